@@ -92,9 +92,11 @@ def ask_live(
         | {"model": rows[0]["model"]}
         for number in range(num)
     ]
-    before, started = count_steps(port), time.monotonic()
+    before = count_steps(port)
+    started = time.monotonic()
     answers = run_client(port, live, 1, True, folder)["answers"]
-    wall_s, num_steps = time.monotonic() - started, count_steps(port) - before
+    wall_s = time.monotonic() - started
+    num_steps = count_steps(port) - before
     # A step without text has no event: the whole answer then tells nothing of the first token.
     times = sorted(1000 * answer["event_s"][0] for answer in answers if answer["event_s"])
     return {

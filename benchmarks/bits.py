@@ -64,7 +64,8 @@ def main(folder: Path, texts: tuple[Path, ...], windows: int) -> None:
 
     matrices = {n: p for n, p in model.named_parameters() if p.dim() == 2}
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
-    expected, found = logprobs(), {}
+    expected = logprobs()
+    found = {}
     for name in (*(form.name for form in OWN_FORMS), *GGUF_NAMES):
         rounded = rounded_by(name)
         for each, parameter in matrices.items():

@@ -32,7 +32,9 @@ def main() -> None:
     grammars = Grammars(tokenizer, num_tokens, frozenset({tokenizer.eos_id}))
     grammars.find(Constraint("json", '{"type": "null"}'))
     figures = {"tokens": num_tokens, "index_s": time.perf_counter() - start}
-    first, others, num_refused = [], [], 0
+    first = []
+    others = []
+    num_refused = 0
     open_file = gzip.open if source.suffix == ".gz" else open
     with open_file(source, "rt") as file:
         for line in file:
@@ -58,7 +60,9 @@ def main() -> None:
 
 def follow(grammar: Grammar, text: str) -> list[float]:
     """Return the seconds of each mask on the way through a text."""
-    words, matcher, times = grammar.grammars.vocabulary, grammar.start(), []
+    words = grammar.grammars.vocabulary
+    matcher = grammar.start()
+    times = []
     for token_id in words(text):
         if not matcher.mask.bits[token_id // 8] >> token_id % 8 & 1:
             break  # an instance in another order

@@ -105,7 +105,8 @@ def run_transformers(job: dict[str, Any]) -> tuple[float, Any]:
     dtype = getattr(torch, job["dtype"])
     model = transformers.AutoModelForSeq2SeqLM.from_pretrained(job["model"], dtype=dtype).eval()
     model.generation_config.decoder_start_token_id = 0
-    rows, first = job["rows"], None
+    rows = job["rows"]
+    first = None
     started_s = time.perf_counter()
     for places in batches(rows):
         longest = max(len(rows[place][0]) for place in places)
@@ -113,7 +114,8 @@ def run_transformers(job: dict[str, Any]) -> tuple[float, Any]:
         mask = torch.zeros_like(ids)
         for row, place in enumerate(places):
             own = torch.tensor(rows[place][0])
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+            ids[row, : len(own)] = own
+            mask[row, : len(own)] = 1
         most = max(rows[place][1] for place in places)
         made = model.generate(
             ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False
@@ -169,7 +171,8 @@ def _padded(job: dict[str, Any], infer: Callable[..., Any]) -> tuple[float, Any]
     """Run an exported graph over sorted batches, and take means."""
     import numpy as np
 
-    rows, first = job["rows"], None
+    rows = job["rows"]
+    first = None
     order = sorted(range(len(rows)), key=lambda n: len(rows[n][0]))
     started_s = time.perf_counter()
     for start in range(0, len(order), BATCH):
@@ -178,7 +181,8 @@ def _padded(job: dict[str, Any], infer: Callable[..., Any]) -> tuple[float, Any]
         mask = np.zeros_like(ids)
         for row, place in enumerate(places):
             own = rows[place][0]
-            ids[row, : len(own)], mask[row, : len(own)] = own, 1
+            ids[row, : len(own)] = own
+            mask[row, : len(own)] = 1
         hidden = infer(ids, mask)
         vectors = (hidden * mask[..., None]).sum(1) / mask.sum(1, keepdims=True)
         if 0 in places:

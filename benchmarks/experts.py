@@ -23,7 +23,9 @@ from typing import Any
 
 import click
 
-WIDTH, BLOCK, CONTEXT = 768, 16, 64
+WIDTH = 768
+BLOCK = 16
+CONTEXT = 64
 MODELS: dict[str, dict[str, Any]] = {
     "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
     "qwen3_moe": {
@@ -44,7 +46,8 @@ class InMemory:
     num_bytes = 0
 
     def __init__(self, weights: list[Any], dtype: Any) -> None:
-        self._weights, self.dtype = weights, dtype
+        self._weights = weights
+        self.dtype = dtype
 
     def layer(self, number: int) -> Any:
         return self._weights[number]
@@ -139,7 +142,8 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
 
     torch.set_num_threads(len(os.sched_getaffinity(0)))
     results = []
-    of_weights, of_rows = getattr(torch, held), getattr(torch, dtype)
+    of_weights = getattr(torch, held)
+    of_rows = getattr(torch, dtype)
     print(" ".join(processor.describe().splitlines()[1:]))
     print(f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}")
     print(f"{'model':12} {'rows':>5} {'tokens':>6} {'one by one':>11} {'one call':>9}  ratio")

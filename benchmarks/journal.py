@@ -41,7 +41,8 @@ def run_s(rows: Path, folder: Path, *, has_journal: bool) -> float:
 def time_journal(folder: Path) -> tuple[float, float, float]:
     """Return microseconds a row: appending, reading again, finishing."""
     record = json.dumps({"request": {"prompt": "x" * 450}, "result": {"text": "y" * 500}}).encode()
-    output, times = folder / "rows.jsonl", [time.perf_counter()]
+    output = folder / "rows.jsonl"
+    times = [time.perf_counter()]
     journal = Journal(output, {})
     for number in range(1, NUM_ROWS + 1):
         journal.append(Row(number, False, (1, 0, 1), 5, record))

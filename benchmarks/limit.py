@@ -95,7 +95,8 @@ def count_weights(model: Model) -> tuple[int, int, int]:
 
 def count_distinct(prompts: list[list[int]]) -> int:
     """Count the tokens of a trie of prompts: those that must be computed if prefixes are shared."""
-    count, before = 0, []
+    count = 0
+    before = []
     for prompt in sorted(prompts):
         num_shared = 0
         for token, other in zip(prompt, before, strict=False):

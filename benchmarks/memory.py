@@ -52,7 +52,8 @@ class StubPipeline:
         step = self._steps.popleft()
         self.num_in_flight -= 1
         drawn = TokenLogprobs.empty(len(step.draws))
-        drawn.ids[:], drawn.logprobs[:] = TOKEN_ID, -1.0
+        drawn.ids[:] = TOKEN_ID
+        drawn.logprobs[:] = -1.0
         now_s = time.time()
         return StepResult(step.step_id, {"tokens": drawn}, [StageSpan(now_s, now_s)])
 
@@ -102,7 +103,8 @@ def write_rows(path: Path, num_rows: int) -> None:
 
 def answer(num_rows: int, folder: Path) -> None:
     """Answer a file of so many rows and print peak memory, in MB, and seconds."""
-    source, output = folder / "rows.jsonl", folder / "answers.jsonl"
+    source = folder / "rows.jsonl"
+    output = folder / "answers.jsonl"
     write_rows(source, num_rows)
     started = time.perf_counter()
     files = open_files([source], [output], RunTerms("stub", {}))

@@ -57,7 +57,9 @@ def make(folder: Path, layers: int) -> None:
     from safetensors.torch import save_file
 
     folder.mkdir(parents=True, exist_ok=True)
-    hidden, inner, vocab = 4096, 11008, 32000
+    hidden = 4096
+    inner = 11008
+    vocab = 32000
     generator = torch.Generator().manual_seed(0)
 
     def draw(*shape: int) -> torch.Tensor:
@@ -131,7 +133,8 @@ class MemoryGroup:
 
 def dd_speed(folder: Path) -> float:
     """Return how fast dd reads the model's files past the cache, in bytes a second."""
-    num_bytes, started = 0, time.perf_counter()
+    num_bytes = 0
+    started = time.perf_counter()
     for file in sorted(folder.glob("*.safetensors"))[:12]:
         command = ["dd", f"if={file}", "of=/dev/null", "bs=16M", "iflag=direct"]
         subprocess.run(command, check=True, capture_output=True)
@@ -187,7 +190,8 @@ def run(
     asked = Path(tempfile.mkdtemp()) / "rows.jsonl"
     fields = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
     asked.write_text("".join(json.dumps({"prompt": ids} | fields) + "\n" for ids in rows_of_ids))
-    group, found = MemoryGroup(memory), []
+    group = MemoryGroup(memory)
+    found = []
     for turn in range(more["turns"]):
         result: dict[str, Any] = {"turn": turn, "dd_gb_per_s": dd_speed(model) / 1e9}
         traced = ("--trace", more["trace"]) if more["trace"] and not turn else ()

@@ -38,7 +38,8 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
             gaps = [longest - len(row["prompt"]) for row in batch]
             ids = torch.tensor([[0] * g + r["prompt"] for g, r in zip(gaps, batch, strict=True)])
             mask = torch.tensor([[0] * g + [1] * (longest - g) for g in gaps])
-            ids, mask = ids.to(device), mask.to(device)
+            ids = ids.to(device)
+            mask = mask.to(device)
             new = max(row["max_tokens"] for row in batch)
             if new:
                 found = model.generate(
@@ -159,13 +160,15 @@ def run_openvino(job: dict[str, Any], *, is_dynamic: bool = False) -> dict[str, 
     pipe = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", how)
     ready_s = time.perf_counter() - STARTED_S
     started = time.perf_counter()
-    prompts, configs = [], []
+    prompts = []
+    configs = []
     for row in job["rows"]:
         config = genai.GenerationConfig(ignore_eos=True, **_how_to_draw(job))
         config.set_eos_token_id(0)  # it refuses to have none, and ignores it
         config.max_new_tokens = max(1, row["max_tokens"])
         if not row["max_tokens"]:
-            config.echo, config.logprobs = True, 1
+            config.echo = True
+            config.logprobs = 1
         prompts.append(openvino.Tensor(numpy.array([row["prompt"]], dtype=numpy.int64)))
         configs.append(config)
     outputs = pipe.generate(prompts, configs)

@@ -170,10 +170,12 @@ def convert(side: str, peers: Path, folder: Path, dtype: str, bits: str = "") ->
 
 def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     """Answer the rows with the command, as a user would."""
-    rows, output = folder / "rows.jsonl", folder / "out.jsonl"
+    rows = folder / "rows.jsonl"
+    output = folder / "out.jsonl"
     with rows.open("w") as file:
         file.writelines(json.dumps(row) + "\n" for row in job["rows"])
-    is_gguf, bits = job.get("is_gguf", False), job.get("bits", "")
+    is_gguf = job.get("is_gguf", False)
+    bits = job.get("bits", "")
     model = f"{job['llama.cpp']}/model.gguf" if is_gguf else job["model"]
     command = [sys.executable, "-m", "fminfer", "run", str(rows), "--model-name", model]
     if bits and not is_gguf:
@@ -273,7 +275,9 @@ def measure(
 
 def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
     """Return an SVG picture of the run times, a group of bars a workload."""
-    left, width, bar = 120, 560, 22
+    left = 120
+    width = 560
+    bar = 22
     longest = max(side["run_s"] for sides in results.values() for side in sides.values())
     out = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>']
     y = 40
@@ -417,7 +421,9 @@ def main(
         raise click.ClickException("--gguf needs llama.cpp's environment, which makes the file")
     if bits and "openvino" in able:
         able["openvino-dynamic"] = sides["openvino-dynamic"] = able["openvino"]
-    results, roofs, limits = {}, list[Roof](), dict[str, float]()
+    results = {}
+    roofs = list[Roof]()
+    limits = dict[str, float]()
     for workload in workloads:
         how = {"temperature": temperature, "top_p": top_p}
         how |= {"ignore_eos": True, "return_token_ids": True}

@@ -107,7 +107,8 @@ def main(
         summary[side] = {"run_s": run_s, "tokens_per_s": rate, "busy": busy}
         shown = ", ".join(f"{share:.1%}" for share in busy)
         print(f"{side:24}{run_s:8.1f}{rate:10.0f}  {shown}")
-    one, several = summary["1 rank"], summary[f"{ranks} ranks"]
+    one = summary["1 rank"]
+    several = summary[f"{ranks} ranks"]
     ratio = several["tokens_per_s"] / one["tokens_per_s"]
     print(f"{ranks} ranks ÷ 1 rank: {ratio:.2f}")
     print(json.dumps({"ranks": ranks, "ratio": ratio, "sides": summary}))

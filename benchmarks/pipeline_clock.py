@@ -78,8 +78,10 @@ class SimulatedPipeline:
         token_bytes: int,
     ) -> None:
         assert len(stages) == len(hops), f"{len(stages)} stages, {len(hops)} links"
-        self._stages, self._hops = stages, hops
-        self._driver, self._token_bytes = driver, token_bytes
+        self._stages = stages
+        self._hops = hops
+        self._driver = driver
+        self._token_bytes = token_bytes
         self.clear()
 
     def clear(self) -> None:
@@ -101,7 +103,8 @@ class SimulatedPipeline:
         """Take a step in and find when it is where."""
         self._now_s += self._driver.step_s
         work = measure_work(step)
-        starts, ends = [], []
+        starts = []
+        ends = []
         arrival = self._now_s
         for stage, time_s in enumerate(self._stages):
             starts.append(max(arrival, self._free_s[stage]))
@@ -123,7 +126,8 @@ class SimulatedPipeline:
         self._note_rounds(step)
         self._now_s += self._driver.token_s * times.num_draws
         drawn = TokenLogprobs.empty(times.num_draws)
-        drawn.ids[:], drawn.logprobs[:] = DRAWN_ID, 0.0
+        drawn.ids[:] = DRAWN_ID
+        drawn.logprobs[:] = 0.0
         return StepResult(step.step_id, {"tokens": drawn}, [])
 
     def drop(self) -> None:

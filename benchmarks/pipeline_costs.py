@@ -89,7 +89,8 @@ class Machine:
 # GPUs: peak figures of NVIDIA's data sheets (dense, 16 bits); NVLink's and one InfiniBand card's
 # rate in one direction. cpu-core: measured, one core of a 2-core Xeon (AVX-512): a float32 product
 # of 512 × 768 × 3072; one row times 24 such weights; gloo's latency and rate are assumed.
-GB, MICRO = 1e9, 1e-6
+GB = 1e9
+MICRO = 1e-6
 MACHINES = {
     "v100-32gb": Machine(
         125e12, 0.9e12, 32 * GB, Link(20 * MICRO, 150 * GB), Link(30 * MICRO, 12.5 * GB)

@@ -59,7 +59,8 @@ KINDS = (  # of the rows and of the stored weights
 )
 CACHE = Path("/sys/devices/system/cpu/cpu0/cache/index3/size")
 CACHE_BYTES = 32 << 20  # where the system does not tell
-ROOF_TURNS, ROOF_S = 2_000_000, 1.0  # tens of milliseconds a try, for so long; the best one counts
+ROOF_TURNS = 2_000_000
+ROOF_S = 1.0  # tens of milliseconds a try, for so long; the best one counts
 READ_FLOATS = 64 << 20
 MAX_ERROR = {torch.float32: 1e-4, torch.bfloat16: 0.02}  # of the largest result
 
@@ -106,7 +107,8 @@ def measure_roof(num_threads: int) -> Roof:
         function = getattr(library, name)
         function.restype = ctypes.c_double
         threads = number(num_threads)
-        found, end = 0.0, time.perf_counter() + ROOF_S
+        found = 0.0
+        end = time.perf_counter() + ROOF_S
         while time.perf_counter() < end:
             found = max(found, float(function(threads, *arguments)))
         return found
@@ -218,7 +220,8 @@ def measure(
 def rate(record: dict[str, Any], roof: Roof) -> dict[str, Any]:
     """Return a record with rates and shares of the roof."""
     names = ("kind", "shape", "rows")
-    flop, took_s = record["flop"], record["took_s"]
+    flop = record["flop"]
+    took_s = record["took_s"]
     least_s = roof.least_s(flop, record["rows_dtype"], record["weight_bytes"])
     return {name: record[name] for name in names} | {
         "gflops": {side: flop / s / 1e9 for side, s in took_s.items()},

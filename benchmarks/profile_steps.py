@@ -157,7 +157,9 @@ def profile(workload: str, scale: float, options: dict[str, Any]) -> dict[str, A
 
 def draw(runs: list[dict[str, Any]], title: str) -> str:
     """Return an SVG picture, a bar a run."""
-    left, width, bar = 110, 640, 28
+    left = 110
+    width = 640
+    bar = 28
     longest = max(run["wall_s"] for run in runs)
     height = 70 + len(runs) * (bar + 10)
     out = [
@@ -170,7 +172,8 @@ def draw(runs: list[dict[str, Any]], title: str) -> str:
         out.append(f'<rect x="{x}" y="30" width="12" height="12" fill="{colour}"/>')
         out.append(f'<text x="{x + 16}" y="41">{part}</text>')
     for row, run in enumerate(runs):
-        y, x = 56 + row * (bar + 10), float(left)
+        y = 56 + row * (bar + 10)
+        x = float(left)
         out.append(f'<text x="8" y="{y + 18}">{escape(run["name"])}</text>')
         for part, colour in zip(PARTS, COLOURS, strict=True):
             wide = run["seconds"][part] / longest * width

@@ -76,8 +76,10 @@ class Connection(asyncio.Protocol):
     async def ask(self, number: int, payload: bytes) -> Exchange:
         """Send a request and wait until its whole answer is in."""
         assert self.transport is not None, "connected first"
-        self._arrivals, self._tail = [], b""
-        self._missing, self._has_head = None, False
+        self._arrivals = []
+        self._tail = b""
+        self._missing = None
+        self._has_head = False
         self._done = asyncio.get_running_loop().create_future()
         sent_s = time.perf_counter()
         self.transport.write(payload)
@@ -135,7 +137,10 @@ def read_answer(exchange: Exchange, is_streamed: bool) -> Answer:
 
 def _read_stream(exchange: Exchange, first: int) -> Answer:
     """Parse server-sent events; each has the time when its last byte came."""
-    text, event_s, num_tokens, left = [], [], None, b""
+    text = []
+    event_s = []
+    num_tokens = None
+    left = b""
     for at_s, piece in _chunks(exchange, first):
         *events, left = (left + piece).replace(b"\r\n", b"\n").split(b"\n\n")
         for event in events:
@@ -162,7 +167,8 @@ def _chunks(exchange: Exchange, first: int) -> Iterator[tuple[float, bytes]]:
     """
     raw = b"".join(data for _, data in exchange.arrivals)
     arrivals = iter(exchange.arrivals)
-    at_s, num_in = 0.0, 0
+    at_s = 0.0
+    num_in = 0
     while True:
         line_end = raw.index(b"\r\n", first)
         size = int(raw[first:line_end].split(b";")[0], 16)

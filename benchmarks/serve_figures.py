@@ -104,7 +104,8 @@ def print_table(figures: dict[str, dict[str, Any]], phases: list[Phase]) -> None
 def compare(figures: dict[str, dict[str, Any]], phases: list[Phase], file_s: list[float]) -> Any:
     """Return the ratios that the targets are about."""
     ratios: dict[str, Any] = {}
-    at_once, streamed = phases[0], phases[1]
+    at_once = phases[0]
+    streamed = phases[1]
     for name, found in figures.items():
         rates = [found[phase.name]["requests_per_s"] for phase in (at_once, streamed)]
         ratios[f"{name}_streaming_costs"] = rates[0] / rates[1] - 1
@@ -114,7 +115,8 @@ def compare(figures: dict[str, dict[str, Any]], phases: list[Phase], file_s: lis
         ratios |= {"file_requests_per_s": file_rate, "fminfer_to_file": rate / file_rate}
     if {"fminfer", "vllm"} <= figures.keys():
         for phase in phases:
-            ours, theirs = figures["fminfer"][phase.name], figures["vllm"][phase.name]
+            ours = figures["fminfer"][phase.name]
+            theirs = figures["vllm"][phase.name]
             ratio = ours["requests_per_s"] / theirs["requests_per_s"]
             ratios[f"fminfer_to_vllm, {phase.name}"] = ratio
     return ratios

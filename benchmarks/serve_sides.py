@@ -18,7 +18,8 @@ from pathlib import Path
 import click
 
 ROOT = Path(__file__).resolve().parent.parent
-START_S, STOP_S = 900.0, 60.0
+START_S = 900.0
+STOP_S = 60.0
 MAX_MODEL_LEN = 2048
 SETTINGS = {  # vLLM's, as peers.py has them
     "VLLM_CPU_OMP_THREADS_BIND": f"0-{(os.cpu_count() or 1) - 1}",

@@ -26,7 +26,9 @@ import click
 
 HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE.parent))  # the package beside this file, whether it is installed or not
-ROWS, WIDTH, NUM_SUMS = 64, 768, 3000
+ROWS = 64
+WIDTH = 768
+NUM_SUMS = 3000
 
 
 def time_sums(dtype: str, count: int) -> list[float]:

@@ -14,11 +14,29 @@ from pathlib import Path
 
 # Taken as they are, with one value.
 SAME = (
-    *("--model-name", "--model-type", "--dist-url", "--world-size", "--pipeline-group-size"),
-    *("--data-group-size", "--rank", "--cuda-id", "--num-layers", "--max-layers", "--pp-mode"),
-    *("--num-iters", "--seed", "--budget", "--temperature", "--top-p", "--top-k"),
-    *("--num-completions", "--best-of", "--top-k-per-token", "--batch-size"),
-    *("--input-seq-length", "--generate-seq-length"),
+    "--model-name",
+    "--model-type",
+    "--dist-url",
+    "--world-size",
+    "--pipeline-group-size",
+    "--data-group-size",
+    "--rank",
+    "--cuda-id",
+    "--num-layers",
+    "--max-layers",
+    "--pp-mode",
+    "--num-iters",
+    "--seed",
+    "--budget",
+    "--temperature",
+    "--top-p",
+    "--top-k",
+    "--num-completions",
+    "--best-of",
+    "--top-k-per-token",
+    "--batch-size",
+    "--input-seq-length",
+    "--generate-seq-length",
 )
 # True or false, as a value; what each of the two is for `fminfer run`.
 BOOLEANS = {
@@ -29,11 +47,24 @@ BOOLEANS = {
 }
 # With one value, and without a meaning here.
 UNUSED = (
-    *("--cuda-num", "--debug-mem", "--dist-backend", "--net-interface", "--micro-batch-size"),
-    *("--token-micro-batch-size", "--prompt-micro-batch-size", "--profiling", "--trace-postfix"),
-    *("--load-pretrained-model", "--coordinator-server-ip", "--coordinator-server-port"),
-    *("--coord-server-ip", "--coord-server-port", "--lsf-job-no", "--job-id"),
-    *("--working-directory", "--heartbeats-timeout"),
+    "--cuda-num",
+    "--debug-mem",
+    "--dist-backend",
+    "--net-interface",
+    "--micro-batch-size",
+    "--token-micro-batch-size",
+    "--prompt-micro-batch-size",
+    "--profiling",
+    "--trace-postfix",
+    "--load-pretrained-model",
+    "--coordinator-server-ip",
+    "--coordinator-server-port",
+    "--coord-server-ip",
+    "--coord-server-port",
+    "--lsf-job-no",
+    "--job-id",
+    "--working-directory",
+    "--heartbeats-timeout",
 )
 OUTPUTS = ("--output-path", "--infer-output-dir")
 KNOWN = (*SAME, *BOOLEANS, *UNUSED, *OUTPUTS, "--infer-data", "--fp16", "--stop")

@@ -103,7 +103,8 @@ def fill(text: str) -> str:
         **{f"fields: {name}": acted_on(name) for name in ACTED_ON},
     }
     for name, table in parts.items():
-        start, end = f"<!-- {name} -->\n", "<!-- end -->"
+        start = f"<!-- {name} -->\n"
+        end = "<!-- end -->"
         before, found, rest = text.partition(start)
         assert found, f"the page has the mark {start.strip()}"
         text = before + start + f"{table}\n" + end + rest.partition(end)[2]

@@ -154,7 +154,8 @@ def fill(text: str, names: list[str]) -> str:
 
 
 if __name__ == "__main__":
-    text, words = PAGE.read_text(), sys.argv[1:]
+    text = PAGE.read_text()
+    words = sys.argv[1:]
     names = [word for word in words if word in TABLES] or [*TABLES]
     if "--check" not in words:
         PAGE.write_text(fill(text, names))

@@ -19,7 +19,8 @@ from fminfer.cli.flags import GroupedOption
 from fminfer.core.option import GROUPS
 
 RUNNING = Path(__file__).parents[1] / "docs" / "running.md"
-START, END = "<!-- flags -->\n", "<!-- end -->"
+START = "<!-- flags -->\n"
+END = "<!-- end -->"
 OLD = "Old command lines"  # docs/coming_from.md has these
 
 

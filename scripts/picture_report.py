@@ -26,21 +26,47 @@ from tests.browser import Browser, open_browser
 REPOSITORY = Path(__file__).resolve().parent.parent
 SYSTEM = {"role": "system", "content": "You are a friendly assistant. Answer in plain words."}
 ASKED = (
-    *("Explain {} to a child.", "Write two sentences about {}.", "Why do people like {}?"),
-    *("Name three facts about {}.", "Tell a very short story about {}."),
+    "Explain {} to a child.",
+    "Write two sentences about {}.",
+    "Why do people like {}?",
+    "Name three facts about {}.",
+    "Tell a very short story about {}.",
 )
 TOPICS = (
-    *("the moon", "bread", "a lighthouse", "tides", "the violin", "volcanoes", "penguins", "snow"),
-    *("honey", "the number seven", "the printing press", "green tea", "chess", "the Silk Road"),
+    "the moon",
+    "bread",
+    "a lighthouse",
+    "tides",
+    "the violin",
+    "volcanoes",
+    "penguins",
+    "snow",
+    "honey",
+    "the number seven",
+    "the printing press",
+    "green tea",
+    "chess",
+    "the Silk Road",
 )
 BEGUN = (
-    *("Once upon a time, there was", "The capital of France is", "def fibonacci(n):\n    "),
-    *("In 1969, the first", "The best way to learn a language is", "Water boils at"),
+    "Once upon a time, there was",
+    "The capital of France is",
+    "def fibonacci(n):\n    ",
+    "In 1969, the first",
+    "The best way to learn a language is",
+    "Water boils at",
 )
 WRONG = (
-    *('{"prompt": "broken', '{"prompt": 5}', '{"prompt": "x", "max_tokens": 99999}', '"a string"'),
-    *('{"prompt": "x", "temperature": 3}', '{"max_tokens": 5}', '{"prompt": [999999999]}'),
-    *('{"prompt": "x", "top_p": 1.5}', '{"prompt": "x", "stream": true}', '{"messages": []}'),
+    '{"prompt": "broken',
+    '{"prompt": 5}',
+    '{"prompt": "x", "max_tokens": 99999}',
+    '"a string"',
+    '{"prompt": "x", "temperature": 3}',
+    '{"max_tokens": 5}',
+    '{"prompt": [999999999]}',
+    '{"prompt": "x", "top_p": 1.5}',
+    '{"prompt": "x", "stream": true}',
+    '{"messages": []}',
 )
 LEAST_CERTAIN = """
 (() => {
@@ -71,7 +97,8 @@ def make_lines(number: int) -> list[dict[str, Any]]:
 
 def answer(folder: Path, name: str, lines: list[str], model_name: str | None) -> Path:
     """Run over lines; return the report. Paths in it are those of the folder."""
-    source, report = f"{name}.jsonl", f"{name}.html"
+    source = f"{name}.jsonl"
+    report = f"{name}.html"
     (folder / source).write_text("\n".join(lines) + "\n")
     command = [sys.executable, "-m", "fminfer", "run", "-q", source, "--report", report]
     if model_name is not None and Path(model_name).is_dir():

@@ -25,9 +25,16 @@ from pathlib import Path
 import click
 
 COLUMNS = 120
-WIDTH_OF_CHARACTER, LINE, PAD, TITLE = 7.83, 19, 16, 34
+WIDTH_OF_CHARACTER = 7.83
+LINE = 19
+PAD = 16
+TITLE = 34
 FONT = "ui-monospace, 'DejaVu Sans Mono', Menlo, Consolas, monospace"
-BACK, BORDER, TEXT, DIM, PROMPT = "#0d1117", "#57606a", "#e6edf3", "#9da7b3", "#7ee787"
+BACK = "#0d1117"
+BORDER = "#57606a"
+TEXT = "#e6edf3"
+DIM = "#9da7b3"
+PROMPT = "#7ee787"
 ESCAPE = re.compile(r"\x1b\[([0-9;?]*)([A-Za-z])")
 
 
@@ -75,7 +82,8 @@ def run(command: list[str]) -> list[tuple[float, list[str]]]:
     start_s = time.perf_counter()
     process = subprocess.Popen(command, stdin=theirs, stdout=theirs, stderr=theirs)
     os.close(theirs)
-    screen, screens = Screen(), []
+    screen = Screen()
+    screens = []
     decoder = codecs.getincrementaldecoder("utf-8")("replace")
     while True:
         try:
@@ -128,7 +136,8 @@ def draw(command: str, screens: list[tuple[float, list[str]]]) -> str:
     half_s, half = min(screens, key=lambda each: abs(each[0] - end_s / 2))
     during, height = window(f"after {half_s:.0f} s", command, half, 0)
     after, more = window(f"after {end_s:.0f} s", command, screens[-1][1], height + 12)
-    width, total = COLUMNS * WIDTH_OF_CHARACTER + 2 * PAD, height + 12 + more
+    width = COLUMNS * WIDTH_OF_CHARACTER + 2 * PAD
+    total = height + 12 + more
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {total}" '
         f'width="{width:.0f}" height="{total}" font-family="{escape(FONT)}" font-size="13">\n'

@@ -16,7 +16,10 @@ import click
 
 COLOURS = {"prefill": "#e8983e", "mixed": "#c9b458", "decode": "#4f86b8"}
 OF_LAYERS = {"wait": "#d05f5f", "compute": "#7fb77e"}  # streamed (--offload)
-WIDTH, LEFT, ROW, GAP = 980, 110, 26, 46
+WIDTH = 980
+LEFT = 110
+ROW = 26
+GAP = 46
 
 
 def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]]:
@@ -28,7 +31,8 @@ def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]
             names[event["tid"]] = event["args"]["name"].partition(":")[0]
         if event.get("ph") != "X":
             continue
-        start_s, end_s = event["ts"] / 1e6, (event["ts"] + event["dur"]) / 1e6
+        start_s = event["ts"] / 1e6
+        end_s = (event["ts"] + event["dur"]) / 1e6
         rank = spans.setdefault(event["tid"], [])
         if end_s > first_s and start_s < last_s:
             rank.append((max(start_s, first_s), min(end_s, last_s), event))
@@ -48,7 +52,8 @@ def draw(title: str, spans: dict[str, list[Any]], top: int, first_s: float, last
         width = (last_s - first_s) * scale
         out.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW}" fill="#eee"/>')
         for start_s, end_s, event in own:
-            x, wide = LEFT + (start_s - first_s) * scale, (end_s - start_s) * scale
+            x = LEFT + (start_s - first_s) * scale
+            wide = (end_s - start_s) * scale
             step = "" if event["name"] in OF_LAYERS else event["args"]["step"]
             out.append(
                 f'<rect x="{x:.1f}" y="{y}" width="{wide:.1f}" height="{ROW}" stroke="white" '
@@ -78,7 +83,9 @@ def main(
     last_s: float,
     output: Path,
 ) -> None:
-    parts, top, seen = [], GAP - 14, set[str]()
+    parts = []
+    top = GAP - 14
+    seen = set[str]()
     for index, path in enumerate(traces):
         spans = read_spans(path, first_s, last_s)
         seen |= {event["name"] for own in spans.values() for *_, event in own}

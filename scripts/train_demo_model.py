@@ -85,7 +85,8 @@ def encode_batch(
     ids = torch.full((len(examples), longest), tokenizer.eos_token_id)
     targets = torch.full((len(examples), longest), IGNORE)
     for row, (prompt, answer) in enumerate(zip(prompts, answers, strict=True)):
-        first, end = len(prompt), len(prompt) + len(answer)
+        first = len(prompt)
+        end = len(prompt) + len(answer)
         ids[row, :end] = torch.tensor(prompt + answer)
         targets[row, first - 1 : end - 1] = ids[row, first:end]
     return ids, targets
@@ -131,7 +132,8 @@ def main(minutes: float, batch_size: int, learning_rate: float, seed: int, outpu
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=learning_rate, betas=(0.9, 0.98), weight_decay=0.5
     )
-    started, step = time.monotonic(), 0
+    started = time.monotonic()
+    step = 0
     while (share := (time.monotonic() - started) / 60 / minutes) < 1:
         for group in optimizer.param_groups:
             group["lr"] = learning_rate * min(1.0, (step + 1) / 100) * (1 - 0.95 * share)

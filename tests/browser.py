@@ -21,8 +21,14 @@ CHROMIUM = next(
     filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
 )
 _FLAGS = [
-    *("--headless", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage", "--no-first-run"),
-    *("--disable-background-networking", "--hide-scrollbars", "--remote-debugging-pipe"),
+    "--headless",
+    "--no-sandbox",
+    "--disable-gpu",
+    "--disable-dev-shm-usage",
+    "--no-first-run",
+    "--disable-background-networking",
+    "--hide-scrollbars",
+    "--remote-debugging-pipe",
 ]
 
 
@@ -35,7 +41,8 @@ class Browser:
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.log: list[str] = []
-        self._to, self._from = to_browser, from_browser
+        self._to = to_browser
+        self._from = from_browser
         self._rest = b""
         self._number = 0
         self._session: str | None = None
@@ -143,7 +150,8 @@ class Browser:
         """Return the red, green and blue of a place in the page, from 0 to 255."""
         clip = {"x": x, "y": y, "width": 1, "height": 1, "scale": 1}
         png = base64.b64decode(self.call("Page.captureScreenshot", clip=clip)["data"])
-        data, place = b"", 8  # chunks follow the signature: size, name, bytes, checksum
+        data = b""
+        place = 8  # chunks follow the signature: size, name, bytes, checksum
         while place < len(png):
             size = int.from_bytes(png[place : place + 4])
             if png[place + 4 : place + 8] == b"IDAT":

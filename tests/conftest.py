@@ -50,24 +50,60 @@ IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"
 # More of what another test of the same run shows already: more families, dtypes or sizes.
 more = pytest.mark.skipif(not IS_ALL, reason="more of the same; scripts/test --all")
 LONG_FILES = (
-    *("test_triton", "test_ray", "test_start", "test_resume", "test_transformer"),
-    *("test_stages", "test_oracle", "test_pipeline", "test_sanitizers", "test_lm_eval"),
+    "test_triton",
+    "test_ray",
+    "test_start",
+    "test_resume",
+    "test_transformer",
+    "test_stages",
+    "test_oracle",
+    "test_pipeline",
+    "test_sanitizers",
+    "test_lm_eval",
     "test_submit",
 )
 # Families whose attention differs: heads, windows, caps, biases, positions, experts.
 FEW = (
-    *("llama", "qwen2-window", "gemma2", "mixtral", "bloom", "falcon-new", "falcon-alibi"),
-    *("gptj", "gpt_neo", "gpt2-inverse", "mpt", "opt", "phi3-long"),
+    "llama",
+    "qwen2-window",
+    "gemma2",
+    "mixtral",
+    "bloom",
+    "falcon-new",
+    "falcon-alibi",
+    "gptj",
+    "gpt_neo",
+    "gpt2-inverse",
+    "mpt",
+    "opt",
+    "phi3-long",
 )
 # And those that are stored in other ways: experts and heads in turns, transposed, latent, rows.
 STORED = (
-    *(*FEW, "gpt_oss", "deepseek_v3", "qwen3_moe", "codegen", "gpt_bigcode", "gpt_neox"),
+    *FEW,
+    "gpt_oss",
+    "deepseek_v3",
+    "qwen3_moe",
+    "codegen",
+    "gpt_bigcode",
+    "gpt_neox",
     "ernie4_5_moe",
 )
 # And others, so that there is each setting of a spec and each layout: test_transformer holds it.
 SOME = (
-    *(*STORED, "deepseek_v2-groups", "nanochat", "granite", "opt-350m", "phimoe"),
-    *("apertus", "qwen2_moe", "bloom-normed", "cohere-qk", "flex_olmo", "hunyuan_v1_moe", "xglm"),
+    *STORED,
+    "deepseek_v2-groups",
+    "nanochat",
+    "granite",
+    "opt-350m",
+    "phimoe",
+    "apertus",
+    "qwen2_moe",
+    "bloom-normed",
+    "cohere-qk",
+    "flex_olmo",
+    "hunyuan_v1_moe",
+    "xglm",
 )
 
 

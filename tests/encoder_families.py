@@ -52,8 +52,22 @@ BOTH_WAYS: dict[str, dict[str, Any]] = {
     "llama": {"is_causal": False},
 }
 DECODERS = (
-    *("llama", "mistral", "qwen2", "qwen3", "gemma", "gemma3_text", "gpt2", "opt-bare", "bloom"),
-    *("falcon-alibi", "gpt_neox", "phi", "mixtral", "gpt_oss", "olmo2", "mpt"),
+    "llama",
+    "mistral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma3_text",
+    "gpt2",
+    "opt-bare",
+    "bloom",
+    "falcon-alibi",
+    "gpt_neox",
+    "phi",
+    "mixtral",
+    "gpt_oss",
+    "olmo2",
+    "mpt",
 )
 _T5 = {
     "vocab_size": VOCAB,
@@ -115,7 +129,8 @@ def make_decoder(name: str, kind: str, **fields: Any) -> Any:
     config = family_config(name)
     if fields:
         config = type(config)(**config.to_dict() | fields)
-    config.tie_word_embeddings, config.num_labels = False, 3
+    config.tie_word_embeddings = False
+    config.num_labels = 3
     torch.manual_seed(7)
     auto = "AutoModel" + kind.removeprefix("Model")
     model = getattr(transformers, auto).from_config(config)

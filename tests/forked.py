@@ -34,7 +34,8 @@ from typing import Any, NoReturn
 import pytest
 
 COMMAND = [sys.executable, "-m", "fminfer"]
-PR_SET_CHILD_SUBREAPER, PR_GET_CHILD_SUBREAPER = 36, 37  # of <linux/prctl.h>
+PR_SET_CHILD_SUBREAPER = 36
+PR_GET_CHILD_SUBREAPER = 37  # of <linux/prctl.h>
 libc = ctypes.CDLL(None)
 _context: ForkServerContext | None = None
 _adopts = threading.Lock()  # of what prctl says of this process
@@ -178,9 +179,11 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
     if signal.getsignal(signal.SIGINT) is signal.SIG_DFL:
         signal.signal(signal.SIGINT, signal.default_int_handler)
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
-    sys.stdin, sys.stdout = os.fdopen(0, closefd=False), os.fdopen(1, "w", closefd=False)
+    sys.stdin = os.fdopen(0, closefd=False)
+    sys.stdout = os.fdopen(1, "w", closefd=False)
     sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
-    sys.argv, sys.orig_argv = ["fminfer", *command[len(COMMAND) :]], command
+    sys.argv = ["fminfer", *command[len(COMMAND) :]]
+    sys.orig_argv = command
     subprocess.Popen = _ForkingPopen  # type: ignore[misc]
     gc.enable()
     status = 1
@@ -242,7 +245,8 @@ class _AdoptingPopen(subprocess.Popen):  # type: ignore[type-arg]
         execute = super()._execute_child  # type: ignore[misc]
         given = inspect.signature(execute).bind(args, *rest).arguments
         assert not any(given[name] for name in ("cwd", "preexec_fn", "start_new_session"))
-        pipes, pass_fds = [given[name] for name in PIPES], given["pass_fds"]
+        pipes = [given[name] for name in PIPES]
+        pass_fds = given["pass_fds"]
         told, tell = os.pipe()
         targets = [0, 1, 2, *pass_fds]
         files = [pipes[0], pipes[3], pipes[5], *pass_fds, tell]

@@ -24,7 +24,12 @@ LETTERS = {
     11: "q",
     12: "d",
 }
-U32, F32, BOOL, STRING, ARRAY, U64 = 4, 6, 7, 8, 9, 10
+U32 = 4
+F32 = 6
+BOOL = 7
+STRING = 8
+ARRAY = 9
+U64 = 10
 Value = tuple[int, Any]  # its kind; of an array (kind of items, items)
 Tensor = tuple[int, tuple[int, ...], bytes]  # ggml's type, outputs first, values
 Keys = dict[str, Value]
@@ -78,10 +83,12 @@ def f32(array: Any) -> Tensor:
 
 def read(path: Path) -> tuple[Keys, Tensors]:
     """Read a file with llama.cpp's own package."""
-    reader, keys = gguf.GGUFReader(path), {}
+    reader = gguf.GGUFReader(path)
+    keys = {}
     for name, field in reader.fields.items():
         if not name.startswith("GGUF."):
-            kind, content = int(field.types[0]), field.contents()
+            kind = int(field.types[0])
+            content = field.contents()
             keys[name] = (kind, (int(field.types[-1]), content) if kind == ARRAY else content)
     return keys, {
         t.name: (int(t.tensor_type), tuple(map(int, reversed(t.shape))), t.data.tobytes())

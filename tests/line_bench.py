@@ -91,7 +91,8 @@ def over_lines(
 
 def before_each_record(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], None]) -> None:
     """Have a function called before each record of a run over files is written, with its number."""
-    add, numbers = JournaledInput.add, itertools.count()
+    add = JournaledInput.add
+    numbers = itertools.count()
 
     def add_later(file: JournaledInput, record: Record) -> bool:
         call(next(numbers))

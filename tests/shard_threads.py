@@ -34,8 +34,10 @@ class ThreadGroup:
     """Ranks of a stage that are threads, and add up in the order of ranks in float32."""
 
     def __init__(self, index: int, barrier: threading.Barrier, given: list[Any]) -> None:
-        self.index, self.count = index, len(given)
-        self._barrier, self._given = barrier, given
+        self.index = index
+        self.count = len(given)
+        self._barrier = barrier
+        self._given = given
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         parts = self.gather(x)
@@ -58,7 +60,8 @@ class ThreadGroup:
 def make_shards(count: int, library: Any = None) -> list[ShardGroup]:
     """Return the ranks of a stage, as each sees them."""
     if library is None:
-        barrier, given = threading.Barrier(count, timeout=60), [None] * count
+        barrier = threading.Barrier(count, timeout=60)
+        given = [None] * count
         return [ThreadGroup(index, barrier, given) for index in range(count)]
     memory = mmap.mmap(-1, SharedMemoryGroup.num_bytes(library, count))
     return [SharedMemoryGroup(library, memory, index, count) for index in range(count)]
@@ -80,7 +83,8 @@ class ShardedRanks:
     def __init__(self, plans: list[RunPlan], num_kv_tokens: int) -> None:
         self._num_shards = plans[0].machine.num_shards
         self._pool = ThreadPoolExecutor(self._num_shards)
-        self.loaded, self.stages = list[builder.LoadedPart](), list[Stage]()
+        self.loaded = list[builder.LoadedPart]()
+        self.stages = list[Stage]()
         shards: list[ShardGroup] = []
         for plan in plans:
             part = plan.own.part
@@ -127,7 +131,8 @@ def cut_engine(
 ) -> fminfer.Engine:
     """Return an engine whose steps are computed by the ranks of a model that is cut."""
     name = None if folder is None else str(folder)
-    engine, config = fminfer.Engine(name, **options), make_config(name, **options)
+    engine = fminfer.Engine(name, **options)
+    config = make_config(name, **options)
     plans = plan_ranks(config, open_model(config), num_shards, num_stages)
     size = engine.facts.num_kv_blocks * engine.config.block_size
     ranks = ShardedRanks(plans, size)

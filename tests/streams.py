@@ -79,7 +79,8 @@ def _join(deltas: list[Delta]) -> dict[str, Any]:
 def _join_message(deltas: list[Delta]) -> dict[str, Any]:
     """Return the choice of chat that deltas are of."""
     choice = _join(deltas)
-    content, calls = choice.pop("text"), [call for delta in deltas for call in delta.tool_calls]
+    content = choice.pop("text")
+    calls = [call for delta in deltas for call in delta.tool_calls]
     assert [call["index"] for call in calls] == list(range(len(calls)))
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:

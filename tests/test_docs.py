@@ -16,7 +16,8 @@ RULES = TESTS / "contract" / "rules.md"
 
 def test_the_rules_of_the_contract_name_tests_that_exist() -> None:
     table = RULES.read_text()
-    named, file = 0, ""
+    named = 0
+    file = ""
     for path, name in re.findall(r"`([\w/]*\.py)?(?:::(test_\w+))?`", table):
         file = path or file
         assert (TESTS / file).is_file(), file

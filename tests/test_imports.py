@@ -198,7 +198,8 @@ def test_every_late_import_of_the_list_is_one() -> None:
 
 def test_a_run_is_decided_in_plan_only() -> None:
     """Device, dtypes and split were chosen in 4 to 7 places each, by rules that could differ."""
-    wrong, num_found = [], 0
+    wrong = []
+    num_found = 0
     for name, tree in MODULES.items():
         for node in ast.walk(tree):
             used = {getattr(node, word, None) for word in ("id", "attr", "name")}

@@ -66,7 +66,8 @@ def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int
         weights: bytes of weights that a step reads.
     """
     device = part.device
-    stage, step = make_stage(part, rows, tokens), make_step(rows, tokens)
+    stage = make_stage(part, rows, tokens)
+    step = make_step(rows, tokens)
     before = _driver_bytes(device)
     ids = stage.run(step).of("tokens").ids
     kept = _driver_bytes(device) - before

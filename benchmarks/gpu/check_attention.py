@@ -44,7 +44,8 @@ ROW_LENGTH = {"cuda": 130, "cpu": 20}
 HIGH = (70_000, Heads(32, 8, 128), 32)  # blocks of llama-8B: past 2**31 elements
 # Relative norm of the error, and beside sdpa's own; float32 is near to what sums can have.
 LIMIT = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 5e-3}
-OF_SDPA, LEAST = 1.25, {torch.float32: 2e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
+OF_SDPA = 1.25
+LEAST = {torch.float32: 2e-6, torch.float16: 0.0, torch.bfloat16: 0.0}
 MOST_CHECKED = 64  # rows of a step, and queries of a row
 Row = tuple[int, int, list[int]]  # position, tokens, block table
 
@@ -68,7 +69,9 @@ class Trial:
     def __init__(
         self, shape: Heads, dtype: torch.dtype, block: int, num_blocks: int, device: torch.device
     ) -> None:
-        self.shape, self.block, self.device = shape, block, device
+        self.shape = shape
+        self.block = block
+        self.device = device
         self.kernel = TritonAttention(
             shape.heads, shape.kv_heads, shape.dim, dtype=dtype, device=device
         )
@@ -92,7 +95,8 @@ class Trial:
 
     def step(self, rows: list[Row]) -> None:
         """Run the kernel for rows, and add up how far it is off."""
-        shape, total = self.shape, sum(tokens for _, tokens, _ in rows)
+        shape = self.shape
+        total = sum(tokens for _, tokens, _ in rows)
         new = [
             torch.randn(1, total, count, shape.dim, device=self.device).to(self.keys.dtype)
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
@@ -124,7 +128,8 @@ class Trial:
             rest = torch.randint(half, tokens, (half,), device=self.device)
             picked = torch.cat([picked[:half], rest, picked[-1:]])
         given = (self.shape, query[:, picked], keys, values, position + picked)
-        right, ours = attend_in_float64(*given), found[:, picked].double()
+        right = attend_in_float64(*given)
+        ours = found[:, picked].double()
         torchs = attend_as_torch(*given)
         theirs = right if torchs is None else torchs.double()
         squares = ((ours - right), (theirs - right), right)

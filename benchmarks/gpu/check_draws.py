@@ -86,7 +86,8 @@ def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
     is_number = ~logits.isnan().any(-1)
     figures: Figures = {}
     for num_top in (1, NUM_TOP):
-        right, found = sampler.rank(logits, num_top), ranker(logits.to(device), num_top)
+        right = sampler.rank(logits, num_top)
+        found = ranker(logits.to(device), num_top)
         pairs = ((right.normalizer, found.normalizer), (right.best, found.best))
         for ours, theirs in pairs:
             error = float((ours - theirs.cpu())[is_number].abs().max())

@@ -61,7 +61,8 @@ def _check_texts(engine: Engine, model: Any, prompts: list[list[int]]) -> Figure
     ask = {"max_tokens": NEW, "temperature": 0, "logprobs": 0, "ignore_eos": True}
     requests = [{"prompt": each, "return_token_ids": True} | ask for each in prompts]
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
-    start, worst = (engine.intake.limits.start_ids or ())[:1], 0.0
+    start = (engine.intake.limits.start_ids or ())[:1]
+    worst = 0.0
     for prompt, record in zip(prompts, records, strict=True):
         expect(record.error is None, f"a row failed: {record.error}")
         choice = record.choices[0].fields

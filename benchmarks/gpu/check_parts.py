@@ -55,7 +55,8 @@ def cases(setting: Setting) -> Iterator[Case]:
 def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
     """Compare norms, a sum with its norm, and gated activations."""
     device = torch.device(kind)
-    kernels, errors = TritonLayers(device), list[float]()
+    kernels = TritonLayers(device)
+    errors = list[float]()
     is_equal = True  # whether a sum and its norm are the same in one kernel and in two
     torch.manual_seed(0)
     for tokens in TOKENS[kind]:
@@ -70,7 +71,8 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
             errors.append(_error(in_one, references.rms_norm(both, weight, EPS, offset)))
             is_equal &= torch.equal(in_one, kernels.norm(both, own))
         pair = torch.cat([x, other], -1)
-        wide, second = x.double(), other.double()
+        wide = x.double()
+        second = other.double()
         errors.append(_error(kernels.gate(pair, SILU), silu(wide) * second))
         bent = gelu(wide, approximate="tanh")
         errors.append(_error(kernels.gate(pair, GELU_TANH), bent * second))
@@ -82,7 +84,8 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
 def check_turns(kind: str, dtype: torch.dtype) -> Figures:
     """Compare rotary positions of whole heads and of parts of them."""
     device = torch.device(kind)
-    kernels, errors = TritonLayers(device), list[float]()
+    kernels = TritonLayers(device)
+    errors = list[float]()
     torch.manual_seed(0)
     for width, turned in HEAD_DIMS if kind == "cuda" else HEAD_DIMS[-2:]:
         for tokens in TOKENS[kind]:
@@ -97,7 +100,8 @@ def check_turns(kind: str, dtype: torch.dtype) -> Figures:
 def watch_accesses(setting: Setting, end_s: float) -> Figures:
     """Run our kernels under NVIDIA's tool, which sees every access outside of an allocation."""
     tool = shutil.which(TOOL) or shutil.which(TOOL, path=TOOL_FOLDER)
-    command, environ = [sys.executable, "-m", __spec__.name], {**os.environ}
+    command = [sys.executable, "-m", __spec__.name]
+    environ = {**os.environ}
     if not setting.is_tiny:
         if tool is None:
             raise Skipped(f"no {TOOL} on the PATH or in {TOOL_FOLDER}")

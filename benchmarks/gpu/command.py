@@ -94,11 +94,13 @@ def run(turns: list[Turn], setting: Setting, out: Path) -> tuple[str, bool]:
 
     The summary is written after each phase: the machine may go away.
     """
-    path, started = setting.results, time.monotonic()
+    path = setting.results
+    started = time.monotonic()
     first_line = len(results.read(path))
     runner = Runner(setting, out / "log.txt", started + setting.seconds)
     phases = [turn.phase for turn in turns]
-    text, is_good = "", False
+    text = ""
+    is_good = False
     try:
         for number, turn in enumerate(turns):
             click.echo(f"phase {turn.phase.number}: {turn.phase.what} …", err=True)
@@ -108,7 +110,8 @@ def run(turns: list[Turn], setting: Setting, out: Path) -> tuple[str, bool]:
                 after = None
             runner.run(turn.phase, end_s, after)
             lines = results.read(path)[first_line:]
-            text, is_good = to_text(lines, phases), has_passed(lines, phases)
+            text = to_text(lines, phases)
+            is_good = has_passed(lines, phases)
             (out / "summary.txt").write_text(text + "\n")
             of_machine = latest(lines, turn.phase).get(NEEDED) if turn.phase.number == 0 else None
             if of_machine is not None and of_machine["state"] in ("wrong", "failed"):

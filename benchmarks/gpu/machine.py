@@ -59,7 +59,8 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def find_versions() -> Figures:
     """Import each package; tell all that are missing at once."""
-    missing, figures = list[str](), Figures(python=platform.python_version())
+    missing = list[str]()
+    figures = Figures(python=platform.python_version())
     for name, package in NEEDED.items():
         try:
             module = importlib.import_module(name)
@@ -107,7 +108,8 @@ def time_copies(setting: Setting) -> Figures:
 
     from benchmarks.gpu.stopwatch import median_s
 
-    device, size = torch.device(setting.device), COPY_BYTES[setting.device]
+    device = torch.device(setting.device)
+    size = COPY_BYTES[setting.device]
     source = torch.randint(256, (size,), dtype=torch.uint8, device=device)
     target = torch.empty_like(source)
     took = median_s(lambda: target.copy_(source), device, turns=10)
@@ -121,7 +123,8 @@ def time_products(setting: Setting, name: str) -> Figures:
 
     from benchmarks.gpu.stopwatch import median_s
 
-    device, size = torch.device(setting.device), PRODUCT[setting.device]
+    device = torch.device(setting.device)
+    size = PRODUCT[setting.device]
     left, right = (
         torch.randn(size, size, device=device).to(getattr(torch, name)) for _ in ("x", "y")
     )

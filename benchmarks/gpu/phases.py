@@ -62,7 +62,8 @@ def turns_of(numbers: tuple[int, ...]) -> list[Turn]:
 
 def visit_turns(seconds: float) -> list[Turn]:
     """Return the phases of a visit that may take so long."""
-    turns, end_s = list[Turn](), 0.0
+    turns = list[Turn]()
+    end_s = 0.0
     for numbers, own_s in VISIT:
         end_s += own_s * seconds / VISIT_S
         turns += [Turn(BY_NUMBER[number], end_s) for number in numbers]

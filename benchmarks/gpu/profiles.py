@@ -34,7 +34,9 @@ def count_work(profiler: profile, wall_s: float, num_steps: int) -> Figures:
     took: dict[str, float] = {}
     shown: Any = profiler
     for event in shown.events():
-        name, start, end = event.name, event.time_range.start, event.time_range.end
+        name = event.name
+        start = event.time_range.start
+        end = event.time_range.end
         if event.device_type == DeviceType.CUDA:
             spans.append((start, end))
             took[name] = took.get(name, 0.0) + end - start
@@ -58,7 +60,8 @@ def count_work(profiler: profile, wall_s: float, num_steps: int) -> Figures:
 
 def _covered(spans: list[tuple[float, float]]) -> float:
     """Return the length of a union of intervals: streams run beside each other."""
-    total, reached = 0.0, float("-inf")
+    total = 0.0
+    reached = float("-inf")
     for start, end in sorted(spans):
         total += max(0.0, end - max(start, reached))
         reached = max(reached, end)

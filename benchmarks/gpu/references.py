@@ -94,7 +94,8 @@ def rotate(
 ) -> torch.Tensor:  # float64
     turned = cos.shape[-1]
     wide = x.double()
-    head, rest = wide[..., :turned], wide[..., turned:]
+    head = wide[..., :turned]
+    rest = wide[..., turned:]
     first, second = head.chunk(2, -1)
     crossed = torch.cat([-second, first], -1)
     head = head * cos.double()[:, None] + crossed * sin.double()[:, None]

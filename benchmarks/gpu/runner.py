@@ -121,7 +121,8 @@ class Runner:
         for process in late:
             _ends_until(process, dumped)
         _end(processes)
-        lines, rest = results.read(self.setting.results)[first_line:], list[Job]()
+        lines = results.read(self.setting.results)[first_line:]
+        rest = list[Job]()
         for job, process in zip(jobs, processes, strict=False):
             if process.returncode == 0:
                 continue

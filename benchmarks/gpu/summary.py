@@ -36,7 +36,8 @@ def has_passed(lines: Sequence[Line], phases: Sequence[Phase]) -> bool:
 def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHARACTERS) -> str:
     """Return a line a phase, what is wrong, and each case's figures, as far as there is room."""
     table = [f"{'phase':34}{'seconds':>8}{'planned':>8}  cases"]
-    figures, troubles = list[str](), list[tuple[str, str]]()  # a case, and what is told of it
+    figures = list[str]()
+    troubles = list[tuple[str, str]]()  # a case, and what is told of it
     for phase in phases:
         cases = latest(lines, phase)
         counts = Counter(line["state"] for line in cases.values())

@@ -45,7 +45,9 @@ class Bench:
 
     def __init__(self, setting: Setting, rows: int, tokens: int, before: int) -> None:
         kind = setting.device
-        self.device, shape, dtype = torch.device(kind), SHAPE[kind], TYPE[kind]
+        self.device = torch.device(kind)
+        shape = SHAPE[kind]
+        dtype = TYPE[kind]
         self.kernel = TritonAttention(
             shape.heads, shape.kv_heads, shape.dim, dtype=dtype, device=self.device
         )
@@ -104,12 +106,14 @@ def time_prefill(setting: Setting, rows: int, tokens: int) -> Figures:
 def time_product(setting: Setting, rows: int) -> Figures:
     """Time x W^T, several weights in turn, so that no cache holds them."""
     kind = setting.device
-    device, (inputs, outputs) = torch.device(kind), PRODUCT[kind]
+    device = torch.device(kind)
+    (inputs, outputs) = PRODUCT[kind]
     x = torch.randn(rows, inputs, device=device).to(TYPE[kind])
     weights = [torch.randn(outputs, inputs, device=device).to(TYPE[kind]) for _ in range(4)]
     turn = itertools.cycle(weights)
     took = median_s(lambda: linear(x, next(turn)), device, 4 * TURNS[kind])
-    flops, read = 2 * rows * inputs * outputs / took, weights[0].nbytes / took
+    flops = 2 * rows * inputs * outputs / took
+    read = weights[0].nbytes / took
     figures: Figures = {"us": took * 1e6, "TFLOP/s": flops / 1e12, "GB/s": read / 1e9}
     return figures | results.share_of(setting.results, flops, str(TYPE[kind])[6:])
 

@@ -120,7 +120,8 @@ class Held:
     """Holds one large thing at a time: two models have no room beside each other."""
 
     def __init__(self) -> None:
-        self._name, self._thing = "", None
+        self._name = ""
+        self._thing = None
 
     def take(self, name: str, make: Callable[[], Any]) -> Any:
         """Return the named object. If another one is held, drop it before making this one."""
@@ -133,7 +134,8 @@ class Held:
     def drop(self) -> None:
         if isinstance(self._thing, Engine):
             self._thing.close()
-        self._name, self._thing = "", None
+        self._name = ""
+        self._thing = None
         gc.collect()
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
@@ -274,7 +276,8 @@ class Watch:
 
 def time_run(bench: Bench, run: Run) -> Figures:
     """Answer the rows and watch the steps."""
-    engine, path = bench.engine(), bench.setting.results
+    engine = bench.engine()
+    path = bench.setting.results
     expect(
         engine.facts.has_kernel and not engine.facts.why_slower,
         engine.facts.why_slower or "plain torch",
@@ -336,14 +339,16 @@ def read_checkpoint(setting: Setting, held: Held) -> Figures:
     """Read some layers from a file that was just written, so that the host's memory has it."""
     held.drop()
     fields = MODELS[setting.device]["8B"] | {"num_hidden_layers": STORED_LAYERS, "vocab_size": 1000}
-    device, dtype = torch.device(setting.device), torch_type(setting)
+    device = torch.device(setting.device)
+    dtype = torch_type(setting)
     config = transformers.AutoConfig.for_model(**fields)
     with device:
         model = transformers.AutoModelForCausalLM.from_config(config, dtype=dtype)
     folder = setting.scratch / "stored"
     model.save_pretrained(folder)
     started = time.perf_counter()
-    checkpoint, part = open_checkpoint(str(folder)), Part(0, 1, 0, STORED_LAYERS)
+    checkpoint = open_checkpoint(str(folder))
+    part = Part(0, 1, 0, STORED_LAYERS)
     tensors = open_weights(checkpoint, part, holding=Holding(dtype), device=device, seed=0)
     layers = list(tensors.layers())
     if device.type == "cuda":

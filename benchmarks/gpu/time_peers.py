@@ -62,7 +62,8 @@ def compare(setting: Setting, comparison: Comparison, end_s: float) -> Figures:
     sides = told["workloads"][comparison.workload]
     missing = {"fminfer", comparison.beside} - {*sides}
     expect(not missing, f"no answer of {', '.join(missing)}: {found.err[-800:]}")
-    ours, theirs = sides["fminfer"], sides[comparison.beside]
+    ours = sides["fminfer"]
+    theirs = sides[comparison.beside]
     return {
         "ratio": theirs["run_s"] / ours["run_s"],
         "our run s": ours["run_s"],

@@ -112,11 +112,15 @@ def run_case(case: Case) -> dict[str, Any]:
         figures = case.run()
         state = "passed"
     except Skipped as reason:
-        state, text = "skipped", str(reason)
+        state = "skipped"
+        text = str(reason)
     except Wrong as wrong:
-        state, text, figures = "wrong", str(wrong), wrong.figures
+        state = "wrong"
+        text = str(wrong)
+        figures = wrong.figures
     except Exception:
-        state, text = "failed", traceback.format_exc()[-TEXT_SIZE:]
+        state = "failed"
+        text = traceback.format_exc()[-TEXT_SIZE:]
     return {"state": state, "text": text, "figures": figures}
 
 

@@ -16,7 +16,9 @@ from pathlib import Path
 
 APPLICATION = 0x666D696E  # "fmin"; SQLite keeps it in the file's header
 VERSION = 1  # of the tables, and of the form of what they hold
-OPEN_S, READ_S, WRITE_S = 5.0, 0.25, 5.0  # to wait for another process's lock
+OPEN_S = 5.0
+READ_S = 0.25
+WRITE_S = 5.0  # to wait for another process's lock
 COMPRESS_BYTES = 1024  # values from this size on are compressed
 ROW_BYTES = 160  # what a row takes beside its value: key, checksum, two indices
 TOUCH_AFTER_S = 600  # a use is noted if the last one that was noted is this old
@@ -197,7 +199,8 @@ def _parts(
             continue
         if num_bytes + size > max_bytes:
             yield part
-            part, num_bytes = [], 0
+            part = []
+            num_bytes = 0
         part.append((key, value))
         num_bytes += size
     if part:

@@ -51,7 +51,8 @@ def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
 def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
     """Add a prompt: its ids, and its text, which may be another one of the same ids."""
     text = prompt.text.encode("utf-8", "surrogatepass")
-    ids, offsets = array("q", prompt.ids), array("q", prompt.offsets)
+    ids = array("q", prompt.ids)
+    offsets = array("q", prompt.offsets)
     sizes = [len(ids), len(text), len(offsets), prompt.num_cut, prompt.is_whole_text]
     sizes += [1] * bool(prompt.types)  # as many as ids
     digest.update(repr((*sizes,)).encode())
@@ -102,7 +103,8 @@ class AnswerIndex:
     ) -> None:
         text = json.dumps(terms, sort_keys=True)
         self._terms = hashlib.blake2b(text.encode(), digest_size=32).digest()
-        self._store, self._recent = store, recent
+        self._store = store
+        self._recent = recent
         self._lock = threading.Lock()  # of the counts
         self.num_asked = self.num_found = 0  # requests that could be, and were, answered from here
 

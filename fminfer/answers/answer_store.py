@@ -14,7 +14,8 @@ from fminfer.answers.answer_file import READ_S, TOUCH_AFTER_S, WRITE_S, AnswerFi
 from fminfer.answers.cache_place import CachePlace
 from fminfer.files.disk import alone
 
-FILE, LOCK = "answers.sqlite", "answers.lock"
+FILE = "answers.sqlite"
+LOCK = "answers.lock"
 WRITE_EACH_S = 1.0  # between writes
 MAX_PENDING_BYTES = 64 * 2**20  # of answers that wait for the disk; further ones are not kept
 MAX_BUSY = 20  # times in turn that another process keeps the file locked, before it is given up
@@ -35,7 +36,8 @@ class AnswerStore:
     ) -> None:
         self._path = place.folder / FILE
         self._max_bytes = place.max_bytes
-        self._tell, self._now = tell, now
+        self._tell = tell
+        self._now = now
         self._lock = threading.Lock()  # of what waits; nobody holds it and waits for the disk
         self._pending: dict[bytes, bytes] = {}  # answers that are not written yet
         self._pending_bytes = 0
@@ -49,7 +51,8 @@ class AnswerStore:
         self._num_busy = self._num_set_aside = 0
         self.trouble = ""  # why it no longer does all of its work
         self._open()
-        self._has_news, self._is_closing = threading.Event(), threading.Event()
+        self._has_news = threading.Event()
+        self._is_closing = threading.Event()
         self._thread = threading.Thread(target=self._write_each_second, name="answers", daemon=True)
         self._thread.start()
 
@@ -201,13 +204,15 @@ class AnswerStore:
     def _write(self) -> None:
         with self._file_lock:
             if self._damage:
-                damage, self._damage = self._damage, ""
+                damage = self._damage
+                self._damage = ""
                 self._close_both()
                 if self._set_aside(damage):
                     self._open()
             writer = self._writer
         with self._lock:
-            values, used = self._pending.copy(), self._used
+            values = self._pending.copy()
+            used = self._used
             self._used = set()
         if writer is None or not (values or used):
             return  # all was given up

@@ -41,7 +41,8 @@ class KeptAnswers(Options):
 
     def check(self) -> None:
         """Refuse a place that is no folder, and a size without a place or below the least."""
-        folder, size = self.result_cache, self.result_cache_bytes
+        folder = self.result_cache
+        size = self.result_cache_bytes
         if folder is None and size is not None:
             raise UsageError("--result-cache-size has no effect without --result-cache FOLDER")
         if isinstance(folder, str):

@@ -113,7 +113,8 @@ def carry_over(
     with _open(output, fingerprint, terms) as earlier:
         if earlier is None:
             return None
-        found, counter = CarriedOver(), terms.count_lines()
+        found = CarriedOver()
+        counter = terms.count_lines()
         rows = _take_rows(source, terms.limit, fingerprint[INPUT], earlier, counter, found)
         _put_journal(output, fingerprint, rows)
     return found
@@ -161,7 +162,8 @@ def _open(
     output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> Iterator[EarlierAnswers | None]:
     """Open the answers to an earlier form of an input; None: there are none."""
-    path, pace = journal_path(output), Pace(terms.tell)
+    path = journal_path(output)
+    pace = Pace(terms.tell)
     if path.exists():
         with told(path), path.open("rb+") as file:  # NFS locks only what may be written
             lock(file.fileno(), path, output)
@@ -203,7 +205,8 @@ def _take_rows(
             num_unasked = earlier.num_left_out
         envelope = open_envelope(line)
         repeat = _count(line, envelope, counter)
-        answer, key = None, b""
+        answer = None
+        key = b""
         if not isinstance(repeat, RequestError):
             key = make_key(envelope, repeat)
             answer = earlier.find(line, envelope, key)
@@ -259,10 +262,13 @@ def _rows_again(
     def changed(what: str) -> UsageError:
         return edited(output, Edit(output, what), can_stay=True)
 
-    answers, errors = records_of(output), records_of(errors_path(output))
-    answer, error = next(answers, None), next(errors, None)
+    answers = records_of(output)
+    errors = records_of(errors_path(output))
+    answer = next(answers, None)
+    error = next(errors, None)
     for line in read_lines(source, 0, limit=completed.limit):
-        envelope, crc = open_envelope(line), zlib.crc32(line.raw)
+        envelope = open_envelope(line)
+        crc = zlib.crc32(line.raw)
         repeat = 0 if counter is None else _count(line, envelope, counter)
         if error is not None and _is_error_of(error, line, envelope):
             yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))

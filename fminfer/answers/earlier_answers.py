@@ -67,14 +67,16 @@ class KeyIndex:
 
 
 UNSURE = 1 << 40  # more equal lines than a file has
-TELL_EVERY_S, LOOK_EVERY = 5.0, 1024  # seconds; rows between two looks at the clock
+TELL_EVERY_S = 5.0
+LOOK_EVERY = 1024  # seconds; rows between two looks at the clock
 
 
 class Pace:
     """Tells now and then how far a task is that takes long where there are many rows."""
 
     def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell, self._told_s = tell, time.monotonic()
+        self._tell = tell
+        self._told_s = time.monotonic()
 
     def look(self, what: str, number: int, total: int = 0) -> None:
         """Tell the number of rows so far, if it is time to; `total` 0: it is not known."""
@@ -87,10 +89,13 @@ class EarlierAnswers:
     """Answers by the keys of their requests (`contract.record.make_key`)."""
 
     def __init__(self, path: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
-        self.path, self.input_was, self.pace = path, input_was, pace
+        self.path = path
+        self.input_was = input_was
+        self.pace = pace
         self.num_unsure = 0  # of which it is not known how many equal ones stood before them
         self._index = KeyIndex()
-        self._file, self._place = file, -1
+        self._file = file
+        self._place = -1
 
     @property
     def num_answers(self) -> int:

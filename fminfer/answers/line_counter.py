@@ -32,12 +32,14 @@ class Meanings:
     """Tells requests' meanings, in a tenth of the time where only their prompts differ."""
 
     def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
-        self._parse, self._reads_prompts = parse, reads_prompts
+        self._parse = parse
+        self._reads_prompts = reads_prompts
         self._describe = lru_cache(MAX_PARSED)(self._describe_beside_prompt)
 
     def find(self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str) -> bytes | None:
         """Return a request's meaning; None: chance has no part in its answer."""
-        prompt, is_plain = fields.get("prompt"), endpoint in (None, "completions")
+        prompt = fields.get("prompt")
+        is_plain = endpoint in (None, "completions")
         others = b""
         if is_plain and not self._reads_prompts and isinstance(prompt, str):
             others = _bytes_beside(prompt, fields)
@@ -68,7 +70,8 @@ class LineCounter:
     """Counts the lines of a run's files in their order; `check` refuses those of other runs."""
 
     def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
-        self._intake, self._check = intake, check or self._check_model
+        self._intake = intake
+        self._check = check or self._check_model
         self._source = 0  # the file being read
         self._equal = SeenCounts()  # its requests so far in which chance has a part, by meaning
         self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
@@ -130,7 +133,8 @@ class LineCounter:
         if line.source != self._source:
             self._source = line.source
             if self._elsewhere is None:
-                self._elsewhere, self._equal = self._equal, SeenCounts()
+                self._elsewhere = self._equal
+                self._equal = SeenCounts()
             self._equal.clear()
             self._custom_ids.clear()
         name = None if line.is_alone else envelope.custom_id_text
@@ -159,7 +163,8 @@ class EqualLines:
     """Counts equal requests of a file without an engine; chats by all that a template sees."""
 
     def __init__(self) -> None:
-        self._meanings, self._seen = Meanings(_parse_alone), SeenCounts()
+        self._meanings = Meanings(_parse_alone)
+        self._seen = SeenCounts()
 
     def count(self, line: Line, envelope: Envelope) -> int:
         """Return how many came before a line."""

@@ -145,11 +145,13 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     avx512 or avx512_bf16 limits a newer processor to those instructions, so that it computes as an
     older one would.
     """
-    process, flags = take(ProcessOptions, options), take(Hyperparameters, options)
+    process = take(ProcessOptions, options)
+    flags = take(Hyperparameters, options)
     is_quiet = process.is_quiet
     ending = Ending(process.grace_s, is_quiet=is_quiet, is_verbose=process.is_verbose)
     try:
-        asked, named = take(JobOptions, options), infer_data_of(os.environ)
+        asked = take(JobOptions, options)
+        named = infer_data_of(os.environ)
         given = [*asked.infer_data, *paths]
         files = given or [named] if named is not None else given
         job = JobPaths(
@@ -160,7 +162,8 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
             prompt_fields=flags.request_fields,
             result_cache=take(KeptAnswers, options).cache_place,
         )
-        ranks, config = take(RankConfig, {**options}), take(EngineConfig, options)
+        ranks = take(RankConfig, {**options})
+        config = take(EngineConfig, options)
         if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; leave them "

@@ -54,8 +54,10 @@ def bench(**options: Any) -> None:
     """
     ending = Ending()
     try:
-        asked, ranks = take(BenchOptions, options), take(RankConfig, {**options})
-        config, role = take(EngineConfig, options), find_role(ranks, os.environ)
+        asked = take(BenchOptions, options)
+        ranks = take(RankConfig, {**options})
+        config = take(EngineConfig, options)
+        role = find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=False)
         if asked.calibrate:
@@ -106,7 +108,8 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
     found = calibrate(config)
     for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
         click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
-    error, runs = found.costs.error, found.costs.whole_runs
+    error = found.costs.error
+    runs = found.costs.whole_runs
     click.echo(
         f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
         f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"

@@ -53,7 +53,8 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    asked, planned = take(CheckOptions, options), take(PlanOptions, options)
+    asked = take(CheckOptions, options)
+    planned = take(PlanOptions, options)
     take(GroupSizes, {**options})  # its errors name flags
     paths = (*take(JobOptions, options).infer_data, *paths)
     config = take(EngineConfig, options)
@@ -76,7 +77,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
         context = click.get_current_context()
         sources = {name: context.get_parameter_source(name) for name in context.params}
         found = Check(
-            *(config, planned, asked.device_bytes),
+            config,
+            planned,
+            asked.device_bytes,
             has_weights=not asked.no_weights,
             kept={name for name, of in sources.items() if of is not ParameterSource.DEFAULT},
         )
@@ -95,12 +98,15 @@ class _Errors:
     """Prints wrong lines by reason, or each by itself. For JSON all go to a file."""
 
     def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
-        self._inputs, self._spool, self._asked = inputs, spool, asked
+        self._inputs = inputs
+        self._spool = spool
+        self._asked = asked
         self._refusals = Refusals(inputs)
         self._num = 0
 
     def add(self, record: Any) -> None:
-        error, file = record.error, str(self._inputs[record.line.source])
+        error = record.error
+        file = str(self._inputs[record.line.source])
         text = f"{error.message} ({error.code})"
         self._num += 1
         if self._asked.is_json:

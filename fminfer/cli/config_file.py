@@ -126,7 +126,8 @@ def _settle(
     command: Command, entries: Iterable[Entry], *, are_variables: bool = False
 ) -> dict[str, Setting]:
     """Return the settings of one layer, by parameter; keys of the other command are left out."""
-    flags, layer = flags_of(command), dict[str, Setting]()
+    flags = flags_of(command)
+    layer = dict[str, Setting]()
     for entry in entries:
         if entry.key not in flags:
             continue
@@ -141,7 +142,8 @@ def _settle(
 
 
 def _read_variables(found: Settings, command: Command, environ: Mapping[str, str]) -> None:
-    known, plain = known_flags(), dict[str, object]()
+    known = known_flags()
+    plain = dict[str, object]()
     for variable, value in environ.items():
         if not variable.startswith(PREFIX) or variable in OTHERS or variable.startswith(OF_TESTS):
             continue

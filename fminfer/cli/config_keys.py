@@ -39,7 +39,8 @@ def translate(table: Mapping[str, object], name_of: Callable[[str], str]) -> lis
     """
     entries = []
     for key, value in table.items():
-        name, (ours, values) = name_of(key), ALIASES.get(key, (key, {}))
+        name = name_of(key)
+        (ours, values) = ALIASES.get(key, (key, {}))
         is_class = key == "model_class"
         meant = _config_of_class(value, name) if is_class else _meaning(value, name, ours, values)
         if meant is not None:

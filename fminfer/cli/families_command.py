@@ -30,7 +30,13 @@ class Example(NamedTuple):
 # Those that give vectors, or scores with a head for classes. All others write text; what decoders
 # give without their head, docs/encoders.md says.
 ENCODERS = (
-    *("bert", "camembert", "distilbert", "modernbert", "mpnet", "nomic_bert", "roberta"),
+    "bert",
+    "camembert",
+    "distilbert",
+    "modernbert",
+    "mpnet",
+    "nomic_bert",
+    "roberta",
     "xlm-roberta",
 )
 # Sizes are those of the models' pages, rounded.

@@ -30,7 +30,10 @@ class Read(click.ParamType):  # type: ignore[type-arg]
     def __init__(
         self, name: str, read: Callable[[str], Any], write: Callable[[Any], str], kind: type
     ) -> None:
-        self.name, self._read, self.write, self._kind = name, read, write, kind
+        self.name = name
+        self._read = read
+        self.write = write
+        self._kind = kind
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         try:
@@ -121,7 +124,8 @@ class WholeText(Words):
         return [rv]
 
 
-PATH, LOCATION = NamedPath(path_type=Path), PathOrUrl(path_type=Path)
+PATH = NamedPath(path_type=Path)
+LOCATION = PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annotations
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
     **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
@@ -143,7 +147,8 @@ class GroupedOption(click.Option):
         **kwargs: Any,
     ) -> None:
         super().__init__(*args, **kwargs)
-        self.group, self._old = group, old or {}
+        self.group = group
+        self._old = old or {}
 
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
@@ -154,7 +159,8 @@ class GroupedOption(click.Option):
             meant = values.get(str(typed).lower()) if values else typed
             if typed is None or meant is None:  # click itself refuses a word that means nothing
                 continue
-            name, new = str(self.name), self.opts[0]
+            name = str(self.name)
+            new = self.opts[0]
             opts = {name: meant, **opts}
             if self.type(opts[name], self, ctx) != self.type(meant, self, ctx):
                 old = flag if typed is True else f"{flag} {typed}"
@@ -202,7 +208,8 @@ def flags_of(command: Command) -> list[click.Parameter]:
 
 def _make(option: Option, command: Command) -> GroupedOption:
     kind = plain_hint(option.hint)
-    flags, help_text = option.all_flags, option.help
+    flags = option.all_flags
+    help_text = option.help
     if kind is bool and option.default:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
     is_told = "[default:" in help_text or option.default in (None, ()) or option.default is False

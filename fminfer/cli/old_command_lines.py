@@ -96,7 +96,9 @@ def say_of_option(
     typed = error.option_name
     if not typed.startswith("--"):
         typed = next((w.split("=")[0] for w in words if w.startswith(typed)), typed)
-    name, ctx, order = typed.lstrip("-").replace("_", "-"), error.ctx, ("run", *commands)
+    name = typed.lstrip("-").replace("_", "-")
+    ctx = error.ctx
+    order = ("run", *commands)
     assert ctx is not None, "click tells where it met the flag"
     text = FLAGS.get(name, "") if _has(ctx.command, "--model-name") else ""
     text = f"Give --{name}" if _has(ctx.command, f"--{name}") else text
@@ -148,7 +150,8 @@ def _lines(tree: ast.Module) -> Iterator[str]:
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
             continue
-        key, source = node.targets[0].id, " ".join(ast.unparse(node.value).split())
+        key = node.targets[0].id
+        source = " ".join(ast.unparse(node.value).split())
         value = _value(node.value)
         why = "an expression; write what it gives" if value is None else ""
         why = why if key in known_keys() else "not known here"
@@ -214,7 +217,8 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
 
 def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
     """Set a parameter, whatever a file or a variable says; errors show `old` before its value."""
-    typed, source = ctx.params[target], ctx.get_parameter_source(target)
+    typed = ctx.params[target]
+    source = ctx.get_parameter_source(target)
     if source is ParameterSource.COMMANDLINE and typed != value:
         flag = next(param for param in ctx.command.params if param.name == target).opts[0]
         ours, its = (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")

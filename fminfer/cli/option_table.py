@@ -93,9 +93,23 @@ class QuantizeOptions(Options):
 
 # In this order the help shows the options of a group.
 TABLES: tuple[type[Options], ...] = (
-    *(SubmitOptions, JobOptions, CheckOptions, PlanOptions, BenchOptions, KeptAnswers),
-    *(ServerSettings, ProcessOptions, RequestOptions, QuantizeOptions, ModelOptions, GroupSizes),
-    *(RankOptions, RankConfig, ComputeOptions, MemoryOptions, Hyperparameters),
+    SubmitOptions,
+    JobOptions,
+    CheckOptions,
+    PlanOptions,
+    BenchOptions,
+    KeptAnswers,
+    ServerSettings,
+    ProcessOptions,
+    RequestOptions,
+    QuantizeOptions,
+    ModelOptions,
+    GroupSizes,
+    RankOptions,
+    RankConfig,
+    ComputeOptions,
+    MemoryOptions,
+    Hyperparameters,
 )
 
 

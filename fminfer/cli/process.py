@@ -38,7 +38,9 @@ from fminfer.runtime.launch.role import Role
 STARTED_S = time.perf_counter()
 GPU_DRIVERS = ("/dev/nvidiactl", "/dev/kfd")
 Context = TypeVar("Context", bound=ProcessContext)
-EXIT_FAILED, EXIT_USAGE, EXIT_SOME_ERRORS = 1, 2, 3
+EXIT_FAILED = 1
+EXIT_USAGE = 2
+EXIT_SOME_ERRORS = 3
 EXIT_STOPPED: dict[StopReason, int] = {
     "out_of_time": 75,  # sysexits' EX_TEMPFAIL: run it again
     "hung_up": 129,  # 128 and the signal's number, as a shell has it
@@ -156,7 +158,12 @@ def starting_process(
     ending.stopper.on_second = children.kill
     try:
         yield make(
-            *(config, role, children, ending.stopper, ending.at_once, elapsed_s),
+            config,
+            role,
+            children,
+            ending.stopper,
+            ending.at_once,
+            elapsed_s,
             is_quiet=is_quiet,
             is_verbose=ending.is_verbose,
         )

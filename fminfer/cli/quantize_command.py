@@ -35,8 +35,10 @@ def quantize(seed: int, **options: Any) -> None:
     runs on every processor, but only fminfer reads it. It appears once all of it is on the disk. If
     it is already there, made of the same model, the command says so and ends with 0.
     """
-    asked, named = take(QuantizeOptions, options), take(ModelOptions, options)
-    output, to = asked.output, asked.to
+    asked = take(QuantizeOptions, options)
+    named = take(ModelOptions, options)
+    output = asked.output
+    to = asked.to
     if output is None:
         raise click.UsageError("Missing option '--output'.")
     with importing():

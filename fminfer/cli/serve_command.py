@@ -70,8 +70,10 @@ def serve(**options: Any) -> None:
         options["grace_s"], is_quiet=options["is_quiet"], is_verbose=options["is_verbose"]
     )
     try:
-        settings, ranks = take(ServerSettings, options), take(RankConfig, {**options})
-        config, role = take(EngineConfig, options), find_role(ranks, os.environ)
+        settings = take(ServerSettings, options)
+        ranks = take(RankConfig, {**options})
+        config = take(EngineConfig, options)
+        role = find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=settings.is_quiet)
             _require_extra()

@@ -53,7 +53,8 @@ def _serve(ending: Ending, parent: int) -> None:
         return
     task = Task.from_json(line)
     options = task.child_options
-    ending.stopper.grace_s, ending.is_verbose = options.grace_s, options.is_verbose
+    ending.stopper.grace_s = options.grace_s
+    ending.is_verbose = options.is_verbose
     if not options.is_of_command:  # a program may hear SIGTERM and go on
         signal.signal(signal.SIGTERM, signal.SIG_IGN)
     if not options.is_verbose:
@@ -75,7 +76,8 @@ class _Named(io.TextIOBase):
     """A stream whose lines begin with the name of the process."""
 
     def __init__(self, stream: TextIO, name: str) -> None:
-        self._stream, self._prefix = stream, f"[{name}] "
+        self._stream = stream
+        self._prefix = f"[{name}] "
         self._is_inside = False  # of a line
 
     def write(self, text: str) -> int:

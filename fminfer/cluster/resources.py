@@ -24,7 +24,9 @@ from fminfer.models.stored.weight_folder import find_weights
 from fminfer.pipeline.ranks import RankConfig
 
 # Of the time limit: what the job's start takes before `fminfer run` counts, and its end after.
-MIN_SPARE_S, MAX_SPARE_S, SPARE_SHARE = 15.0, 120.0, 0.05
+MIN_SPARE_S = 15.0
+MAX_SPARE_S = 120.0
+SPARE_SHARE = 0.05
 
 
 _job = partial(option, group="Jobs", commands=("submit",))
@@ -126,7 +128,8 @@ def parse_flags(
     if flags["rank"] is not None or flags["dist_url"] is not None:
         raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
     told = {**flags, "world_size": count_ranks(flags, gpus)}
-    ranks, config = take(RankConfig, {**told}), take(EngineConfig, told)
+    ranks = take(RankConfig, {**told})
+    config = take(EngineConfig, told)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags
@@ -150,7 +153,8 @@ def check_model_path(config: ModelOptions) -> None:
     if is_gguf(config.model):
         find_weights(Path(config.model))
         return
-    folder, is_path = Path(config.model), config.model.startswith(("/", "./", "../", "~"))
+    folder = Path(config.model)
+    is_path = config.model.startswith(("/", "./", "../", "~"))
     if folder.is_dir() or is_path or config.model.count("/") > 1:
         if not folder.is_dir():
             raise UsageError(f"--model-name {config.model}: there is no such folder")
@@ -170,7 +174,8 @@ def job_values(
     scheduler: Scheduler, asked: SubmitOptions, flags: dict[str, Any]
 ) -> tuple[dict[str, object], list[str]]:
     """Return the template's values, and flags for `fminfer run`; refuse numbers that do not fit."""
-    num_ranks, time_s = count_ranks(flags, asked.gpus), asked.time_s
+    num_ranks = count_ranks(flags, asked.gpus)
+    time_s = asked.time_s
     num_shards: int = flags["tensor_parallel_size"]
     for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):
         if count % asked.nodes:

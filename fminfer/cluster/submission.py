@@ -147,7 +147,8 @@ class Submission:
         left = [file for file in files if file not in taken]
         while left:
             size = self._wait_for_room(len(left))
-            part, left = left[:size], left[size:]
+            part = left[:size]
+            left = left[size:]
             self._send(part)
 
     def _send(self, files: list[Path]) -> None:
@@ -174,7 +175,8 @@ class Submission:
         is_told = False
         while (room := self.max_queued - self._num_queued) < least:
             if not is_told:
-                jobs, files = counted(self._num_queued, "job"), counted(num_left, "file")
+                jobs = counted(self._num_queued, "job")
+                files = counted(num_left, "file")
                 self.tell(
                     f"{jobs} queued; {files} waiting for room (after Ctrl-C the same command goes "
                     "on)."

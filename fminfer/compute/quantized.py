@@ -75,7 +75,8 @@ class Blocks:
                 self.quantize(each, own)
             return to
         step = max(1, PACKED_AT_ONCE // max(1, numbers.shape[1]))
-        pack, own = self.pack, to
+        pack = self.pack
+        own = to
 
         def pack_rows(first: int) -> None:
             with torch.inference_mode(own.is_inference()):  # a thread's own mode
@@ -295,7 +296,9 @@ def unpack_int4(blocks: Tensor) -> Tensor:
 _int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)
 _symmetric = partial(Blocks, unpack=unpack_symmetric, pack=pack_symmetric, kind=3)
 _int4 = partial(Blocks, unpack=unpack_int4, pack=pack_int4, kind=4)
-INT8, INT8_32, INT4 = _int8("int8", 128, 130), _int8("int8-32", 32, 34), _int4("int4", 32, 20)
+INT8 = _int8("int8", 128, 130)
+INT8_32 = _int8("int8-32", 32, 34)
+INT4 = _int4("int4", 32, 20)
 INT4_SYMMETRIC = _symmetric("int4-symmetric", 32, 18)
 OWN_FORMS = (
     INT8,

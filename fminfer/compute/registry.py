@@ -79,7 +79,10 @@ class Registry:
         dtype: torch.dtype,  # of hidden states
         device: torch.device,
     ) -> None:
-        self.asked, self.library, self.dtype, self.device = asked, library, dtype, device
+        self.asked = asked
+        self.library = library
+        self.dtype = dtype
+        self.device = device
         self.reasons: dict[object, str] = {}  # why each candidate failed first; None: no library
         self._passed: dict[tuple[object, Hashable], bool] = {}  # by candidate and trial's key
         self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
@@ -113,7 +116,8 @@ class Registry:
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
-        dtype, device = self.dtype, self.device
+        dtype = self.dtype
+        device = self.device
 
         def attend(asked: AttentionAsked) -> AttentionBody:
             from fminfer.compute.attention.triton_attention import TritonAttention
@@ -190,7 +194,8 @@ class Registry:
         key = candidate, trial.key
         if key in self._passed:
             return candidate.make(asked) if self._passed[key] else None
-        body, is_sure = None, True
+        body = None
+        is_sure = True
         try:
             body = candidate.make(asked)
             with torch.inference_mode():

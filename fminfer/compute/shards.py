@@ -45,8 +45,11 @@ class SharedMemoryGroup:
     """Ranks of one machine that map the same memory of `num_bytes`, all zeros at first."""
 
     def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
-        self._sum, self._gather = library.fminfer_sum, library.fminfer_gather
-        self.index, self.count, self._memory = index, count, memory
+        self._sum = library.fminfer_sum
+        self._gather = library.fminfer_gather
+        self.index = index
+        self.count = count
+        self._memory = memory
         place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
         self.address = ctypes.addressof(self.struct)  # for kernels that add up by themselves

@@ -123,12 +123,15 @@ def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
 
 def masks_of(step: Step) -> list[Mask]:
     """Return the masks of a step, as `mask_columns` was given them."""
-    found, first_byte, first_id = [], 0, 0
+    found = []
+    first_byte = 0
+    first_id = 0
     for num_bytes, size, num_ids in step.masks.tolist():
         bits = step.mask_bits[first_byte : first_byte + num_bytes].tobytes()
         ids = step.mask_ids[first_id : first_id + num_ids].tolist()
         found.append(Mask(bits or pack_ids(ids, size), tuple(ids) if ids else None))
-        first_byte, first_id = first_byte + num_bytes, first_id + num_ids
+        first_byte = first_byte + num_bytes
+        first_id = first_id + num_ids
     return found
 
 
@@ -260,7 +263,8 @@ class BlockTables:
         """Note what is new, and return the step's rows."""
         if len(step.new_blocks):
             slots, places, blocks = step.new_blocks.T
-            size, asked = self._tables.shape, (int(slots.max()) + 1, int(places.max()) + 1)
+            size = self._tables.shape
+            asked = (int(slots.max()) + 1, int(places.max()) + 1)
             if asked[0] > size[0] or asked[1] > size[1]:
                 pairs = zip(asked, size, strict=True)
                 # Zeros: the system gives memory only for pages that are written.

@@ -51,7 +51,8 @@ def compare(pairs: Iterable[Pair], limit: float) -> bool:
     """
     has_nan = False
     for found, expected in pairs:
-        found, expected = found.double().cpu(), expected.double().cpu()
+        found = found.double().cpu()
+        expected = expected.double().cpu()
         has_nan = has_nan or bool(expected.isnan().any())
         is_same = (found == expected) | expected.isnan()
         error = (found - expected).abs().masked_fill(is_same, 0.0).amax()

@@ -106,7 +106,8 @@ def _missing(fields: Mapping[str, Any]) -> RequestError:
 
 
 def _max_tokens(found: Mapping[str, Any]) -> int | None:
-    old, new = found.get("max_tokens"), found.get("max_completion_tokens")
+    old = found.get("max_tokens")
+    new = found.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
             "out_of_range",

@@ -132,7 +132,8 @@ def _read_message(value: object, place: int, remedies: dict[str, str]) -> dict[s
 
 def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
     """Return the calls of an assistant's message, and let its content be what was said."""
-    name, old = f"messages[{place}]", message.get("function_call")
+    name = f"messages[{place}]"
+    old = message.get("function_call")
     given = message.get("tool_calls", [])
     check_type(f"{name}.tool_calls", given, list, "a list of calls or null")
     calls = [_read_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)]
@@ -148,7 +149,8 @@ def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
 
 
 def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, Any]]:
-    content, name = message.get("content"), f"{name}.content"
+    content = message.get("content")
+    name = f"{name}.content"
     if isinstance(content, str):
         return content
     if content is None:

@@ -109,7 +109,8 @@ def _read_json(name: str, value: Any, most: int) -> Constraint:
 
 def _depth_of(value: Any) -> int:
     """Return how deep lists and objects lie in each other, or a little more than is allowed."""
-    depth, level = 0, [value]
+    depth = 0
+    level = [value]
     while level and depth <= MAX_DEPTH:
         level = [each for each in level if isinstance(each, list | dict)]
         depth += bool(level)

@@ -7,7 +7,9 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 Endpoint = Literal["completions", "chat", "embeddings", "score", "rerank", "classify"]
-COMPLETIONS, CHAT, EMBEDDINGS = "/v1/completions", "/v1/chat/completions", "/v1/embeddings"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
+EMBEDDINGS = "/v1/embeddings"
 # What a Batch line's url, and an HTTP request's path, may be.
 URLS: dict[str, Endpoint] = {
     COMPLETIONS: "completions",

@@ -180,7 +180,8 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
         for name, member in members.items()
         if name not in ("request", "result")
     }
-    request, error = fields["request"], None
+    request = fields["request"]
+    error = None
     if not isinstance(request, dict):
         error = wrong_type("request", request, "an object with the request's fields")
         request = {}

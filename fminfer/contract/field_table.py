@@ -393,7 +393,13 @@ COLUMNS = {
 }  # of `compute.step.DRAW`, with their types
 # What may differ between requests of one part of `split`: it changes no draw.
 _OF_LINES = (
-    *(_PROMPT, _DECODER_PROMPT, _MESSAGES, _TOOLS, _INPUT, *_COMPARED),
-    *(*CONSTRAINTS.values(), *_RECORDED),
+    _PROMPT,
+    _DECODER_PROMPT,
+    _MESSAGES,
+    _TOOLS,
+    _INPUT,
+    *_COMPARED,
+    *CONSTRAINTS.values(),
+    *_RECORDED,
 )
 FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)

@@ -120,7 +120,8 @@ def find_members(raw: bytes) -> dict[str, JsonMember]:
 
     Of a name that comes twice the last value counts and the first place, as `json.loads` does it.
     """
-    text, members = raw.decode(), dict[str, JsonMember]()
+    text = raw.decode()
+    members = dict[str, JsonMember]()
     place = _skip(_GAP, text, text.index("{") + 1)
     while text[place] != "}":
         name, key_end = _DECODER.raw_decode(text, place)

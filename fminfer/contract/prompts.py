@@ -16,8 +16,19 @@ MAX_ENTRIES = 1 << 24
 # What a message or a document may not have beside its text, and the remedy.
 MEDIA = dict.fromkeys(
     (
-        *("image", "images", "image_url", "image_urls", "image_data", "input_image"),
-        *("video", "videos", "video_url", "input_audio", "audio_url", "attachments", "file_ids"),
+        "image",
+        "images",
+        "image_url",
+        "image_urls",
+        "image_data",
+        "input_image",
+        "video",
+        "videos",
+        "video_url",
+        "input_audio",
+        "audio_url",
+        "attachments",
+        "file_ids",
     ),
     "only text is read. Remove it",
 )

@@ -15,8 +15,10 @@ from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, Line, find_cus
 from fminfer.contract.json_object import dump, find_members, load
 from fminfer.core.errors import RequestError
 
-_START, _RESULT = b'{"request":', b',"result":'
-_BATCH_START, _RESPONSE = b'{"id":"batch_req_', b',"response":'
+_START = b'{"request":'
+_RESULT = b',"result":'
+_BATCH_START = b'{"id":"batch_req_'
+_RESPONSE = b',"response":'
 _ANSWER = re.compile(
     rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
     rb'"body":\{"id":"([a-z]+)-[0-9a-f]{32}"'
@@ -101,7 +103,8 @@ class Record:
         """Write the line of an OpenAI Batch output file, or of its error file."""
         line_id = make_id(self.line, self.envelope)
         request_id = make_request_id(self.key, line_id)
-        status, body = 200, self.result
+        status = 200
+        body = self.result
         custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
             status = 500 if self.error.is_ours else 400

@@ -303,11 +303,22 @@ _IN_EMBEDDINGS = "/v1/embeddings has dimensions, normalize and encoding_format"
 _IN_RERANK = "/v1/rerank ranks documents"
 _IN_SCORE = "/v1/score compares texts"
 _DIMENSIONS = (
-    *("output_dimension", "dimension", "output_dimensionality", "truncate_dim"),
-    *("embedding_dimension", "embedding_dim", "embed_dim", "matryoshka_dim", "dim", "dims"),
+    "output_dimension",
+    "dimension",
+    "output_dimensionality",
+    "truncate_dim",
+    "embedding_dimension",
+    "embedding_dim",
+    "embed_dim",
+    "matryoshka_dim",
+    "dim",
+    "dims",
 )
 _NORMALIZE = (
-    *("normalized", "normalise", "normalize_embeddings", "l2_normalize"),
+    "normalized",
+    "normalise",
+    "normalize_embeddings",
+    "l2_normalize",
     "l2_normalized",
 )
 _DOCUMENTS = ("texts", "passages", "docs", "sentences")

@@ -158,7 +158,8 @@ def parse_request(
     found, warnings = read_fields(
         fields, "completions", max_logprobs=max_logprobs, is_strict=is_strict
     )
-    n, best_of = found.get("n", DEFAULTS.n), found.get("best_of")
+    n = found.get("n", DEFAULTS.n)
+    best_of = found.get("best_of")
     if best_of is not None and best_of < n:
         if is_strict:
             allowed = f"at least n, which is {n}; without --strict it is taken as {n}"

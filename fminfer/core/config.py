@@ -69,7 +69,8 @@ class StepSizes:
         return min(self.chunk_size, self.max_rows)
 
 
-ON_CPU, ON_GPU = StepSizes(512, 256), StepSizes(4096, 1024)
+ON_CPU = StepSizes(512, 256)
+ON_GPU = StepSizes(4096, 1024)
 # Each step reads streamed layers again, so it has as many tokens as memory allows.
 STREAMED = {"cpu": StepSizes(4096, 1024), "cuda": StepSizes(8192, 4096)}
 BLOCK_SIZE = 32

@@ -148,8 +148,15 @@ class RequestError(FminferError):
 
 
 PLAIN_KINDS = (
-    *(UsageError, InUseError, CheckpointError, PipelineError, OutputError, MachineError),
-    *(SchedulerError, OutOfMemoryError, StepLimitError),
+    UsageError,
+    InUseError,
+    CheckpointError,
+    PipelineError,
+    OutputError,
+    MachineError,
+    SchedulerError,
+    OutOfMemoryError,
+    StepLimitError,
 )
 
 

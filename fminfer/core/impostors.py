@@ -15,7 +15,8 @@ from fminfer.core.errors import CheckpointError, FminferError, MachineError
 _POINTER = b"version https://git-lfs"
 _NO_UTF_8 = re.compile(r"'utf-8' codec can't decode .*")  # Python's own words
 _GZIP = b"\x1f\x8b\x08"
-GGUF, MAGIC = ".gguf", b"GGUF"
+GGUF = ".gguf"
+MAGIC = b"GGUF"
 _PROJECTOR = "mmproj"  # of images, beside the model
 _SPECIAL = {
     stat.S_IFIFO: "a pipe",
@@ -25,8 +26,16 @@ _SPECIAL = {
 }
 # Errors of the machine, which another copy of the file would not mend.
 _OF_MACHINE = {
-    *(errno.EIO, errno.ESTALE, errno.ENOMEM, errno.EINTR, errno.EAGAIN),
-    *(errno.EMFILE, errno.ENFILE, errno.ETIMEDOUT, errno.ENOSPC, errno.EDQUOT),
+    errno.EIO,
+    errno.ESTALE,
+    errno.ENOMEM,
+    errno.EINTR,
+    errno.EAGAIN,
+    errno.EMFILE,
+    errno.ENFILE,
+    errno.ETIMEDOUT,
+    errno.ENOSPC,
+    errno.EDQUOT,
 }
 
 
@@ -119,7 +128,8 @@ def is_gguf(name: str | Path | None) -> bool:
 def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> CheckpointError:
     """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
     names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(files)
-    first, more = names[0], f" and {len(names) - 1} more" * (len(names) > 1)
+    first = names[0]
+    more = f" and {len(names) - 1} more" * (len(names) > 1)
     remedy = (
         f"download one and give its path: hf download {name} {first} --local-dir ."
         if is_of_hub

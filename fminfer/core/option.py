@@ -19,9 +19,21 @@ from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_ori
 from fminfer.core.errors import UsageError
 
 GROUPS = (  # titles of the help, in its order
-    *("Input and output", "Server", "Jobs", "Queue", "Check", "Bench", "Requests"),
-    *("Model", "Speed and memory", "Kept answers", "Ranks", "Made-up requests and --prompt"),
-    *("Configuration", "Old command lines", "Help"),
+    "Input and output",
+    "Server",
+    "Jobs",
+    "Queue",
+    "Check",
+    "Bench",
+    "Requests",
+    "Model",
+    "Speed and memory",
+    "Kept answers",
+    "Ranks",
+    "Made-up requests and --prompt",
+    "Configuration",
+    "Old command lines",
+    "Help",
 )
 EMPTY = "the value is empty; is a variable of the shell unset?"
 Command = Literal["run", "serve", "check", "bench", "submit", "quantize"]
@@ -207,7 +219,8 @@ class Options:
         """Make False the default of switches, and () that of lists, where none is declared."""
         hints = get_type_hints(cls, include_extras=True)
         for name in cls.__annotations__:
-            its, hint = vars(cls).get(name), hints[name]
+            its = vars(cls).get(name)
+            hint = hints[name]
             if isinstance(its, Field) and its.default is None and not is_optional(hint):
                 kind = plain_hint(hint)
                 assert kind is bool or get_origin(kind) is tuple, f"{name} needs a default"
@@ -238,7 +251,8 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 def show_options(init: Init, table: type) -> Init:
     """Have `help` list the options that an `__init__` takes, with types, defaults and meanings."""
-    ours, its = inspect.signature(init), inspect.signature(table).parameters.values()
+    ours = inspect.signature(init)
+    its = inspect.signature(table).parameters.values()
     own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
     more = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters]
     shown: Any = init

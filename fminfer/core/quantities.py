@@ -12,7 +12,8 @@ def counted(number: int, noun: str, plural: str | None = None) -> str:
 
 def name_few(names: Sequence[object], most: int, noun: str = "") -> str:
     """Name the first few of some things: `a, b and 3 more`, or `a, b and 3 more folders`."""
-    named, rest = ", ".join(map(str, names[:most])), len(names) - most
+    named = ", ".join(map(str, names[:most]))
+    rest = len(names) - most
     if rest <= 0:
         return named
     return f"{named} and {counted(rest, f'more {noun}') if noun else f'{rest:,} more'}"

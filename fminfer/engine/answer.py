@@ -93,7 +93,8 @@ def _num_drawn(prompt: PromptState) -> int:
 
 def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, Any]:
     """Return a choice of which this is the only delta."""
-    kind, params = state.prepared.kind, state.prepared.params
+    kind = state.prepared.kind
+    params = state.prepared.params
     choice: dict[str, Any] = {"text": delta.text, "index": delta.index}
     if kind == "chat":
         message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
@@ -133,7 +134,8 @@ class _Told:
         content, calls = self.reader.feed(text)
         if is_over:
             rest, more = self.reader.finish()
-            content, calls = content + rest, [*calls, *more]
+            content = content + rest
+            calls = [*calls, *more]
         self.num_calls += len(calls)
         return content, calls
 
@@ -163,7 +165,8 @@ class Deltas:
             self._state.error = error
 
     def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
-        params, prepared = sequence.prompt.params, self._state.prepared
+        params = sequence.prompt.params
+        prepared = self._state.prepared
         if (told := self._told.get(sequence)) is None:
             parser = prepared.tool_parser
             reader = parser and ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
@@ -204,8 +207,10 @@ class Deltas:
                 sequence.stop_reason,
                 named,
             )
-        told.num_listed, told.num_drawn = num_listed, len(sequence.tokens)
-        told.has_prompt, told.is_over = told.has_prompt or tells_prompt, is_over
+        told.num_listed = num_listed
+        told.num_drawn = len(sequence.tokens)
+        told.has_prompt = told.has_prompt or tells_prompt
+        told.is_over = is_over
 
 
 def _tellable(prompt: PromptState) -> list[Sequence]:
@@ -226,7 +231,8 @@ def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
     """
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
-    detokenizer, params = sequence.detokenizer, sequence.prompt.params
+    detokenizer = sequence.detokenizer
+    params = sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
     num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop, num_told)
     num_listed = len(sequence.tokens) - detokenizer.num_open
@@ -243,8 +249,11 @@ def _list_logprobs(
 
     None: they are not asked for.
     """
-    prompt, tokens = sequence.prompt, sequence.tokens[start:end]
-    params, k, prepared = prompt.params, prompt.num_top, prompt.owner.prepared
+    prompt = sequence.prompt
+    tokens = sequence.tokens[start:end]
+    params = prompt.params
+    k = prompt.num_top
+    prepared = prompt.owner.prepared
     if params.logprobs is None:
         return None
     num_start = prepared.num_start  # of no request: not told, but before the rest

@@ -276,7 +276,8 @@ class Intake:
 
     def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
         """Prepare requests; texts for vectors are tokenized together. A wrong one fails alone."""
-        vectors, encodings = self._vectors, Encodings()
+        vectors = self._vectors
+        encodings = Encodings()
         if vectors is not None:
             with suppress(Exception):  # of one among them; it is found below
                 encodings = vectors.tokenize([each.request for each in asked])
@@ -354,7 +355,8 @@ def request_of_text(
 
 
 def _most_raw_tokens(intake: Intake, text: str, num_sequences: int) -> int:
-    limits, tokenizer = intake.limits, intake.tokenizer
+    limits = intake.limits
+    tokenizer = intake.tokenizer
     if not tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
         return DEFAULTS.max_tokens
     num_tokens = len(tokenizer.encode(text.encode(errors="replace").decode()).ids)

@@ -29,7 +29,8 @@ class Bans:
         words: list[tuple[int, ...]],
         stop_ids: frozenset[int] = frozenset(),
     ) -> None:
-        self._params, self._eos_ids = params, eos_ids
+        self._params = params
+        self._eos_ids = eos_ids
         self._held_ids = eos_ids | stop_ids
         self._never = {word[0] for word in words if len(word) == 1}
         self._longer: dict[tuple[int, ...], set[int]] = {}  # last tokens, by those before
@@ -75,7 +76,8 @@ class Bans:
 
     def check(self, num_drawn: int, banned: set[int]) -> None:
         """See that something can be drawn next, or raise a RequestError."""
-        allowed, held = self._params.allowed_token_ids, self._never | banned
+        allowed = self._params.allowed_token_ids
+        held = self._never | banned
         if allowed and all(token_id in held for token_id in allowed):
             raise RequestError(
                 "out_of_range",

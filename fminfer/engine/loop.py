@@ -92,7 +92,9 @@ class EngineLoop:
         state = self.open(prepared)
         if request_id is not None:
             state.id = request_id
-        state.priority, state.is_streamed, state.is_counted = priority, is_streamed, is_counted
+        state.priority = priority
+        state.is_streamed = is_streamed
+        state.is_counted = is_counted
         self._added.append(state)
         self._notify()
         return state.id
@@ -269,7 +271,8 @@ class EngineLoop:
         state.unlink()
 
     def _schedule(self) -> None:
-        most, stats = self._scheduler.shape.micro_batches, self.stats
+        most = self._scheduler.shape.micro_batches
+        stats = self.stats
         while self._pipeline.num_in_flight < most and not self._is_at_limit:
             for prompt in self._scheduler.admit(is_stopping=self._is_draining):
                 stats.count_admitted(prompt)
@@ -285,7 +288,8 @@ class EngineLoop:
 
     def _postprocess(self, result: StepResult) -> None:
         """Give each token of a step to its sequence, and end those that are done."""
-        planned, stats = self._scheduler.collect(), self.stats
+        planned = self._scheduler.collect()
+        stats = self.stats
         assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
         stats.num_steps += 1
         stats.add_spans(result.spans)

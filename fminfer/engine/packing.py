@@ -71,14 +71,17 @@ class Slots:
 
     def take(self, sequence: Sequence) -> None:
         """Give a sequence a slot, and its memory one. None of their block tables is sent yet."""
-        sequence.slot, sequence.num_sent = self._take(), 0
+        sequence.slot = self._take()
+        sequence.num_sent = 0
         if sequence.cross_table:
             sequence.cross_slot = self._take()
         self.num_taken += 1
-        draw, params = self._draws[sequence.slot], sequence.prompt.params
+        draw = self._draws[sequence.slot]
+        params = sequence.prompt.params
         for name in COLUMNS:
             draw[name] = getattr(params, name)
-        draw["num_top"], draw["mask"] = sequence.prompt.num_top, -1
+        draw["num_top"] = sequence.prompt.num_top
+        draw["mask"] = -1
 
     def give_back(self, sequence: Sequence) -> None:
         """Take a sequence's slots; a step in flight may still name them."""
@@ -210,7 +213,8 @@ def _add_memories(step: Step, rows: list[PackedRow]) -> None:
 
 def _new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
     """Return what stages lack of block tables, as (slot, place, block); note it as sent."""
-    known, table = sequence.num_sent, sequence.block_table
+    known = sequence.num_sent
+    table = sequence.block_table
     if known == len(table):
         return []
     sequence.num_sent = len(table)
@@ -229,9 +233,12 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         if each.noise_key
     }:
         step.draws["noise"][[*noise]] = [*noise.values()]
-    edits, banned_ids, masks = list[LogitEdits](), list[int](), dict[bytes, tuple[int, Mask]]()
+    edits = list[LogitEdits]()
+    banned_ids = list[int]()
+    masks = dict[bytes, tuple[int, Mask]]()
     for place, sequence in enumerate(sequences):
-        mask, bans = sequence.mask, sequence.prompt.bans
+        mask = sequence.mask
+        bans = sequence.prompt.bans
         if sequence.edits is None and mask is None and bans is None:
             continue  # it draws from the model's logits
         draw = step.draws[place]
@@ -239,7 +246,8 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             edits.append(sequence.edits)
             draw["num_edits"] = len(sequence.edits.columns["edit_ids"])
         if mask is None and bans is not None:
-            banned, mask = sequence.banned_ids, bans.mask
+            banned = sequence.banned_ids
+            mask = bans.mask
             banned_ids += banned
             draw["num_banned"] = len(banned)
         if mask is not None:  # equal ones once, by their bits: bytes keep their hash
@@ -265,7 +273,8 @@ def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray)
         targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
         part = np.zeros(len(targets), SCORE)
         part["token_index"] = np.arange(first, first + len(targets))
-        part["target_id"], part["num_top"] = targets, prompt.num_top
+        part["target_id"] = targets
+        part["num_top"] = prompt.num_top
         parts.append(part)
         planned.scored_prompts += [prompt] * len(targets)
     if parts:

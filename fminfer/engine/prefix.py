@@ -70,7 +70,8 @@ class PrefixCache:
 
         With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found, node = Match(), self._root
+        found = Match()
+        node = self._root
         for child, num_equal in self._walk(ids, limit):
             if not _has_scores(child, num_top):
                 break
@@ -87,11 +88,13 @@ class PrefixCache:
 
     def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
         """Yield the nodes on the way of ids[:end], and how many of a node's tokens are equal."""
-        node, depth = self._root, 0
+        node = self._root
+        depth = 0
         while depth < end and (child := node.children.get(ids[depth])) is not None:
             num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
             is_whole = num_equal == len(child.tokens)
-            node, depth = child, child.end
+            node = child
+            depth = child.end
             yield child, num_equal
             if not is_whole:
                 return
@@ -116,11 +119,13 @@ class PrefixCache:
                 child = self._split(child, num_equal)
             if reports is not None and not _has_scores(child, num_top):
                 self._num_scores -= child.num_scores
-                child.reports, child.num_top = reports, num_top
+                child.reports = reports
+                child.num_top = num_top
                 self._num_scores += child.num_scores
             node = child
         if node.end < end:
-            tokens, first = ids[node.end : end], node.end // self._pool.block_size
+            tokens = ids[node.end : end]
+            first = node.end // self._pool.block_size
             blocks = block_table[first : self._pool.blocks_for(end)]
             leaf = _Node(node, node.end, tokens, blocks, reports=reports, num_top=num_top)
             self._pool.keep(blocks)
@@ -201,8 +206,10 @@ class PrefixCache:
         if cut % self._pool.block_size:  # both parts lie in the block that was cut
             self._pool.keep(upper.blocks[-1:])
             num_upper -= 1
-        node.parent, node.start = upper, cut
-        node.tokens, node.blocks = node.tokens[length:], node.blocks[num_upper:]
+        node.parent = upper
+        node.start = cut
+        node.tokens = node.tokens[length:]
+        node.blocks = node.blocks[num_upper:]
         return upper
 
     def _remove(self, leaf: _Node) -> None:
@@ -251,7 +258,8 @@ class SharedTokens:
 
     def add(self, ids: list[int]) -> int:
         """Return how many leading tokens of a prompt came before at the same place."""
-        key, num_shared = 0, 0
+        key = 0
+        num_shared = 0
         for index, token_id in enumerate(ids):
             key = hash((key, token_id))
             if key in self._seen:

@@ -179,7 +179,8 @@ class PromptFit:
 
     def _truncate(self, encoded: EncodedPrompt, added: Ends) -> EncodedPrompt:
         """Return the prompt, cut to `truncate_prompt_tokens`."""
-        wished, num_tokens = self.params.truncate_prompt_tokens, len(encoded.ids)
+        wished = self.params.truncate_prompt_tokens
+        num_tokens = len(encoded.ids)
         if wished == -1:
             wished = self._room if num_tokens <= self._room else self._room_of_cut
         if wished is None or not 0 < wished < num_tokens:
@@ -214,7 +215,8 @@ class PromptFit:
         No default may make a request impossible: what the KV cache cannot hold, or more logprobs
         than a line may have.
         """
-        params, kv = self.params, self.limits.kv_size
+        params = self.params
+        kv = self.limits.kv_size
         if not self.fills_context:
             return params
         num_choices = max(params.n, params.num_candidates)
@@ -246,7 +248,8 @@ class PromptFit:
         return self.limits.context_length - min(least, self.params.max_tokens)
 
     def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
-        context, max_tokens = self.limits.context_length, self.params.max_tokens
+        context = self.limits.context_length
+        max_tokens = self.params.max_tokens
         if self.is_source:
             return RequestError(
                 "context_length_exceeded",

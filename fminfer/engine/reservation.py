@@ -84,7 +84,8 @@ class KvReservation:
         `at_all_costs` may empty the prefix cache; it succeeds if `would_fit` says so.
         """
         num_full, num_rest = divmod(match.length, self._pool.block_size)
-        shared, memory = match.blocks[:num_full], self._find_memory(prompt)
+        shared = match.blocks[:num_full]
+        memory = self._find_memory(prompt)
         self._pool.share(shared + memory)
         num_expected = self._num_expected(prompt)
         num_needed = self._num_blocks(prompt, num_expected) - num_full - len(memory)
@@ -140,7 +141,8 @@ class KvReservation:
             own = set(sequence.block_table)
             self._copies = [copy for copy in self._copies if copy[1] not in own]
         self._pool.release(sequence.block_table + sequence.cross_table)
-        sequence.block_table, sequence.cross_table = [], []
+        sequence.block_table = []
+        sequence.cross_table = []
         sequence.prompt.owner.num_running -= 1
         self.slots.give_back(sequence)
 
@@ -248,7 +250,8 @@ def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
     """
     rows = [sequence]
     for each in ready:
-        prompt, is_lower = each.prompt, each.prompt.priority < sequence.prompt.priority
+        prompt = each.prompt
+        is_lower = each.prompt.priority < sequence.prompt.priority
         if len(prompt.sequences) == 1 and (not prompt.again or is_lower):
             rows.append(each)
     return max(rows, key=lambda row: (-row.prompt.priority, row.prompt.number))

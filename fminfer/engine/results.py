@@ -34,10 +34,12 @@ def take_result(
 
 
 def _take_read(planned: PlannedStep, result: StepResult, scheduler: Scheduler) -> None:
-    vectors, first = result.vectors, 0
+    vectors = result.vectors
+    first = 0
     now_s = time.perf_counter()
     for place, prompt in enumerate(planned.read_prompts):
-        own, first = slice(first, first + len(prompt.ids_to_read)), first + len(prompt.ids_to_read)
+        own = slice(first, first + len(prompt.ids_to_read))
+        first = first + len(prompt.ids_to_read)
         state = prompt.owner
         if state.is_cancelled:
             continue
@@ -69,7 +71,8 @@ def _take_score(
 def _take_token(
     sequence: Sequence, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
-    prompt, state = sequence.prompt, sequence.prompt.owner
+    prompt = sequence.prompt
+    state = sequence.prompt.owner
     if prompt.shared_scores:
         prompt.take_shared_scores()
     if math.isnan(report.logprob):
@@ -86,7 +89,8 @@ def _take_token(
             advance(sequence, report)
             _go_on(sequence, scheduler)
         except RequestError as error:
-            state.error, sequence.finish_reason = error, "stop"
+            state.error = error
+            sequence.finish_reason = "stop"
     if sequence.finish_reason is None:
         scheduler.resume(sequence)
     else:
@@ -99,7 +103,9 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
     Those are fed together with the next one. Where logprobs are told, or choose among candidates,
     the model must see each.
     """
-    params, bans, matcher = sequence.prompt.params, sequence.prompt.bans, sequence.matcher
+    params = sequence.prompt.params
+    bans = sequence.prompt.bans
+    matcher = sequence.matcher
     if matcher is None:
         if bans is not None and sequence.finish_reason is None:
             bans.check(len(sequence.tokens), sequence.banned_ids)
@@ -139,7 +145,8 @@ def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
 
 
 def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
-    ids, logprobs = columns.ids.tolist(), columns.logprobs.tolist()
+    ids = columns.ids.tolist()
+    logprobs = columns.logprobs.tolist()
     if not columns.top_ids.shape[1]:
         return map(TokenReport, ids, logprobs)
     tops = np.empty(columns.top_ids.shape, "=i8,=f4")  # as ALTERNATIVE packs them
@@ -178,7 +185,8 @@ def advance(sequence: Sequence, token: TokenReport) -> None:
 
 def _end(sequence: Sequence, token_id: int) -> None:
     """Finish at EOS or a stop token, which has no part in the text unless that was asked for."""
-    params, detokenizer = sequence.prompt.params, sequence.detokenizer
+    params = sequence.prompt.params
+    detokenizer = sequence.detokenizer
     assert detokenizer is not None
     if params.include_stop_str_in_output:
         _add_token(sequence, detokenizer)
@@ -218,7 +226,8 @@ def _add_text(sequence: Sequence, new: str) -> None:
         cut += len(stop) if params.include_stop_str_in_output else 0
         sequence.text = sequence.text[:cut]
         sequence.num_cut = sum(token.offset >= cut for token in sequence.tokens)
-        sequence.finish_reason, sequence.stop_reason = "stop", stop
+        sequence.finish_reason = "stop"
+        sequence.stop_reason = stop
 
 
 def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str] | None:

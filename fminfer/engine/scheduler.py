@@ -52,8 +52,10 @@ class Scheduler:
         most_read: int = sys.maxsize,
         has_long_steps: bool = False,
     ) -> None:
-        self.max_rows, self.most_read = max_rows, most_read
-        self.pool, self.kv = pool, KvReservation(pool, shares=shares)
+        self.max_rows = max_rows
+        self.most_read = most_read
+        self.pool = pool
+        self.kv = KvReservation(pool, shares=shares)
         num_stages = min(num_stages, micro_batches)
         self.shape = StepShape(chunk_size, micro_batches, num_stages, has_long_steps)
         self._num_steps = 0
@@ -103,7 +105,8 @@ class Scheduler:
             match = self.kv.find_prefix(prompt) if self._leaves_room(prompt) else None
             if match is None or self._stands_back(prompt, match):
                 # A turn of a request that has its share counts as one look.
-                place, num_looks = place + 1, num_looks + (1 if match is None else TURN)
+                place = place + 1
+                num_looks = num_looks + (1 if match is None else TURN)
                 continue
             # Rows that this preempts are of lower priority: they join the line behind `place`.
             if not (self._enter(prompt, match) or self._preempt_for(prompt)):
@@ -330,7 +333,8 @@ class Scheduler:
         is_unread = prompt in self.reading.prompts
         self._take_out(prompt)
         self.kv.give_back(sequence)
-        sequence.num_unfed, prompt.memory = 0, None
+        sequence.num_unfed = 0
+        prompt.memory = None
         if not is_unread:  # otherwise it begins anew
             prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
         self.waiting.put_first(prompt)

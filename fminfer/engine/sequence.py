@@ -226,7 +226,8 @@ class PromptState:
         self.num_fed = 0
         self.nan_at = ""
         if not self.again:
-            self.reports, self.shared_scores = [], []
+            self.reports = []
+            self.shared_scores = []
 
     @property
     def is_finished(self) -> bool:

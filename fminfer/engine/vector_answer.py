@@ -60,7 +60,8 @@ def _probabilities(logits: Array, wish: VectorWish) -> Array:
 
 
 def _classify(index: int, logits: Array, wish: VectorWish) -> dict[str, Any]:
-    probs, labels = _probabilities(logits, wish), wish.facts.labels
+    probs = _probabilities(logits, wish)
+    labels = wish.facts.labels
     best = int(probs.argmax())
     return {
         "index": index,

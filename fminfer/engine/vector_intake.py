@@ -74,8 +74,10 @@ class VectorIntake:
             lower_texts(tokenizer.backend)
         if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
             facts = replace(facts, has_types=False)
-        self._tokenizer, self._limits = tokenizer, limits
-        self._facts, self._warn = facts, warn
+        self._tokenizer = tokenizer
+        self._limits = limits
+        self._facts = facts
+        self._warn = warn
         self._args = limits.config.request_args or {}
 
     def parse(self, fields: Mapping[str, Any], told: Endpoint | None) -> Request:
@@ -122,8 +124,10 @@ class VectorIntake:
 
     def prepare(self, request: Request, encodings: Encodings) -> Prepared:
         """Return a request that can run; `encodings` has its texts, or nothing."""
-        fit, prompts = self._fit(request), list[EncodedPrompt]()
-        listed, adds = self._list(request, fit), request.params.add_special_tokens
+        fit = self._fit(request)
+        prompts = list[EncodedPrompt]()
+        listed = self._list(request, fit)
+        adds = request.params.add_special_tokens
         encodings = encodings or self.tokenize([request])
         try:
             for each in listed:
@@ -148,7 +152,8 @@ class VectorIntake:
         """List a request's prompts: its pairs if the model scores them, or each of its texts."""
         wish = request.vectors
         assert wish is not None, "a request that draws"
-        firsts, seconds = request.prompts, wish.seconds
+        firsts = request.prompts
+        seconds = wish.seconds
         for number, text in enumerate((*firsts, *seconds)):
             if isinstance(text, str):
                 if not self._tokenizer.has_words:

@@ -238,8 +238,10 @@ class PrefillLine(AdmittedLine):
     def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
         """Feed up to `room` tokens of the first prompt; the last chunk draws for all candidates."""
         prompt = self.prompts[0]
-        memory, prompt.memory = prompt.memory, None
-        start, last = prompt.num_fed, min(prompt.num_fed + room, prompt.num_to_feed)
+        memory = prompt.memory
+        prompt.memory = None
+        start = prompt.num_fed
+        last = min(prompt.num_fed + room, prompt.num_to_feed)
         ids = prompt.ids_to_feed[start:last]
         prompt.num_fed = last
         self.num_unfed -= last - start

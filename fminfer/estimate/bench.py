@@ -171,7 +171,9 @@ class _Bench:
     def __init__(
         self, engine: Engine, run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int
     ) -> None:
-        self._engine, self._sizes, self._new_tokens = engine, batch_sizes, new_tokens
+        self._engine = engine
+        self._sizes = batch_sizes
+        self._new_tokens = new_tokens
         self._ready_s = run.elapsed_s()
         self._gives_vectors = engine.intake.limits.vectors is not None
         self._kv_tokens = engine.facts.num_kv_blocks * engine.config.block_size
@@ -211,7 +213,8 @@ class _Bench:
         return batch_size * -(-(len(prompt.ids) + new_tokens - 1) // block) * block
 
     def _time(self, batch_size: int, length: int) -> Figures:
-        facts, num_rows = self._engine.facts, batch_size * self._num_pipelines
+        facts = self._engine.facts
+        num_rows = batch_size * self._num_pipelines
         return Figures(
             batch_size=batch_size,
             length=length,

@@ -31,7 +31,8 @@ from fminfer.machine.user_cache import why_no_cache
 from fminfer.runtime.bars import make_bar, say
 from fminfer.runtime.engine_api import Engine
 
-MIN_ROUNDS, MAX_ROUNDS = 2, 50
+MIN_ROUNDS = 2
+MAX_ROUNDS = 50
 ENOUGH_S = 20.0  # rounds are repeated for so long
 
 
@@ -49,8 +50,11 @@ class MeasuredRun:
 WARM_UP = MeasuredRun(8, 64, 4)
 TRIALS = (
     *(MeasuredRun(num_rows, 32, 12) for num_rows in (1, 8, 32, 128)),
-    *(MeasuredRun(1, 128, 1), MeasuredRun(1, 256, 1), MeasuredRun(1, 1024, 4)),
-    *(MeasuredRun(4, 512, 12), MeasuredRun(16, 160, 12)),  # decode at longer contexts
+    MeasuredRun(1, 128, 1),
+    MeasuredRun(1, 256, 1),
+    MeasuredRun(1, 1024, 4),
+    MeasuredRun(4, 512, 12),
+    MeasuredRun(16, 160, 12),  # decode at longer contexts
     MeasuredRun(32, 32, 8, temperature=1.0),
     MeasuredRun(8, 256, 0),
     MeasuredRun(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
@@ -102,7 +106,8 @@ class _Measurement:
     """Runs trials, and tells how long that will go on."""
 
     def __init__(self, engine: Engine, bar: Any) -> None:
-        self._engine, self._bar = engine, bar
+        self._engine = engine
+        self._bar = bar
         self._ids = random.Random(1)
         self._trials, self._whole_runs = (
             [short for trial in trials if (short := _shorten(engine, trial)) is not None]
@@ -120,7 +125,8 @@ class _Measurement:
         """Run all trials, again and again until it is enough."""
         samples: list[Sample] = []
         started_s = time.perf_counter()
-        number, most = 0, MAX_ROUNDS
+        number = 0
+        most = MAX_ROUNDS
         while number < most:
             for trial in self._trials:
                 samples += self._time(trial)

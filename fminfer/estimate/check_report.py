@@ -117,7 +117,8 @@ class CheckReport:
 
     def _line_lines(self) -> Iterator[str]:
         """Tell what the lines ask for, and of which model."""
-        counts, plan = self.counts, self.plan
+        counts = self.counts
+        plan = self.plan
         codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
@@ -139,7 +140,8 @@ class CheckReport:
 
     def _own_lines(self, columns: int) -> Iterator[str]:
         """Tell what the plan that the options give takes."""
-        work, is_run = self.work, self.counts.num_right and not self.plan.shortage
+        work = self.work
+        is_run = self.counts.num_right and not self.plan.shortage
         num_lines = work.sample_lines
         sample = f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
         if is_run:
@@ -162,7 +164,8 @@ class CheckReport:
 
     def _memory_lines(self, columns: int) -> Iterator[str]:
         """Tell what each process takes in a table, and how much KV cache fits."""
-        plan, num_pipelines = self.plan, self.plan.machine.num_pipelines
+        plan = self.plan
+        num_pipelines = self.plan.machine.num_pipelines
         used = plan.used_kv_tokens(self.work.num_kv_tokens)
         rows: list[tuple[str, ...]] = [
             ("rank", "layers", "libraries", "weights", "work", "KV cache", "together")

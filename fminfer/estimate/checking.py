@@ -44,8 +44,15 @@ from fminfer.text.tokenizer import Tokenizer
 
 # The options on which the time of steps depends.
 OF_COSTS = (
-    *("model", "random_init", "model_config", "dtype", "quantize"),
-    *("kv_dtype", "device", "kernels", "threads"),
+    "model",
+    "random_init",
+    "model_config",
+    "dtype",
+    "quantize",
+    "kv_dtype",
+    "device",
+    "kernels",
+    "threads",
 )
 
 
@@ -72,7 +79,9 @@ class Check:
             raise UsageError(
                 "--device-kind this and --device-memory contradict each other; give one of them"
             )
-        self._config, self._asked, self._kept = config, asked, kept
+        self._config = config
+        self._asked = asked
+        self._kept = kept
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if folder_of(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
@@ -100,14 +109,17 @@ class Check:
         self._limits = self._intake.limits
         # What `run` finds out of the lines, to simulate their steps.
         self._sample: list[Line] = []
-        self._is_whole, self._scale, self._read_ahead = True, 1.0, WINDOW
+        self._is_whole = True
+        self._scale = 1.0
+        self._read_ahead = WINDOW
         self._simulate = cache(self._simulate_lines)
 
     def run(
         self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
     ) -> CheckReport:
         """Check every line of the inputs, and plan their run as is asked for."""
-        config, intake = self._config, self._intake
+        config = self._config
+        intake = self._intake
         checker = LineChecker(
             LineIntake(intake),
             self._build_loop(
@@ -126,7 +138,8 @@ class Check:
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
         ):
             checker.add(line)
-        counts, self._sample = checker.counts, checker.sample
+        counts = checker.counts
+        self._sample = checker.sample
         self._is_whole = len(checker.sample) == counts.num_right
         self._read_ahead = LOOKAHEAD if total is None else WINDOW
         if not self._is_whole and checker.num_sample_tokens:
@@ -147,10 +160,13 @@ class Check:
 
     def _compare(self, report: CheckReport) -> CheckReport:
         """Add to a report the other plans, or what a pass with streamed layers takes."""
-        plan, asked, device_bytes = self._plan, self._asked, self._plan.machine.device_bytes
+        plan = self._plan
+        asked = self._asked
+        device_bytes = self._plan.machine.device_bytes
         if asked.is_plan and not report.counts.num_right:
             return replace(report, why_no_plan="no line is right, so there is nothing to run")
-        is_this, roofs = asked.is_this(device_bytes), None
+        is_this = asked.is_this(device_bytes)
+        roofs = None
         is_known = is_this or asked.known is not None or bool(asked.told_rates)
         if asked.is_plan or (self._streams and is_known):
             roofs = asked.roofs_of(measure_roofs(plan) if is_this else asked.known, device_bytes)
@@ -227,7 +243,9 @@ class Check:
         num_blocks: int,
         num_stages: int,
     ) -> EngineLoop:
-        config, plan, limits = self._config, self._plan, self._limits
+        config = self._config
+        plan = self._plan
+        limits = self._limits
         return build_loop(
             config,
             starter(self._tokenizer, limits.eos_ids, config.seed, limits.vocab_size),
@@ -242,7 +260,8 @@ class Check:
     def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
         if checker.first is None:
             return None
-        line, ids = checker.first[0], checker.first[1].ids_to_read or checker.first[1].ids
+        line = checker.first[0]
+        ids = checker.first[1].ids_to_read or checker.first[1].ids
         return FirstPrompt(
             file=str(inputs[line.source]),
             line=line.number,
@@ -254,7 +273,8 @@ class Check:
         self, num_pipelines: int, sizes: StepSizes, num_blocks: int, num_stages: int
     ) -> tuple[PretendPipeline, EngineStats]:
         """Answer one pipeline's part of the lines without a model; all pipelines share them."""
-        config, pipeline = self._config, PretendPipeline(self._config.block_size)
+        config = self._config
+        pipeline = PretendPipeline(self._config.block_size)
         loop = self._build_loop(LongestRows, pipeline, sizes, num_blocks, num_stages)
         runner = LineRunner(
             loop,
@@ -271,11 +291,13 @@ class Check:
         return pipeline, loop.stats
 
     def _predict(self) -> Work:
-        plan, scale = self._plan, self._scale
+        plan = self._plan
+        scale = self._scale
         found, stats = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
         steps = found.scaled(scale, stats.max_rows_running)
         costs, why_not = self._find_costs(plan)
-        seconds, seconds_range = None, None
+        seconds = None
+        seconds_range = None
         if costs is not None:
             step_s = costs.predict_s(steps)
             seconds = costs.whole_run * step_s
@@ -304,7 +326,8 @@ class Check:
             return None, "that of several processes cannot be yet"
         if any(rank.streamed for rank in plan.ranks):
             return None, "calibration times no steps with --offload"
-        kernels, device = self._config.kernels, plan.device
+        kernels = self._config.kernels
+        device = plan.device
         has_kernel = find_library(kernels, device) is not None
         if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
             has_kernel = kernels != "off"

@@ -45,9 +45,12 @@ SPREAD_COSTS = (
     "a token that is drawn at random",
 )
 IS_SPREAD = np.array([cost in SPREAD_COSTS for cost in COSTS])
-PROMPTS, ROWS = slice(1, 3), slice(5, 8)  # of COSTS: tokens of prompts, and decode rows
+PROMPTS = slice(1, 3)
+ROWS = slice(5, 8)  # of COSTS: tokens of prompts, and decode rows
 # A token's share of a product depends on how many there are: of few, reading weights sets the pace.
-MANY_TOKENS, FEW_ROWS, MANY_ROWS = 128, 8, 32
+MANY_TOKENS = 128
+FEW_ROWS = 8
+MANY_ROWS = 32
 MAX_SWEEPS = 20_000
 Sample = tuple["StepWork", float]  # a step and its seconds
 Counts = np.ndarray[Any, np.dtype[np.float64]]  # how often each of COSTS is to be paid
@@ -75,7 +78,8 @@ class StepWork:
         """Measure a step."""
         is_one = step.lengths == 1
         all_positions = 0 * step.lengths if step.is_whole else step.positions
-        lengths, positions = step.lengths[~is_one], all_positions[~is_one]
+        lengths = step.lengths[~is_one]
+        positions = all_positions[~is_one]
         return cls(
             num_prompt_tokens=int(lengths.sum()),
             num_prompt_keys=int((lengths * positions + lengths * (lengths + 1) // 2).sum()),
@@ -89,7 +93,8 @@ class StepWork:
     @property
     def counts(self) -> Counts:
         """Return how often each of COSTS is to be paid."""
-        few, more = min(self.num_rows, FEW_ROWS), min(self.num_rows, MANY_ROWS)
+        few = min(self.num_rows, FEW_ROWS)
+        more = min(self.num_rows, MANY_ROWS)
         first = min(self.num_prompt_tokens, MANY_TOKENS)
         counts = [
             1,
@@ -141,7 +146,9 @@ def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
     lengths = np.sqrt((rows**2).sum(axis=0))
     lengths[lengths == 0] = 1.0
     scaled = rows / lengths
-    products, targets, x = scaled.T @ scaled, scaled.sum(axis=0), np.zeros(len(lengths))
+    products = scaled.T @ scaled
+    targets = scaled.sum(axis=0)
+    x = np.zeros(len(lengths))
     for _ in range(MAX_SWEEPS):
         before = x.copy()
         for place, row in enumerate(products):
@@ -166,13 +173,20 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
         for name, value in plan.checkpoint.config.to_dict().items()
         if name not in NOT_SHAPE and not name.endswith("token_id")
     }
-    on_gpu, config = plan.device.type == "cuda", plan.config
+    on_gpu = plan.device.type == "cuda"
+    config = plan.config
     machine = torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
     parts = [
-        *(__version__, torch.__version__, platform.machine(), machine),
+        __version__,
+        torch.__version__,
+        platform.machine(),
+        machine,
         str(choose_num_threads(config.threads, torch.get_num_threads(), 1)),
-        *(json.dumps(shape, sort_keys=True, default=str), str(config.max_layers)),
-        *(str(plan.dtype), f"torch.{plan.held_in}", str(plan.kv_dtype)),
+        json.dumps(shape, sort_keys=True, default=str),
+        str(config.max_layers),
+        str(plan.dtype),
+        f"torch.{plan.held_in}",
+        str(plan.kv_dtype),
         str(has_kernel),
     ]
     key = hashlib.sha256("\0".join(parts).encode()).hexdigest()[:24]

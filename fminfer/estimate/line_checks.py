@@ -74,7 +74,8 @@ class LineChecker:
         has_prefix_cache: bool,
         on_wrong: Callable[[Record], None],
     ) -> None:
-        self._intake, self._loop = intake, loop
+        self._intake = intake
+        self._loop = loop
         self._on_wrong = on_wrong
         self._seen: RecentAnswers[bool] = RecentAnswers(MAX_SEEN if has_prefix_cache else 0)
         self._shared = SharedTokens() if has_prefix_cache else None
@@ -106,7 +107,8 @@ class LineChecker:
 
     def _tell_wrong(self, record: Record) -> None:
         assert record.error is not None
-        counts, code = self.counts, record.error.code
+        counts = self.counts
+        code = record.error.code
         counts.num_wrong += 1
         counts.errors_by_code[code] = counts.errors_by_code.get(code, 0) + 1
         self._on_wrong(record)

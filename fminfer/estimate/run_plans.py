@@ -79,13 +79,19 @@ class PlannedRun:
     def to_cells(self) -> list[str]:
         """Return its row of the table."""
         assert self.plan is not None, "a run that fits is planned"
-        config, num = self.config, sum(len(each.numbers) for each in self.streamed)
+        config = self.config
+        num = sum(len(each.numbers) for each in self.streamed)
         ms_token = f"{self.ms_token:,.3f}" if self.ms_token < 10 else f"{self.ms_token:,.0f}"
         return [
             *map(str, (config.data_group_size, config.num_stages, config.tensor_parallel_size)),
-            *(self.plan.held_in, f"{num} {self.streamed[0].place}" if num else "off"),
-            *(show_bytes(self.rank_bytes), f"{self.plan.num_kv_tokens:,}"),
-            *(show_short(self.load_s), show_short(self.run_s), ms_token, self.bound),
+            self.plan.held_in,
+            f"{num} {self.streamed[0].place}" if num else "off",
+            show_bytes(self.rank_bytes),
+            f"{self.plan.num_kv_tokens:,}",
+            show_short(self.load_s),
+            show_short(self.run_s),
+            ms_token,
+            self.bound,
         ]
 
 
@@ -96,7 +102,8 @@ def find_spreads(
 
     Shards of a stage are on one node. A pipeline takes part of a node, or whole nodes.
     """
-    num, size = roofs.num_devices, roofs.num_devices * roofs.num_nodes
+    num = roofs.num_devices
+    size = roofs.num_devices * roofs.num_nodes
     named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
     is_whole = asked.world_size is not None  # all numbers of ranks are told then
     groups, tp = (n if is_whole or n > 1 or name in kept else None for name, n in named.items())
@@ -168,7 +175,8 @@ class PlanReport:
 
     def to_text(self, *, is_all: bool = False, columns: int = 0) -> str:
         """Return the table, and why other plans do not fit, for a terminal of `columns`."""
-        fitting, others = self.fitting, [run for run in self.runs if run.why_not]
+        fitting = self.fitting
+        others = [run for run in self.runs if run.why_not]
         shown = fitting if is_all else fitting[:MOST_ROWS]
         rows = [HEAD, *(run.to_cells() for run in shown)]
         lines = [self._title()]

@@ -38,7 +38,8 @@ class PretendPipeline:
     """What the engine sees of a pipeline: every row draws the same token. It counts steps."""
 
     def __init__(self, block_size: int) -> None:
-        self._block_size, self._tables = block_size, BlockTables()
+        self._block_size = block_size
+        self._tables = BlockTables()
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
         # The steps up to the last one that feeds several tokens of a row, grouped by their tokens.
@@ -75,7 +76,8 @@ class PretendPipeline:
             )
         drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
         for found in (drawn, scored):
-            found.ids[:], found.logprobs[:] = DRAWN_ID, 0.0
+            found.ids[:] = DRAWN_ID
+            found.logprobs[:] = 0.0
         return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
     def drop(self) -> None:
@@ -124,7 +126,8 @@ class LongestRows(Starter):
         params = replace(prepared.params, min_tokens=most, constraint=None)
         state = super().start(request_id, replace(prepared, params=params))
         for prompt in state.prompts:
-            prompt.end_ids, prompt.bans = frozenset(), None
+            prompt.end_ids = frozenset()
+            prompt.bans = None
             for sequence in prompt.sequences:
                 sequence.detokenizer = sequence.detokenizer and _Silent()
         return state

@@ -116,7 +116,8 @@ class Claims:
         if any(not claim.is_dead for claim in found):
             return None
         number = 1 + max((claim.number for claim in found), default=0)
-        path, data = _folder_of(output) / str(number), describe_me()
+        path = _folder_of(output) / str(number)
+        data = describe_me()
         with told(path):
             path.parent.mkdir(exist_ok=True)
             try:

@@ -90,7 +90,8 @@ class CompletedOutput:
         """
         if self.limit is not None and (limit is None or limit > self.limit):
             return True
-        status, errors = status_path(self.output), errors_path(self.output)
+        status = status_path(self.output)
+        errors = errors_path(self.output)
         is_older = status.exists() and status.stat().st_mtime < started_s
         if self.counts.num_failed == 0 or not is_older:
             return False
@@ -128,7 +129,8 @@ def find_edit(output: Path, status: dict[str, Any], *, is_read: bool = False) ->
 
 def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
     """Return the refusal of a file that was edited; it `can_stay` without the errors file."""
-    errors, moved = errors_path(output), "it" if edit.path == output else output.name
+    errors = errors_path(output)
+    moved = "it" if edit.path == output else output.name
     text = (
         f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "
         f"{moved} away, or give --restart, to answer all again"
@@ -150,7 +152,8 @@ def _looks_as_written(path: Path, seal: Seal | None, output: Path) -> bool:
         return path == errors_path(output)
     if seal is None:
         return False
-    file, status = path.stat(), status_path(output).stat()
+    file = path.stat()
+    status = status_path(output).stat()
     is_older = file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
     return is_older and file.st_size == seal.get("bytes")
 

@@ -195,7 +195,8 @@ def write_all(fd: int, data: bytes, place: int) -> None:
     view = memoryview(data)
     while view:
         count = os.pwrite(fd, view, place)
-        view, place = view[count:], place + count
+        view = view[count:]
+        place = place + count
 
 
 def explain(path: Path, error: OSError) -> OutputError:

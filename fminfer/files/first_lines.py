@@ -66,7 +66,8 @@ def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
 
 def _is_record(fields: dict[str, object]) -> bool:
     """Tell whether a line is one of an output or of an errors file, in any shape."""
-    result, response = fields.get("result"), fields.get("response")
+    result = fields.get("result")
+    response = fields.get("response")
     if "request" in fields and isinstance(result, dict):
         made = {"data", "results"} & result.keys() and "usage" in result  # of vectors
         return bool(made) or "choices" in result

@@ -159,7 +159,8 @@ class Journal:
             self._thread.join()
             self._thread = None
         if self._fd >= 0:
-            fd, self._fd = self._fd, -1
+            fd = self._fd
+            self._fd = -1
             try:
                 with told(self.path):
                     os.fsync(fd)
@@ -283,7 +284,8 @@ def fingerprint_of(output: Path, *, needs_row: bool = False) -> Fingerprint | No
     path = journal_path(output)
     # Its owner may remove it at any moment, and other machines see that late.
     with contextlib.suppress(FileNotFoundError), path.open("rb") as file:
-        head, first = file.readline(), file.readline()
+        head = file.readline()
+        first = file.readline()
         is_said = head.endswith(b"\n") and (first.endswith(b"\n") or not needs_row)
         return read_fingerprint(path, head) if is_said else None
     return None

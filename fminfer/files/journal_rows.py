@@ -204,13 +204,15 @@ class Counts:
 
     def start_from(self, earlier: Counts) -> None:
         """Begin with what earlier runs have done."""
-        self.num_completed, self.num_failed = earlier.num_completed, earlier.num_failed
+        self.num_completed = earlier.num_completed
+        self.num_failed = earlier.num_failed
         self.input_tokens, self.cached_tokens, self.output_tokens = earlier.tokens
         self.kept = self.done
 
     def see_completed(self, whole: Counts) -> None:
         """Take in that another run has completed the output; this run's own rows stay its own."""
         own = self.own
-        self.num_rows, self.num_completed = whole.num_rows, whole.num_completed
+        self.num_rows = whole.num_rows
+        self.num_completed = whole.num_completed
         self.num_failed = whole.num_failed
         self.kept = self.done.without(own)

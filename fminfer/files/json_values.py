@@ -66,8 +66,10 @@ class ValueBytes:
 
     def take(self) -> bytes | CutValue:
         """Return the value, and begin another."""
-        head, num_bytes = self.head, self._num_bytes
-        self._parts, self._num_bytes = [], 0
+        head = self.head
+        num_bytes = self._num_bytes
+        self._parts = []
+        self._num_bytes = 0
         return head if num_bytes <= MAX_VALUE_BYTES else CutValue(head, num_bytes)
 
 
@@ -123,10 +125,12 @@ class _Splitter:
 
     def feed(self, chunk: bytes) -> Iterator[bytes | CutValue]:
         """Yield the values that end in this chunk."""
-        place, start = int(self._is_escaped), 0
+        place = int(self._is_escaped)
+        start = 0
         self._is_escaped = False
         while not self._is_closed and (match := self._pattern().search(chunk, place)):
-            place, sign = match.end(), match.group()
+            place = match.end()
+            sign = match.group()
             if self._is_in_string:
                 place += sign == b"\\"
                 self._is_escaped = place > len(chunk)
@@ -190,7 +194,8 @@ class _Splitter:
 
 Numbered = tuple[int, bytes | CutValue]  # a line's number, and its bytes
 NumberedPiece = tuple[int, bytes]
-MAX_LINES, MAX_BYTES = 1000, 2**20  # of lines that may be one object
+MAX_LINES = 1000
+MAX_BYTES = 2**20  # of lines that may be one object
 # A whole string, which stays as it is, or a comma before a closing bracket. A string that is not
 # closed matches too: to search in it for another would take quadratic time.
 _STRING_OR_COMMA = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)

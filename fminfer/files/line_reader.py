@@ -31,7 +31,8 @@ from fminfer.files.streams import (
 )
 
 UTF8_BOM = b"\xef\xbb\xbf"
-HEAD_LINES, MAX_HEAD_BYTES = 100, 2**20  # of a .json file, by which its layout is told
+HEAD_LINES = 100
+MAX_HEAD_BYTES = 2**20  # of a .json file, by which its layout is told
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
 ENDINGS = tuple(f"{kind}{how}" for kind in (*LINES, ".json") for how in ("", *COMPRESSED))
 NAMED_ENDINGS = f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
@@ -60,7 +61,8 @@ def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int
         return None, 0
     count = last_number = 0
     for line in read_lines(path, 0, limit=limit):
-        count, last_number = count + 1, line.number
+        count = count + 1
+        last_number = line.number
     return count, last_number
 
 
@@ -76,7 +78,8 @@ def holds_plain_lines(path: Path) -> bool:
     if split_of(path):
         return True
     with reading_file(path), path.open("rb") as file:
-        head, is_whole = file.read(CHUNK_BYTES), not file.read(1)
+        head = file.read(CHUNK_BYTES)
+        is_whole = not file.read(1)
     return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
 
 
@@ -123,7 +126,8 @@ class InputFile:
     """An input's lines, and whether its bytes are still those that were there at the last look."""
 
     def __init__(self, path: Path, source: int, limit: int | None) -> None:
-        self.path, self.limit = path, limit
+        self.path = path
+        self.limit = limit
         self._source = source
         self.changed_ns = changed_ns(path)  # before the digest: a later change is noticed
         self.digest = identify(path)
@@ -138,11 +142,13 @@ class InputFile:
 
     def take_count(self, num_rows: int, last_number: int) -> None:
         """Take note of the lines to answer that somebody has counted."""
-        self.num_rows, self._last_number = num_rows, last_number
+        self.num_rows = num_rows
+        self._last_number = last_number
 
     def skip(self, num_rows: int) -> None:
         """Take it as read: all of its lines have their record."""
-        self.num_read, self.is_read = num_rows, True
+        self.num_read = num_rows
+        self.is_read = True
 
     def look_again(self) -> bool:
         """Tell whether it holds other bytes than at the last look."""
@@ -150,7 +156,8 @@ class InputFile:
         if now_ns == self.changed_ns:
             return False
         before = self.digest
-        self.changed_ns, self.digest = now_ns, identify(self.path)
+        self.digest = identify(self.path)
+        self.changed_ns = now_ns
         return self.digest != before
 
     def lines(self) -> Iterator[Line]:
@@ -166,7 +173,8 @@ class InputFile:
                 f"{self.path} was changed while it was being answered. Run the same command again: "
                 "it keeps the answers to lines that are still there (--restart answers all anew)"
             )
-        self.num_rows, self.is_read = self.num_read, True
+        self.num_rows = self.num_read
+        self.is_read = True
 
     def has_all(self, num_answered: int, last_answered: int) -> bool:
         """Return whether so many answers are all that it needs; while it is read, nobody knows."""
@@ -295,7 +303,8 @@ def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
 
 def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
     """Pass over a file's first blank lines but the last; return that one's number and bytes."""
-    number, head = 1, b""
+    number = 1
+    head = b""
     with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
         for chunk in chunks:
             head += chunk

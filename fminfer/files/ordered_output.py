@@ -97,7 +97,8 @@ class _Sealed:
     """A file that digests what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
-        self._file, self._digest = file, _new_digest()
+        self._file = file
+        self._digest = _new_digest()
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
@@ -149,7 +150,8 @@ class _VectorWriter:
     def __init__(self, file: _Sealed, num_rows: int, size: int) -> None:
         import numpy as np  # only here: `fminfer --help` needs none
 
-        self._file, self._num_written = file, 0
+        self._file = file
+        self._num_written = 0
         self._absent = np.full(size, np.nan, "<f4").tobytes()
         header = {"descr": "<f4", "fortran_order": False, "shape": (num_rows, size)}
         start = BytesIO()

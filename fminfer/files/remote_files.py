@@ -35,7 +35,8 @@ def list_inputs(url: str) -> list[str]:
         file_system, path = _open(url)
         if not file_system.isdir(path):
             return [url]
-        folder, pattern = url, "*"
+        folder = url
+        pattern = "*"
     file_system, path = _open(folder)
     entries = file_system.ls(path, detail=True)
     names = sorted(each["name"].rpartition("/")[2] for each in entries if each["type"] == "file")

@@ -108,7 +108,8 @@ class RunFacts:
 
     def begin(self) -> None:
         """Start the clock: rows are answered from now on."""
-        self._started_at, self._started_s = int(time.time()), time.perf_counter()
+        self._started_at = int(time.time())
+        self._started_s = time.perf_counter()
 
     def add_step(self, num_fed: int, num_drawn: int, num_running: int) -> None:
         """Count a step that has just ended; it began when the last one ended."""
@@ -119,7 +120,8 @@ class RunFacts:
                 from_s = max(from_s, now_s - LONGEST_FIRST_S)
             part = Point(num_fed, num_drawn, most_running=num_running)
             self.time_line.add(part, from_s, now_s)
-            self._last_step_s, self._was_running = now_s, num_running > 0
+            self._last_step_s = now_s
+            self._was_running = num_running > 0
 
     def add_row(self) -> None:
         """Count a row that has just got its record."""

@@ -23,7 +23,8 @@ def find_num_equal(path: Path) -> array[int] | None:
     folder = split_of(path)
     if folder is None or not path.is_file():
         return None
-    manifest, name = folder / MANIFEST, path.absolute().relative_to(folder).as_posix()
+    manifest = folder / MANIFEST
+    name = path.absolute().relative_to(folder).as_posix()
     try:
         place = _find_entries(manifest, changed_ns(manifest)).get(name)
         return None if place is None else _load_num_equal(path, changed_ns(path), manifest, place)
@@ -34,7 +35,8 @@ def find_num_equal(path: Path) -> array[int] | None:
 @lru_cache(maxsize=8)
 def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
     """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
-    found, place = {}, 0
+    found = {}
+    place = 0
     with manifest.open("rb") as file:
         for line in file:
             if match := _NUM_EQUAL.match(line):

@@ -172,7 +172,8 @@ class StatusFile:
         return True
 
     def _to_batch(self) -> dict[str, Any]:
-        counts, is_completed = self.counts, self._status == "completed"
+        counts = self.counts
+        is_completed = self._status == "completed"
         digest = hashlib.blake2b(os.fsencode(self.source.resolve()), digest_size=16)
         times = ("created", "in_progress", "finalizing", *ENDS)
         return {

@@ -102,7 +102,8 @@ class RemoteFolders:
 
     def _upload_file(self, output: Path, url: str) -> None:
         folder = self._urls[output.parent]
-        errors, status = errors_path(output), status_path(output)
+        errors = errors_path(output)
+        status = status_path(output)
         named = self._with_urls(status)
         upload_file(named, f"{folder}/{status.name}")
         named.unlink()
@@ -125,7 +126,8 @@ class RemoteFolders:
                 f"{shown} is given twice, in URLs that differ in their query alone. Their answers "
                 "would meet in one file; answer them by two commands with two --output folders"
             )
-        version, synced = version_of(url), beside(local, SYNCED)
+        version = version_of(url)
+        synced = beside(local, SYNCED)
         if version is None:
             raise UsageError(f"{shown} does not exist; give a .jsonl file or a folder of them")
         if not local.exists() or _read(synced) != version:
@@ -137,7 +139,8 @@ class RemoteFolders:
     def _bring(self, output: Path, url: str) -> None:
         """Have the same output here as there, unless the one here is yet to be uploaded."""
         synced = beside(output, SYNCED)
-        recorded, version = _read(synced), version_of(url)
+        recorded = _read(synced)
+        version = version_of(url)
         if version is None:  # nothing is there, or not any more
             synced.unlink(missing_ok=True)
             return

@@ -192,7 +192,8 @@ class _Tap(io.RawIOBase):
     """A file that shows a digest all that is read of it."""
 
     def __init__(self, file: io.BufferedReader, digest: Digest) -> None:
-        self._file, self._digest = file, digest
+        self._file = file
+        self._digest = digest
 
     def readable(self) -> bool:
         return True

@@ -86,7 +86,11 @@ def shown(texts: tuple[str, ...] | None) -> str:
 
 
 OWN_OPTIONS = [
-    *("pretrained", "device", "max_length", "max_gen_toks", "prefix_token_id"),
+    "pretrained",
+    "device",
+    "max_length",
+    "max_gen_toks",
+    "prefix_token_id",
     "chat_template_args",
 ]
 LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says nothing
@@ -299,7 +303,9 @@ class FminferLM(TemplateLM):
             log.warning(
                 "%d of %d prompts are longer than max_length, %d tokens, allows; their beginnings "
                 "were cut off, as lm-eval asks of a model",
-                *(num_cut, total, self.max_length),
+                num_cut,
+                total,
+                self.max_length,
             )
 
 

@@ -163,7 +163,8 @@ class Answer:
             for place, row in enumerate(rows)
         ]
         places = {id(line): place for place, line in enumerate(lines)}
-        records, errors = [""] * len(lines), [False] * len(lines)
+        records = [""] * len(lines)
+        errors = [False] * len(lines)
         for record in self._engine.run(lines, WINDOW):
             place = places.pop(id(record.line))
             records[place] = record.to_json().decode()
@@ -245,7 +246,8 @@ def _plain(value: Any) -> Any:
 def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
     """Read each file from its start to its end, for equal requests are counted."""
     for path in batch["path"].to_pylist():
-        equal, rows = EqualLines(), []
+        equal = EqualLines()
+        rows = []
         for line in read_file(Path(path), 0):
             num_equal = equal.count(line, open_envelope(line))
             damage = line.damage or line.fault

@@ -76,7 +76,9 @@ class _Job:
     def __init__(
         self, run: RunContext, plan: Plan, checkpoint: Checkpoint, compute: Compute
     ) -> None:
-        self.run, self.plan, self.checkpoint = run, plan, checkpoint
+        self.run = run
+        self.plan = plan
+        self.checkpoint = checkpoint
         self._compute = compute
         self.foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
         self.fingerprint = self.foreseen.fingerprint()
@@ -101,12 +103,14 @@ class _Job:
         finally:
             if cache is not None and place is not None:
                 cache.close()
-                summary.result_cache, summary.cache_trouble = str(place.folder), cache.trouble
+                summary.result_cache = str(place.folder)
+                summary.cache_trouble = cache.trouble
 
 
 def _answer(job: _Job) -> JobSummary:
     """Answer the job's files, or the requests that it makes up, or its one prompt."""
-    asked, synthetic = job.run.job, job.run.job.synthetic
+    asked = job.run.job
+    synthetic = job.run.job.synthetic
     if asked.prompt is not None:
         return _answer_prompt(job, asked.prompt)
     if synthetic is None:
@@ -195,7 +199,8 @@ def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -
 
 def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> Iterator[str]:
     """Say whether an answer has no words, or was cut, and why."""
-    stop, is_cut = choice.fields.get("stop_reason"), choice.fields["finish_reason"] == "length"
+    stop = choice.fields.get("stop_reason")
+    is_cut = choice.fields["finish_reason"] == "length"
     if not choice.text.strip():
         ended = "" if is_cut else "; the model ended it by itself"
         yield "has no words" + (f"; --stop {stop!r} ended it" if isinstance(stop, str) else ended)
@@ -210,7 +215,9 @@ def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> I
 
 
 def _answer_files(job: _Job) -> JobSummary:
-    asked, plan, config = job.run.job, job.plan, job.run.config
+    asked = job.run.job
+    plan = job.plan
+    config = job.run.config
     _tell_left_out(asked, plan)
     has_npy = config.embeddings == "npy"
     if has_npy:
@@ -280,10 +287,13 @@ def _answer_rows(job: _Job, files: RunInputs, summary: JobSummary, run_facts: Ru
         files.abandon(error)
         raise
     facts = engine.facts
-    summary.device, summary.start_to_ready_s = str(engine.device), run.elapsed_s()
+    summary.device = str(engine.device)
+    summary.start_to_ready_s = run.elapsed_s()
     summary.weight_dtype = facts.weight_dtype  # the kernels' build may have failed
-    summary.why_slower, summary.num_threads = facts.why_slower, facts.num_threads
-    summary.cpu_limit, summary.num_ranks = chosen_name(), facts.num_ranks
+    summary.why_slower = facts.why_slower
+    summary.num_threads = facts.num_threads
+    summary.cpu_limit = chosen_name()
+    summary.num_ranks = facts.num_ranks
     run_facts.place = {
         "device": summary.device,
         "num_threads": summary.num_threads,
@@ -294,7 +304,9 @@ def _answer_rows(job: _Job, files: RunInputs, summary: JobSummary, run_facts: Ru
         click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
     with closing(engine), job.keeping_answers(engine, summary):
         run_job(
-            *(engine, files, summary),
+            engine,
+            files,
+            summary,
             stopper=run.stopper,
             is_quiet=run.is_quiet,
             trace=run.job.trace,

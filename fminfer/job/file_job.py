@@ -28,9 +28,19 @@ from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 
 # Counts of the engine that a status file tells.
 TOLD_STATS = (
-    *("num_steps", "num_prompt_tokens", "num_generated_tokens", "num_again_tokens"),
-    *("num_cached_tokens", "num_counted_tokens", "num_counted_cached", "num_counted_shareable"),
-    *("num_copied_requests", "num_put_back", "num_cut_off", "max_rows_running", "num_kv_tokens"),
+    "num_steps",
+    "num_prompt_tokens",
+    "num_generated_tokens",
+    "num_again_tokens",
+    "num_cached_tokens",
+    "num_counted_tokens",
+    "num_counted_cached",
+    "num_counted_shareable",
+    "num_copied_requests",
+    "num_put_back",
+    "num_cut_off",
+    "max_rows_running",
+    "num_kv_tokens",
 )
 WAIT_S = 0.02  # wait for a line when there is nothing else to do
 
@@ -73,8 +83,11 @@ class _FileJob:
         *,
         is_quiet: bool,
     ) -> None:
-        self._engine, self._inputs, self._summary = engine, inputs, summary
-        self._stopper, self._run_facts = stopper, run_facts
+        self._engine = engine
+        self._inputs = inputs
+        self._summary = summary
+        self._stopper = stopper
+        self._run_facts = run_facts
         run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
         facts = engine.facts
         self._other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
@@ -88,7 +101,8 @@ class _FileJob:
 
     def run(self, trace: Path | None) -> None:
         """Answer every line that is left."""
-        engine, summary = self._engine, self._summary
+        engine = self._engine
+        summary = self._summary
         started_s = time.perf_counter()
         self._run_facts.begin()
         trace_file = None
@@ -107,14 +121,17 @@ class _FileJob:
         summary.wall_s = time.perf_counter() - started_s
         if (other_work := self._other_work) is not None:
             other_work.look()
-            summary.other_work_s, summary.other_work_share = other_work.held_up_s, other_work.share
+            summary.other_work_s = other_work.held_up_s
+            summary.other_work_share = other_work.share
             summary.is_beside_other_work = other_work.is_notable()
         summary.warnings = engine.warnings
         summary.gives_vectors = engine.intake.limits.vectors is not None
 
     def _answer(self) -> None:
         """Have the engine answer lines, and hand each record to its input, until all are done."""
-        engine, inputs, stopper = self._engine, self._inputs, self._stopper
+        engine = self._engine
+        inputs = self._inputs
+        stopper = self._stopper
         # Whoever writes a stream may wait.
         is_stream = any(file.num_left is None for file in inputs.files)
         runner = engine.runs.start(
@@ -155,7 +172,8 @@ class _FileJob:
 
     def _show(self) -> None:
         self._bar.total_rows = self._inputs.num_rows
-        num_rows, num_errors = self._summary.num_rows, self._summary.num_errors
+        num_rows = self._summary.num_rows
+        num_errors = self._summary.num_errors
         self._bar.update(num_rows + num_errors, num_errors, self._engine)
 
 
@@ -189,7 +207,8 @@ class TraceFile:
     """Writes a trace as JSON; of the ranks of a stage, the first one stands for all."""
 
     def __init__(self, path: Path, num_shards: int) -> None:
-        self._path, self._num_shards = path, num_shards
+        self._path = path
+        self._num_shards = num_shards
         with told(path):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             self._file = os.fdopen(fd, "wb")
@@ -214,7 +233,8 @@ class TraceFile:
                 "sent_bytes": span.sent_bytes,
             }
             self._add_span(rank, name, step.phase, (span.start_s, span.end_s), args)
-            line, name = rank + LAYERS, f"{name}: streamed layers"
+            line = rank + LAYERS
+            name = f"{name}: streamed layers"
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
                 of = {"step": step.step_id, "number": number}  # of the streamed ones
                 self._add_span(line, name, "wait", (asked_s, came_s), of)

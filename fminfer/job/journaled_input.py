@@ -52,7 +52,9 @@ class JournaledInput:
             for path in (output, errors_path(output))
             if path.exists() and not journal_path(output).exists()
         }
-        self.path, self.source, self.output = path, source, output
+        self.path = path
+        self.source = source
+        self.output = output
         self.num_damaged_rows = self.num_tried_rows = 0
         self.hold = Hold(output, terms.claims, claim)
         self.journal: Journal | None = None  # open while the input is being answered
@@ -270,7 +272,8 @@ class JournaledInput:
     def _count_kept(self, journal: Journal) -> None:
         self.counts.start_from(journal.kept)
         self.status.journal_bytes = journal.num_bytes
-        self.num_damaged_rows, self.num_tried_rows = journal.num_damaged, journal.num_tried
+        self.num_damaged_rows = journal.num_damaged
+        self.num_tried_rows = journal.num_tried
 
     def _finish_if_complete(self) -> None:
         """Give the output its final name once every line of the input has its record."""
@@ -296,7 +299,7 @@ class JournaledInput:
         """Take the output that is there as this input's, or note what is to be done with it."""
         terms = self._terms
         completed = require_completed(
-            *(self.output, self.path, self._fingerprint), takes_over=terms.count_lines is not None
+            self.output, self.path, self._fingerprint, takes_over=terms.count_lines is not None
         )
         if terms.takes_over(completed.fingerprint, self._fingerprint):
             self._state = "carry over"

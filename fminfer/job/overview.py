@@ -206,7 +206,8 @@ def _state_of(
     if state.state == "running":
         _add_run(state, output, status, now_s)
     elif edit is not None:
-        state.why, state.is_edited = f"{edit.path.name} was edited since: {edit.what}", True
+        state.why = f"{edit.path.name} was edited since: {edit.what}"
+        state.is_edited = True
     elif state.state == "stopped":
         state.why = CHANGED if has_grown else _why(status)
     elif state.state == "waiting":

@@ -16,7 +16,8 @@ from fminfer.engine.stats import EngineStats, Observed
 from fminfer.runtime.bars import make_bar, num_columns
 
 BAR_EVERY_S = 0.2
-FIRST_LINE_S, LINE_EVERY_S = 5.0, 30.0  # without a terminal; the wait doubles up to the second
+FIRST_LINE_S = 5.0
+LINE_EVERY_S = 30.0  # without a terminal; the wait doubles up to the second
 LEFT_EVERY_S = 2.0  # how often the time left is worked out
 UNKNOWN = "left ?"
 LEAST_BAR = 3  # columns
@@ -28,7 +29,8 @@ BAR = "{desc}: {percentage:3.0f}%|{bar}| {n_fmt}/{total_fmt} rows{postfix}"
 # The CPU's figure is that of llamas of 12 × 768. The others are assumed. "streamed": some layers
 # are (--offload).
 STEP_TOKENS = {"cpu": 40.0, "cuda": 300.0, "streamed": 500.0}
-MINUTE_S, MARK_EVERY_S = 60.0, 1.0
+MINUTE_S = 60.0
+MARK_EVERY_S = 1.0
 
 
 class TimeLeft:
@@ -40,7 +42,8 @@ class TimeLeft:
     """
 
     def __init__(self, kind: str = "cpu", num_stages: int = 1) -> None:
-        self._step_tokens, self._num_stages = STEP_TOKENS[kind], num_stages
+        self._step_tokens = STEP_TOKENS[kind]
+        self._num_stages = num_stages
         self._is_warm = False
         self._elapsed_s = self._num_units = 0.0
         self._most_fed = 1.0
@@ -49,7 +52,8 @@ class TimeLeft:
 
     def add(self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""
-        num_steps, self._num_steps = stats.num_steps - self._num_steps, stats.num_steps
+        num_steps = stats.num_steps - self._num_steps
+        self._num_steps = stats.num_steps
         self._most_fed = max(self._most_fed, num_fed / max(1, num_steps))
         units = num_fed + num_drawn + self._step_tokens * num_steps
         if not self._is_warm:  # the first step waited for the first lines, and for memory
@@ -71,7 +75,8 @@ class TimeLeft:
 
     def all_s(self, engine: Observed, total_rows: int) -> float | None:
         """Estimate how long all rows take that are left; None: it is not known yet."""
-        stats, read = engine.stats, engine.stats.read
+        stats = engine.stats
+        read = engine.stats.read
         if not read.num_rows:
             return None
         times = max(1.0, total_rows / read.num_rows)  # unread rows are like those read
@@ -86,7 +91,8 @@ class TimeLeft:
         # The longest of rows that may stop at any draw is so many times the usual one.
         times_usual = 1 + math.log(min(num_open, num_places))
         longest_row = engine.state.longest_row
-        usual, longest = _expected(longest_row, stops), _expected(longest_row, stops / times_usual)
+        usual = _expected(longest_row, stops)
+        longest = _expected(longest_row, stops / times_usual)
         num_turns = max(longest, drawn_left / num_places + longest - usual)
         num_steps = num_turns * self._num_stages + fed_left / self._most_fed
         return self._seconds(num_steps, fed_left + drawn_left)
@@ -97,7 +103,8 @@ class TimeLeft:
 
     def _seconds(self, num_steps: float, num_tokens: float) -> float | None:
         first_s, first = self._marks[0]
-        seconds, units = self._elapsed_s - first_s, self._num_units - first
+        seconds = self._elapsed_s - first_s
+        units = self._num_units - first
         if not units or seconds <= 0:
             return None
         return (self._step_tokens * num_steps + num_tokens) * seconds / units
@@ -133,7 +140,8 @@ class ProgressBar:
         self._time_left = time_left or TimeLeft()
         self._num_rows = self._num_errors = self._num_tokens = 0
         self._elapsed_s = 0.0
-        self._left, self._left_at_s = UNKNOWN, -math.inf
+        self._left = UNKNOWN
+        self._left_at_s = -math.inf
         self._bar = make_bar(
             total=total_rows,
             desc="fminfer",
@@ -159,7 +167,8 @@ class ProgressBar:
 
     def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
         """Show the newest counts, if it is time to; `num_errors` of the rows are in error."""
-        self._num_rows, self._num_errors = num_rows, num_errors
+        self._num_rows = num_rows
+        self._num_errors = num_errors
         now_s = time.perf_counter()
         if self._is_quiet or now_s - self._last_line_s <= self._every_s:
             return
@@ -167,7 +176,8 @@ class ProgressBar:
         if not self._is_terminal:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
         if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
-            self._left, self._left_at_s = self._tell_left(engine), now_s
+            self._left = self._tell_left(engine)
+            self._left_at_s = now_s
         if self._is_terminal:
             self._show_bar()
         else:
@@ -197,7 +207,8 @@ class ProgressBar:
         """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
         # Rows may take long to end; tokens show that they go on.
         tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
-        tokens, speed = f"{self._num_tokens:,} tokens", f"{tokens_per_s:,.0f} tok/s"
+        tokens = f"{self._num_tokens:,} tokens"
+        speed = f"{tokens_per_s:,.0f} tok/s"
         errors = [counted(self._num_errors, "error")] if self._num_errors else []
         most = [*filter(None, [self._left]), *errors]
         slowed = ["slowed by other work"] if self._is_slowed() else []

@@ -70,7 +70,8 @@ class StreamedInput:
     def __init__(
         self, path: Path, source: int, stream: OrderedStream, limit: int | None = None
     ) -> None:
-        self.path, self.source = path, source
+        self.path = path
+        self.source = source
         self._limit = limit
         self.num_left = count_rows(path, limit)
         self._num_read = self._num_done = 0
@@ -157,8 +158,11 @@ class RunInputs(ABC):
 
         What a run finds in a file counts once, also if it lost that file and took it again.
         """
-        summary.num_kept_rows, summary.num_kept_errors = self.kept.num_rows, self.kept.num_errors
-        damaged, tried, carried = Counter[Path](), Counter[Path](), dict[Path, CarriedOver]()
+        summary.num_kept_rows = self.kept.num_rows
+        summary.num_kept_errors = self.kept.num_errors
+        damaged = Counter[Path]()
+        tried = Counter[Path]()
+        carried = dict[Path, CarriedOver]()
         for file in self.files:
             if file.is_lost and file.is_finished:
                 summary.completed_elsewhere.append(str(file.output))
@@ -166,7 +170,8 @@ class RunInputs(ABC):
             tried |= Counter({file.path: file.num_tried_rows})
             if file.carried.has_answers:
                 carried[file.path] = file.carried
-        summary.num_damaged_rows, summary.num_tried_rows = damaged.total(), tried.total()
+        summary.num_damaged_rows = damaged.total()
+        summary.num_tried_rows = tried.total()
         summary.num_changed_inputs = len(carried)
         summary.num_taken_rows = sum(each.num_taken for each in carried.values())
         summary.num_left_out_rows = sum(each.num_left_out for each in carried.values())

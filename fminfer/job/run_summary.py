@@ -182,7 +182,8 @@ class JobSummary:
 
     def _work_lines(self) -> Iterator[tuple[str, str]]:
         """Say what was computed, what was not computed again, and how fast."""
-        stats, drawn = self.engine, f" + {self.completion_tokens:,} generated"
+        stats = self.engine
+        drawn = f" + {self.completion_tokens:,} generated"
         yield "tokens", f"{self.prompt_tokens:,} prompt" + drawn * (not self.gives_vectors)
         if stats["num_cached_tokens"]:
             yield "prefix", self._prefix_text()

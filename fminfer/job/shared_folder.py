@@ -38,7 +38,9 @@ class SharedFiles(RunInputs):
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         self.num_rows: int | None = None  # if no other run takes a file; None: not known
         self.num_elsewhere = 0  # files that other runs were answering at the last look
-        self._find, self._terms, self._is_watching = find, terms, is_watching
+        self._find = find
+        self._terms = terms
+        self._is_watching = is_watching
         self._plan = Plan([], [])
         self._complete: dict[Path, RowCounts] = {}  # rows of files that other runs have completed
         self._free_rows: dict[Path, int | None] = {}  # of each file that is free
@@ -58,7 +60,8 @@ class SharedFiles(RunInputs):
     @property
     def kept(self) -> RowCounts:
         """Rows of other runs: each once, also of a file that changed hands."""
-        kept, own = dict(self._complete), dict.fromkeys(self._complete, RowCounts())
+        kept = dict(self._complete)
+        own = dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
             before = own.get(file.path, RowCounts())
             own[file.path] = before + file.counts.own
@@ -101,7 +104,8 @@ class SharedFiles(RunInputs):
                 yield None
                 continue
             self._was_idle = is_idle
-            opened, began_s = len(self.files), time.monotonic()
+            opened = len(self.files)
+            began_s = time.monotonic()
             self._look_again()
             for path, output in self._find_free():
                 file = self._claim(path, output)

@@ -89,7 +89,10 @@ class Hyperparameters(Options):
 
 
 # What a user of the ancestor, which ran five batches, leaves out.
-PROMPT_TOKENS, NEW_TOKENS, BATCH_SIZE, NUM_BATCHES = 128, 32, 8, 5
+PROMPT_TOKENS = 128
+NEW_TOKENS = 32
+BATCH_SIZE = 8
+NUM_BATCHES = 5
 MOST_PROMPT_TOKENS = 20_000_000  # of all requests together: some 130 MB
 
 

@@ -18,10 +18,12 @@ from fminfer.machine.control_groups import group_folders, read_text
 # Bytes touched, and read, at a time. Between two pieces Python stops what the process imports: for
 # milliseconds, where other work has the cores.
 PIECE = 32 << 20
-READ_PIECE, NUM_PIECES = 1 << 20, 128
+READ_PIECE = 1 << 20
+NUM_PIECES = 128
 HUGE_PAGE = 2 << 20
 POPULATE_READ = 22  # Linux's MADV_POPULATE_READ, which mmap lacks
-MOST_OF_FREE, MOST_TOUCHED = 0.25, 4 << 30
+MOST_OF_FREE = 0.25
+MOST_TOUCHED = 4 << 30
 # Of a control group, by version: its limit and its use; and in its statistics what of that are
 # cached files, used once or often: the system drops both before it ends a process.
 NAMES = {
@@ -89,7 +91,8 @@ def _left_in_groups() -> Iterator[int]:
 def use_small_pages(address: int, num_bytes: int) -> None:
     """Have the system give these bytes page by page: little of them comes into use."""
     page = mmap.PAGESIZE
-    first, end = -(-address // page) * page, (address + num_bytes) // page * page
+    first = -(-address // page) * page
+    end = (address + num_bytes) // page * page
     if hasattr(mmap, "MADV_NOHUGEPAGE") and end - first >= HUGE_PAGE:
         _advise(first, end - first, mmap.MADV_NOHUGEPAGE)
 
@@ -151,7 +154,8 @@ def _meanwhile(name: str, work: Callable[[threading.Event], None]) -> Iterator[N
 def _read(paths: Iterable[Path], is_over: threading.Event) -> None:
     # Copied, not mapped: so a virtual machine gets the memory in which the file stays here, and not
     # once it is used. docs/performance.md has the figures.
-    left, pieces = _most_at_hand(), [bytearray(READ_PIECE)] * NUM_PIECES  # one buffer, many times
+    left = _most_at_hand()
+    pieces = [bytearray(READ_PIECE)] * NUM_PIECES  # one buffer, many times
     with suppress(OSError):  # loading will say what is wrong
         for path in paths:
             with open(path, "rb", buffering=0) as file:
@@ -182,7 +186,8 @@ def _reserve(num_bytes: int) -> mmap.mmap | None:
 
 
 def _touch(memory: mmap.mmap, is_over: threading.Event) -> None:
-    start, size = ctypes.addressof(ctypes.c_char.from_buffer(memory)), len(memory)
+    start = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+    size = len(memory)
     for place in range(0, size, PIECE):
         if is_over.is_set():
             return

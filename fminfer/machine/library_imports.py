@@ -135,7 +135,8 @@ class _KeptList:
     def __init__(self, folder: Path, read: Callable[[Any], Any]) -> None:
         from importlib.metadata import distribution
 
-        self._folder, self._read = folder, read
+        self._folder = folder
+        self._read = read
         installed = distribution("transformers")
         is_this = Path(str(installed.locate_file("transformers/models"))) == folder
         record = installed.read_text("RECORD") or ""

@@ -45,7 +45,8 @@ class OtherWork:
     """Tells whether other work slows this process: threads that compute on cores that are found."""
 
     def __init__(self, num_threads: int, find_cores: Callable[[], set[int]]) -> None:
-        self._num_threads, self._find_cores = num_threads, find_cores
+        self._num_threads = num_threads
+        self._find_cores = find_cores
         self._first = self._last = look()
         self.held_up_s = 0.0  # as of the last look
         self._num_used = 1  # cores, likewise

@@ -40,7 +40,8 @@ class SizeLimit:
     """
 
     def __init__(self, name: str, *, is_shared: bool = False) -> None:
-        self._name, self._is_shared = name, is_shared
+        self._name = name
+        self._is_shared = is_shared
         self.most = sys.maxsize
 
     def run(self, size: int, work: Callable[[int, int], Result]) -> list[Result]:

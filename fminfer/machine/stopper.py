@@ -136,7 +136,8 @@ class Stopper:
 
         `needed_s` estimates how long rows that run would take to end; None: it cannot.
         """
-        self._stop, self._needed_s = stop, needed_s
+        self._stop = stop
+        self._needed_s = needed_s
         try:
             if self.reason is not None:
                 raise self.reason
@@ -188,7 +189,8 @@ class Stopper:
             self.reason = self._reason(signal.Signals(number))
             self.on_second()
             raise KeyboardInterrupt  # asked twice: at once
-        self.reason, self._heard_s = self._reason(signal.Signals(number)), now_s
+        self.reason = self._reason(signal.Signals(number))
+        self._heard_s = now_s
         # Steps may be long, and ranks may hang: what is on disk is good in any case.
         self._watchdog = _daemon_timer(self.grace_s + SPARE_S, self._give_up)
         self._watchdog.start()
@@ -202,7 +204,8 @@ class Stopper:
 
     def _tell_of_grace(self, again: str) -> None:
         """Say why a signal does not end it at once, by what a signal's handler may call."""
-        needed_s, num_open = self._needed_s(), self.num_open
+        needed_s = self._needed_s()
+        num_open = self.num_open
         is_short = needed_s is None or needed_s <= self.grace_s
         needs = "" if is_short else f"; all of them may need {needed_s:.0f} s"
         what = "rows that run" if num_open is None else f"open requests ({num_open():,})"

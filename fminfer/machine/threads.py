@@ -78,7 +78,8 @@ class ThreadCount:
         self, asked: int | None, current: int, num_processes: int, use: Callable[[int], None]
     ) -> None:
         self._is_fixed = asked is not None or "OMP_NUM_THREADS" in os.environ
-        self._num_processes, self._use = num_processes, use
+        self._num_processes = num_processes
+        self._use = use
         self._most = self._now = choose_num_threads(asked, current, num_processes)
         self._next_look_s = time.monotonic() + LOOK_S
         use(self._now)

@@ -159,7 +159,8 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
         else:
             checkpoint = open_checkpoint(config.model, config, has_weights=has_weights)
         checkpoint.check()
-    name, of_config = config.model_type, str(checkpoint.config.model_type)
+    name = config.model_type
+    of_config = str(checkpoint.config.model_type)
     plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
     if name is not None and plain != of_config.replace("_", ""):
         raise UsageError(
@@ -186,7 +187,8 @@ def open_checkpoint(
     """
     folder = folder_of(name) or Path(str(name))
     is_of_hub = folder_of(name) is None
-    revision, tokenizer = options.revision, options.tokenizer
+    revision = options.revision
+    tokenizer = options.tokenizer
     if revision is not None and not is_of_hub:
         raise CheckpointError(
             f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
@@ -227,7 +229,8 @@ def open_checkpoint(
 def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
     """Open a GGUF file; its metadata are its config and its tokenizer."""
     model = read_model(Path(name))
-    other, tokenizer = options.model_config, options.tokenizer
+    other = options.model_config
+    tokenizer = options.tokenizer
     config = text_part(config_of(model) if other is None else find_config(other)[0])
     architecture = gguf_architecture(model, architecture_of(config).model)
     # A file may have a tokenizer that does not run, if none is loaded.

@@ -38,7 +38,8 @@ _OF_STATES = re.compile(
     "mamba|ssm_|state_size|lru_width|linear_conv|linear_attn|linear_num|conv_L_cache"
 )
 _STATEFUL = ("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "bailing_hybrid")  # by no such field
-_LIKE_NAME, _LIKE_FIELDS = 0.6, 0.75  # a family that is less alike is no help
+_LIKE_NAME = 0.6
+_LIKE_FIELDS = 0.75  # a family that is less alike is no help
 # Why a field that no row reads changes no answer -> such fields.
 _BY_REASON = {
     "of training": """
@@ -146,7 +147,8 @@ class ReadConfig:
     """A config that notes which of its fields are read."""
 
     def __init__(self, config: Any, prefix: str = "") -> None:
-        self._config, self._prefix = config, prefix
+        self._config = config
+        self._prefix = prefix
         self._parts: dict[str, ReadConfig] = {}
         self._read: set[str] = set()
         self._declared = {*vars(type(config)()), *dir(type(config)), *UNDECLARED_BUT_READ}
@@ -184,7 +186,8 @@ class ReadConfig:
             path = self._prefix + field.name
             if field.name in self._read or field.name in _OF_ALL or path in HARMLESS:
                 continue
-            found, by_itself = getattr(self._config, field.name), getattr(usual, field.name)
+            found = getattr(self._config, field.name)
+            by_itself = getattr(usual, field.name)
             if found != by_itself and found not in SAME.get(path, ()):
                 yield path, found, by_itself
         for path, runnable in UNDECLARED.items():

@@ -53,7 +53,8 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        own, graph = torch.cuda.current_stream(self._device), torch.cuda.CUDAGraph()
+        own = torch.cuda.current_stream(self._device)
+        graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(own)
         try:
             # If a capture fails, torch leaves the thread on its stream; the outer block does not.
@@ -87,8 +88,11 @@ class DecodeGraphs:
         explain: Callable[[BaseException], str],
         capture: Callable[[torch.device], Capture] = CudaCapture,
     ) -> None:
-        self._network, self._cache, self._kernel = network, cache, kernel
-        self._explain, self._capture = explain, capture(cache.device)
+        self._network = network
+        self._cache = cache
+        self._kernel = kernel
+        self._explain = explain
+        self._capture = capture(cache.device)
         self.why_not = ""  # why nothing is captured any more
         self._sizes = graph_sizes(max_rows)
         self.graphs: dict[int, Work | None] = {}  # by rows; None: there was no memory for it
@@ -136,7 +140,8 @@ class DecodeGraphs:
 
     def _captured(self, size: int) -> Work | None:
         """Capture a graph; None: it cannot be."""
-        network, cache = self._network, self._cache
+        network = self._network
+        cache = self._cache
         of_tokens, numbers = self._inputs.tensor_split([16 * size])
         ids, positions = of_tokens.view(torch.int64).view(2, size)
         plan = self._kernel.decode_plan(numbers.view(torch.int32), size)

@@ -25,8 +25,15 @@ from fminfer.models.stored.weight_folder import find_weights
 PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
-    *("tokenizer.json", "tokenizer_config.json", "special_tokens_map.json", "added_tokens.json"),
-    *("vocab.json", "vocab.txt", "merges.txt", "chat_template.jinja", "chat_template.json"),
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "vocab.txt",
+    "merges.txt",
+    "chat_template.jinja",
+    "chat_template.json",
 )
 SUFFIXES = (".model", ".tiktoken")
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
@@ -147,7 +154,8 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
 def _files_digest(checkpoint: Checkpoint) -> str:
     """Return a digest of the tokenizer's files, and of what says which tokens end a text."""
     digest = hashlib.blake2b(digest_size=8)
-    folder, files = checkpoint.tokenizer_folder, []
+    folder = checkpoint.tokenizer_folder
+    files = []
     if folder is not None:
         own = (f for f in folder.iterdir() if f.name in TOKENIZER_FILES or f.suffix in SUFFIXES)
         files = sorted(file for file in own if file.is_file())

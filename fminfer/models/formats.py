@@ -76,7 +76,8 @@ class Holding:
         if len({each for each, _ in held}) == 1:
             return held[0][0]
         # The parts of one expert, which all others must have; none: they differ.
-        outputs, ends = spec.shape[-2], [*accumulate(num for _, num in held)]
+        outputs = spec.shape[-2]
+        ends = [*accumulate(num for _, num in held)]
         one = held[: ends.index(outputs) + 1] if outputs in ends else []
         one = one if one and held == one * (len(held) // len(one)) else []
         has_blocks = any(isinstance(each, Blocks) for each, _ in one)

@@ -49,7 +49,9 @@ def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
 
     The weight of each is its part in a softmax over those whose scores are near to its own.
     """
-    weights, chosen, left = [], [], logits
+    weights = []
+    chosen = []
+    left = logits
     for _ in range(how.top_k):
         best, number = left.max(-1, keepdim=True)
         is_far = (best - logits) / logits.abs().maximum(best) > 2 * how.mixer_eps
@@ -70,7 +72,8 @@ class AttentionOf:
         self._k_norm = bodies.norm(how.qk_norm, weights, "k_norm")
         self._norm_weights = [plain_of(weights, f"{n}_norm.weight") for n in "qk"]
         device = weights["qkv.weight"].device
-        self._rotate, self._table = None, torch.empty(0, device=device)
+        self._rotate = None
+        self._table = torch.empty(0, device=device)
         if how.rope is not None:
             self._rotate = bodies.registry.parts.rotate(how.rope)
             self._table = bodies.table(how.rope, device)
@@ -80,7 +83,8 @@ class AttentionOf:
         self.scoring = scoring_of(how, device, sinks, plain_of(weights, "relative.weight"))
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how, qkv = self._how, self.products["qkv"](x)
+        how = self._how
+        qkv = self.products["qkv"](x)
         if how.clip:
             qkv = qkv.clamp(-how.clip, how.clip)
         q, k = self._turned(qkv, step)
@@ -97,29 +101,35 @@ class AttentionOf:
         if self._q_norm is None or self._k_norm is None:  # in one pass
             both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
             return both[:, : how.heads], both[:, how.heads :]
-        q, k = both[:, : how.qkv_sizes[0]], both[:, how.qkv_sizes[0] :]
+        q = both[:, : how.qkv_sizes[0]]
+        k = both[:, how.qkv_sizes[0] :]
         is_over_all = how.qk_norm_over == "all"
         if is_over_all and step.shards is not None:
             q, k = self._norm_over_ranks(q, k, step)
         elif is_over_all:
-            q, k = self._q_norm(q), self._k_norm(k)
+            q = self._q_norm(q)
+            k = self._k_norm(k)
         q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
         if how.qk_norm_is_last:
             return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
         if not is_over_all:
-            q, k = self._q_norm(q), self._k_norm(k)
+            q = self._q_norm(q)
+            k = self._k_norm(k)
         return self._rotated(q, step), self._rotated(k, step)
 
     def _norm_over_ranks(
         self, q: torch.Tensor, k: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm queries, and keys, over the heads of all ranks by one sum of their squares."""
-        how, norm, of_all = self._how, self._how.qk_norm, self._how.of_all
+        how = self._how
+        norm = self._how.qk_norm
+        of_all = self._how.of_all
         assert norm is not None and norm.is_rms and of_all is not None, "a cut norm over all heads"
         squares = torch.stack([each.float().square().sum(-1) for each in (q, k)])
         squares[1] /= of_all.kv_copies
         found = []
-        totals, counts = step.sum(squares), (of_all.heads, of_all.kv_heads)
+        totals = step.sum(squares)
+        counts = (of_all.heads, of_all.kv_heads)
         for x, total, num, weight in zip((q, k), totals, counts, self._norm_weights, strict=True):
             means = total[:, None] / (num * how.head_dim)
             y = x.float() * torch.rsqrt(means + norm.eps)
@@ -160,7 +170,8 @@ class CrossAttentionOf:
         self._scoring = scoring_of(how.attention, weights["cross_q.weight"].device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how, memory = self._how, step.memory
+        how = self._how
+        memory = step.memory
         assert step.cross is not None, "a decoder's step"
         q = self.products["cross_q"](x).view(len(x), how.heads, how.head_dim)
         new = q.new_empty((0, 2, how.kv_heads, how.head_dim))
@@ -175,7 +186,8 @@ class LatentAttentionOf:
 
     def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
         assert how.latent is not None and how.rope is not None, "latent attention"
-        self._how, self._latent = how, how.latent
+        self._how = how
+        self._latent = how.latent
         names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
         self.products = {n: bodies.product(weights, n) for n in (*names, "kv_down", "out")}
         norm = None if how.latent.query_rank is None else how.latent.norm
@@ -192,7 +204,8 @@ class LatentAttentionOf:
         self.scoring = scoring_of(how, weight.device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        latent, turns = self._latent, self.turns(step)
+        latent = self._latent
+        turns = self.turns(step)
         if self._q_norm is None:
             q = self.products["q"](x)
         else:
@@ -336,7 +349,8 @@ class LayerOf:
         is_summed_once = how.is_parallel and not self._after[0]  # with what the MLP gives
         if not is_summed_once:
             attended = step.sum(attended)
-        x, normed = step.keep(x), step.keep(normed)
+        x = step.keep(x)
+        normed = step.keep(normed)
         if self._after[0]:
             attended = self._after[0](attended)
         attended = self._scaled(attended)

@@ -42,11 +42,16 @@ class LayerSource:
         streamed: Collection[int] = (),
     ) -> None:
         self._maker = maker
-        self.dtype, self.device, self.files = maker.holding.dtype, maker.device, maker.files
-        self._on_progress, self.numbers = on_progress, part.numbers
+        self.dtype = maker.holding.dtype
+        self.device = maker.device
+        self.files = maker.files
+        self._on_progress = on_progress
+        self.numbers = part.numbers
         self.streamed = [number for number in part.numbers if number in streamed]
         self.resident = [number for number in part.numbers if number not in streamed]
-        self.is_first, self.is_last, model = part.is_first, part.is_last, checkpoint.model
+        self.is_first = part.is_first
+        self.is_last = part.is_last
+        model = checkpoint.model
 
         def group(specs: Collection[str], top: str = "") -> Origins:
             return {name: origins[top + name] for name in specs if top + name in origins}
@@ -72,7 +77,8 @@ class LayerSource:
 
     def layer(self, number: int, lent: Lent | None = None) -> Weights:
         """Return the weights of a layer by its number; they may stay in bytes that are lent."""
-        where, origins = f"layer {number} ", self._layers[number]
+        where = f"layer {number} "
+        origins = self._layers[number]
         if lent is None:
             return self._make(origins, where)
         assert self.files is not None, "a model in files"
@@ -81,7 +87,8 @@ class LayerSource:
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         """Return where a layer's tensors are in files, and the parts that this rank needs."""
-        reader, origins = self._maker, self._layers[number].values()
+        reader = self._maker
+        origins = self._layers[number].values()
         assert isinstance(reader, Reader), "a model in files"
         needed = merge(span for each in origins for span in reader.spans(each))
         uncut = (replace(each, cut=WHOLE) for each in origins)
@@ -107,7 +114,8 @@ class LayerSource:
 
     def exit(self, entry: Weights) -> Weights:
         """Return the weights after the last layer; an embedding that is the head is `entry`'s."""
-        found, embed = self._make(self._exit), entry.get("embed.weight")
+        found = self._make(self._exit)
+        embed = entry.get("embed.weight")
         own = found.get("head.weight")
         if self._shares_embed:
             found["head.weight"] = embed or self._make(self._embed)["embed.weight"]
@@ -200,7 +208,8 @@ class Reader:
 
     def make(self, name: str, origin: Origin) -> Weight:
         """Return a weight. The name has the number of its layer, if it is of one."""
-        held, is_lent = self.format_of(origin), self.files.lent is not None
+        held = self.format_of(origin)
+        is_lent = self.files.lent is not None
         if is_lent and self._stays_in_parts(origin, held):
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
             tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)
@@ -241,7 +250,8 @@ class Reader:
 
     def _in_place(self, origin: Origin) -> str | None:
         """Return the stored tensor that can be used where it lies; None: it is copied first."""
-        (name, *others), form = origin.pieces[0].stored, origin.pieces[0].format
+        (name, *others) = origin.pieces[0].stored
+        form = origin.pieces[0].format
         held = self.format_of(origin)
         is_so = isinstance(held, Dense) if form is None else form == held
         is_one = is_so and not others and origin.is_one_piece
@@ -249,7 +259,8 @@ class Reader:
         return name if is_as_it_is and self.files.is_in_place(name) else None
 
     def _tensors(self, origin: Origin, held: Format) -> Tensors:
-        in_place, layout = self._in_place(origin), origin.layout
+        in_place = self._in_place(origin)
+        layout = origin.layout
         if origin.cut.is_zero:
             return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
         tensors = (
@@ -269,11 +280,13 @@ class Reader:
 
     def _join(self, origin: Origin, held: Format) -> Tensors:
         """Copy what is stored of a tensor; dequantize or quantize what is not held so."""
-        wholes, columns = held.empty(origin.held.shape, self.device), origin.cut.columns
+        wholes = held.empty(origin.held.shape, self.device)
+        columns = origin.cut.columns
         last: int | None = None
         at = 0  # the next row to be written
         for piece, item, rows in _placed(origin):
-            at, last = at if item == last else 0, item
+            at = at if item == last else 0
+            last = item
             num = piece.last - piece.first if rows is None else len(rows)
             form, targets, start = _part_at(at, held, wholes)
             parts = [whole if item is None else whole[item] for whole in targets]
@@ -302,7 +315,8 @@ class Reader:
         self, piece: Piece, origin: Origin, form: Format, rows: torch.Tensor | None
     ) -> Tensors:
         """Return some rows of a piece in its own format, or as floats if it is held in another."""
-        stored, layout = tuple(map(self.files.read, piece.stored)), origin.layout
+        stored = tuple(map(self.files.read, piece.stored))
+        layout = origin.layout
         values: Tensors = (layout.turned(stored[0]),)
         if piece.format is not None:
             values = piece.format.read(stored, is_transposed=layout.is_transposed)
@@ -369,7 +383,8 @@ class Drawer:
 
     def make(self, name: str, origin: Origin) -> Weight:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
-        held, spec = self.format_of(origin), origin.spec
+        held = self.format_of(origin)
+        spec = origin.spec
         floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
         if spec.use in ("bias", "norm_bias", "choice", "norm"):
             value = self.of_norms if spec.use == "norm" else 0.0

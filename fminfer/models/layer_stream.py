@@ -47,7 +47,9 @@ class LayerStream:
     """
 
     def __init__(self, source: LayerSource, make: MakeLayer, kind: StreamKind) -> None:
-        self._source, self._make, self._is_direct = source, make, kind != "shared memory"
+        self._source = source
+        self._make = make
+        self._is_direct = kind != "shared memory"
         # Where each layer's tensors are, and the parts of them that are needed.
         self._spans = spans = {number: source.spans(number) for number in source.streamed}
         assert source.files is not None, "a model in files"
@@ -99,11 +101,13 @@ class LayerStream:
 
     def reset(self) -> None:
         """Forget what was brought so far, while the model loaded."""
-        self._brought, self._told = [], (self.reads.num_bytes, self.reads.busy_s)
+        self._brought = []
+        self._told = (self.reads.num_bytes, self.reads.busy_s)
 
     def told(self, span: StageSpan) -> StageSpan:
         """Return a step's span, with the layers that were brought since the last one."""
-        brought, before = self._brought, self._told
+        brought = self._brought
+        before = self._told
         self.reset()
         return replace(
             span,

@@ -114,7 +114,8 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
         fields = read_object(folder / ADAPTER)
-        kind, base = fields.get("peft_type", "LoRA"), fields.get("base_model_name_or_path")
+        kind = fields.get("peft_type", "LoRA")
+        base = fields.get("base_model_name_or_path")
         holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
         flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
         raise CheckpointError(

@@ -73,7 +73,8 @@ class Origin:
 
     def find_order(self) -> torch.Tensor | None:
         """Return the number of the stored row of each row held; None: all rows, as stored."""
-        change, rows = self.layout.change, self.cut.rows
+        change = self.layout.change
+        rows = self.cut.rows
         if change is None and rows is None:
             return None
         dim = outputs_dim(self.spec)
@@ -154,7 +155,8 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     Headers say it, or the config where there are no files. Nothing: random weights, or files that
     are broken, which loading will name.
     """
-    folder, own = checkpoint.folder, checkpoint.config.dtype
+    folder = checkpoint.folder
+    own = checkpoint.config.dtype
     if folder is None:
         return {}
     try:
@@ -174,7 +176,8 @@ class _Search:
         self, checkpoint: Checkpoint, stored: Mapping[str, Shape | None], types: Mapping[str, str]
     ) -> None:
         self._architecture = checkpoint.architecture
-        self._stored, self._types = stored, types
+        self._stored = stored
+        self._types = types
         known = {*types.values()}
         self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
         self._prefixes = tuple(dict.fromkeys((*PREFIXES, *self._architecture.base.split("|"))))
@@ -221,7 +224,10 @@ class _Search:
 
     def find(self, name: str, spec: TensorSpec) -> Origin:
         """Find what is stored of a tensor."""
-        where, prefix, attention, ours = self._architecture.outer, "", None, name
+        where = self._architecture.outer
+        prefix = ""
+        attention = None
+        ours = name
         if name[0].isdigit():
             number, _, ours = name.partition(".")
             where, prefix = self._architecture.of_layer(int(number))
@@ -237,7 +243,8 @@ class _Search:
     def _pieces(
         self, source: Source, form: str, spec: TensorSpec, attention: Attention | None
     ) -> Iterator[Piece]:
-        is_joined, is_stacked = len(source.names) > 1, "*" in source.names[0]
+        is_joined = len(source.names) > 1
+        is_stacked = "*" in source.names[0]
         first = 0
         if spec.use == "moved" and is_joined:  # of each head, for its keys, turned, and its values
             assert attention is not None and attention.latent is not None, "there is a kv_up"

@@ -103,7 +103,8 @@ def _groups(source: LayerSource) -> Iterator[Weights]:
 
 def _write_small_files(checkpoint: Checkpoint, folder: Path, note: dict[str, object]) -> None:
     """Write the config, and copy what a model has beside its weights."""
-    own, stored = checkpoint.tokenizer_folder, checkpoint.folder
+    own = checkpoint.tokenizer_folder
+    stored = checkpoint.folder
     found = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
     found = [f for f in found if f.name not in (*TELLING_FILES, MODULES)]
     files = [(own, f) for f in found if not f.name.endswith(".index.json")]

@@ -33,7 +33,8 @@ class TensorCut:
 
     def held(self, spec: TensorSpec) -> TensorSpec:
         """Return what is held of a tensor."""
-        shape, dim = [*spec.shape], outputs_dim(spec)
+        shape = [*spec.shape]
+        dim = outputs_dim(spec)
         if self.rows is not None:
             shape[dim] = sum(map(len, self.rows))
         if self.columns is not None:
@@ -96,7 +97,8 @@ def _share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]
     tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
     outer = entry_specs(model) | exit_specs(model)
-    cuts, layers = _cuts(outer, {"tokens": tokens[shard]}, shard), []
+    cuts = _cuts(outer, {"tokens": tokens[shard]}, shard)
+    layers = []
     for number, layer in enumerate(model.layers):
         parts, kv_copies = _share_layer(layer, shard, count, blocks)
         layers.append(_cut_layer(layer, parts, kv_copies))
@@ -125,7 +127,8 @@ def _share_layer(
     layer: Layer, shard: int, count: int, blocks: Mapping[str, int]
 ) -> tuple[Parts, int]:
     """Return what a rank has of a layer, and how many ranks have its KV heads, it included."""
-    attention, mlp = layer.attention, layer.mlp
+    attention = layer.attention
+    mlp = layer.mlp
     norm = attention.qk_norm
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
         raise UsageError(
@@ -161,7 +164,8 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
         return [*zip(heads, of_kv, strict=True)]
     if num_groups > 1 and size * width % block:  # the second group begins within a block
         _refuse_empty([range(0)], count, told)
-    unit, found = block // math.gcd(block, width), []
+    unit = block // math.gcd(block, width)
+    found = []
     for group, ranks in enumerate(even_parts(count, num_groups)):
         for part in _refuse_empty(even_parts(size, len(ranks), unit), count, told):
             heads_of = range(group * size + part.start, group * size + part.stop)
@@ -179,8 +183,11 @@ def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
 
 def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     """Return the spec of a layer's part."""
-    attention, mlp, cross = layer.attention, layer.mlp, layer.cross
-    heads, num_kv = parts["heads"], len(parts["kv_heads"])
+    attention = layer.attention
+    mlp = layer.mlp
+    cross = layer.cross
+    heads = parts["heads"]
+    num_kv = len(parts["kv_heads"])
     if cross is not None:  # as wide as the layer's own
         how = replace(cross.attention, heads=len(heads), kv_heads=num_kv)
         cross = replace(cross, attention=how)

@@ -59,7 +59,8 @@ class StepClock:
     """
 
     def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:
-        self._on_gpu, self._stream = device.type == "cuda", stream
+        self._on_gpu = device.type == "cuda"
+        self._stream = stream
         self._untold: list[Pair] = []
         self._start_s = 0.0
 
@@ -72,7 +73,9 @@ class StepClock:
 
     def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
         """End the step that was begun, and return when it was; a GPU is done if it is awaited."""
-        start_s, end_s, earlier_s = self._start_s, time.time(), 0.0
+        start_s = self._start_s
+        end_s = time.time()
+        earlier_s = 0.0
         if self._on_gpu:
             last = self._untold[-1][1]
             last.record()
@@ -81,7 +84,8 @@ class StepClock:
                 last.synchronize()
                 *earlier, own_s = (first.elapsed_time(last) / 1000 for first, last in self._untold)
                 self._untold.clear()
-                start_s, earlier_s = end_s - own_s, sum(earlier)
+                start_s = end_s - own_s
+                earlier_s = sum(earlier)
         span = StageSpan(start_s, end_s, sent_bytes, max_tokens, earlier_s)
         return span if self._stream is None else self._stream.told(span)
 
@@ -121,8 +125,10 @@ class Stage:
         graphs: GraphsOf | None = None,
         tokens: TokenSpan | None = None,
     ) -> None:
-        self._threads, self._device = threads, device
-        self._network, self._head = network, network.head
+        self._threads = threads
+        self._device = device
+        self._network = network
+        self._head = network.head
         self.has_kernel = kernel is not None  # attention is compiled
         tokens = tokens or TokenSpan(network.model.vocab_size)
         self._tokens = replace(tokens, ranker=ranker, drawer=drawer)
@@ -231,8 +237,10 @@ class Stage:
         if last - first < step.num_tokens:
             wanted = wanted[slice(*np.searchsorted(wanted, (first, last)))] - first
         kept = wanted if len(wanted) else np.array([last - first - 1])
-        ids, part = step.token_ids[first:last], rows.cut(first, last)
-        before, is_all = None if hidden is None else hidden[first:last], len(kept) == len(ids)
+        ids = step.token_ids[first:last]
+        part = rows.cut(first, last)
+        before = None if hidden is None else hidden[first:last]
+        is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
             found = self.graphs.run(part, ids, before)
             if found is not None:
@@ -261,7 +269,8 @@ class Stage:
         results: Results = {}
         if len(step.draws):
             places = np.searchsorted(step.wanted, step.draws["token_index"])
-            tokens, most_top = self._tokens, int(step.draws["num_top"].max())
+            tokens = self._tokens
+            most_top = int(step.draws["num_top"].max())
             edits = StepEdits(step, tokens.size, self._device, tokens.own)
 
             def draw_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
@@ -285,10 +294,12 @@ class Stage:
         encoder = self._network.encoder
         spec = self._network.model.encoder
         assert encoder is not None and spec is not None, "a step of whole prompts"
-        ends, pooling = step.lengths.cumsum(), self._network.pooling
+        ends = step.lengths.cumsum()
+        pooling = self._network.pooling
 
         def run_rows(first: int, last: int) -> torch.Tensor:
-            lengths, end = step.lengths[first:last], int(ends[last - 1])
+            lengths = step.lengths[first:last]
+            end = int(ends[last - 1])
             part = slice(end - int(lengths.sum()), end)
             prompt_ids = step.token_ids[part]
             positions = text_positions(prompt_ids, lengths, spec.padding_id)
@@ -319,12 +330,14 @@ class Stage:
 
         def use_part(first: int, last: int) -> TokenLogprobs:
             part = slice(first, last)
-            asked, start = places[part], int(places[first])
+            asked = places[part]
+            start = int(places[first])
             if (asked == np.arange(start, start + len(asked))).all():  # as of decode rows
                 kept = hidden[start : start + len(asked)]
             else:
                 kept = hidden[send([asked], self._device)[0]]
-            logits, cap = head(kept), self._network.model.logit_cap
+            logits = head(kept)
+            cap = self._network.model.logit_cap
             if cap is not None:
                 logits = soft_cap(logits, cap)
             return use(logits, part)

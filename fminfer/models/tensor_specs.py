@@ -29,7 +29,8 @@ def plain_of(weights: Weights, name: str) -> torch.Tensor | None:
 @cache  # most layers of a model are equal, and plans of many ways ask often
 def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     """Return the tensors of a layer. Products are (outputs, inputs), of experts (experts, …)."""
-    attention, of_hidden = layer.attention, (hidden_size,)
+    attention = layer.attention
+    of_hidden = (hidden_size,)
     found: TensorSpecs = {}
     for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
         for part, norm in zip(("attention", "mlp"), pair, strict=True):
@@ -94,7 +95,8 @@ def exit_specs(model: Model) -> TensorSpecs:
     found: TensorSpecs = {}
     if model.encoder is not None:
         found |= _of_norm("encoder.final_norm", model.encoder.final_norm, (hidden,))
-        pooling, inputs = model.encoder.pooling, hidden
+        pooling = model.encoder.pooling
+        inputs = hidden
         for number, each in enumerate(pooling.readings if pooling else ()):
             found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
             found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
@@ -156,7 +158,8 @@ def _of_moe(moe: Moe, hidden: int) -> TensorSpecs:
 
 
 def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
-    heads, has_bias = Units("heads", how.heads), how.has_qkv_bias
+    heads = Units("heads", how.heads)
+    has_bias = how.has_qkv_bias
     of_queries = (replace(heads, size=latent.key_dim + latent.turned_dim),)
     if latent.query_rank is None:
         found = _of_product("q", of_queries, hidden, False)

@@ -39,7 +39,8 @@ class Head:
         registry: Registry,
         scale: float = 1.0,
     ) -> None:
-        self._bias, self._scale = None if bias is None else bias.float(), scale
+        self._bias = None if bias is None else bias.float()
+        self._scale = scale
         self.vocab_size = weight.shape[0]
         self.packed = registry.head(weight, self._bias)
         if self.packed is None:  # otherwise it is kept packed alone
@@ -88,8 +89,10 @@ class Transformer:
         tokens: range | None = None,
         streams: StreamKind = "disk",
     ) -> None:
-        self.shards, self._tokens = shards, tokens or range(model.vocab_size)
-        self.model, self._entry = model, source.entry()
+        self.shards = shards
+        self._tokens = tokens or range(model.vocab_size)
+        self.model = model
+        self._entry = source.entry()
         self._exit = source.exit(self._entry)
         self.dtype = source.dtype  # of hidden states
 
@@ -127,8 +130,10 @@ class Transformer:
 
         cached = [number for number in source.numbers if number < model.num_cached]
         self._decoder = stack(model, cached)
-        self.layers, self.own = self._decoder.layers, self._decoder.own
-        self.is_first, how = source.is_first, model.encoder
+        self.layers = self._decoder.layers
+        self.own = self._decoder.own
+        self.is_first = source.is_first
+        how = model.encoder
         self.encoder: Stack | None = None
         self.pooling: PoolingOf | None = None
         if how is not None:
@@ -211,7 +216,9 @@ class Stack:
         bodies: Bodies,
         name: str,
     ) -> None:
-        self.own, self.layers, self._offset = own, layers, how.position_offset
+        self.own = own
+        self.layers = layers
+        self._offset = how.position_offset
         self._positions = plain_of(entry, f"{name}positions.weight")
         self._types = plain_of(entry, f"{name}types.weight")
         embed_norm = how.embed_norm if entry else None
@@ -232,7 +239,9 @@ class Stack:
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         """Run the layers, the last one for the kept tokens, and behind that of all the norm."""
         more: torch.Tensor | None = None
-        kept, step.kept, number = step.kept, None, 0
+        kept = step.kept
+        step.kept = None
+        number = 0
         for layer in self.layers:
             if number == len(self.own) - 1:
                 step.kept = kept
@@ -258,7 +267,8 @@ class PoolingOf:
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
-        x, get = _pooled(self._how.how, hidden.float(), lengths), self._read_by.get
+        x = _pooled(self._how.how, hidden.float(), lengths)
+        get = self._read_by.get
         for number, each in enumerate(self._how.readings):
             name = f"reading_{number}"
             x = nn.functional.linear(x, self._read_by[f"{name}.weight"], get(f"{name}.bias"))

@@ -70,7 +70,9 @@ class Spent(ctypes.Structure):
 
 def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
     """Describe a layer that is served, all but its cache."""
-    how, attention, mlp = parts.how, parts.how.attention, parts.how.mlp
+    how = parts.how
+    attention = parts.how.attention
+    mlp = parts.how.mlp
     products = {name: _linear(product) for name, product in parts.products.items()}
     of_query, of_key, _ = attention.qkv_sizes
     assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
@@ -105,7 +107,8 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
 def _norm(how: spec.Norm | None, weights: Tensors, name: str, dtype: torch.dtype) -> NormStruct:
     if how is None:
         return NormStruct()
-    weight, bias = weights[f"{name}.weight"], weights.get(f"{name}.bias")
+    weight = weights[f"{name}.weight"]
+    bias = weights.get(f"{name}.bias")
     assert weight.dtype == dtype, "a norm of the hidden states' type"
     address = None if bias is None else bias.data_ptr()
     return NormStruct(weight.data_ptr(), address, how.eps, how.offset)
@@ -124,8 +127,10 @@ MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 def serves(how: spec.Layer) -> bool:
     """Tell whether the library computes such a layer, or all of it but experts."""
-    attention, mlp = how.attention, how.mlp
-    rope, of_head = attention.rope, attention.qk_norm
+    attention = how.attention
+    mlp = how.mlp
+    rope = attention.rope
+    of_head = attention.qk_norm
     if isinstance(mlp, spec.Mlp) and (
         mlp.limit is not None or mlp.activation not in activations_of(mlp)
     ):
@@ -165,7 +170,8 @@ class StepCall:
     def see(self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
         if rows is not self.rows or heads != self.arguments.heads:
-            self.arguments, self.rows = step_arguments(rows, heads, keys, kind), rows
+            self.arguments = step_arguments(rows, heads, keys, kind)
+            self.rows = rows
 
 
 class WholeLayer(LayerOf):
@@ -181,8 +187,12 @@ class WholeLayer(LayerOf):
         step: StepCall,
         dtype: torch.dtype,
     ) -> None:
-        self._parts, self.step, self._dtype = parts, step, dtype
-        self.how, self.attention, self.mlp = parts.how, parts.attention, parts.mlp
+        self._parts = parts
+        self.step = step
+        self._dtype = dtype
+        self.how = parts.how
+        self.attention = parts.attention
+        self.mlp = parts.mlp
         self.products = parts.products
         self.layer = describe_layer(parts, dtype)
         self._run = library.fminfer_layer
@@ -193,20 +203,25 @@ class WholeLayer(LayerOf):
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
-        (keys, values), rows = step.attend.layers[number], step.attend.plan_of(number)
+        (keys, values) = step.attend.layers[number]
+        rows = step.attend.plan_of(number)
         shards = step.shards
         is_served = shards is None or isinstance(shards, SharedMemoryGroup)
         if not (isinstance(rows, KernelRows) and is_served):
             return self._parts(x, more, number, step)
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
-        attention, how = self.how.attention, self.layer
+        attention = self.how.attention
+        how = self.layer
         if keys is not self._cache:  # the kernel trusts what it is given
             assert (keys.shape[1], keys.shape[3]) == attention.cache_shape[1:], "keys of a step"
-            how.keys, how.values, self._cache = keys.data_ptr(), values.data_ptr(), keys
+            how.keys = keys.data_ptr()
+            how.values = values.data_ptr()
+            self._cache = keys
         self.step.see(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
-        kept, turn = step.kept, self._turn(step, tokens)
+        kept = step.kept
+        turn = self._turn(step, tokens)
         cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
@@ -250,16 +265,24 @@ class WholeLayers:
     """Makes layers of one call, where spec and products allow it."""
 
     def __init__(self, registry: Registry) -> None:
-        self._registry, self._dtype, self._step = registry, registry.dtype, StepCall()
+        self._registry = registry
+        self._dtype = registry.dtype
+        self._step = StepCall()
         self._candidates: list[Candidate[LayerOf, LayerOf]] = []
         if registry.library is None:
             return
         self._library = library = registry.library
         self._candidates.append(Candidate(self._make, self._trial, self._serves))
-        pointer, number = ctypes.c_void_p, ctypes.c_int64
+        pointer = ctypes.c_void_p
+        number = ctypes.c_int64
         library.fminfer_layer.argtypes = [
-            *(ctypes.POINTER(LayerStruct), ctypes.POINTER(Arguments)),
-            *(pointer, pointer, number, pointer, number),
+            ctypes.POINTER(LayerStruct),
+            ctypes.POINTER(Arguments),
+            pointer,
+            pointer,
+            number,
+            pointer,
+            number,
             *[pointer] * 5,
             ctypes.POINTER(Spent),
         ]

@@ -50,7 +50,8 @@ def open_store(facts: RankFacts, timeout_s: float) -> Store:
     secret = facts.secret or secret_of_home()
     if facts.agent is not None:
         return _meet_through_agent(facts, secret, timeout_s)
-    host, port = facts.host, facts.port
+    host = facts.host
+    port = facts.port
     if facts.listen_fd is not None:
         return hold(socket.socket(fileno=facts.listen_fd), host, secret, timeout_s)
     if facts.opens_store and (facts.rank == 0 or is_here(host)):
@@ -98,7 +99,8 @@ def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_
     until_s = time.monotonic() + timeout_s
     seen_s: dict[Path, float] = {}  # when this rank first saw a file
     while time.monotonic() < until_s:
-        store, files = None, sorted(folder.glob(FILES))
+        store = None
+        files = sorted(folder.glob(FILES))
         if files and rank != 0:
             fields = _read(files[-1], secret)  # once: its holder may write another meanwhile
             store = _join(files[-1], fields, secret, timeout_s)
@@ -177,7 +179,8 @@ def _found(
     """
     number = int(old_files[-1].stem.rpartition("-")[2]) + 1 if old_files else 0
     file = folder / FILES.replace("[0-9]" * 6, f"{number:06}")
-    listener, used = listen(LOOPBACK, 0), secret or secrets.token_hex(32)
+    listener = listen(LOOPBACK, 0)
+    used = secret or secrets.token_hex(32)
     fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": listener.getsockname()[1]}
     fields |= {} if secret else {"secret": used}
     try:

@@ -70,7 +70,9 @@ class Meeting:
         children: Children | None = None,
     ) -> None:
         deadline_s = time.monotonic() + spread.join_timeout_s
-        self.spread, self._end, self._children = spread, end, children
+        self.spread = spread
+        self._end = end
+        self._children = children
         self._is_spawned = facts.parent is not None  # whoever started it speaks for it
         self._last_words = threading.Lock()  # held for good by the thread that ends the process
         self.fault: Fault | None = None  # what has ended the run, if the process goes on

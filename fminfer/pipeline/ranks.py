@@ -20,7 +20,8 @@ HOW_TO_SHARE = (
     f"Ranks on machines that share no home folder need the same {SECRET} in their environment, "
     "for example of: openssl rand -hex 32"
 )
-FIRST_JOB_PORT, NUM_JOB_PORTS = 20000, 20000  # a port from a job's number, the same on every node
+FIRST_JOB_PORT = 20000
+NUM_JOB_PORTS = 20000  # a port from a job's number, the same on every node
 # What each launcher calls rank, world size, and the number of ranks on this machine. srun is last:
 # mpirun starts its own helpers with it, so that both have set their variables.
 LAUNCHERS = {
@@ -122,7 +123,8 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
     for launcher, (rank_name, size_name, _) in LAUNCHERS.items():
         if rank_name not in environ or _number(environ, size_name, 1) < 2:
             continue
-        rank, size = _number(environ, rank_name), _number(environ, size_name)
+        rank = _number(environ, rank_name)
+        size = _number(environ, size_name)
         if config.told_ranks not in (None, size):
             raise UsageError(
                 f"--world-size is {config.told_ranks}, but {launcher} started {size} ranks; leave "
@@ -218,7 +220,8 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
     if launcher == "srun" or (launcher == "mpirun" and "SLURM_JOB_ID" in environ):
         job_nodes = environ.get("SLURM_JOB_NODELIST", "")  # mpirun's own step may lack the first
         nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
-        host, job = first_node(nodes), environ.get("SLURM_JOB_ID", "0")
+        host = first_node(nodes)
+        job = environ.get("SLURM_JOB_ID", "0")
     else:
         names = (
             environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()

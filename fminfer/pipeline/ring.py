@@ -74,7 +74,9 @@ class _Sender(threading.Thread):
 
     def __init__(self, rank: int, form: HiddenForm, on_error: Hear) -> None:
         super().__init__(name=f"to-rank-{rank}", daemon=True)
-        self._rank, self._form, self._on_error = rank, form, on_error
+        self._rank = rank
+        self._form = form
+        self._on_error = on_error
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self.start()
 
@@ -95,7 +97,9 @@ class _Receiver(threading.Thread):
 
     def __init__(self, rank: int, form: HiddenForm, hear: Hear) -> None:
         super().__init__(name=f"from-rank-{rank}", daemon=True)
-        self._rank, self._form, self._hear = rank, form, hear
+        self._rank = rank
+        self._form = form
+        self._hear = hear
         self.start()
 
     def run(self) -> None:
@@ -134,7 +138,8 @@ class _RankWork:
             if isinstance(message, BaseException):
                 on_error(message)
 
-        self._stage, self._part = stage, part
+        self._stage = stage
+        self._part = part
         ranks = part.ranks[1:] if part.is_leader else ()
         self.followers = [_Sender(rank, form, on_error) for rank in ranks]
         self._listeners = [_Receiver(rank, form, hear) for rank in ranks]
@@ -241,7 +246,9 @@ class RingPipeline(QueuedPipeline):
         release: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(partial(use_device, form.device))
-        self._explain, self._on_stop, self._release = explain, on_stop, release
+        self._explain = explain
+        self._on_stop = on_stop
+        self._release = release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
         self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()  # of steps, whose results are due
         self._ring: list[_Sender | _Receiver] = []  # of other stages

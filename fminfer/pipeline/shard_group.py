@@ -41,7 +41,8 @@ def connect_shards(
     can_map = library is not None and hasattr(os, "memfd_create")
     kind = "nccl" if device.type == "cuda" else "memory" if can_map else "gloo"
     told = group.gather("sums", [kind, memory_name(device, socket.gethostname())])
-    kinds, devices = {each for each, _ in told}, {name for _, name in told}
+    kinds = {each for each, _ in told}
+    devices = {name for _, name in told}
     way: Way = next((each for each in get_args(Way) if kinds == {each}), "gloo")
     if way == "nccl" and len(devices) < group.world_size:
         way = "gloo"
@@ -60,7 +61,10 @@ class TorchGroup:
     """Ranks that add up by torch.distributed."""
 
     def __init__(self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool) -> None:
-        self._group, self.index, self.count, self._is_nccl = group, index, count, is_nccl
+        self._group = group
+        self.index = index
+        self.count = count
+        self._is_nccl = is_nccl
 
     def sum(self, x: torch.Tensor) -> torch.Tensor:
         if self._is_nccl:

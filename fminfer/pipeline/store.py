@@ -141,7 +141,9 @@ class Store(dist.Store):
         self, host: str, port: int, secret: str, timeout_s: float, prefix: str = ""
     ) -> None:
         super().__init__()
-        self.host, self.port, self.secret = host, port, secret
+        self.host = host
+        self.port = port
+        self.secret = secret
         self.holder: StoreHolder | None = None  # if it is in this process
         self.has_all = threading.Event()  # nobody else is to come
         self.on_hide: Callable[[], None] = lambda: None
@@ -259,7 +261,8 @@ class Store(dist.Store):
 
 def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
     """Connect to a store, which may not be there yet."""
-    until_s, tell_at_s = time.monotonic() + timeout_s, time.monotonic() + TELL_AFTER_S
+    until_s = time.monotonic() + timeout_s
+    tell_at_s = time.monotonic() + TELL_AFTER_S
     has_ended = False  # whoever answered last
     while (left_s := until_s - time.monotonic()) > 0:
         try:

@@ -77,9 +77,13 @@ class Watch:
         on_fault: Callable[[Fault], None],
         look: Callable[[], str] = lambda: "",
     ) -> None:
-        self._store, self._rank, self._parent = store, rank, parent
-        self._timeout_s, self._max_turns = timeout_s, max(2, round(timeout_s / TURN_S))
-        self.on_fault, self._look = on_fault, look
+        self._store = store
+        self._rank = rank
+        self._parent = parent
+        self._timeout_s = timeout_s
+        self._max_turns = max(2, round(timeout_s / TURN_S))
+        self.on_fault = on_fault
+        self._look = look
         self.measure: Callable[[], MemoryPeak] = measure_peak  # of this rank's device, once known
         self._stop = threading.Event()
         self._told = threading.Lock()  # held for good once a fault was handed on

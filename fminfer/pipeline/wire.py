@@ -91,7 +91,8 @@ def receive(rank: int, form: HiddenForm) -> RankMessage:
     header = torch.empty(HEADER_FIELDS, dtype=torch.int64)
     dist.recv(header, rank)
     kind, num_spans, num_body, tokens = header.tolist()
-    data, hidden = torch.empty(num_spans + num_body, dtype=torch.uint8), None
+    data = torch.empty(num_spans + num_body, dtype=torch.uint8)
+    hidden = None
     if len(data):
         dist.recv(data, rank)
     if tokens:
@@ -171,12 +172,14 @@ def _read(data: bytes, likes: Iterable[np.ndarray]) -> tuple[int, Iterator[np.nd
     number, *sizes = head
 
     def read() -> Iterator[np.ndarray]:
-        start, place = 8 * len(head), 0
+        start = 8 * len(head)
+        place = 0
         for like in likes:
             shape = sizes[place : place + like.ndim]
             count = int(np.prod(shape))
             found = np.frombuffer(data, like.dtype, count, start)
             yield found.reshape(shape).copy()  # which is aligned
-            start, place = start + count * like.itemsize, place + like.ndim
+            start = start + count * like.itemsize
+            place = place + like.ndim
 
     return number, read()

@@ -28,7 +28,8 @@ EXPERT_HOLE_BYTES = {"float32": 1 << 20}
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
 # GPU torch draws from them with scores in float64 (not measured there).
 LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
-HIDDEN_COPIES, WIDE_COPIES = 8, 3  # copies of a step's hidden states, and of an MLP's inner ones
+HIDDEN_COPIES = 8
+WIDE_COPIES = 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
 GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
 
@@ -37,7 +38,8 @@ def expect_bytes(
     plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
 ) -> ExpectedBytes:
     """Return what the process of one part takes, by the plan's device, dtypes and formats."""
-    checkpoint, on_cpu = plan.checkpoint, plan.device.type == "cpu"
+    checkpoint = plan.checkpoint
+    on_cpu = plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     is_tied = checkpoint.config.tie_word_embeddings and part.is_first
     specs = without_tied(part_specs(model, part), is_tied=is_tied)
@@ -166,7 +168,8 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
     """Return what the largest step takes in one stage, with the memory of its CUDA graphs."""
     kind = plan.device.type
     layers = [model.layers[number] for number in part.numbers]
-    tokens, hidden = plan.sizes.chunk_size, _token_numbers(part, model)
+    tokens = plan.sizes.chunk_size
+    hidden = _token_numbers(part, model)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
     graphs = 0
     if has_graphs and kind == "cuda" and plan.may_capture and can_capture(layers):

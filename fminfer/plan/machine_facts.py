@@ -80,7 +80,8 @@ def choose_device(
     `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has no number.
     A rank that is elsewhere has the device that it would have here.
     """
-    name, is_planned = config.device, machine.device_bytes is not None
+    name = config.device
+    is_planned = machine.device_bytes is not None
     if config.cuda_ids and name not in ("auto", "cuda"):
         raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
     if name == "auto":
@@ -110,7 +111,8 @@ def choose_device(
 
 def find_sharers(config: ComputeOptions, machine: Machine) -> list[int]:
     """Return, for each rank on this machine that shares this process's device, its engine."""
-    device, first = choose_device(config, machine, machine.rank), machine.rank - machine.local_rank
+    device = choose_device(config, machine, machine.rank)
+    first = machine.rank - machine.local_rank
     ranks = range(first, first + machine.local_size)
     return [
         engine

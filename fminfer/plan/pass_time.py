@@ -25,8 +25,12 @@ from fminfer.plan.streaming import describe_streaming, find_conversion
 
 # What kernels reach of published figures, what the host adds, and what a layer's launches take
 # without a CUDA graph: from an H200's steps of an 8B and a 1B (docs/performance.md, On a GPU).
-MEMORY_SHARE, ARITHMETIC_SHARE, LINK_SHARE = 0.7, 0.65, 0.8
-HOST_STEP_S, HOST_ROW_S, LAUNCH_S = 1e-3, 40e-6, 0.7e-3
+MEMORY_SHARE = 0.7
+ARITHMETIC_SHARE = 0.65
+LINK_SHARE = 0.8
+HOST_STEP_S = 1e-3
+HOST_ROW_S = 40e-6
+LAUNCH_S = 0.7e-3
 # Stored bytes, in 16 bits, that a core quantizes a second: a Zen 3 beside other work.
 QUANTIZING_RATES = {"int8": 0.2e9, "int4": 0.1e9}
 # The slowest machine that works. A step that takes longer there is counted as hanging.
@@ -90,7 +94,9 @@ def _count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[in
 
 def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     """Count what a rank does in a pass."""
-    model, share, streamed = plan.checkpoint.model, rank.share, rank.streamed
+    model = plan.checkpoint.model
+    share = rank.share
+    streamed = rank.streamed
     own = model if share is None else share.model
     head = exit_specs(model).get("head.weight")
     head_size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
@@ -126,7 +132,8 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
 
 def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
     """Return the seconds of what may bound a step; all but the last two go on at once."""
-    on_gpu, num = plan.device.type == "cuda", _node_ranks(plan, roofs)
+    on_gpu = plan.device.type == "cuda"
+    num = _node_ranks(plan, roofs)
     if _take_turns(plan):
         num = max(1, num // plan.machine.num_stages)
     sharers = 1 if on_gpu else num  # of memory and cores
@@ -183,7 +190,8 @@ def _quantizing_rate(plan: RunPlan, roofs: Roofs) -> float:
 
 def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
     """Return the seconds of a step's sums over a stage's ranks, two a layer, and of sending."""
-    stages, shards = plan.machine.num_stages, plan.machine.num_shards
+    stages = plan.machine.num_stages
+    shards = plan.machine.num_shards
     size = load.num_tokens * plan.checkpoint.model.hidden_size * plan.dtype.itemsize / LINK_SHARE
     num_sums = 2 * len(plan.checkpoint.model.layers) / stages * (shards > 1)
     seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
@@ -203,7 +211,8 @@ def predict_run(
     some of them wait.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
-    num_stages, bounds = plan.machine.num_stages, Counter[str]()
+    num_stages = plan.machine.num_stages
+    bounds = Counter[str]()
     for load, count in loads:
         steps = []
         for work in works:

@@ -80,7 +80,8 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
 
 def _place(plan: RunPlan) -> RunPlan:
     """Plan what each rank has and takes, and how much KV cache there is."""
-    checkpoint, machine = plan.checkpoint, plan.machine
+    checkpoint = plan.checkpoint
+    machine = plan.machine
     # Shards are whole blocks, also on ranks that will hold floats.
     shares = share_among(checkpoint.model, machine.num_shards, plan.made)
     ranks = [
@@ -205,9 +206,11 @@ def choose_packer(
 
 def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
     """Return each stage's layers. Errors are those of `split_layers`."""
-    model, is_balanced = checkpoint.model, config.num_layers is None and config.stage_layers is None
+    model = checkpoint.model
+    is_balanced = config.num_layers is None and config.stage_layers is None
     cost = head_cost(model) if num_stages > 1 and is_balanced else 0.0
-    num_cached, num_all = model.num_cached, len(model.layers)
+    num_cached = model.num_cached
+    num_all = len(model.layers)
     parts = split_layers(
         num_cached or num_all,
         num_stages,

@@ -49,7 +49,8 @@ def count_kv_tokens(plan: RunPlan) -> int:
     """
     if plan.config.budget is not None:
         return _whole_blocks(plan, plan.config.budget)
-    free, on_cpu = plan.room_bytes, plan.device.type == "cpu"
+    free = plan.room_bytes
+    on_cpu = plan.device.type == "cpu"
     has_libraries = on_cpu or plan.machine.device_bytes is not None
     # What passes counts with a step's work, as it does after loading.
     taken = [
@@ -59,7 +60,8 @@ def count_kv_tokens(plan: RunPlan) -> int:
     if has_libraries and not on_cpu:
         free += GPU_RESERVE  # which `auto_budget` leaves
     if plan.shares_memory:
-        taken, free = [sum(taken)] * len(taken), free // plan.machine.num_pipelines
+        taken = [sum(taken)] * len(taken)
+        free = free // plan.machine.num_pipelines
     rooms = [
         find_room(plan, rank, "all" if plan.shares_memory else str(rank.rank), free - size)
         for rank, size in zip(plan.ranks, taken, strict=True)
@@ -72,7 +74,8 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
 
     def fit(room: RankRoom) -> int:
         sharers = [each for each in rooms if each.memory == room.memory]
-        each, work = sum(one.kv_token for one in sharers), sum(one.work for one in sharers)
+        each = sum(one.kv_token for one in sharers)
+        work = sum(one.work for one in sharers)
         if plan.config.offload == "off" or room.device != "cpu":
             return auto_budget(each, room.most, room.free, work, room.device)
         return auto_budget(each, room.most, max(0, room.free - work), 0, "cpu", STREAMED_SHARE)
@@ -104,13 +107,15 @@ def find_shortage(plan: RunPlan) -> str:
     """Say what does not fit, and what to do; on this machine only what certainly does not."""
     if plan.shares_memory:
         return _find_host_shortage(plan)
-    is_planned, room = plan.machine.device_bytes is not None, plan.room_bytes
+    is_planned = plan.machine.device_bytes is not None
+    room = plan.room_bytes
     takes = plan.takes
     more = [(each.libraries + each.work) * is_planned for each in takes]
     needs = [_least_bytes(plan, rank) + size for rank, size in zip(plan.ranks, more, strict=True)]
     if max(needs) <= room:
         return ""
-    rank, budget = needs.index(max(needs)), _taken_budget(plan)
+    rank = needs.index(max(needs))
+    budget = _taken_budget(plan)
     cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
@@ -190,7 +195,9 @@ def _device_remedy(plan: RunPlan) -> str:
 
     Layers count as if they could be cut at any place.
     """
-    budget, takes, ways = _taken_budget(plan), plan.takes, []
+    budget = _taken_budget(plan)
+    takes = plan.takes
+    ways = []
     if budget is not None:
         without = replace(plan, config=replace(plan.config, budget=None))
         if not find_shortage(without):
@@ -213,7 +220,8 @@ def _device_remedy(plan: RunPlan) -> str:
 
 def explain_slowness(plan: RunPlan) -> str:
     """Explain a slow run: weights are used in their mapped files, and do not fit the memory."""
-    takes, free = plan.own.takes, plan.machine.free
+    takes = plan.own.takes
+    free = plan.machine.free
     if not takes.reads_files or free is None or takes.weights <= free:
         return ""
     return (

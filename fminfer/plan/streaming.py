@@ -16,7 +16,8 @@ from fminfer.plan.run_plan import RankPlan, RunPlan, Streamed
 
 # Shares of a rank's memory for the KV cache. `auto` streams layers where less than the first is
 # left, and then enough of them to leave the second, so that a pass computes many tokens.
-LEAST_CACHE, STREAMED_CACHE = 0.05, 0.3
+LEAST_CACHE = 0.05
+STREAMED_CACHE = 0.3
 WORK_SHARE = 0.15  # of a rank's memory, for a step's work
 HOST_SHARE = 0.7  # of the host's free memory, for a GPU's streamed layers
 HOST_BYTES = 128 << 30  # of a planned machine, if no flag says it
@@ -24,7 +25,8 @@ HOST_BYTES = 128 << 30  # of a planned machine, if no flag says it
 
 def plan_streams(plan: RunPlan) -> RunPlan:
     """Choose the layers of each rank that are streamed, if options ask for it, or refuse them."""
-    offload, on_cpu = plan.config.offload, plan.device.type == "cpu"
+    offload = plan.config.offload
+    on_cpu = plan.device.type == "cpu"
     if offload == "off":
         return plan
     if offload == "cpu" and on_cpu:
@@ -36,7 +38,8 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     chosen = [_spread(rank.part.numbers, _count(streamed, rank)) for rank in plan.ranks]
     if not any(chosen):
         return plan
-    machine, host = plan.machine, plan.machine.host_free or HOST_BYTES
+    machine = plan.machine
+    host = plan.machine.host_free or HOST_BYTES
     # Shards need parts of the same matrices: they share a copy, as pipelines do.
     is_shared = max(machine.num_pipelines, machine.num_engines, machine.num_shards) > 1
     # What the streamed layers of this machine's ranks take in its memory.
@@ -134,7 +137,8 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
 
 def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
     """Return the formats that weights are stored in, and made in each pass; None: as stored."""
-    of_layer, unknown = f"{own.numbers[0]}.", Dense(plan.dtype)  # that of random weights
+    of_layer = f"{own.numbers[0]}."
+    unknown = Dense(plan.dtype)  # that of random weights
     for name, held in plan.held.items():
         stored = plan.stored.get(name, unknown)
         is_made = plan.formats["product"] == held or plan.config.quantized_to

@@ -10,7 +10,8 @@ from typing import Any
 from fminfer.core.errors import printable
 from fminfer.core.terminal import find_columns, fit
 
-USUAL_COLUMNS, USUAL_LINES = 80, 24  # for a terminal that does not report its size
+USUAL_COLUMNS = 80
+USUAL_LINES = 24  # for a terminal that does not report its size
 
 
 def write_beside_bar(line: bytes) -> None:

@@ -108,7 +108,8 @@ def _naming_rank_0() -> Iterator[None]:
 
 def do_task(task: Task, ranks: Processes, end: End) -> None:
     """Do the task that the starting process has sent, with the ranks that this one has started."""
-    role, opening = task.role, Opening(task.config)
+    role = task.role
+    opening = Opening(task.config)
     if role.facts is not None:
         _be_of_pipeline(role, opening, end)
         return
@@ -146,7 +147,9 @@ class Opening:
         checkpoint: Checkpoint | None = None,
         prepare: Callable[[], None] = lambda: None,
     ) -> None:
-        self.config, self._checkpoint, self._prepare = config, checkpoint, prepare
+        self.config = config
+        self._checkpoint = checkpoint
+        self._prepare = prepare
 
     def __call__(self, rank: int) -> None:
         """Find the model; the weights of one at the hub may be fetched later."""
@@ -161,7 +164,8 @@ class Opening:
 
 def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) -> Engine:
     """Make the engine of a command, and print what the user should know about it."""
-    config, is_quiet = run.config, run.is_quiet
+    config = run.config
+    is_quiet = run.is_quiet
 
     def tell(text: str) -> None:
         if not is_quiet:

@@ -35,7 +35,9 @@ class AccessCheck:
     """ASGI middleware: names requests, refuses foreign hosts, sites and keys, tells of faults."""
 
     def __init__(self, app: ASGIApp, *, settings: ServerSettings, service: Service) -> None:
-        self._app, self._log, self._count = app, service.log, service.metrics.count_refused
+        self._app = app
+        self._log = service.log
+        self._count = service.metrics.count_refused
         self._bodies = service.bodies
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
@@ -118,7 +120,8 @@ class AccessCheck:
 
     def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""
-        path, method = scope["path"], scope["method"]
+        path = scope["path"]
+        method = scope["method"]
         is_free = path in OPEN_PATHS or path.startswith(OPEN_FOLDERS)
         is_free = is_free and method in ("GET", "OPTIONS")
         remedy = "start the server with --allow-origin to let it call"

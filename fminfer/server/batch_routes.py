@@ -93,7 +93,8 @@ def page_of(items: Schema) -> Schema:
     return extend(found, first_id=allow_null(TEXT), last_id=allow_null(TEXT))
 
 
-PAGE, MOST_BATCHES = 20, 100  # of a page
+PAGE = 20
+MOST_BATCHES = 100  # of a page
 MOST_FILES = 10_000  # of a page
 OCTETS = "application/octet-stream"
 HEADERS = {"Content-Disposition": "attachment"}

@@ -34,10 +34,12 @@ class BatchService:
     def __init__(self, state: ServerState, service: Service, settings: ServerSettings) -> None:
         self.settings = settings
         self.uploads = state.folder.uploads
-        self.files, self.batches = state.files, state.batches
+        self.files = state.files
+        self.batches = state.batches
         self._folder = state.folder
         self._has_keys = bool(settings.api_keys)
-        self._model_name, self._tell = service.names[0], service.log.tell
+        self._model_name = service.names[0]
+        self._tell = service.log.tell
         context = BatchContext(
             engine=service.engine,
             state=state,

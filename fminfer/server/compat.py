@@ -35,7 +35,9 @@ from fminfer.server.request_bodies import is_large
 from fminfer.server.schemas import describe_field, describe_fields, document
 from fminfer.server.service import Service, respond_json
 
-NEW_TOKENS, SEQUENCE_TOKENS, LATENCY_TOKENS = 64, 64, 10  # where a request does not say
+NEW_TOKENS = 64
+SEQUENCE_TOKENS = 64
+LATENCY_TOKENS = 10  # where a request does not say
 SAMPLING = ("temperature", "top_p", "top_k")
 # What of a completions request would change the shape of the answer.
 OF_COMPLETIONS = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")

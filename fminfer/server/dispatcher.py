@@ -65,7 +65,8 @@ class Dispatcher:
 
     def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
         """Take note of the event loop; `on_failure` is called in it once the engine has failed."""
-        self._loop, self._on_failure = loop, on_failure
+        self._loop = loop
+        self._on_failure = on_failure
 
     @property
     def num_open(self) -> int:

@@ -252,7 +252,8 @@ class HttpThread(threading.Thread):
 
     async def _look(self) -> None:
         """Count tokens each second; now and then say what goes on."""
-        throughput, dispatcher = self.service.throughput, self.service.dispatcher
+        throughput = self.service.throughput
+        dispatcher = self.service.dispatcher
         num_told = 0
         while True:
             for _ in range(REPORT_S):
@@ -262,7 +263,8 @@ class HttpThread(threading.Thread):
                     await asyncio.to_thread(trim_host)  # what large requests have left
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
-                state, rates = self.service.engine.state, throughput.rates
+                state = self.service.engine.state
+                rates = throughput.rates
                 self.service.log.tell(
                     "info",
                     f"{state.num_running} running, {dispatcher.num_waiting} waiting, KV cache "

@@ -32,7 +32,8 @@ def _steps(first: int, last: int) -> tuple[float, ...]:
     return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
 
 
-SECONDS, TOKENS = _steps(-3, 2), _steps(0, 5)  # limits of buckets
+SECONDS = _steps(-3, 2)
+TOKENS = _steps(0, 5)  # limits of buckets
 
 
 Values = dict[str, dict[tuple[str, ...], float]]  # by name, then by the values of its labels
@@ -97,7 +98,8 @@ class Metrics:
             total_s: from its coming to its end, as the server saw it. What the engine did not see
                 of that, such as tokenizing, counts as time in the queue.
         """
-        times, usage = finished.times, finished.usage
+        times = finished.times
+        usage = finished.usage
         queue_s = max(0.0, total_s - times["batch_time"])
         num_drawn = usage.get("completion_tokens", 0)
         self._prompt_tokens.observe(usage["prompt_tokens"])
@@ -128,7 +130,9 @@ class Metrics:
 
     def collect(self) -> Iterator[Metric]:
         """Yield what the engine and batches have counted, and how they stand."""
-        stats, state, facts = self._engine.stats, self._engine.state, self._engine.facts
+        stats = self._engine.stats
+        state = self._engine.state
+        facts = self._engine.facts
         own = (self._model_name,)
         yield from _families(
             GaugeMetricFamily,
@@ -245,6 +249,7 @@ class Throughput:
     @property
     def rates(self) -> Rates:
         """The mean over the last seconds."""
-        (first_s, *first), (last_s, *last) = self._seen[0], self._seen[-1]
+        (first_s, *first) = self._seen[0]
+        (last_s, *last) = self._seen[-1]
         passed_s = max(last_s - first_s, 1e-3)
         return Rates(*((now - then) / passed_s for then, now in zip(first, last, strict=True)))

@@ -110,7 +110,8 @@ def _add_state_routes(router: APIRouter, service: Service) -> None:
 
 
 def _describe_state(service: Service) -> dict[str, Any]:
-    rates, cache = service.throughput.rates, service.engine.runs.cache
+    rates = service.throughput.rates
+    cache = service.engine.runs.cache
     state = service.engine.state
     return {
         "model": service.names[0],
@@ -157,7 +158,8 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
         asked = {name: value for name, value in request.items() if name not in CONSTRAINTS}
         endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
         if service.engine.intake.limits.vectors is not None and endpoint == "completions":
-            asked, endpoint = {"input": asked.pop("prompt", None), **asked}, None
+            asked = {"input": asked.pop("prompt", None), **asked}
+            endpoint = None
         else:
             asked["max_tokens"] = 0
         prepared = service.engine.prepare(asked, endpoint=endpoint)

@@ -63,7 +63,8 @@ class AnswerShape:
 
     def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
         """Turn events of a streamed request into chunks; of no events make an empty one."""
-        head, is_chat = self._head(), self.prepared.kind == "chat"
+        head = self._head()
+        is_chat = self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"
         if self.usage:

@@ -130,7 +130,8 @@ class UploadForm:
         self._names: set[str] = set()  # of the parts so far
         self._head: dict[bytes, bytes] = {}  # of the part that is coming
         self._name = ""
-        self._header, self._value = bytearray(), bytearray()
+        self._header = bytearray()
+        self._value = bytearray()
         self.num_lines = 0  # of the file, so far
         self.is_in_line = False  # a line has come in part
         self._parser = MultipartParser(
@@ -296,7 +297,8 @@ async def _write_all(request: Request, form: UploadForm, fd: int, settings: Serv
 
 async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
     """Write what is pending at its place; return the place behind it."""
-    data, form.pending = bytes(form.pending), bytearray()
+    data = bytes(form.pending)
+    form.pending = bytearray()
     await asyncio.to_thread(write_all, fd, data, place)
     return place + len(data)
 

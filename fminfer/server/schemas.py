@@ -191,7 +191,8 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
 
 def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
     """Return the schema of a request to an endpoint."""
-    about, fields = ENDPOINT_DOCS[endpoint], {**FIELDS[endpoint]}
+    about = ENDPOINT_DOCS[endpoint]
+    fields = {**FIELDS[endpoint]}
     if endpoint == "completions" and limits.start_ids is None:
         fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
     return describe_fields(
@@ -226,7 +227,8 @@ def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
         limits: what numbers are bounded by; None: no field is of a model.
     """
     most: dict[str, int] = {}
-    default, told = each.default, each.help
+    default = each.default
+    told = each.help
     if limits is not None:
         most = {
             "context": limits.context_length - 1,

@@ -80,7 +80,8 @@ def _percent(sign: str) -> str:
 
 VERSION = 1
 MAX_LINE = 2**53  # of line numbers; JSON readers agree up to there
-_HEAD_END, _END = b'"parts":[', b'],"check":'
+_HEAD_END = b'"parts":['
+_END = b'],"check":'
 
 
 @dataclass(slots=True, frozen=True)

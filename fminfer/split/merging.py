@@ -38,7 +38,8 @@ _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s
 def find_gap(folder: Path, part: SplitPart) -> str:
     """Say why a part has no answers yet; an empty text if it has."""
     answers = answers_path(folder / part.path)
-    status, is_there = read_sound_status(answers), answers.is_file()
+    status = read_sound_status(answers)
+    is_there = answers.is_file()
     if is_there and status is not None:
         return "" if status.get("status") == "completed" else "not finished"
     if journal_path(answers).exists():
@@ -293,7 +294,8 @@ def _write(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
     places = _place(sizes)
     with written_together(output, errors_path(output), is_new=True) as files:
         for part, ranks in ranked:
-            own_places, own_sizes = places[ranks].tolist(), sizes[ranks].tolist()
+            own_places = places[ranks].tolist()
+            own_sizes = sizes[ranks].tolist()
             for row, record, is_error in read_answers(folder, part):
                 if own_sizes[row] != (-len(record) if is_error else len(record)):
                     raise FminferError(

@@ -78,14 +78,17 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     """
     is_plain = holds_plain_lines(path)
     index = LineIndex(path if is_plain else copy)
-    equal, ids, end = EqualLines(), SeenCounts(), 0
+    equal = EqualLines()
+    ids = SeenCounts()
+    end = 0
     for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
         while len(index) < line.number - 1:
             index.add(end)  # blank lines between
         envelope = open_envelope(line)
         if envelope.error is not None:
             index.num_bad += 1
-        name, fields = envelope.custom_id_text, envelope.fields
+        name = envelope.custom_id_text
+        fields = envelope.fields
         is_double = name is not None and bool(ids.add_text(name))
         index.num_doubles += is_double
         if is_double and index.num_doubles <= MAX_DOUBLES:
@@ -99,15 +102,22 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
 
 def _read_plain(path: Path) -> Iterator[tuple[Line, int, int]]:
     """Yield lines that are not blank, each with the places where it begins and ends."""
-    place, size = 0, path.stat().st_size
+    place = 0
+    size = path.stat().st_size
     for number, value in split_lines(read_chunks(path), passes_blank=False):
         if isinstance(value, CutValue):
-            raw, num_bytes, fault = value.head, value.num_bytes, value.fault
+            raw = value.head
+            num_bytes = value.num_bytes
+            fault = value.fault
         else:
-            raw, num_bytes, fault = value, len(value), ""
-        start, place = place, min(place + num_bytes + 1, size)
+            raw = value
+            num_bytes = len(value)
+            fault = ""
+        start = place
+        place = min(place + num_bytes + 1, size)
         if number == 1 and raw.startswith(UTF8_BOM):
-            start, raw = len(UTF8_BOM), raw[len(UTF8_BOM) :]
+            start = len(UTF8_BOM)
+            raw = raw[len(UTF8_BOM) :]
         if raw.strip():
             yield Line(0, number, raw, fault=fault, is_cut=bool(fault)), start, place
 
@@ -125,7 +135,8 @@ def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
                 raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
             raw = _one_line(line) + b"\n"
             file.write(raw)
-            start, place = place, place + len(raw)
+            start = place
+            place = place + len(raw)
             yield line, start, place
 
 
@@ -140,7 +151,8 @@ def _one_line(line: Line) -> bytes:
 
 
 MAX_NAMED = 10  # folders
-MANY_GROUPS, FEW_ROWS = 100, 10  # more groups than that, with fewer rows each, are told
+MANY_GROUPS = 100
+FEW_ROWS = 10  # more groups than that, with fewer rows each, are told
 
 
 @dataclass(slots=True, frozen=True)
@@ -154,8 +166,10 @@ class SplitSummary:
 
     def to_text(self) -> str:
         """Return the summary for people."""
-        parts, index = self.manifest.parts, self.index
-        num_lines, num_groups = self.manifest.num_lines, len(self.groups)
+        parts = self.manifest.parts
+        index = self.index
+        num_lines = self.manifest.num_lines
+        num_groups = len(self.groups)
         folders = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
         bad = f", {index.num_bad:,} of them no requests" if index.num_bad else ""
         lines = [
@@ -272,7 +286,8 @@ def _stage_parts(
     index: LineIndex, groups: list[RequestGroup], options: SplitOptions, staging: Path
 ) -> Iterator[SplitPart]:
     """Write one part after the other, group by group."""
-    order, num_equal = _order(index), index.num_equal
+    order = _order(index)
+    num_equal = index.num_equal
     counts: Counter[str] = Counter()  # of parts, by folder
     first = 0
     with open(index.path, "rb", buffering=0) as file:
@@ -303,7 +318,8 @@ def _order(index: LineIndex) -> npt.NDArray[np.int64]:
     groups = np.frombuffer(index.groups, np.int32)
     order = np.lexsort((~lengths, groups)).astype(np.int64, copy=False)
     num_blank = int((groups == BLANK).sum())
-    index.groups, index.lengths = array("i"), array("I")
+    index.groups = array("i")
+    index.lengths = array("I")
     return order[num_blank:]
 
 

@@ -52,7 +52,8 @@ class Detokenizer:
         self._text_out = text if is_whole_text else without_broken_end(text)
         self._num_held = len(text) - len(self._text_out)  # U+FFFD behind it
         # U+FFFD that the prompt's text shows already, and how many of them came out again.
-        self._num_of_prompt, self._num_left_out = self._num_held, 0
+        self._num_of_prompt = self._num_held
+        self._num_left_out = 0
         self._token_starts = TokenStarts(self._num_held)
         # Where the newest token starts in the text that is given out, in code points; before it
         # the starts of those tokens before it whose place was not certain.

@@ -16,7 +16,12 @@ from fminfer.core.errors import CheckpointError
 Metadata = Mapping[str, object]
 Json = dict[str, object]
 OWN = "tokenizer.ggml."  # what the keys of a tokenizer begin with
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6  # types of pieces
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6  # types of pieces
 # Ids of special tokens that files of a kind may leave out, as llama.cpp has them.
 _USUAL_IDS = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
@@ -166,7 +171,8 @@ def _words(number: str, word: str = r"\p{L}+", signs: str = _SIGNS) -> str:
 
 def _cased_words(number: str, ending: str) -> str:
     """Return the regex of the GPT-4o tokenizer's words, which capitals begin."""
-    upper, lower = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]", r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
+    upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
+    lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
     words = f"{_LEAD}{upper}*{lower}+{ending}|{_LEAD}{upper}+{lower}*{ending}"
     return rf"{words}|{number}| ?[^\s\p{{L}}\p{{N}}]+[\r\n/]*|{_SPACES}"
 
@@ -251,9 +257,11 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
     """
     from transformers.tokenization_utils_base import generate_merges  # slow, and only for these
 
-    ids, leads = vocabulary.ids, vocabulary.leads_with_space
+    ids = vocabulary.ids
+    leads = vocabulary.leads_with_space
     merges = generate_merges(ids, {piece: vocabulary.scores[i] for piece, i in ids.items()})
-    unknown, has_bytes = vocabulary.special("unknown"), BYTE in vocabulary.types
+    unknown = vocabulary.special("unknown")
+    has_bytes = BYTE in vocabulary.types
     backend = BackendTokenizer(
         models.BPE(unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     )
@@ -269,7 +277,8 @@ def unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
     """Make sentencepiece's Unigram, T5's kind: the pieces with the best sum of scores."""
     named = (piece or f"[PAD{i}]" for i, piece in enumerate(vocabulary.pieces))
     scored = list(zip(named, vocabulary.scores, strict=False))
-    unknown, has_bytes = vocabulary.special_id("unknown"), BYTE in vocabulary.types
+    unknown = vocabulary.special_id("unknown")
+    has_bytes = BYTE in vocabulary.types
     backend = BackendTokenizer(models.Unigram(scored, unknown, has_bytes))
     leads = vocabulary.leads_with_space
     scheme = "always" if leads else "never"

@@ -31,7 +31,8 @@ _PLAIN = {  # in place of llguidance's words
 }
 _INTERNAL = re.compile(r"<(state|grammar|non-verbose/)>.*|\bcompute_time.*", re.DOTALL)
 NO_RULES = ("default", "examples")
-UPPER, LOWER = ("maximum", "exclusiveMaximum"), ("minimum", "exclusiveMinimum")
+UPPER = ("maximum", "exclusiveMaximum")
+LOWER = ("minimum", "exclusiveMinimum")
 
 
 def write_grammar(constraint: Constraint) -> str:
@@ -110,7 +111,8 @@ def _fraction(most: int, zeros: str = "") -> str:
 def _refuse_inexact(value: Any, key: str) -> None:
     """Raise a ValueError for what llguidance takes and does not hold answers to."""
     if isinstance(value, dict):
-        least, is_open = value.get("minProperties"), value.get("additionalProperties") is not False
+        least = value.get("minProperties")
+        is_open = value.get("additionalProperties") is not False
         if isinstance(least, int) and least > 1 and (is_open or "patternProperties" in value):
             raise ValueError(
                 '"minProperties" is above 1 where keys are free, and an answer could repeat one. '

@@ -108,7 +108,8 @@ class Grammar:
         self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_bytes = 0  # of its memory
-        self.num_nodes, self.is_kept = 1, False
+        self.num_nodes = 1
+        self.is_kept = False
         self.spare_s = SPARE_SECONDS
         self.first = _Node(grammars.mask_of(roots))
 
@@ -166,7 +167,8 @@ class Matcher:
         """Go on behind a token that the mask allowed; never EOS."""
         self._untold.append(token_id)
         self._newest_id = token_id
-        node, grammar = self._node, self._grammar
+        node = self._node
+        grammar = self._grammar
         if node is None:
             self._mask = None
             return
@@ -205,7 +207,9 @@ class Grammars:
     """Compiles constraints for one model, and keeps what it compiled. Any thread may call it."""
 
     def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
-        self._tokenizer, self._vocab_size, self._eos_ids = tokenizer, vocab_size, eos_ids
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_ids = eos_ids
         self._lock = threading.Lock()  # of counts of masks
         self._found: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
             MAX_KEPT, MAX_KEPT_BYTES

@@ -124,8 +124,10 @@ class Branches:
         return len(branches) <= 100 and all(self._are_apart(one, other) for one, other in pairs)
 
     def _are_apart(self, first: Any, second: Any, depth: int = 0) -> bool:
-        one, other = self._resolve(first), self._resolve(second)
-        values, others = _values_of(one), _values_of(other)
+        one = self._resolve(first)
+        other = self._resolve(second)
+        values = _values_of(one)
+        others = _values_of(other)
         if values is not None and others is not None:
             return values.isdisjoint(others)
         if _types_of(one).isdisjoint(_types_of(other)):
@@ -255,9 +257,11 @@ class _Shortest:
 
     def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
         if kind == "object":
-            properties, names = schema.get("properties", {}), schema.get("required", [])
+            properties = schema.get("properties", {})
+            names = schema.get("required", [])
             other = "patternProperties" in schema or schema.get("additionalProperties", True)
-            wanted, parts = dict.fromkeys(names), ""
+            wanted = dict.fromkeys(names)
+            parts = ""
             for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
                 value = self.find(properties.get(name, other))
                 if value is None:
@@ -267,7 +271,8 @@ class _Shortest:
                 ]  # a cut one is too long anyway
             return "{" + parts[1:] + "}"
         if kind == "array":
-            least, items = schema.get("minItems", 0), schema.get("items", True)
+            least = schema.get("minItems", 0)
+            items = schema.get("items", True)
             first = items if isinstance(items, list) else schema.get("prefixItems", [])
             other = schema.get("additionalItems", True) if items is first else items
             texts = [self.find(each) for each in first[:least]]

@@ -50,7 +50,8 @@ class Turn:
     @staticmethod
     def of(message: ChatMessage) -> Turn:
         """Return the turn of a message."""
-        content, sent = message.get("content"), message.get("tool_calls", ())
+        content = message.get("content")
+        sent = message.get("tool_calls", ())
         calls = tuple(_find_object(each["function"]["arguments"]) is not None for each in sent)
         is_empty = content == "" and len(calls) > 0
         num_parts = None if content is None or is_empty else 0
@@ -100,7 +101,8 @@ class Forms:
     def convert(self, message: ChatMessage) -> ChatMessage:
         """Return a message in these forms."""
         changed: ChatMessage = {}
-        role, content = message["role"], message.get("content")
+        role = message["role"]
+        content = message.get("content")
         if content in (None, "") and "tool_calls" in message:
             changed |= _LACKING[self.lacking]  # a key that is there keeps its place
             content = changed.get("content")
@@ -175,14 +177,16 @@ def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
     lackings: tuple[Lacking, ...] = (
         ("empty", "absent", "null") if is_sent else ("absent", "null", "empty")
     )
-    best, most = Forms(lacking=lackings[0]), -1
+    best = Forms(lacking=lackings[0])
+    most = -1
     for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
         for arguments, lacking in product(ARGUMENT_FORMS, lackings):
             forms = Forms(arguments, lacking, of_one_part=roles)
             num_written = probe.count_turns_with_calls(forms)
             is_loss = lacking != lackings[0] and not num_written  # calls would be left out
             if num_written > most and not is_loss:
-                best, most = forms, num_written
+                best = forms
+                most = num_written
             if num_written == num_calling:
                 return forms
             if not num_calling:  # the other forms differ in calls
@@ -194,7 +198,8 @@ class _Probe:
     """A conversation of some structure, written in one form after another."""
 
     def __init__(self, turns: Sequence[Turn], render: Render) -> None:
-        self._turns, self._render = turns, render
+        self._turns = turns
+        self._render = render
         self._messages = [turn.probe(number) for number, turn in enumerate(turns)]
         self._written: dict[Forms, str | None] = {}
 

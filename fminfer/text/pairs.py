@@ -27,13 +27,15 @@ def cut_encoding(encoding: Any, room: int, side: str, *, has_types: bool) -> Enc
     Args:
         side: on which each text is cut.
     """
-    whole, of = as_prompt(encoding, has_types=has_types), encoding.sequence_ids
+    whole = as_prompt(encoding, has_types=has_types)
+    of = encoding.sequence_ids
     places = [[i for i, text in enumerate(of) if text == number] for number in (0, 1)]
     target = max(0, room - of.count(None))
     short, long = sorted(map(len, places))
     long = short if short > target else max(short, target - short)
     if short + long > target:
-        short, long = target // 2, target - target // 2
+        short = target // 2
+        long = target - target // 2
     sizes = (long, short) if len(places[0]) > len(places[1]) else (short, long)
     kept = {i for i, text in enumerate(of) if text is None}
     for own, size in zip(places, sizes, strict=True):

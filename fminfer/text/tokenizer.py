@@ -257,7 +257,8 @@ class Tokenizer:
         # and transformers may add tokens that the backend does not know of.
         if encoding.ids != ids or any(a == b for (a, b), is_special in spans if not is_special):
             return self._detokenized_offsets(ids)[0]
-        offsets, last_end = [], 0
+        offsets = []
+        last_end = 0
         for (start, end), is_special in spans:
             if is_special:
                 start = end = last_end

@@ -18,7 +18,8 @@ from typing import TypeVar
 
 from fminfer.core.config import KnownParser
 
-HERMES_OPENING, HERMES_CLOSING = "<tool_call>", "</tool_call>"
+HERMES_OPENING = "<tool_call>"
+HERMES_CLOSING = "</tool_call>"
 # Qwen3-Coder and GLM 4.5 put XML between the same tags.
 OTHER_FORMS = ("<function=", "<arg_key>")
 PYTHON_TAG = "<|python_tag|>"
@@ -53,7 +54,8 @@ def read_call(text: str) -> ToolCall | None:
     """
     try:
         call = load_object(text)
-        name, arguments = call["name"], call.get("arguments", call.get("parameters"))
+        name = call["name"]
+        arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
             load_object(arguments)
         elif isinstance(arguments, dict):
@@ -102,13 +104,15 @@ class ToolCallReader:
         self._calls: list[ToolCall] = []
         self._held: list[str] = []  # what may belong to a call
         self._call: ToolCall | None = None  # a valid one that waits for its closing tag
-        self._text, self._at = "", 0  # the piece that is read, and how far
+        self._text = ""
+        self._at = 0  # the piece that is read, and how far
         self._reading = self._read_hermes() if parser == "hermes" else self._read_llama3()
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         """Read the next piece; return the content and the calls that are certain by now."""
         if not self._is_over:
-            self._text, self._at = text, 0
+            self._text = text
+            self._at = 0
             next(self._reading)
         return self._take()
 
@@ -184,7 +188,8 @@ class ToolCallReader:
     def _hold_call(self) -> Reading[bool]:
         """Hold a JSON object, up to the brace that ends it; False: it is no call, or no JSON."""
         first = len(self._held)  # of the object's pieces
-        depth, is_in_string = 0, False
+        depth = 0
+        is_in_string = False
         if (yield from self._peek()) != "{":
             return False
         while True:
@@ -226,8 +231,10 @@ class ToolCallReader:
             yield
 
     def _take(self) -> tuple[str, list[ToolCall]]:
-        content, calls = "".join(self._content), self._calls
-        self._content, self._calls = [], []
+        content = "".join(self._content)
+        calls = self._calls
+        self._content = []
+        self._calls = []
         return content, calls
 
     def _release(self) -> None:
@@ -248,4 +255,5 @@ class ToolCallReader:
         self._call = None
         self._held = []
         if self._keeps_one:
-            self._is_over, self._at = True, len(self._text)
+            self._is_over = True
+            self._at = len(self._text)

@@ -19,7 +19,8 @@ class Converter:
 
         self._main = convert_hf_to_gguf.main
         self._load_hparams = ModelBase.load_hparams
-        self._base, self._text = ModelBase, TextModel
+        self._base = ModelBase
+        self._text = TextModel
 
     def convert(
         self, model: Path, target: Path, form: str, pre: str, hparams: dict[str, Any]

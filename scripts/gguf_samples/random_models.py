@@ -20,9 +20,19 @@ TEXTS = (
 
 ASCII_TEXT = "the winter in the north and the sun"
 NO_MATTER = (
-    *("transformers_version", "output_hidden_states", "output_attentions", "return_dict", "dtype"),
-    *("chunk_size_feed_forward", "is_encoder_decoder", "id2label", "label2id", "problem_type"),
-    *("_name_or_path", "use_cache", "initializer_range"),
+    "transformers_version",
+    "output_hidden_states",
+    "output_attentions",
+    "return_dict",
+    "dtype",
+    "chunk_size_feed_forward",
+    "is_encoder_decoder",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "_name_or_path",
+    "use_cache",
+    "initializer_range",
 )
 
 

@@ -179,7 +179,8 @@ def test_equal_lines_of_a_run_follow_one_that_was_found(
 ) -> None:
     with cached(engine, tmp_path):
         answers(engine, [GREEDY])
-    copied, kept = engine.stats.num_copied_requests, engine.stats.num_kept_requests
+    copied = engine.stats.num_copied_requests
+    kept = engine.stats.num_kept_requests
     with cached(engine, tmp_path) as cache:
         found = answers(engine, [GREEDY] * 200)
     assert len(found) == 200 and len({without_times(r) for r in found}) == 1
@@ -280,8 +281,12 @@ def terms(**options: Any) -> dict[str, str]:
 @pytest.mark.parametrize(
     "options",
     [
-        *({"dtype": "bfloat16"}, {"kv_dtype": "bfloat16"}, {"max_layers": 1}),
-        *({"token_format": "text"}, {"skip_tokenizer_init": True}, {"random_init": "llama-160m"}),
+        {"dtype": "bfloat16"},
+        {"kv_dtype": "bfloat16"},
+        {"max_layers": 1},
+        {"token_format": "text"},
+        {"skip_tokenizer_init": True},
+        {"random_init": "llama-160m"},
     ],
 )
 def test_another_model_or_number_type_has_other_answers(options: dict[str, Any]) -> None:
@@ -309,10 +314,18 @@ def test_other_files_of_a_model_have_other_answers(tmp_path: Path) -> None:
 def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     for options in (
-        *({"seed": 9}, {"strict": True}, {"check_model": True}, {"max_logprobs": 5}),
-        *({"on_too_long": "truncate-left"}, {"max_model_len": 64}),
-        *({"chat_template": str(tmp_path / "template")}, {"request_args": {"n": 2}}),
-        *({"tool_call_parser": "hermes"}, {"budget": 640}, {"max_rows": 3}, {"kernels": "off"}),
+        {"seed": 9},
+        {"strict": True},
+        {"check_model": True},
+        {"max_logprobs": 5},
+        {"on_too_long": "truncate-left"},
+        {"max_model_len": 64},
+        {"chat_template": str(tmp_path / "template")},
+        {"request_args": {"n": 2}},
+        {"tool_call_parser": "hermes"},
+        {"budget": 640},
+        {"max_rows": 3},
+        {"kernels": "off"},
         {"embeddings": "npy"},
     ):
         assert terms(**options) == terms(), options

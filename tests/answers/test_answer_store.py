@@ -112,7 +112,8 @@ def test_who_keeps_an_answer_never_waits_for_the_disk(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A server's event loop would; another thread may be reading from a slow disk."""
-    is_reading, goes_on = threading.Event(), threading.Event()
+    is_reading = threading.Event()
+    goes_on = threading.Event()
 
     def read(self: Any, key: bytes) -> None:
         is_reading.set()

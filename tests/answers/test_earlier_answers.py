@@ -36,7 +36,9 @@ def test_beside_a_long_line_that_failed_only_long_ones_are_unsure(
     size: int, tmp_path: Path
 ) -> None:
     """Only the beginning of a long one is quoted, so that nobody knows how it went on."""
-    output, failed, line = tmp_path / "out.jsonl", line_of(3 * MAX_QUOTED_BYTES), line_of(size)
+    output = tmp_path / "out.jsonl"
+    failed = line_of(3 * MAX_QUOTED_BYTES)
+    line = line_of(size)
     assert len(line.raw) == size
     error = RequestError("out_of_memory", "it failed")
     errors_path(output).write_bytes(Record(failed, open_envelope(failed), error=error).to_json())
@@ -51,11 +53,13 @@ def test_beside_a_long_line_that_failed_only_long_ones_are_unsure(
 
 
 def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(tmp_path: Path) -> None:
-    journal, line = tmp_path / "journal", line_of(20)
+    journal = tmp_path / "journal"
+    line = line_of(20)
     envelope = open_envelope(line)
     key = make_key(envelope, 0)
     record = Record(line, envelope, result={"choices": [], "usage": {}}).to_json()
-    head, row = head_line({}), Row(1, False, (1, 0, 1), 7, record, key=key).to_line()
+    head = head_line({})
+    row = Row(1, False, (1, 0, 1), 7, record, key=key).to_line()
     journal.write_bytes(head + row)
     with journal.open("rb+") as file:
         earlier = JournalAnswers(journal, file, "", PACE)

@@ -42,7 +42,8 @@ def test_answers_that_nobody_asked_for_are_counted() -> None:
 def test_keys_in_another_order_are_found_fast() -> None:
     """Each takes some microseconds, however many there are."""
     source = random.Random(3)
-    index, keys = KeyIndex(), [source.randbytes(16) for _ in range(200_000)]
+    index = KeyIndex()
+    keys = [source.randbytes(16) for _ in range(200_000)]
     for place, key in enumerate(keys):
         index.add(key, place)
     asked = source.sample(range(len(keys)), 20_000)

@@ -16,7 +16,8 @@ def test_every_value_is_counted_by_itself(
     num_in_memory: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(seen_counts, "MAX_IN_MEMORY", num_in_memory)
-    counts, texts = SeenCounts(), ("a", "b", "\ud800", "")
+    counts = SeenCounts()
+    texts = ("a", "b", "\ud800", "")
     for _ in range(2):
         for before in range(3):
             assert [counts.add_text(each) for each in texts] == [before] * 4

@@ -85,7 +85,8 @@ def test_the_slowest_stage_sets_the_pace() -> None:
 
 def test_one_micro_batch_more_hides_latency() -> None:
     """Work a token: P micro-batches wait for P links each round, P + 1 compute meanwhile."""
-    num_stages, latency_s = 3, 1.0
+    num_stages = 3
+    latency_s = 1.0
     whole_s = NUM_ROWS * 1.0  # of all rows on one stage
     exact = simulate([1.0] * 3, num_stages, latency_s=latency_s, is_by_token=True)
     more = simulate([1.0] * 3, num_stages + 1, latency_s=latency_s, is_by_token=True)
@@ -121,7 +122,8 @@ def test_weights_and_kv_cache_of_known_models() -> None:
 
 
 def test_a_stage_takes_the_longer_of_reading_and_computing() -> None:
-    machine, shape = MACHINES["a100-80gb"], SHAPES["opt-175b"]
+    machine = MACHINES["a100-80gb"]
+    shape = SHAPES["opt-175b"]
     stage = StageCost(shape, machine, 12, is_first=False, is_last=False)
     fixed_s = machine.step_s + 12 * machine.layer_s
     weights_s = 12 * 12 * 12288**2 * 2 / (2.0e12 * 0.8)
@@ -141,7 +143,8 @@ def test_splits_give_out_all_layers(rule: str, num_stages: int) -> None:
 
 
 def test_a_split_by_memory_holds_more_tokens_than_one_by_time() -> None:
-    shape, machine = SHAPES["bloom-176b"], MACHINES["a100-80gb"]
+    shape = SHAPES["bloom-176b"]
+    machine = MACHINES["a100-80gb"]
     held = {
         rule: min(s.kv_tokens for s in build_stages(shape, machine, split(shape, machine, 8, rule)))
         for rule in ("even", "time", "memory")

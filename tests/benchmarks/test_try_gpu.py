@@ -33,8 +33,20 @@ from fminfer.models.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LACKING = (
-    *("openai", "litellm", "instructor", "schemathesis", "lm_eval", "ray", "fastapi", "uvicorn"),
-    *("prometheus_client", "multipart", "swagger_ui_bundle", "jsonschema", "backports", "mypy"),
+    "openai",
+    "litellm",
+    "instructor",
+    "schemathesis",
+    "lm_eval",
+    "ray",
+    "fastapi",
+    "uvicorn",
+    "prometheus_client",
+    "multipart",
+    "swagger_ui_bundle",
+    "jsonschema",
+    "backports",
+    "mypy",
 )
 FAULTY = Phase(9, "tests.faults.gpu_phase", 1, 4, 1, "all that can happen")
 

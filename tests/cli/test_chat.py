@@ -50,7 +50,8 @@ def test_the_examples(tmp_path: Path) -> None:
     source.write_bytes(EXAMPLES.read_bytes())
     assert call("run", "-q", *FLAGS, source).exit_code == 0
     lines = source.read_bytes().splitlines()
-    raw, answers = answers_path(source).read_bytes().splitlines(), read(answers_path(source))
+    raw = answers_path(source).read_bytes().splitlines()
+    answers = read(answers_path(source))
     assert raw[0].startswith(b'{"request":' + lines[0] + b',"result":{"choices":[{"index":0,')
     assert [*answers[0]["result"]] == ["choices", "request_time", "usage"]
     assert choices_of(answers[0])[0]["message"]["content"] == " south"
@@ -127,7 +128,8 @@ def test_split_and_merge(tmp_path: Path, chunk: int) -> None:
     lines += [{"prompt": "Question:", "max_tokens": 12, "temperature": 0}, {"messages": []}]
     lines += [HEAD | {"custom_id": "a", "body": chat("study", temperature=0)}]
     lines += [HEAD | {"custom_id": "b", "body": {"messages": 5}}]
-    source, folder = write(tmp_path / "all.jsonl", lines), tmp_path / "parts"
+    source = write(tmp_path / "all.jsonl", lines)
+    folder = tmp_path / "parts"
     split_file(source, folder, SplitOptions(1, chunk))
     parts = sorted(folder.rglob("request_*.jsonl"))
     kinds = [{"prompt" in line.get("body", line) for line in read(part)} for part in parts]
@@ -139,7 +141,8 @@ def test_split_and_merge(tmp_path: Path, chunk: int) -> None:
         assert call("run", "-q", *FLAGS, *inputs).exit_code == 3
     summary = merge_parts(folder, tmp_path / "m.jsonl")
     assert (summary.num_answers, summary.num_errors) == (4, 2)
-    merged, whole = read(tmp_path / "m.jsonl"), read(answers_path(source))
+    merged = read(tmp_path / "m.jsonl")
+    whole = read(answers_path(source))
     assert list(map(choices_of, merged)) == list(map(choices_of, whole))
     errors = [read(tmp_path / "m.errors.jsonl"), read(tmp_path / "output_all.errors.jsonl")]
     assert [each.get("line") for each in errors[0]] == [each.get("line") for each in errors[1]]

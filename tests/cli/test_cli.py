@@ -288,7 +288,8 @@ def test_a_run_that_fails_keeps_what_was_answered(
 ) -> None:
     """The ancestor wrote only at the very end; here finished rows are on disk at once."""
 
-    path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
+    path = tmp_path / "a.jsonl"
+    output = tmp_path / "output_a.jsonl"
     path.write_text('{"prompt": "x", "max_tokens": 1}\n' * 200)
     engine = fminfer.Engine(max_rows=4)
 

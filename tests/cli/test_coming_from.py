@@ -43,7 +43,11 @@ def test_its_flags_are_taken(command: str, tmp_path: Path, monkeypatch: pytest.M
 
 def test_there_are_rows_of_every_command() -> None:
     assert {command.split()[0] for command in COMMANDS} >= {
-        *("run", "serve", "split", "merge", "submit")
+        "run",
+        "serve",
+        "split",
+        "merge",
+        "submit",
     }
     assert len(COMMANDS) > 45
 

@@ -272,8 +272,13 @@ def test_keys_of_energonai(file: Path) -> None:
         **{"cache_size": 50, "cache_list_size": 2},
     }
     assert params("run").keys() == {
-        *("model_config", "model", "tokenizer", "dtype", "max_rows"),
-        *("tensor_parallel_size", "pipeline_group_size"),
+        "model_config",
+        "model",
+        "tokenizer",
+        "dtype",
+        "max_rows",
+        "tensor_parallel_size",
+        "pipeline_group_size",
     }
 
 

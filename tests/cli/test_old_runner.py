@@ -50,7 +50,13 @@ def test_booleans_take_a_value_and_stop_several(runner: Any) -> None:
     words = "--use-cuda false --share-prefix True --echo-prompt false --stop A B --infer-data="
     flags, unused = runner.translate([*words.split(), "--overwrite-request-args", "true"])
     assert flags == [
-        *("--device", "cpu", "--prefix-cache", "--stop", "A", "--stop", "B"),
+        "--device",
+        "cpu",
+        "--prefix-cache",
+        "--stop",
+        "A",
+        "--stop",
+        "B",
         "--overwrite-request-args",
     ]
     assert not unused

@@ -58,7 +58,8 @@ def commands(block: str) -> list[str]:
 
 def save_reviews(package: Path) -> None:
     """Write a package with the reviews where vaderSentiment 0.5 has them."""
-    content, packed = REVIEWS.encode(), io.BytesIO()
+    content = REVIEWS.encode()
+    packed = io.BytesIO()
     with tarfile.open(fileobj=packed, mode="w:gz") as archive:
         info = tarfile.TarInfo("hutto_ICWSM_2014/amazonReviewSnippets_GroundTruth.txt")
         info.size = len(content)
@@ -106,7 +107,8 @@ def test_every_command_works_after_those_before_it(tmp_path: Path) -> None:
         if not NOT_RUN.match(command):
             script.append(command)
     log = tmp_path / "log"
-    path, shims = programs(tmp_path / "programs"), tmp_path / "shims"
+    path = programs(tmp_path / "programs")
+    shims = tmp_path / "shims"
     shims.mkdir()
     (shims / "fminfer").write_text(
         SHIM.format(fminfer=path.partition(":")[0] + "/fminfer", log=log)

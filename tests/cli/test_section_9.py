@@ -77,7 +77,8 @@ def test_stop_equal_to_the_first_token(engine: fminfer.Engine) -> None:
 
 def test_two_stops_the_later_listed_one_earlier_in_the_text(engine: fminfer.Engine) -> None:
     text, tokens = pieces(engine)
-    late, early = tokens[2][-3:], tokens[1][-3:]
+    late = tokens[2][-3:]
+    early = tokens[1][-3:]
     cut = min(text.index(late), text.index(early))
     found = choice(engine, stop=[late, early])
     assert found["text"] == text[:cut]

@@ -66,7 +66,8 @@ def test_the_old_line_with_int8_starts_a_server_of_8_bits(started: list[Any]) ->
 def test_every_setting_has_a_flag_and_reaches_the_server(
     started: list[Any], tmp_path: Path
 ) -> None:
-    cert, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    cert = tmp_path / "cert.pem"
+    key = tmp_path / "key.pem"
     cert.touch(), key.touch()
     done = serve(
         "m --host ::1 --port 0 --served-model-name a --served-model-name b --api-key k "
@@ -276,7 +277,10 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
     assert found["queue_size"] == 7 and found["port"] == 7070 and found["host"] == "127.0.0.1"
     body = json.loads((ROOT / "examples" / "test.json").read_text())
     assert body["max_new_tokens"] == 60 and body.keys() == {
-        *("prompt", "top_p", "top_k", "max_new_tokens")
+        "prompt",
+        "top_p",
+        "top_k",
+        "max_new_tokens",
     }
 
 

@@ -35,8 +35,12 @@ from fminfer.models.model_folder import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, family_config
 
 UNUSED = (
-    *("torch._dynamo", "torch._inductor", "torch.distributed.tensor", "sympy"),
-    *("transformers.modeling_utils", "transformers.generation.utils"),
+    "torch._dynamo",
+    "torch._inductor",
+    "torch.distributed.tensor",
+    "sympy",
+    "transformers.modeling_utils",
+    "transformers.generation.utils",
 )
 
 
@@ -94,7 +98,8 @@ def test_every_family_answers_the_same_without_what_no_run_uses(tmp_path: Path) 
 
 def test_the_command_imports_no_model_no_compiler_and_no_sharded_tensors(tmp_path: Path) -> None:
     """They are half of what is imported; `check` had them all."""
-    rows, answers = tmp_path / "rows.jsonl", tmp_path / "answers.jsonl"
+    rows = tmp_path / "rows.jsonl"
+    answers = tmp_path / "answers.jsonl"
     rows.write_text('{"prompt": "The kitchen", "max_tokens": 2}\n')
     code = rf"""
 import re, sys
@@ -190,7 +195,8 @@ def test_without_a_cache_the_list_of_models_is_read_once(
 ) -> None:
     (tmp_path / "no folder").touch()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
-    folder, lists = Path(transformers.__path__[0]) / "models", iter([{"llama": {}}])
+    folder = Path(transformers.__path__[0]) / "models"
+    lists = iter([{"llama": {}}])
     kept = library_imports._KeptList(folder, lambda path: next(lists))
     assert kept(folder) == kept(str(folder / "__init__.py")) == {"llama": {}}
 
@@ -266,7 +272,8 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_memory_is_touched_meanwhile_and_free_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
     two_cores(monkeypatch)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 1 << 30)
-    size, before = 200 << 20, own_bytes()
+    size = 200 << 20
+    before = own_bytes()
     with touching_memory(size):
         wait_until(lambda: own_bytes() - before > 0.95 * size)
         time.sleep(0.1)

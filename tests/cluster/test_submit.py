@@ -96,8 +96,12 @@ def test_a_job_a_file_under_the_old_tools_name(
     assert cluster.run_queue() == [0, 0, 0, 0]
     assert ran(queue) == [
         [
-            *("run", "--deadline", "3:58:00", *flags[1:]),
-            *("--infer-data", f"{shards}/request_{i}.jsonl"),
+            "run",
+            "--deadline",
+            "3:58:00",
+            *flags[1:],
+            "--infer-data",
+            f"{shards}/request_{i}.jsonl",
         ]
         for i in range(4)
     ]
@@ -368,19 +372,17 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
         (["--mode", "ranks", "--gpus", "1", "--nodes", "2"], "cannot be spread evenly"),
         (
             [
-                *[
-                    "--mode",
-                    "ranks",
-                    "--gpus",
-                    "6",
-                    "--nodes",
-                    "2",
-                    "--",
-                    "--tp",
-                    "2",
-                    "--data-group-size",
-                    "3",
-                ]
+                "--mode",
+                "ranks",
+                "--gpus",
+                "6",
+                "--nodes",
+                "2",
+                "--",
+                "--tp",
+                "2",
+                "--data-group-size",
+                "3",
             ],
             "3 ranks on each of --nodes 2 are no multiple of --tensor-parallel-size 2",
         ),

@@ -193,7 +193,8 @@ def test_the_docs_way_from_one_file_to_one_file(
     commands = steps()
     names = [shlex.split(command)[1] for command in commands]
     assert names == ["split", "check", "submit", "status", "merge"]
-    model, queue = tmp_path / "models" / "llama-70b", tmp_path / "queue"
+    model = tmp_path / "models" / "llama-70b"
+    queue = tmp_path / "queue"
     make_model("llama", 6).save_pretrained(model)
     save_byte_tokenizer(model)
     queue.mkdir()

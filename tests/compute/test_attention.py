@@ -23,7 +23,10 @@ from fminfer.compute.step import Rows
 from fminfer.machine.host_memory import use_small_pages
 from tests.conftest import IS_ALL, built_library, more, triton_device
 
-HEADS, KV_HEADS, DIM, BLOCK = 4, 2, 16, 8
+HEADS = 4
+KV_HEADS = 2
+DIM = 16
+BLOCK = 8
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 BODIES: list[Any] = ["plain", pytest.param("compiled", marks=needs_compiler)]
 CPU = torch.device("cpu")
@@ -49,7 +52,8 @@ class PagedLayer:
     """The only layer of a cache."""
 
     def __init__(self, cache: KvCache) -> None:
-        self.body, (self.keys, self.values) = cache.body, cache.layers[0]
+        self.body = cache.body
+        (self.keys, self.values) = cache.layers[0]
 
     def __call__(self, plan: Any, *given: Any) -> torch.Tensor:
         *new, how = given
@@ -275,8 +279,11 @@ def test_a_cache_of_another_type(
 def test_the_kernel_in_random_shapes_and_types(seed: int) -> None:
     draw = random.Random(seed)
     for _ in range(8):
-        group, kv_heads = draw.choice([1, 2, 3, 4, 7]), draw.choice([1, 2, 5])
-        heads, dim, block = group * kv_heads, draw.randint(3, 140), draw.randint(8, 40)
+        group = draw.choice([1, 2, 3, 4, 7])
+        kv_heads = draw.choice([1, 2, 5])
+        heads = group * kv_heads
+        dim = draw.randint(3, 140)
+        block = draw.randint(8, 40)
         dtype, kv_dtype, tolerance = draw.choice([*OF_CACHES, (torch.float32, None, 5e-5)])
         check_every_kind_of_row(
             "compiled",
@@ -369,7 +376,8 @@ def check_rows_that_share(
     def take(num: int) -> list[int]:
         return [free.pop() for _ in range(num)]
 
-    all_share, some_share = take(3), take(2)
+    all_share = take(3)
+    some_share = take(2)
     rows = [(block, 9, take(3))]  # a chunk: its position, tokens and blocks
     for i in range(num_rows):
         shared = all_share + (some_share if i % 2 else [])
@@ -621,7 +629,8 @@ def test_the_kernel_gets_only_what_fits_the_cache(
 
 def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
-    query, keys = torch.randn(HEADS, 20, DIM), torch.randn(KV_HEADS, 50, DIM)
+    query = torch.randn(HEADS, 20, DIM)
+    keys = torch.randn(KV_HEADS, 50, DIM)
     values = torch.randn(KV_HEADS, 50, DIM)
     how = Scoring(0.25, 9, softcap=0.5)
     whole = paged_attention.chunk_attention(query, keys, values, 30, how)

@@ -29,7 +29,8 @@ from tests.random_blocks import FORMS, random_blocks, random_weight
 
 CPU = torch.device("cpu")
 SAMPLES = Path(__file__).parent.parent / "data/gguf"  # with what llama.cpp makes of their bytes
-FLOATS, HALVES = Dense(torch.float32), Dense(torch.bfloat16)
+FLOATS = Dense(torch.float32)
+HALVES = Dense(torch.bfloat16)
 SYMMETRIC = ("int4-symmetric", "int4-symmetric-128")
 of_own_forms = pytest.mark.parametrize("form", OWN_FORMS, ids=lambda form: form.name)
 
@@ -54,10 +55,12 @@ def test_numbers_are_those_of_llama_cpp() -> None:
     """Of files that its own tools quantized; all that its package cannot write are among them."""
     seen = set()
     for path in sorted(SAMPLES.glob("*.gguf")):
-        content, tensors = path.read_bytes(), read_gguf(path)[0].tensors
+        content = path.read_bytes()
+        tensors = read_gguf(path)[0].tensors
         values = json.loads(path.with_suffix(".json").read_text()).get("tensors", {})
         for name, told in values.items():
-            form, (stem, _, leaf) = FORMS.get(told["form"]), name.rpartition(".")
+            form = FORMS.get(told["form"])
+            (stem, _, leaf) = name.rpartition(".")
             if form is None:
                 continue
             seen.add(form.name)

@@ -31,7 +31,8 @@ pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++
 KINDS = [form for form in FORMS.values() if form.kind is not None]
 ROWS = [*range(1, 10), 13, 100]
 OUTPUTS = (5, 64, 70, 130)  # less than a panel, whole ones, some more
-FLOATS, HALVES = torch.float32, torch.bfloat16
+FLOATS = torch.float32
+HALVES = torch.bfloat16
 of_both_types = pytest.mark.parametrize("of_rows", [FLOATS, HALVES])
 of_kinds = pytest.mark.parametrize("form", KINDS, ids=lambda form: form.name)
 MIXED: list[list[tuple[Format, int]]] = [
@@ -103,7 +104,8 @@ def test_rows_are_found_in_the_packed_form(
     """A tied embedding is looked up in the packed head."""
     for outputs, inputs in zip(OUTPUTS, (*inputs_of(form), 512), strict=True):
         weight = random_weight(form, outputs, inputs)
-        numbers, product = weight.dequantized(FLOATS), kernel.pack(weight, None)
+        numbers = weight.dequantized(FLOATS)
+        product = kernel.pack(weight, None)
         for num_threads in (1, 3):
             set_threads(num_threads)
             for ids in (torch.arange(outputs).flip(0), torch.tensor([outputs - 1, 0, 0])):
@@ -132,8 +134,10 @@ def test_parts_of_several_formats_are_what_each_is_alone(
     """To the last bit; queries, keys and values of a file may differ in their formats."""
     held = join(parts)
     assert isinstance(held, Joined)
-    outputs, torch_bias = sum(num for _, num in parts), torch.randn(200)
-    weight, bias = random_weight(held, outputs, 512), torch_bias[:outputs]
+    outputs = sum(num for _, num in parts)
+    torch_bias = torch.randn(200)
+    weight = random_weight(held, outputs, 512)
+    bias = torch_bias[:outputs]
     product = kernel.pack(weight, bias)
     alone = []
     for (each, num), tensor, start in zip(parts, weight.tensors, held.starts(), strict=False):
@@ -151,7 +155,8 @@ def test_parts_of_several_formats_are_what_each_is_alone(
 
 def test_parts_of_float32_take_rows_of_float32_alone(kernel: ProductKernel) -> None:
     held = join([(FORMS["Q8_0"], 5), (Dense(FLOATS), 70)])
-    weight, x = random_weight(held, 75, 64), torch.randn(3, 64)
+    weight = random_weight(held, 75, 64)
+    x = torch.randn(3, 64)
     assert_near(kernel.pack(weight, None)(x), x, weight, torch.zeros(75))
     with pytest.raises(AssertionError, match="rows"):
         kernel.pack(weight, None)(x.bfloat16())
@@ -168,7 +173,8 @@ def test_a_row_that_is_not_finite_costs_no_other(of_rows: torch.dtype) -> None:
             x = torch.randn(rows, 256).to(of_rows)
             expected = product(x)
             x[3, 17] = float("nan")
-            found, others = product(x), torch.arange(rows) != 3
+            found = product(x)
+            others = torch.arange(rows) != 3
             assert torch.equal(found[others], expected[others]) and found[3].isnan().all()
 
 
@@ -185,7 +191,8 @@ def test_a_block_that_is_not_finite_costs_its_own_output_alone(
         others = torch.arange(70) != 33
         for rows in (2, 20):
             x = torch.randn(rows, 256)
-            found, expected = wrong(x), right(x)
+            found = wrong(x)
+            expected = right(x)
             assert torch.equal(found[:, others], expected[:, others])
             assert not found[:, 33].isfinite().any()
 
@@ -221,7 +228,8 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(products, "has_unit", lambda name: False)  # tiles are left to oneDNN
-    how, hidden = Moe(5, 2, expert), 256
+    how = Moe(5, 2, expert)
+    hidden = 256
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
     down = random_weight(format_of(of_down), 5, hidden, expert.size)
@@ -283,7 +291,8 @@ def test_a_model_gets_the_kernels_products(of_rows: torch.dtype) -> None:
 def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     """One that takes int4's bytes for those of Q4_1, which are as many: plain torch is right."""
     wrong = replace(INT4, name="int4 in another order", kind=FORMS["Q4_1"].kind)
-    registry, required = registry_of(of_rows), registry_of(of_rows, "require")
+    registry = registry_of(of_rows)
+    required = registry_of(of_rows, "require")
     x = torch.randn(5, 256).to(of_rows)
     weight = random_weight(wrong, 70, 256)
     plain = torch.nn.functional.linear(x, weight.dequantized(of_rows))
@@ -296,7 +305,8 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
         with pytest.raises(UsageError, match="what it gives is off by"):
             ask(random_weight(wrong, 70, 256, use=use), None)
     how = Moe(3, 2, Mlp("silu", 64))
-    up, down = random_weight(wrong, 3, 128, 256), random_weight(INT8_32, 3, 256, 64)
+    up = random_weight(wrong, 3, 128, 256)
+    down = random_weight(INT8_32, 3, 256, 64)
     assert registry.experts(how, up, down) is None
     mixed = random_weight(join([(INT8, 30), (wrong, 30)]), 60, 256)
     assert not isinstance(registry.product(mixed, None), PackedProduct)
@@ -305,8 +315,10 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
 def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
     """Experts were tried by the format of their first weight alone."""
     wrong = replace(INT4, name="int4 in another order", kind=FORMS["Q4_1"].kind)
-    registry, how = registry_of(FLOATS), Moe(3, 2, Mlp("silu", 64))
+    registry = registry_of(FLOATS)
+    how = Moe(3, 2, Mlp("silu", 64))
     up = random_weight(INT8, 3, 128, 256)
-    right, other = random_weight(INT4, 3, 256, 64), random_weight(wrong, 3, 256, 64)
+    right = random_weight(INT4, 3, 256, 64)
+    other = random_weight(wrong, 3, 256, 64)
     assert isinstance(registry.experts(how, up, right), PackedExperts)
     assert registry.experts(how, up, other) is None

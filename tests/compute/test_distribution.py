@@ -132,7 +132,8 @@ def check_counts(counts: np.ndarray, probs: np.ndarray, what: object) -> None:
     is_rare = expected < 10
     observed = np.append(counts[~is_rare], counts[is_rare].sum())
     expected = np.append(expected[~is_rare], expected[is_rare].sum())
-    observed, expected = observed[expected > 0], expected[expected > 0]
+    observed = observed[expected > 0]
+    expected = expected[expected > 0]
     chi_square = ((observed - expected) ** 2 / expected).sum()
     limit = chi_square_limit(len(expected) - 1)
     assert chi_square < limit, f"{what}: {chi_square:.1f} is over {limit:.1f}"

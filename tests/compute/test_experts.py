@@ -27,7 +27,8 @@ from tests.conftest import built_library, make_model
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 
-FLOATS, HALVES = torch.float32, torch.bfloat16
+FLOATS = torch.float32
+HALVES = torch.bfloat16
 WAYS = [(FLOATS, FLOATS), (HALVES, FLOATS), (HALVES, HALVES)]  # of weights, of hidden states
 of_all_ways = pytest.mark.parametrize(("of_weight", "of_rows"), WAYS)
 SILU = Mlp("silu", 48)
@@ -146,10 +147,8 @@ def test_weights_of_16_bits_give_what_floats_do() -> None:
     """To the last bit: they are widened, and nothing else is rounded."""
     how = Moe(4, 2, SILU)
     up, down = draw(how, 66, HALVES)
-    halves, floats = (
-        make(FLOATS).make(how, up, down),
-        make(FLOATS).make(how, up.float(), down.float()),
-    )
+    halves = make(FLOATS).make(how, up, down)
+    floats = make(FLOATS).make(how, up.float(), down.float())
     assert halves is not None and floats is not None
     for tokens in (1, 5, 90):
         given = torch.randn(tokens, 66), *choose(how, tokens)
@@ -164,7 +163,8 @@ def test_a_token_that_is_not_finite_costs_no_other(
     how = Moe(3, 2, SILU)
     mix = make(of_rows).make(how, *draw(how, 64, of_weight))
     assert mix is not None
-    x, (chosen, shares) = torch.randn(9, 64).to(of_rows), choose(how, 9)
+    x = torch.randn(9, 64).to(of_rows)
+    (chosen, shares) = choose(how, 9)
     expected = mix(x, chosen, shares)
     x[4, 17] = float("nan")
     found = mix(x, chosen, shares)
@@ -189,7 +189,8 @@ def test_what_is_left_to_single_products() -> None:
 
 
 def test_each_shape_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
-    how, calls = Moe(4, 2, SILU), []
+    how = Moe(4, 2, SILU)
+    calls = []
     up, down = draw(how, 64, FLOATS)
     own = PackedExperts.__call__
 
@@ -233,7 +234,8 @@ def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> No
 def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
     """Packed one by one, as MKL does, they leave holes in memory: 1 MiB for each product."""
     make_model("mixtral").save_pretrained(tmp_path)
-    checkpoint, weights = open_checkpoint(str(tmp_path)), {}
+    checkpoint = open_checkpoint(str(tmp_path))
+    weights = {}
     for kernels in ("require", "off"):
         config = EngineConfig(
             model=str(tmp_path), dtype="float32", device="cpu", kernels=kernels, budget=1024

@@ -86,7 +86,8 @@ def test_noise_of_tokens_and_of_steps_is_unrelated(lag: int) -> None:
 
 def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     """Those win. Two tokens of a row have them together as often as chance has it."""
-    num_rows, vocab = 3000, 3000
+    num_rows = 3000
+    vocab = 3000
     noise = torch.tensor([step_noise(KEY, i) for i in range(num_rows)])
     bits = token_bits(noise, torch.arange(vocab))
     is_small = (bits >= 0) & (bits < 2**32 // vocab)  # one a row, on average

@@ -114,7 +114,8 @@ def between_nan(tensor: torch.Tensor) -> torch.Tensor:
 def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: ProductKernel) -> None:
     """To the last bit: how a weight is stored must not show in an answer."""
     for rows, inputs, outputs in SHAPES:
-        weight, x = torch.randn(outputs, inputs).bfloat16(), torch.randn(rows, inputs)
+        weight = torch.randn(outputs, inputs).bfloat16()
+        x = torch.randn(rows, inputs)
         both = dense(weight, "head"), dense(weight.float(), "head")
         if kernel.can_pack(both[0]):  # of whole units
             kept, widened = (kernel.pack(each, None) for each in both)
@@ -224,7 +225,9 @@ def test_logprobs_in_bfloat16_are_finer_than_transformers(
     rows = [{"prompt": p, "echo": True, "max_tokens": 0, "logprobs": 5} for p in prompts]
     records = sorted(engine.run(rows), key=lambda record: record.line.number)
     engine.close()
-    errors, their_errors, gaps = [], [], []
+    errors = []
+    their_errors = []
+    gaps = []
     for row, record in enumerate(records):
         assert record.result is not None, record.error
         logprobs = record.result["choices"][0]["logprobs"]

@@ -68,7 +68,8 @@ def test_other_devices_have_no_library() -> None:
 
 @needs_compiler
 def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    first, beside = KernelBuild(), KernelBuild()  # two processes may build it at once
+    first = KernelBuild()
+    beside = KernelBuild()  # two processes may build it at once
     assert first._process is not None and beside._process is not None
     assert answers(first) and answers(beside)
     again = KernelBuild()
@@ -211,7 +212,8 @@ def test_a_build_that_nobody_waits_for(cache: Path, tmp_path: Path) -> None:
 
 def test_parts_of_killed_builds_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     cache.mkdir()
-    old, new = cache / "a.so.part", cache / "b.so.part"
+    old = cache / "a.so.part"
+    new = cache / "b.so.part"
     for part in (old, new):
         part.write_text("")
     os.utime(old, (1, 1))

@@ -51,7 +51,8 @@ CALLS = {
     "opt-bare": (0, 0, 0, 0, 0),  # a norm without a weight
     "stablelm-serial": (1, 6, 6, 3, 0),  # norms with a weight for each head
 }
-EXPERTS, WIDTH = 6, 32
+EXPERTS = 6
+WIDTH = 32
 
 
 class Counting(LayerKernels):
@@ -91,7 +92,8 @@ def bodies_of(kernels: PartKernels | None = None, dtype: torch.dtype = torch.flo
 def logprobs_in_bfloat16(
     folder: Path, kernels: PartKernels | None, rows: list[list[int]]
 ) -> torch.Tensor:
-    checkpoint, dtype = open_checkpoint(str(folder)), torch.bfloat16
+    checkpoint = open_checkpoint(str(folder))
+    dtype = torch.bfloat16
     tensors = open_weights(checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0)
     network = Transformer(checkpoint.model, tensors, bodies=bodies_of(kernels, dtype))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
@@ -104,7 +106,8 @@ def logprobs_in_bfloat16(
     x = network.embed(torch.tensor([each for row in rows for each in row]), dense.positions)
     x = network.run(x, LayerStep(dense.positions, attend))
     assert network.head is not None
-    logits, cap = network.head(x), checkpoint.model.logit_cap
+    logits = network.head(x)
+    cap = checkpoint.model.logit_cap
     return (logits if cap is None else torch.tanh(logits / cap) * cap).log_softmax(-1)
 
 

@@ -30,7 +30,8 @@ needs_onednn = pytest.mark.skipif(
 )
 # Less than a panel, whole ones, one output more; a step of the transpose, two, many; tails of it.
 SHAPES = [(1, 32), (15, 64), (64, 32), (65, 96), (130, 1024), (256, 3072), (33, 2), (70, 50)]
-FLOATS, HALVES = torch.float32, torch.bfloat16
+FLOATS = torch.float32
+HALVES = torch.bfloat16
 WAYS = [(FLOATS, FLOATS), (HALVES, FLOATS), (HALVES, HALVES)]  # of weights, of rows
 of_all_ways = pytest.mark.parametrize(("of_weight", "of_rows"), WAYS)
 
@@ -115,7 +116,8 @@ def test_a_row_is_the_same_beside_any_others(
 def test_weights_of_16_bits_give_what_floats_do(kernel: ProductKernel) -> None:
     """To the last bit: they are widened, and nothing else is rounded."""
     weight, bias = random_layer(200, 770)
-    halves, floats = pack(kernel, weight, bias), pack(kernel, weight.float(), bias.float())
+    halves = pack(kernel, weight, bias)
+    floats = pack(kernel, weight.float(), bias.float())
     for rows in (1, 6, 25, 99):
         x = torch.randn(rows, 770)
         assert torch.equal(halves(x), floats(x))

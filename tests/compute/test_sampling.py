@@ -57,7 +57,8 @@ def plain_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: i
     order = sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))
     kept = order[:top_k] if top_k else order
     mass_of_kept = sum(probs[i].item() for i in kept)
-    chosen, mass = [], 0.0
+    chosen = []
+    mass = 0.0
     for i in kept:
         if chosen and mass >= top_p:
             break
@@ -234,7 +235,8 @@ def test_a_draw_is_hard_to_tip(drawer: Drawer) -> None:
     """
     generator = torch.Generator().manual_seed(6)
     count = 2000
-    rows, every = how([(1.0, 1.0, 0, i) for i in range(count)]), torch.arange(count)
+    rows = how([(1.0, 1.0, 0, i) for i in range(count)])
+    every = torch.arange(count)
     before = torch.randn((40, 1000), generator=generator).repeat(count // 40, 1) * 2
     tokens = drawer(before, rows, every)
     rounded = before.bfloat16().float()
@@ -314,7 +316,8 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
         (torch.randn(7, vocab) * 5).half(),
     ):
         for num_top in {min(k, vocab) for k in (1, 2, 5, 20, 64, 70)}:
-            found, plain = kernel(logits, num_top), rank(logits, num_top)
+            found = kernel(logits, num_top)
+            plain = rank(logits, num_top)
             exact = logits.double().logsumexp(-1)
             torch.testing.assert_close(found.normalizer.double(), exact, rtol=1e-6, atol=1e-6)
             assert torch.equal(found.best, plain.best)
@@ -494,7 +497,8 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
     draws["min_p"][number % 8 == 5] = 0.1
     step = Step(0, draws=draws, **mask_columns([few, bits, two, last, but, low]))
     if has_edits:
-        draws["num_edits"][::3], draws["num_banned"][1::5] = 4, 2
+        draws["num_edits"][::3] = 4
+        draws["num_banned"][1::5] = 2
         step.edit_ids = np.tile([3, 103, 7, 9], len(draws[::3]))
         step.edit_bias, step.edit_factor, step.edit_minus = (
             np.tile(np.array(each, np.float32), len(draws[::3]))
@@ -507,10 +511,12 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: torch.dtype) -> None:
     """After penalties and bias, before temperature; behind a mask's end, what its last bit says."""
-    count, vocab = 840, VARIED_VOCAB
+    count = 840
+    vocab = VARIED_VOCAB
     step = varied(count)
     logits = (3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))).to(dtype)
-    edits, rows_how = edits_of(step, vocab), how_of(step)
+    edits = edits_of(step, vocab)
+    rows_how = how_of(step)
     draws = sample(logits, rows_how, 2, edits, tokens=span(logits, drawer=drawer))
     left = masked(edits.apply(logits), step)
     expected = sample(left, rows_how, 0)
@@ -537,9 +543,11 @@ def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: t
 
 def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
     """Also where all that is allowed is -inf: then it was token 0, allowed or not."""
-    count, vocab = 840, VARIED_VOCAB
+    count = 840
+    vocab = VARIED_VOCAB
     step = varied(count, has_edits=False)
-    rows_how, edits = how_of(step), edits_of(step, vocab)
+    rows_how = how_of(step)
+    edits = edits_of(step, vocab)
     generator = torch.Generator().manual_seed(4)
     normal = torch.randn(count, vocab, generator=generator)
     odd = torch.rand(count, vocab, generator=generator)

@@ -62,15 +62,18 @@ def _kinds() -> Iterator[str]:
     kinds = {form.kind: form for form in FORMS.values() if form.kind is not None}
     for number, form in sorted(kinds.items()):
         torch.manual_seed(number)
-        halves, block = halves_of(form), form.block or NEAR
+        halves = halves_of(form)
+        block = form.block or NEAR
         blocks = torch.randint(256, (1000, form.row_bytes(block)), dtype=torch.uint8)
         for place in halves:
             blocks[:, place : place + 2] = torch.ones(1).half().view(torch.uint8)
         scale = 1 / float(form.unpack(blocks).abs().max())
-        size, bits = form.block_bytes, 0
+        size = form.block_bytes
+        bits = 0
         if form.pack is not None:  # one of fminfer's own, whose block may be of any size
             size = 2 * len(halves)
-            block, bits = 0, (form.row_bytes(block) - size) * 8 // block
+            bits = (form.row_bytes(block) - size) * 8 // block
+            block = 0
         places = ", ".join(map(str, halves))
         yield f"{{{number}, {block}, {size}, {bits}, {{{places}}}, {scale}f}},  // {form.name}"
 

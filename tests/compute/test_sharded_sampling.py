@@ -27,7 +27,8 @@ from tests.shard_threads import make_shards
 from tests.steps import make_draws
 
 CPU = torch.device("cpu")
-VOCAB, ROWS = 203, 24
+VOCAB = 203
+ROWS = 24
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -77,7 +78,8 @@ def test_draws_are_those_of_one_rank(bodies: tuple[Ranker, Drawer], count: int) 
 
 
 def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) -> None:
-    logits, num_top = make_logits(rng), rng.choice([0, 1, 5, 60])
+    logits = make_logits(rng)
+    num_top = rng.choice([0, 1, 5, 60])
     used = rng.choice(["", "top_k", "top_p", "min_p", "top_k top_p min_p"])
 
     def pick(name: str, values: list[float], off: float) -> list[float]:
@@ -167,7 +169,8 @@ def test_a_draw_from_the_best_tokens_is_told_once(bodies: tuple[Ranker, Drawer])
     ranker, drawer = bodies
     logits = 9 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
     draws = make_draws(range(ROWS), temperature=1.0, top_p=0.7, top_k=40, noise=range(ROWS))
-    how, rows = SamplingTensors.of(draws, CPU), torch.arange(ROWS)
+    how = SamplingTensors.of(draws, CPU)
+    rows = torch.arange(ROWS)
 
     def count(own: TokenShard) -> int:
         told = []
@@ -191,7 +194,8 @@ def test_top_p_takes_its_part_of_all_tokens_that_other_filters_leave(
         draws = make_draws(
             range(ROWS), temperature=1.0, top_p=0.6, top_k=top_k, min_p=min_p, noise=range(ROWS)
         )
-        how, rows = SamplingTensors.of(draws, CPU), torch.arange(ROWS)
+        how = SamplingTensors.of(draws, CPU)
+        rows = torch.arange(ROWS)
 
         def take(own: TokenShard, how: SamplingTensors = how) -> torch.Tensor:
             part = logits[:, own.own.start : own.own.stop].contiguous()

@@ -108,7 +108,8 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("fminfer.models.whole_layers.WholeLayer", Whole)
     how = open_random("llama-160m").model.layers[0]
-    size, width = 768, how.attention.heads * how.attention.head_dim
+    size = 768
+    width = how.attention.heads * how.attention.head_dim
     sizes = {"qkv": (3 * width, size), "out": (size, width)}
     mlp: Any = how.mlp
     sizes |= {"up": (mlp.up_size, size), "down": (size, mlp.size)}
@@ -136,7 +137,8 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_what_is_compared() -> None:
-    nan, one = torch.tensor([math.nan, 2.0]), torch.tensor([1.0, 2.0])
+    nan = torch.tensor([math.nan, 2.0])
+    one = torch.tensor([1.0, 2.0])
     compare([(one, one), (nan, nan), (one, nan), (one * 0, one * 0)], 0.0)
     compare([(one + 0.1, one)], 0.06)
     for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):

@@ -93,8 +93,11 @@ def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> N
 @pytest.mark.parametrize(
     "how",
     [
-        *({"window": 6}, {"softcap": 0.7}, {"slopes": torch.rand(HEADS)}),
-        *({"sinks": torch.rand(HEADS) * 4}, {"is_shared": True}),
+        {"window": 6},
+        {"softcap": 0.7},
+        {"slopes": torch.rand(HEADS)},
+        {"sinks": torch.rand(HEADS) * 4},
+        {"is_shared": True},
     ],
 )
 def test_windows_caps_and_slopes_alone(how: dict[str, Any]) -> None:
@@ -246,16 +249,24 @@ def test_draws_are_those_of_the_cpu() -> None:
 
 @interpreted
 def test_masked_rows_draw_as_on_the_cpu() -> None:
-    vocab, count = TOKENS + 3, 6
+    vocab = TOKENS + 3
+    count = 6
     logits = torch.randn(count, vocab) * 3
-    bits, few = mask_of(range(0, vocab, 3)), mask_of([5, 700, vocab - 1])
+    bits = mask_of(range(0, vocab, 3))
+    few = mask_of([5, 700, vocab - 1])
     places = [0, 1, 1, 0, 1, -1]
     found = []
     for device in (torch.device("cpu"), DEVICE):
         rows, ids = (torch.tensor([2, 4], device=device) for _ in range(2))
         bias, factor, minus = (torch.ones(2, device=device) for _ in range(3))
         edits = LogitEditTensors(
-            *(rows, ids, bias, factor, minus, rows, ids),
+            rows,
+            ids,
+            bias,
+            factor,
+            minus,
+            rows,
+            ids,
             masks=make_masks([bits, few], places, vocab, device),
         )
         ways = make_draws(
@@ -285,7 +296,10 @@ def test_a_race_that_gives_something_else_is_refused() -> None:
 @interpreted
 def test_blocks_behind_2_to_31_elements() -> None:
     """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
-    pool, kv_heads, block, dim = 70_000, 8, 32, 128
+    pool = 70_000
+    kv_heads = 8
+    block = 32
+    dim = 128
     assert pool * kv_heads * block * dim > 2**31
     kernel = TritonAttention(kv_heads, kv_heads, dim, dtype=torch.float16, device=DEVICE)
     # Only the pages that are written to become memory.
@@ -544,7 +558,8 @@ def test_tiles_are_as_large_as_registers_and_shared_memory_hold(
 @pytest.mark.parametrize(
     "limits",
     [
-        *({}, {"window": 170, "sinks": True, "slopes": True}),
+        {},
+        {"window": 170, "sinks": True, "slopes": True},
         *(pytest.param(each, marks=SLOW) for each in ({"slopes": True, "softcap": 0.7},)),
     ],
 )
@@ -556,7 +571,9 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     monkeypatch.setattr(triton_attention, "SPLITS", 4)
     monkeypatch.setattr(triton_attention, "_processors", lambda device: 4)
     kernel = TritonAttention(4, 2, 24, dtype=torch.float32, device=DEVICE)
-    lengths, block, count = [180, 300, 64, 65], 16, 3 + kernel.full_rows
+    lengths = [180, 300, 64, 65]
+    block = 16
+    count = 3 + kernel.full_rows
     tables = [[*range(20 * row, 20 * row + -(-size // block))] for row, size in enumerate(lengths)]
     long = ((len_ - 1, 1, table) for len_, table in zip(lengths, tables, strict=True))
     rows = Rows.of(*long, *((number % 16, 1, [80 + number]) for number in range(count)))

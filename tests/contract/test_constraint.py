@@ -275,9 +275,14 @@ def test_each_refusal(fields: Fields, param: str, told: str) -> None:
 
 
 SENT = [
-    *({"response_format": {"type": "json_object"}}, structured(json_object=True)),
-    *({"guided_json": {"type": "object"}}, {"json_schema": {"type": "object"}}),
-    *({"guided_regex": "a"}, {"guided_choice": ["a"]}, {"guided_grammar": "a"}, {"grammar": "a"}),
+    {"response_format": {"type": "json_object"}},
+    structured(json_object=True),
+    {"guided_json": {"type": "object"}},
+    {"json_schema": {"type": "object"}},
+    {"guided_regex": "a"},
+    {"guided_choice": ["a"]},
+    {"guided_grammar": "a"},
+    {"grammar": "a"},
 ]
 
 
@@ -332,7 +337,8 @@ def test_white_space_is_that_of_json(pattern: str, read_as: str | None) -> None:
 
 def test_equal_constraints_are_one_object() -> None:
     """A window of 1,000 lines would hold as many texts."""
-    one, other = read({"guided_json": json.dumps(SCHEMA)}), read(as_format(schema=dict(SCHEMA)))
+    one = read({"guided_json": json.dumps(SCHEMA)})
+    other = read(as_format(schema=dict(SCHEMA)))
     assert one is other
     turned = {name: SCHEMA[name] for name in reversed(SCHEMA)}
     assert read({"guided_json": turned}) != one, "the order of keys is that of the answer"
@@ -344,7 +350,8 @@ def test_a_constraint_is_of_the_meaning_and_of_no_draw() -> None:
     def params(**fields: Any) -> Any:
         return parse_request({"prompt": "x"} | fields, max_logprobs=5).params
 
-    plain, some = params(), params(guided_regex="a")
+    plain = params()
+    some = params(guided_regex="a")
     others = (params(guided_regex="b"), params(grammar="a"), params(json_schema=SCHEMA))
     spaced = params(json_schema=SCHEMA, guided_whitespace_pattern=" ")
     assert len({meaning_of(["x"], each) for each in (plain, some, *others, spaced)}) == 6

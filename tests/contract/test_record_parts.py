@@ -58,7 +58,8 @@ LINES = {
 def test_an_answer_moves_to_another_line(kind: str, text: str) -> None:
     """The record is the one that the other line would have got with this answer."""
     old, new = (line_of(number, raw) for number, raw in zip((3, 8), LINES[kind], strict=True))
-    record, envelope = record_of(old, 2, text), open_envelope(new)
+    record = record_of(old, 2, text)
+    envelope = open_envelope(new)
     key = make_key(envelope, 2)
     assert key == make_key(open_envelope(old), 2)
     if is_batch(record):
@@ -78,9 +79,11 @@ def test_an_answer_moves_to_another_line(kind: str, text: str) -> None:
 
 @pytest.mark.parametrize("kind", ["bare", "batch"])
 def test_an_answer_to_another_request_is_refused(kind: str) -> None:
-    old, other = BODY, BODY.replace(b"a ", b"b ")
+    old = BODY
+    other = BODY.replace(b"a ", b"b ")
     if kind == "batch":
-        old, other = batch("c", old), batch("c", other)
+        old = batch("c", old)
+        other = batch("c", other)
     line = line_of(1, other)
     envelope = open_envelope(line)
     assert make_key(envelope, 0) != make_key(open_envelope(line_of(1, old)), 0)

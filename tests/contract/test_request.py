@@ -323,8 +323,13 @@ def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
 @pytest.mark.parametrize(
     "wish",
     [
-        *({"tools": [{}]}, {"tool_choice": "required"}, {"top_logprobs": 3}, {"functions": [{}]}),
-        *({"reasoning_effort": "low"}, {"max_completion_tokens": 3}, {"stream_options": {"a": 2}}),
+        {"tools": [{}]},
+        {"tool_choice": "required"},
+        {"top_logprobs": 3},
+        {"functions": [{}]},
+        {"reasoning_effort": "low"},
+        {"max_completion_tokens": 3},
+        {"stream_options": {"a": 2}},
         {"chat_template_kwargs": {"a": 1}},
     ],
 )

@@ -353,7 +353,8 @@ def test_check_model_refuses_lines_for_another_model() -> None:
     lines = [{"prompt": ">", "max_tokens": 1} | fields for fields in asked]
     records = run(*lines, batch(body=lines[4]), bench=strict_bench(model_names=names))
     found = [record.error and (record.error.code, record.error.param) for record in records]
-    model, engine = ("unsupported_parameter", "model"), ("unsupported_parameter", "engine")
+    model = ("unsupported_parameter", "model")
+    engine = ("unsupported_parameter", "engine")
     assert found == [None, None, None, None, model, engine, model, model]
     assert records[4].error is not None
     assert "/models/llama or llama" in records[4].error.message

@@ -123,10 +123,15 @@ class RememberingStage:
         self.block_size = block_size
         self.cache: dict[tuple[int, int], int] = {}  # (block, place) -> what was given
         self.clock: Any = self  # a stage's clock, which measures nothing
-        self._is_first, self._is_last, self._is_pooled = is_first, is_last, is_pooled
-        self._vocab, self._may_spoil, self._has_memory = vocab, may_spoil, has_memory
+        self._is_first = is_first
+        self._is_last = is_last
+        self._is_pooled = is_pooled
+        self._vocab = vocab
+        self._may_spoil = may_spoil
+        self._has_memory = has_memory
         self._nan_id = nan_id
-        self._reader, self._tables = StepReader(), BlockTables()
+        self._reader = StepReader()
+        self._tables = BlockTables()
         self._limit = SizeLimit("tokens")
 
     def start(self) -> None:
@@ -218,10 +223,13 @@ class RememberingStage:
     ) -> list[int]:
         """Return what the tokens from `first` to `last` of a step give, all of them stored."""
         seen: list[int] = []
-        start, size, cache = 0, self.block_size, self.cache
+        start = 0
+        size = self.block_size
+        cache = self.cache
         for place, row in enumerate(rows):
             end = start + len(row.token_ids)
-            begin, until = max(start, first), min(end, last)
+            begin = max(start, first)
+            until = min(end, last)
             if begin < until:
                 length = row.position + until - start
                 whole = tuple(cache[row.block_table[i // size], i % size] for i in range(length))
@@ -251,8 +259,10 @@ class RememberingStage:
         masks = masks_of(step)
         ids = []
         for draw, value in zip(step.draws, seen, strict=True):
-            own, edits = edits[: draw["num_edits"]], edits[draw["num_edits"] :]
-            held, banned = banned[: draw["num_banned"]], banned[draw["num_banned"] :]
+            own = edits[: draw["num_edits"]]
+            edits = edits[draw["num_edits"] :]
+            held = banned[: draw["num_banned"]]
+            banned = banned[draw["num_banned"] :]
             mask = masks[draw["mask"]] if draw["mask"] >= 0 else None
 
             def allows(token: int, held: list[int] = held, mask: Mask | None = mask) -> bool:

@@ -96,7 +96,8 @@ class ThreadRing:
             for shard, stage in enumerate(shards):
                 part = Part(number, len(stages), number, number + 1, shard, num_shards)
                 if part.rank == 0:
-                    first, first_part = stage, part
+                    first = stage
+                    first_part = part
                     continue
                 arguments = (stage, part, self._form(part.rank))
                 thread = threading.Thread(target=self._serve, args=arguments, daemon=True)

@@ -127,7 +127,8 @@ class Expected:
     """What a request is answered, whatever happens around it. `choices` None: nan."""
 
     def __init__(self, prepared: Prepared, num_stages: int) -> None:
-        self._prepared, self._num_stages = prepared, num_stages
+        self._prepared = prepared
+        self._num_stages = num_stages
         self.num_drawn = 0
         prompts = range(len(prepared.prompts))
         listed = [self._pooled(i) if prepared.is_pooled else self._drawn(i) for i in prompts]
@@ -155,10 +156,12 @@ class Expected:
         return values
 
     def _drawn(self, index: int) -> list[dict[str, Any]] | None:
-        prepared, params = self._prepared, self._prepared.params
+        prepared = self._prepared
+        params = self._prepared.params
         memory = tuple(self._encode(prepared.sources[index].ids)) if prepared.sources else ()
         prompt = prepared.prompts[index]
-        sequences, scores = list[Choice](), list[int]()
+        sequences = list[Choice]()
+        scores = list[int]()
         for candidate in range(params.num_candidates):
             model = ModelAlone(self._num_stages, memory)
             num_fed = params.num_to_feed(len(prompt.ids))
@@ -177,7 +180,9 @@ class Expected:
         return [self._show(prompt, each, scores) for each in sequences[: params.n]]
 
     def _draw(self, index: int, candidate: int, model: ModelAlone, seen: list[int]) -> Choice:
-        prepared, params, choice = self._prepared, self._prepared.params, Choice()
+        prepared = self._prepared
+        params = self._prepared.params
+        choice = Choice()
         key = b""
         if not params.is_greedy:
             ids = [each.ids for each in prepared.prompts]
@@ -212,7 +217,8 @@ class Expected:
 
     def _ends(self, choice: Choice, ends: set[int], is_constrained: bool) -> bool:
         """Tell whether a choice ends with its newest token; settle its text."""
-        params, token_id = self._prepared.params, choice.ids[-1]
+        params = self._prepared.params
+        token_id = choice.ids[-1]
         choice.num_listed = len(choice.ids)
         may_stop = len(choice.ids) > params.min_tokens
         if token_id in ends and (may_stop or is_constrained):
@@ -238,7 +244,8 @@ class Expected:
         return choice.finish_reason == "stop"
 
     def _show(self, prompt: EncodedPrompt, choice: Choice, scores: list[int]) -> dict[str, Any]:
-        params, num_start = self._prepared.params, self._prepared.num_start
+        params = self._prepared.params
+        num_start = self._prepared.num_start
         shown: dict[str, Any] = {
             "text": prompt.text * params.echo + choice.text,
             "logprobs": None,
@@ -250,7 +257,8 @@ class Expected:
             shown["stop_reason"] = choice.stop_reason
         if params.logprobs is None:
             return shown
-        ids, seen = choice.ids[: choice.num_listed], choice.seen[: choice.num_listed]
+        ids = choice.ids[: choice.num_listed]
+        seen = choice.seen[: choice.num_listed]
         places = [len(prompt.text) + place for place in range(len(ids))]
         seen_before: list[int | None] = [*seen]
         if params.echo:
@@ -473,7 +481,8 @@ class Simulation:
             close = pipeline.close
         elif self.mode == "ring":
             ring = ThreadRing(shards, random.Random(self.seed))
-            pipeline, close = ring.pipeline, ring.close
+            pipeline = ring.pipeline
+            close = ring.close
         self._watch(pipeline)
         form = AnswerForm(TOKENIZER, "auto")
         starter = ToyStarter(TOKENIZER, frozenset({EOS}), RUN_SEED, VOCAB)
@@ -493,8 +502,10 @@ class Simulation:
             has_memory=self.faults.has_memory,
             nan_id=BAD,
         )
-        forward, num_ranks = stage.forward, self.num_stages * self.num_shards
-        rank, num_done = number * self.num_shards + shard, 0
+        forward = stage.forward
+        num_ranks = self.num_stages * self.num_shards
+        rank = number * self.num_shards + shard
+        num_done = 0
 
         def forward_or_fail(step: Any, hidden: Any) -> Any:
             nonlocal num_done
@@ -511,7 +522,8 @@ class Simulation:
 
     def _watch(self, pipeline: Any) -> None:
         """See that each step keeps to the limits, and interrupt some."""
-        submit, collect = pipeline.submit, pipeline.collect
+        submit = pipeline.submit
+        collect = pipeline.collect
 
         def submit_and_check(step: Any) -> None:
             self._check_step(step, pipeline.num_in_flight)
@@ -525,7 +537,8 @@ class Simulation:
             self._interrupt()
             return result
 
-        pipeline.submit, pipeline.collect = submit_and_check, collect_or_fail
+        pipeline.submit = submit_and_check
+        pipeline.collect = collect_or_fail
 
     def _interrupt(self) -> None:
         if self._rng.random() < self.share_of_interrupts:
@@ -601,7 +614,8 @@ class Simulation:
     # What happens
 
     def _add(self, request: Request) -> None:
-        request.events, request.is_cancelled = [], False
+        request.events = []
+        request.is_cancelled = False
         try:
             request_id = self.engine.loop.add(
                 request.prepared, priority=request.priority, is_streamed=request.is_streamed
@@ -625,7 +639,9 @@ class Simulation:
 
     def _num_blocks_needed(self, request: Request) -> int:
         """Return the blocks that the largest of its prompts takes, at most and alone."""
-        prepared, params, size = request.prepared, request.prepared.params, self.block_size
+        prepared = request.prepared
+        params = request.prepared.params
+        size = self.block_size
         most = 0
         for place, prompt in enumerate(prepared.prompts):
             num_to_feed = params.num_to_feed(len(prompt.ids))
@@ -640,7 +656,8 @@ class Simulation:
         return most
 
     def _disturb(self) -> None:
-        rng, loop = self._rng, self.engine.loop
+        rng = self._rng
+        loop = self.engine.loop
         if rng.random() < self.share_of_cancels and self._by_id:
             request_id = rng.choice([*self._by_id])
             request = self._by_id[request_id]
@@ -760,7 +777,8 @@ class Simulation:
 
     def _check_books(self) -> None:
         """Free, idle and held blocks are all blocks; just those hold that run."""
-        loop, scheduler = self.engine.loop, self.engine.scheduler
+        loop = self.engine.loop
+        scheduler = self.engine.scheduler
         pool = scheduler.pool
         running: list[Sequence] = [
             sequence
@@ -785,7 +803,8 @@ class Simulation:
         assert sorted(slots + scheduler.kv.slots._free) == all_slots, "slots"
 
     def _check_end(self) -> None:
-        loop, scheduler = self.engine.loop, self.engine.scheduler
+        loop = self.engine.loop
+        scheduler = self.engine.scheduler
         assert not (loop.has_work or loop._open or loop._streams)
         loop.check_idle()
         self._check_books()
@@ -815,7 +834,8 @@ class Simulation:
 
     def _check_kept(self, prefixes: PrefixCache) -> None:
         """The tokens of the prefix tree lie in the blocks that it says."""
-        cache, size = self.engine.stages[0].cache, self.block_size
+        cache = self.engine.stages[0].cache
+        size = self.block_size
         for node in _nodes(prefixes):
             for place, token_id in enumerate(node.tokens, node.start):
                 block = node.blocks[place // size - node.start // size]
@@ -850,7 +870,9 @@ def simulate(seed: int) -> Counter[str]:
 @click.option("--seed", default=0, show_default=True, help="The seed of the first.")
 def main(runs: int, seed: int) -> None:
     """Run simulations of the engine; print the seeds that fail, and why."""
-    began_s, num_failed, counts = time.perf_counter(), 0, Counter[str]()
+    began_s = time.perf_counter()
+    num_failed = 0
+    counts = Counter[str]()
     for number in range(seed, seed + runs):
         try:
             counts += simulate(number)

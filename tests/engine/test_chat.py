@@ -428,7 +428,8 @@ def test_unseeded_chats_are_counted() -> None:
 
 
 def test_a_seed_draws_what_the_completion_of_the_rendered_prompt_draws() -> None:
-    intake, loop = (bench := ChatBench(b"abcdefgh")).intake, bench.loop
+    intake = (bench := ChatBench(b"abcdefgh")).intake
+    loop = bench.loop
 
     def key(**fields: Any) -> bytes:
         prepared = intake.prepare(intake.parse(fields | {"seed": 3, "top_p": 0.9}))

@@ -86,7 +86,8 @@ def compare(found: list[Any], expected: list[Any], tolerance: float = 1e-4) -> N
 
 def oracle_logprobs(model: Any, prompt: list[int], fed: list[int]) -> torch.Tensor:
     with torch.inference_mode():
-        inputs, own = torch.tensor([prompt]), torch.tensor([[0, *fed]])
+        inputs = torch.tensor([prompt])
+        own = torch.tensor([[0, *fed]])
         logits = model(input_ids=inputs, decoder_input_ids=own).logits
     found: torch.Tensor = logits[0].log_softmax(-1)
     return found
@@ -175,7 +176,8 @@ def test_stops_and_streams(t5: Any) -> None:
     rows = [how | {"prompt": text} for text in TEXTS]
     texts = [result["choices"][0]["text"] for result in answer(folder, rows)]
     whole = max(texts, key=len)
-    row, stop = rows[texts.index(whole)], whole[3:5]
+    row = rows[texts.index(whole)]
+    stop = whole[3:5]
     (cut,) = answer(folder, [row | {"stop": stop}])
     assert len(stop) == 2 and cut["choices"][0]["text"] == whole[: whole.index(stop)]
     with open_engine(folder) as engine:
@@ -249,8 +251,12 @@ def test_what_is_refused(t5: Any) -> None:
     ]
     *codes, last = answer(folder, rows)
     assert codes == [
-        *("unsupported_parameter", "context_length_exceeded", "token_out_of_range"),
-        *("invalid_type", "context_length_exceeded", "unsupported_parameter"),
+        "unsupported_parameter",
+        "context_length_exceeded",
+        "token_out_of_range",
+        "invalid_type",
+        "context_length_exceeded",
+        "unsupported_parameter",
     ]
     assert last["choices"]
     with open_engine(folder, max_model_len=64, on_too_long="truncate-left") as engine:
@@ -362,7 +368,8 @@ def test_the_last_rank_has_the_encoders_final_norm(tmp_path: Path) -> None:
     """With fewer layers than ranks the first rank had them, and the norm was left out."""
     model = make_encoder("mbart")
     config = model.config
-    config.encoder_layers, config.decoder_layers = 1, 2
+    config.encoder_layers = 1
+    config.decoder_layers = 2
     model = type(model)(config).eval()
     with torch.no_grad():
         model.model.encoder.layer_norm.weight *= 3

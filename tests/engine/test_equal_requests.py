@@ -37,7 +37,8 @@ def choices(answer: dict[str, Any]) -> Any:
 
 def test_equal_greedy_requests_are_computed_once(engine: fminfer.Engine) -> None:
     """Also if their keys stand in another order, and what is only recorded differs."""
-    before, copied = engine.stats.num_generated_tokens, engine.stats.num_copied_requests
+    before = engine.stats.num_generated_tokens
+    copied = engine.stats.num_copied_requests
     requests = [GREEDY | {"user": f"u{i}", "logprobs": 2} for i in range(9)]
     requests.append({"logprobs": 2.0, **GREEDY, "best_of": 1, "seed": 5})
     found = answers(engine, requests)

@@ -66,7 +66,8 @@ def test_a_long_prompt_is_told_its_exact_length(demo: Tokenizer) -> None:
 def test_a_cut_prompt_has_the_ids_of_the_whole_text(demo: Tokenizer, side: str) -> None:
     text = GIANT[:100_000]
     (prompt,) = prepare(demo, text, side).prompts
-    ids, room = demo.encode(text).ids, 512 - 16
+    ids = demo.encode(text).ids
+    room = 512 - 16
     assert prompt.ids == (ids[:room] if side == "truncate-right" else ids[-room:])
 
 

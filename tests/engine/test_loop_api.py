@@ -50,7 +50,8 @@ def alone(request: dict[str, Any]) -> list[dict[str, Any]]:
 
 def check_idle(bench: Any) -> None:
     bench.scheduler.check_idle()
-    stats, read = bench.loop.stats, bench.loop.stats.read
+    stats = bench.loop.stats
+    read = bench.loop.stats.read
     # What was in flight for a cancelled row is drawn, too.
     num_told = stats.num_generated_tokens + stats.num_undrawn
     is_done = stats.num_ended == read.num_sequences and num_told >= read.max_draws
@@ -276,7 +277,8 @@ class FilledLate(deque[Any]):
 
     def __bool__(self) -> bool:
         if len(self) == 0 and self.fill is not None:
-            fill, self.fill = self.fill, None
+            fill = self.fill
+            self.fill = None
             fill()
             return False
         return len(self) > 0

@@ -123,7 +123,8 @@ def test_a_row_that_lost_its_blocks_keeps_the_scores_of_its_prompt() -> None:
     prompt = PromptState(
         cast(RequestState, None), 0, EncodedPrompt([1, 2], "", []), reports=reports, again=[1, 2, 3]
     )
-    prompt.num_fed, prompt.nan_at = 3, "generated token 1"
+    prompt.num_fed = 3
+    prompt.nan_at = "generated token 1"
     prompt.forget_results()
     assert (prompt.num_fed, prompt.nan_at, prompt.reports) == (0, "", reports)
 

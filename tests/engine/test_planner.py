@@ -39,7 +39,8 @@ def test_prefixes_that_do_not_fit_together_are_shared_all_the_same() -> None:
     """In the file's order the cache has lost each prefix when its next row comes."""
     options = {"context": 200, "num_blocks": 100, "chunk_size": 64}  # four rows fit
     rows = interleaved(num_prefixes=20, num_each=12)
-    planned, unplanned = Bench(**options), Bench(**options)
+    planned = Bench(**options)
+    unplanned = Bench(**options)
     records = planned.run(*rows, read_ahead=WINDOW)
     assert [record.line.number for record in records] == list(range(1, 241))
     assert not any(record.error for record in records)
@@ -62,7 +63,8 @@ def test_long_rows_do_not_run_alone_at_the_end() -> None:
 
 
 def asked(rows: list[dict[str, Any]], source: int = 0) -> list[LineRequest]:
-    intake, found = LineIntake(Bench(context=200).intake), []
+    intake = LineIntake(Bench(context=200).intake)
+    found = []
     for number, row in enumerate(rows, start=1):
         line = intake.open(Line(source, number, json.dumps(row).encode()))
         assert isinstance(line, LineRequest)
@@ -72,7 +74,9 @@ def asked(rows: list[dict[str, Any]], source: int = 0) -> list[LineRequest]:
 
 def test_the_order() -> None:
     """Groups by their longest row, a group's rows together; of equals the file's order."""
-    a, b, c = prefix(1), prefix(2), prefix(3, 10)
+    a = prefix(1)
+    b = prefix(2)
+    c = prefix(3, 10)
     rows = [
         {"prompt": [*a, 7], "max_tokens": 5},
         {"prompt": [*c, 1], "max_tokens": 6},

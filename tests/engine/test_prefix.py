@@ -113,7 +113,8 @@ def test_answers_are_the_same_with_the_cache_on_or_off(
     forgetful.pool.check_idle()
     assert cached.answers(requests) == expected
     assert cached.answers(requests) == expected, "and on what the first run left in the cache"
-    fed, cached_fed = plain.loop.stats.num_prompt_tokens, cached.loop.stats.num_prompt_tokens
+    fed = plain.loop.stats.num_prompt_tokens
+    cached_fed = cached.loop.stats.num_prompt_tokens
     assert cached_fed + cached.loop.stats.num_cached_tokens == 2 * fed
 
 

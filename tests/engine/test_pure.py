@@ -97,7 +97,8 @@ def test_where_nothing_else_is_left_an_answer_may_end(
 
 
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
-    params, slots = SamplingParams(temperature=0, max_tokens=1), Slots()
+    params = SamplingParams(temperature=0, max_tokens=1)
+    slots = Slots()
 
     def row(*never: int) -> PackedRow:
         bans = Bans(params, frozenset(), [(token_id,) for token_id in never])
@@ -232,7 +233,8 @@ def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
     """The errors of `a` and the answers of `a.errors` would share a name; inputs were deleted."""
     from fminfer.files.output_paths import plan_outputs
 
-    first, second = tmp_path / "a.jsonl", tmp_path / "a.errors.jsonl"
+    first = tmp_path / "a.jsonl"
+    second = tmp_path / "a.errors.jsonl"
     with pytest.raises(UsageError, match="also belongs"):
         plan_outputs([first, second], None)
     with pytest.raises(UsageError, match="is the input"):

@@ -120,7 +120,8 @@ class Driver:
             self.check_books()
 
     def collect(self) -> None:
-        planned, result = self.in_flight.popleft(), self.pipeline.collect()
+        planned = self.in_flight.popleft()
+        result = self.pipeline.collect()
         assert self.scheduler.collect() is planned
         scores = result.of("prompt scores").logprobs.tolist()
         for prompt, logprob in zip(planned.scored_prompts, scores, strict=True):
@@ -301,7 +302,8 @@ def test_the_lowest_priority_and_the_latest_goes_first_and_no_more_than_needed()
 def test_nobody_is_preempted_in_vain() -> None:
     """Candidates run together and stay, and without their room it is too little."""
     driver = Driver(num_blocks=20)
-    pair, single = make_prompt([1], n=2, max_tokens=28), make_prompt([2], max_tokens=20)
+    pair = make_prompt([1], n=2, max_tokens=28)
+    single = make_prompt([2], max_tokens=20)
     running(driver, pair, single)
     high = make_prompt([3], priority=1, max_tokens=41)
     driver.add(high)
@@ -389,7 +391,8 @@ def test_rows_behind_all_are_in_one_step_for_each_stage(num_stages: int) -> None
 def test_what_is_being_fed_makes_room_and_is_fed_later() -> None:
     """The long prompt stood before the urgent one, and its tokens filled every step."""
     driver = Driver(num_blocks=30, chunk=8)
-    long, urgent = make_prompt([1] * 70), make_prompt([2] * 8, priority=1, max_tokens=1)
+    long = make_prompt([1] * 70)
+    urgent = make_prompt([2] * 8, priority=1, max_tokens=1)
     driver.add(long)
     driver.step()
     driver.add(urgent)
@@ -407,7 +410,8 @@ def test_a_prompt_does_not_wait_for_a_prefix_of_lower_priority() -> None:
     stem = list(range(40))
     driver.add(make_prompt([*stem, 1]))
     driver.step()
-    same, higher = make_prompt([*stem, 2]), make_prompt([*stem, 3], priority=1)
+    same = make_prompt([*stem, 2])
+    higher = make_prompt([*stem, 3], priority=1)
     driver.add(same, higher)
     driver.fill()
     assert same not in driver.admitted and higher in driver.admitted
@@ -515,7 +519,8 @@ def test_who_goes_when_no_block_is_left_for_the_next_token() -> None:
 def test_who_waits_for_the_prefix_of_a_cancelled_prompt_goes_on() -> None:
     driver = Driver(has_cache=True, num_blocks=100, chunk=16)
     stem = list(range(80))
-    feeding, standing = make_prompt([*stem, 1]), make_prompt([*stem, 2])
+    feeding = make_prompt([*stem, 1])
+    standing = make_prompt([*stem, 2])
     driver.add(feeding, standing)
     driver.step()
     driver.fill()
@@ -560,7 +565,8 @@ def test_only_new_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(driver.pipeline, "submit", take_note)
     driver.add(prompt := make_prompt([9] * 6, max_tokens=30))
-    (sequence,), tables = prompt.sequences, list[list[int]]()
+    (sequence,) = prompt.sequences
+    tables = list[list[int]]()
     while not prompt.is_finished:
         driver.fill()
         tables.append([*sequence.block_table])

@@ -51,7 +51,8 @@ def copy_no_unfilled_block(patch: Patch) -> None:
 def fill_blocks_of_former_owners(patch: Patch) -> None:
     def give_back(kv: KvReservation, sequence: Sequence) -> None:
         kv._pool.release(sequence.block_table + sequence.cross_table)
-        sequence.block_table, sequence.cross_table = [], []
+        sequence.block_table = []
+        sequence.cross_table = []
         kv.slots.give_back(sequence)
 
     patch.setattr(KvReservation, "give_back", give_back)
@@ -97,7 +98,8 @@ def tell_a_cancelled_answer(patch: Patch) -> None:
     take_in = EngineLoop._take_in
 
     def take_in_twice(loop: EngineLoop) -> None:
-        cancelled, loop._cancelled = loop._cancelled, deque()
+        cancelled = loop._cancelled
+        loop._cancelled = deque()
         take_in(loop)
         loop._cancelled = deque(each for each in cancelled if each in loop._open)
         take_in(loop)

@@ -247,7 +247,8 @@ def test_rows_that_lose_their_blocks_go_on_with_their_streams() -> None:
     events = events_of(roomy.loop)
     expected = [check_stream(events, request_id) for request_id in ids]
     tight = test_prefix.Bench(num_blocks=100, **sizes)
-    found, ids = list[Event](), []
+    found = list[Event]()
+    ids = []
     for number, request in enumerate(asked):
         ids.append(tight.add(priority=number % 3 - 1, **request))
         found += tight.loop.step()

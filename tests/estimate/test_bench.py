@@ -61,18 +61,21 @@ def test_the_figures_of_the_scripts(flag: str) -> None:
     num_pipelines = 2 if flag == "--data-group-size" else 1
     assert [row["batch_size"] for row in told["batches"]] == [1, 3], "the smaller ones first"
     for row, each in zip(told["batches"], figures(output), strict=True):
-        size, tokens = row["batch_size"], row["num_tokens"]
+        size = row["batch_size"]
+        tokens = row["num_tokens"]
         assert tokens == size * 7 * num_pipelines
         seconds = each[f"Tokenize and generate {tokens} (bs={size}) tokens"]
         assert seconds == pytest.approx(row["seconds"], abs=1e-3)
         ms = each["Throughput per token including tokenize"]
         assert ms == pytest.approx(1000 * row["seconds"] / tokens, abs=0.01)
-        ready_s, finish_s = each["Start to ready to generate"], each["Start to finish"]
+        ready_s = each["Start to ready to generate"]
+        finish_s = each["Start to finish"]
         assert finish_s == pytest.approx(ready_s + seconds, abs=2e-3)
     assert [each["rank"] for each in told["ranks"]] == [*range(len(told["ranks"]))]
     assert len(told["ranks"]) == (2 if flags else 1)
     for each in told["ranks"]:
-        peak, foreseen = each["peak"]["host_bytes"], each["foreseen_bytes"]
+        peak = each["peak"]["host_bytes"]
+        foreseen = each["foreseen_bytes"]
         assert 2**26 < peak < 2**32 and foreseen / 2 < peak < 2 * foreseen
         row = rf"^ +{each['rank']} +{peak / 2**20:.0f} MiB +- +- +{foreseen / 2**20:.0f} MiB$"
         assert re.search(row, output, re.M), output
@@ -122,7 +125,8 @@ def time_all(engine: Any, sizes: list[int], spread: Spread = ALONE) -> list[Any]
 def test_each_batch_is_generated_whole() -> None:
     """None ends early or is copied, after a row to warm up. By default 256 rows run at most."""
     with closing(fminfer.Engine(dtype="float32", max_rows=300)) as engine:
-        before, counts = engine.stats.num_generated_tokens, []
+        before = engine.stats.num_generated_tokens
+        counts = []
         for sizes in ([1], [3], [300]):
             time_all(engine, sizes)
             counts.append(engine.stats.num_generated_tokens - before)

@@ -199,7 +199,8 @@ def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None
     given = [str(part) for name in flags if name in names for part in (names[name], flags[name])]
     given += ["--no-prefix-cache"] if "prefix_cache" in flags else []
     report = check_json(path, *given)
-    counts, work = report["counts"], report["work"]
+    counts = report["counts"]
+    work = report["work"]
     assert work["num_steps"] == stats.num_steps > 30
     assert work["max_rows_running"] == stats.max_rows_running
     assert work["sample_lines"] == 0

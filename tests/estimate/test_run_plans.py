@@ -35,7 +35,8 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     """Have eight different prompts of 20 tokens, each to be continued by 30."""
-    rng, path = random.Random(3), tmp_path / "a.jsonl"
+    rng = random.Random(3)
+    path = tmp_path / "a.jsonl"
     lines = [{"prompt": rng.choices(range(300), k=20), "max_tokens": 30} for _ in range(8)]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
@@ -112,8 +113,18 @@ def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
 
 def test_flags_that_are_given_are_kept(rows: Path) -> None:
     plans = plans_of(
-        *(rows, "--random-init", "opt-175b", *NODE, "--tp", "4", "--quantize", "int4"),
-        *("--offload", "disk", "--disk-bandwidth", "14G"),
+        rows,
+        "--random-init",
+        "opt-175b",
+        *NODE,
+        "--tp",
+        "4",
+        "--quantize",
+        "int4",
+        "--offload",
+        "disk",
+        "--disk-bandwidth",
+        "14G",
     )
     assert plans["roofs"]["disk_rate"] == 14e9
     assert len(plans["runs"]) == 2

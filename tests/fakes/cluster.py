@@ -59,7 +59,9 @@ def parse(words: list[str], known: Options) -> dict[str, str]:
     found = {}
     words = list(words)
     while words:
-        flag, has_value, value = words.pop(0), "", ""
+        flag = words.pop(0)
+        has_value = ""
+        value = ""
         if flag.startswith("--"):
             flag, has_value, value = flag.partition("=")
         if flag not in known:
@@ -120,7 +122,9 @@ def tasks() -> list[tuple[Path, dict[str, Any]]]:
 
 
 def environment(task: dict[str, Any]) -> dict[str, str]:
-    job, index, values = str(task["job"]), task["index"], task["values"]
+    job = str(task["job"])
+    index = task["index"]
+    values = task["values"]
     if task["kind"] == "lsf":
         name = task["name"] + (f"[{index}]" if index else "")
         hosts = " ".join(["127.0.0.1"] * int(values.get("-n", 1)))

@@ -145,7 +145,8 @@ def go_over(wish: Wish) -> tuple[Table, list[str]]:
             if time.monotonic() > wish.end_s:
                 break
             target = open_target(loop, name, wish.seed, is_new_boot=wish.is_new_boot)
-            started_s, before = time.monotonic(), len(failures)
+            started_s = time.monotonic()
+            before = len(failures)
             num_tried = 0
             for case, key, try_it in _cases_of(target, wish):
                 if time.monotonic() > wish.end_s:
@@ -161,7 +162,8 @@ def go_over(wish: Wish) -> tuple[Table, list[str]]:
                     if wish.is_loud:
                         click.echo(f"FAILS {failures[-1]}\n")
             if wish.is_loud:
-                took_s, num_failed = time.monotonic() - started_s, len(failures) - before
+                took_s = time.monotonic() - started_s
+                num_failed = len(failures) - before
                 click.echo(f"{name}: {num_tried:,} in {took_s:.0f} s, {num_failed:,} failed")
     return table, failures
 

@@ -30,9 +30,11 @@ from tests.faults.file_faults import Loop, Ready
 
 MODES = ("lost", "names", "zeros", "data", "torn", "random", "all")
 ENTRY = struct.Struct("<BiqIII")
-SECTOR, PAGE = 512, 4096
+SECTOR = 512
+PAGE = 4096
 FOLDER = -1  # in the place of a file's number
-CREATE, TRUNCATE = 0o100, 0o1000
+CREATE = 0o100
+TRUNCATE = 0o1000
 
 
 @dataclass(slots=True)
@@ -179,11 +181,13 @@ def apply_naming(names: dict[str, int], naming: Naming) -> None:
 
 def read_log(path: Path) -> Iterator[Entry]:
     """Yield what faults.c has recorded."""
-    raw, place = path.read_bytes(), 0
+    raw = path.read_bytes()
+    place = 0
     while place < len(raw):
         what, fd, where, num_bytes, num_path, num_other = ENTRY.unpack_from(raw, place)
         place += ENTRY.size
-        name, other = raw[place : place + num_path], raw[place + num_path :][:num_other]
+        name = raw[place : place + num_path]
+        other = raw[place + num_path :][:num_other]
         place += num_path + num_other
         data = raw[place : place + num_bytes]
         place += num_bytes
@@ -248,7 +252,8 @@ def build(disk: Disk, folder: Path, mode: str, source: random.Random, *, is_new_
     folder.mkdir()
     boot = machine_name("pid").partition(" ")[0].encode()
     for name in sorted(names):
-        path, number = Path(name), names[name]
+        path = Path(name)
+        number = names[name]
         if number == FOLDER:
             path.mkdir(parents=True, exist_ok=True)
         elif path.parent.is_dir():
@@ -314,7 +319,10 @@ class CutLoop:
     """Tries power cuts of one command."""
 
     def __init__(self, loop: Loop, ready: Ready, seed: int, *, is_new_boot: bool) -> None:
-        self.loop, self.ready, self.seed, self.is_new_boot = loop, ready, seed, is_new_boot
+        self.loop = loop
+        self.ready = ready
+        self.seed = seed
+        self.is_new_boot = is_new_boot
         log = loop.place / "log"
         log.unlink(missing_ok=True)
         loop.begin(ready)
@@ -330,7 +338,8 @@ class CutLoop:
 
     def try_cut(self, cut: Cut) -> None:
         """Build the state after a cut, and repeat the command; raise a WrongError."""
-        loop, ready = self.loop, self.ready
+        loop = self.loop
+        ready = self.ready
         disk = Disk.of(ready.template, loop.folder)
         for entry in self.entries[: cut.num_changes]:
             disk.take(entry)

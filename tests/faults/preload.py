@@ -22,10 +22,24 @@ from typing import NoReturn
 
 SOURCE = Path(__file__).with_name("faults.c")
 KINDS = (
-    *("open", "read", "pread", "write", "pwrite", "fsync", "rename", "link", "unlink", "mkdir"),
-    *("stat", "mmap", "close", "truncate", "lock"),
+    "open",
+    "read",
+    "pread",
+    "write",
+    "pwrite",
+    "fsync",
+    "rename",
+    "link",
+    "unlink",
+    "mkdir",
+    "stat",
+    "mmap",
+    "close",
+    "truncate",
+    "lock",
 )
-SHORT, KILL = -1, -2
+SHORT = -1
+KILL = -2
 ERRORS = {"short": SHORT, "kill": KILL} | {
     name: getattr(errno, name)
     for name in ("EIO", "ENOSPC", "EINTR", "EAGAIN", "ESTALE", "EDQUOT", "ENOMEM", "ENOLCK")
@@ -120,8 +134,10 @@ class Warm:
         from tests import forked
 
         torch.set_num_threads(1)
-        self.folder, self.scratch = folder, scratch
-        self._command, self._be_fminfer = forked.COMMAND, forked._be_fminfer
+        self.folder = folder
+        self.scratch = scratch
+        self._command = forked.COMMAND
+        self._be_fminfer = forked._be_fminfer
         self._library = ctypes.CDLL(str(library_path()))
         self._library.fault_count.restype = ctypes.c_long
         (scratch / "tmp").mkdir(exist_ok=True)
@@ -203,11 +219,13 @@ class Warm:
 
 def _hangs(pid: int) -> bool:
     """Tell whether a process that is late waits for nothing, or computes far too long."""
-    num_ticks, before = 0, -1
+    num_ticks = 0
+    before = -1
     for _ in range(10):
         time.sleep(0.2)
         stats = [path.read_text().rpartition(")")[2].split() for path in _threads_of(pid)]
-        before, num_ticks = num_ticks, sum(int(stat[11]) + int(stat[12]) for stat in stats)
+        before = num_ticks
+        num_ticks = sum(int(stat[11]) + int(stat[12]) for stat in stats)
         is_running = num_ticks != before or any(stat[0] in "RD" for stat in stats)
         if num_ticks > LIMIT_S * os.sysconf("SC_CLK_TCK") or not stats:
             return bool(stats)

@@ -30,7 +30,9 @@ from tests.faults.torture_server import BOUNDARY, OVER, URL
 
 # A traceback of a batch that pauses is for the server's log alone, if it is one of ours.
 RAW = re.compile(r"panicked at|Exception ignored|Exception in thread|internal_error|Traceback")
-READY_S, PATIENCE_S, RESTART_S = 30.0, 3.0, 30.0
+READY_S = 30.0
+PATIENCE_S = 3.0
+RESTART_S = 30.0
 NUM_LINES = 6
 ENDS = (*OVER, "expired", "failed")
 
@@ -120,7 +122,8 @@ class ServerLoop:
     name = "server"
 
     def __init__(self, loop: Loop) -> None:
-        self.loop, self.warm = loop, loop.warm
+        self.loop = loop
+        self.warm = loop.warm
         self.state = loop.folder / "state"
         self.log = loop.place / "server-log"
 

@@ -35,7 +35,8 @@ if kind and "-m" in sys.orig_argv:
     import fminfer.runtime.build.one_pipeline
     from fminfer.models.stage import Stage
 
-    open_weights, forward = fminfer.runtime.build.builder.open_weights, Stage.forward
+    open_weights = fminfer.runtime.build.builder.open_weights
+    forward = Stage.forward
 
     def load_or_fail(*args, **options):
         if phase == "load" and _is_here():

@@ -74,7 +74,8 @@ def test_a_draft_without_syncs_can_be_anything(
     tmp_path: Path, mode: str, expected: dict[str, bytes]
 ) -> None:
     """The file of an old name is replaced, and neither bytes nor names are synced."""
-    begun, folder = tmp_path / "begun", tmp_path / "seen"
+    begun = tmp_path / "begun"
+    folder = tmp_path / "seen"
     begun.mkdir()
     (begun / "b").write_bytes(b"old")
     disk = Disk.of(begun, folder)

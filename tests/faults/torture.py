@@ -25,7 +25,8 @@ from typing import Any
 
 import click
 
-NUM_ROWS, NUM_KILLS = 60, 3
+NUM_ROWS = 60
+NUM_KILLS = 3
 VICTIMS = ("first", "rank", "all")
 
 
@@ -84,7 +85,8 @@ class Reference:
 
 
 def run_alone(folder: Path, num_ranks: int) -> Reference:
-    source, output = folder / "rows.jsonl", folder / "whole.jsonl"
+    source = folder / "rows.jsonl"
+    output = folder / "whole.jsonl"
     write_rows(source)
     started = time.monotonic()
     done = subprocess.run(command(source, output, num_ranks), capture_output=True, text=True)
@@ -159,7 +161,8 @@ def one_round(
     kept: set[bytes] = set()
     done = []
     for _ in range(NUM_KILLS):
-        victim, moment = source.choice(VICTIMS), choose_moment(source, len(kept), whole.took_s)
+        victim = source.choice(VICTIMS)
+        moment = choose_moment(source, len(kept), whole.took_s)
         run = subprocess.Popen(command(whole.source, output, num_ranks), stderr=subprocess.DEVNULL)
         wait_for_phase(run, moment, output)
         phase = moment.phase if run.poll() is None else "over"

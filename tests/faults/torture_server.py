@@ -34,7 +34,8 @@ from tests.forked import Forked
 BOUNDARY = "aBoundary"
 NUM_LINES = 50
 URL = "/v1/completions"
-READY_S, WAIT_S = 120.0, 120.0
+READY_S = 120.0
+WAIT_S = 120.0
 OVER = ("completed", "cancelled")
 
 

@@ -38,9 +38,12 @@ from tests.shards.answer_shards import share
 
 START_S = 1_700_000_000.0
 MOST_S = 40_000.0  # of the disk's clock, until all must be answered
-real_stat, real_exists = Path.stat, Path.exists
+real_stat = Path.stat
+real_exists = Path.exists
 real_touch = Path.touch
-real_replace, real_listdir, real_utime = os.replace, os.listdir, os.utime
+real_replace = os.replace
+real_listdir = os.listdir
+real_utime = os.utime
 
 
 class Killed(BaseException):
@@ -51,7 +54,8 @@ class Host:
     """A machine with one worker."""
 
     def __init__(self, world: World, number: int) -> None:
-        self.world, self.name = world, f"machine {number}"
+        self.world = world
+        self.name = f"machine {number}"
         self.skew_s = world.rng.choice([0.0, 0.0, 3600.0, -3600.0, 5 * 86400.0])
         self.work: Iterator[None] | None = None
         self.files: SharedFiles | None = None
@@ -87,7 +91,9 @@ class Host:
             return
         if self.work is None:  # a job's next run on this machine
             self.start()
-        before, self.world.host, self.is_running = self.world.host, self, True
+        before = self.world.host
+        self.world.host = self
+        self.is_running = True
         try:
             assert self.work is not None
             next(self.work)
@@ -98,10 +104,12 @@ class Host:
             self.work = None
             self._close()
         finally:
-            self.world.host, self.is_running = before, False
+            self.world.host = before
+            self.is_running = False
 
     def beat(self) -> None:
-        before, self.world.host = self.world.host, self
+        before = self.world.host
+        self.world.host = self
         if self.files is not None and self.work is not None:
             self.files._terms.claims._beat()
         self.world.host = before
@@ -139,7 +147,8 @@ class World:
 
     def __init__(self, seed: int, folder: Path) -> None:
         self.rng = random.Random(seed)
-        self.folder, self.now_s = folder, START_S
+        self.folder = folder
+        self.now_s = START_S
         self.has_locks = self.rng.random() < 0.5
         self.lag_s = self.rng.choice([0.0, 3.0, 30.0, 60.0])
         self.share_of_stops = self.rng.choice([0.0, 0.02, 0.1, 0.3])
@@ -188,7 +197,8 @@ class World:
         others = [host for host in self.hosts if not host.is_stopped and host is not self.host]
         if self.rng.random() >= self.share_of_stops or not others or self.depth > 3:
             return
-        host, self.host.is_stopped = self.host, True
+        host = self.host
+        self.host.is_stopped = True
         self.depth += 1
         end_s = self.now_s + self.rng.choice([5, 30, 65, 130, 300])
         while self.now_s < end_s:
@@ -277,8 +287,11 @@ class World:
                 raise OSError(errno.ENOLCK, "no locks")
             real_flock(fd, kind)
 
-        real_flock, real_append, real_init = fcntl.flock, Journal.append, Journal.__init__
-        real_take, real_order = Claims.take, ordered_output.put_in_order
+        real_flock = fcntl.flock
+        real_append = Journal.append
+        real_init = Journal.__init__
+        real_take = Claims.take
+        real_order = ordered_output.put_in_order
 
         def init(journal: Journal, *arguments: Any, **options: Any) -> None:
             real_init(journal, *arguments, **options)
@@ -352,7 +365,8 @@ def simulate(seed: int) -> list[str]:
 
 def main(first: int, last: int) -> None:
     """Print the seeds that fail."""
-    num_failed, ends = 0, Counter[str]()
+    num_failed = 0
+    ends = Counter[str]()
     for seed in range(first, last):
         try:
             ends.update(simulate(seed))

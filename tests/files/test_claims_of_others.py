@@ -86,7 +86,8 @@ def test_a_claim_of_a_later_version_is_waited_for(tmp_path: Path) -> None:
 
 def test_who_wrote_too_slowly_has_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another process took it for torn, answered the output, and left nothing."""
-    output, create = tmp_path / "a.jsonl", claims.create_once
+    output = tmp_path / "a.jsonl"
+    create = claims.create_once
 
     def create_slowly(path: Path, data: bytes, mode: int) -> bool:
         is_first = create(path, data, mode)

@@ -27,7 +27,8 @@ def test_names_that_are_too_long_are_cut_and_differ() -> None:
 
 
 def test_a_lock_is_held_until_it_is_given_up(tmp_path: Path) -> None:
-    path, output = tmp_path / "j", tmp_path / "out.jsonl"
+    path = tmp_path / "j"
+    output = tmp_path / "out.jsonl"
     with path.open("w") as one, path.open("w") as other:
         assert disk.lock(one.fileno(), path, output)
         with pytest.raises(InUseError, match=r"j is in use: another process writes .*out\.jsonl"):

@@ -155,7 +155,8 @@ def test_a_part_of_wrong_lines_is_answered_line_by_line(tmp_path: Path) -> None:
 
 
 def pack_tar(form: int) -> bytes:
-    packed, member = io.BytesIO(), tarfile.TarInfo("r.jsonl")
+    packed = io.BytesIO()
+    member = tarfile.TarInfo("r.jsonl")
     member.size = len(ROWS)
     with tarfile.open(fileobj=packed, mode="w", format=form) as archive:
         archive.addfile(member, io.BytesIO(ROWS))
@@ -396,7 +397,8 @@ def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_c
     num_lines = text.count("\n") + 1
     path = write(tmp_path / "a.jsonl", f"{SAMPLE}\n{text}\n{SAMPLE}".encode())
     lines = list(read_lines(path, 0))
-    first, last = 3, 2 + num_lines
+    first = 3
+    last = 2 + num_lines
     told = [line.fault for line in lines if line.fault]
     assert len(told) == num_lines and len(lines) == num_lines + 2
     assert f"lines {first} to {last} are one object, spread over several lines" in told[0]
@@ -576,7 +578,8 @@ def test_zstd_without_its_package_says_what_to_install(
 
 
 def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
-    out, errors = io.BytesIO(), list[bytes]()
+    out = io.BytesIO()
+    errors = list[bytes]()
     stream = OrderedStream(out, errors.append)
     for number in (1, 2, 5):
         stream.expect(0, number)
@@ -591,7 +594,8 @@ def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
 
 
 def test_where_answers_go() -> None:
-    source, output = Path("x/a.json.zst"), Path("out.jsonl")
+    source = Path("x/a.json.zst")
+    output = Path("out.jsonl")
     assert plan_outputs([STDIN], None) == [STDOUT]
     assert plan_outputs([STDIN], output) == [output]
     assert plan_outputs([source, STDIN], Path("-")) == [STDOUT, STDOUT]

@@ -43,7 +43,8 @@ class Handler(SimpleHTTPRequestHandler):
 
 @pytest.fixture
 def url(tmp_path: Path) -> Iterator[str]:
-    Handler.hidden, Handler.etag = set(), ""
+    Handler.hidden = set()
+    Handler.etag = ""
     Handler.asked.clear()
     (tmp_path / "web").mkdir()
     server = ThreadingHTTPServer(

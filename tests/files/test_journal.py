@@ -218,7 +218,8 @@ def test_any_bytes_are_read_without_a_wrong_row(tmp_path: Path) -> None:
     for _ in range(300):
         data = bytearray(b"".join(source.sample(sorted(rows), 8)))
         for _ in range(source.randrange(4)):
-            kind, place = source.randrange(3), source.randrange(len(data))
+            kind = source.randrange(3)
+            place = source.randrange(len(data))
             if kind == 0:
                 data[place] = source.randrange(256)
             elif kind == 1:
@@ -376,7 +377,8 @@ def test_a_disk_that_takes_half_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     journal = Journal(tmp_path / "answers.jsonl", MODEL)
     journal.append(row(1))
     size = journal.path.stat().st_size
-    pwrite, calls = os.pwrite, iter([True, False])
+    pwrite = os.pwrite
+    calls = iter([True, False])
 
     def take_half(fd: int, data: memoryview, place: int) -> int:
         if next(calls):
@@ -409,7 +411,8 @@ def test_rows_reach_the_disk_within_a_second(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     journal = Journal(tmp_path / "answers.jsonl", MODEL)
-    sync, sizes = os.fsync, list[int]()
+    sync = os.fsync
+    sizes = list[int]()
 
     def watch(fd: int) -> None:
         sync(fd)
@@ -429,8 +432,10 @@ def test_rows_reach_the_disk_within_a_second(
 def test_a_slow_disk_does_not_hold_rows_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A sync that takes for ever, and slow writes in pieces: rows go out, and all stand."""
     monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
-    is_syncing, may_end = threading.Event(), threading.Event()
-    sync, write = os.fsync, os.pwrite
+    is_syncing = threading.Event()
+    may_end = threading.Event()
+    sync = os.fsync
+    write = os.pwrite
 
     def hang(fd: int) -> None:
         is_syncing.set()
@@ -488,7 +493,8 @@ def test_finishing_can_be_killed_at_every_step(
 
 def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
     """Run some work up to its n-th change of a file; tell whether it got so far."""
-    count, was_killed = 0, False
+    count = 0
+    was_killed = False
 
     def watched(call: Callable[..., Any]) -> Callable[..., Any]:
         def run(*args: Any, **options: Any) -> Any:

@@ -56,7 +56,8 @@ def test_what_a_power_cut_left_blank_is_replaced(source: Path, flag: str) -> Non
 def test_an_output_that_came_while_a_run_answered_is_kept(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, real = source.with_name("output_r.jsonl"), journaled_input.require_own
+    output = source.with_name("output_r.jsonl")
+    real = journaled_input.require_own
 
     def require_own(path: Path, *about: Any) -> None:
         output.write_text(LINE)

@@ -90,7 +90,8 @@ def test_a_draft_that_was_taken_for_a_dead_ones_is_begun_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Another process saw it before it was locked, and removed it."""
-    flock, path = fcntl.flock, tmp_path / "a.html"
+    flock = fcntl.flock
+    path = tmp_path / "a.html"
 
     def remove_first(fd: int, kind: int) -> None:
         if kind == fcntl.LOCK_EX:
@@ -136,7 +137,8 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`fminfer quantize` synced nothing: after a power cut zeros may have answered."""
-    synced, folder = [], tmp_path / "model"
+    synced = []
+    folder = tmp_path / "model"
     monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
     with making_folder(folder) as draft:
         (draft / "config.json").write_text("{}")

@@ -31,7 +31,10 @@ def equal_of(parts: list[Path]) -> list[list[int] | None]:
 def test_each_part_has_the_counts_of_its_lines(parts: list[Path]) -> None:
     assert equal_of(parts) == [[0, 1], None, [0, 1], [2]]
     assert [[line.num_equal for line in read_lines(part, 0)] for part in parts] == [
-        *([None, 1], [None], [None, 1], [2])
+        [None, 1],
+        [None],
+        [None, 1],
+        [2],
     ]
 
 

@@ -90,7 +90,8 @@ def test_a_run_that_does_not_end(
     fault: BaseException,
     status: str,
 ) -> None:
-    path, waiting = tmp_path / "a.jsonl", tmp_path / "b.jsonl"
+    path = tmp_path / "a.jsonl"
+    waiting = tmp_path / "b.jsonl"
     path.write_text(DIFFERENT * 2000)  # more than are read ahead
     waiting.write_text(GOOD * 7)
     seen: list[openai.types.Batch] = []

@@ -177,7 +177,8 @@ def test_files_and_outputs_of_the_local_file_system(folders: RemoteFolders, tmp_
 def test_an_input_is_fetched_again_only_if_it_changed(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folders, told = RemoteFolders(tmp_path, is_quiet=False), ""
+    folders = RemoteFolders(tmp_path, is_quiet=False)
+    told = ""
     for text, num_fetched in ((TEXT, 1), (None, 1), (TEXT + TEXT, 2)):
         if text is not None:
             write("memory://in/a.jsonl", text)

@@ -43,36 +43,59 @@ HERE = Path(__file__).parent
 QUERIES = HERE.parent.parent / "examples" / "queries"
 # Pieces that parsers trip over; they are put in, or in the place of others.
 PIECES = [
-    *(b"null", b"true", b"NaN", b"Infinity", b"-0", b"1e999", b"1E400", b"0.1e-9", b"9" * 40),
-    *(
-        b'""',
-        b'"\\ud800"',
-        b'"\\u0000"',
-        b"\\",
-        b'\\"',
-        b'"',
-        b"[]",
-        b"{}",
-        b"[[",
-        b"]]",
-        b"}",
-        b"{",
-    ),
-    *(
-        b",",
-        b":",
-        b"\xff\xfe",
-        b"\xed\xa0\x80",
-        b"\xef\xbb\xbf",
-        b"\x00",
-        b"\r\n",
-        b"\n",
-        b"\xe2\x80\xa8",
-    ),
-    *(b'"prompt":', b'"request":', b'"custom_id":', b'"body":', b'"n":', b'"stop":', b'"line":'),
-    *(b'"logprobs":', b'"max_tokens":', b'"seed":', b'"echo":true', b'"logit_bias":{"5":-100}'),
-    *(b"[" * 200, b'{"a":' * 200, b'"x"' * 50, "é\u202e👩\u200d👩".encode()),
-    *(b"../", b"/etc/", b"request_0.jsonl", b'"path":', b'"lines":[1,1]', b'"num_rows":0', b"],\n"),
+    b"null",
+    b"true",
+    b"NaN",
+    b"Infinity",
+    b"-0",
+    b"1e999",
+    b"1E400",
+    b"0.1e-9",
+    b"9" * 40,
+    b'""',
+    b'"\\ud800"',
+    b'"\\u0000"',
+    b"\\",
+    b'\\"',
+    b'"',
+    b"[]",
+    b"{}",
+    b"[[",
+    b"]]",
+    b"}",
+    b"{",
+    b",",
+    b":",
+    b"\xff\xfe",
+    b"\xed\xa0\x80",
+    b"\xef\xbb\xbf",
+    b"\x00",
+    b"\r\n",
+    b"\n",
+    b"\xe2\x80\xa8",
+    b'"prompt":',
+    b'"request":',
+    b'"custom_id":',
+    b'"body":',
+    b'"n":',
+    b'"stop":',
+    b'"line":',
+    b'"logprobs":',
+    b'"max_tokens":',
+    b'"seed":',
+    b'"echo":true',
+    b'"logit_bias":{"5":-100}',
+    b"[" * 200,
+    b'{"a":' * 200,
+    b'"x"' * 50,
+    "é\u202e👩\u200d👩".encode(),
+    b"../",
+    b"/etc/",
+    b"request_0.jsonl",
+    b'"path":',
+    b'"lines":[1,1]',
+    b'"num_rows":0',
+    b"],\n",
 ]
 
 
@@ -164,7 +187,8 @@ def sign(manifest: bytes) -> bytes:
 
 def check_manifest(folder: Path, source: random.Random) -> None:
     """Mutate a manifest, sign it so that it is looked at, and read it."""
-    parts, sound = folder / "parts", folder / "sound"
+    parts = folder / "parts"
+    sound = folder / "sound"
     if not sound.exists():
         make_split(folder)
         sound.write_bytes((parts / MANIFEST).read_bytes())
@@ -211,7 +235,8 @@ def corpus() -> list[bytes]:
 
 def rounds(seed: int) -> Iterator[int]:
     """Do one thing after another; yield how many were done."""
-    source, lines = random.Random(seed), corpus()
+    source = random.Random(seed)
+    lines = corpus()
     limits = RequestLimits(
         2048, 300, config=EngineConfig(strict=bool(seed % 2)), chat_template=CHAT_TEMPLATE
     )

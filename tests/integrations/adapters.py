@@ -48,7 +48,8 @@ class AdapterResults:
         """Return all ids, the continuation's mean logprob, and whether it is the greedy one."""
         request = adapter_request(context + continuation, **changes)
         logprobs = self._results[self._key(request)]["choices"][0]["logprobs"]
-        tokens, values = logprobs["tokens"], logprobs["token_logprobs"]
+        tokens = logprobs["tokens"]
+        values = logprobs["token_logprobs"]
         assert values[0] is None
         ids = self._tokenizer.convert_tokens_to_ids(tokens)
         start, end = (self._count(text) for text in (context, context + continuation))

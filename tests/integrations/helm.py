@@ -61,7 +61,8 @@ def _completion(choice: dict[str, Any]) -> HelmCompletion:
     text = _plain(choice["text"])
     tokens = [(text, 0.0)]  # all HELM has where there are no logprobs
     if "logprobs" in choice:  # where null is there it fails, as it does on the next line
-        names, values = choice["logprobs"]["tokens"], choice["logprobs"]["token_logprobs"]
+        names = choice["logprobs"]["tokens"]
+        values = choice["logprobs"]["token_logprobs"]
         tokens = [(_plain(name), value or 0.0) for name, value in zip(names, values, strict=True)]
     return HelmCompletion(
         text, sum(value for _, value in tokens), tokens, choice.get("finish_reason")

@@ -33,7 +33,8 @@ def mixed_lines() -> list[Any]:
     """Return lines of all shapes and kinds, and wrong ones."""
     lines: list[Any] = []
     for number, place in enumerate(PLACES):
-        prompt, seed = ASK.format(place), {"seed": number, "max_tokens": 4 + number}
+        prompt = ASK.format(place)
+        seed = {"seed": number, "max_tokens": 4 + number}
         message = {"role": "user", "content": prompt}
         lines += [
             {"prompt": prompt, "logprobs": 2, **seed},

@@ -66,7 +66,8 @@ def stamped(output: Path) -> str:
 
 def test_an_input_edited_before_its_turn_is_stamped_with_what_was_answered(tmp_path: Path) -> None:
     """`run a b`: b was digested as the run began, and its answers were stamped with that."""
-    path, output = tmp_path / "b.jsonl", tmp_path / "out.jsonl"
+    path = tmp_path / "b.jsonl"
+    output = tmp_path / "out.jsonl"
     path.write_bytes(rows("old"))
     file = opened(path)
     path.write_bytes(rows("new", 4))
@@ -114,7 +115,8 @@ def test_an_input_edited_while_it_is_read_is_refused(tmp_path: Path, ending: str
 @pytest.mark.parametrize("ending", PACK)
 def test_what_was_read_counts_and_not_what_stands_there_later(tmp_path: Path, ending: str) -> None:
     """An editor puts a new file in the old one's place; the old one is read to its end."""
-    path, other = tmp_path / f"b{ending}", tmp_path / "other"
+    path = tmp_path / f"b{ending}"
+    other = tmp_path / "other"
     path.write_bytes(PACK[ending](rows("old")))
     old_digest = digest_of(path)
     file = opened(path)
@@ -133,7 +135,8 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
     tmp_path: Path,
 ) -> None:
     """Where the size stayed, a change before the output's own time went unnoticed."""
-    path, output = tmp_path / "b.jsonl", tmp_path / "out.jsonl"
+    path = tmp_path / "b.jsonl"
+    output = tmp_path / "out.jsonl"
     path.write_bytes(rows("old"))
 
     def look() -> SharedFiles:

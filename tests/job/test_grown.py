@@ -103,7 +103,8 @@ def batch(custom_id: str, body: Any, url: str = "/v1/completions") -> dict[str, 
 def test_a_file_that_has_grown(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines: list[Any] = [HOT | {"prompt": f"p{n}"} for n in range(6)]
     write(source, lines)
     run_files(engine, [source], [output])
@@ -138,7 +139,8 @@ def test_all_rows_of_an_output_are_asked_at_one_time(
     engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=1, chat_template=str(template))
     asked = {"messages": [{"role": "user", "content": ""}], "max_tokens": 1, "temperature": 0}
     lines: list[Any] = [asked | {"return_token_ids": True, "user": f"u{n}"} for n in range(6)]
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     counting = line_counting(engine.config, open_model(engine.config))
 
     def years() -> set[str]:
@@ -218,7 +220,8 @@ def test_random_edits_give_what_answering_all_would_give(
 ) -> None:
     """Through three edits in a row, some after a run that was broken off."""
     source = random.Random(f"{kind} {seed}")
-    path, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    path = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     anchor = batch("anchor", ANCHOR) if kind == "batch" else ANCHOR
     lines = [anchor, *make_lines(kind, source, 14)]
     num_taken = 0
@@ -233,7 +236,9 @@ def test_random_edits_give_what_answering_all_would_give(
             run_files(engine, [path], [whole])
             assert read(output) == read(whole)
             assert {name.name for name in tmp_path.glob("out*")} <= {
-                *("out.jsonl", "out.errors.jsonl", "out.status.json")
+                "out.jsonl",
+                "out.errors.jsonl",
+                "out.status.json",
             }
         lines = [anchor, *edit(lines[1:], kind, source)]
     assert num_taken > 3
@@ -252,7 +257,8 @@ def test_equal_lines_keep_their_numbers(
     Also where too many are new to keep their numbers in memory.
     """
     monkeypatch.setattr("fminfer.answers.carrying_over.MAX_REPEATS", most)
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     body = HOT | {"prompt": "x"}
     write(source, [batch(f"c{n}", body) for n in range(5)])
     run_files(engine, [source], [output])
@@ -264,7 +270,13 @@ def test_equal_lines_keep_their_numbers(
     assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (2, 5, 0)
     records = read(output)[0]
     assert [record["custom_id"] for record in records] == [
-        *("new", "c0", "c1", "c2", "c3", "c4", "last")
+        "new",
+        "c0",
+        "c1",
+        "c2",
+        "c3",
+        "c4",
+        "last",
     ]
     assert [record["response"]["body"]["choices"] for record in records][:5] == before
     ids = [record["id"] for record in records]
@@ -275,7 +287,8 @@ def test_equal_lines_keep_their_numbers(
 def test_equal_greedy_lines_of_one_file_have_ids_of_their_own(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [batch(f"c{n}", ANCHOR) for n in range(5)])
     run_files(engine, [source], [output])
     assert len({record["response"]["request_id"] for record in read(output)[0]}) == 5
@@ -284,7 +297,8 @@ def test_equal_greedy_lines_of_one_file_have_ids_of_their_own(
 def test_a_duplicate_custom_id_is_refused_though_its_answer_is_known(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [batch(f"c{n}", HOT | {"prompt": f"p{n}"}) for n in range(3)]
     write(source, lines)
     run_files(engine, [source], [output])
@@ -298,7 +312,8 @@ def test_no_answer_is_thrown_away_for_another_file(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """Another file was named by mistake, or the file was emptied: nothing is taken, all stays."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [HOT | {"prompt": f"p{n}"} for n in range(3)])
     run_files(engine, [source], [output])
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
@@ -312,7 +327,8 @@ def test_no_answer_is_thrown_away_for_another_file(
 
 
 def test_restart_answers_all(engine: fminfer.Engine, counting: CountLines, tmp_path: Path) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [ANCHOR])
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR | {"prompt": "b"}])
@@ -325,7 +341,8 @@ def test_other_settings_are_refused_by_name(
 ) -> None:
     from fminfer.job.run_inputs import open_files
 
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [ANCHOR])
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR])
@@ -337,7 +354,8 @@ def test_other_settings_are_refused_by_name(
 def test_a_limit_throws_no_answer_away(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path, is_whole: bool
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [HOT | {"prompt": f"p{n}"} for n in range(6)]
     new = HOT | {"prompt": "new"}
     write(source, lines)
@@ -362,7 +380,8 @@ def test_equal_lines_beyond_a_limit_are_no_hindrance(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """They have answers, which lines within the limit have taken as well."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     greedy = [HOT | {"prompt": name, "temperature": 0} for name in "ab"]
     write(source, greedy * 2)
     run_files(engine, [source], [output], limit=2)
@@ -375,7 +394,8 @@ def test_it_tells_how_far_it_is(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Nothing where it takes no time, as here; otherwise a line now and then."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
     told: list[str] = []
     for number, every_s in ((2, 5.0), (3, 5.0), (4, 0.0)):
@@ -385,7 +405,9 @@ def test_it_tells_how_far_it_is(
         assert told == []
         run_files(engine, [source], [output], count_lines=counting, tell=told.append)
     assert told == [
-        *("Reading earlier answers: 0", "Reading earlier answers: 2", "Taking them: 2 of 3")
+        "Reading earlier answers: 0",
+        "Reading earlier answers: 2",
+        "Taking them: 2 of 3",
     ]
 
 
@@ -393,7 +415,8 @@ def test_packed_files_and_a_lost_newline(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     lines = [json.dumps(HOT | {"prompt": f"p{n}"}).encode() for n in range(4)]
-    packed, plain = tmp_path / "a.jsonl.gz", tmp_path / "b.jsonl"
+    packed = tmp_path / "a.jsonl.gz"
+    plain = tmp_path / "b.jsonl"
     packed.write_bytes(gzip.compress(b"\n".join(lines)))
     plain.write_bytes(b"\n".join(lines) + b"\n")
     for source, pack in ((packed, gzip.compress), (plain, bytes)):
@@ -409,7 +432,8 @@ def test_rows_that_failed_are_judged_again(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """Lasting errors, and one that the machine had: its equal lines may draw by another number."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     same = HOT | {"prompt": "x"}
     lines = [same, b"{no", same | {"top_p": 9}, same, HOT | {"prompt": "y"}]
     write(source, lines)
@@ -429,7 +453,8 @@ def fail_on_second(patch: pytest.MonkeyPatch) -> None:
     from fminfer.core.errors import RequestError
     from fminfer.engine.intake import Intake
 
-    prepare, calls = Intake.prepare, iter(range(100))
+    prepare = Intake.prepare
+    calls = iter(range(100))
 
     def failing(self: Intake, *args: Any, **options: Any) -> Any:
         if next(calls) == 1:
@@ -442,7 +467,8 @@ def fail_on_second(patch: pytest.MonkeyPatch) -> None:
 def test_an_output_without_answers_is_no_hindrance(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [b"{no"])
     run_files(engine, [source], [output])
     write(source, [b"{no", ANCHOR])
@@ -455,7 +481,8 @@ def test_an_output_without_answers_is_no_hindrance(
 def test_what_was_edited_by_hand_is_refused(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path, kind: str
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [ANCHOR, ANCHOR | {"prompt": "b"}, b"{no"]
     write(source, lines)
     if kind == "damaged journal":
@@ -485,7 +512,8 @@ def test_rows_of_an_older_journal_are_kept_for_the_same_input_only(
     import re
     import zlib
 
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [HOT | {"prompt": f"p{n}"} for n in range(5)]
     write(source, lines)
     stop_after(engine, 4, source, output)
@@ -572,7 +600,8 @@ def test_two_runs_on_one_grown_file(
     """The second waits for nothing: it is refused while the first holds the file."""
     from fminfer.job.journaled_input import JournaledInput
 
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [ANCHOR])
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR | {"prompt": "b"}])
@@ -592,7 +621,8 @@ def test_two_runs_on_one_grown_file(
 def test_answers_that_another_run_is_writing_are_not_taken(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     write(source, [ANCHOR, ANCHOR])
     stop_after(engine, 1, source, output)
     write(source, [ANCHOR, ANCHOR, ANCHOR])
@@ -605,7 +635,8 @@ def test_answers_that_another_run_is_writing_are_not_taken(
 
 def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
     """Those that were refused are not, and end no run."""
-    counter, body = counting(), json.dumps(HOT | {"prompt": "x"}).encode()
+    counter = counting()
+    body = json.dumps(HOT | {"prompt": "x"}).encode()
     for number, raw in enumerate([body, b"{no", b'{"prompt": 1, "top_p": 7}', body], 1):
         counter.pass_over(Line(0, number, raw))
     line = Line(0, 5, body)
@@ -618,7 +649,8 @@ def test_a_run_that_begins_anew_in_between(
     """Its journal has other rows than those that were taken, and as many."""
     from fminfer.job.journaled_input import JournaledInput
 
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
     write(source, lines[:2])
     run_files(engine, [source], [output])
@@ -666,7 +698,8 @@ def test_an_edit_in_the_middle_of_a_run_costs_no_answer(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
     """The run ends, and the next one takes what is still asked."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     short = HOT | {"max_tokens": 1}
     lines = [short | {"prompt": f"p{n % 5}", "user": f"{n} " * 500} for n in range(150)]
     write(source, lines)
@@ -688,7 +721,8 @@ def test_an_edit_in_the_middle_of_a_run_costs_no_answer(
 
 def test_the_command(tmp_path: Path) -> None:
     """`fminfer run` twice over a file that grows; the second time nothing is left to compute."""
-    source, stats = tmp_path / "a.jsonl", tmp_path / "stats.json"
+    source = tmp_path / "a.jsonl"
+    stats = tmp_path / "stats.json"
     command = ["run", str(source), "--stats", str(stats), "--dtype", "float32", "--kernels", "off"]
     lines = [ANCHOR | {"prompt": text} for text in "abc"]
     found = []
@@ -700,8 +734,10 @@ def test_the_command(tmp_path: Path) -> None:
         names = ("num_rows", "num_kept_rows", "num_taken_rows", "num_left_out_rows")
         found.append(([told[name] for name in names], bool(told["device"])))
     assert found == [
-        *(([2, 0, 0, 0], True), ([1, 2, 2, 0], True)),
-        *(([0, 2, 2, 1], False), ([0, 2, 0, 0], False)),  # no model was loaded
+        ([2, 0, 0, 0], True),
+        ([1, 2, 2, 0], True),
+        ([0, 2, 2, 1], False),
+        ([0, 2, 0, 0], False),  # no model was loaded
     ]
     result = CliRunner().invoke(main, [*command, "--seed", "7"])
     assert result.exit_code == 2 and "--seed was 1, is 7" in result.output
@@ -713,7 +749,8 @@ def test_errors_of_another_form_of_a_file_are_not_kept(tmp_path: Path) -> None:
     The bytes and the output's name are the same, but other requests are read from them.
     """
     request = {"prompt": "x", "max_tokens": 1, "temperature": 0}
-    source, output = tmp_path / "pretty.jsonl", tmp_path / "output_pretty.jsonl"
+    source = tmp_path / "pretty.jsonl"
+    output = tmp_path / "output_pretty.jsonl"
     source.write_text("\n".join(json.dumps(request, indent=2) for _ in range(2)) + "\n")
     first = CliRunner().invoke(main, ["run", str(source)])
     assert first.exit_code == 3 and errors_path(output).exists()

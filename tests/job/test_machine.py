@@ -54,7 +54,8 @@ def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
     """Each line became an `internal_error`, and the run "completed" with a third of them lost."""
-    source, output = write_batch(tmp_path / "a.jsonl"), tmp_path / "out.jsonl"
+    source = write_batch(tmp_path / "a.jsonl")
+    output = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
         shrink_temporary_disk(patch)
         patch.setattr("fminfer.answers.seen_counts.MAX_IN_MEMORY", 16)

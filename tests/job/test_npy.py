@@ -86,7 +86,8 @@ def test_fewer_dimensions_and_more_lines_later(
     folder, own, hf = model
     texts = [f"w{number} w5" for number in range(30)]
     source = write(tmp_path / "a.jsonl", *({"input": text} for text in texts))
-    output, flags = tmp_path / "o.jsonl", ("--dimensions", "8", "--overwrite-request-args")
+    output = tmp_path / "o.jsonl"
+    flags = ("--dimensions", "8", "--overwrite-request-args")
     run(folder, source, output, *flags, "--limit", "10")
     first = np.load(tmp_path / "o.npy")
     assert first.shape == (10, 8)
@@ -108,7 +109,8 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     model: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     """One that fminfer did not write is kept; one of an earlier run goes."""
-    source, output = write(tmp_path / "a.jsonl", {"input": "w1"}), tmp_path / "o.jsonl"
+    source = write(tmp_path / "a.jsonl", {"input": "w1"})
+    output = tmp_path / "o.jsonl"
     vectors = tmp_path / "o.npy"
     vectors.write_text("precious")
     told = run(model[0], source, output, status=2)
@@ -138,8 +140,11 @@ def test_a_file_that_comes_while_a_run_answers_is_kept(
     model: tuple[Path, Any, Any], tmp_path: Path
 ) -> None:
     """The rows are kept too, and the same command goes on once it is moved away."""
-    pipe, output, vectors = tmp_path / "a.jsonl", tmp_path / "o.jsonl", tmp_path / "o.npy"
-    journal, status = tmp_path / "o.jsonl.journal", tmp_path / "o.status.json"
+    pipe = tmp_path / "a.jsonl"
+    output = tmp_path / "o.jsonl"
+    vectors = tmp_path / "o.npy"
+    journal = tmp_path / "o.jsonl.journal"
+    status = tmp_path / "o.status.json"
     os.mkfifo(pipe)
 
     def answer(*, has_file: bool) -> tuple[int, str]:
@@ -186,13 +191,15 @@ def test_what_cannot_be(
     assert told in run_as(given, 2)
 
 
-NUM_ROWS, NUM_FILES = 1200, 3
+NUM_ROWS = 1200
+NUM_FILES = 3
 
 
 def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
     """Nothing is lost, doubled or mixed."""
     folder, *_ = model
-    inputs, outputs = tmp_path / "in", tmp_path / "out"
+    inputs = tmp_path / "in"
+    outputs = tmp_path / "out"
     inputs.mkdir()
     outputs.mkdir()
     texts: dict[str, list[str]] = {}

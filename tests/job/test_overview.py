@@ -18,7 +18,8 @@ from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.overview import FileState, look_over
 from tests.shards.answer_shards import share
 
-NUM_FILES, NUM_LINES = 4, 5
+NUM_FILES = 4
+NUM_LINES = 5
 
 
 @pytest.fixture()
@@ -28,7 +29,9 @@ def folder(tmp_path: Path) -> Path:
         text = "".join(f'{{"prompt":"{i} {n}"}}\n' for n in range(NUM_LINES))
         (tmp_path / f"request_{i}.jsonl").write_text(text)
     turns = (file for file in share(tmp_path).turns() if file is not None)
-    done, running, stopped = next(turns), next(turns), next(turns)
+    done = next(turns)
+    running = next(turns)
+    stopped = next(turns)
     answer(done, NUM_LINES, num_bad=2)
     answer(running, 3, num_bad=1)
     answer(stopped, 2)

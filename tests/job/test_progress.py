@@ -37,7 +37,8 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     """Rows without tokens ended the run with a division by zero, on a terminal only."""
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
-    bar, engine = ProgressBar(3, is_quiet=True), Told(EngineStats(), drawing(0))
+    bar = ProgressBar(3, is_quiet=True)
+    engine = Told(EngineStats(), drawing(0))
     assert bar.left_s(engine) is None
     engine.stats.read.num_rows = 3
     assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
@@ -64,7 +65,8 @@ def test_a_bound_is_shown_as_one(
     stats.read.add(8, 2, 100)
     bar = ProgressBar(2, is_quiet=False)
     bar.add_work(stats, 8, 2)
-    stats.num_steps, clock.now_s = 9, 4.5
+    stats.num_steps = 9
+    clock.now_s = 4.5
     bar.add_work(stats, 0, 18)
     bar.update(0, 0, engine)
     stats.end(90)
@@ -81,7 +83,8 @@ def test_a_log_has_a_line_now_and_then(
     """After 5 s, then 10, 20 and 30 s; with the tokens of all steps, and their mean rate."""
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
-    engine, told = Told(EngineStats(), drawing(0)), {}
+    engine = Told(EngineStats(), drawing(0))
+    told = {}
     bar = ProgressBar(100, is_quiet=False)
     for second in range(150):
         clock.now_s = float(second)
@@ -101,14 +104,17 @@ def test_a_narrow_terminal_has_shorter_texts() -> None:
         "0 tokens, 0 tok/s, left ?, 1 error, slowed by other work",
         "0 tok/s, left ?, 1 error, slowed by other work",
         "0 tok/s, left ?, 1 error, slowed",
-        *("left ?, 1 error, slowed", "left ?, 1 error", "left ?"),
+        "left ?, 1 error, slowed",
+        "left ?, 1 error",
+        "left ?",
     ]
     assert ProgressBar(9, is_quiet=True)._texts()[0] == "0 tokens, 0 tok/s, left ?"
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
     """What was ten times as slow before is forgotten; the first step counts for nothing."""
-    left, engine = TimeLeft(), Told(EngineStats(), drawing(100, num_running=0))
+    left = TimeLeft()
+    engine = Told(EngineStats(), drawing(100, num_running=0))
     assert left.running_s(engine) is None
     engine.state = drawing(100, num_running=1)
     for number in range(400):
@@ -178,7 +184,8 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
     assert told == [*range(30, 0, -1)]
     assert while_packing == told
     bar = ProgressBar(None, is_quiet=True)
-    engine, idle = Told(EngineStats(), drawing(7, 2)), Told(EngineStats(), EngineState())
+    engine = Told(EngineStats(), drawing(7, 2))
+    idle = Told(EngineStats(), EngineState())
     assert bar.drawing_s(engine) is None, "nothing was computed yet"
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
@@ -199,7 +206,8 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr("sys.stderr", terminal)
         monkeypatch.setattr("fminfer.job.progress.BAR_EVERY_S", -1.0)
         bar = ProgressBar(1_000_000, is_quiet=False, is_slowed=lambda: True)
-        stats.read.num_rows, stats.num_steps = 4_000, 10
+        stats.read.num_rows = 4_000
+        stats.num_steps = 10
         stats.read.add(400_000, 4_000, 100)
         bar.add_work(stats, 12_345_678, 0)
         bar.add_work(stats, 0, 87_654_321)

@@ -72,7 +72,8 @@ def logprobs_by_hand(record: dict[str, Any]) -> list[float]:
 
 
 def test_rows_ends_and_errors(output: Path, scan: Scan) -> None:
-    records, tally = read_records(output), scan.tally
+    records = read_records(output)
+    tally = scan.tally
     errors = read_records(output.with_name("output_mixed.errors.jsonl"))
     assert tally.num_answers == len(records) == 6 * len(PLACES) + 3
     assert tally.num_errors == len(errors) == 6 and tally.num_unread == 0
@@ -83,7 +84,8 @@ def test_rows_ends_and_errors(output: Path, scan: Scan) -> None:
 
 
 def test_lengths_and_extremes(output: Path, scan: Scan) -> None:
-    records, tally = read_records(output), scan.tally
+    records = read_records(output)
+    tally = scan.tally
     usages = [result_of(record)["usage"] for record in records]
     assert tally.prompt_lengths == Counter(usage["prompt_tokens"] for usage in usages)
     assert tally.completion_lengths == Counter(usage["completion_tokens"] for usage in usages)
@@ -104,7 +106,8 @@ def test_the_page_has_these_numbers(output: Path) -> None:
     drawn = [usage["completion_tokens"] for usage in usages]
     assert tile(page, "Answer tokens") == f"{sum(drawn):,}"
     text = text_of(page)
-    mean, longest = f"mean {statistics.fmean(drawn):.3g}", f"longest {max(drawn)}"
+    mean = f"mean {statistics.fmean(drawn):.3g}"
+    longest = f"longest {max(drawn)}"
     assert f"{mean}, median {statistics.median_low(drawn)}, 99 % up to" in text and longest in text
     assert "temperature is 9; it must be from 0 to 2 show" in text
     assert "float32" in text and "Device cpu" in text and "--kernels off" in text

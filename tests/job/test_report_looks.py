@@ -200,7 +200,8 @@ def test_tokens_show_what_else_could_have_come(browser: Browser) -> None:
 
 def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -> None:
     """Under echo, the box of the answer shows where the answer begins."""
-    output, prompt = tmp_path / "out.jsonl", "an example\n" * 60 + "the question"
+    output = tmp_path / "out.jsonl"
+    prompt = "an example\n" * 60 + "the question"
     output.write_bytes(plain_answer(1, f"{prompt} and its answer", prompt=prompt, echo=True))
     path = output.with_name("report.html")
     make_report(output, path=path)

@@ -234,7 +234,8 @@ def test_the_list_tells_rows_apart(tmp_path: Path) -> None:
 def test_the_same_output_gives_the_same_page(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     output.write_bytes(b"".join(plain_answer(n, f"answer {n}") for n in range(1, 3000)))
-    first, second = make_report(output), make_report(output)
+    first = make_report(output)
+    second = make_report(output)
     assert first[1] == second[1] and len(first[1]["rows"]) == 200
     slow = [row["line"] for row in first[1]["rows"] if "slow" in row["why"]]
     assert slow == [*range(2985, 3000)]
@@ -383,7 +384,8 @@ def test_a_choice_without_rows_and_an_empty_output(tmp_path: Path) -> None:
 
 
 def test_a_report_that_takes_too_long_is_not_written(tmp_path: Path) -> None:
-    output, path = tmp_path / "out.jsonl", tmp_path / "r.html"
+    output = tmp_path / "out.jsonl"
+    path = tmp_path / "r.html"
     output.write_bytes(plain_answer(1, "x"))
     with pytest.raises(OutOfTimeError):
         write_report([open_output(output)], path, end_s=0.0)
@@ -393,7 +395,8 @@ def test_a_report_that_takes_too_long_is_not_written(tmp_path: Path) -> None:
 def test_a_report_that_cannot_be_written_leaves_the_old_one(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    output, path = tmp_path / "out.jsonl", tmp_path / "r.html"
+    output = tmp_path / "out.jsonl"
+    path = tmp_path / "r.html"
     output.write_bytes(plain_answer(1, "x"))
     path.write_text("<!doctype html>old")
 
@@ -411,7 +414,8 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     source.write_text('{"prompt": "x"}\n')
     found = call("report", source)
     assert found.exit_code == 2 and "output_q.jsonl has no answers to them" in found.output
-    output, other = tmp_path / "output_q.jsonl", tmp_path / "other.txt"
+    output = tmp_path / "output_q.jsonl"
+    other = tmp_path / "other.txt"
     output.write_bytes(plain_answer(1, "x"))
     other.write_text("{}\n")
     for asked, name in (
@@ -445,7 +449,8 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
 
 
 def test_a_split_folder_gives_the_answers_to_its_parts(tmp_path: Path) -> None:
-    source, parts = tmp_path / "q.jsonl", tmp_path / "parts"
+    source = tmp_path / "q.jsonl"
+    parts = tmp_path / "parts"
     lines = [
         {"prompt": ASK.format(place), "max_tokens": 1, "engine": engine}
         for engine in ("a", "b")

@@ -71,8 +71,10 @@ def answer(
 
 @pytest.mark.parametrize("num_steps", [3, 1000, 50_000])
 def test_a_time_line_is_short_and_loses_nothing(num_steps: int) -> None:
-    rng, line = random.Random(num_steps), TimeLine()
-    now_s, total = 0.0, Point()
+    rng = random.Random(num_steps)
+    line = TimeLine()
+    now_s = 0.0
+    total = Point()
     for _ in range(num_steps):
         step = Point(rng.randrange(100), rng.randrange(9), rng.randrange(3), rng.randrange(64))
         took_s = rng.choice([0.001, 0.02, 3.0])
@@ -118,7 +120,8 @@ def test_a_status_file_keeps_the_last_runs_and_counts_the_others() -> None:
 def test_a_resumed_run_adds_its_part(
     engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", 60), tmp_path / "out.jsonl"
+    source = write_rows(tmp_path / "in.jsonl", 60)
+    output = tmp_path / "out.jsonl"
 
     def stop_later(count: int) -> None:
         if count == 20:
@@ -162,7 +165,8 @@ def test_files_of_one_run_share_its_time_line(engine: fminfer.Engine, tmp_path: 
 def test_a_run_that_fails_says_why(
     engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", 1), tmp_path / "out.jsonl"
+    source = write_rows(tmp_path / "in.jsonl", 1)
+    output = tmp_path / "out.jsonl"
 
     def fail(number: int) -> None:
         raise ZeroDivisionError("a fault")
@@ -194,7 +198,8 @@ def test_a_trace_names_each_rank_once_and_has_all_steps(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
     """As ui.perfetto.dev reads it; a later run replaces it."""
-    source, trace = write_rows(tmp_path / "in.jsonl", 3), tmp_path / "trace.json"
+    source = write_rows(tmp_path / "in.jsonl", 3)
+    trace = tmp_path / "trace.json"
     for number in range(2):
         output = tmp_path / f"out_{number}.jsonl"
         files = open_files([source], [output], RunTerms("m", {}))
@@ -231,7 +236,8 @@ def test_the_end_is_told_on_a_full_disk_without_the_runs(tmp_path: Path) -> None
 
 
 def test_a_run_writes_its_report(tmp_path: Path) -> None:
-    source, page = write_rows(tmp_path / "in.jsonl", 20), tmp_path / "r.html"
+    source = write_rows(tmp_path / "in.jsonl", 20)
+    page = tmp_path / "r.html"
     found = call("run", *FLAGS, source, "--report", page)
     assert found.exit_code == 0 and found.output.endswith(f"jsonl\nreport    {page}\n")
     text, data = read_page(page)
@@ -248,7 +254,8 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
 
 def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
     """It is made from what is here; and again, when all is answered there already."""
-    source, page = write_rows(tmp_path / "in.jsonl", 4), tmp_path / "r.html"
+    source = write_rows(tmp_path / "in.jsonl", 4)
+    page = tmp_path / "r.html"
     there = tmp_path / "there"
     there.mkdir()
     where = ["--output", f"{there.as_uri()}/", "--work-dir", tmp_path / "work", "--report", page]
@@ -262,7 +269,8 @@ def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
 def test_a_stopped_run_writes_the_report_of_what_there_is(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, page = write_rows(tmp_path / "in.jsonl", 40), tmp_path / "r.html"
+    source = write_rows(tmp_path / "in.jsonl", 40)
+    page = tmp_path / "r.html"
 
     def stop_later(count: int) -> None:
         if count == 10:
@@ -278,7 +286,8 @@ def test_a_stopped_run_writes_the_report_of_what_there_is(
 def test_a_report_that_fails_costs_no_answers(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    source, output = write_rows(tmp_path / "in.jsonl", 5), tmp_path / "output_in.jsonl"
+    source = write_rows(tmp_path / "in.jsonl", 5)
+    output = tmp_path / "output_in.jsonl"
 
     def fail(*arguments: object, **options: object) -> None:
         raise ZeroDivisionError("a fault")
@@ -313,7 +322,8 @@ def test_a_report_that_fails_costs_no_answers(
 
 def test_where_a_report_cannot_be(tmp_path: Path) -> None:
     source = write_rows(tmp_path / "in.jsonl", 1)
-    page, other = tmp_path / "r.html", tmp_path / "other.jsonl"
+    page = tmp_path / "r.html"
+    other = tmp_path / "other.jsonl"
     requests = '{"prompt": "kept"}\n'
     other.write_text(requests)
     for arguments, text in (

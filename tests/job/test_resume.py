@@ -89,7 +89,8 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     status: int,
     state: str,
 ) -> None:
-    source, whole = alone.source, alone.output
+    source = alone.source
+    whole = alone.output
     output = tmp_path / "out.jsonl"
     journal = Path(f"{output}.journal")
     run = start(source, output, "--grace", "0")
@@ -145,7 +146,8 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
 
 
 def test_rows_that_run_may_end_within_the_grace(tmp_path: Path) -> None:
-    output, rows = tmp_path / "out.jsonl", tmp_path / "rows.jsonl"
+    output = tmp_path / "out.jsonl"
+    rows = tmp_path / "rows.jsonl"
     row = {"prompt": "x", "max_tokens": 200, "ignore_eos": True}
     rows.write_text((json.dumps(row) + "\n") * 500)
     run = start(rows, output)
@@ -204,7 +206,8 @@ def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: 
 
 
 def test_an_input_that_changed_is_refused(engine: fminfer.Engine, tmp_path: Path) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     text = "".join(ROW % n for n in range(9))
     source.write_text(text)
     stop_after(engine, 5, [source], [output])
@@ -285,7 +288,8 @@ def test_equal_lines_draw_by_their_number_also_when_some_are_kept(
 def test_rows_that_were_damaged_are_told_and_answered_again(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_text("".join(ROW % n for n in range(9)))
     stop_after(engine, 5, [source], [output])
     journal = journal_path(output)
@@ -324,7 +328,8 @@ def test_weights_that_changed_are_another_model(
 def test_a_run_that_was_killed_while_it_finished_needs_no_model(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_text('{"prompt":"x","max_tokens":2,"temperature":0}\n' * 3)
     run_files(engine, [source], [output])
     output.rename(tmp_path / "answers")
@@ -380,7 +385,8 @@ def test_a_signal_says_at_once_what_it_waits_for(
 
     SIGTERM went on to be silent, and a server spoke of rows.
     """
-    stopper, told = Stopper(7.0, is_quiet=is_quiet), []
+    stopper = Stopper(7.0, is_quiet=is_quiet)
+    told = []
     if num_open is not None:
         stopper.num_open = lambda: num_open
     with stopper.listening(), stopper.telling(told.append):

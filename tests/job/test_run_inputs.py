@@ -36,7 +36,8 @@ FINGERPRINT = {"the input": "3 bytes", "--seed": "1"}
 
 def test_a_hold_is_one_runs_until_it_is_given_back(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    mine, theirs = Hold(output, Claims()), Hold(output, Claims())
+    mine = Hold(output, Claims())
+    theirs = Hold(output, Claims())
     mine.take()
     mine.take()
     assert mine.holds() and len(look_at(output)) == 1
@@ -138,7 +139,8 @@ def test_a_status_says_when_answers_are_put_in_order(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The names are those of OpenAI's Batch object."""
-    path, output = tmp_path / "a.jsonl", tmp_path / "output_a.jsonl"
+    path = tmp_path / "a.jsonl"
+    output = tmp_path / "output_a.jsonl"
     path.write_text('{"prompt": "x"}\n')
     seen: list[Any] = []
 
@@ -266,7 +268,9 @@ def test_a_watched_folder_has_no_single_output(tmp_path: Path) -> None:
 def test_one_is_not_many() -> None:
     """Summaries said `1 rows`."""
     assert [counted(number, "failed row") for number in (0, 1, 1234)] == [
-        *("0 failed rows", "1 failed row", "1,234 failed rows")
+        "0 failed rows",
+        "1 failed row",
+        "1,234 failed rows",
     ]
     stats = {
         "num_put_back": 1,
@@ -279,17 +283,19 @@ def test_one_is_not_many() -> None:
     summary = JobSummary("m", "float32", [], [], device="cpu", num_threads=1, limit=1)
     summary.engine = stats | {"stages": []}
     summary.num_damaged_rows = summary.num_files_elsewhere = 1
-    summary.errors_by_code, summary.warnings = {"out_of_memory": 1}, {"it is odd": 1}
+    summary.errors_by_code = {"out_of_memory": 1}
+    summary.warnings = {"it is odd": 1}
     text = summary.to_text()
     for words in (
-        *(
-            "1 thread)",
-            "1 row lost their KV cache",
-            "1 answer by max_tokens",
-            "again: 1 token\n",
-            "1 request had",
-            "1 file\n",
-        ),
-        *("1 failed row again", "it is odd (1 row)", "first 1 request of", "1 row of earlier runs"),
+        "1 thread)",
+        "1 row lost their KV cache",
+        "1 answer by max_tokens",
+        "again: 1 token\n",
+        "1 request had",
+        "1 file\n",
+        "1 failed row again",
+        "it is odd (1 row)",
+        "first 1 request of",
+        "1 row of earlier runs",
     ):
         assert words in text, (words, text)

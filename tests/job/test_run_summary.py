@@ -120,7 +120,8 @@ def test_every_line(tmp_path: Path) -> None:
 
 
 def test_records_are_counted_by_their_codes() -> None:
-    summary, line = summary_of(), Line(0, 1, b'{"prompt": "a"}')
+    summary = summary_of()
+    line = Line(0, 1, b'{"prompt": "a"}')
     envelope = open_envelope(line)
     for code in ("invalid_json", "out_of_memory", "invalid_json"):
         error = RequestError(code, "it failed")  # type: ignore[arg-type]

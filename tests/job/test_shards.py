@@ -40,7 +40,9 @@ from tests.shards.answer_shards import share
 
 SCRIPT = Path(answer_shards.__file__)
 NUM_ROUNDS = int(os.environ.get("FMINFER_SHARD_ROUNDS", "2" if IS_ALL else "1"))
-NUM_RUNS, NUM_SHARDS, NUM_LINES = 8, 50, 20
+NUM_RUNS = 8
+NUM_SHARDS = 50
+NUM_LINES = 20
 
 
 def write_shards(folder: Path, num: int, num_lines: int = 3) -> list[Path]:
@@ -103,7 +105,8 @@ def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
 
 def test_a_claim_is_one_processs(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    mine, theirs = Claims(), Claims()
+    mine = Claims()
+    theirs = Claims()
     claim = mine.take(output)
     assert claim is not None and claim.holds()
     assert theirs.take(output) is None
@@ -284,7 +287,8 @@ def test_each_file_that_was_lost_is_taken_again(
     mine = share(tmp_path / "in")
     assert mine.look()
     turns = mine.turns()
-    one, two = open_next(turns), open_next(turns)
+    one = open_next(turns)
+    two = open_next(turns)
     lines = [list(file.lines(lambda line: None)) for file in (one, two)]
     lose(one)
     one.add(Record(lines[0][0], open_envelope(lines[0][0]), result={"said": 1}))
@@ -465,7 +469,8 @@ def test_a_restart_throws_no_answers_away_that_a_run_of_other_settings_has_given
         terms = RunTerms("none", {"--seed": seed}, restart=True)
         return SharedFiles(lambda: Plan([path], [output]), terms, is_watching=False)
 
-    mine, theirs = share_with("1"), share_with("2")
+    mine = share_with("1")
+    theirs = share_with("2")
     assert mine.look() and theirs.look()
     answer(open_next(theirs.turns()))
     answers = output.read_bytes()

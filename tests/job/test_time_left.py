@@ -66,10 +66,13 @@ class DrawingPipeline(PretendPipeline):
 
     def __init__(self, stop_rate: float, stops_from: int) -> None:
         super().__init__(32)
-        self._rng, self._stop_rate, self._stops_from = random.Random(5), stop_rate, stops_from
+        self._rng = random.Random(5)
+        self._stop_rate = stop_rate
+        self._stops_from = stops_from
 
     def collect(self) -> StepResult:
-        step, result = self._steps[0], super().collect()
+        step = self._steps[0]
+        result = super().collect()
         rows = zip(step.positions.tolist(), step.lengths.tolist(), strict=True)
         at = [position + place for position, length in rows for place in range(length)]
         for place, index in enumerate(step.draws["token_index"]):
@@ -165,8 +168,14 @@ MIDDLE = [1 / 3, 1 / 2, 3 / 4]
 
 
 WORKLOADS: list[tuple[str, int, dict[str, Any]]] = [
-    *(("score", 96, {}), ("generate", 64, {}), ("generate", 600, {}), ("prefixes", 128, {})),
-    *(("few long", 12, {}), ("uneven", 40, {}), ("uneven", 300, {}), ("candidates", 200, {})),
+    ("score", 96, {}),
+    ("generate", 64, {}),
+    ("generate", 600, {}),
+    ("prefixes", 128, {}),
+    ("few long", 12, {}),
+    ("uneven", 40, {}),
+    ("uneven", 300, {}),
+    ("candidates", 200, {}),
     ("uneven", 40, {"max_rows": 8}),
     ("short, then long", 96, {"max_rows": 16}),
     ("generate", 600, {"stop_rate": 0.02}),
@@ -234,7 +243,8 @@ def test_several_pipelines_share_the_rows() -> None:
     stats = EngineStats(num_prompt_tokens=8, num_generated_tokens=80, max_rows_running=8)
     stats.read.num_rows = 8
     stats.read.add(8, 8, 110)
-    one, two = TimeLeft(num_stages=1), TimeLeft(num_stages=2)
+    one = TimeLeft(num_stages=1)
+    two = TimeLeft(num_stages=2)
     for _ in range(4):
         stats.num_steps += 10
         one.add(1.0, stats, 0, 80)

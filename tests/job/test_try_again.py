@@ -82,7 +82,8 @@ def open_one(source: Path, output: Path, seed: int = 0) -> JournaledInput:
 
 
 def open_shared(source: Path, output: Path) -> JournaledInput | None:
-    plan, fingerprint = Plan([source], [output]), {"--seed": "0"}
+    plan = Plan([source], [output])
+    fingerprint = {"--seed": "0"}
     files = SharedFiles(lambda: plan, RunTerms("m", fingerprint), is_watching=False)
     return next(iter(files.turns()), None) if files.look() else None
 
@@ -157,7 +158,8 @@ def test_it_can_be_killed_at_every_step(
     for moment in range(0, 400, 2):  # the state after one call is that before the next
         folder = tmp_path / str(moment)
         shutil.copytree(template, folder)
-        source, output = folder / "in.jsonl", folder / "out.jsonl"
+        source = folder / "in.jsonl"
+        output = folder / "out.jsonl"
 
         def work(source: Path = source, output: Path = output) -> None:
             answer(open_one(source, output), LASTING)
@@ -255,7 +257,10 @@ def test_an_output_that_was_changed_is_refused(kind: str, tmp_path: Path) -> Non
     with pytest.raises(UsageError, match=r"not as it was written.*--restart"):
         open_one(source, output)
     assert sorted(path.name for path in output.parent.iterdir()) == [
-        *("in.jsonl", "out.errors.jsonl", "out.jsonl", "out.status.json")
+        "in.jsonl",
+        "out.errors.jsonl",
+        "out.jsonl",
+        "out.status.json",
     ]
     errors_path(output).unlink()
     with pytest.raises(UsageError, match=r"not as it was written.*move it away, or give --restart"):
@@ -359,8 +364,10 @@ def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
     """A run over a thousand complete files would read all of their answers."""
     source, output = write_input(tmp_path / "a")
     answer(open_one(source, output), LASTING)
-    status, errors = status_path(output), errors_path(output)
-    whole, later = output.read_bytes(), time.time() + 10
+    status = status_path(output)
+    errors = errors_path(output)
+    whole = output.read_bytes()
+    later = time.time() + 10
     os.utime(status, (later, later))
     with monkeypatch.context() as patch:
         patch.setattr("fminfer.files.completed.read_seal", lambda path: 1 / 0)
@@ -424,7 +431,8 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     def share() -> Any:
         return SharedFiles(lambda: Plan([source], [output]), RunTerms("m", {}), is_watching=False)
 
-    first, beside = share(), share()
+    first = share()
+    beside = share()
     assert first.look()
     for file in first.turns():
         answer(file, FAULTS | LASTING)
@@ -439,7 +447,8 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
 
 def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:
     """With an engine: `--budget 64`, then the same command with more."""
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     rows = [{"prompt": "x" * n, "max_tokens": 4, "temperature": 0} for n in (5, 200, 9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     for budget, numbers in ((64, (2, 1, 0, 0)), (2048, (1, 0, 2, 1)), (2048, (0, 0, 3, 0))):

@@ -33,7 +33,8 @@ def test_what_runs_out_of_memory() -> None:
 
 
 def test_work_is_halved_until_it_fits_and_the_size_is_kept() -> None:
-    limit, parts = SizeLimit("tokens"), list[tuple[int, int]]()
+    limit = SizeLimit("tokens")
+    parts = list[tuple[int, int]]()
 
     def work(first: int, last: int) -> int:
         parts.append((first, last))
@@ -92,7 +93,8 @@ def test_steps_in_parts_give_the_same(
 ) -> None:
     """Memory for 5 tokens at most, found out in the middle of the run."""
     whole = answers(engine, rows)
-    run_part, sizes = Stage._run_part, list[int]()
+    run_part = Stage._run_part
+    sizes = list[int]()
 
     def run_few(self: Stage, *step: Any) -> torch.Tensor:
         *_, first, last = step

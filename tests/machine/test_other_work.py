@@ -139,7 +139,8 @@ def test_progress_tells_of_it(
 
 def test_the_summary_tells_of_it() -> None:
     summary = JobSummary("m", "float32", [], [], wall_s=10.0, engine={"stages": []})
-    summary.other_work_s, summary.other_work_share = 6.5, 0.325
+    summary.other_work_s = 6.5
+    summary.other_work_share = 0.325
     assert "other work" not in summary.to_text()
     summary.is_beside_other_work = True
     assert (

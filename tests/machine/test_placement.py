@@ -109,7 +109,8 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
     monkeypatch.setattr("fminfer.runtime.build.agreement.memory_name", lambda *given: "a card")
     checkpoint = open_random("llama-160m")
-    config, place = EngineConfig(), Machine(num_engines=8, engine_number=5)
+    config = EngineConfig()
+    place = Machine(num_engines=8, engine_number=5)
     found = make_plan(config, checkpoint, find_machine(config, place))
     assert found.device == torch.device("cuda:5") and not found.shortage
     alone = EngineConfig(device="cuda:5")
@@ -121,7 +122,8 @@ def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch
     """They were rounded to bfloat16, which has three bits less and is no faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert all(is_fast_in_bfloat16(torch.device(name)) for name in ("cuda:0", "cuda"))
-    checkpoint, options = open_random("llama-160m"), {}
+    checkpoint = open_random("llama-160m")
+    options = {}
 
     def dtype_of(stored: torch.dtype | None, **facts: Any) -> torch.dtype:
         checkpoint.config.dtype = stored
@@ -156,7 +158,8 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
         alone.submit(step)
         result: Any = alone.collect()
     assert result.place == 1
-    part, form = Part(0, 2, 0, 1), HiddenForm(8, torch.float32, device, None)
+    part = Part(0, 2, 0, 1)
+    form = HiddenForm(8, torch.float32, device, None)
     for name in ("_Sender", "_Receiver"):
         neighbour = SimpleNamespace(put=lambda message: None, join=lambda *limit: None)
         monkeypatch.setattr(ring, name, lambda *given, neighbour=neighbour: neighbour)
@@ -233,14 +236,16 @@ def test_an_engine_has_the_sizes_of_its_device() -> None:
 def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
     """A GPU's fifth was left, whatever a step took: draws from 64 M logits need 2.5 GB."""
     assert auto_budget(10, 10**9, 10_000, 99_999, "cpu") == 500
-    free, work = 10 * 2**30, 3 * 2**30
+    free = 10 * 2**30
+    work = 3 * 2**30
     assert auto_budget(10, 10**9, free, work, "cuda") == (free - work - GPU_RESERVE) // 10
     assert auto_budget(10, 300, free, work, "cuda") == 300, "no more is of use"
     assert auto_budget(10, 300, work, work, "cuda") == 1
 
 
 def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
-    checkpoint, sizes = open_random("llama-160m"), {}
+    checkpoint = open_random("llama-160m")
+    sizes = {}
     for kind in ("cpu", "cuda"):
         config = EngineConfig(dtype="bfloat16", device=kind)
         sizes[kind] = make_plan(config, checkpoint, Machine(device_bytes=80 << 30)).own.takes.work
@@ -282,7 +287,8 @@ def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
 
     A program that has an engine may have allowed tf32, by torch's old names or its new ones.
     """
-    matmul, chosen = torch.backends.cuda.matmul, []
+    matmul = torch.backends.cuda.matmul
+    chosen = []
     names = [f"allow_{kind}_reduced_precision_reduction" for kind in ("bf16", "fp16")]
     before = [getattr(matmul, name) for name in names]
     monkeypatch.setattr(torch.cuda, "set_device", chosen.append)

@@ -124,7 +124,8 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, flags)
     assert found.exit_code == 0, found.output
     stats = json.loads((tmp_path / "stats.json").read_text())
-    engine, wall_s = stats["engine"], stats["wall_s"]
+    engine = stats["engine"]
+    wall_s = stats["wall_s"]
     computed = engine["num_prompt_tokens"] + engine["num_generated_tokens"]
     assert stats["tokens_per_s"] * wall_s == pytest.approx(computed)
     assert stats["generated_per_s"] * wall_s == pytest.approx(engine["num_generated_tokens"])
@@ -141,7 +142,8 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
 def test_threads_follow_the_cores_but_never_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
     """A run whose cores were cut kept all its threads, which then waited for each other."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
-    cores, now_s = [8], [0.0]
+    cores = [8]
+    now_s = [0.0]
     monkeypatch.setattr(threads, "count_cores", lambda: cores[0])
     monkeypatch.setattr(threads.time, "monotonic", lambda: now_s[0])
     used: list[int] = []

@@ -227,18 +227,55 @@ def update(name: str, fields: dict[str, Any]) -> Change:
 
 CONFIG_KEYS = {
     "demo": (
-        *("architectures", "attention_bias", "bos_token_id", "dtype", "eos_token_id", "head_dim"),
-        *("hidden_act", "hidden_size", "intermediate_size", "max_position_embeddings", "mlp_bias"),
-        *("model_type", "num_attention_heads", "num_hidden_layers", "num_key_value_heads"),
-        *("pad_token_id", "rms_norm_eps", "rope_parameters", "tie_word_embeddings", "vocab_size"),
-        *("transformers_version", "use_cache", "torch_dtype", "rope_scaling", "rope_theta"),
-        *("quantization_config", "text_config", "is_encoder_decoder", "id2label", "auto_map"),
-        *("num_labels", "layer_types", "sliding_window", "attn_implementation", "label2id"),
-        *("problem_type", "tokenizer_class", "attribute_map", "n_positions", "is_causal"),
+        "architectures",
+        "attention_bias",
+        "bos_token_id",
+        "dtype",
+        "eos_token_id",
+        "head_dim",
+        "hidden_act",
+        "hidden_size",
+        "intermediate_size",
+        "max_position_embeddings",
+        "mlp_bias",
+        "model_type",
+        "num_attention_heads",
+        "num_hidden_layers",
+        "num_key_value_heads",
+        "pad_token_id",
+        "rms_norm_eps",
+        "rope_parameters",
+        "tie_word_embeddings",
+        "vocab_size",
+        "transformers_version",
+        "use_cache",
+        "torch_dtype",
+        "rope_scaling",
+        "rope_theta",
+        "quantization_config",
+        "text_config",
+        "is_encoder_decoder",
+        "id2label",
+        "auto_map",
+        "num_labels",
+        "layer_types",
+        "sliding_window",
+        "attn_implementation",
+        "label2id",
+        "problem_type",
+        "tokenizer_class",
+        "attribute_map",
+        "n_positions",
+        "is_causal",
     ),
     "gemma3_text": (
-        *("layer_types", "sliding_window", "query_pre_attn_scalar", "final_logit_softcapping"),
-        *("rope_parameters", "use_bidirectional_attention", "attn_logit_softcapping"),
+        "layer_types",
+        "sliding_window",
+        "query_pre_attn_scalar",
+        "final_logit_softcapping",
+        "rope_parameters",
+        "use_bidirectional_attention",
+        "attn_logit_softcapping",
     ),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "sliding_window"),
     "gpt2": ("n_head", "n_embd", "n_layer", "n_positions", "activation_function", "n_inner"),
@@ -1380,7 +1417,8 @@ def gguf_cases() -> Iterator[Case]:
 
     def built(change: Callable[[Any, Any], object]) -> Change:
         def write_one(folder: Path) -> None:
-            own_keys, own_tensors = dict(keys), dict(tensors)
+            own_keys = dict(keys)
+            own_tensors = dict(tensors)
             change(own_keys, own_tensors)
             (folder / "m.gguf").write_bytes(build(own_keys, own_tensors))
 
@@ -1602,7 +1640,8 @@ def try_case(case: Case, origin: Path) -> Outcome:
         case.change(folder)
         results = Path(temporary) / "result"
         said = os.open(results, os.O_RDWR | os.O_CREAT)
-        start, before = time.monotonic(), _resident()
+        start = time.monotonic()
+        before = _resident()
         pid = os.fork()
         if not pid:
             _in_child(case, folder, said)
@@ -1620,15 +1659,18 @@ def try_case(case: Case, origin: Path) -> Outcome:
         wall = time.monotonic() - start
         text = results.read_text()
     if status is None:
-        kind, message = "hangs", f"no end after {wall:.0f} s"
+        kind = "hangs"
+        message = f"no end after {wall:.0f} s"
     elif not text:
-        kind, message = "died", f"of signal {os.WTERMSIG(status)}"
+        kind = "died"
+        message = f"of signal {os.WTERMSIG(status)}"
     else:
         kind, message = json.loads(text)
     if kind == "told" and case.says and not re.search(case.says, message):
         kind = "told otherwise"
     if kind == "runs" and case.says:
-        kind, message = "runs, and should be refused", message
+        kind = "runs, and should be refused"
+        message = message
     cpu = usage.ru_utime + usage.ru_stime
     grown = (usage.ru_maxrss << 10) - before
     return Outcome(case.name, kind, message, cpu, wall, grown, marker.exists())
@@ -1661,7 +1703,8 @@ def main(words: list[str]) -> int:
         cases = [case for case in cases if any(name in case.name for name in names)]
     elif "--all" not in words:
         cases = sample(int(os.environ.get("NUM", "100")))
-    num_faults, statuses = 0, Counter[str]()
+    num_faults = 0
+    statuses = Counter[str]()
     with tempfile.TemporaryDirectory() as folder:
         for outcome in try_all(cases, Path(folder)):
             statuses[outcome.status] += 1

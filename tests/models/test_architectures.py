@@ -113,7 +113,8 @@ def load(folder: Path) -> LayerSource:
 def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any) -> None:
     """Save a small model whose tensors, or config, were changed."""
     make_model(name).save_pretrained(folder)
-    path, config = folder / "model.safetensors", folder / "config.json"
+    path = folder / "model.safetensors"
+    config = folder / "config.json"
     tensors = load_file(path)
     change(tensors)
     save_file(tensors, path, metadata={"format": "pt"})
@@ -208,7 +209,8 @@ def test_a_file_that_is_cut_off_is_named(name: str, tmp_path: Path) -> None:
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
     """Of `tie_word_embeddings: true` and another lm_head.weight, logprobs were off by up to 2.4."""
     save("llama", tmp_path, lambda tensors: None, tie_word_embeddings=True)
-    found, stored = load(tmp_path), load_file(tmp_path / "model.safetensors")
+    found = load(tmp_path)
+    stored = load_file(tmp_path / "model.safetensors")
     entry = found.entry()
     head = found.exit(entry)["head.weight"]
     assert torch.equal(head.plain, stored["lm_head.weight"])
@@ -246,7 +248,8 @@ def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
 
 
 def test_an_expert_under_two_names_is_refused(tmp_path: Path) -> None:
-    old, new = "block_sparse_moe.experts.0.w1.weight", "mlp.experts.0.w1.weight"
+    old = "block_sparse_moe.experts.0.w1.weight"
+    new = "mlp.experts.0.w1.weight"
     twice = _put(f"model.layers.0.{new}", lambda tensors: tensors[f"model.layers.0.{old}"])
     save("mixtral", tmp_path, twice)
     with pytest.raises(CheckpointError, match=r"holds a tensor .*mlp.experts.0.w1.weight"):

@@ -383,7 +383,8 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     drawn = []
     for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
-        checkpoint, part = open_random(str(name)), Part(0, 1, 0, 2)
+        checkpoint = open_random(str(name))
+        part = Part(0, 1, 0, 2)
         found = open_weights(
             checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=seed
         )

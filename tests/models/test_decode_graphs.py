@@ -55,7 +55,9 @@ from tests.conftest import SOME, family_config, some_families
 from tests.steps import Row, make_draws, make_step
 
 CPU = torch.device("cpu")
-BLOCK, BLOCKS, MAX_ROWS = 4, 40, 12
+BLOCK = 4
+BLOCKS = 40
+MAX_ROWS = 12
 interpreted = pytest.mark.usefixtures("interpreter")
 
 
@@ -82,9 +84,15 @@ class TilesInTorch(TritonAttention):
     """The GPU's attention in plain torch, tile by tile; the interpreter takes minutes."""
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        query, keys, values, how = call.query, call.keys, call.values, call.how
-        new_keys, new_values, rows = call.new_keys, call.new_values, call.rows
-        size, out = keys.shape[2], torch.empty_like(query.transpose(1, 2))
+        query = call.query
+        keys = call.keys
+        values = call.values
+        how = call.how
+        new_keys = call.new_keys
+        new_values = call.new_values
+        rows = call.rows
+        size = keys.shape[2]
+        out = torch.empty_like(query.transpose(1, 2))
         for token, slot in enumerate(rows.slots.tolist()):
             if slot >= 0:
                 keys[slot // size, :, slot % size] = new_keys[0, :, token]
@@ -207,7 +215,8 @@ def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
     """Chunks, more rows than expected, tables without room, and what is not wanted of all rows."""
     network, kernel = make_network("llama", tmp_path)
     stage = make_stage(network, kernel, max_rows=2)
-    rows, ids = Rows.of(*((0, 1, [each]) for each in range(3))), np.arange(3)
+    rows = Rows.of(*((0, 1, [each]) for each in range(3)))
+    ids = np.arange(3)
     assert stage.graphs is not None
     assert stage.graphs.run(rows, ids, None) is None
     assert stage.graphs.run(Rows.of((0, 2, [0])), ids[:2], None) is None
@@ -370,8 +379,16 @@ def test_sizes_of_many_rows() -> None:
 
 # Those that wait for a device, or copy to it: a capture would fail, or a replay be wrong.
 READS = {
-    *("_local_scalar_dense", "nonzero", "bincount", "unique_dim", "_unique2", "masked_select"),
-    *("equal", "is_nonzero", "histc", "argwhere"),
+    "_local_scalar_dense",
+    "nonzero",
+    "bincount",
+    "unique_dim",
+    "_unique2",
+    "masked_select",
+    "equal",
+    "is_nonzero",
+    "histc",
+    "argwhere",
 }
 HOST = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
 MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer}
@@ -463,7 +480,8 @@ def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
     stage = Stage(network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK)
     stage.cache._kv.zero_()
     attend = stage.cache.plan(Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4])))
-    ids, positions = torch.tensor([5, 6, 7]), torch.tensor([6, 0, 1])
+    ids = torch.tensor([5, 6, 7])
+    positions = torch.tensor([6, 0, 1])
     with NoReads(), NoHost():
         found = network.run(network.embed(ids, positions), LayerStep(positions, attend))
     assert len(found) == 3 and found.isfinite().all()

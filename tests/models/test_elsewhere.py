@@ -153,7 +153,9 @@ class Hub:
     """Stands for the hub: a repository of files, fetched into a folder of its commit."""
 
     def __init__(self, folder: Path, files: Path, names: list[str]) -> None:
-        self.folder, self._files, self._names = folder / ("0" * 40), files, names
+        self.folder = folder / ("0" * 40)
+        self._files = files
+        self._names = names
         self.asked: list[tuple[str | None, list[str]]] = []
         self.is_there = True
 

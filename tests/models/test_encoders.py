@@ -79,7 +79,8 @@ def oracle(
     model: Any, pool: Any, types: list[int] | None = None, prompts: list[list[int]] = PROMPTS
 ) -> torch.Tensor:
     """Return what transformers gives for each prompt alone; `pool` makes it of hidden states."""
-    rows, first = [], 0
+    rows = []
+    first = 0
     for prompt in prompts:
         given = {"input_ids": torch.tensor([prompt])}
         if types is not None:
@@ -102,7 +103,8 @@ def check(found: torch.Tensor, expected: torch.Tensor, error: float = 1e-5) -> N
 @pytest.mark.parametrize("name", ENCODERS)
 def test_vectors_and_scores_equal_transformers(name: str, tmp_path: Path) -> None:
     model = make_encoder(name)
-    folder, expected = save(model, tmp_path / "model"), oracle(model, mean)
+    folder = save(model, tmp_path / "model")
+    expected = oracle(model, mean)
     for options in SOME:
         check(vectors(folder, **options), expected)
 
@@ -117,7 +119,8 @@ def test_vectors_and_scores_equal_transformers(name: str, tmp_path: Path) -> Non
 )
 def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: Path) -> None:
     model = make_decoder(name, kind)
-    folder, expected = save(model, tmp_path / "model"), oracle(model, lambda hidden: hidden[-1])
+    folder = save(model, tmp_path / "model")
+    expected = oracle(model, lambda hidden: hidden[-1])
     for options in SOME:
         check(vectors(folder, **options), expected)
 
@@ -135,7 +138,8 @@ def test_padding_inside_a_text_has_no_position(name: str, tmp_path: Path) -> Non
     """`<pad>` in a text, or its id, moved the positions of all tokens behind it by one."""
     model = make_encoder(name)
     prompts = with_padding(1 if "mpnet" in name else model.config.pad_token_id)
-    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    folder = save(model, tmp_path / "model")
+    expected = oracle(model, mean, prompts=prompts)
     for options in (SPLITS["kernels"], SPLITS["both"]):
         check(vectors(folder, prompts=prompts, **options), expected)
 
@@ -145,7 +149,8 @@ def test_a_judge_looks_at_the_last_token_that_is_no_padding(name: str, tmp_path:
     """A judge whose padding is EOS scored a text that ends with EOS by that EOS."""
     model = make_decoder(name, "ForSequenceClassification", pad_token_id=4)
     prompts = with_padding(4)
-    folder, expected = save(model, tmp_path / "model"), oracle(model, mean, prompts=prompts)
+    folder = save(model, tmp_path / "model")
+    expected = oracle(model, mean, prompts=prompts)
     for options in (SPLITS["kernels"], SPLITS["both"]):
         check(vectors(folder, prompts=prompts, **options), expected)
 
@@ -155,7 +160,8 @@ def test_decoders_whose_tokens_see_both_ways(name: str, tmp_path: Path) -> None:
     """EmbeddingGemma and GTE; `is_causal` was not seen, and a language model with it ran."""
     model = make_decoder(name, "Model", **BOTH_WAYS[name])
     files = sentence_files()
-    folder, expected = save(model, tmp_path / "model", files), oracle(model, mean)
+    folder = save(model, tmp_path / "model", files)
+    expected = oracle(model, mean)
     for options in (SPLITS["plain"], SPLITS["kernels"], SPLITS["shards"]):
         check(vectors(folder, **options), expected)
     (folder / "modules.json").unlink()
@@ -297,7 +303,8 @@ def test_modules_lie_where_modules_json_says(pooling: str, dense: str, tmp_path:
 
     `fminfer quantize` left the files out, and its folder did not run.
     """
-    model, folder = make_encoder("bert"), tmp_path / "model"
+    model = make_encoder("bert")
+    folder = tmp_path / "model"
     expected = read_by(dense_folder(model, folder), oracle(model, mean))
     move_modules(folder, Pooling=pooling, Dense=dense)
     check(vectors(folder), expected)
@@ -479,7 +486,8 @@ def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
 @pytest.mark.parametrize("quantized", ["int8", "int4"])
 def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
     """Quantized as they are loaded, or before, they give the same vectors, near the exact ones."""
-    model, folder = make_encoder("bert"), tmp_path / "model"
+    model = make_encoder("bert")
+    folder = tmp_path / "model"
     exact = read_by(dense_folder(model, folder), oracle(model, mean))
     loaded = vectors(folder, quantize=quantized)
     nearness = nn.functional.cosine_similarity(loaded, exact)
@@ -495,7 +503,8 @@ def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize("name", ["bert", "modernbert:scores", "mpnet"])
 def test_encoders_in_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
     model = make_encoder(name)
-    folder, expected = save(model, tmp_path / "model"), oracle(model, mean)
+    folder = save(model, tmp_path / "model")
+    expected = oracle(model, mean)
     check(vectors(folder, dtype=dtype), expected, {"bfloat16": 0.05, "float16": 0.01}[dtype])
     check(
         vectors(folder, dtype=dtype, kernels="off"),
@@ -522,7 +531,8 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
     """What the encoder gives, and the logprobs of a prefill and of a step of one token each."""
     model = make_encoder(name)
     ranks = ranks_of(save(model, tmp_path / "model"), **SPLITS[split])
-    lengths, num = np.array([*map(len, PROMPTS)]), len(PROMPTS)
+    lengths = np.array([*map(len, PROMPTS)])
+    num = len(PROMPTS)
     whole = Step(0, lengths=lengths, token_ids=np.concatenate(PROMPTS))
     memory = ranks.run(whole).vectors
     found = torch.from_numpy(memory).view(torch.float32).view(-1, 64).split(lengths.tolist())
@@ -530,7 +540,8 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
         check(own, model.get_encoder()(input_ids=torch.tensor([prompt])).last_hidden_state[0])
     needs = [-(-(len(ids) + 1) // 16) for ids in DECODED] + [*(-(-lengths // 16))]
     places = [(slot, at) for slot, need in enumerate(needs) for at in range(need)]
-    own, each = np.array([*map(len, DECODED)]), np.arange(num, dtype=np.int32)
+    own = np.array([*map(len, DECODED)])
+    each = np.arange(num, dtype=np.int32)
     cross: Any = {"slots": each, "cross_slots": each + num, "cross_lengths": lengths}
     first = Step(
         1,

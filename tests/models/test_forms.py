@@ -52,7 +52,8 @@ def assert_equal(mine: Path, other: Path) -> None:
     """Compare two folders tensor by tensor, in 1, 2 and 3 stages."""
     for sizes in SPLITS:
         for part in parts_of(sizes):
-            found, expected = load(mine, part), load(other, part)
+            found = load(mine, part)
+            expected = load(other, part)
             for weights, others in zip(groups_of(found), groups_of(expected), strict=True):
                 assert weights.keys() == others.keys()
                 for name, weight in weights.items():

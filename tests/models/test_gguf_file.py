@@ -91,7 +91,8 @@ def test_it_reads_what_llama_cpps_package_reads(name: str) -> None:
     for key, expected in theirs.items():
         found = metadata[key]
         assert found == expected or found == pytest.approx(expected, rel=1e-7)
-    content, found = path.read_bytes(), dict(stored.tensors)
+    content = path.read_bytes()
+    found = dict(stored.tensors)
     for tensor in reader.tensors:
         stem, _, leaf = tensor.name.rpartition(".")
         names = [n for n in (tensor.name,) if n in found]
@@ -137,7 +138,8 @@ def test_version_2_is_read_as_3(tmp_path: Path) -> None:
 
 def mutated(rng: random.Random, content: bytes) -> bytes:
     data = bytearray(content)
-    place, how = rng.randrange(len(data)), rng.randrange(5)
+    place = rng.randrange(len(data))
+    how = rng.randrange(5)
     wild = rng.choice([0, 1, 255, len(data), 1 << 31, 1 << 32, (1 << 63) - 1, (1 << 64) - 1])
     if how == 0:
         data[place] ^= 1 << rng.randrange(8)
@@ -154,8 +156,11 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
 
 def test_broken_headers_are_refused_or_read_inside_the_file(tmp_path: Path) -> None:
     """Each count, length and offset of a file is somebody else's, and none is believed."""
-    rng, path = random.Random(3), tmp_path / "m.gguf"
-    content, num_read, count = build(KEYS, TENSORS), 0, num_examples(10_000)
+    rng = random.Random(3)
+    path = tmp_path / "m.gguf"
+    content = build(KEYS, TENSORS)
+    num_read = 0
+    count = num_examples(10_000)
     tracemalloc.start()
     with path.open("wb", buffering=0) as file:  # ten times as fast as a new one each time
         for number in range(count):
@@ -187,9 +192,11 @@ def reads_inside(path: Path, num_bytes: int) -> bool:
 @pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope", "deepseek_v3", "bloom"])
 def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) -> None:
     """A number of layers or heads may be any; it asked for lists of that length."""
-    rng, path = random.Random(name), tmp_path / "m.gguf"
+    rng = random.Random(name)
+    path = tmp_path / "m.gguf"
     content = (SAMPLES / f"{name}.gguf").read_bytes()
-    (stored, _), own = read_gguf(SAMPLES / f"{name}.gguf"), content.index(b"block_count") - 40
+    (stored, _) = read_gguf(SAMPLES / f"{name}.gguf")
+    own = content.index(b"block_count") - 40
     num_read = 0
     for _ in range(num_examples(300)):
         data = bytearray(content)
@@ -264,8 +271,10 @@ def test_names_that_are_there_twice_are_told(tmp_path: Path) -> None:
 
 
 def test_tensors_that_overlap_or_lie_askew_are_told(tmp_path: Path) -> None:
-    path, both = tmp_path / "m.gguf", {"a": f32(np.ones(16)), "b": f32(np.ones(16))}
-    content, old = build({}, both), struct.pack("<IQ", 0, 64)
+    path = tmp_path / "m.gguf"
+    both = {"a": f32(np.ones(16)), "b": f32(np.ones(16))}
+    content = build({}, both)
+    old = struct.pack("<IQ", 0, 64)
     path.write_bytes(doubled(content, old, struct.pack("<IQ", 0, 32)))
     assert "the tensors 'a' and 'b' overlap" in refusal(path)
     path.write_bytes(doubled(content, old, struct.pack("<IQ", 0, 33)))
@@ -288,7 +297,8 @@ def split(name: str, folder: Path, num: int, *, says: int | None = None) -> Path
 
 
 def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
-    first, whole = split("llama", tmp_path, 3), SAMPLES / "llama.gguf"
+    first = split("llama", tmp_path, 3)
+    whole = SAMPLES / "llama.gguf"
     assert [file.name[:7] for file in find_weights(first).files] == [
         "m-00001",
         "m-00002",

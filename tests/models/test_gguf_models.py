@@ -97,7 +97,8 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
     name: str, form: str, tmp_path: Path
 ) -> None:
     """Quantized rows are permuted, joined, stacked and cut as floats are."""
-    kind, quants = gguf.GGMLQuantizationType[form], gguf.quants
+    kind = gguf.GGMLQuantizationType[form]
+    quants = gguf.quants
 
     def rounded(tensors: Tensors, *, stays: bool) -> None:
         for each, (_, shape, _) in [*tensors.items()]:
@@ -231,7 +232,8 @@ def test_biases_of_queries_and_keys_are_put_back_too(tmp_path: Path) -> None:
     path = copy("llama", tmp_path / "m.gguf", with_biases)
     checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
     (part,) = split_layers(2, 1, head_cost=0.0)
-    holding, device = Holding(torch.float32), torch.device("cpu")
+    holding = Holding(torch.float32)
+    device = torch.device("cpu")
     source = open_weights(checkpoint, part, holding=holding, device=device, seed=0)
     found = source.layer(1)["qkv.bias"].plain
     how = checkpoint.model.layers[1].attention
@@ -334,7 +336,8 @@ def test_small_files_without_a_cache_folder(
 
 def test_names_digests_and_fingerprints(cache: Path, tmp_path: Path) -> None:
     path = copy("llama", tmp_path / "m.gguf")
-    config, floats = EngineConfig(str(path)), (torch.float32, torch.float32)
+    config = EngineConfig(str(path))
+    floats = (torch.float32, torch.float32)
 
     def found() -> dict[str, str]:
         return fingerprint_of(config, open_checkpoint(str(path)), *floats)

@@ -21,11 +21,29 @@ from fminfer.text.gguf_tokenizer import write_tokenizer_files
 from fminfer.text.gguf_vocabulary import find_cuts
 from fminfer.text.tokenizer import Tokenizer
 
-NORMAL, UNKNOWN, CONTROL, USER_DEFINED, UNUSED, BYTE = 1, 2, 3, 4, 5, 6
+NORMAL = 1
+UNKNOWN = 2
+CONTROL = 3
+USER_DEFINED = 4
+UNUSED = 5
+BYTE = 6
 DATA = Path(__file__).parents[1] / "data" / "gguf"
 SAMPLES = [
-    *("bloom", "cohere", "deepseek_v2", "falcon", "gemma", "gpt2", "gpt_neox", "gpt_oss"),
-    *("granite", "llama", "llama3", "olmo2", "phi3", "qwen2", "starcoder2"),
+    "bloom",
+    "cohere",
+    "deepseek_v2",
+    "falcon",
+    "gemma",
+    "gpt2",
+    "gpt_neox",
+    "gpt_oss",
+    "granite",
+    "llama",
+    "llama3",
+    "olmo2",
+    "phi3",
+    "qwen2",
+    "starcoder2",
 ]
 PROSE = Path(__file__).parents[2] / "docs" / "structure.md"
 TEXTS = [
@@ -331,7 +349,8 @@ def test_a_merge_of_pieces_that_are_not_there_is_left_out(tmp_path: Path) -> Non
 def test_control_tokens_are_special_and_padding_has_no_text(tmp_path: Path) -> None:
     """Padding was a token of the user's in old files, and its name was found in texts."""
     metadata = byte_metadata("gpt-2")
-    pieces, types = metadata["tokenizer.ggml.tokens"], metadata["tokenizer.ggml.token_type"]
+    pieces = metadata["tokenizer.ggml.tokens"]
+    types = metadata["tokenizer.ggml.token_type"]
     first = len(pieces)
     pieces += ["<|c|>", "<tool>", b"\xff\xfe", f"[PAD{first + 3}]", f"[PAD{first + 4}]", "<unk>"]
     types += [CONTROL, USER_DEFINED, NORMAL, USER_DEFINED, UNUSED, UNKNOWN]

@@ -126,7 +126,9 @@ def test_streamed_answers_in_other_types(name: str, kind: str, tmp_path: Path) -
 @pytest.mark.parametrize(
     ("name", "sizes"),
     [
-        *(("llama", (2, 1)), ("bloom", (1, 2)), ("mixtral", (2, 1))),
+        ("llama", (2, 1)),
+        ("bloom", (1, 2)),
+        ("mixtral", (2, 1)),
         *(pytest.param(name, (1, 2), marks=more) for name in ("llama", "mixtral")),
         pytest.param("bloom", (2, 1), marks=more),
     ],
@@ -220,7 +222,8 @@ def test_a_layer_is_gone_before_the_next_is_made(
     save_model("llama", tmp_path)
     how: dict[str, Any] = {**SMALL, "offload": "disk", "kernels": "off"}
     layers: weakref.WeakSet[LayerOf] = weakref.WeakSet()
-    counts, make = [], LayerOf.__init__
+    counts = []
+    make = LayerOf.__init__
 
     def count(layer: LayerOf, *given: Any) -> None:
         make(layer, *given)
@@ -319,7 +322,9 @@ def test_a_disk_that_slows_is_told(
     save_model("llama", tmp_path)
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": [5, 6, 7], "max_tokens": 16, "ignore_eos": true}\n')
-    read, num_reads, clock_s = direct_reads.OpenFile.read, itertools.count(), [0.0]
+    read = direct_reads.OpenFile.read
+    num_reads = itertools.count()
+    clock_s = [0.0]
 
     def read_in(*asked: Any) -> None:
         clock_s[0] += 10.0 if next(num_reads) in slow else 1.0
@@ -350,7 +355,8 @@ def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
 
 def test_a_killed_run_goes_on(tmp_path: Path) -> None:
     """kill -9, then the same command: every row once, equal to those of the whole model."""
-    model, file = save_model("llama", tmp_path / "model"), tmp_path / "rows.jsonl"
+    model = save_model("llama", tmp_path / "model")
+    file = tmp_path / "rows.jsonl"
     row = {"max_tokens": 12, "temperature": 0.7, "ignore_eos": True}
     lines = [{"prompt": [n % 90 + 3, n // 90], "seed": n} | row for n in range(200)]
     file.write_text("".join(json.dumps(line) + "\n" for line in lines))
@@ -419,7 +425,9 @@ def test_it_reads_where_a_file_system_cannot_directly(
     """Some file systems refuse a direct open, others each direct read."""
     file = tmp_path / "file"
     file.write_bytes(b"weights" * 1000)
-    opened, read, direct = os.open, os.preadv, getattr(os, "O_DIRECT", 0)
+    opened = os.open
+    read = os.preadv
+    direct = getattr(os, "O_DIRECT", 0)
 
     def open_file(path: Any, flags: int, *more: Any) -> int:
         if at_once and flags & direct:
@@ -441,7 +449,8 @@ def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.Monke
     """Its size cannot be read either."""
     file = tmp_path / "file"
     file.write_bytes(b"weights")
-    reads, spans = DirectReads({file: None}), [Span(file, 0, 7)]
+    reads = DirectReads({file: None})
+    spans = [Span(file, 0, 7)]
 
     def lose(*_: Any) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
@@ -460,7 +469,8 @@ def test_pieces_are_read_at_once_where_direct_reads_are_refused(
     """When each thread found that out, the second took it for a failing disk."""
     file = tmp_path / "file"
     file.write_bytes(b"weights " * (2 * PIECE // 8))
-    read, both = os.preadv, threading.Barrier(2)
+    read = os.preadv
+    both = threading.Barrier(2)
 
     def read_file(number: int, *more: Any) -> int:
         if fcntl.fcntl(number, fcntl.F_GETFL) & os.O_DIRECT:
@@ -530,7 +540,8 @@ class NumberedLayers:
 def test_a_gpu_has_two_layers_at_once(
     kind: Any, num_slots: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    gpu, source = PretendGpu(monkeypatch), cast(Any, NumberedLayers(tmp_path))
+    gpu = PretendGpu(monkeypatch)
+    source = cast(Any, NumberedLayers(tmp_path))
     stream = layer_stream.LayerStream(source, lambda number, weights: cast(Any, weights), kind)
     assert len(gpu.pinned) == num_slots
     for _ in range(3):

@@ -73,7 +73,8 @@ class Oracle:
             guess: ids that may be the answer. One pass tells whether each is the best one after
                 those before it; if so, transformers draws the same ids one by one.
         """
-        prompt, count = request["prompt"], request["max_tokens"]
+        prompt = request["prompt"]
+        count = request["max_tokens"]
         key = (count, *prompt)
         if key not in self._answers:
             logits = logits_of(self._model, prompt + guess)

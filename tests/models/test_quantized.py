@@ -43,8 +43,11 @@ CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 # Sizes that make rows, so that all are whole blocks; four heads of 16 are as many.
 ROW_SIZES = (
-    *("intermediate_size", "moe_intermediate_size", "shared_intermediate_size"),
-    *("shared_expert_intermediate_size", "q_lora_rank"),
+    "intermediate_size",
+    "moe_intermediate_size",
+    "shared_intermediate_size",
+    "shared_expert_intermediate_size",
+    "q_lora_rank",
 )
 
 
@@ -60,7 +63,8 @@ def save_both(
 ) -> tuple[Path, Any, Any]:
     """Save a checkpoint; return it, transformers' model, and the same of dequantized weights."""
     monkeypatch.setitem(conftest.FIELDS, name, widened(FIELDS[name]))
-    mine, theirs = folder / "floats", folder / "dequantized"
+    mine = folder / "floats"
+    theirs = folder / "dequantized"
     model = make_model(name)
     for each in (mine, theirs):
         model.save_pretrained(each)
@@ -73,9 +77,11 @@ def save_both(
 
 def round_weights(folder: Path, quantized: str) -> None:
     """Make each stored matrix what its blocks stand for; a row of ours is a row of a stored one."""
-    checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
+    checkpoint = open_checkpoint(str(folder))
+    path = folder / "model.safetensors"
     files, origins = read_origins(checkpoint, folder)
-    tensors, holding = load_file(path), Holding(torch.float32, quantized=quantized)
+    tensors = load_file(path)
+    holding = Holding(torch.float32, quantized=quantized)
     for origin in origins.values():
         held = holding.of(origin.spec, origin.stored_parts(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
@@ -130,7 +136,9 @@ def test_logits_are_those_of_the_dequantized_weights(
 @pytest.mark.parametrize(
     ("name", "dtype"),
     [
-        *(("llama", "float32"), ("mixtral", "bfloat16"), ("gpt2", "float32")),
+        ("llama", "float32"),
+        ("mixtral", "bfloat16"),
+        ("gpt2", "float32"),
         *(pytest.param(name, "bfloat16", marks=more) for name in ("llama", "gpt2")),
         pytest.param("mixtral", "float32", marks=more),
     ],
@@ -141,7 +149,8 @@ def test_a_run_answers_with_them(
     """By the kernels, which every product of a layer and the head are given to."""
     folder, _, rounded = save_both(name, "int4", tmp_path, monkeypatch)
     prompts = [[3 + (7 * i + n) % 200 for i in range(9 + n)] for n in range(3)]
-    packed, pack_part = [], ProductKernel.pack_part
+    packed = []
+    pack_part = ProductKernel.pack_part
 
     def spy(self: ProductKernel, held: Format, *rest: Any) -> PackedPart:
         packed.append(held.name)
@@ -208,7 +217,8 @@ def test_bits_as_a_dtype_are_those_of_quantize() -> None:
 def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
     """Of a model that is stored nowhere: the floats that are drawn, rounded."""
     conftest.family_config("llama").save_pretrained(tmp_path)
-    checkpoint, part = open_random(str(tmp_path)), one_stage()[0]
+    checkpoint = open_random(str(tmp_path))
+    part = one_stage()[0]
     floats, blocks = (
         open_weights(checkpoint, part, holding=holding, device=CPU, seed=3).layer(1)
         for holding in (Holding(torch.float32), Holding(torch.float32, quantized="int4"))

@@ -95,9 +95,14 @@ def test_ranks_compare_what_they_did() -> None:
         zip(names, (640, 3, 7, 16), strict=True)
     )
     assert [*shared] == [
-        *("fminfer's version", "the model's config", "the dtype", "--quantize"),
-        *("the KV cache's dtype", "the layers of each rank"),
-        *("--offload", "--tensor-parallel-size"),
+        "fminfer's version",
+        "the model's config",
+        "the dtype",
+        "--quantize",
+        "the KV cache's dtype",
+        "the layers of each rank",
+        "--offload",
+        "--tensor-parallel-size",
     ]
 
 

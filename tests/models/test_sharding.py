@@ -207,7 +207,8 @@ def test_random_weights_do_not_depend_on_ranks(smollm: Path) -> None:
 def random_model(draw: st.DrawFn) -> Model:
     """Return a small spec of any shape."""
     number = lambda *values: draw(st.sampled_from(values))  # noqa: E731
-    groups, per_group = number(1, 2, 3, 5, 8), number(1, 2, 3)
+    groups = number(1, 2, 3, 5, 8)
+    per_group = number(1, 2, 3)
     attention = Attention(
         heads=groups * per_group,
         kv_heads=groups,
@@ -286,7 +287,8 @@ def check_cuts(model: Model, shares: list[ModelShare], block: int = 1) -> None:
     """See that sizes of cut specs are those of the cuts, which hold each number."""
     specs = model_specs(model)
     for share in shares:
-        cuts, own = share.cuts, model_specs(share.model)
+        cuts = share.cuts
+        own = model_specs(share.model)
         assert own.keys() == specs.keys()
         for name, spec in specs.items():
             held = cuts[name].held(spec) if name in cuts else spec
@@ -387,7 +389,8 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         specs = part_specs(rank.share.model, rank.part)
         assert sum(each.num_bytes for each in held) == 4 * sum(each.size for each in specs.values())
         sizes.append(source.num_bytes)
-        reader, cuts = source._maker, rank.share.cuts
+        reader = source._maker
+        cuts = rank.share.cuts
         for name, origin in source._layers[1].items():
             waiting = reader.waiting(origin)
             size = origin.spec if cuts.get(f"1.{name}", TensorCut()).columns else origin.held

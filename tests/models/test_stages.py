@@ -72,7 +72,8 @@ def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
     for result, whole in zip(found, expected, strict=True):
         for choice, other in zip(result["choices"], whole["choices"], strict=True):
             assert choice["text"] == other["text"]
-            ours, theirs = choice["logprobs"], other["logprobs"]
+            ours = choice["logprobs"]
+            theirs = other["logprobs"]
             assert ours["tokens"] == theirs["tokens"]
             if ours["token_logprobs"][0] is None:
                 assert theirs["token_logprobs"].pop(0) is ours["token_logprobs"].pop(0)
@@ -177,7 +178,8 @@ def test_the_progress_of_a_last_stage_counts_its_tied_head(tmp_path: Path) -> No
     make_model("gpt2").save_pretrained(tmp_path)
     seen: list[tuple[int, int]] = []
     source = open_weights(
-        *(open_checkpoint(str(tmp_path)), parts_of([2, 1])[1]),
+        open_checkpoint(str(tmp_path)),
+        parts_of([2, 1])[1],
         holding=Holding(torch.float32),
         device=CPU,
         seed=0,
@@ -194,7 +196,8 @@ def test_a_stage_reads_only_its_own_tensors(
 ) -> None:
     make_model("llama").save_pretrained(tmp_path)
     read: list[str] = []
-    own, own_copy = TensorFiles.read, TensorFiles.copy
+    own = TensorFiles.read
+    own_copy = TensorFiles.copy
 
     def spying(files: TensorFiles, name: str) -> torch.Tensor:
         read.append(name)

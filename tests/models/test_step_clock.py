@@ -43,7 +43,8 @@ def test_a_step_that_nobody_waits_for_is_told_with_the_next(
     """Its time was taken for that of the step after it."""
     gpu = Gpu()
     monkeypatch.setattr(torch.cuda, "Event", gpu.event)
-    clock, stats = StepClock(torch.device("cuda")), StageStats()
+    clock = StepClock(torch.device("cuda"))
+    stats = StageStats()
     spans = []
     for took_ms, is_awaited in [(100.0, False), (200.0, False), (10.0, True), (7.0, True)]:
         clock.start()

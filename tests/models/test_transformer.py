@@ -66,7 +66,8 @@ class Dense:
         value: torch.Tensor,
         scoring: Scoring,
     ) -> torch.Tensor:
-        how, sinks = self._model.layers[self.first + layer].attention, scoring.sinks
+        how = self._model.layers[self.first + layer].attention
+        sinks = scoring.sinks
         key, value = (
             part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value)
         )
@@ -152,7 +153,9 @@ def test_every_row_and_variant(family_checkpoint: tuple[Path, Any]) -> None:
 
 def test_a_layer_norm_may_have_an_offset() -> None:
     """A LayerNorm passed over it, as no row had both."""
-    x, weight, bias = torch.randn(5, 8), torch.randn(8), torch.randn(8)
+    x = torch.randn(5, 8)
+    weight = torch.randn(8)
+    bias = torch.randn(8)
     found = plain.norm(x, Norm(1e-5, is_rms=False, has_bias=True, offset=1.0), weight, bias)
     expected = torch.nn.functional.layer_norm(x, (8,), weight + 1, bias, 1e-5)
     torch.testing.assert_close(found, expected)

@@ -75,7 +75,8 @@ def int8() -> Iterator[RowsOfInt8]:
 
 def quantize(folder: Path, *, is_stored_so: bool) -> None:
     """Round every matrix of a checkpoint to int8, and store it so or as the floats that it is."""
-    checkpoint, path = open_checkpoint(str(folder)), folder / "model.safetensors"
+    checkpoint = open_checkpoint(str(folder))
+    path = folder / "model.safetensors"
     _, origins = read_origins(checkpoint, folder)
     tensors = load_file(path)
     for origin in origins.values():
@@ -101,7 +102,8 @@ def _round(tensors: dict[str, torch.Tensor], name: str, inputs: int, *, is_store
 
 def save_both(name: str, folder: Path) -> tuple[Path, Any]:
     """Save a checkpoint in int8; return transformers' model of the same numbers in float32."""
-    mine, theirs = folder / "int8", folder / "floats"
+    mine = folder / "int8"
+    theirs = folder / "floats"
     for each in (mine, theirs):
         make_model(name).save_pretrained(each)
         save_byte_tokenizer(each)
@@ -111,7 +113,8 @@ def save_both(name: str, folder: Path) -> tuple[Path, Any]:
 
 
 def open_source(folder: Path) -> LayerSource:
-    checkpoint, (part,) = open_checkpoint(str(folder)), one_stage()
+    checkpoint = open_checkpoint(str(folder))
+    (part,) = one_stage()
     return open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=0)
 
 
@@ -180,7 +183,8 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
     later = source.layers()
     first = next(later)
     drawn = open_weights(
-        *(open_random("llama-160m"), one_stage()[0]),
+        open_random("llama-160m"),
+        one_stage()[0],
         holding=Holding(torch.float32),
         device=CPU,
         seed=0,
@@ -189,7 +193,8 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
         again = source.layer(number)
         assert again.keys() == kept[number].keys()
         assert all(weight.equals(kept[number][name]) for name, weight in again.items())
-        mine, other = drawn.layer(number), drawn.layer(number)
+        mine = drawn.layer(number)
+        other = drawn.layer(number)
         assert all(weight.equals(other[name]) for name, weight in mine.items())
     assert all(weight.equals(kept[0][name]) for name, weight in first.items())
     assert [len(each) for each in later] == [len(each) for each in kept[1:]]
@@ -220,7 +225,8 @@ def test_int8_without_a_row_or_without_scales_is_refused(
 
 def test_in_which_format_a_tensor_is_held(int8: RowsOfInt8) -> None:
     """One function decides it, for loading and for forecasts."""
-    floats, halves = Dense(torch.float32), Dense(torch.bfloat16)
+    floats = Dense(torch.float32)
+    halves = Dense(torch.bfloat16)
     stored: list[Any]
     for use, stored, keeps, expected in (
         ("product", [halves], True, halves),

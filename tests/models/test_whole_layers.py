@@ -39,7 +39,8 @@ def own_products(monkeypatch: pytest.MonkeyPatch) -> None:
 def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     """Norm as whole layers do; torch rounds otherwise on the way."""
     rows, out = rows_of(x)
-    run, address = built_library().fminfer_layer_norm, ctypes.c_void_p
+    run = built_library().fminfer_layer_norm
+    address = ctypes.c_void_p
     run.argtypes = [ctypes.POINTER(RowSizes), address, address, ctypes.c_float, address, address]
     run(rows, module.weight.data_ptr(), module.bias.data_ptr(), module.eps, None, None)
     return out
@@ -48,7 +49,8 @@ def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
 def rows_of(x: torch.Tensor) -> tuple[RowSizes, torch.Tensor]:
     """Return how to walk through (…, width), whose rows may have gaps, and an empty result."""
     out = torch.empty_like(x, memory_format=torch.contiguous_format)
-    width, count = x.shape[-1], out.numel() // x.shape[-1]
+    width = x.shape[-1]
+    count = out.numel() // x.shape[-1]
     sizes = (count, 1, width, x.stride(-2), 0, KERNEL_TYPES[x.dtype], 2)
     return RowSizes(x.data_ptr(), out.data_ptr(), *sizes), out
 
@@ -98,13 +100,49 @@ def test_gelu(dtype: torch.dtype) -> None:
 # How many layers of a model are one call; of the others none.
 WHOLE = dict.fromkeys(
     (
-        *("llama", "llama-dynamic", "llama-biases", "llama-yarn", "mistral", "qwen2"),
-        *("qwen2-window", "qwen3", "gemma", "phi3", "phi3-long", "phi3-partial", "starcoder2"),
-        *("bloom", "opt", "gpt2", "gpt2-inverse", "gpt2-unscaled", "gpt2-untied"),
-        *("gpt_bigcode-heads", "gpt_bigcode", "gpt_neo", "stablelm", "cwm", "ministral"),
-        *("ministral3", "internlm3", "seed_oss", "smollm3", "vaultgemma", "mistral3"),
-        *("mixtral", "qwen3_moe", "qwen2_moe", "glm4_moe", "dots1", "phimoe", "phimoe-long"),
-        *("solar_open", "gpt_neox-serial", "gpt_neox_japanese", "biogpt", "xglm"),
+        "llama",
+        "llama-dynamic",
+        "llama-biases",
+        "llama-yarn",
+        "mistral",
+        "qwen2",
+        "qwen2-window",
+        "qwen3",
+        "gemma",
+        "phi3",
+        "phi3-long",
+        "phi3-partial",
+        "starcoder2",
+        "bloom",
+        "opt",
+        "gpt2",
+        "gpt2-inverse",
+        "gpt2-unscaled",
+        "gpt2-untied",
+        "gpt_bigcode-heads",
+        "gpt_bigcode",
+        "gpt_neo",
+        "stablelm",
+        "cwm",
+        "ministral",
+        "ministral3",
+        "internlm3",
+        "seed_oss",
+        "smollm3",
+        "vaultgemma",
+        "mistral3",
+        "mixtral",
+        "qwen3_moe",
+        "qwen2_moe",
+        "glm4_moe",
+        "dots1",
+        "phimoe",
+        "phimoe-long",
+        "solar_open",
+        "gpt_neox-serial",
+        "gpt_neox_japanese",
+        "biogpt",
+        "xglm",
     ),
     3,
 )

@@ -212,7 +212,8 @@ class Hostile:
     """Runs a command when it is unpickled."""
 
     def __init__(self, call: Any, *arguments: Any) -> None:
-        self.call, self.arguments = call, arguments
+        self.call = call
+        self.arguments = arguments
 
     def __reduce__(self) -> Any:
         return self.call, self.arguments

@@ -32,9 +32,23 @@ PACKAGES = {
     "job": [
         f"tests/job/test_{each}.py"
         for each in (
-            *("edited", "grown", "limit", "machine", "npy", "overview", "progress", "prompt"),
-            *("report_counts", "report_page", "report_runs", "run_inputs", "run_summary", "shards"),
-            *("synthetic", "time_left", "try_again"),
+            "edited",
+            "grown",
+            "limit",
+            "machine",
+            "npy",
+            "overview",
+            "progress",
+            "prompt",
+            "report_counts",
+            "report_page",
+            "report_runs",
+            "run_inputs",
+            "run_summary",
+            "shards",
+            "synthetic",
+            "time_left",
+            "try_again",
         )
     ],
 }
@@ -183,7 +197,8 @@ def _statements(package: str, path: Path) -> Iterator[Statement]:
     times: dict[str, int] = {}
     lines = path.read_text().splitlines()
     for node, changes in places.found.items():
-        first, end = positions[node].start.line, positions[node].end.line + 1
+        first = positions[node].start.line
+        end = positions[node].end.line + 1
         body = getattr(node, "body", None)
         if isinstance(body, cst.BaseSuite):
             end = max(first + 1, positions[body].start.line)

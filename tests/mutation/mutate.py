@@ -49,7 +49,8 @@ ARGUMENTS = [
 OUT = os.dup(1)  # pytest captures what is printed
 PR_SET_CHILD_SUBREAPER = 36
 # A mutant has this many times what its tests take, and this many seconds for a slow machine.
-MORE_TIMES, MORE_S = 5, 20
+MORE_TIMES = 5
+MORE_S = 20
 # So many seconds of tests are run for a mutant: those of many slow tests would take hours. What a
 # slower one would notice counts as a survivor.
 MOST_S = 10

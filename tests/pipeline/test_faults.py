@@ -18,7 +18,8 @@ from tests.forked import Forked, run_forked
 FAULTS = Path(__file__).parent.parent / "faults"
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"
 RANK_TIMEOUT_S = 3
-KINDS, PHASES = ("raise", "kill", "stop"), ("load", "prefill", "decode")
+KINDS = ("raise", "kill", "stop")
+PHASES = ("load", "prefill", "decode")
 
 
 def faults(num_ranks: int) -> list[str]:
@@ -26,7 +27,8 @@ def faults(num_ranks: int) -> list[str]:
     return [f"{kind} {rank} {phase}" for kind in KINDS for rank in ranks for phase in PHASES]
 
 
-TWO, FOUR = faults(2), faults(4)
+TWO = faults(2)
+FOUR = faults(4)
 # Of two ranks a third of the faults, every kind and phase with either rank; of two stages of two
 # ranks each kind and phase once, and the last rank killed. scripts/test --all runs all.
 SOME = [(fault, 1) for fault in TWO[0::7] + TWO[3::7]]
@@ -80,7 +82,8 @@ def test_a_rank_that_fails_ends_all(
 ) -> None:
     """And the same command, without the fault, then answers the rest as a run alone does."""
     kind, rank, phase = fault.split()
-    rows, moment = tmp_path / "out.jsonl.journal", tmp_path / "moment"
+    rows = tmp_path / "out.jsonl.journal"
+    moment = tmp_path / "moment"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": str(rows), "FAULT_TIME": str(moment)}
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
     process = Forked(command(tmp_path, num_shards), environ, tmp_path)
@@ -141,7 +144,8 @@ def test_others_answer_what_a_pipeline_that_hangs_has(tmp_path: Path) -> None:
 
 def run_with(fault: str, flags: list[object], folder: Path) -> tuple[Any, float]:
     """Run the queries with a fault; return what became of it, and its seconds after the fault."""
-    moment, output = folder / "moment", folder / "out.jsonl"
+    moment = folder / "moment"
+    output = folder / "out.jsonl"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": f"{output}.journal"}
     environ |= {"FAULT_TIME": str(moment)}
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"

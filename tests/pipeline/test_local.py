@@ -25,7 +25,8 @@ class Sleeper:
     """A stage that sleeps in one of its steps until it is woken."""
 
     def __init__(self, sleeps_in: int, took_s: float = 0.0) -> None:
-        self._sleeps_in, self._took_s = sleeps_in, took_s
+        self._sleeps_in = sleeps_in
+        self._took_s = took_s
         self.is_woken = threading.Event()
 
     def run(self, step: Step) -> StepResult:
@@ -73,7 +74,8 @@ def test_a_run_that_was_suspended_goes_on(monkeypatch: pytest.MonkeyPatch) -> No
     stage = Sleeper(sleeps_in=0)
     pipeline = LocalPipeline(stage.run)
     pipeline.limit_s = 0.2
-    get, num_waits = pipeline._results.get, list[int]()
+    get = pipeline._results.get
+    num_waits = list[int]()
 
     def get_late(timeout: float) -> Any:
         num_waits.append(1)

@@ -370,7 +370,8 @@ def in_namespace(number: int) -> str:
 def two_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two network namespaces with a cable between; it takes root, and iproute2."""
     monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
-    names, ends = [in_namespace(0), in_namespace(1)], [f"fm{os.getpid() % 99999}{e}" for e in "ab"]
+    names = [in_namespace(0), in_namespace(1)]
+    ends = [f"fm{os.getpid() % 99999}{e}" for e in "ab"]
     commands = [f"ip netns add {name}" for name in names]
     commands += [f"ip link add {ends[0]} type veth peer name {ends[1]}"]
     for number, (name, end) in enumerate(zip(names, ends, strict=True)):
@@ -412,7 +413,8 @@ def test_num_iters_stops_and_says_so(tmp_path: Path) -> None:
 
 def test_the_seeds_loop(tmp_path: Path) -> None:
     """Eight ranks by hand with the old tool's flags, in examples/run_shards.sh; shard 1 is done."""
-    model, shards = tmp_path / "model", tmp_path / "shards"
+    model = tmp_path / "model"
+    shards = tmp_path / "shards"
     shards.mkdir()
     size = {"hidden_size": 32, "n_layer": 15, "n_head": 4, "vocab_size": VOCAB}
     config = transformers.AutoConfig.for_model("bloom", bos_token_id=None, **size)

@@ -21,7 +21,9 @@ from fminfer.pipeline.wire import HiddenForm, RankMessage, encode_step
 from tests.steps import make_logprobs
 
 FORM = HiddenForm(4, torch.float32, torch.device("cpu"))
-GARBAGE, ABORT_S, WAIT_S = 666, 0.005, 10.0
+GARBAGE = 666
+ABORT_S = 0.005
+WAIT_S = 10.0
 TURNS = range(20)
 
 
@@ -31,7 +33,8 @@ class Sums:
     max_tokens = 0
 
     def __init__(self) -> None:
-        self.is_summing, self.is_aborted = threading.Event(), threading.Event()
+        self.is_summing = threading.Event()
+        self.is_aborted = threading.Event()
         span = StageSpan(0.0, 0.0)
         self.clock: Any = SimpleNamespace(start=lambda: None, stop=lambda **_: span)
 
@@ -53,7 +56,8 @@ class Wire:
     """Connections to other ranks, which break once `is_broken` is set."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, *first: RankMessage) -> None:
-        self.is_broken, self.sent = threading.Event(), queue.SimpleQueue[RankMessage]()
+        self.is_broken = threading.Event()
+        self.sent = queue.SimpleQueue[RankMessage]()
         self._first = [*first]
         monkeypatch.setattr(ring, "receive", self.receive)
         monkeypatch.setattr(ring, "send", lambda message, *_: self.sent.put(message))
@@ -80,7 +84,8 @@ def close(pipeline: RingPipeline) -> None:
 @pytest.mark.parametrize("turn", TURNS)
 def test_no_token_of_an_aborted_sum_is_a_result(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Another shard died, the sum was aborted, and its garbage was the step's token."""
-    stage, wire = Sums(), Wire(monkeypatch)
+    stage = Sums()
+    wire = Wire(monkeypatch)
     part = Part(0, 1, 0, 1, num_shards=2)
     pipeline = RingPipeline(stage, part, FORM, explain, release=stage.abort)
     for number in range(2):
@@ -100,7 +105,8 @@ def test_a_result_of_the_last_stage_that_comes_late_is_dropped(
     turn: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Rank 0 has heard of the failure; the last stage has not, and sends what it computed."""
-    stage, wire = Sums(), Wire(monkeypatch)
+    stage = Sums()
+    wire = Wire(monkeypatch)
     pipeline = RingPipeline(stage, Part(0, 2, 0, 1), FORM, explain, release=stage.abort)
     for number in range(2):
         pipeline.submit(Step(number))

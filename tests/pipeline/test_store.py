@@ -313,7 +313,8 @@ def test_a_holder_that_answers_between_two_looks_at_its_file(
     monkeypatch.setattr(finding, "is_loopback", lambda host: host == "127.0.0.1")
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
     monkeypatch.setattr(finding, "machine_id", lambda: "another machine")
-    (file,), join = tmp_path.glob("*.json"), finding._join
+    (file,) = tmp_path.glob("*.json")
+    join = finding._join
 
     def join_slowly(*given: Any) -> Any:
         found = join(*given)

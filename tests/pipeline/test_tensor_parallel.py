@@ -98,11 +98,13 @@ def test_ranks_that_the_run_starts(
 
 def test_without_kernels_sums_go_through_gloo(tmp_path: Path) -> None:
     """A draw of which filters left few tokens ended the run: gloo was to send nothing."""
-    filtered, line = tmp_path / "filtered.jsonl", {"prompt": "How do you go", "seed": 1}
+    filtered = tmp_path / "filtered.jsonl"
+    line = {"prompt": "How do you go", "seed": 1}
     filters: list[dict[str, float]] = [{"top_p": 0.9}, {"top_k": 5}, {"min_p": 0.1}]
     lines = [json.dumps(line | {"temperature": 0.8} | each) for each in filters]
     filtered.write_text("\n".join(lines))
-    folders, off = [tmp_path / "1", tmp_path / "2"], [*FLAGS, "--kernels", "off"]
+    folders = [tmp_path / "1", tmp_path / "2"]
+    off = [*FLAGS, "--kernels", "off"]
     for size, folder in enumerate(folders, start=1):
         [(status, err)] = finish(start(*inputs(), filtered, *off, "--tp", size, "--output", folder))
         assert status == 0 and ("2 ranks of" in err) == (size == 2), err
@@ -184,7 +186,8 @@ def test_a_program_goes_on_when_a_rank_has_died(pause_s: float) -> None:
     started = time.monotonic()
     engine.close()
     assert time.monotonic() - started < 10
-    names, left = {"stage-0", "to-rank-1", "from-rank-1"}, {*threading.enumerate()} - before
+    names = {"stage-0", "to-rank-1", "from-rank-1"}
+    left = {*threading.enumerate()} - before
     while left and time.monotonic() - started < 10:
         left = {each for each in left if each.is_alive() and each.name in names}
     assert not left
@@ -198,7 +201,8 @@ def test_a_dead_rank_is_noticed_at_once_by_those_started_apart(tmp_path: Path) -
     requests.write_text("\n".join(lines))
     shared = [requests, "--output", tmp_path / "out.jsonl", "--world-size", 2, "--tp", 2]
     shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
-    first, second = start(*shared, 0), start(*shared, 1)
+    first = start(*shared, 0)
+    second = start(*shared, 1)
     journal = tmp_path / "out.jsonl.journal"
     until_s = time.monotonic() + 60
     while not (journal.exists() and journal.read_bytes().count(b"\n") > 1):

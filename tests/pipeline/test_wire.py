@@ -28,15 +28,21 @@ from fminfer.pipeline.wire import (
 )
 from tests.steps import Row, check_equal, make_draws, make_logprobs, make_step
 
-NAN, INF = float("nan"), float("inf")
+NAN = float("nan")
+INF = float("inf")
 
 
 def full_step() -> Step:
     """Return a step that has something in each column."""
     draws = make_draws([1, 2], temperature=[0.0, 0.7], top_p=[1.0, 0.9], top_k=[0, 2**40])
-    draws["min_p"], draws["noise"], draws["mask"] = [0.0, 0.05], [0, -(2**63)], [1, 0]
-    draws["num_edits"], draws["num_banned"], draws["num_top"] = [3, 1], [2, 0], [3, 0]
-    few, most = make_mask(pack_ids([3, 40], 8)), make_mask(bytes(range(120, 136)))
+    draws["min_p"] = [0.0, 0.05]
+    draws["noise"] = [0, -(2**63)]
+    draws["mask"] = [1, 0]
+    draws["num_edits"] = [3, 1]
+    draws["num_banned"] = [2, 0]
+    draws["num_top"] = [3, 0]
+    few = make_mask(pack_ids([3, 40], 8))
+    most = make_mask(bytes(range(120, 136)))
     assert few.few is not None and most.few is None
     step = make_step(
         [Row([4, 5], 0, [1, 2]), Row([9], 2**40, [3])],

@@ -147,7 +147,8 @@ def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.Mo
 
 def joined_bytes(checkpoint: Checkpoint) -> int:
     """Return what a llama's products of q, k and v, and of gate and up, take in 16 bits."""
-    (layer, *_), hidden = checkpoint.model.layers, checkpoint.model.hidden_size
+    (layer, *_) = checkpoint.model.layers
+    hidden = checkpoint.model.hidden_size
     assert isinstance(layer.mlp, Mlp)
     outputs = sum(layer.attention.qkv_sizes) + 2 * layer.mlp.size
     return 2 * outputs * hidden * len(checkpoint.model.layers)
@@ -155,7 +156,8 @@ def joined_bytes(checkpoint: Checkpoint) -> int:
 
 def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     """Of a context of a million tokens they take 0.5 GB, and nothing counted them."""
-    config, machine = replace(SMALL, device="cuda"), Machine(device_bytes=80 * GIB)
+    config = replace(SMALL, device="cuda")
+    machine = Machine(device_bytes=80 * GIB)
     found = make_plan(config, checkpoint, machine).own.takes
     longer = make_plan(config, replace(checkpoint, max_model_len=100_000), machine).own.takes
     more = 100_000 - checkpoint.context_length
@@ -216,8 +218,10 @@ def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
     found = open_checkpoint(str(tmp_path))
     config = EngineConfig(model=found.name, dtype="float16", device="cpu")
     of_run = takes_of(config, found)
-    layer, hidden = found.model.layers[0], found.model.hidden_size
-    how, mlp = layer.attention, cast("Mlp", layer.mlp)
+    layer = found.model.layers[0]
+    hidden = found.model.hidden_size
+    how = layer.attention
+    mlp = cast("Mlp", layer.mlp)
     assert how.latent is not None
     kv_up = how.heads * (how.latent.key_dim + how.latent.value_dim) * how.latent.rank
     joined = 2 * mlp.size * hidden

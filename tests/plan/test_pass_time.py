@@ -53,7 +53,8 @@ QWEN3_30B = {
     "num_experts_per_tok": 8,
     "vocab_size": 151936,
 }
-H200, A100 = KINDS["h200"], KINDS["a100-80gb"]
+H200 = KINDS["h200"]
+A100 = KINDS["a100-80gb"]
 GIB = 1 << 30
 
 
@@ -100,7 +101,8 @@ def test_each_roof_alone_sets_the_pace() -> None:
     """A time follows the roof that bounds it, and no other one."""
     plan = plan_of("llama-8b", H200)
     work = measure_rank(plan, plan.own)
-    few, many = decode(1, 1), StepLoad(4096, 0, 4096, 4096 * 2048, 1)
+    few = decode(1, 1)
+    many = StepLoad(4096, 0, 4096, 4096 * 2048, 1)
     for load, roof, bound in (
         (few, "memory_rate", "memory"),
         (many, "arithmetic_rate", "arithmetic"),
@@ -139,7 +141,8 @@ def test_ranks_of_a_node_share_its_disk() -> None:
 
 def test_stages_that_take_turns_read_a_layer_once_and_add_their_times() -> None:
     """The disk sets the pace, at its whole speed; with two steps in flight it has twice as much."""
-    roofs, load = replace(A100, num_devices=2), decode(64, 100)
+    roofs = replace(A100, num_devices=2)
+    load = decode(64, 100)
     shared, apart = (
         plan_of("bloom-176b", A100, here, offload="disk", pipeline_group_size=2) for here in (2, 1)
     )
@@ -155,7 +158,8 @@ def test_stages_that_take_turns_read_a_layer_once_and_add_their_times() -> None:
 
 def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:
     roofs = replace(A100, num_devices=8)
-    one, eight = plan_of("llama-8b", roofs), plan_of("llama-8b", roofs, tensor_parallel_size=8)
+    one = plan_of("llama-8b", roofs)
+    eight = plan_of("llama-8b", roofs, tensor_parallel_size=8)
     alone = time_step(one, measure_rank(one, one.own), decode(8, 100), roofs)
     shard = time_step(eight, measure_rank(eight, eight.own), decode(8, 100), roofs)
     assert shard["memory"] == pytest.approx(alone["memory"] / 8, rel=0.02)
@@ -199,7 +203,8 @@ def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
 ) -> None:
     """They counted as one copy that is written and read. They save memory and cost time."""
     small_gpu = replace(H200, device_bytes=16 * GIB)
-    plain, small = plan_of("llama-8b", H200), plan_of("llama-8b", small_gpu, quantize=quantize)
+    plain = plan_of("llama-8b", H200)
+    small = plan_of("llama-8b", small_gpu, quantize=quantize)
     assert small.own.takes.weights < 0.6 * plain.own.takes.weights
     load = decode(8, 100)
     seconds, bound = step_of(small, load, H200)
@@ -214,9 +219,11 @@ def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
 def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
     """A graph of an 8B would have had tens of thousands of nodes, and ten a layer were counted."""
     small_gpu = replace(H200, device_bytes=16 * GIB)
-    plain, small = plan_of("llama-8b", small_gpu), plan_of("llama-8b", small_gpu, quantize="int4")
+    plain = plan_of("llama-8b", small_gpu)
+    small = plan_of("llama-8b", small_gpu, quantize="int4")
     assert plain.may_capture and not small.may_capture
-    load, temporary = decode(8, 100), DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
+    load = decode(8, 100)
+    temporary = DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
     launches = time_step(small, measure_rank(small, small.own), load, H200)["launches"]
     pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
     assert launches == pytest.approx(32 * (0.7e-3 + 12 * pieces * 10e-6))

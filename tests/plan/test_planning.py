@@ -28,7 +28,8 @@ from tests.gguf_building import SAMPLES
 
 GIB = 1 << 30
 CPU = torch.device("cpu")
-BFLOAT16, FLOAT32 = Dense(torch.bfloat16), Dense(torch.float32)
+BFLOAT16 = Dense(torch.bfloat16)
+FLOAT32 = Dense(torch.float32)
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "off", "device": "cpu", "budget": 1024}
 LINES = [
     {"prompt": [3 + (7 * n + i) % 17 for i in range(9 + n)], "max_tokens": 5, "logprobs": 1}

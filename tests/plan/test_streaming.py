@@ -54,7 +54,8 @@ def test_auto_streams_only_what_does_not_fit() -> None:
     counts = []
     for gpu in (160, 120, 80, 40, 24):
         plan = plan_of("llama-70b", gpu, on_host=512, offload="auto")
-        takes, numbers = plan.own.takes, plan.own.streamed and plan.own.streamed.numbers
+        takes = plan.own.takes
+        numbers = plan.own.streamed and plan.own.streamed.numbers
         assert not plan.shortage and plan.num_kv_tokens > 0
         used = takes.libraries + takes.weights + takes.work
         share = STREAMED_CACHE if numbers else LEAST_CACHE

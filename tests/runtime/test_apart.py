@@ -64,7 +64,8 @@ def texts(path: Path) -> list[str]:
 
 def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
     """--rank with --data-group-size was refused: two pipelines of two ranks, and one rank dies."""
-    source, output = write(tmp_path, len(ROWS)), tmp_path / "out.jsonl"
+    source = write(tmp_path, len(ROWS))
+    output = tmp_path / "out.jsonl"
     flags = ["--world-size", 4, "--data-group-size", 2, "--output", output]
     flags += ["--dist-url", f"tcp://127.0.0.1:{free_port()}"]
     ranks = [start(source, *flags, "--rank", rank) for rank in range(4)]
@@ -84,7 +85,8 @@ def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
 
 
 def test_two_tasks_of_srun_are_two_pipelines(tmp_path: Path) -> None:
-    source, output = write(tmp_path, 20), tmp_path / "out.jsonl"
+    source = write(tmp_path, 20)
+    output = tmp_path / "out.jsonl"
     variables = {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
     variables |= {"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": 1}
     flags = ["--data-group-size", 2, "--output", output, "--stats", tmp_path / "stats"]
@@ -98,7 +100,8 @@ def test_two_tasks_of_srun_are_two_pipelines(tmp_path: Path) -> None:
 
 def test_pipelines_of_other_options_are_refused(tmp_path: Path) -> None:
     """They would draw rows of one output with two seeds."""
-    source, where = write(tmp_path, 2), tmp_path / "meet"
+    source = write(tmp_path, 2)
+    where = tmp_path / "meet"
     flags = ["--world-size", 2, "--data-group-size", 2, "--rendezvous", where]
     ranks = [start(source, *flags, "--rank", rank, "--seed", rank) for rank in range(2)]
     for status, err in [finish(rank) for rank in ranks]:
@@ -109,7 +112,8 @@ def test_pipelines_of_other_options_are_refused(tmp_path: Path) -> None:
 @pytest.mark.parametrize("wrong", [[3], [0, 1, 2, 3]])
 def test_all_hear_of_what_only_one_rank_finds_wrong(tmp_path: Path, wrong: list[int]) -> None:
     """They waited for --rank-timeout, and rank 0 said that a rank had not answered."""
-    source, where = write(tmp_path, 2), tmp_path / "meet"
+    source = write(tmp_path, 2)
+    where = tmp_path / "meet"
     flags = ["--world-size", 4, "--data-group-size", 2, "--rendezvous", where]
     of_wrong = ["--stage-layers", "1,9"]
     ranks = [
@@ -125,7 +129,8 @@ def test_all_hear_of_what_only_one_rank_finds_wrong(tmp_path: Path, wrong: list[
 def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) -> None:
     """Rank 0 was gone, and said nothing: the others loaded the model or looked for it for
     --join-timeout, and failed. So ended each repetition of a run that was complete."""
-    source, output = write(tmp_path, 1), tmp_path / "out.jsonl"
+    source = write(tmp_path, 1)
+    output = tmp_path / "out.jsonl"
     words = ["run", str(source), "--dtype", "float32", "--output", str(output), "--seed", "0"]
     assert CliRunner().invoke(main, words).exit_code == 0
     flags = ["--world-size", 3, "--data-group-size", 3, "--output", output, "--seed", seed]
@@ -150,7 +155,8 @@ def test_places_among_all_ranks() -> None:
 
 def test_a_store_of_several_groups_and_its_lines() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        holder, port = StoreHolder(listener, "secret"), listener.getsockname()[1]
+        holder = StoreHolder(listener, "secret")
+        port = listener.getsockname()[1]
         one, two = (Store("127.0.0.1", port, "secret", 9, name) for name in ("1/", "2/"))
         one.set("a", "x")
         two.multi_set(["a", "b"], ["y", "z"])
@@ -175,7 +181,8 @@ def test_rank_0_may_stop_reading_for_long() -> None:
         sender = socket.create_connection(listener.getsockname())
         reader, _ = listener.accept()
     end_when_silent(sender, 0.1, is_always_read=False)
-    data, found = bytes(16 << 20), bytearray()
+    data = bytes(16 << 20)
+    found = bytearray()
 
     def read_late() -> None:
         time.sleep(0.7)

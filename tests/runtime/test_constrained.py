@@ -94,7 +94,8 @@ def test_choices_regexes_and_grammars_hold(engine: fminfer.Engine) -> None:
         outputs(json_object=True, disable_any_whitespace=True) | {"seed": 6, "max_tokens": 600},
     )
     assert all(each["finish_reason"] == "stop" for each in found[:-1])
-    labels, texts = [each["text"] for each in found[:9]], [each["text"] for each in found[9:]]
+    labels = [each["text"] for each in found[:9]]
+    texts = [each["text"] for each in found[9:]]
     assert set(labels) <= set(LABELS) and len(set(labels)) > 1
     shapes = (r"[A-Z][a-z]{2,9} [0-9]{3}", r"<[a-c]+>", r"\([0-9]+\)", r"\{.*")
     for shape, text in zip(shapes, texts, strict=True):
@@ -108,7 +109,8 @@ def test_an_allowed_token_is_the_unconstrained_draw(engine: fminfer.Engine, draw
     missing = re.escape(free["text"][len(free["text"]) // 2])
     regex = f"[^{missing}]*"
     (bound,) = choices(engine, draws | outputs(regex=regex) | {"logprobs": 0})
-    ids, bound_ids = free["token_ids"], bound["token_ids"]
+    ids = free["token_ids"]
+    bound_ids = bound["token_ids"]
     end = next(
         place for place, pair in enumerate(zip(ids, bound_ids, strict=False)) if len(set(pair)) > 1
     )
@@ -117,7 +119,8 @@ def test_an_allowed_token_is_the_unconstrained_draw(engine: fminfer.Engine, draw
     matcher = compiled.find(Constraint("regex", regex)).start()
     for token_id in ids[:end]:
         matcher.take(token_id)
-    bits, other = matcher.mask.bits, ids[end]
+    bits = matcher.mask.bits
+    other = ids[end]
     assert not bits[other // 8] >> other % 8 & 1, "it was allowed, and another was drawn"
 
 

@@ -73,7 +73,8 @@ def test_equal_lines_differ_without_a_seed_and_agree_with_one(
     runs = []
     for _ in range(2):
         engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
-        unseeded, seeded = sampled(3), sampled(3, seed=9)
+        unseeded = sampled(3)
+        seeded = sampled(3, seed=9)
         runs.append(texts(engine, [unseeded] * 4 + [seeded] * 3))
         engine.close()
     assert runs[0] == runs[1], "a whole run repeats"
@@ -270,7 +271,8 @@ def test_texts_are_asked_and_answers_are_read() -> None:
 
 def test_whatever_an_engine_raises_is_exported_and_in_the_docs() -> None:
     """`fminfer.PipelineError`, which `step` raises, was not there."""
-    package, named = Path(fminfer.__file__).parent, set()
+    package = Path(fminfer.__file__).parent
+    named = set()
     of_engine = ("core", "contract", "text", "machine", "compute", "engine", "pipeline", "models")
     for file in [
         path for each in (*of_engine, "plan", "runtime") for path in (package / each).rglob("*.py")
@@ -408,7 +410,8 @@ def test_the_sum_of_row_shares_is_the_wall_time(
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     requests = [sampled(i, max_tokens=1 + i * 5 % 30) for i in range(40)]
     list(engine.run(requests[:2]))  # the clock goes on between two runs
-    started_s, now_s = now_s, now_s + 100.0
+    started_s = now_s
+    now_s = now_s + 100.0
     records = list(engine.run(requests))
     times = [record.to_dict()["result"]["request_time"] for record in records]
     shares = sum(t["batch_time"] / t["batch_size"] for t in times)

@@ -108,7 +108,8 @@ def test_a_closed_engine_holds_no_weights(options: dict[str, Any]) -> None:
     engine = fminfer.Engine(dtype="float32", **options)
     held = held_by(engine)
     (record,) = engine.run([LONG])
-    facts, num_drawn = engine.facts, engine.stats.num_generated_tokens
+    facts = engine.facts
+    num_drawn = engine.stats.num_generated_tokens
     engine.close()
     assert [each() for each in held] == [None] * len(held)
     assert record.choices and engine.facts == facts

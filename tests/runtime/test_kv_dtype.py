@@ -107,7 +107,8 @@ def test_the_fingerprint_names_it_only_if_it_is_another() -> None:
 
 
 def test_the_command_shows_it_and_goes_on_only_with_the_same(tmp_path: Path) -> None:
-    path, stats = tmp_path / "a.jsonl", tmp_path / "stats.json"
+    path = tmp_path / "a.jsonl"
+    stats = tmp_path / "stats.json"
     lines = [{"prompt": "Question: How", "max_tokens": 3, "seed": 1}] * 2
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     flags = [str(path), "--dtype", "float32", "--kernels", "off", "--device", "cpu"]

@@ -88,8 +88,10 @@ def test_few_wait_in_the_engine(core: FakeCore, lanes: Lanes) -> None:
 
 
 def test_events_go_to_their_lanes(core: FakeCore, lanes: Lanes) -> None:
-    first, second = lanes.open(), lanes.open()
-    a, b = first.add(request("a")), second.add(request("b"))
+    first = lanes.open()
+    second = lanes.open()
+    a = first.add(request("a"))
+    b = second.add(request("b"))
     assert a != b
     lanes.feed()
     (core_a, _), (core_b, _) = core.asked
@@ -116,7 +118,8 @@ def test_cancelled_requests(core: FakeCore, lanes: Lanes) -> None:
 
 def test_a_request_that_can_never_run_fails_alone(core: FakeCore, lanes: Lanes) -> None:
     lane = lanes.open()
-    bad, good = lane.add(request("too long")), lane.add(request("good"))
+    bad = lane.add(request("too long"))
+    good = lane.add(request("good"))
     lanes.feed()
     (event,) = lane.step()
     assert isinstance(event, Failed) and event.request_id == bad

@@ -97,7 +97,8 @@ def test_sampling_reaches_the_last_rank(
 def test_a_closed_engine_leaves_no_connection_and_no_thread(no_rank_is_left: None) -> None:
     """Two threads and their connections stayed until the collector of garbage came by."""
     gc.collect()
-    num_threads, before = threading.active_count(), _sockets()
+    num_threads = threading.active_count()
+    before = _sockets()
     gc.disable()
     try:
         fminfer.Engine(dtype="float32", world_size=2).close()
@@ -238,7 +239,8 @@ def start_run(folder: Path, *flags: str) -> Forked:
         {"prompt": "north", "max_tokens": 100, "ignore_eos": True, "user": str(n)}
         for n in range(24)
     ]
-    source, journal = folder / "in.jsonl", folder / "out.jsonl.journal"
+    source = folder / "in.jsonl"
+    journal = folder / "out.jsonl.journal"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
     words = ["run", str(source), "--output", str(folder / "out.jsonl"), "--max-rows", "2"]
     run = Forked([*words, "--world-size", "2", *flags], is_session=True)

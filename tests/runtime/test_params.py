@@ -41,7 +41,8 @@ def choices(engine: fminfer.Engine, *requests: Options) -> list[Options]:
 
 def slow_greedy(model: Any, request: Options, count: int = 12) -> tuple[list[int], list[float]]:
     """Draw greedily with the penalties as they are defined; return ids and raw logprobs."""
-    ids, logprobs = list(PROMPT), []
+    ids = list(PROMPT)
+    logprobs = []
     for _ in range(count):
         with torch.no_grad():
             raw = model(torch.tensor([ids])).logits[0, -1]

@@ -66,7 +66,8 @@ def test_a_written_folder_answers_as_the_model_quantized_at_load(
     name: str, to: str, tmp_path: Path
 ) -> None:
     """Our tensors are stored by our names, joined and laid out."""
-    model, folder = save(name, tmp_path / "model"), tmp_path / "quantized"
+    model = save(name, tmp_path / "model")
+    folder = tmp_path / "quantized"
     told = CliRunner().invoke(
         main, ["quantize", "--model-name", str(model), "--output", str(folder), "--to", to]
     )
@@ -103,7 +104,8 @@ def test_random_weights_are_quantized_as_well(tmp_path: Path) -> None:
 
 
 def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
-    model, folder = save("llama", tmp_path / "model"), tmp_path / "quantized"
+    model = save("llama", tmp_path / "model")
+    folder = tmp_path / "quantized"
 
     def quantize(name: Path, output: Path) -> tuple[int, str]:
         flags = ["quantize", "--model-name", str(name), "--output", str(output)]
@@ -133,7 +135,8 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
 
 def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: Path) -> None:
     """The model's own files were written over those of --tokenizer; further templates were not."""
-    model, named = save("llama", tmp_path / "model"), tmp_path / "named"
+    model = save("llama", tmp_path / "model")
+    named = tmp_path / "named"
     (model / "added_tokens.json").write_text('{"<mine>": 256}')
     named.mkdir()
     save_byte_tokenizer(named)
@@ -149,7 +152,8 @@ def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: P
 
 def test_an_adapter_that_was_left_out_is_not_in_the_folder(tmp_path: Path) -> None:
     """Its config was copied, so that the folder was refused."""
-    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    model = save("llama", tmp_path / "model")
+    folder = tmp_path / "q"
     (model / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     flags = ["quantize", "--model-name", str(model), "--output", str(folder)]
     assert CliRunner().invoke(main, flags).exit_code == 1
@@ -159,7 +163,8 @@ def test_an_adapter_that_was_left_out_is_not_in_the_folder(tmp_path: Path) -> No
 
 
 def test_a_gguf_file_in_floats_is_quantized(tmp_path: Path) -> None:
-    file, folder = SAMPLES / "llama.gguf", tmp_path / "q"
+    file = SAMPLES / "llama.gguf"
+    folder = tmp_path / "q"
     flags = ["--model-name", str(file), "--output", str(folder), "--quantize", "int4"]
     assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
     equal_up_to(answers(folder), answers(file, quantize="int4"), 1e-6)
@@ -179,7 +184,8 @@ def test_values_that_are_quantized_stay_so_beside_queries(to: str) -> None:
 
 
 def test_a_folder_with_another_config_is_told_of(tmp_path: Path) -> None:
-    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    model = save("llama", tmp_path / "model")
+    folder = tmp_path / "q"
     flags = ["quantize", "--model-name", str(model), "--output"]
     missing = CliRunner().invoke(main, flags[:-1])
     assert missing.exit_code == 2 and "Missing option '--output'" in missing.output
@@ -204,7 +210,8 @@ def test_what_stays_in_floats_is_as_exact_as_it_was(tmp_path: Path) -> None:
 
 
 def test_a_quantize_that_changes_nothing_is_refused(tmp_path: Path) -> None:
-    model, folder = save("llama", tmp_path / "model"), tmp_path / "q"
+    model = save("llama", tmp_path / "model")
+    folder = tmp_path / "q"
     flags = ["quantize", "--model-name", str(model), "--output", str(folder), "--to", "int8"]
     assert CliRunner().invoke(main, flags).exit_code == 0
     with pytest.raises(UsageError, match=r"int4 changes no weight of .*they are quantized already"):
@@ -232,7 +239,9 @@ def test_the_fingerprint_knows_the_bits(tmp_path: Path) -> None:
         config = EngineConfig(str(model), budget=256, **options)
         return plan_ahead(config, open_checkpoint(str(model))).fingerprint()
 
-    plain, eight, four = fingerprint(), fingerprint(dtype="int8"), fingerprint(quantize="int4")
+    plain = fingerprint()
+    eight = fingerprint(dtype="int8")
+    four = fingerprint(quantize="int4")
     assert "--quantize" not in plain
     assert (eight["--quantize"], four["--quantize"]) == ("int8", "int4")
     assert fingerprint(quantize="int8") == eight
@@ -285,7 +294,8 @@ def test_loading_8_bits_takes_no_more_memory_than_16(large: Path) -> None:
 
 
 def test_check_and_a_summary_tell_the_format(tmp_path: Path) -> None:
-    model, lines = save("llama", tmp_path / "model"), tmp_path / "lines.jsonl"
+    model = save("llama", tmp_path / "model")
+    lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
     flags = [str(lines), "--model-name", str(model), "--quantize", "int4", "--dtype", "float32"]
     checked = CliRunner().invoke(main, ["check", *flags])

@@ -27,7 +27,8 @@ from fminfer.plan.machine_facts import own_bytes
 from tests.forked import run_forked
 
 SECRET = "of these tests"
-MIB, GIB = 1 << 20, 1 << 30
+MIB = 1 << 20
+GIB = 1 << 30
 ROWS = [{"prompt": f"row {number}", "max_tokens": 9, "temperature": 0} for number in range(4)]
 
 
@@ -89,7 +90,8 @@ def test_rank_0_hears_the_last_words_of_all(port: int, monkeypatch: pytest.Monke
     first, second = (
         Watch(
             Store("127.0.0.1", port, SECRET, 5),
-            *(rank, 2),
+            rank,
+            2,
             timeout_s=30,
             parent=None,
             on_fault=lambda fault: None,
@@ -138,7 +140,8 @@ def test_ranks_tell_an_engine_of_a_program() -> None:
 @pytest.mark.parametrize("flags", [(), ("--world-size", 4, "--tp", 2), ("--data-group-size", 2)])
 def test_a_run_tells_all_ranks(flags: tuple[object, ...], tmp_path: Path) -> None:
     """`--stats` had rank 0's GPU alone, and the summary nothing."""
-    source, stats = tmp_path / "a.jsonl", tmp_path / "stats.json"
+    source = tmp_path / "a.jsonl"
+    stats = tmp_path / "stats.json"
     source.write_text("".join(json.dumps(row) + "\n" for row in ROWS))
     done = run_forked(["run", source, "--stats", stats, *flags])
     assert done.returncode == 0, done.stderr

@@ -93,7 +93,8 @@ def test_after_a_run_that_was_broken_off(
     llama_checkpoint: tuple[Path, Any], expected: str, tmp_path: Path
 ) -> None:
     """Rows are kept that were answered beside others; the rest draws as if it had been there."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in mixed_lines()))
     engine = fminfer.Engine(str(llama_checkpoint[0]), **OPTIONS)
     for count in (7, 20):

@@ -26,7 +26,10 @@ from tests.runtime.test_team import FACTS
 class OneOfTwo:
     """Rank 1 of two on one machine; rank 0 has said what it is given."""
 
-    rank, world_size, local_rank, local_size = 1, 2, 1, 2
+    rank = 1
+    world_size = 2
+    local_rank = 1
+    local_size = 2
 
     def __init__(self, said: dict[str, Any]) -> None:
         self._said = said

@@ -53,7 +53,8 @@ def by_run(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[Answer]:
 
 
 def by_file(engine: fminfer.Engine, folder: Path, *lines: str) -> list[Answer]:
-    source, output = folder / "in.jsonl", folder / "out.jsonl"
+    source = folder / "in.jsonl"
+    output = folder / "out.jsonl"
     source.write_text("".join(line + "\n" for line in lines))
     run_files(engine, [source], [output])
     records = [json.loads(line) for line in output.read_text().splitlines()]
@@ -176,7 +177,8 @@ def test_lines_that_a_run_refuses_do_not_count_in_a_split_file(
         asked = {"custom_id": name, "method": method, "url": "/v1/completions"}
         return json.dumps(asked | {"body": UNSEEDED})
 
-    whole, answers = tmp_path / "whole.jsonl", tmp_path / "answers.jsonl"
+    whole = tmp_path / "whole.jsonl"
+    answers = tmp_path / "answers.jsonl"
     lines = [line("0", "GET"), line("1"), line("1"), line("2"), line("3")]
     whole.write_text("\n".join(lines) + "\n")
     run_files(engine, [whole], [answers])

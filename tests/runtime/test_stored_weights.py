@@ -98,19 +98,22 @@ def test_a_packed_head_is_kept_once(
     folder, _ = save_both(name, tmp_path)
     dropped: list[str] = []
     monkeypatch.setattr(TensorFiles, "drop", lambda files, name: dropped.append(name))
-    checkpoint, source = open_checkpoint(str(folder)), load(folder)
+    checkpoint = open_checkpoint(str(folder))
+    source = load(folder)
     entry = source.entry()
     outside = source.exit(entry)
     is_tied = outside["head.weight"] is entry["embed.weight"]
     assert is_tied == (name == "gemma2")
-    embed, head = entry["embed.weight"].plain, outside["head.weight"].plain
+    embed = entry["embed.weight"].plain
+    head = outside["head.weight"].plain
     network = Transformer(checkpoint.model, source, bodies=packing_bodies())
     assert network.head is not None and network.head.packed is not None
     assert network.head.packed.parts[0].held == Dense(torch.bfloat16)
     looked_up_in = getattr(network._look_up, "__self__", None)
     assert (looked_up_in is network.head.packed) == is_tied, "kept once"
     assert ("model.embed_tokens.weight" if is_tied else "lm_head.weight") in dropped
-    ids, x = torch.tensor([7, 299, 7, 0]), torch.randn(3, head.shape[1])
+    ids = torch.tensor([7, 299, 7, 0])
+    x = torch.randn(3, head.shape[1])
     scale = torch.tensor(checkpoint.model.embed_scale)
     assert torch.equal(network.embed(ids, torch.arange(4)), embed[ids].float() * scale)
     torch.testing.assert_close(network.head(x), x @ head.float().t(), atol=1e-4, rtol=1e-4)
@@ -142,7 +145,8 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
 
 
 def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Path]) -> None:
-    stored, cast = load(folders[0]), load(folders[0], keeps=False)
+    stored = load(folders[0])
+    cast = load(folders[0], keeps=False)
     stays = {"embed", "head", "qkv", "out", "up", "down", "experts.up", "experts.down"}
     for mine, other in zip(groups_of(stored), groups_of(cast), strict=True):
         for name, weight in mine.items():
@@ -180,13 +184,15 @@ def test_a_head_that_is_stored_twice_is_kept_once(tmp_path: Path) -> None:
 @needs_compiler
 def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
-    checkpoint, held = open_checkpoint(str(folder)), {}
+    checkpoint = open_checkpoint(str(folder))
+    held = {}
     for kernels in ("auto", "off"):
         config = EngineConfig(
             model=str(folder), dtype="float32", device="cpu", kernels=kernels, budget=1024
         )
         plan = plan_ahead(config, checkpoint)
-        found, of_weights = plan.own.takes, torch.bfloat16 if kernels == "auto" else torch.float32
+        found = plan.own.takes
+        of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
         assert (plan.dtype, plan.formats["product"]) == (torch.float32, Dense(of_weights))
         engine = fminfer.Engine(config)
         held[kernels] = engine.facts.weight_bytes
@@ -250,7 +256,9 @@ def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
 
 
 def test_weights_of_another_type_than_rows_are_widened() -> None:
-    weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
+    weight = torch.randn(70, 40).bfloat16()
+    bias = torch.randn(70)
+    x = torch.randn(5, 40)
     expected = torch.nn.functional.linear(x, weight.float(), bias)
     for is_fast in (False, True):  # a processor with units for bfloat16 packed it, for such rows
         packed = plain_registry()
@@ -272,7 +280,9 @@ def test_the_kernel_packs_them_as_they_are(
     def pack(weight: torch.Tensor) -> Any:
         return registry.product(dense(weight, "product"), bias)
 
-    weight, bias, x = torch.randn(70, 40).bfloat16(), torch.randn(70), torch.randn(5, 40)
+    weight = torch.randn(70, 40).bfloat16()
+    bias = torch.randn(70)
+    x = torch.randn(5, 40)
     product = pack(weight)
     assert isinstance(product, PackedProduct)
     assert [part.held for part in product.parts] == [Dense(torch.bfloat16)]

@@ -115,7 +115,8 @@ def start_long_run(
     folder: Path, *more: str, num_done: int = 10, **fields: Any
 ) -> tuple[Forked, Path]:
     """Return a run of two pipelines that has answered so many of its rows, and its output."""
-    source, output = folder / "long.jsonl", folder / "out.jsonl"
+    source = folder / "long.jsonl"
+    output = folder / "out.jsonl"
     row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40} | fields
     source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(NUM_ROWS)))
     flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
@@ -264,7 +265,8 @@ def test_a_fault_of_ours_costs_one_line(tmp_path: Path, monkeypatch: pytest.Monk
     """It ended the thread that hears what is asked, and the run waited for ever."""
     (tmp_path / "sitecustomize.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    source, output = tmp_path / "a.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "a.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_text("".join(f'{{"prompt": "x", "max_tokens": {n}}}\n' for n in range(1, 10)))
     status, err = finish(start(source, "--output", output, "--data-group-size", "2"))
     assert status == 3, err
@@ -297,7 +299,7 @@ ASK = Ask(
     is_counted=False,
 )
 FACTS = Facts(
-    *("cpu", "float32", "bfloat16", "float32", 2, True, 256, 4, 100, 20, False, "", "no compiler")
+    "cpu", "float32", "bfloat16", "float32", 2, True, 256, 4, 100, 20, False, "", "no compiler"
 )
 MESSAGES = [
     "go on",

@@ -16,7 +16,8 @@ TEMPLATE = "Question: {{ messages[-1].content }}\nAnswer:"
 
 def test_what_stands_around_a_template_is_in_no_prompt(tmp_path: Path) -> None:
     """A byte order mark, and a processor's JSON, were rendered into each prompt."""
-    marked, wrapped = tmp_path / "own.jinja", tmp_path / "chat_template.json"
+    marked = tmp_path / "own.jinja"
+    wrapped = tmp_path / "chat_template.json"
     marked.write_bytes(b"\xef\xbb\xbf" + TEMPLATE.encode())
     wrapped.write_text(json.dumps({"chat_template": TEMPLATE}))
     for file in (marked, wrapped):

@@ -142,7 +142,8 @@ def compare(stats: dict[str, Any], num_open: int, before: View, after: View, to:
         to.require(stats[name] == 0, f"{name} is {stats[name]} when all clients have left")
     to.require(num_open == 0, f"{num_open} connections are open when all clients have left")
     for name in ("num_sockets", "num_files", "num_threads"):
-        one, other = getattr(before, name), getattr(after, name)
+        one = getattr(before, name)
+        other = getattr(after, name)
         to.require(other <= one, f"{name} was {one}, and is {other}")
     more = after.rss_mb - before.rss_mb
     to.require(more <= MEMORY_MB, f"memory has grown by {more:.0f} MB")

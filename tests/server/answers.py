@@ -74,7 +74,8 @@ def join_chat(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """Join the parts of chat choices."""
     choices: dict[int, dict[str, Any]] = {}
     for part in parts:
-        index, delta = part["index"], part["delta"]
+        index = part["index"]
+        delta = part["delta"]
         if index not in choices:
             assert delta["role"] == "assistant" and part["finish_reason"] is None
             message = {"role": "assistant", "content": "", "refusal": None}

@@ -10,7 +10,8 @@ from typing import Any
 from tests.server.running import Answer, Running
 
 Fields = dict[str, Any]
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
 BOUNDARY = "aBoundary"
 WAIT_S = 60.0

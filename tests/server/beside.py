@@ -22,7 +22,9 @@ from .outside_view import look
 LEAST_S = 1.5  # a load that ends sooner is repeated
 CALM_S = 0.6  # before a load
 FREED_S = 12.0  # after a load, in which its memory must be given back
-P95_S, LONGEST_S, MEMORY_MB = 0.3, 1.0, 50.0
+P95_S = 0.3
+LONGEST_S = 1.0
+MEMORY_MB = 50.0
 QUESTION = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
 # What the client asks, by the loads beside it: its path and its fields.
 ASKED = dict.fromkeys(LOADS, (COMPLETIONS, QUESTION)) | dict.fromkeys(

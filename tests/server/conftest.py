@@ -28,7 +28,8 @@ os.environ |= {"LITELLM_LOCAL_MODEL_COST_MAP": "True", "NO_PROXY": "127.0.0.1"}
 @pytest.fixture(scope="package", autouse=True)
 def only_this_machine() -> Iterator[None]:
     """Make every attempt to connect elsewhere a failure."""
-    connect, connect_ex = socket.socket.connect, socket.socket.connect_ex
+    connect = socket.socket.connect
+    connect_ex = socket.socket.connect_ex
 
     def check(connection: socket.socket, address: Any) -> None:
         is_internet = connection.family in (socket.AF_INET, socket.AF_INET6)

@@ -15,7 +15,8 @@ from pathlib import Path
 
 from .raw_http import HOST, get
 
-START_S, GRACE_S = 120.0, 5
+START_S = 120.0
+GRACE_S = 5
 BUDGET = 16384  # KV tokens: few, so that some wait, and memory that is touched late is no growth
 DTYPE = "float32"  # in which answers do not depend on what is computed beside them
 

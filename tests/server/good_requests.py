@@ -113,10 +113,12 @@ def check_choices(expected: list[dict[str, Any]], found: list[dict[str, Any]]) -
         AssertionError: it is another one.
     """
     for name in ("text", "finish_reason"):
-        ours, theirs = [c[name] for c in found], [c[name] for c in expected]
+        ours = [c[name] for c in found]
+        theirs = [c[name] for c in expected]
         assert ours == theirs, f"{name} is {ours}, not {theirs}"
     for one, other in zip(found, expected, strict=True):
-        spelled, wanted = one["logprobs"] or {}, other.get("logprobs") or {}
+        spelled = one["logprobs"] or {}
+        wanted = other.get("logprobs") or {}
         told = f"{spelled} is not {wanted}"
         assert spelled.get("tokens") == wanted.get("tokens"), told
         numbers = (side.get("token_logprobs", []) for side in (spelled, wanted))

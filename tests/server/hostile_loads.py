@@ -13,8 +13,10 @@ from typing import Any
 
 from tests.text.hostile_constraints import HOSTILE
 
-HOST, TIMEOUT_S = "127.0.0.1", 60.0
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+HOST = "127.0.0.1"
+TIMEOUT_S = 60.0
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 HEAD = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
 MARK = "zebra-7731"  # in texts of requests; no line of the log may have it
 LOADS: dict[str, Callable[[int], None]] = {}
@@ -87,7 +89,8 @@ def send_batch(port: int, data: bytes, wait_s: float) -> dict[str, Any]:
     told = json.loads(post(port, wish, "/v1/batches")[1] or b"{}")
     if "id" not in told:
         return told
-    path, end_s = f"/v1/batches/{told['id']}", time.monotonic() + wait_s
+    path = f"/v1/batches/{told['id']}"
+    end_s = time.monotonic() + wait_s
     while time.monotonic() < end_s:
         told = json.loads(call(port, "GET", path)[1] or b"{}")
         if told.get("status") in ("completed", "failed"):

@@ -12,7 +12,8 @@ import sys
 import threading
 import time
 
-PAUSE_S, TIMEOUT_S = 0.02, 60.0
+PAUSE_S = 0.02
+TIMEOUT_S = 60.0
 
 
 def ask(port: int, path: str, body: str) -> int:

@@ -7,7 +7,8 @@ import os
 from dataclasses import dataclass
 from pathlib import Path
 
-TCP_CLOSE_WAIT, TCP_ESTABLISHED = "08", "01"
+TCP_CLOSE_WAIT = "08"
+TCP_ESTABLISHED = "01"
 
 
 @dataclass(slots=True, frozen=True)

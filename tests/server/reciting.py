@@ -57,7 +57,8 @@ def _cut(text: str, taken: set[str]) -> list[str]:
         size = PIECE_CHARS
         while text[:size] in taken and size < len(text):
             size += 1
-        piece, text = text[:size], text[size:]
+        piece = text[:size]
+        text = text[size:]
         if piece in taken:  # the end, which then stands with what comes before it
             piece = pieces.pop() + piece
             assert piece not in taken, "the texts end alike; change one"

@@ -110,7 +110,8 @@ class Running:
 
     def is_idle(self) -> bool:
         """Tell whether no request is open, and none holds anything."""
-        engine, dispatcher = self.engine, self.thread.service.dispatcher
+        engine = self.engine
+        dispatcher = self.thread.service.dispatcher
         is_free = not (engine.has_work or engine.state.num_running or engine.num_waiting)
         return is_free and dispatcher.num_open == 0 and engine.state.kv_usage == 0
 

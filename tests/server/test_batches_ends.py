@@ -55,7 +55,8 @@ def test_a_cancelled_batch_keeps_what_is_finished(server: Running) -> None:
     assert server.post(f"/v1/batches/{batch['id']}/cancel", b"").json["status"] == "cancelling"
     batch = wait_for_end(server, batch)
     assert batch["status"] == "cancelled"
-    counts, texts = batch["request_counts"], texts_of(server, batch)
+    counts = batch["request_counts"]
+    texts = texts_of(server, batch)
     assert 5 <= len(texts) == counts["completed"] < NUM_LINES
     assert counts["total"] == NUM_LINES + 1 and counts["failed"] == 1
     assert len(content(server, batch["error_file_id"])) == 1
@@ -120,7 +121,8 @@ def test_an_expired_batch_tells_which_lines_were_not_answered(
     clock.ahead_s = 3600
     batch = wait_for_end(server, batch)
     assert batch["status"] == "expired" and batch["expired_at"] >= batch["expires_at"]
-    texts, errors = texts_of(server, batch), content(server, batch["error_file_id"])
+    texts = texts_of(server, batch)
+    errors = content(server, batch["error_file_id"])
     assert 0 < len(texts) < NUM_LINES
     assert len(texts) + len(errors) == len(lines) == batch["request_counts"]["total"]
     assert batch["request_counts"]["failed"] == len(errors)
@@ -142,7 +144,8 @@ def test_a_window_is_over_while_the_server_is_down(
     with running(engine, state=state) as server:
         batch = wait_for_end(server, batch)
         assert batch["status"] == "expired"
-        texts, errors = texts_of(server, batch), content(server, batch["error_file_id"])
+        texts = texts_of(server, batch)
+        errors = content(server, batch["error_file_id"])
         assert len(texts) >= 5 and len(texts) + len(errors) == NUM_LINES
         assert {record["error"]["code"] for record in errors} == {"batch_expired"}
 
@@ -172,7 +175,8 @@ def test_what_is_finished_when_the_window_ends_is_completed(
 
 def test_lines_without_an_id_are_only_counted_when_they_expire(tmp_path: Path) -> None:
     """Each made a record of hundreds of bytes that named nothing, of two bytes that were sent."""
-    source, output = tmp_path / "in.jsonl", tmp_path / "out.jsonl"
+    source = tmp_path / "in.jsonl"
+    output = tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join([b"1", batch_line("a"), b"{}", b"[]"]))
     progress = end_early(output, source, 0)
     assert (progress.total, progress.completed, progress.failed) == (4, 0, 4)

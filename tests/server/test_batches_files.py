@@ -27,7 +27,8 @@ from tests.server.batch_calls import (
 )
 from tests.server.running import Answer, Running, running, until
 
-A, B = {"Authorization": "Bearer a"}, {"Authorization": "Bearer b"}
+A = {"Authorization": "Bearer a"}
+B = {"Authorization": "Bearer b"}
 HOUR = 3600
 
 

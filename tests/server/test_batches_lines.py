@@ -113,7 +113,19 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
     assert "no request of a batch" in told[1] and "no request of a batch" in told[2]
     assert "custom_id" in told[3]
     assert [each["custom_id"] for each in errors] == [
-        *(None, None, "good", 7, "a", "b", "chat", None, None, None, "bare", "lacks", "two")
+        None,
+        None,
+        "good",
+        7,
+        "a",
+        "b",
+        "chat",
+        None,
+        None,
+        None,
+        "bare",
+        "lacks",
+        "two",
     ]
 
 
@@ -327,8 +339,12 @@ def test_odd_ids_are_not_found(server: Running, path: str) -> None:
 def test_without_a_state_folder(engine: fminfer.Engine) -> None:
     with running(engine) as server:
         for method, path in (
-            *(("POST", "/v1/files"), ("GET", "/v1/files"), ("GET", "/v1/files/file-1/content")),
-            *(("POST", "/v1/batches"), ("GET", "/v1/batches"), ("DELETE", "/v1/files/file-1")),
+            ("POST", "/v1/files"),
+            ("GET", "/v1/files"),
+            ("GET", "/v1/files/file-1/content"),
+            ("POST", "/v1/batches"),
+            ("GET", "/v1/batches"),
+            ("DELETE", "/v1/files/file-1"),
             ("POST", "/v1/batches/batch_1/cancel"),
         ):
             answer = server.call(method, path, {})

@@ -75,7 +75,8 @@ def test_the_program_of_the_documentation(client: openai.OpenAI, tmp_path: Path)
     assert batch_input_file.bytes == path.stat().st_size
     assert batch.status == "completed" and batch.errors is None and batch.error_file_id is None
     assert batch.metadata == {"description": "nightly eval job"}
-    counts, usage = batch.request_counts, batch.usage
+    counts = batch.request_counts
+    usage = batch.usage
     assert counts is not None and usage is not None
     assert (counts.total, counts.completed, counts.failed) == (2, 2, 0)
     assert usage.total_tokens == usage.input_tokens + usage.output_tokens > 0

@@ -51,7 +51,9 @@ class FullDisk:
     """A disk that takes a number of writes, and then none until it is told to."""
 
     def __init__(self, write: Any, num_good: int, number: int = errno.ENOSPC) -> None:
-        self._write, self._num_good, self._number = write, num_good, number
+        self._write = write
+        self._num_good = num_good
+        self._number = number
         self.is_full = True
 
     def __call__(self, *arguments: Any) -> Any:

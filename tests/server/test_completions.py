@@ -156,7 +156,9 @@ def test_half_a_surrogate_pair_in_a_name_comes_back(server: Running) -> None:
 def test_a_body_that_is_no_object(server: Running, body: bytes) -> None:
     answer = server.post("/v1/completions", body)
     assert answer.status == 400 and answer.error["code"] in (
-        *("invalid_json", "invalid_utf8", "not_an_object"),
+        "invalid_json",
+        "invalid_utf8",
+        "not_an_object",
     )
 
 

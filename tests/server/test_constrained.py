@@ -201,7 +201,9 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
     """Two such took both threads that tokenize; requests behind 30 of them waited half a minute."""
     label = GO | {"guided_choice": ["north", "east"]}
     assert server.post("/v1/completions", label).status == 200
-    go_on, compile_now, begun = threading.Event(), LimitedPool.ask, []
+    go_on = threading.Event()
+    compile_now = LimitedPool.ask
+    begun = []
 
     def compile_late(*args: Any, **options: Any) -> Any:
         begun.append(args[1])

@@ -103,7 +103,14 @@ def test_the_image_runs_as_a_user_with_a_cache_of_its_own() -> None:
 def test_it_serves_the_mounted_model_on_every_address(tmp_path: Path, model: str) -> None:
     found = words(start(tmp_path, "--max-rows", "4"))
     assert found == [
-        *("--model-name", model, "--host", "0.0.0.0", "--port", "8020", "--max-rows", "4")
+        "--model-name",
+        model,
+        "--host",
+        "0.0.0.0",
+        "--port",
+        "8020",
+        "--max-rows",
+        "4",
     ]
 
 

@@ -25,8 +25,10 @@ from tests.server.running import WAIT_S, Answer, Running, running, until
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True}
 WRONG_CHAT = (
-    *("/chat/completions", "/openai/v1/chat/completions"),
-    *("/v1/v1/chat/completions", "/v1/chat/completions/chat/completions"),
+    "/chat/completions",
+    "/openai/v1/chat/completions",
+    "/v1/v1/chat/completions",
+    "/v1/chat/completions/chat/completions",
 )
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
 KEY = {"Authorization": "Bearer k2"}
@@ -70,7 +72,8 @@ def test_health_and_the_page_need_no_key(locked: Running) -> None:
 def test_pages_of_other_origins_cannot_call_unless_they_may(
     locked: Running, engine: fminfer.Engine
 ) -> None:
-    foreign, own = "https://b.example", f"http://{locked.address[0]}:{locked.address[1]}"
+    foreign = "https://b.example"
+    own = f"http://{locked.address[0]}:{locked.address[1]}"
     for origin, status in ((foreign, 403), ("https://a.example", 200), (own, 200)):
         answer = locked.post("/v1/completions", SHORT, KEY | {"Origin": origin})
         assert answer.status == status
@@ -110,28 +113,43 @@ def test_a_named_pages_preflight_may_ask_for_this_machine(
 
 
 LOOPBACK = (
-    *(
-        "localhost",
-        "LOCALHOST:{port}",
-        "localhost.",
-        "a.localhost:1",
-        "127.0.0.1:{port}",
-        "127.9.8.7",
-    ),
-    *("[::1]:{port}", "[0:0::1]", "[::ffff:127.0.0.1]:{port}", "[::FFFF:7f00:1]", "localhost:"),
+    "localhost",
+    "LOCALHOST:{port}",
+    "localhost.",
+    "a.localhost:1",
+    "127.0.0.1:{port}",
+    "127.9.8.7",
+    "[::1]:{port}",
+    "[0:0::1]",
+    "[::ffff:127.0.0.1]:{port}",
+    "[::FFFF:7f00:1]",
+    "localhost:",
 )
 FOREIGN = (
-    *("evil.example:{port}", "evil.example", "localhost.evil.example", "127.0.0.1.evil.example"),
-    *(
-        "127.evil",
-        "localhost@evil.example",
-        "evil@localhost",
-        "localhost, evil.example",
-        "",
-        "0.0.0.0",
-    ),
-    *("localhost:{port}:1", "localhost:x", "evil-localhost", "[::1", "[::2]", "::1", "localhost/"),
-    *("[::1%25lo]", "[evil.example]", "localhost\\evil", "lócalhost", "192.168.0.1", "null", "."),
+    "evil.example:{port}",
+    "evil.example",
+    "localhost.evil.example",
+    "127.0.0.1.evil.example",
+    "127.evil",
+    "localhost@evil.example",
+    "evil@localhost",
+    "localhost, evil.example",
+    "",
+    "0.0.0.0",
+    "localhost:{port}:1",
+    "localhost:x",
+    "evil-localhost",
+    "[::1",
+    "[::2]",
+    "::1",
+    "localhost/",
+    "[::1%25lo]",
+    "[evil.example]",
+    "localhost\\evil",
+    "lócalhost",
+    "192.168.0.1",
+    "null",
+    ".",
 )
 
 
@@ -201,7 +219,8 @@ def test_the_host_of_a_whole_address_counts_too(keyless: Running) -> None:
 def test_each_of_two_requests_on_one_connection_names_its_host(keyless: Running) -> None:
     head = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n"
     two = head % b"localhost" + b"\r\n" + head % b"evil.example" + b"Connection: close\r\n\r\n"
-    connection, received = keyless.send_raw(two), b""
+    connection = keyless.send_raw(two)
+    received = b""
     while piece := connection.recv(65536):
         received += piece
     assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"403"]
@@ -314,7 +333,9 @@ def test_tokenizing_waits_in_the_queue_too(
     engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
 ) -> None:
     """Any number of long texts was tokenized at once, and none was refused."""
-    prepare, goes_on, begun = engine.prepare, threading.Event(), []
+    prepare = engine.prepare
+    goes_on = threading.Event()
+    begun = []
 
     def prepare_late(*args: Any, **options: Any) -> Any:
         begun.append(args)
@@ -384,7 +405,8 @@ GETS = ("/v1/models", "/v1/models/fminfer-demo", "/v1/files", "/v1/batches", "/h
 )
 def test_every_get_has_its_head(keeper: Running, path: str) -> None:
     """Only /health and the page had: proxies and monitors that ask by HEAD got a 405."""
-    answer, head = keeper.get(path), keeper.call("HEAD", path)
+    answer = keeper.get(path)
+    head = keeper.call("HEAD", path)
     assert (head.status, head.body) == (answer.status, b"") and answer.body
     assert head.headers["content-type"] == answer.headers["content-type"]
     assert keeper.call("HEAD", "/v1/completions").status == 405

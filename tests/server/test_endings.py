@@ -63,7 +63,8 @@ def server() -> Iterator[Running]:  # an engine of its own: one thread steps eac
 
 @pytest.fixture
 def tls(tmp_path: Path) -> ServerSettings:
-    certificate, key = tmp_path / "cert.pem", tmp_path / "key.pem"
+    certificate = tmp_path / "cert.pem"
+    key = tmp_path / "key.pem"
     certificate.write_text(CERTIFICATE)
     key.write_text(LOCKED_KEY)
     return ServerSettings(port=0, ssl_certfile=certificate, ssl_keyfile=key)

@@ -124,7 +124,8 @@ def test_another_spelling_is_refused_wherever_it_is_sent(
     server: Running, endpoint: Endpoint
 ) -> None:
     """`repetitionPenalty` was answered as if it were not there, and `topK` was refused."""
-    url, body = URLS[endpoint], BODIES[endpoint]
+    url = URLS[endpoint]
+    body = BODIES[endpoint]
     for name, value in SPELLINGS.items():
         for more in ({}, {"stream": True}):
             answer = server.post(url, body | more | {name: value})
@@ -151,7 +152,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 def test_no_wish_for_vectors_is_ignored(endpoint: Endpoint, folders: dict[str, Path]) -> None:
     """`input_type`, `top_k`, `rank_fields` and others were answered as if they were not there."""
     folder = folders["embedding" if endpoint == "embeddings" else "scoring"]
-    body, path = BODIES[endpoint], f"/v1/{endpoint}"
+    body = BODIES[endpoint]
+    path = f"/v1/{endpoint}"
     wishes = [each for each in refused(endpoint) if each.name not in ("query", "queries", "input")]
     wishes = [each for each in wishes if not each.name.startswith("text_")]
     with fminfer.Engine(str(folder), dtype="float32") as engine:

@@ -167,7 +167,8 @@ def test_times_that_the_engine_did_not_see_are_of_the_queue() -> None:
 
 
 def test_two_servers_in_one_process_count_for_themselves() -> None:
-    first, second = Metrics(Still(), "demo"), Metrics(Still(), "demo")
+    first = Metrics(Still(), "demo")
+    second = Metrics(Still(), "demo")
     first.count_refused(429)
     first.count_refused(429)
     second.count_refused(400)

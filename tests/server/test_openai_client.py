@@ -19,9 +19,15 @@ URLS = {"/v1/completions": REQUESTS, "/v1/chat/completions": CHATS}
 CASES = [(url, place) for url, requests in URLS.items() for place in range(len(requests))]
 SHORT: Any = {"temperature": 0, "max_tokens": 6}
 EXTENSIONS = (  # what the client has no argument for
-    *("ignore_eos", "min_tokens", "top_k", "return_token_ids"),
-    *("continue_final_message", "add_generation_prompt"),
-    *("allowed_token_ids", "bad_words", "truncate_prompt_tokens"),
+    "ignore_eos",
+    "min_tokens",
+    "top_k",
+    "return_token_ids",
+    "continue_final_message",
+    "add_generation_prompt",
+    "allowed_token_ids",
+    "bad_words",
+    "truncate_prompt_tokens",
 )
 
 
@@ -133,7 +139,8 @@ def test_answers_are_of_the_clients_types(server: Running) -> None:
 )
 def test_what_programs_keep_in_a_message(client: openai.OpenAI, kept: dict[str, Any]) -> None:
     """They send answers back with fields of the client's classes, or of other servers."""
-    user, said = {"role": "user", "content": "den?"}, {"role": "assistant", "content": "east"}
+    user = {"role": "user", "content": "den?"}
+    said = {"role": "assistant", "content": "east"}
 
     def ask(said: Any) -> str | None:
         talk: Any = [user, said, user]

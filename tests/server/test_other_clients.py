@@ -20,7 +20,8 @@ from tests.server.running import Running, running, until
 from tests.server.test_chat_over_http import CHATS
 from tests.server.test_completions import QUESTION, REQUESTS
 
-CHAT, COMPLETION = CHATS[2], REQUESTS[2]  # both with a seed and several choices
+CHAT = CHATS[2]
+COMPLETION = REQUESTS[2]  # both with a seed and several choices
 
 
 @pytest.fixture(scope="module")

@@ -16,7 +16,8 @@ from fminfer.server.request_bodies import SMALL_BYTES, BodyReader
 
 def test_a_request_is_added_while_a_large_one_is() -> None:
     """The event loop adds small ones: it stood still while a thread added 16,384 prompts."""
-    has_begun, may_end = threading.Event(), threading.Event()
+    has_begun = threading.Event()
+    may_end = threading.Event()
     added: list[int] = []
 
     def add(prepared: Any, *, is_streamed: bool, request_id: int) -> None:

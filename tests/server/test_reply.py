@@ -34,12 +34,14 @@ def prepared() -> Prepared:
 
 def test_signs_of_life_come_only_while_nothing_else_does(prepared: Prepared) -> None:
     """A wait ends without an event at the second beat that saw none, and else with its events."""
-    reply, delta = Reply(0, 0.0, prepared, lambda _: None), Delta(0, 0, "a", [1])
+    reply = Reply(0, 0.0, prepared, lambda _: None)
+    delta = Delta(0, 0, "a", [1])
 
     async def wait() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
         beating = asyncio.create_task(reply.beat(WAIT_S))
-        started_s, found = loop.time(), []
+        started_s = loop.time()
+        found = []
         loop.call_later(1.5 * WAIT_S, reply.push, delta)
         for _ in range(4):
             events = await reply.take()

@@ -23,7 +23,8 @@ from tests.server.reciting import save_reciting
 from tests.server.running import Answer, Running, running, until
 from tests.server.test_tools_over_http import TEMPLATE, TEXTS, TOOLS
 
-COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+COMPLETIONS = "/v1/completions"
+CHAT = "/v1/chat/completions"
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
 GREEDY: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0}
 DRAWN: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 12, "temperature": 2}
@@ -230,7 +231,8 @@ def test_a_slow_disk_holds_no_other_request_up(
     with serving(engine, tmp_path) as server:
         cache = engine.runs.cache
         assert cache is not None and cache._store is not None
-        is_asked, goes_on = threading.Event(), threading.Event()
+        is_asked = threading.Event()
+        goes_on = threading.Event()
 
         def find(key: bytes) -> None:
             is_asked.set()

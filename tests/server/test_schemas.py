@@ -29,11 +29,52 @@ OF_THE_SERVER = ("stream", "stream_options")  # which it reads itself
 PROMPT = {"prompt": [5]}
 MESSAGES = {"messages": [{"role": "user", "content": "Hello"}]}
 VALUES: list[Any] = [
-    *(None, True, False, 0, 1, -1, 2, 3, 0.5, 2.0, 128, 129, -2.5, 2**63, -(2**63), 10**30),
-    *("", "x", "auto", "none", "required", "text"),
-    *([], [""], ["a"], ["a", ""], ["a", 5], [0], [0, 0.5], [True], [-1], [10**6], [[]], [[1]]),
-    *([[1], []], [[1], ["a"]], [None], ["text"], [{"type": "text"}]),
-    *({}, {"a": 1}, {"5": 100}, {"5": 101}, {"5": None}, {"5": True}, {"type": "text"}),
+    None,
+    True,
+    False,
+    0,
+    1,
+    -1,
+    2,
+    3,
+    0.5,
+    2.0,
+    128,
+    129,
+    -2.5,
+    2**63,
+    -(2**63),
+    10**30,
+    "",
+    "x",
+    "auto",
+    "none",
+    "required",
+    "text",
+    [],
+    [""],
+    ["a"],
+    ["a", ""],
+    ["a", 5],
+    [0],
+    [0, 0.5],
+    [True],
+    [-1],
+    [10**6],
+    [[]],
+    [[1]],
+    [[1], []],
+    [[1], ["a"]],
+    [None],
+    ["text"],
+    [{"type": "text"}],
+    {},
+    {"a": 1},
+    {"5": 100},
+    {"5": 101},
+    {"5": None},
+    {"5": True},
+    {"type": "text"},
 ]
 
 
@@ -185,7 +226,11 @@ def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[
     [
         TOOL,
         {"type": "function", "function": {"name": "look", "strict": None, "description": None}},
-        *({}, 5, {"type": "code"}, {"type": "function"}, {"type": "function", "function": {}}),
+        {},
+        5,
+        {"type": "code"},
+        {"type": "function"},
+        {"type": "function", "function": {}},
         *({"type": "function", "function": {"name": name}} for name in ("", None, 5)),
     ],
     ids=str,
@@ -305,8 +350,13 @@ def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> No
     answers = [
         *(each.answer for each in schemas.ENDPOINT_DOCS.values()),
         *(each.chunk for each in schemas.ENDPOINT_DOCS.values() if each.chunk is not None),
-        *(schemas.ERROR, model_routes.TOKENIZED, model_routes.STATS),
-        *(batch_routes.FILE, batch_routes.DELETED, batch_routes.BATCH, batch_routes.UPLOAD),
+        schemas.ERROR,
+        model_routes.TOKENIZED,
+        model_routes.STATS,
+        batch_routes.FILE,
+        batch_routes.DELETED,
+        batch_routes.BATCH,
+        batch_routes.UPLOAD,
     ]
     assert len(answers) > 10
     for answer in answers:
@@ -314,10 +364,8 @@ def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> No
 
 
 def test_what_a_route_is_given(limits: RequestLimits) -> None:
-    about, body = (
-        schemas.ENDPOINT_DOCS["completions"],
-        schemas.request_schema("completions", limits),
-    )
+    about = schemas.ENDPOINT_DOCS["completions"]
+    body = schemas.request_schema("completions", limits)
     found = schemas.document(about.answer, "The choices.", body=body, chunk=about.chunk)
     content = found["openapi_extra"]["requestBody"]["content"]
     assert content["application/json"]["schema"]["required"] == ["prompt"]

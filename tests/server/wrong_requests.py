@@ -88,7 +88,10 @@ ROUTES = [
         b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
         b"Connection: Upgrade\r\nUpgrade: websocket\r\n"
         b"Sec-WebSocket-Version: 13\r\nSec-WebSocket-Key: AAAAAAAAAAAAAAAAAAAAAA==\r\n\r\n",
-        *(400, 404, 405, 426),
+        400,
+        404,
+        405,
+        426,
     ),
 ]
 PROTOCOL = [

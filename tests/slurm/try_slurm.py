@@ -22,7 +22,8 @@ from tests.faults.torture import kept_records
 from tests.slurm.node import is_empty, is_gone, job_field, one_node, wait_until
 
 NAMES = ["plain", "two words", "it's $(touch never)", 'a "quoted"; & | name', "größe % \\ [1]\nend"]
-NUM_SLOW, SLOW_TOKENS = 100, 20  # one at a time, these are not done within two minutes
+NUM_SLOW = 100
+SLOW_TOKENS = 20  # one at a time, these are not done within two minutes
 STEP_S = 0.1
 HERE = Path(__file__).parent
 QUERIES = HERE.parent.parent / "examples" / "queries" / "plain.jsonl"
@@ -95,7 +96,8 @@ def check_complete(output: Path, kept: set[bytes]) -> None:
 
 def try_limits(folder: Path) -> None:
     """A job that is out of time, and one that Slurm ends; both are submitted again."""
-    late, limited = write_slow(folder / "late"), write_slow(folder / "limited")
+    late = write_slow(folder / "late")
+    limited = write_slow(folder / "limited")
     late_flags = ["--max-rows", "1", "--grace", "0", "--deadline", "30s"]
     late_job = submit(late.parent, "--time", "10:00", flags=late_flags, is_slow=True)
     # fminfer is given a deadline that is none, so that it is Slurm who ends it.

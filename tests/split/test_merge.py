@@ -81,7 +81,9 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """
     monkeypatch.setattr(os, "fsync", lambda fd: None)  # of hundreds of journals
     lines = make_lines(NUM_LINES, random.Random(11))
-    source, folder, output = tmp_path / "all.jsonl", tmp_path / "parts", tmp_path / "merged.jsonl"
+    source = tmp_path / "all.jsonl"
+    folder = tmp_path / "parts"
+    output = tmp_path / "merged.jsonl"
     source.write_bytes(b"\xef\xbb\xbf" + b"\n".join(lines))
     for path in split(source, folder, chunk=max(1000, NUM_LINES)):
         answer_part(path)
@@ -91,7 +93,9 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         own_lines |= {number: row for row, number in enumerate(part.lines, 1)}
     answers = iter(output.read_bytes().split(b"\n")[:-1])
     errors = iter(errors_path(output).read_bytes().split(b"\n")[:-1])
-    error, num_answers, num_errors = next(errors), 0, 0
+    error = next(errors)
+    num_answers = 0
+    num_errors = 0
     for line in read_lines(source, 0):
         envelope = open_envelope(line)
         own_id = make_id(Line(0, own_lines[line.number], line.raw), envelope).encode()
@@ -179,7 +183,8 @@ def test_no_errors_no_file(tmp_path: Path) -> None:
 
 def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
     """Lines that were added or removed after the split were passed over without a word."""
-    source, parts = tmp_path / "all.jsonl", tmp_path / "parts"
+    source = tmp_path / "all.jsonl"
+    parts = tmp_path / "parts"
     source.write_text('{"prompt": "a"}\n{"prompt": "b"}\n')
     for part in split(source, parts):
         answer_part(part)
@@ -374,7 +379,8 @@ def test_a_disk_that_fails(answered: Path, monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_the_answers_come_last(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Where they are, all is complete, whenever the merge was killed."""
-    real, renamed = os.replace, []
+    real = os.replace
+    renamed = []
 
     def replace(draft: Path, final: Path) -> None:
         renamed.append(final.name)
@@ -418,7 +424,8 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
 def test_with_the_demo_model(tmp_path: Path) -> None:
     """Split, run each engine's parts, merge: the same greedy answers as a run of the whole file."""
     queries = ROOT / "examples" / "queries"
-    source, folder = tmp_path / "all.jsonl", tmp_path / "parts"
+    source = tmp_path / "all.jsonl"
+    folder = tmp_path / "parts"
     names = ("plain", "bad_lines", "wrapped", "stop", "batch")
     source.write_bytes(b"\n".join((queries / f"{name}.jsonl").read_bytes() for name in names))
     split(source, folder)

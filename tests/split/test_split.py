@@ -121,8 +121,18 @@ def test_every_sampling_field_counts(name: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("prompt", "length"),
     [
-        *(("", 0), ("abc", 3), ("漢字", 2), ([1, 2, 3], 12), (["ab", "c"], 3), ([[1, 2], [3]], 12)),
-        *((None, 0), (5, 0), ({}, 0), ([], 0), ([[[["deep"]]]], 4), ([None, True], 8)),
+        ("", 0),
+        ("abc", 3),
+        ("漢字", 2),
+        ([1, 2, 3], 12),
+        (["ab", "c"], 3),
+        ([[1, 2], [3]], 12),
+        (None, 0),
+        (5, 0),
+        ({}, 0),
+        ([], 0),
+        ([[[["deep"]]]], 4),
+        ([None, True], 8),
     ],
 )
 def test_lengths(prompt: object, length: int) -> None:
@@ -145,7 +155,8 @@ def test_custom_ids_that_come_again_are_named(tmp_path: Path) -> None:
 
 def test_the_order_of_parts_and_lines(tmp_path: Path) -> None:
     """Groups as first seen, long prompts first, equal lengths as they came, N from 0 an engine."""
-    cold, hot = {"temperature": 0, "max_tokens": 40_000}, {"temperature": 1}
+    cold = {"temperature": 0, "max_tokens": 40_000}
+    hot = {"temperature": 1}
     source = write(
         tmp_path,
         {"engine": "x", "prompt": "aa", **cold},
@@ -170,8 +181,14 @@ def test_the_order_of_parts_and_lines(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("max_tokens", "least", "chunk", "num_rows"),
     [
-        *((10, 100, 1000, 10), (200, 100, 1000, 5), (5000, 100, 1000, 1), (0, 0, 50, 50)),
-        *((300.0, 1, 900, 3), (True, 1, 160, 10), ("ten", 1, 160, 10), (-4, 1, 160, 10)),
+        (10, 100, 1000, 10),
+        (200, 100, 1000, 5),
+        (5000, 100, 1000, 1),
+        (0, 0, 50, 50),
+        (300.0, 1, 900, 3),
+        (True, 1, 160, 10),
+        ("ten", 1, 160, 10),
+        (-4, 1, 160, 10),
         (None, 1, 160, 10),
     ],
 )
@@ -191,11 +208,22 @@ def test_rows_of_a_part(
 @pytest.mark.parametrize(
     ("engine", "folder"),
     [
-        *(("gpt-j-6b", "gpt-j-6b"), ("org/model", "org/model"), ("漢字-é", "漢字-é")),
-        *((None, "default"), ("default", "%64efault"), ("..", "%2E."), ("/etc", "%empty/etc")),
-        *(("a//b/", "a/%empty/b/%empty"), ("../../x", "%2E./%2E./x"), (".split", "%2Esplit")),
-        *(("-rf", "%2Drf"), ("a b;$(rm)", "a%20b%3B%24%28rm%29"), ("50%", "50%25")),
-        *(("a\n\0", "a%0A%00"), ("\ud800", "%ED%A0%80"), ("manifest.json", "manifest%2Ejson")),
+        ("gpt-j-6b", "gpt-j-6b"),
+        ("org/model", "org/model"),
+        ("漢字-é", "漢字-é"),
+        (None, "default"),
+        ("default", "%64efault"),
+        ("..", "%2E."),
+        ("/etc", "%empty/etc"),
+        ("a//b/", "a/%empty/b/%empty"),
+        ("../../x", "%2E./%2E./x"),
+        (".split", "%2Esplit"),
+        ("-rf", "%2Drf"),
+        ("a b;$(rm)", "a%20b%3B%24%28rm%29"),
+        ("50%", "50%25"),
+        ("a\n\0", "a%0A%00"),
+        ("\ud800", "%ED%A0%80"),
+        ("manifest.json", "manifest%2Ejson"),
         ("a/output_request_0.jsonl.journal", "a/output_request_0%2Ejsonl.journal"),
     ],
 )
@@ -418,8 +446,10 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     wanted = tmp_path / "wanted"
     split(new, wanted)
     sound = {line for path in (old, new) for line in path.read_bytes().split(b"\n") if line}
-    real_replace, real_unlink = os.replace, Path.unlink
-    left, kills = 0, 0
+    real_replace = os.replace
+    real_unlink = Path.unlink
+    left = 0
+    kills = 0
 
     def count() -> None:
         nonlocal left

@@ -70,7 +70,8 @@ def store(folder: Path, manifest: dict[str, Any]) -> None:
 
 
 def test_it_is_json_with_one_part_a_line(folder: Path) -> None:
-    manifest, text = load(folder), (folder / MANIFEST).read_text()
+    manifest = load(folder)
+    text = (folder / MANIFEST).read_text()
     assert len(text.splitlines()) == len(manifest["parts"]) + 2
     assert [part["num_rows"] for part in manifest["parts"]] == [3, 2, 1]
     assert manifest["num_lines"] == 6 and manifest["options"]["min_generate_token"] == 100
@@ -105,13 +106,27 @@ def put(name: str, value: object) -> Callable[[dict[str, Any]], object]:
     "change",
     [
         *map(drop, ("path", "engine", "hyperparameters", "num_rows", "digest", "lines")),
-        *(put("path", 5), put("engine", 5), put("hyperparameters", []), put("digest", None)),
-        *(put("num_rows", 2), put("num_rows", True), put("lines", [1, 2, 2])),
-        *(put("lines", [1, 2, 0]), put("lines", [1, 2, -3]), put("lines", [1, 2, 2**53])),
-        *(put("lines", [1, 2, 2**70]), put("lines", [1, 2, 3.0]), put("lines", [1, 2, True])),
-        *(put("lines", [1, 2, "3"]), put("lines", {}), put("lines", []), put("lines", [1, 2, 5])),
+        put("path", 5),
+        put("engine", 5),
+        put("hyperparameters", []),
+        put("digest", None),
+        put("num_rows", 2),
+        put("num_rows", True),
+        put("lines", [1, 2, 2]),
+        put("lines", [1, 2, 0]),
+        put("lines", [1, 2, -3]),
+        put("lines", [1, 2, 2**53]),
+        put("lines", [1, 2, 2**70]),
+        put("lines", [1, 2, 3.0]),
+        put("lines", [1, 2, True]),
+        put("lines", [1, 2, "3"]),
+        put("lines", {}),
+        put("lines", []),
+        put("lines", [1, 2, 5]),
         put("path", "c/request_0.jsonl"),
-        *(put("num_equal", [0, 1]), put("num_equal", {}), put("num_equal", [0, 1, -1])),
+        put("num_equal", [0, 1]),
+        put("num_equal", {}),
+        put("num_equal", [0, 1, -1]),
         lambda manifest: manifest["parts"].append(manifest["parts"][0]),
         lambda manifest: manifest["parts"].pop(),
         lambda manifest: manifest["parts"].append(None),

@@ -236,7 +236,8 @@ def test_sequences_share_masks_until_there_are_too_many(monkeypatch: pytest.Monk
     monkeypatch.setattr(grammars, "MAX_NODES", 6)
     grammar = compile_for(byte_level(), as_json(SCHEMA))
     ids = ids_of(grammar, '{"name": "a longer text", "long name": null}')
-    first, second = grammar.start(), grammar.start()
+    first = grammar.start()
+    second = grammar.start()
     for place, token_id in enumerate(ids):
         assert first.mask == second.mask
         assert (first.mask is second.mask) is (place < 6)
@@ -264,7 +265,8 @@ def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPat
 
 def test_a_shortest_answer_is_never_built_at_length() -> None:
     """20,000 items of 15,000 characters took 600 MB; each name was looked up among all others."""
-    long, many = {"const": "x" * 15_000}, {f"{n}": {"$ref": "#/d"} for n in range(4000)}
+    long = {"const": "x" * 15_000}
+    many = {f"{n}": {"$ref": "#/d"} for n in range(4000)}
     items = {"type": "array", "minItems": 20_000, "items": {"$ref": "#/d"}}
     for schema in (items, {"type": "object", "properties": many, "required": [*many]}):
         tracemalloc.start()
@@ -286,7 +288,8 @@ def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyP
     """Rows that go on with such a grammar filled the place of all others; so did two threads."""
     monkeypatch.setattr(grammars, "MAX_KEPT", 2)
     grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
-    places, matcher = grammar.grammars, grammar.start()
+    places = grammar.grammars
+    matcher = grammar.start()
     for number in range(3):
         places._compile_and_keep(Constraint("regex", "c"))
         places.find(Constraint("regex", f"[ab]+{number}"))
@@ -301,7 +304,9 @@ def write_longest(schema: Any, first: str, most: int = 60, begun: str = "") -> s
     """Return what is written where one character comes whenever it may, and an end never."""
     tokenizer = byte_level()
     grammar = compile_for(tokenizer, as_json(schema))
-    matcher, favoured, text = grammar.start(), ids_of(grammar, first)[0], begun.encode()
+    matcher = grammar.start()
+    favoured = ids_of(grammar, first)[0]
+    text = begun.encode()
     for token_id in ids_of(grammar, begun):
         matcher.take(token_id)
     while len(text) < most:

@@ -128,7 +128,8 @@ def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: boo
 
 
 def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) -> str:
-    hf, tools = TOKENIZER.hf, fields.get("tools")
+    hf = TOKENIZER.hf
+    tools = fields.get("tools")
     assert hf is not None
     continues = fields.get("continue_final_message", False)
     messages = [intend(message, template, has_tools=bool(tools)) for message in fields["messages"]]
@@ -185,7 +186,8 @@ def test_what_a_model_wrote_for_arguments_arrives(template: WrittenTemplate) -> 
 
 
 def test_broken_arguments_come_in_the_form_that_shows_them_best() -> None:
-    fields, broken = history(call(BROKEN[0]), answer=("no",)), BROKEN[0]
+    fields = history(call(BROKEN[0]), answer=("no",))
+    broken = BROKEN[0]
 
     def find(arguments: str) -> str:
         template = ChatTemplate(TOKENIZER, calling(arguments))
@@ -251,7 +253,8 @@ def test_a_requests_variables_decide_its_forms() -> None:
         "{%- set content = message.content -%}"
         "{%- if whole is defined -%}{{- content -}}{%- else -%}" + READS_BOTH + "{%- endif -%}"
     )
-    ours, fields = ChatTemplate(TOKENIZER, text), CHATS["parts"]
+    ours = ChatTemplate(TOKENIZER, text)
+    fields = CHATS["parts"]
     assert "first second" in render(ours, fields)
     check_joined(text, fields["messages"], chat_template_kwargs={"whole": True})
     assert "first \nsecond" in render(ours, fields | {"chat_template_kwargs": {"whole": True}})

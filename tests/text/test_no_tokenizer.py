@@ -44,7 +44,8 @@ def test_token_ids_are_answered_without_a_tokenizer(
     with_words = answers(llama_checkpoint[0], [row | {"return_token_ids": True} for row in rows])
     without = answers(bare_folder, rows, skip_tokenizer_init=True)
     for with_text, bare in zip(with_words, without, strict=True):
-        expected, choice = with_text["choices"][0], bare["choices"][0]
+        expected = with_text["choices"][0]
+        choice = bare["choices"][0]
         assert choice["text"] == "" and set(choice["logprobs"]["text_offset"]) == {0}
         for name in ("token_ids", "prompt_token_ids", "finish_reason"):
             assert choice[name] == expected[name]

@@ -37,7 +37,8 @@ def matcher_of(schema: Any) -> Any:
 LEAF = branch("leaf")
 CIRCLE = branch("tree", inner={"oneOf": [{"$ref": "#/$defs/A"}, {"$ref": "#/$defs/B"}]})
 HINT = {"propertyName": "kind", "mapping": {"leaf": "#/$defs/A", "tree": "#/$defs/B"}}
-TEXT, NUMBER = {"type": "string"}, {"type": "number"}
+TEXT = {"type": "string"}
+NUMBER = {"type": "number"}
 
 
 @pytest.mark.parametrize(

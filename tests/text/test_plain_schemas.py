@@ -14,7 +14,8 @@ from tests.text.test_grammars import as_json, compile_for, follow, ids_of
 from tests.text.test_string_formats import accepts
 from tests.text.test_tokenizer import byte_level
 
-TRUE, TEXT = {"type": "boolean"}, {"type": "string"}
+TRUE = {"type": "boolean"}
+TEXT = {"type": "string"}
 LIMIT = 3.4028234663852886e38
 
 

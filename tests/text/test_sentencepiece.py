@@ -217,9 +217,11 @@ def random_ids(tokenizer: Tokenizer, vocab: int, rng: random.Random) -> list[int
 def test_one_by_one_equals_at_once(kind: str, tmp_path: Path) -> None:
     """A run of over eight broken bytes once took the start of a good character with it."""
     if kind == "bytes":
-        tokenizer, vocab = Tokenizer(None), 256
+        tokenizer = Tokenizer(None)
+        vocab = 256
     elif kind == "byte_level":
-        tokenizer, vocab = byte_level(), 290
+        tokenizer = byte_level()
+        vocab = 290
     else:
         vocab = make_folder(tmp_path, kind).get_piece_size()
         tokenizer = Tokenizer.load(tmp_path)
@@ -230,7 +232,8 @@ def test_one_by_one_equals_at_once(kind: str, tmp_path: Path) -> None:
         detokenizer = Detokenizer(tokenizer, ids[:cut])
         parts = [detokenizer.add(token_id) for token_id in ids[cut:]]
         parts.append(detokenizer.flush())
-        prompt, found = tokenizer.decode(ids[:cut]), "".join(parts)
+        prompt = tokenizer.decode(ids[:cut])
+        found = "".join(parts)
         # A character that the prompt left broken is the prompt's, unless it was completed.
         prompts = (prompt, without_broken_end(prompt))
         assert tokenizer.decode(ids) in [shown + found for shown in prompts]

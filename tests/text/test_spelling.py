@@ -92,7 +92,8 @@ def test_spellings_of_a_completion_give_its_text(tokenizer: Tokenizer, text: str
 
 def test_byte_level_spellings() -> None:
     tokenizer = byte_level()
-    text, vocab = Spelling(tokenizer, is_text=True), Spelling(tokenizer, is_text=False)
+    text = Spelling(tokenizer, is_text=True)
+    vocab = Spelling(tokenizer, is_text=False)
     ids = tokenizer.encode("The bedroom 🙂").ids
     assert [vocab.spell(i) for i in ids][:2] == ["The", "Ġbedroom"]
     assert [text.spell(i) for i in ids] == [

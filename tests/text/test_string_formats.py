@@ -101,8 +101,10 @@ def test_texts_drawn_by_chance_are_valid(form: str) -> None:
 def test_times_end(form: str) -> None:
     """Durations and fractions of a second went on until max_tokens, and were no JSON then."""
     grammar = compile_for(byte_level(), as_json({"type": "string", "format": form}))
-    tokenizer, matcher = byte_level(), grammar.start()
-    zero, text = ids_of(grammar, "0")[0], b""
+    tokenizer = byte_level()
+    matcher = grammar.start()
+    zero = ids_of(grammar, "0")[0]
+    text = b""
     while tokenizer.eos_id not in (matcher.mask.few or ()):
         bits = matcher.mask.bits
         ids = [i for i in range(len(bits) * 8) if bits[i // 8] >> i % 8 & 1]

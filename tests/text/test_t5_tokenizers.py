@@ -37,7 +37,10 @@ def test_a_folder_with_spiece_model_alone(tmp_path: Path) -> None:
         assert tokenizer.encode(text).ids == [*own.encode(text), 1]
     size = own.vocab_size()
     assert tokenizer.encode("<extra_id_0> a <extra_id_99>").ids == [
-        *(size + 99, *own.encode("a"), size, 1)
+        size + 99,
+        *own.encode("a"),
+        size,
+        1,
     ]
 
 

@@ -178,7 +178,8 @@ def test_offsets_of_bytes_among_pieces(sentencepiece_tokenizer: Tokenizer) -> No
     """With byte fallback each broken byte is a character, until the whole one is there."""
     tokenizer = sentencepiece_tokenizer
     ids = tokenizer.encode("x 🙂").ids
-    start, emoji = ids[:-4], ids[-4:]
+    start = ids[:-4]
+    emoji = ids[-4:]
     length = len(tokenizer.decode(start))
     for behind, offsets in ((emoji, [0] * 4), (emoji[:3] + ids[:1], [0, 1, 2, 3])):
         found = tokenizer.describe_ids(start + behind, with_offsets=True).offsets

@@ -143,7 +143,8 @@ def write_folder(folder: Path, backend: BackendTokenizer, **config: Any) -> Path
 
 
 def make_texts(seed: int, num_texts: int) -> list[str]:
-    draw, words = random.Random(seed), WORDS.split("|")
+    draw = random.Random(seed)
+    words = WORDS.split("|")
     return [
         draw.choice(["", " "]).join(draw.choices(words, k=draw.randint(1, 12)))
         for _ in range(num_texts)
@@ -156,7 +157,8 @@ def differing(folder: Path, texts: list[str]) -> list[tuple[str, list[str], list
     stored = BackendTokenizer.from_file(str(folder / "tokenizer.json"))
     found = []
     for text in texts:
-        ids, right = tokenizer.encode(text).ids, stored.encode(text)
+        ids = tokenizer.encode(text).ids
+        right = stored.encode(text)
         is_same_text = tokenizer.decode(right.ids) == stored.decode(right.ids)
         if right.ids and (ids != right.ids or not is_same_text):
             found.append((text, [tokenizer.piece(each) for each in ids], right.tokens))
@@ -356,7 +358,8 @@ def test_a_gguf_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
     (tmp_path / "gguf").mkdir()
     write_tokenizer_files(metadata, tmp_path / "gguf")
     folder = write_folder(tmp_path / "folder", digits, tokenizer_class="GPT2Tokenizer")
-    of_gguf, of_folder = Tokenizer.load(tmp_path / "gguf"), Tokenizer.load(folder)
+    of_gguf = Tokenizer.load(tmp_path / "gguf")
+    of_folder = Tokenizer.load(folder)
     for text in make_texts(3, 300):
         assert of_gguf.encode(text).ids == of_folder.encode(text).ids, text
 

@@ -177,9 +177,34 @@ def test_what_is_certain_comes_at_once() -> None:
 
 
 FRAGMENTS = [
-    *("<tool_call>", "</tool_call>", "<|python_tag|>", "<tool", "<", ">", "{", "}", '"', "\\", ";"),
-    *(" ", "\n", "a", "é", "\u3000", "[", "]", ",", ":", "1", "NaN"),
-    *(A, B, C, tagged(A), '"name": "f", "arguments": {', '{"name": "f", "parameters": {"x": "'),
+    "<tool_call>",
+    "</tool_call>",
+    "<|python_tag|>",
+    "<tool",
+    "<",
+    ">",
+    "{",
+    "}",
+    '"',
+    "\\",
+    ";",
+    " ",
+    "\n",
+    "a",
+    "é",
+    "\u3000",
+    "[",
+    "]",
+    ",",
+    ":",
+    "1",
+    "NaN",
+    A,
+    B,
+    C,
+    tagged(A),
+    '"name": "f", "arguments": {',
+    '{"name": "f", "parameters": {"x": "',
 ]
 
 

@@ -54,14 +54,18 @@ class KernelRows:
 def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     table = np.zeros((len(rows), 7), np.int64)
-    table[:, 0], table[:, 1], table[:, 2] = rows.firsts, rows.lengths, rows.positions
+    table[:, 0] = rows.firsts
+    table[:, 1] = rows.lengths
+    table[:, 2] = rows.positions
     table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
     runs, members, entries = NO_RUNS
     if len(rows) >= MIN_ROWS:
         runs, members, own = _plan_runs(rows, block_size)
         num_entries = np.bincount(members, minlength=len(rows))
-        table[:, 4], table[:, 5] = num_entries.cumsum() - num_entries, num_entries
-        table[:, 6], entries = own, np.argsort(members, kind="stable")
+        table[:, 4] = num_entries.cumsum() - num_entries
+        table[:, 5] = num_entries
+        table[:, 6] = own
+        entries = np.argsort(members, kind="stable")
     return KernelRows(
         rows=torch.from_numpy(table),
         tables=torch.from_numpy(rows.tables),
@@ -79,7 +83,8 @@ def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
     Each row attends from its first such token on, from its last token if it has none.
     """
     rows = plan.rows.clone()
-    first, num = rows[:, 0].contiguous(), rows[:, 1]
+    first = rows[:, 0].contiguous()
+    num = rows[:, 1]
     last = first + num - 1
     place = torch.searchsorted(kept, first)
     found = torch.cat([kept, kept.new_full((1,), 2**62)])[place]
@@ -94,7 +99,8 @@ def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     """Return `runs` and `members` of KernelRows, and each row's first key of no run."""
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
-    num_members, own = 0, np.zeros(len(rows), np.int64)
+    num_members = 0
+    own = np.zeros(len(rows), np.int64)
     alone = np.flatnonzero(rows.lengths == 1)
     for run in find_shared_runs(rows.part(alone), block_size):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
@@ -142,11 +148,14 @@ class KernelAttention(AttentionBody):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
 
-    plan, skip = staticmethod(plan_rows), staticmethod(skip_tokens)
+    plan = staticmethod(plan_rows)
+    skip = staticmethod(skip_tokens)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
-        keys, values, how = call.keys, call.values, call.how
+        keys = call.keys
+        values = call.values
+        how = call.how
         rows: KernelRows = call.rows
         kind = torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
         tensors = (call.query, call.new_keys, call.new_values)
@@ -168,11 +177,13 @@ class KernelAttention(AttentionBody):
         given.slopes, given.sinks, given.relative = (
             None if t is None else t.data_ptr() for t in of_heads
         )
-        given.ahead, given.reach = how.ahead, how.reach
+        given.ahead = how.ahead
+        given.reach = how.reach
         _, given.query_head, given.query_token, _ = asked.stride()
         _, given.new_key_head, given.new_key_token, _ = key.stride()
         _, given.new_value_head, given.new_value_token, _ = value.stride()
-        given.window, given.scaling = min(how.window or 0, 2**31 - 1), how.scaling
+        given.window = min(how.window or 0, 2**31 - 1)
+        given.scaling = how.scaling
         given.softcap = how.softcap or 0.0
         if self._attend(ctypes.byref(given)):
             raise MemoryError("no memory for the attention kernel's working space")
@@ -249,7 +260,9 @@ def _attend_some(
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
-    how, block_size, (num_keys, num_rows) = asked.how, asked.block_size, sizes
+    how = asked.how
+    block_size = asked.block_size
+    (num_keys, num_rows) = sizes
     _, kv_heads, head_dim = how.cache_shape
     body: AttentionBody = kernel or PlainAttention(device)
     given = dtype if kernel else torch.float32
@@ -257,13 +270,16 @@ def _attend_some(
     shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)
     # What others left in a cache must not matter.
     keys, values = torch.full(shape, torch.nan, dtype=asked.kv_dtype, device=device)
-    first, second = [*range(1, 2 * count, 2)], [*range(2 * count - 2, -1, -2)]
-    part, shared = num_keys * 2 // 5, num_keys // block_size
+    first = [*range(1, 2 * count, 2)]
+    second = [*range(2 * count - 2, -1, -2)]
+    part = num_keys * 2 // 5
+    shared = num_keys // block_size
     others = (
         (shared * block_size, 1, [*first[:shared], 2 * count + number])
         for number in range(num_rows)
     )
-    generator, outs = torch.Generator().manual_seed(0), []
+    generator = torch.Generator().manual_seed(0)
+    outs = []
     for rows in (
         Rows.of((0, num_keys, first), (0, part, second)),
         Rows.of((part, num_keys // 2, second), (num_keys, 1, first)),

@@ -35,7 +35,9 @@ class KvCache:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
         self._shape = [len(layers), kept, num_blocks, kv_heads, block_size, head_dim]
-        self.block_size, self.device, self._dtype = block_size, device, dtype
+        self.block_size = block_size
+        self.device = device
+        self._dtype = dtype
         self.body = kernel or PlainAttention(device)
         self._have(num_blocks)
 
@@ -44,7 +46,8 @@ class KvCache:
         shape = [*self._shape[:2], num_blocks, *self._shape[3:]]
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
         self._kv = torch.empty(shape, dtype=self._dtype, device=self.device)
-        self.num_blocks, self.layers = num_blocks, [(each[0], each[-1]) for each in self._kv]
+        self.num_blocks = num_blocks
+        self.layers = [(each[0], each[-1]) for each in self._kv]
         if self.device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
 

@@ -41,12 +41,14 @@ def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     A table's last block is its own: it is still being written.
     """
     runs: list[SharedRun] = []
-    tables, num_full = rows.tables, rows.num_blocks(block_size) - 1
+    tables = rows.tables
+    num_full = rows.num_blocks(block_size) - 1
     pending = [(np.arange(len(rows)), 0)]
     while pending:
         places, start = pending.pop()
         for group in _same_at(places[num_full[places] > start], rows, start):
-            of, last = rows.table_of[group], int(num_full[group].min())
+            of = rows.table_of[group]
+            last = int(num_full[group].min())
             differs = (tables[of, start:last] != tables[of[0], start:last]).any(0)
             end = start + int(differs.argmax()) if differs.any() else last
             runs.append(SharedRun(group, start, end))
@@ -110,11 +112,13 @@ class AttentionPlan:
 
 
 def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
-    runs, counts = find_shared_runs(rows, block_size), rows.num_blocks(block_size)
+    runs = find_shared_runs(rows, block_size)
+    counts = rows.num_blocks(block_size)
     num_shared = np.zeros(len(rows), np.int64)  # blocks of each row that are in runs
     for run in runs:
         num_shared[run.rows] = np.maximum(num_shared[run.rows], run.end)
-    row_of_block, places = np.repeat(np.arange(len(rows)), counts), ranges(0 * counts, counts)
+    row_of_block = np.repeat(np.arange(len(rows)), counts)
+    places = ranges(0 * counts, counts)
     is_own = places >= num_shared[row_of_block]
     columns = (rows.blocks(block_size), row_of_block, places * block_size)
     own = (column[is_own].astype(np.int64) for column in columns)
@@ -149,7 +153,8 @@ def chunk_attention(
     kv_heads, num_keys, _ = keys.shape
     tile = max(1, MAX_SCORES // (heads * num_keys))
     if queries > tile:  # a very long context: fewer queries at a time
-        parts, first = [], 0
+        parts = []
+        first = 0
         for part in torch.split(query, tile, 1):
             seen = position + first + part.shape[1] + how.ahead
             given = part, keys[:, :seen], values[:, :seen], position + first
@@ -220,7 +225,8 @@ def _partial(
     (entries * rows, kv_heads, group), the same, and (…, head_dim); float32. All queries of an entry
     are in one product. Hidden keys have a finite lowest score, so that nothing becomes nan.
     """
-    (entries, rows), (_, kv_heads, group, head_dim) = seen.rows.shape, grouped.shape
+    (entries, rows) = seen.rows.shape
+    (_, kv_heads, group, head_dim) = grouped.shape
     keys, values = (
         cache.index_select(0, seen.blocks.flatten())
         .float()
@@ -286,22 +292,26 @@ class PlainAttention(AttentionBody):
         several = np.flatnonzero(rows.lengths > 1)
         num_chunks = int(several[-1]) + 1 if len(several) else 0
         tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])
-        firsts, positions = rows.firsts.tolist(), rows.positions.tolist()
+        firsts = rows.firsts.tolist()
+        positions = rows.positions.tolist()
         lengths = rows.lengths.tolist()[:num_chunks]
         chunks = [
             ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
             for num, first, position, table in zip(lengths, firsts, positions, tables, strict=False)
         ]
         blocks, places = send(np.divmod(rows.slots(block_size), block_size), device)
-        decode, own = None, rows.part(slice(num_chunks, None))
+        decode = None
+        own = rows.part(slice(num_chunks, None))
         if len(own):
             decode = _plan_decode(own, firsts[num_chunks], block_size, device)
         return AttentionPlan(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        query, how = call.query, call.how
+        query = call.query
+        how = call.how
         rows: AttentionPlan = call.rows
-        new, caches = (call.new_keys[0], call.new_values[0]), (call.keys, call.values)
+        new = (call.new_keys[0], call.new_values[0])
+        caches = (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
             cache[rows.blocks, :, rows.places] = each.transpose(0, 1).to(cache.dtype)
         out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)

@@ -75,7 +75,8 @@ def scoring_of(
     relative: torch.Tensor | None = None,  # (buckets, heads)
 ) -> Scoring:
     """Return it as a spec says; a bias that keys have themselves is not added."""
-    slopes, biases = None, None
+    slopes = None
+    biases = None
     if how.alibi is not None and not how.keeps_bias:
         slopes = torch.tensor(how.alibi.slopes, device=device)
     if how.relative is not None and relative is not None:
@@ -91,12 +92,14 @@ def relative_buckets(how: Relative) -> torch.Tensor:
     if reach == NO_LIMIT:  # farther keys have the bucket of the largest distance
         reach = how.max_distance
     distance = torch.arange(reach, -reach - 1, -1)  # of the key behind it
-    buckets, first = how.buckets, torch.zeros_like(distance)
+    buckets = how.buckets
+    first = torch.zeros_like(distance)
     if how.is_causal:
         distance = (-distance).clamp(min=0)
     else:
         buckets //= 2
-        first, distance = (distance > 0).long() * buckets, distance.abs()
+        first = (distance > 0).long() * buckets
+        distance = distance.abs()
     far = _far_buckets(how, distance, buckets)
     return first + torch.where(distance < how.num_exact, distance, far)
 

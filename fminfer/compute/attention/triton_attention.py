@@ -16,7 +16,8 @@ from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
 SHARED_BYTES = (99 << 10, 163 << 10)  # of a program: what small GPUs have; what ours use, at most
-SPLIT, SPLITS = 256, 32  # keys of a split, at least; splits of a row, at most
+SPLIT = 256
+SPLITS = 32  # keys of a split, at least; splits of a row, at most
 MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
 
 
@@ -55,8 +56,11 @@ class TritonAttention(AttentionBody):
         device: torch.device,
         kv_dtype: torch.dtype | None = None,  # of the KV cache; None: the same
     ) -> None:
-        self.heads, self.group, self.head_dim = heads, heads // kv_heads, head_dim
-        self.dtype, self.device = dtype, device
+        self.heads = heads
+        self.group = heads // kv_heads
+        self.head_dim = head_dim
+        self.dtype = dtype
+        self.device = device
         self._dim = max(16, triton.next_power_of_2(head_dim))
         if self._dim > MAX_DIM:
             raise ValueError(
@@ -64,7 +68,8 @@ class TritonAttention(AttentionBody):
                 f"serves up to {MAX_DIM}"
             )
         key_bytes = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
-        self.prompt, self.decode = self._prompt_shape(key_bytes), self._decode_shape(key_bytes)
+        self.prompt = self._prompt_shape(key_bytes)
+        self.decode = self._decode_shape(key_bytes)
         # So many rows of one token fill the GPU. The splits of fewer have programs of their own.
         self.full_rows = -(-2 * _processors(device) // kv_heads)
         parts = (self.full_rows - 1) * SPLITS * heads
@@ -74,10 +79,13 @@ class TritonAttention(AttentionBody):
 
     def _prompt_shape(self, key_bytes: int) -> TileShape:
         """Return the best of a sweep over an H200 that fits; docs/performance.md has figures."""
-        size, room = self.dtype.itemsize, _shared_bytes(self.device) - 1024
-        queries, most = (128 if self._dim <= 64 else 64), 64
+        size = self.dtype.itemsize
+        room = _shared_bytes(self.device) - 1024
+        queries = 128 if self._dim <= 64 else 64
+        most = 64
         if size > 2:  # without tensor cores, and with fewer registers
-            queries, most = 16, (16 << 10) // key_bytes
+            queries = 16
+            most = (16 << 10) // key_bytes
         queries = max(queries, triton.next_power_of_2(self.group))
         warps = 8 if queries * self._dim > 8192 and size == 2 else 4
         room -= queries * self._dim * size
@@ -87,7 +95,8 @@ class TritonAttention(AttentionBody):
         return TileShape(queries, keys, warps, ahead)
 
     def _decode_shape(self, key_bytes: int) -> TileShape:
-        queries, keys = max(16, triton.next_power_of_2(self.group)), 32 if key_bytes <= 512 else 16
+        queries = max(16, triton.next_power_of_2(self.group))
+        keys = 32 if key_bytes <= 512 else 16
         warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
         return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
 
@@ -133,7 +142,8 @@ class TritonAttention(AttentionBody):
 
     def plan(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        tiles, is_one = _tiles_of(rows, block_size), rows.lengths == 1
+        tiles = _tiles_of(rows, block_size)
+        is_one = rows.lengths == 1
         most = self.prompt.queries // self.group
         # The tiles of each prompt, one after another: the places where they begin in their row.
         num_tiles = np.where(is_one, 0, -(-rows.lengths // most))
@@ -169,7 +179,9 @@ class TritonAttention(AttentionBody):
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionBody` says."""
-        keys, values, how = call.keys, call.values, call.how
+        keys = call.keys
+        values = call.values
+        how = call.how
         rows: TileRows = call.rows
         asked = with_rows(call.query[0])
         key, value = (with_rows(new[0].to(keys.dtype)) for new in (call.new_keys, call.new_values))
@@ -194,12 +206,17 @@ class TritonAttention(AttentionBody):
         }
         given = (asked, out, keys, values)
         others = (rows.blocks, slopes, of_sinks, relative, self._parts, self._marks)
-        limits, bend = (window, how.ahead, how.reach), (how.scaling, how.softcap or 1.0)
+        limits = (window, how.ahead, how.reach)
+        bend = (how.scaling, how.softcap or 1.0)
         # Triton launches on the current device of the thread.
         with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
             if num_new:
                 store_kernel[(num_new, kv_heads)](
-                    *(keys, values, key, value, rows.slots),
+                    keys,
+                    values,
+                    key,
+                    value,
+                    rows.slots,
                     *(step for t in (key, value) for step in t.stride()[:2]),
                     **self.shape(block_size),
                     num_warps=1,
@@ -208,13 +225,24 @@ class TritonAttention(AttentionBody):
                 num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
                     attend_kernel[(len(tiles) * kv_heads, num_splits)](
-                        *(*given, tiles, *others, *asked.stride()[:2], *limits, *bend),
+                        *given,
+                        tiles,
+                        *others,
+                        *asked.stride()[:2],
+                        *limits,
+                        *bend,
                         **self.constants(block_size, is_one=is_one),
                         **attended,
                     )
                 if len(tiles) and num_splits > 1:
                     join_kernel[(len(tiles), heads)](
-                        *(out, tiles, of_sinks, self._parts, self._marks, window, how.ahead),
+                        out,
+                        tiles,
+                        of_sinks,
+                        self._parts,
+                        self._marks,
+                        window,
+                        how.ahead,
                         **self.join_constants(),
                         **has,
                     )

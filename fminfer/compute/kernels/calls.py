@@ -8,7 +8,8 @@ from __future__ import annotations
 import ctypes
 from typing import Any
 
-ADDRESS, NUMBER = ctypes.c_void_p, ctypes.c_int64
+ADDRESS = ctypes.c_void_p
+NUMBER = ctypes.c_int64
 KINDS: dict[str, type[ctypes._SimpleCData[Any]]] = {
     "p": ADDRESS,
     "n": NUMBER,

@@ -53,7 +53,8 @@ class KernelBuild:
         if folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
             folder = Path(self._own_folder.name)
-        self._folder, self._key = folder, _build_key(compiler)
+        self._folder = folder
+        self._key = _build_key(compiler)
         self._path = _find_built(folder, self._key)
         if self._path is None:
             self._start(compiler)

@@ -106,8 +106,12 @@ def attend_pieces(
     factor = 1.4426950408889634  # log2(e)
     if not (HAS_CAP or HAS_SLOPES or HAS_RELATIVE):
         factor *= scaling
-    empty_best, empty_total, empty_sums = best, total, sums
-    all_best, all_total, all_sums = best, total, sums  # of the splits before this one
+    empty_best = best
+    empty_total = total
+    empty_sums = sums
+    all_best = best
+    all_total = total
+    all_sums = sums  # of the splits before this one
     border = low + size
     for start in tl.range(low, high, KEYS, num_stages=STAGES):
         if IS_ONE:
@@ -115,7 +119,9 @@ def attend_pieces(
                 all_best, all_total, all_sums = merge(
                     all_best, all_total, all_sums, best * factor, total, sums
                 )
-                best, total, sums = empty_best, empty_total, empty_sums
+                best = empty_best
+                total = empty_total
+                sums = empty_sums
                 border += size
         elif not IS_WHOLE:
             start += tl.where(start >= left, skipped, 0)
@@ -239,7 +245,8 @@ def attend_kernel(
     best = tl.full((QUERIES,), float("-inf"), tl.float32)
     total = tl.zeros((QUERIES,), tl.float32)
     sums = tl.zeros((QUERIES, DIM), tl.float32)
-    left, skipped = high, 0
+    left = high
+    skipped = 0
     if not IS_ONE:
         # Pieces that all queries see whole have no masks; others are before and behind them.
         left = low
@@ -433,7 +440,8 @@ def race_kernel(
     ids = part * SIZE + tl.arange(0, SIZE)
     logits = tl.load(scaled + row * vocab + ids, mask=ids < vocab, other=float("-inf"))
     words = tl.load(noise + row)
-    lower, upper = words.to(tl.uint32), (words >> 32).to(tl.uint32)
+    lower = words.to(tl.uint32)
+    upper = (words >> 32).to(tl.uint32)
     bits = mixed(mixed((ids + first_id).to(tl.uint32) ^ lower) ^ upper)
     # Constants are float32, which has no 2^32 - 0.5.
     rest = (4294967296.0 - bits.to(tl.float64) - 0.5) * 2.3283064365386963e-10  # 2^-32

@@ -19,7 +19,10 @@ from fminfer.compute.weights import KERNEL_TYPES, Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 # The numbers of activations in kernels, as activations.h has them.
-SILU, GELU_TANH, RELU, GELU = 0, 1, 2, 3
+SILU = 0
+GELU_TANH = 1
+RELU = 2
+GELU = 3
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of all kernels
 
@@ -70,7 +73,8 @@ class PartKernels(ABC):
         """Return x + other and that normed; all are (rows, width)."""
         assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
         self._check_norm(x, norm)
-        both, out = _like(x), _like(x)
+        both = _like(x)
+        out = _like(x)
         self.run_norm(x, norm, out, (other.contiguous(), both))
         return both, out
 
@@ -88,7 +92,9 @@ class PartKernels(ABC):
             turns: (2, tokens, turned / 2) float32: cosines and sines for the first `turned`
                 elements of each head.
         """
-        half, (cos, sin), out = turns.shape[-1], turns.contiguous(), _like(x)
+        half = turns.shape[-1]
+        (cos, sin) = turns.contiguous()
+        out = _like(x)
         assert turns.shape == (2, len(x), half) and turns.dtype == torch.float32, "cos and sin"
         assert 2 * half <= x.shape[-1], "cos and sin"
         self.run_rotate(x, cos, sin, out)
@@ -110,7 +116,8 @@ class PartKernels(ABC):
 
     def walk(self, x: Tensor) -> tuple[int, int, int, int]:
         """Return how to walk through x: rows, rows in each, and the steps between them."""
-        shape, steps = x.shape, x.stride()
+        shape = x.shape
+        steps = x.stride()
         assert x.device.type == self.device.type, "device"
         assert len(shape) in (2, 3), "rows of a step"
         assert steps[-1] == 1, "the elements of a row lie side by side"
@@ -137,7 +144,9 @@ class LayerKernels(PartKernels):
         return how.has_weight and has_both and weight is not None and weight.dim() == 1
 
     def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
-        how, rows, weight = norm.how, self._rows(x, out), norm.weight.data_ptr()
+        how = norm.how
+        rows = self._rows(x, out)
+        weight = norm.weight.data_ptr()
         sums = (None, None) if added is None else (added[0].data_ptr(), added[1].data_ptr())
         if how.is_rms:
             self._library.fminfer_rms_norm(rows, weight, how.eps, how.offset, *sums)
@@ -180,7 +189,9 @@ class NormBody:
     def __init__(
         self, how: Norm, weight: Tensor | None, bias: Tensor | None, kernels: PartKernels | None
     ) -> None:
-        self._plain, self._kernels, self._own = (how, weight, bias), kernels, None
+        self._plain = (how, weight, bias)
+        self._kernels = kernels
+        self._own = None
         if kernels is not None and weight is not None and kernels.can_norm(how, weight, bias):
             self._own = NormWeights(how, weight.contiguous(), bias)
 
@@ -231,7 +242,9 @@ def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -
     """Compute small tensors with compiled parts, and with those of plain torch."""
     generator = torch.Generator().manual_seed(0)
     x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")
-    weight, row, more = x[0, 0].contiguous(), x[:, 0], other[:, 0]
+    weight = x[0, 0].contiguous()
+    row = x[:, 0]
+    more = other[:, 0]
     for how, bias in (
         (Norm(1e-5), None),
         (Norm(1e-5, offset=1.0), None),

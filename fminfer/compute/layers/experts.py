@@ -27,7 +27,8 @@ class PlainExperts:
     """The experts of a layer, one after another. The tokens of each are computed together."""
 
     def __init__(self, how: Moe, experts: Sequence[Function]) -> None:
-        self._how, self._experts = how, experts
+        self._how = how
+        self._experts = experts
 
     def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
         how = self._how
@@ -60,7 +61,8 @@ class Mixture:
 
 def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
-    how, generator = asked.how, torch.Generator().manual_seed(0)
+    how = asked.how
+    generator = torch.Generator().manual_seed(0)
     x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
     chosen = torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
@@ -116,11 +118,15 @@ class PackedExperts:
             chosen: (tokens, top_k) int64, of which none may be beyond the last expert.
             shares: (tokens, top_k) float32.
         """
-        (tokens, top_k), hidden, expert = chosen.shape, self.up.inputs, self.how.expert
+        (tokens, top_k) = chosen.shape
+        hidden = self.up.inputs
+        expert = self.how.expert
         assert x.is_cpu and x.shape == (tokens, hidden), "hidden states"
         assert chosen.dtype == torch.int64 and shares.dtype == torch.float32, "a choice"
         assert shares.shape == chosen.shape, "a choice"
-        x, chosen, shares = x.contiguous(), chosen.contiguous(), shares.contiguous()
+        x = x.contiguous()
+        chosen = chosen.contiguous()
+        shares = shares.contiguous()
         out = torch.empty_like(x)
         space = self.workspace.take(4 * tokens * top_k * (hidden + expert.size))
         call = ExpertCall(
@@ -156,10 +162,13 @@ def serves(how: Moe) -> bool:
 
 def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
     """Return the kernel's mixtures, of hidden states of a dtype."""
-    kernel, workspace = ProductKernel(library), Workspace()
+    kernel = ProductKernel(library)
+    workspace = Workspace()
 
     def pack(asked: Mixture) -> PackedExperts:
-        expert, up, down = asked.how.expert, asked.up, asked.down
+        expert = asked.how.expert
+        up = asked.up
+        down = asked.down
         num_experts, hidden, size = down.shape
         assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"

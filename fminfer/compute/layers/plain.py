@@ -79,7 +79,8 @@ def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
     size = 2 * turn.shape[-1]
     part = x[..., :size].float()
     if how.is_interleaved:
-        a, b = part[..., ::2], part[..., 1::2]
+        a = part[..., ::2]
+        b = part[..., 1::2]
         turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)
     else:
         a, b = part.chunk(2, -1)
@@ -91,5 +92,6 @@ def gate(both: torch.Tensor, activation: str, limit: float | None = None) -> tor
     """Return activation(first half) * second half of the last dimension; see `Mlp.limit`."""
     first, second = both.chunk(2, -1)
     if limit is not None:
-        first, second = first.clamp(max=limit), second.clamp(-limit, limit) + 1
+        first = first.clamp(max=limit)
+        second = second.clamp(-limit, limit) + 1
     return ACTIVATIONS[activation](first) * second

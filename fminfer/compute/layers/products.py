@@ -24,13 +24,15 @@ from fminfer.machine.processor import has_unit
 
 CHECKED_ROWS = [1, 5, 48]
 MAX_ERROR: Limits = {torch.float32: 1e-5, torch.bfloat16: 0.02}  # of the largest result
-TRIED_OUTPUTS, UNROUNDED_ERROR = 150, 1e-4  # the error is a part of the largest result
+TRIED_OUTPUTS = 150
+UNROUNDED_ERROR = 1e-4  # the error is a part of the largest result
 # MKL's packing is tuned for so many rows. torch's operator wants their number at every call and
 # packs for one; the packed form itself serves any number (tests/compute/test_packed_linear).
 MKL_ROWS = 512
 # oneDNN divides more rows than this, of so few outputs, badly between two threads: 512 rows of
 # 3072, 768 outputs, take 2.4 ms at once and 1.5 in halves (two AMX cores; more were not tried).
-NARROW, MOST_NARROW_ROWS = range(512, 897), 448
+NARROW = range(512, 897)
+MOST_NARROW_ROWS = 448
 
 
 @dataclass(slots=True, frozen=True)
@@ -42,7 +44,8 @@ class Linear:
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
         """Return it in x's type; some rows of blocks are made floats at a time."""
-        weight, bias = self.weight, self.bias
+        weight = self.weight
+        bias = self.bias
         if weight.is_plain:
             return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
         parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in weight.pieces()]
@@ -105,7 +108,8 @@ def onednn_packs_bfloat16() -> bool:
 
 def pack_by_mkl(asked: Linear) -> Function:
     """Return a product with a weight of float32, packed."""
-    weight, bias = asked.weight.plain.contiguous(), asked.bias
+    weight = asked.weight.plain.contiguous()
+    bias = asked.bias
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)
     nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
 
@@ -119,7 +123,8 @@ def pack_by_mkl(asked: Linear) -> Function:
 
 def pack_by_onednn(asked: Linear) -> Function:
     """Return a product with a weight of bfloat16, packed."""
-    weight, bias = asked.weight.plain.contiguous(), asked.bias
+    weight = asked.weight.plain.contiguous()
+    bias = asked.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     is_narrow = len(weight) in NARROW
 
@@ -194,7 +199,8 @@ class PackedProduct:
         """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
         (part,) = self.parts  # an embedding is not joined
         if isinstance(part.held, Blocks):
-            call, ids = part.call, ids.contiguous()
+            call = part.call
+            ids = ids.contiguous()
             out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
             self.kernel.library.fminfer_unpack_rows(
                 call.type,
@@ -207,7 +213,8 @@ class PackedProduct:
                 torch.get_num_threads(),
             )
             return out
-        panel, units = self.kernel.panel, part.packed.view(torch.int32)
+        panel = self.kernel.panel
+        units = part.packed.view(torch.int32)
         panels = units.view(-1, units.shape[1], panel)
         return panels[ids // panel, :, ids % panel].view(part.packed.dtype)
 
@@ -238,13 +245,15 @@ class ProductKernel:
     """The products of one built library."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
-        self.library, self.multiply = library, library.fminfer_multiply
+        self.library = library
+        self.multiply = library.fminfer_multiply
         self.panel: int = library.fminfer_panel()  # outputs of a panel
 
     @staticmethod
     def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        held, is_even = [each for each, _ in weight.parts], weight.shape[-1] % 2 == 0
+        held = [each for each, _ in weight.parts]
+        is_even = weight.shape[-1] % 2 == 0
         fits = all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
         return fits and is_on_cpu(weight)
 
@@ -276,8 +285,10 @@ class ProductKernel:
         """Pack the only tensor of a weight, (items, halves * outputs, …), each half for itself."""
         tensor = tensor.contiguous()
         items, all_outputs, row = tensor.shape
-        outputs, num_threads = all_outputs // halves, torch.get_num_threads()
-        panels, sizes = items * halves * -(-outputs // self.panel), (items, halves, outputs)
+        outputs = all_outputs // halves
+        num_threads = torch.get_num_threads()
+        panels = items * halves * -(-outputs // self.panel)
+        sizes = (items, halves, outputs)
         if isinstance(held, Blocks):
             block = inputs, held.block or inputs
             size = self.library.fminfer_panel_bytes(held.kind, *block)

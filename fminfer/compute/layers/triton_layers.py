@@ -37,7 +37,15 @@ class TritonLayers(PartKernels):
         size = triton.next_power_of_2(x.shape[-1])
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             norm_kernel[(outer * inner,)](
-                *(x, other, both, out, norm.weight, inner, *steps, norm.how.eps, norm.how.offset),
+                x,
+                other,
+                both,
+                out,
+                norm.weight,
+                inner,
+                *steps,
+                norm.how.eps,
+                norm.how.offset,
                 WIDTH=x.shape[-1],
                 SIZE=size,
                 ADDS=added is not None,
@@ -46,10 +54,15 @@ class TritonLayers(PartKernels):
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         tokens, heads, *steps = self.walk(x)
-        turned, width = 2 * cos.shape[-1], x.shape[-1]
+        turned = 2 * cos.shape[-1]
+        width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             rotate_kernel[(tokens, heads)](
-                *(x, out, cos, sin, *steps),
+                x,
+                out,
+                cos,
+                sin,
+                *steps,
                 WIDTH=width,
                 TURNED=turned,
                 SIZE=triton.next_power_of_2(turned // 2),
@@ -62,7 +75,11 @@ class TritonLayers(PartKernels):
         width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             gate_kernel[(rows, -(-width // COLUMNS))](
-                *(x, x if second is None else second, out, width, step),
+                x,
+                x if second is None else second,
+                out,
+                width,
+                step,
                 IS_SILU=activation == SILU,
                 GATES=second is not None,
                 SIZE=COLUMNS,
@@ -84,6 +101,6 @@ def triton_race(scaled: Tensor, noise: Tensor, first_id: int = 0) -> Tensor:
     winners = torch.empty((rows, parts), dtype=torch.int64, device=scaled.device)
     with torch.cuda.device_of(scaled):  # type: ignore[no-untyped-call]
         race_kernel[(rows, parts)](
-            *(scaled, noise, scores, winners, vocab, first_id), SIZE=TOKENS, num_warps=8
+            scaled, noise, scores, winners, vocab, first_id, SIZE=TOKENS, num_warps=8
         )
     return winners.gather(-1, scores.argmax(-1, keepdim=True))[:, 0]

@@ -16,7 +16,8 @@ from fminfer.compute.trial import Pair, Trial
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 MOST_TOP = 64  # of more, torch's own selection is faster
 RANK_ERROR = 1e-5  # of logits and normalizers; ids are whole numbers up to 3,000
-VOCAB, FIRST_ID = 3000, 40_000  # of trials
+VOCAB = 3000
+FIRST_ID = 40_000  # of trials
 
 
 class DrawKernel:
@@ -118,7 +119,8 @@ def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
     logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(0))
     logits[1, ::7] = 4.0
     for num_top in (1, 5):
-        found, expected = ranker(logits, num_top), rank(logits, num_top)
+        found = ranker(logits, num_top)
+        expected = rank(logits, num_top)
         yield found.best, expected.best
         yield found.best_ids, expected.best_ids
         yield found.normalizer, expected.normalizer

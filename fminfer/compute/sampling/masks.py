@@ -65,7 +65,8 @@ class MaskTensors:
 
         An allowed nan becomes +inf: either makes all probabilities nan.
         """
-        size, first = logits.shape[-1], self.first_id // 8
+        size = logits.shape[-1]
+        first = self.first_id // 8
         bits = self.bits[self.mask_of, first : first + -(-size // 8)]
         if logits.is_cpu:
             kept = HIGHEST.take(bits.numpy(), 0).reshape(len(bits), -1)[:, :size]
@@ -152,7 +153,9 @@ class StepEdits:
         device: torch.device,
         own: range | None = None,  # the tokens whose logits are here; None: all
     ) -> None:
-        self._step, self._device, self._own = step, device, own or range(vocab)
+        self._step = step
+        self._device = device
+        self._own = own or range(vocab)
         self._is_none = not (len(step.edit_ids) or len(step.banned_ids) or len(step.masks))
         self._masks = None
         if len(step.masks):
@@ -163,7 +166,9 @@ class StepEdits:
         """Return the changes of some draws; rows count from the first of them. None: no changes."""
         if self._is_none:
             return None
-        step, columns, has_others = self._step, list[np.ndarray](), False
+        step = self._step
+        columns = list[np.ndarray]()
+        has_others = False
         for name, ids in (("num_edits", step.edit_ids), ("num_banned", step.banned_ids)):
             counts = step.draws[name]
             first = int(counts[: part.start].sum())

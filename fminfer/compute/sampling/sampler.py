@@ -20,7 +20,8 @@ from fminfer.machine.device import send
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
 # Wellons 2018, https://nullprogram.com/blog/2018/07/31/. As signed numbers, which torch has.
-FIRST, SECOND = 0x7FEB352D, 0x846CA68B - 2**32
+FIRST = 0x7FEB352D
+SECOND = 0x846CA68B - 2**32
 
 
 def token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
@@ -106,7 +107,8 @@ def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.T
     # One more than is asked for tells whether an equal is left out.
     best, ids = logits.topk(min(num_top + 1, logits.shape[-1]), -1)
     is_cut = (best[:, num_top - 1 : num_top] == best[:, num_top:]).any(-1)
-    best, ids = best[:, :num_top], ids[:, :num_top]
+    best = best[:, :num_top]
+    ids = ids[:, :num_top]
     last = best[:, -1:]
     for row in is_cut.nonzero()[:, 0].tolist():
         equal = (logits[row] == last[row]).nonzero()[:, 0]
@@ -187,8 +189,10 @@ def draw(
     """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
     host = how.host  # to see which filters are used; a filter leaves other rows as they are
     most_kept = int(host.top_k.max())
-    has_min_p, has_top_p = bool((host.min_p > 0).any()), bool((host.top_p < 1).any())
-    logits, how = logits[rows].float(), replace(how.rows(rows), first_id=how.first_id)
+    has_min_p = bool((host.min_p > 0).any())
+    has_top_p = bool((host.top_p < 1).any())
+    logits = logits[rows].float()
+    how = replace(how.rows(rows), first_id=how.first_id)
     largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if most_kept > 0:
@@ -331,10 +335,13 @@ def _draw_masked(
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own, draw_own, find = masks.part(rows), tokens.draw, tokens.likeliest
+        own = masks.part(rows)
+        draw_own = tokens.draw
+        find = tokens.likeliest
         if kind > 2:
             left, few = own.gather(logits, rows)
-            left, find = tokens.join(left), likeliest
+            left = tokens.join(left)
+            find = likeliest
             draw_own = partial(draw, racer=partial(race, ids=few))
         else:
             left = own.keep(logits, rows)

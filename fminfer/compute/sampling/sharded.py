@@ -38,7 +38,8 @@ class TokenShard(TokenSpan):
         """Rank the whole vocabulary by the best of each rank's."""
         num_top = max(1, min(num_top, self.size))
         found = self.ranker(logits, min(num_top, logits.shape[-1]))
-        best, ids = _padded(found.best, num_top), _padded(found.best_ids, num_top, 0)
+        best = _padded(found.best, num_top)
+        ids = _padded(found.best_ids, num_top, 0)
         table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
         normalizers, best, ids = torch.split(self._share(table), [1, num_top, num_top], -1)
         # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
@@ -48,7 +49,8 @@ class TokenShard(TokenSpan):
         return Ranking(normalizer, best[:, :num_top].float(), ids)
 
     def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
-        logits, own = _rows_of(logits, rows).float(), how.rows(rows)
+        logits = _rows_of(logits, rows).float()
+        own = how.rows(rows)
         if not how.host.is_filtered.any():
             return self._race(logits, replace(own, on_host=how.on_host))
         found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)

@@ -48,7 +48,8 @@ def read_answer(raw: bytes) -> AnswerFields | None:
         error = as_dict(result).get("error")
         result = None if isinstance(error, dict) else result
     elif "request" in fields:
-        result, error = fields.get("result"), fields.get("error")
+        result = fields.get("result")
+        error = fields.get("error")
     else:
         return None
     request = fields.get("request")
@@ -151,7 +152,8 @@ def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
     if isinstance(entries := logprobs.get("content"), list):
         return list(_cut_by_bytes(entries))
     tokens = _tokens_of(logprobs)
-    text, offsets = str(choice.get("text") or ""), logprobs.get("text_offset") or []
+    text = str(choice.get("text") or "")
+    offsets = logprobs.get("text_offset") or []
     if not tokens or len(offsets) != len(tokens):
         return []
     given = _num_echoed(choice, request)
@@ -161,7 +163,8 @@ def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
 
 
 def _tokens_of(logprobs: dict[str, Any]) -> list[Token]:
-    names, values = logprobs.get("tokens") or [], logprobs.get("token_logprobs") or []
+    names = logprobs.get("tokens") or []
+    values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") or [None] * len(names)
     return [
         Token(
@@ -193,7 +196,8 @@ def _cut_by_offsets(
 
 def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
     """Cut by the bytes of each entry of a chat's logprobs."""
-    raw, joined = b"", []
+    raw = b""
+    joined = []
     for entry in entries:
         others = [(str(each["token"]), each["logprob"]) for each in entry.get("top_logprobs") or []]
         text = str(entry["token"])
@@ -208,4 +212,5 @@ def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
                 continue
             text = raw.decode(errors="replace")
         yield TextPiece(text, joined)
-        raw, joined = b"", []
+        raw = b""
+        joined = []

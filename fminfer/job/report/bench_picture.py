@@ -10,9 +10,15 @@ from fminfer.job.report.charts import find_ticks, show_number
 from fminfer.job.report.plain_text import escape
 
 COLOURS = ("#4f86b8", "#e8983e", "#5b9a5b", "#a05fa0")
-FORECAST, OOM, GRID = "#333", "#b03030", "#ddd"
-WIDTH, LEFT, PLOT = 840, 70, 740  # pixels: of the picture, left of the plots, of the plots
-TOP, HEIGHT, ROW = 76, 220, 24
+FORECAST = "#333"
+OOM = "#b03030"
+GRID = "#ddd"
+WIDTH = 840
+LEFT = 70
+PLOT = 740  # pixels: of the picture, left of the plots, of the plots
+TOP = 76
+HEIGHT = 220
+ROW = 24
 TOLD = 340  # to the right of the bars, for the numbers
 MOST_TICKS = 9
 

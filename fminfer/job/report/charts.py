@@ -14,10 +14,34 @@ from fminfer.core.quantities import show_seconds
 from fminfer.job.report.plain_text import escape
 
 TIME_STEPS = (
-    *(0.01, 0.02, 0.05, 0.1, 0.2, 0.5, 1, 2, 5, 10, 15, 30, 60, 120, 300, 600, 900, 1800),
-    *(3600, 7200, 14400, 21600, 43200, 86400),
+    0.01,
+    0.02,
+    0.05,
+    0.1,
+    0.2,
+    0.5,
+    1,
+    2,
+    5,
+    10,
+    15,
+    30,
+    60,
+    120,
+    300,
+    600,
+    900,
+    1800,
+    3600,
+    7200,
+    14400,
+    21600,
+    43200,
+    86400,
 )
-TOP, HEIGHT, BOTTOM = 10, 150, 22  # pixels above the plot, of it, and for the labels below it
+TOP = 10
+HEIGHT = 150
+BOTTOM = 22  # pixels above the plot, of it, and for the labels below it
 MAX_LABELS = 5  # on the x axis
 MAX_BARS = 24
 MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
@@ -134,7 +158,8 @@ def make_time_line(
         span = f"{show_time(bar.first)} – {show_time(bar.end)}"
         told = zip(bar.heights, names.values(), strict=True)
         numbers = ", ".join(f"{show_number(height)} {name}" for height, name in told)
-        x, width = bar.first * scale, (bar.end - bar.first) * scale
+        x = bar.first * scale
+        width = (bar.end - bar.first) * scale
         inner += _draw_bar(x, width, bar, ticks[-1], [*names], f"{span}: {numbers}")
     for at in breaks:
         x_text = f"{at * scale:.2f}%"
@@ -153,7 +178,8 @@ def _draw_bar(
     x: float, width: float, bar: Bar, top: float, classes: Sequence[str], told: str
 ) -> str:
     """Return a bar's parts, one upon the other; `x` and `width` are in per cent of the plot."""
-    drawn, y = "", float(TOP + HEIGHT)
+    drawn = ""
+    y = float(TOP + HEIGHT)
     for css, number in zip(classes, bar.heights, strict=True):
         if not number:
             continue

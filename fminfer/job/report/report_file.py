@@ -88,14 +88,16 @@ def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
 
 def _find_requests(output: ToldOutput, rows: list[ShownRow], end_s: float) -> list[str]:
     """Give an output's Batch rows the requests of its input; note why some have none."""
-    path, why = _find_input(output), "its input is not known or not there any more"
+    path = _find_input(output)
+    why = "its input is not known or not there any more"
     if path is not None:
         wanted = {str(row.answer.fields.get("id")): row for row in rows}
         why = f"{path} was changed since it was answered"
         try:
             for record, line, request in _requests_in(path, output, end_s):
                 if (row := wanted.pop(record, None)) is not None:
-                    row.request, row.input_line = request, line
+                    row.request = request
+                    row.input_line = line
         except OutOfTimeError:
             raise
         except (FminferError, OSError) as error:

@@ -84,7 +84,8 @@ def _digest(text: str) -> str:
 
 def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
     """Return the large numbers on top."""
-    seconds, num_tokens = sum(run.seconds for run in runs), sum(run.num_tokens for run in runs)
+    seconds = sum(run.seconds for run in runs)
+    num_tokens = sum(run.num_tokens for run in runs)
     num_prompt, num_drawn = (
         sum(length * count for length, count in lengths.items())
         for lengths in (tally.prompt_lengths, tally.completion_lengths)
@@ -115,7 +116,8 @@ def _find_notes(
 ) -> Iterator[str]:
     """Say what is missing, or not as it should be."""
     for output in outputs:
-        name, status = output.path.name, output.status or {}
+        name = output.path.name
+        status = output.status or {}
         if output.is_unfinished:
             state = status.get("status", "not known")
             yield (

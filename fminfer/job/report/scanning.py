@@ -75,7 +75,8 @@ class AnswerTally:
     def add_answer(self, answer: AnswerFields) -> None:
         """Count an answered row."""
         usage = answer.usage
-        num_prompt, num_drawn = usage.get("prompt_tokens"), usage.get("completion_tokens", 0)
+        num_prompt = usage.get("prompt_tokens")
+        num_drawn = usage.get("completion_tokens", 0)
         if isinstance(num_prompt, int) and isinstance(num_drawn, int):
             if max(abs(num_prompt), abs(num_drawn)) > MAX_LENGTH:
                 raise ValueError("these are no counts of tokens")
@@ -234,7 +235,8 @@ class Scan:
         for count, (number, start, record, is_error) in enumerate(source.rows()):
             if count % LOOK_EVERY == 0 and time.monotonic() > self.end_s:
                 raise OutOfTimeError("to read the answers takes too long; fminfer report does it")
-            answer, place = read_answer(record), Place(file, number, start, len(record))
+            answer = read_answer(record)
+            place = Place(file, number, start, len(record))
             try:
                 if answer is None:
                     self.tally.num_unread += 1

@@ -29,7 +29,8 @@ UNTOLD = frozenset({"prompt", "messages", "suffix", "user", "metadata", "prompt_
 
 MAX_SHOWN = 80  # characters
 # Of them, those before the first that is not as in the most similar text.
-MIN_SHARED, MAX_SHARED = 12, 60
+MIN_SHARED = 12
+MAX_SHARED = 60
 # Where a preview begins best: with a line, else with a sentence, else with a word.
 STARTS = (re.compile(r"\n\s*(?=\S)"), re.compile(r"[.?!]\s+(?=\S)"), re.compile(r"\s+(?=\S)"))
 
@@ -39,7 +40,8 @@ def make_previews(texts: Sequence[str]) -> list[str]:
     shared = dict.fromkeys(texts, 0)
     for one, other in pairwise(sorted(shared)):  # the most similar ones are neighbours
         number = _count_shared(one, other)
-        shared[one], shared[other] = max(shared[one], number), max(shared[other], number)
+        shared[one] = max(shared[one], number)
+        shared[other] = max(shared[other], number)
     return [_make_preview(text, shared[text]) for text in texts]
 
 
@@ -81,8 +83,14 @@ class Cut:
 
 # From the most to the least: the first one with which all rows fit is taken.
 CUTS = (
-    *(Cut(20_000, 2_000, 10), Cut(8_000, 800, 6), Cut(4_000, 400, 5), Cut(2_000, 250, 4)),
-    *(Cut(1_200, 120, 3), Cut(600, 60, 3), Cut(300, 25, 2), Cut(120, 8, 1)),
+    Cut(20_000, 2_000, 10),
+    Cut(8_000, 800, 6),
+    Cut(4_000, 400, 5),
+    Cut(2_000, 250, 4),
+    Cut(1_200, 120, 3),
+    Cut(600, 60, 3),
+    Cut(300, 25, 2),
+    Cut(120, 8, 1),
 )
 WHOLE = Cut(sys.maxsize, sys.maxsize, 0)
 
@@ -99,7 +107,8 @@ class ShownRow:
 
     def to_dict(self, cut: Cut) -> dict[str, Any]:
         """Return the row for JSON."""
-        answer, request = self.answer, self.request
+        answer = self.answer
+        request = self.request
         fields = request if isinstance(request, dict) else {}
         custom_id = answer.fields.get("custom_id")
         own: dict[str, Any] = {
@@ -307,7 +316,8 @@ def dump_rows(rows: Sequence[ShownRow]) -> tuple[bytes, Cut]:
     """Return all rows as JSON, and how they were cut so that it is short enough."""
     starts = _make_starts(rows)
     for cut in CUTS:
-        dumped, total = [], 0
+        dumped = []
+        total = 0
         for row, start in zip(rows, starts, strict=True):
             dumped.append(_dump_row(row, cut, start))
             total += len(dumped[-1]) + 1

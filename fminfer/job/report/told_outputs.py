@@ -146,7 +146,8 @@ class ToldRun:
 
     def widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
-        width_s, number = self.time_line.width_s, len(self.time_line.points)
+        width_s = self.time_line.width_s
+        number = len(self.time_line.points)
         last_s = min(width_s, max(self.seconds - width_s * (number - 1), width_s / 100))
         return [width_s] * (number - 1) + [last_s] * (number > 0)
 
@@ -163,7 +164,8 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
 
 
 def _read_run(told: dict[str, Any]) -> ToldRun:
-    settings, stats = as_dict(told.get("settings")), as_dict(told.get("stats"))
+    settings = as_dict(told.get("settings"))
+    stats = as_dict(told.get("stats"))
     return ToldRun(
         started_at=_number(told, "started_at"),
         seconds=_number(told, "seconds"),

@@ -20,8 +20,19 @@ Row = Callable[[Any], Architecture]
 Mlps = Mlp | Moe | Sequence[Mlp | Moe]  # of all layers, or of each
 # transformers turns a part of each head in these alone, whatever other configs say.
 PARTIAL = {
-    *("phi", "phi3", "stablelm", "glm", "glm4", "glm4_moe", "glm4_moe_lite", "gpt_neox"),
-    *("gpt_neox_japanese", "minimax_m2", "nemotron", "persimmon", "solar_open"),
+    "phi",
+    "phi3",
+    "stablelm",
+    "glm",
+    "glm4",
+    "glm4_moe",
+    "glm4_moe_lite",
+    "gpt_neox",
+    "gpt_neox_japanese",
+    "minimax_m2",
+    "nemotron",
+    "persimmon",
+    "solar_open",
 }
 # Of the families here, these have rotary settings for each kind of layer in transformers.
 LAYERED = {"gemma3_text", "modernbert", "olmo3"}
@@ -163,13 +174,15 @@ def head_dim_of(c: Any) -> int:
 
 def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
     """Return a layer's attention by the fields of most configs, with changes."""
-    heads, head_dim = c.num_attention_heads, head_dim_of(c)
+    heads = c.num_attention_heads
+    head_dim = head_dim_of(c)
     if "kv_heads" not in changes:
         changes["kv_heads"] = getattr(c, "num_key_value_heads", None) or heads
     if "rope" not in changes and getattr(c, "rope_parameters", None):
         changes["rope"] = rope_of(c, layer)
     if "window" not in changes:
-        types, window = getattr(c, "layer_types", None), getattr(c, "sliding_window", None)
+        types = getattr(c, "layer_types", None)
+        window = getattr(c, "sliding_window", None)
         changes["window"] = None if types and types[layer] != "sliding_attention" else window
     how = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
     return replace(how, **changes)

@@ -22,7 +22,8 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     norm = Norm(c.layer_norm_epsilon)
     mlp = Mlp(c.dense_act_fn, c.d_ff, is_gated=c.is_gated_act, is_wide=True)
     plain = Attention(c.num_heads, c.num_heads, c.d_kv, 1.0)
-    buckets, most = c.relative_attention_num_buckets, c.relative_attention_max_distance
+    buckets = c.relative_attention_num_buckets
+    most = c.relative_attention_max_distance
     if buckets < 4 or most < 1:
         raise CheckpointError(
             f"config.json has relative_attention_num_buckets {buckets} and "
@@ -68,7 +69,8 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
 
 
 def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
-    own, cross = "layer.0.SelfAttention", "layer.1.EncDecAttention"
+    own = "layer.0.SelfAttention"
+    cross = "layer.1.EncDecAttention"
     last = "layer.2" if side == "decoder" else "layer.1"
     top = f"{last}.DenseReluDense"
     relative = f"{own}.relative_attention_bias"

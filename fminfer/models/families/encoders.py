@@ -161,7 +161,8 @@ def nomic_bert(c: Any) -> Architecture:
 
 def modernbert(c: Any) -> Architecture:
     """Return ModernBERT (Warner et al. 2024): some layers see a window on both sides."""
-    norm, has_bias = norm_of(c, has_bias=c.norm_bias), c.attention_bias
+    norm = norm_of(c, has_bias=c.norm_bias)
+    has_bias = c.attention_bias
     usual = {"has_qkv_bias": has_bias, "has_out_bias": has_bias, "is_causal": False}
     span = c.local_attention // 2 + 1  # itself, and so many on either side
     windows = [span if kind == "sliding_attention" else None for kind in c.layer_types]
@@ -225,7 +226,8 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     Args:
         pooling: of a folder of sentence-transformers; None: the config says it.
     """
-    name, model = (c.architectures or [""])[0], architecture.model
+    name = (c.architectures or [""])[0]
+    model = architecture.model
     if pooling is not None:
         names = {f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))}
         return pooled(_without_heads(architecture), pooling, sources(AS_STORED, **names))
@@ -267,7 +269,9 @@ def pooled(
     padding_id: int | None = None,  # of tokens without a position
 ) -> Architecture:
     """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal."""
-    model, outer, encoder = architecture.model, architecture.outer, architecture.model.encoder
+    model = architecture.model
+    outer = architecture.outer
+    encoder = architecture.model.encoder
     if encoder is None:
         is_latent = any(layer.attention.latent for layer in model.layers)
         if is_latent or model.embed_size != model.hidden_size or model.has_sinusoids:

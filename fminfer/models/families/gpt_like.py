@@ -117,7 +117,8 @@ def embed_scale(c: Any) -> float:
 
 
 def opt(c: Any) -> Architecture:
-    has_weights, is_before = c.layer_norm_elementwise_affine, c.do_layer_norm_before
+    has_weights = c.layer_norm_elementwise_affine
+    is_before = c.do_layer_norm_before
     norm = Norm(1e-5, is_rms=False, has_weight=has_weights, has_bias=has_weights)
     top = "model.decoder."
     outer = sources(
@@ -138,7 +139,8 @@ def opt(c: Any) -> Architecture:
 
 
 def gpt2(c: Any) -> Architecture:
-    by_layer, scaling = c.scale_attn_by_inverse_layer_idx, _scaling(c)
+    by_layer = c.scale_attn_by_inverse_layer_idx
+    scaling = _scaling(c)
     numbers = range(1, c.num_hidden_layers + 1)
     return gpt_like(
         c,
@@ -168,7 +170,8 @@ def _scaling(c: Any) -> float:
 def gpt_neo(c: Any) -> Architecture:
     top = "attn.attention."
     own = sources(qkv=f"{top}q_proj {top}k_proj {top}v_proj", out=f"{top}out_proj")
-    window, kinds = c.window_size, c.attention_layers
+    window = c.window_size
+    kinds = c.attention_layers
     return gpt_like(
         c,
         size=c.intermediate_size,
@@ -200,10 +203,13 @@ def gptj(c: Any, inner: Sources | None = None) -> Architecture:
 
 
 def falcon(c: Any) -> Architecture:
-    heads, is_new = c.num_attention_heads, c.new_decoder_architecture
-    of_new, num_norms = c.num_kv_heads, c.num_ln_in_parallel_attn  # of the new layout only
+    heads = c.num_attention_heads
+    is_new = c.new_decoder_architecture
+    of_new = c.num_kv_heads
+    num_norms = c.num_ln_in_parallel_attn  # of the new layout only
     kv_heads = of_new if is_new else 1 if c.multi_query else heads
-    is_parallel, has_two = c.parallel_attn or is_new, is_new and num_norms != 1
+    is_parallel = c.parallel_attn or is_new
+    has_two = is_new and num_norms != 1
     attention: Changes = {"kv_heads": kv_heads, "rope": rope_of(c)}
     if c.alibi:
         attention |= {"rope": None, "alibi": Alibi(interleaved_slopes(heads), is_rounded=True)}

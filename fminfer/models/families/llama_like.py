@@ -197,7 +197,8 @@ def hyperclovax(c: Any) -> Architecture:
 
 def hunyuan(c: Any, inner: Sources | None = None, mlp: Mlps | None = None) -> Architecture:
     """Return a LLaMA whose norms of queries and keys come behind rotary positions."""
-    how, rope = c.rope_parameters, rope_of(c)
+    how = c.rope_parameters
+    rope = rope_of(c)
     if how["rope_type"] == "dynamic" and how.get("alpha"):
         size = head_dim_of(c)
         rope = plain_rope(how["rope_theta"] * how["alpha"] ** (size / (size - 2)), size)
@@ -225,7 +226,8 @@ _APERTUS = (
 
 def nanochat(c: Any) -> Architecture:
     """Its norms have no weights, and its rotary positions turn the other way."""
-    norm, rope = norm_of(c, has_weight=False), rope_of(c)
+    norm = norm_of(c, has_weight=False)
+    rope = rope_of(c)
     rope = replace(rope, inv_freq=tuple(-each for each in rope.inv_freq))
     return _plain_like(
         c,

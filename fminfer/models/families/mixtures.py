@@ -63,7 +63,8 @@ MIXTRAL = sources(router="block_sparse_moe.gate|mlp.gate") | experts(
 
 def _some_layers(c: Any, **moe: Any) -> Mlps:
     """Return the MLP of each layer where, as in Qwen's models, only some have experts."""
-    without, every = c.mlp_only_layers, c.decoder_sparse_step
+    without = c.mlp_only_layers
+    every = c.decoder_sparse_step
     numbers = [n for n in range(c.num_hidden_layers) if n not in without and (n + 1) % every == 0]
     return with_experts(c, moe_of(c, **moe), numbers if c.num_experts else ())
 
@@ -76,7 +77,8 @@ def qwen2_moe(c: Any) -> Architecture:
 
 
 def granitemoe(c: Any) -> Architecture:
-    size, top = getattr(c, "shared_intermediate_size", 0), "block_sparse_moe"
+    size = getattr(c, "shared_intermediate_size", 0)
+    top = "block_sparse_moe"
     names = sources(
         router=f"{top}.router.layer|{top}.router",  # also as in transformers from 5.23
         shared__up="shared_mlp.input_linear",
@@ -95,7 +97,8 @@ def hunyuan_v1_moe(c: Any) -> Architecture:
     def of_layer(value: Any, number: int) -> int:
         return int(value if isinstance(value, int) else value[number])
 
-    num, top_k = c.num_experts, c.moe_topk
+    num = c.num_experts
+    top_k = c.moe_topk
     mlp = [
         Moe(of_layer(num, n), of_layer(top_k, n), expert, is_precise=True, shared=expert)
         for n in range(c.num_hidden_layers)
@@ -122,7 +125,9 @@ def ernie4_5_moe(c: Any) -> Architecture:
     size = expert.size * c.moe_num_shared_experts
     shared = mlp_of(c, size) if size else None
     moe = moe_of(c, expert=expert, is_precise=True, has_choice_bias=True, shared=shared)
-    first, last, every = c.moe_layer_start_index, c.moe_layer_end_index, c.moe_layer_interval
+    first = c.moe_layer_start_index
+    last = c.moe_layer_end_index
+    every = c.moe_layer_interval
     numbers = [n for n in range(first, last + 1) if (n + 1) % every == 0]
     return llama_like(
         c,
@@ -194,7 +199,8 @@ LATENT = sources(
 def _latent_like(
     c: Any, *, mlp: Mlps | None = None, inner: Sources | None = None, **more: Any
 ) -> Architecture:
-    key_dim, turned = c.qk_nope_head_dim, c.qk_rope_head_dim
+    key_dim = c.qk_nope_head_dim
+    turned = c.qk_rope_head_dim
     _ = c.num_key_value_heads  # whatever it says, every head has keys of its own
     # transformers norms latents with its own default, whatever rms_norm_eps says.
     norm = Norm(1e-6)
@@ -216,7 +222,8 @@ def _latent_like(
 
 def _yarn_scale(rope: dict[str, Any]) -> float:
     """Return what queries and keys are each multiplied by (Peng et al. 2023, "YaRN")."""
-    by, factor = rope.get("mscale_all_dim", 0), rope.get("factor", 1.0)
+    by = rope.get("mscale_all_dim", 0)
+    factor = rope.get("factor", 1.0)
     if rope["rope_type"] == "default" or not by or factor <= 1:
         return 1.0
     return float(0.1 * by * math.log(factor) + 1.0)

@@ -16,10 +16,13 @@ from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.stored.gguf_file import MOST_STACKED, read_values
 
 Fields = dict[str, Any]
-SOFTMAX, SIGMOID = 1, 2  # how experts are scored
-FULL, NEAR = "full_attention", "sliding_attention"
+SOFTMAX = 1
+SIGMOID = 2  # how experts are scored
+FULL = "full_attention"
+NEAR = "sliding_attention"
 FREQUENCIES = "rope_freqs.weight"
-LONG, SHORT = "rope_factors_long.weight", "rope_factors_short.weight"
+LONG = "rope_factors_long.weight"
+SHORT = "rope_factors_short.weight"
 PARTLY_TURNED = ("gptneox", "phi3")  # architectures that may turn a part of each head
 # Their norms are LayerNorms; those of others are RMSNorms.
 LAYER_NORMED = ("gpt2", "bloom", "gptneox", "falcon", "starcoder2", "command-r")
@@ -214,7 +217,8 @@ def _granite(m: GgufModel) -> Fields:
 
 def _deepseek2(m: GgufModel) -> Fields:
     """DeepSeek V2 and V3."""
-    groups, top_groups = m.whole("expert_group_count", 1), m.whole("expert_group_used_count", 1)
+    groups = m.whole("expert_group_count", 1)
+    top_groups = m.whole("expert_group_used_count", 1)
     fields = _latent(m) | {
         "first_k_dense_replace": m.whole("leading_dense_block_count", 0),
         "n_routed_experts": m.whole("expert_count", most=MOST_STACKED),
@@ -241,7 +245,8 @@ def _deepseek2(m: GgufModel) -> Fields:
 def _latent(m: GgufModel) -> Fields:
     """Return the sizes of latent attention. Older files have them without `_mla`."""
     turned = m.whole("rope.dimension_count")
-    key_dim, value_dim = m.whole("attention.key_length"), m.whole("attention.value_length")
+    key_dim = m.whole("attention.key_length")
+    value_dim = m.whole("attention.value_length")
     if "blk.0.attn_k_b.0.weight" in m.tensors:
         key_dim = m.whole("attention.key_length_mla")
         value_dim = m.whole("attention.value_length_mla")

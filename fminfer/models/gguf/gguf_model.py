@@ -221,7 +221,8 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     Some differ by architecture, and a file may have joined what others have in parts.
     """
     modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
-    outer, inner = OUTER, dict(INNER)
+    outer = OUTER
+    inner = dict(INNER)
     if "attn_qkv.weight" in modules:
         inner |= sources(qkv="attn_qkv")
     if "ffn_gate.weight" not in modules:
@@ -238,7 +239,8 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     if model.arch in PAIRED:
         inner = laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
-        inner, outer = laid_out(WITH_ONE, inner, *NORMS), laid_out(WITH_ONE, outer, "final_norm")
+        inner = laid_out(WITH_ONE, inner, *NORMS)
+        outer = laid_out(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
 
 

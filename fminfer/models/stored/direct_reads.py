@@ -107,7 +107,9 @@ class OpenFile:
 
     def read(self, start: int, target: memoryview, least: int) -> None:
         """Read bytes from `start` on, until the target is full, or the file ends behind `least`."""
-        number, done, facts = self._file.fileno(), 0, self._was
+        number = self._file.fileno()
+        done = 0
+        facts = self._was
         while done < least:
             try:
                 num = os.preadv(number, [target[done:]], start + done)
@@ -167,18 +169,22 @@ class DirectReads:
         }
         self._threads = ThreadPoolExecutor(NUM_THREADS, "fminfer layers")
         self._lock = threading.Lock()
-        self.num_bytes, self.busy_s = 0, 0.0  # read so far, and while at least one read went on
-        self._num_going, self._since_s = 0, 0.0
+        self.num_bytes = 0
+        self.busy_s = 0.0  # read so far, and while at least one read went on
+        self._num_going = 0
+        self._since_s = 0.0
 
     def start(self, lent: Lent, spans: Sequence[Span]) -> Reading:
         """Begin to read spans to their places in a buffer, which begins with a whole unit."""
         buffer = lent.buffer.numpy().data
         futures = []
         for span in spans:
-            file, offset = self._files[span.file], lent.offset_of(span)
+            file = self._files[span.file]
+            offset = lent.offset_of(span)
             for first in range(span.whole.start, span.whole.stop, PIECE):
                 last = min(first + PIECE, span.whole.stop)
-                target, least = buffer[offset + first : offset + last], min(last, span.last) - first
+                target = buffer[offset + first : offset + last]
+                least = min(last, span.last) - first
                 futures.append(self._threads.submit(self._read, file, first, target, least))
         return futures
 
@@ -200,7 +206,8 @@ class DirectReads:
         with self._lock:
             if self._num_going:
                 self.busy_s += now_s - self._since_s
-            self._num_going, self._since_s = self._num_going + begun, now_s
+            self._num_going = self._num_going + begun
+            self._since_s = now_s
             self.num_bytes += num_bytes
 
     @property

@@ -23,7 +23,9 @@ from fminfer.models.stored.stored_tensors import (
 )
 
 Metadata = dict[str, object]
-FLOAT, STRING, ARRAY = 6, 8, 9  # kinds of values
+FLOAT = 6
+STRING = 8
+ARRAY = 9  # kinds of values
 # Values of the metadata: number → letter of numpy. 8 is a string, 9 an array.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TYPES = {number: name for number, (name, *_) in enumerate(GGUF_TYPES) if name != "-"}
@@ -64,7 +66,8 @@ class _Cursor:
     """Reads little-endian values one after the other, and raises ValueError beyond the end."""
 
     def __init__(self, data: mmap.mmap) -> None:
-        self._data, self.at = data, 0
+        self._data = data
+        self.at = 0
         self.size = len(data)
         self._end = min(self.size, MOST_HEADER_BYTES)
 
@@ -95,7 +98,10 @@ class _Cursor:
 
         A vocabulary has a hundred thousand, so that `take` would be too slow.
         """
-        data, at, end, unpack = self._data, self.at, self._end, struct.Struct("<Q").unpack_from
+        data = self._data
+        at = self.at
+        end = self._end
+        unpack = struct.Struct("<Q").unpack_from
         found = []
         for _ in range(num):
             if (first := at + 8) > end or (at := first + unpack(data, at)[0]) > end:
@@ -140,7 +146,8 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             raise ValueError(f"the key {key!r} is there twice")
         metadata[key] = cursor.value()
     tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
-    end, step = cursor.at, metadata.get(ALIGNMENT, 32)
+    end = cursor.at
+    step = metadata.get(ALIGNMENT, 32)
     if type(step) is not int or step < 1 or step & (step - 1):
         raise ValueError(f"{ALIGNMENT} is {step!r}, which is no power of two")
     first = -(-end // step) * step
@@ -161,18 +168,21 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
 
 def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     """Return a tensor by its name; its start is an offset into the values of all."""
-    (name,), num = cursor.texts(1), cursor.whole()
+    (name,) = cursor.texts(1)
+    num = cursor.whole()
     if num > GGML_DIMENSIONS:
         raise ValueError(f"tensor {name!r} has {num} dimensions; {GGML_DIMENSIONS} are the most")
     shape = tuple(reversed(cursor.numbers("Q", num)))
-    kind, start = cursor.whole(), cursor.whole("Q")
+    kind = cursor.whole()
+    start = cursor.whole("Q")
     if (dtype := TYPES.get(kind)) is None:
         raise CheckpointError(
             f"{path} stores {name!r} as type {kind}, which fminfer does not know: the file is "
             "broken or newer. Take the same model in Q8_0, Q4_K_M or F16"
         )
     if dtype in BLOCKS:
-        (size, num_bytes), row = BLOCKS[dtype], shape[-1] if shape else 1
+        (size, num_bytes) = BLOCKS[dtype]
+        row = shape[-1] if shape else 1
         if row % size:
             raise ValueError(f"tensor {name!r} has rows of {row}, no multiple of {size}")
         shape = (*shape[:-1], row // size * num_bytes)
@@ -181,14 +191,16 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
 
 def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
     """Raise a ValueError for tensors that are not aligned or that overlap."""
-    end, before = 0, ""
+    end = 0
+    before = ""
     for name, tensor in sorted(tensors, key=lambda item: item[1].span):
         last = tensor.span[1]
         if tensor.start % step:
             raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
-        end, before = last, name
+        end = last
+        before = name
 
 
 def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:

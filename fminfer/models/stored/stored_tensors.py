@@ -141,7 +141,9 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
 
 
 def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
-    dtype, shape, (first, last) = entry["dtype"], tuple(entry["shape"]), entry["data_offsets"]
+    dtype = entry["dtype"]
+    shape = tuple(entry["shape"])
+    (first, last) = entry["data_offsets"]
     if len(shape) > MOST_DIMENSIONS or not all(
         type(number) is int and number >= 0 for number in (*shape, first, last)
     ):

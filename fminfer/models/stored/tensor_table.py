@@ -92,7 +92,8 @@ class TensorFiles:
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
-        files, self.seen = [], dict[Path, FileFacts]()  # their facts before they were read
+        files = []
+        self.seen = dict[Path, FileFacts]()  # their facts before they were read
         for path in found.files:
             with naming_faults(path):
                 self.seen[path] = facts_of(path)
@@ -131,12 +132,14 @@ class TensorFiles:
 
     def copy(self, name: str, target: torch.Tensor) -> None:
         """Copy a tensor's values. The memory of their part of the file is left to others."""
-        tensor, first = self._tensors[name], 0
+        tensor = self._tensors[name]
+        first = 0
         if not tensor.shape:
             target.copy_(self._view(tensor.parts[0]))
             return
         for part in tensor.parts:
-            size, rows = part.shape[tensor.dim], part.shape[0]
+            size = part.shape[tensor.dim]
+            rows = part.shape[0]
             own = target.narrow(tensor.dim, first, size)
             step = rows if _is_aligned(part) else -(-rows * COPIED_BYTES // max(1, own.nbytes))
             for row in range(0, rows, step or 1):
@@ -318,7 +321,8 @@ def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTen
 def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
     """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
     shapes = [part.shape for part in parts]
-    fits, others = True, set(shapes)
+    fits = True
+    others = set(shapes)
     if dim is not None:
         fits = all(len(s) > dim and (FUSED not in name or s[0] % 3 == 0) for s in shapes)
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}

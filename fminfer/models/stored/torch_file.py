@@ -44,15 +44,31 @@ TENSORS = {f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "
 PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
 # Settings and counters beside weights, which mean nothing here.
 PASSED_OVER = {
-    *("argparse.Namespace", "collections.defaultdict", "collections.Counter", "typing.Any"),
-    *("torch.Size", "torch.device", "torch.nn.parameter.Parameter", "torch.Tensor"),
-    *("torch.serialization._get_layout", "_codecs.encode", "builtins.set", "__builtin__.set"),
-    *("numpy.dtype", "numpy.core.multiarray.scalar", "numpy._core.multiarray.scalar"),
-    *("builtins.int", "builtins.list", "builtins.str", "builtins.float", "pathlib.PosixPath"),
+    "argparse.Namespace",
+    "collections.defaultdict",
+    "collections.Counter",
+    "typing.Any",
+    "torch.Size",
+    "torch.device",
+    "torch.nn.parameter.Parameter",
+    "torch.Tensor",
+    "torch.serialization._get_layout",
+    "_codecs.encode",
+    "builtins.set",
+    "__builtin__.set",
+    "numpy.dtype",
+    "numpy.core.multiarray.scalar",
+    "numpy._core.multiarray.scalar",
+    "builtins.int",
+    "builtins.list",
+    "builtins.str",
+    "builtins.float",
+    "pathlib.PosixPath",
 }
 PASSED_OVER_FROM = ("omegaconf.", "metaseq.dataclass.")
 IN_TORCH = ("torch.storage.", "torch.cuda.", "torch.")
-MAGIC, PROTOCOL = 0x1950A86A20F9469CFC6C, 1001  # of the older form
+MAGIC = 0x1950A86A20F9469CFC6C
+PROTOCOL = 1001  # of the older form
 # Training saves weights beside optimizers and settings, under one of these.
 WRAPPERS = ("model", "state_dict", "module", "model_state_dict")
 ZIP_START = b"PK\x03\x04"
@@ -93,8 +109,20 @@ MARK = object()
 TO_MARK = -1
 # Instructions that push their argument, or a fixed value.
 PUSHED = {
-    *("BININT", "BININT1", "BININT2", "LONG1", "BINFLOAT", "BINUNICODE", "SHORT_BINUNICODE"),
-    *("BINUNICODE8", "BINSTRING", "SHORT_BINSTRING", "BINBYTES", "SHORT_BINBYTES", "INT", "LONG"),
+    "BININT",
+    "BININT1",
+    "BININT2",
+    "LONG1",
+    "BINFLOAT",
+    "BINUNICODE",
+    "SHORT_BINUNICODE",
+    "BINUNICODE8",
+    "BINSTRING",
+    "SHORT_BINSTRING",
+    "BINBYTES",
+    "SHORT_BINBYTES",
+    "INT",
+    "LONG",
 }
 FIXED = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_SET": THING, "MARK": MARK}
 # Instructions that add so many of the last values to a list, a dict or a thing before them.
@@ -164,7 +192,8 @@ def _read(file: BinaryIO, bounds: Bounds) -> bytes:
 def _read_older(path: Path, file: BinaryIO) -> StoredFile:
     """Read four pickles and a list of storages; each of these is its size, then its values."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
-        machine, size = _Machine(), len(stream)
+        machine = _Machine()
+        size = len(stream)
         if machine.follow(stream) != MAGIC or machine.follow(stream) != PROTOCOL:
             raise ValueError("it is not of torch.save")
         if not machine.follow(stream).get("little_endian", True):
@@ -193,7 +222,8 @@ class _Machine:
 
     def follow(self, stream: io.BytesIO | mmap.mmap) -> Any:
         """Return what the next pickle tells of: dicts, lists, numbers, strings, tensors."""
-        self._stack, self._memo = [], {}
+        self._stack = []
+        self._memo = {}
         steps: Any = pickletools.genops(stream)  # type: ignore[arg-type]  # it reads nothing else
         for number, (opcode, argument, _) in enumerate(steps):
             if number > MOST_STEPS:
@@ -242,7 +272,8 @@ class _Machine:
         kind, what, key, _place, num_values, *view = told
         if kind not in ("storage", b"storage") or not isinstance(what, Name):
             raise ValueError("it refers to something that is no storage of values")
-        dtype, (part,) = STORAGES[what.rpartition(".")[2]], view or (None,)
+        dtype = STORAGES[what.rpartition(".")[2]]
+        (part,) = view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
         if not isinstance(key, str | int) or not all(
             type(number) is int and number >= 0 for number in (num_values, first, size)
@@ -338,7 +369,9 @@ def _tensors_of(value: object) -> dict[str, PickledTensor]:
 
 def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTensor:
     """Find a tensor in the bytes of its storage, which must hold all of its values."""
-    shape, strides, offset = pickled.shape, pickled.strides, pickled.offset
+    shape = pickled.shape
+    strides = pickled.strides
+    offset = pickled.offset
     is_told = (
         isinstance(shape, tuple)
         and isinstance(strides, tuple)
@@ -346,7 +379,8 @@ def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTe
     )
     if not is_told or not all(type(n) is int and n >= 0 for n in (*shape, *strides, offset)):
         raise ValueError("it has no shape")
-    storage, bits = pickled.storage, BITS[pickled.dtype]
+    storage = pickled.storage
+    bits = BITS[pickled.dtype]
     start = bounds[0] + (storage.first * BITS[storage.dtype] + offset * bits) // 8
     tensor = StoredTensor(path, pickled.dtype, shape, start, strides)
     last = min(bounds[1], bounds[0] + storage.num_values * BITS[storage.dtype] // 8)

@@ -14,7 +14,8 @@ from fminfer.core.quantities import counted, name_few
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
-BEFORE, AFTER = "pytorch_embs.pt", "pytorch_lm_head.pt"  # of a folder with a file a layer
+BEFORE = "pytorch_embs.pt"
+AFTER = "pytorch_lm_head.pt"  # of a folder with a file a layer
 PART = re.compile(r"reshard-model_part-(\d+)\.pt")  # of metaseq
 SHARD_OF = re.compile(r"(.*-)(\d+)-of-(\d+)(\.\w+)")
 RESHARD = (

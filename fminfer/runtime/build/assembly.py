@@ -213,7 +213,8 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
 
 def _are_scores_logits(checkpoint: Checkpoint) -> bool:
     """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder is told."""
-    config, sentence = checkpoint.config, checkpoint.sentence
+    config = checkpoint.config
+    sentence = checkpoint.sentence
     told = (
         (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
         or getattr(config, "sbert_ce_default_activation_function", None)

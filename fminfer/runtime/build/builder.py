@@ -83,8 +83,11 @@ def load_part(
     on_progress: OnProgress = lambda done, total: None,
 ) -> LoadedPart:
     """Load this rank's layers; without a group this process alone runs the model."""
-    config, checkpoint, device = plan.config, plan.checkpoint, plan.device
-    part, share = plan.own.part, plan.own.share
+    config = plan.config
+    checkpoint = plan.checkpoint
+    device = plan.device
+    part = plan.own.part
+    share = plan.own.share
     use_device(device)
     hidden_group = None
     num_engines = plan.machine.num_engines
@@ -117,7 +120,8 @@ def load_part(
     model = checkpoint.model if share is None else share.model
     hows = [layer.attention for layer in model.layers]
     attention = registry.attention(hows, config.block_size, plan.kv_dtype)
-    drawer, ranker = registry.drawer(), registry.ranker()
+    drawer = registry.drawer()
+    ranker = registry.ranker()
     network = Transformer(
         model,
         source,
@@ -171,8 +175,11 @@ def build_stage(loaded: LoadedPart) -> Stage:
 
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
-    plan, network = loaded.plan, loaded.network
-    share, tokens, graphs = plan.own.share, None, None
+    plan = loaded.plan
+    network = loaded.network
+    share = plan.own.share
+    tokens = None
+    graphs = None
     if share is not None and network.shards is not None:
         whole = plan.checkpoint.model.vocab_size
         tokens = TokenShard(whole, share.tokens, network.shards)

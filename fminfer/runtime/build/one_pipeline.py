@@ -67,13 +67,16 @@ class OnePipeline:
             config, checkpoint, group, spread, on_progress=on_progress, on_loaded=on_loaded
         )
         self.plan = plan = loaded.plan
-        num_threads, num_blocks = torch.get_num_threads(), plan.num_kv_tokens // config.block_size
+        num_threads = torch.get_num_threads()
+        num_blocks = plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
-        self._group, self._watch = group, None if group is None else group.watch
+        self._group = group
+        self._watch = None if group is None else group.watch
         self._stage: Stage | None = stage  # None once it is closed
         self.stages = _build_pipeline(stage, loaded, group)
         self.stages.limit_s = limit_step(plan)
-        self.graphs, self._stream = stage.graphs, (stream := loaded.network.stream)
+        self.graphs = stage.graphs
+        self._stream = (stream := loaded.network.stream)
         disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
         self._facts = Facts(
             str(loaded.device),
@@ -144,7 +147,8 @@ class OnePipeline:
         """End the stage's thread and the other ranks, and free the weights and the KV cache."""
         if self._stage is None:
             return
-        group, self._group = self._group, None
+        group = self._group
+        self._group = None
         self.stages.close()
         # A pipeline that failed without other ranks hangs, and closing the stream might block.
         if self._stream is not None and (group is not None or self.stages.failure is None):
@@ -164,7 +168,8 @@ class OnePipeline:
 
 def _most_read(loaded: LoadedPart) -> int:
     """Return how many tokens an encoder reads at once, at most, by the memory that is left."""
-    plan, left = loaded.plan, free_bytes(loaded.device)
+    plan = loaded.plan
+    left = free_bytes(loaded.device)
     if loaded.device.type == "cpu":  # a GPU's KV cache has its memory already
         left -= plan.num_kv_tokens * plan.own.takes.kv_token
     return plan.most_read(left)

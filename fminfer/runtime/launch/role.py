@@ -48,7 +48,8 @@ class Role:
 
 def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
     """Decide what a process of the command is."""
-    facts, groups = find_facts(ranks, environ), ranks.data_group_size
+    facts = find_facts(ranks, environ)
+    groups = ranks.data_group_size
     shards = ranks.tensor_parallel_size
     num_stages = ranks.num_stages if facts is None else facts.world_size // (groups * shards)
     spread = Spread(num_stages, groups, shards, ranks.join_timeout_s, ranks.rank_timeout_s)

@@ -72,7 +72,8 @@ class EqualRequests:
 
 def _num_entries(asked: LineRequest, answer: Finished) -> int:
     """Return what an answer takes, in entries of ENTRY_BYTES."""
-    usage, params = answer.usage, asked.prepared.params
+    usage = answer.usage
+    params = asked.prepared.params
     num_prompt = usage["prompt_tokens"] if params.echo or params.return_token_ids else 0
     num_listed = usage.get("completion_tokens", 0) + num_prompt
     num: int = REQUEST_ENTRIES + num_listed * (1 + (params.logprobs or 0))

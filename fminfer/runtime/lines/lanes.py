@@ -63,7 +63,8 @@ class Lane:
         with self._lanes.lock:
             if self._failure is not None:
                 raise FminferError(f"the engine failed: {self._failure}") from self._failure
-            events, self._events = self._events, []
+            events = self._events
+            self._events = []
             return events
 
     def wait(self, timeout_s: float, *, wants_room: bool) -> None:

@@ -145,10 +145,12 @@ class RecordForm:
 
     def build(self, asked: LineRequest, answer: Answer) -> Record:
         """Return a line's record."""
-        line, envelope = asked.line, asked.envelope
+        line = asked.line
+        envelope = asked.envelope
         if isinstance(answer, Failed):
             return Record(line, envelope, error=answer.error, repeat=asked.prepared.repeat)
-        usage, vector = answer.usage, b""
+        usage = answer.usage
+        vector = b""
         if self.keeps_vectors_apart:
             answer, vector = _take_vector(answer)
         if envelope.shape == "batch":

@@ -125,7 +125,8 @@ class LineRunner:
 
     def _open_read(self) -> None:
         """Open the lines that were read, all at once."""
-        lines, self._read = self._read, []
+        lines = self._read
+        self._read = []
         for asked in self.intake.open_all(lines):
             self._take_in(asked)
 
@@ -178,7 +179,8 @@ class LineRunner:
                 if self.cache is not None and isinstance(event, Finished):
                     self.cache.keep(asked.prepared, event)
                 self._finish(asked, event)
-        records, self._done = self._done, []
+        records = self._done
+        self._done = []
         if self._is_stopping and self.has_work and not records:
             has_begun = self.engine is None or self.engine.has_begun
             if time.perf_counter() > self._stop_at_s or not has_begun:
@@ -196,7 +198,8 @@ class LineRunner:
         is_whole = self._has_all or not self.wants_more
         num_few = LOOKAHEAD if is_whole else MIN_WAITING
         if self._window and self.core.num_waiting < num_few:
-            window, self._window = self._window, []
+            window = self._window
+            self._window = []
             self._num_window_prompts = self._num_window_tokens = 0
             for asked in _in_order(window):
                 self._give(asked)

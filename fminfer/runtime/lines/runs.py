@@ -29,8 +29,11 @@ class Runs:
     ) -> None:
         self.cache: AnswerIndex | None = None  # has answers; whoever sets it closes it
         self.lanes = Lanes(core)  # of runs behind all other requests
-        self._core, self._intake, self._config = core, intake, intake.limits.config
-        self._model_name, self._has_long_steps = model_name, has_long_steps
+        self._core = core
+        self._intake = intake
+        self._config = intake.limits.config
+        self._model_name = model_name
+        self._has_long_steps = has_long_steps
         self._runner: LineRunner | None = None  # of the run of `start`
         self.left: deque[Event] = deque()  # of others' requests, which a run's steps have returned
 

@@ -125,7 +125,8 @@ class Apart(Meeting):
 
     def _await_line(self, number: int) -> TeamPipeline:
         assert self._store.holder is not None
-        lines, timeout_s = self._store.holder.lines, self.spread.join_timeout_s
+        lines = self._store.holder.lines
+        timeout_s = self.spread.join_timeout_s
         if not wait_until(lambda: number in lines, timeout_s):
             raise PipelineError(
                 f"rank {number * self._num_ranks}, the first of pipeline {number}, did not connect "

@@ -162,7 +162,9 @@ class Team:
 
     def start_run(self) -> None:
         """Count the steps of a run anew; no longer drain."""
-        self._is_draining, self._until_s, self._expects_more = False, None, True
+        self._is_draining = False
+        self._until_s = None
+        self._expects_more = True
         self._tell_all("start_run")
 
     def drain(self, until_s: float = math.inf) -> None:
@@ -236,7 +238,8 @@ class Team:
             pipeline.end(max(0.0, deadline_s - time.monotonic()))
             pipeline.close()
         with self._news:  # nobody writes to what another file's number may be soon
-            is_closed, self._is_closed = self._is_closed, True
+            is_closed = self._is_closed
+            self._is_closed = True
             self._news.notify_all()
         if not is_closed:
             os.close(self._wake_out)
@@ -358,7 +361,8 @@ class Team:
 
     def _tell_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
         """Tell the user of a dead pipeline, unless the error that ends the run is alike."""
-        failure, fatal = pipeline.failure, self._fatal
+        failure = pipeline.failure
+        fatal = self._fatal
         if failure is not None and fatal is not None and _is_alike(failure, fatal):
             return
         why = "ended" if failure is None else f"failed: {failure.text}"

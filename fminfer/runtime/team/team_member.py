@@ -74,7 +74,8 @@ class TeamMember:
 
     def serve(self) -> None:
         """Answer until no more is asked."""
-        computing, core = self._computing, self._core
+        computing = self._computing
+        core = self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
         send(self._connection, Report(facts=computing.facts, memory=computing.memory))
         while not self._has_ended:
@@ -89,7 +90,8 @@ class TeamMember:
 
     def _tell(self, events: list[Event]) -> None:
         """Send events, and now and then counts."""
-        core, now_s = self._core, time.monotonic()
+        core = self._core
+        now_s = time.monotonic()
         while self._refused:
             failed, is_behind = self._refused.popleft()
             events.append(failed)

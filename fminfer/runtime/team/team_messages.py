@@ -60,9 +60,26 @@ class Report:
 _CLASSES = {
     each.__name__: each
     for each in (
-        *(Ask, Cancel, Report, Prepared, SamplingParams, EncodedPrompt, VectorWish, VectorFacts),
-        *(Constraint, Delta, Finished, Failed, Facts, EngineState, EngineStats, StageStats),
-        *(ReadWork, RankMemory, MemoryPeak, Fault),
+        Ask,
+        Cancel,
+        Report,
+        Prepared,
+        SamplingParams,
+        EncodedPrompt,
+        VectorWish,
+        VectorFacts,
+        Constraint,
+        Delta,
+        Finished,
+        Failed,
+        Facts,
+        EngineState,
+        EngineStats,
+        StageStats,
+        ReadWork,
+        RankMemory,
+        MemoryPeak,
+        Fault,
     )
 }
 

@@ -37,7 +37,8 @@ class StreamPosition:
 
     def take(self, delta: Delta) -> Delta | None:
         """Return the new part of a delta; None: nothing is new."""
-        logprobs, skip = delta.logprobs, self.num_again[-1]
+        logprobs = delta.logprobs
+        skip = self.num_again[-1]
         listed = logprobs["content" if "content" in logprobs else "tokens"] if logprobs else []
         parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
         new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
@@ -79,12 +80,15 @@ class TeamPipeline:
     """What the run knows of one of its pipelines; it may have started its first process."""
 
     def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
-        self.number, self.connection, self._process = number, connection, process
+        self.number = number
+        self.connection = connection
+        self._process = process
         self.is_alive = True
         self.failure: Fault | None = None
         self.file_digests: dict[str, str] | None = None  # None: it has not loaded
         self.facts: Facts | None = None  # None: it cannot answer yet
-        self.stats, self.state = EngineStats(), EngineState()  # as it last said it
+        self.stats = EngineStats()
+        self.state = EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
         self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others

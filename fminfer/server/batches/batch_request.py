@@ -31,8 +31,12 @@ EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_wi
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_WINDOW_S = 366 * 86400
-ANCHOR, LEAST_LIFE_S, MOST_LIFE_S = "created_at", 3600, 30 * 86400  # of files, as OpenAI's
-MOST_PAIRS, MOST_KEY_CHARS, MOST_VALUE_CHARS = 16, 64, 512  # of metadata, as OpenAI's
+ANCHOR = "created_at"
+LEAST_LIFE_S = 3600
+MOST_LIFE_S = 30 * 86400  # of files, as OpenAI's
+MOST_PAIRS = 16
+MOST_KEY_CHARS = 64
+MOST_VALUE_CHARS = 512  # of metadata, as OpenAI's
 METADATA: Schema = {
     "type": "object",
     "maxProperties": MOST_PAIRS,
@@ -65,7 +69,8 @@ class BatchRequest:
 def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
     """Return how long a file lives, in seconds."""
     if isinstance(value, dict) and value.keys() == {"anchor", "seconds"}:
-        anchor, seconds = value["anchor"], value["seconds"]
+        anchor = value["anchor"]
+        seconds = value["seconds"]
         if anchor == ANCHOR and is_integral(seconds) and LEAST_LIFE_S <= seconds <= most:
             return int(seconds)
     raise out_of_range(

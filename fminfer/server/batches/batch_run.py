@@ -93,7 +93,8 @@ class BatchRun:
         self.batch = batch
         self.trouble: Trouble | None = None  # for which it paused
         self._context = context
-        self._files, self._batches = context.state.files, context.state.batches
+        self._files = context.state.files
+        self._batches = context.state.batches
         self._output = self._batches.output_of(batch)
         self._counts: Counts | None = None
         self._lane: Lane | None = None
@@ -166,7 +167,8 @@ class BatchRun:
 
     def _answer(self, file: JournaledInput) -> Ending | Literal["failed"] | None:
         """Answer the lines that are left; return why it stopped before all were."""
-        batch, context = self.batch, self._context
+        batch = self.batch
+        context = self._context
         runner, lane = context.engine.runs.start_behind(
             RecordForm(context.model_name, batch.created_at),
             make_check(batch.endpoint, context.check_model),
@@ -305,7 +307,8 @@ class BatchRun:
         path = errors_path(self._output) if is_errors else self._output
         if not path.exists() or (size := path.stat().st_size) == 0:
             return None
-        batch, kind = self.batch, "errors" if is_errors else "output"
+        batch = self.batch
+        kind = "errors" if is_errors else "output"
         self._files.keep(
             ServerFile.new(
                 file_id,

@@ -25,7 +25,8 @@ class BatchWork:
     def __init__(self, context: BatchContext) -> None:
         self.done = context.done
         self._context = context
-        self._files, self._batches = context.state.files, context.state.batches
+        self._files = context.state.files
+        self._batches = context.state.batches
         self._news = threading.Condition()
         self._runs: dict[str, tuple[BatchRun, threading.Thread]] = {}
         self._paused_until_s: dict[str, float] = {}  # in time.monotonic()

@@ -21,9 +21,12 @@ from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.disk import DiskFault, find_fault, lock, replacing, told
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
-LOCK, SALT, NEW_SALT = "lock", "salt", "salt.new"
+LOCK = "lock"
+SALT = "salt"
+NEW_SALT = "salt.new"
 SALT_BYTES = 32
-PRIVATE_FOLDER, PRIVATE_FILE = 0o700, 0o600
+PRIVATE_FOLDER = 0o700
+PRIVATE_FILE = 0o600
 HINTS: dict[DiskFault, str] = {
     "disk_full": "make room on the disk of --state",
     "state_not_writable": "see that the folder of --state can be written to",
@@ -43,7 +46,9 @@ class StateFolder:
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        self.uploads, self.files, self.batches = path / "uploads", path / "files", path / "batches"
+        self.uploads = path / "uploads"
+        self.files = path / "files"
+        self.batches = path / "batches"
         self.was_narrowed = False  # others could read it until now
         try:
             self._make()

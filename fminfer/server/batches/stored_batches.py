@@ -37,8 +37,14 @@ BatchStatus = Literal[
 Ending = Literal["cancelled", "expired"]  # before all lines are answered
 OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
 TIMES = (
-    *("in_progress_at", "expires_at", "finalizing_at", "completed_at", "failed_at"),
-    *("expired_at", "cancelling_at", "cancelled_at"),
+    "in_progress_at",
+    "expires_at",
+    "finalizing_at",
+    "completed_at",
+    "failed_at",
+    "expired_at",
+    "cancelling_at",
+    "cancelled_at",
 )
 RECORD = "batch.json"
 NEW_RECORD = f"{RECORD}.new"  # while it is written

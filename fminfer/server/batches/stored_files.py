@@ -155,7 +155,8 @@ class FileStore:
 
     def remove(self, stored: ServerFile) -> None:
         """Remove a file, if nobody has; its place in its owner's list stays known."""
-        path, meta = self.path_of(stored), self._meta_path(stored.id)
+        path = self.path_of(stored)
+        meta = self._meta_path(stored.id)
         with self.lock, writing_state(meta):
             if stored.id not in self._files:  # its owner was faster than its time
                 return
