@@ -8,8 +8,9 @@ Workloads, on a random-init llama of 12 layers × 768 (vocabulary 32,000), no EO
 
 Each side runs in a process of its own, sides taking turns, so that both meet the same machine;
 only ratios within one call count. A run's time excludes loading; `steady` leaves out fminfer's
-first pass over the workload, which compiles. transformers runs as its users run it: rows sorted by
-length, batches of 32, left padding, sdpa; its rows of a batch run as long as the longest asks.
+first pass over the workload, which compiles. transformers runs as its users run it:
+rows sorted by length, batches of 32, left padding, sdpa; its rows of a batch run as
+long as the longest asks.
 
     python benchmarks/against_transformers.py --workload a --repeats 3
 
@@ -49,7 +50,12 @@ def make_workload(name: str, scale: float) -> list[Row]:
         ]
     elif name == "b":
         rows = [
-            {"prompt": ids(rng.randint(64, 511)), "max_tokens": 0, "echo": True, "logprobs": 1}
+            {
+                "prompt": ids(rng.randint(64, 511)),
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 1,
+            }
             for _ in range(96)
         ]
     else:
@@ -58,10 +64,14 @@ def make_workload(name: str, scale: float) -> list[Row]:
             {"prompt": prefixes[i % 2] + ids(rng.randint(40, 99)), "max_tokens": 8}
             for i in range(128)
         ]
-    return [row | {"temperature": 0} for row in rows[: max(1, round(len(rows) * scale))]]
+    return [
+        row | {"temperature": 0} for row in rows[: max(1, round(len(rows) * scale))]
+    ]
 
 
-def run_fminfer(workload: list[Row], dtype: str, kernels: str, passes: int) -> dict[str, Any]:
+def run_fminfer(
+    workload: list[Row], dtype: str, kernels: str, passes: int
+) -> dict[str, Any]:
     """Answer the workload `passes` times with one engine; the last pass is the steady state."""
     import fminfer
 
@@ -72,7 +82,8 @@ def run_fminfer(workload: list[Row], dtype: str, kernels: str, passes: int) -> d
     for number in range(passes):
         # Other ids each pass: the prefix cache outlives a run, and must not have seen them.
         fresh = [
-            row | {"prompt": [(i + number) % 32000 for i in row["prompt"]]} for row in workload
+            row | {"prompt": [(i + number) % 32000 for i in row["prompt"]]}
+            for row in workload
         ]
         started = time.perf_counter()
         records = list(engine.run(fresh))
@@ -106,7 +117,9 @@ def run_transformers(workload: list[Row], dtype: str) -> dict[str, Any]:
     fields = dict(SIZES[SIZE])
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(1)
-    model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+    model = transformers.AutoModelForCausalLM.from_config(
+        config, dtype=getattr(torch, dtype)
+    )
     model.eval()
     ready_s = time.perf_counter() - started
     started = time.perf_counter()
@@ -115,9 +128,14 @@ def run_transformers(workload: list[Row], dtype: str) -> dict[str, Any]:
         for first in range(0, len(rows), BATCH):
             batch = rows[first : first + BATCH]
             longest = max(len(row["prompt"]) for row in batch)
-            ids = torch.tensor([[0] * (longest - len(r["prompt"])) + r["prompt"] for r in batch])
+            ids = torch.tensor(
+                [[0] * (longest - len(r["prompt"])) + r["prompt"] for r in batch]
+            )
             mask = torch.tensor(
-                [[0] * (longest - len(r["prompt"])) + [1] * len(r["prompt"]) for r in batch]
+                [
+                    [0] * (longest - len(r["prompt"])) + [1] * len(r["prompt"])
+                    for r in batch
+                ]
             )
             new = max(row["max_tokens"] for row in batch)
             if new:
@@ -167,18 +185,27 @@ def gemm_gflops(dtype: str) -> float:
 def call_side(side: str, arguments: list[str]) -> dict[str, Any]:
     """Run one side in a process of its own and read its JSON."""
     command = [sys.executable, __file__, "--side", side, *arguments]
-    found = subprocess.run(command, check=True, stdout=subprocess.PIPE, env=os.environ | {})
+    found = subprocess.run(
+        command, check=True, stdout=subprocess.PIPE, env=os.environ | {}
+    )
     result: dict[str, Any] = json.loads(found.stdout.splitlines()[-1])
     return result
 
 
 @click.command()
-@click.option("--workload", type=click.Choice(["a", "b", "c"]), default="a", show_default=True)
+@click.option(
+    "--workload", type=click.Choice(["a", "b", "c"]), default="a", show_default=True
+)
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option(
-    "--kernels", default="off", show_default=True, help="Of fminfer: auto, off or require."
+    "--kernels",
+    default="off",
+    show_default=True,
+    help="Of fminfer: auto, off or require.",
 )
-@click.option("--passes", default=1, show_default=True, help="fminfer's; the last one counts.")
+@click.option(
+    "--passes", default=1, show_default=True, help="fminfer's; the last one counts."
+)
 @click.option("--repeats", default=1, show_default=True, help="Turns of both sides.")
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
 @click.option("--side", type=click.Choice(["fminfer", "transformers"]), hidden=True)
@@ -205,18 +232,26 @@ def main(
     for _ in range(repeats):
         for name, results in found.items():
             results.append(call_side(name, arguments))
-            print(f"  {name:<13} {results[-1]['run_s']:7.1f} s", file=sys.stderr, flush=True)
+            print(
+                f"  {name:<13} {results[-1]['run_s']:7.1f} s",
+                file=sys.stderr,
+                flush=True,
+            )
     median = {
         name: {key: statistics.median(r[key] for r in results) for key in results[0]}
         for name, results in found.items()
     }
     ratio = median["transformers"]["run_s"] / median["fminfer"]["run_s"]
     tokens = sum(len(row["prompt"]) + row["max_tokens"] for row in rows)
-    print(f"\nworkload {workload}: {len(rows)} rows, {tokens:,} tokens, {dtype}, kernels {kernels}")
+    print(
+        f"\nworkload {workload}: {len(rows)} rows, {tokens:,} tokens, {dtype}, kernels {kernels}"
+    )
     print(f"{'':<14}{'run s':>8}{'tokens/s':>10}{'ready s':>9}{'peak MB':>9}")
     for name, m in median.items():
         rate = tokens / m["run_s"]
-        print(f"{name:<14}{m['run_s']:8.1f}{rate:10.0f}{m['ready_s']:9.1f}{m['peak_mb']:9.0f}")
+        print(
+            f"{name:<14}{m['run_s']:8.1f}{rate:10.0f}{m['ready_s']:9.1f}{m['peak_mb']:9.0f}"
+        )
     print(f"{'ratio':<14}{ratio:8.2f}")
     summary = {"workload": workload, "dtype": dtype, "kernels": kernels, "ratio": ratio}
     print(json.dumps(summary | median | {"gemm_gflops": gemm_gflops(dtype)}))

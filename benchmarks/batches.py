@@ -36,7 +36,9 @@ OVER = ("completed", "failed", "expired", "cancelled")
 URL = "/v1/completions"
 
 
-def call(port: int, path: str, body: bytes | None = None, content_type: str = "") -> Any:
+def call(
+    port: int, path: str, body: bytes | None = None, content_type: str = ""
+) -> Any:
     """Send a request, a POST if it has a body; return the JSON that came."""
     headers = {"Content-Type": content_type} if content_type else {}
     request = urllib.request.Request(f"http://127.0.0.1:{port}{path}", body, headers)
@@ -46,7 +48,9 @@ def call(port: int, path: str, body: bytes | None = None, content_type: str = ""
 
 def count_steps(port: int) -> float:
     """Return how many steps a server has computed."""
-    with urllib.request.urlopen(f"http://127.0.0.1:{port}/metrics", timeout=60) as answer:
+    with urllib.request.urlopen(
+        f"http://127.0.0.1:{port}/metrics", timeout=60
+    ) as answer:
         for line in answer.read().decode().splitlines():
             if line.startswith("fminfer:engine_steps_total"):
                 return float(line.split()[-1])
@@ -79,7 +83,10 @@ def spread_out(rows: list[dict[str, Any]], num: int) -> list[dict[str, Any]]:
     found = []
     for number in range(num):
         row = rows[number % len(rows)]
-        found.append(row | {"prompt": [1000 + number % 20000, number // 20000, *row["prompt"][2:]]})
+        found.append(
+            row
+            | {"prompt": [1000 + number % 20000, number // 20000, *row["prompt"][2:]]}
+        )
     return found
 
 
@@ -88,7 +95,11 @@ def ask_live(
 ) -> dict[str, float]:
     """Ask one request after another; return times to the first token and the mean step, ms."""
     live = [
-        {"prompt": [7, first + number, *range(40, 88)], "max_tokens": 8, "ignore_eos": True}
+        {
+            "prompt": [7, first + number, *range(40, 88)],
+            "max_tokens": 8,
+            "ignore_eos": True,
+        }
         | {"model": rows[0]["model"]}
         for number in range(num)
     ]
@@ -98,7 +109,9 @@ def ask_live(
     wall_s = time.monotonic() - started
     num_steps = count_steps(port) - before
     # A step without text has no event: the whole answer then tells nothing of the first token.
-    times = sorted(1000 * answer["event_s"][0] for answer in answers if answer["event_s"])
+    times = sorted(
+        1000 * answer["event_s"][0] for answer in answers if answer["event_s"]
+    )
     return {
         "p50_ms": statistics.median(times),
         "p99_ms": times[min(len(times) - 1, round(0.99 * len(times)))],
@@ -108,7 +121,12 @@ def ask_live(
 
 
 def measure_live(
-    side: Side, rows: list[dict[str, Any]], lines: int, requests: int, rounds: int, folder: Path
+    side: Side,
+    rows: list[dict[str, Any]],
+    lines: int,
+    requests: int,
+    rounds: int,
+    folder: Path,
 ) -> list[dict[str, dict[str, float]]]:
     """Ask live requests alone and beside a batch, in turns."""
     found = []
@@ -122,7 +140,9 @@ def measure_live(
             beside = ask_live(port, rows, requests, first + requests, folder)
             status = call(port, f"/v1/batches/{batch_id}")
             if status["status"] != "in_progress":
-                raise click.ClickException("the batch ended before the requests; give more --lines")
+                raise click.ClickException(
+                    "the batch ended before the requests; give more --lines"
+                )
             call(port, f"/v1/batches/{batch_id}/cancel", b"")
             wait_for_cancel(port, batch_id)
             found.append({"alone": alone, "beside": beside})
@@ -160,11 +180,17 @@ def measure_rate(
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--workload", default="a", show_default=True, help="a, or ROWSxIN+OUT.")
 @click.option("--lines", default=10_000, show_default=True, help="Of the batch behind.")
-@click.option("--rate-lines", default=128, show_default=True, help="Of the batch alone.")
-@click.option("--requests", default=100, show_default=True, help="Live ones, in each turn.")
+@click.option(
+    "--rate-lines", default=128, show_default=True, help="Of the batch alone."
+)
+@click.option(
+    "--requests", default=100, show_default=True, help="Live ones, in each turn."
+)
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--part", type=click.Choice(["live", "rate", "both"]), default="both")
-@click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers")
+)
 def main(
     model: str,
     dtype: str,
@@ -186,7 +212,9 @@ def main(
     side = Side(side.name, [*side.command, "--state", str(state)], side.environ)
     summary: dict[str, Any] = {"model": model, "dtype": dtype, "workload": workload}
     if part != "rate":
-        summary["live"] = found = measure_live(side, rows, lines, requests, rounds, folder)
+        summary["live"] = found = measure_live(
+            side, rows, lines, requests, rounds, folder
+        )
         print(f"\n{'first token, ms':24}{'p50':>9}{'p99':>9}{'mean step':>11}")
         for name in ("alone", "beside"):
             values = [
@@ -194,15 +222,21 @@ def main(
                 for key in ("p50_ms", "p99_ms", "step_ms")
             ]
             print(f"{name:24}{values[0]:9.1f}{values[1]:9.1f}{values[2]:11.1f}")
-        grown = statistics.median(t["beside"]["p99_ms"] - t["alone"]["p99_ms"] for t in found)
+        grown = statistics.median(
+            t["beside"]["p99_ms"] - t["alone"]["p99_ms"] for t in found
+        )
         step_ms = statistics.median(turn["beside"]["step_ms"] for turn in found)
         summary["p99_grows_by_steps"] = grown / step_ms
-        print(f"p99 grows by {grown:.1f} ms, {grown / step_ms:.2f} steps beside a batch")
+        print(
+            f"p99 grows by {grown:.1f} ms, {grown / step_ms:.2f} steps beside a batch"
+        )
     if part != "live":
         rate_rows = spread_out(rows, rate_lines)
         summary["rate"] = rates = measure_rate(side, rate_rows, dtype, rounds, folder)
         ratio = statistics.median(turn["ratio"] for turn in rates)
-        print(f"a batch has {ratio:.3f} of the rate of fminfer run ({rate_lines} lines)")
+        print(
+            f"a batch has {ratio:.3f} of the rate of fminfer run ({rate_lines} lines)"
+        )
     print(json.dumps(summary))
 
 

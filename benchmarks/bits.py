@@ -3,10 +3,11 @@
 
     python benchmarks/bits.py MODEL_FOLDER text.md …
 
-For each format of `--quantize`, and each form of GGUF that the `gguf` package writes, all matrices
-are quantized and dequantized in transformers' model, in float32. It prints the mean KL divergence
-from the unquantized model over the texts, in windows of 512 tokens, and how often the likeliest
-token stayed the same. Head and embedding have 8 bits, as in a run.
+For each format of `--quantize`, and each form of GGUF that the `gguf` package writes,
+all matrices are quantized and dequantized in transformers' model, in float32. It prints
+the mean KL divergence from the unquantized model over the texts, in windows of 512
+tokens, and how often the likeliest token stayed the same. Head and embedding have 8
+bits, as in a run.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from fminfer.compute.quantized import OWN_FORMS, quantized_forms
 
 WINDOW = 512
 GGUF_NAMES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
-Rounded = Callable[[torch.Tensor, bool], torch.Tensor]  # of a matrix; whether it is a layer's
+# of a matrix; whether it is a layer's
+Rounded = Callable[[torch.Tensor, bool], torch.Tensor]
 
 
 def rounded_by(name: str) -> Rounded:
@@ -48,13 +50,19 @@ def rounded_by(name: str) -> Rounded:
 
 @click.command()
 @click.argument("folder", type=click.Path(exists=True, path_type=Path))
-@click.argument("texts", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path))
-@click.option("--windows", default=8, show_default=True, help="Most windows of 512 tokens.")
+@click.argument(
+    "texts", nargs=-1, required=True, type=click.Path(exists=True, path_type=Path)
+)
+@click.option(
+    "--windows", default=8, show_default=True, help="Most windows of 512 tokens."
+)
 @torch.no_grad()
 def main(folder: Path, texts: tuple[Path, ...], windows: int) -> None:
     """Print a table, and one line of JSON last."""
     tokenizer = transformers.AutoTokenizer.from_pretrained(folder)
-    model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
     ids = tokenizer("\n".join(text.read_text() for text in texts))["input_ids"]
     num = min(windows, len(ids) // WINDOW)
     rows = torch.tensor(ids[: num * WINDOW]).view(num, WINDOW)
@@ -69,7 +77,9 @@ def main(folder: Path, texts: tuple[Path, ...], windows: int) -> None:
     for name in (*(form.name for form in OWN_FORMS), *GGUF_NAMES):
         rounded = rounded_by(name)
         for each, parameter in matrices.items():
-            is_inner = not any(part in each for part in ("embed", "wte", "wpe", "lm_head"))
+            is_inner = not any(
+                part in each for part in ("embed", "wte", "wpe", "lm_head")
+            )
             parameter.data.copy_(rounded(plain[each], is_inner))
         now = logprobs()
         apart = float((expected.exp() * (expected - now)).sum(-1).mean())

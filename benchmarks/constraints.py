@@ -48,7 +48,9 @@ def main() -> None:
             first.append(time.perf_counter() - start)
             for test in each["tests"]:
                 if test["valid"]:
-                    others += follow(grammar, json.dumps(test["data"], ensure_ascii=False))
+                    others += follow(
+                        grammar, json.dumps(test["data"], ensure_ascii=False)
+                    )
     figures |= {"schemas": len(first), "refused": num_refused, "masks": len(others)}
     for name, times in (("first", first), ("next", others)):
         for part in (50, 99, 100):

@@ -1,13 +1,15 @@
 #!/usr/bin/env python
 """Models with an encoder beside their peers, in turns: each turn is a process of its own.
 
-t5: T5 of 12 + 12 × 512, 64 rows of 16–191 tokens in and 16–128 out, greedy: fminfer, transformers'
-`generate` (sorted, batches of 32), CTranslate2 on the same weights. bert: 5,000 texts of 5–400
-tokens through a BERT-base shape to vectors: fminfer, sentence-transformers, ONNX Runtime, OpenVINO.
-Models are random. A peer runs where this Python, or a folder of `--packages`, has it.
+t5: T5 of 12 + 12 × 512, 64 rows of 16–191 tokens in and 16–128 out, greedy: fminfer,
+transformers' `generate` (sorted, batches of 32), CTranslate2 on the same weights. bert:
+5,000 texts of 5–400 tokens through a BERT-base shape to vectors: fminfer,
+sentence-transformers, ONNX Runtime, OpenVINO. Models are random. A peer runs where this
+Python, or a folder of `--packages`, has it.
 
     python benchmarks/encoders.py t5 --repeats 3 --packages /tmp/ctranslate2
-    python benchmarks/encoders.py bert --dtype bfloat16 --side fminfer --side sentence-transformers
+    python benchmarks/encoders.py bert --dtype bfloat16 --side fminfer --side
+    sentence-transformers
 
 "run" is the answering alone, "job" is from the start of the process to its end. A table comes
 first, one JSON line last.
@@ -30,8 +32,19 @@ import click
 
 ROOT = Path(__file__).parent.parent.resolve()
 SHAPES: dict[str, dict[str, Any]] = {
-    "t5": {"model_type": "t5", "d_model": 512, "d_kv": 64, "d_ff": 2048, "num_layers": 12}
-    | {"num_decoder_layers": 12, "num_heads": 8, "vocab_size": 32128, "eos_token_id": None}
+    "t5": {
+        "model_type": "t5",
+        "d_model": 512,
+        "d_kv": 64,
+        "d_ff": 2048,
+        "num_layers": 12,
+    }
+    | {
+        "num_decoder_layers": 12,
+        "num_heads": 8,
+        "vocab_size": 32128,
+        "eos_token_id": None,
+    }
     | {"decoder_start_token_id": 0},
     "bert": {"model_type": "bert", "vocab_size": 30522},
 }
@@ -46,7 +59,10 @@ def make_prompts(workload: str, scale: float) -> list[tuple[list[int], int]]:
     """Return (ids, tokens to draw) of each row."""
     rng = random.Random(0)
     if workload == "t5":
-        lengths = [(rng.randint(16, 191), rng.randint(16, 128)) for _ in range(round(64 * scale))]
+        lengths = [
+            (rng.randint(16, 191), rng.randint(16, 128))
+            for _ in range(round(64 * scale))
+        ]
     else:
         lengths = [(rng.randint(5, 400), 0) for _ in range(round(5000 * scale))]
     return [([rng.randrange(1000, 30000) for _ in range(n)], new) for n, new in lengths]
@@ -69,9 +85,9 @@ def write_model(folder: Path, workload: str) -> None:
     backend = Tokenizer(models.WordLevel(names, unk_token="<unk>"))
     backend.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     special = {"pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
-    transformers.PreTrainedTokenizerFast(tokenizer_object=backend, **special).save_pretrained(
-        folder
-    )
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, **special
+    ).save_pretrained(folder)
 
 
 def words(ids: list[int]) -> str:
@@ -103,7 +119,9 @@ def run_transformers(job: dict[str, Any]) -> tuple[float, Any]:
     import transformers
 
     dtype = getattr(torch, job["dtype"])
-    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(job["model"], dtype=dtype).eval()
+    model = transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        job["model"], dtype=dtype
+    ).eval()
     model.generation_config.decoder_start_token_id = 0
     rows = job["rows"]
     first = None
@@ -118,7 +136,11 @@ def run_transformers(job: dict[str, Any]) -> tuple[float, Any]:
             mask[row, : len(own)] = 1
         most = max(rows[place][1] for place in places)
         made = model.generate(
-            ids, attention_mask=mask, max_new_tokens=most, min_new_tokens=most, do_sample=False
+            ids,
+            attention_mask=mask,
+            max_new_tokens=most,
+            min_new_tokens=most,
+            do_sample=False,
         )
         if 0 in places:
             first = made[places.index(0), 1:9].tolist()
@@ -138,7 +160,9 @@ def run_ctranslate2(job: dict[str, Any]) -> tuple[float, Any]:
     target = f"{job['model']}-ct2-{job['dtype']}"
     if not Path(target).exists():
         TransformersConverter(job["model"]).convert(target, quantization=job["dtype"])
-    translator = ctranslate2.Translator(target, compute_type=job["dtype"], intra_threads=2)
+    translator = ctranslate2.Translator(
+        target, compute_type=job["dtype"], intra_threads=2
+    )
     rows = job["rows"]
     tokens = [[f"t{number}" for number in ids] for ids, _ in rows]
     translator.translate_batch(tokens[:1], beam_size=1, max_decoding_length=4)
@@ -148,7 +172,11 @@ def run_ctranslate2(job: dict[str, Any]) -> tuple[float, Any]:
         most = max(rows[place][1] for place in places)
         made = translator.translate_batch(
             [tokens[place] for place in places],
-            **{"beam_size": 1, "max_decoding_length": most, "min_decoding_length": most},
+            **{
+                "beam_size": 1,
+                "max_decoding_length": most,
+                "min_decoding_length": most,
+            },
         )
         if 0 in places:
             found = made[places.index(0)].hypotheses[0][:8]
@@ -159,7 +187,9 @@ def run_ctranslate2(job: dict[str, Any]) -> tuple[float, Any]:
 def run_sentence_transformers(job: dict[str, Any]) -> tuple[float, Any]:
     from sentence_transformers import SentenceTransformer
 
-    model = SentenceTransformer(job["model"], device="cpu", model_kwargs={"dtype": job["dtype"]})
+    model = SentenceTransformer(
+        job["model"], device="cpu", model_kwargs={"dtype": job["dtype"]}
+    )
     model.max_seq_length = 512
     texts = [words(ids) for ids, _ in job["rows"]]
     started_s = time.perf_counter()
@@ -177,7 +207,9 @@ def _padded(job: dict[str, Any], infer: Callable[..., Any]) -> tuple[float, Any]
     started_s = time.perf_counter()
     for start in range(0, len(order), BATCH):
         places = order[start : start + BATCH]
-        ids = np.zeros((len(places), max(len(rows[place][0]) for place in places)), np.int64)
+        ids = np.zeros(
+            (len(places), max(len(rows[place][0]) for place in places)), np.int64
+        )
         mask = np.zeros_like(ids)
         for row, place in enumerate(places):
             own = rows[place][0]
@@ -197,7 +229,9 @@ def _export(model: str) -> str:
 
     target = f"{model}.onnx"
     if not Path(target).exists():
-        bert = transformers.AutoModel.from_pretrained(model, attn_implementation="eager").eval()
+        bert = transformers.AutoModel.from_pretrained(
+            model, attn_implementation="eager"
+        ).eval()
 
         class Hidden(torch.nn.Module):
             def __init__(self) -> None:
@@ -208,9 +242,17 @@ def _export(model: str) -> str:
                 return self.bert(input_ids=ids, attention_mask=mask).last_hidden_state
 
         ids = torch.ones((2, 8), dtype=torch.long)
-        names = {"input_names": ["input_ids", "attention_mask"], "output_names": ["hidden"]}
-        axes = {name: {0: "batch", 1: "tokens"} for name in (*names["input_names"], "hidden")}
-        torch.onnx.export(Hidden(), (ids, ids), target, **names, dynamic_axes=axes, dynamo=False)
+        names = {
+            "input_names": ["input_ids", "attention_mask"],
+            "output_names": ["hidden"],
+        }
+        axes = {
+            name: {0: "batch", 1: "tokens"}
+            for name in (*names["input_names"], "hidden")
+        }
+        torch.onnx.export(
+            Hidden(), (ids, ids), target, **names, dynamic_axes=axes, dynamo=False
+        )
     return target
 
 
@@ -221,7 +263,10 @@ def run_onnxruntime(job: dict[str, Any]) -> tuple[float, Any]:
     options.intra_op_num_threads = 2
     session = onnxruntime.InferenceSession(_export(job["model"]), options)
     return _padded(
-        job, lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[0]
+        job,
+        lambda ids, mask: session.run(None, {"input_ids": ids, "attention_mask": mask})[
+            0
+        ],
     )
 
 
@@ -245,10 +290,16 @@ RUNS = {
 }
 
 
-def turn(side: str, job: dict[str, Any], packages: tuple[str, ...]) -> dict[str, Any] | None:
+def turn(
+    side: str, job: dict[str, Any], packages: tuple[str, ...]
+) -> dict[str, Any] | None:
     """Run one side in a process of its own; None: it cannot."""
     paths = [str(ROOT), *packages]
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(paths), "HF_HUB_OFFLINE": "1"}
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join(paths),
+        "HF_HUB_OFFLINE": "1",
+    }
     started_s = time.perf_counter()
     done = subprocess.run(
         [sys.executable, __file__, "--side-of", side],
@@ -258,9 +309,14 @@ def turn(side: str, job: dict[str, Any], packages: tuple[str, ...]) -> dict[str,
         env=environment,
     )
     if done.returncode:
-        print(f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1]}", file=sys.stderr)
+        print(
+            f"{side}: {(done.stderr.strip().splitlines() or ['?'])[-1]}",
+            file=sys.stderr,
+        )
         return None
-    return json.loads(done.stdout.splitlines()[-1]) | {"job": time.perf_counter() - started_s}
+    return json.loads(done.stdout.splitlines()[-1]) | {
+        "job": time.perf_counter() - started_s
+    }
 
 
 @click.command()
@@ -269,7 +325,9 @@ def turn(side: str, job: dict[str, Any], packages: tuple[str, ...]) -> dict[str,
 @click.option("--dtype", default="float32")
 @click.option("--repeats", default=1)
 @click.option("--scale", default=1.0, help="Of the number of rows.")
-@click.option("--packages", multiple=True, help="Folders in which Python looks for peers.")
+@click.option(
+    "--packages", multiple=True, help="Folders in which Python looks for peers."
+)
 @click.option("--folder", default="/tmp/fminfer-encoders", type=Path)
 def main(
     workload: str,
@@ -285,7 +343,9 @@ def main(
         write_model(model, workload)
     rows = make_prompts(workload, scale)
     job = {"model": str(model), "workload": workload, "dtype": dtype, "rows": rows}
-    found: dict[str, list[dict[str, Any]]] = {side: [] for side in sides or SIDES[workload]}
+    found: dict[str, list[dict[str, Any]]] = {
+        side: [] for side in sides or SIDES[workload]
+    }
     for _ in range(repeats):
         for side, runs in found.items():
             one = turn(side, job, packages)
@@ -295,8 +355,13 @@ def main(
     print(f"{'':22} {'run':>8} {'job':>8} {'ours/it':>8}  first")
     for side, runs in found.items():
         if runs:
-            run, whole = (statistics.median(each[name] for each in runs) for name in ("run", "job"))
-            print(f"{side:22} {run:8.2f} {whole:8.2f} {ours / run:8.2f}  {runs[0]['first']}")
+            run, whole = (
+                statistics.median(each[name] for each in runs)
+                for name in ("run", "job")
+            )
+            print(
+                f"{side:22} {run:8.2f} {whole:8.2f} {ours / run:8.2f}  {runs[0]['first']}"
+            )
     print(json.dumps({"workload": workload, "dtype": dtype, "sides": found}))
 
 

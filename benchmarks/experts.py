@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """How long the layers of models with experts take: each product for itself, and in one call.
 
-Two random models, like mixtral and like qwen3_moe, in steps of decoding rows and of one prompt. The
-sides take turns in one process.
+Two random models, like mixtral and like qwen3_moe, in steps of decoding rows and of one
+prompt. The sides take turns in one process.
 
     python benchmarks/experts.py
     FMINFER_CPU=avx2 python benchmarks/experts.py --held bfloat16 --dtype float32
@@ -16,7 +16,8 @@ import json
 import os
 import statistics
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
+# as the command does, before torch is imported
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -27,7 +28,11 @@ WIDTH = 768
 BLOCK = 16
 CONTEXT = 64
 MODELS: dict[str, dict[str, Any]] = {
-    "mixtral": {"num_local_experts": 8, "num_experts_per_tok": 2, "intermediate_size": 1024},
+    "mixtral": {
+        "num_local_experts": 8,
+        "num_experts_per_tok": 2,
+        "intermediate_size": 1024,
+    },
     "qwen3_moe": {
         "num_experts": 64,
         "num_experts_per_tok": 8,
@@ -115,9 +120,13 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     )
     begin = CONTEXT if tokens == 1 else 0
     cache._kv.zero_()
-    plan = Rows.of(*((begin, tokens, range(r * each, (r + 1) * each)) for r in range(rows)))
+    plan = Rows.of(
+        *((begin, tokens, range(r * each, (r + 1) * each)) for r in range(rows))
+    )
     positions = torch.arange(begin, begin + tokens).repeat(rows)
-    x = torch.randn(rows * tokens, WIDTH, generator=torch.Generator().manual_seed(1)).to(dtype)
+    x = torch.randn(
+        rows * tokens, WIDTH, generator=torch.Generator().manual_seed(1)
+    ).to(dtype)
     start = time.perf_counter()
     with torch.inference_mode():
         network.run(x.clone(), LayerStep(positions, cache.plan(plan)))
@@ -127,10 +136,14 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
 @click.command()
 @click.option("--held", default="float32", help="the dtype of weights")
 @click.option("--dtype", default="float32", help="the dtype of hidden states")
-@click.option("--model", "names", multiple=True, default=MODELS, type=click.Choice([*MODELS]))
+@click.option(
+    "--model", "names", multiple=True, default=MODELS, type=click.Choice([*MODELS])
+)
 @click.option("--layers", default=12)
 @click.option("--turns", default=7)
-def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int) -> None:
+def main(
+    held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int
+) -> None:
     from fminfer.machine import processor
 
     processor.cap_libraries()
@@ -145,12 +158,20 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
     of_weights = getattr(torch, held)
     of_rows = getattr(torch, dtype)
     print(" ".join(processor.describe().splitlines()[1:]))
-    print(f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}")
-    print(f"{'model':12} {'rows':>5} {'tokens':>6} {'one by one':>11} {'one call':>9}  ratio")
+    print(
+        f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}"
+    )
+    print(
+        f"{'model':12} {'rows':>5} {'tokens':>6} {'one by one':>11} {'one call':>9}  ratio"
+    )
     for name in names:
-        config = AutoConfig.for_model(name, num_hidden_layers=layers, **SHAPE | MODELS[name])
+        config = AutoConfig.for_model(
+            name, num_hidden_layers=layers, **SHAPE | MODELS[name]
+        )
         model = architecture_of(config).model
-        sizes = [s.size for how in model.layers for s in layer_specs(how, WIDTH).values()]
+        sizes = [
+            s.size for how in model.layers for s in layer_specs(how, WIDTH).values()
+        ]
         print(f"{name}: {sum(sizes) / 1e6:.0f} million parameters")
         sides = [
             build(model, of_weights, of_rows, in_one_call=in_one_call)
@@ -167,7 +188,8 @@ def main(held: str, dtype: str, names: tuple[str, ...], layers: int, turns: int)
             results[-1] |= {"before_ms": before, "now_ms": now}
             ratio = now / before
             print(
-                f"{name:12} {rows:5} {tokens:6} {before:11.1f} {now:9.1f} {ratio:6.2f}", flush=True
+                f"{name:12} {rows:5} {tokens:6} {before:11.1f} {now:9.1f} {ratio:6.2f}",
+                flush=True,
             )
         del sides
     print(json.dumps(results))

@@ -2,13 +2,13 @@
 
     python benchmarks/grown.py --rows 10000 --rows 1000000
 
-A file of distinct requests without a seed, about 150 bytes each, has an answer to each of its lines
-but for the last ten, which were added since. Timed is the whole command, with the demo model: it
-takes the known answers, computes the others, and writes the output. Memory is the largest resident
-memory of its life. No model has made the known answers: they have the form of a run's, and its own
-journal has written them. `--shape batch` takes lines of the OpenAI Batch form. `--edit shuffled`
-changes the order of all lines, too. `--from journal` takes the answers from the journal of a run
-that was broken off.
+A file of distinct requests without a seed, about 150 bytes each, has an answer to each
+of its lines but for the last ten, which were added since. Timed is the whole command,
+with the demo model: it takes the known answers, computes the others, and writes the
+output. Memory is the largest resident memory of its life. No model has made the known
+answers: they have the form of a run's, and its own journal has written them. `--shape
+batch` takes lines of the OpenAI Batch form. `--edit shuffled` changes the order of all
+lines, too. `--from journal` takes the answers from the journal of a run that was broken off.
 """
 
 from __future__ import annotations
@@ -43,19 +43,30 @@ def make_line(number: int, shape: Shape) -> bytes:
     body = {"prompt": f"row {number}: {words}", "max_tokens": 4}
     if shape == "bare":
         return json.dumps(body).encode() + b"\n"
-    line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions", "body": body}
+    line = {
+        "custom_id": f"id-{number}",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": body,
+    }
     return json.dumps(line).encode() + b"\n"
 
 
 def write_lines(path: Path, shape: Shape, numbers: Iterable[int]) -> None:
-    """Write a file without holding its lines: a process's peak memory counts its parent's, too."""
+    """Write a file without holding its lines: a process's peak memory counts its
+    parent's, too."""
     with path.open("wb") as file:
         file.writelines(make_line(number, shape) for number in numbers)
 
 
 def result_of(shape: Shape, number: int) -> dict[str, Any]:
     """Return an answer as short as those of a small model."""
-    choice = {"text": f" answer {number}", "index": 0, "logprobs": None, "finish_reason": "length"}
+    choice = {
+        "text": f" answer {number}",
+        "index": 0,
+        "logprobs": None,
+        "finish_reason": "length",
+    }
     details = {"cached_tokens": 0}
     usage = {"prompt_tokens": 90, "completion_tokens": 4, "total_tokens": 94}
     result = {"choices": [choice], "usage": usage | {"prompt_tokens_details": details}}
@@ -67,7 +78,9 @@ def result_of(shape: Shape, number: int) -> dict[str, Any]:
             "model": "m",
         }
         return head | result
-    return result | {"request_time": {"batch_time": 0.5, "batch_size": 30.0, "queue_time": 0.25}}
+    return result | {
+        "request_time": {"batch_time": 0.5, "batch_size": 30.0, "queue_time": 0.25}
+    }
 
 
 def read_fingerprint(folder: Path) -> dict[str, str]:
@@ -77,11 +90,16 @@ def read_fingerprint(folder: Path) -> dict[str, str]:
     subprocess.run([*RUN, str(path), "-q"], check=True)
     status = read_status(folder / "output_one.jsonl")
     assert status is not None, "the run was complete"
-    return {name: value for name, value in status["metadata"].items() if name != "the input"}
+    return {
+        name: value for name, value in status["metadata"].items() if name != "the input"
+    }
 
 
-def write_answers(path: Path, shape: Shape, fingerprint: dict[str, str], *, is_whole: bool) -> None:
-    """Answer all lines of a file but the last one, which is answered if the run is to be whole."""
+def write_answers(
+    path: Path, shape: Shape, fingerprint: dict[str, str], *, is_whole: bool
+) -> None:
+    """Answer all lines of a file but the last one, which is answered if the run is to
+    be whole."""
     output = path.with_name(f"output_{path.name}")
     file = JournaledInput(path, 0, output, RunTerms("demo", fingerprint))
     file.begin()
@@ -123,7 +141,9 @@ def measure(
         random.Random(1).shuffle(numbers)
     write_lines(path, shape, numbers)
     took_s, peak_mb, stats = run(path)
-    assert stats["num_taken_rows"] == num_rows - NUM_NEW and stats["num_rows"] == NUM_NEW, stats
+    assert (
+        stats["num_taken_rows"] == num_rows - NUM_NEW and stats["num_rows"] == NUM_NEW
+    ), stats
     with path.with_name(f"output_{path.name}").open("rb") as answers:
         assert sum(1 for _ in answers) == num_rows
     return {
@@ -133,10 +153,17 @@ def measure(
 
 
 @click.command()
-@click.option("--rows", multiple=True, type=int, default=(10_000, 1_000_000), show_default=True)
-@click.option("--shape", type=click.Choice(["bare", "batch"]), default="bare", show_default=True)
 @click.option(
-    "--edit", type=click.Choice(["appended", "shuffled"]), default="appended", show_default=True
+    "--rows", multiple=True, type=int, default=(10_000, 1_000_000), show_default=True
+)
+@click.option(
+    "--shape", type=click.Choice(["bare", "batch"]), default="bare", show_default=True
+)
+@click.option(
+    "--edit",
+    type=click.Choice(["appended", "shuffled"]),
+    default="appended",
+    show_default=True,
 )
 @click.option(
     "--from",

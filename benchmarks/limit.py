@@ -1,9 +1,10 @@
 """The least time a machine could answer rows in: peers.py's last line.
 
-Every prompt token that no earlier prompt begins with goes through the layers once, at the rate of
-the machine's products; then all rows draw together, and each step takes as long as its products or
-as reading the weights and the rows' keys and values, whichever is longer. The head counts where
-logits are needed. What attention itself computes is left out, as is all else between products.
+Every prompt token that no earlier prompt begins with goes through the layers once, at
+the rate of the machine's products; then all rows draw together, and each step takes as
+long as its products or as reading the weights and the rows' keys and values, whichever
+is longer. The head counts where logits are needed. What attention itself computes is
+left out, as is all else between products.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ class Roof:
 
 
 def measure_roof(dtype: str, device: str) -> Roof:
-    """Time a product, and reading what no cache holds, as a step of few rows does with weights."""
+    """Time a product, and reading what no cache holds, as a step of few rows does with
+    weights."""
     kind = torch.device(device).type
     tokens, width_in, width_out = GEMM[kind]
     left = torch.randn(tokens, width_in, dtype=getattr(torch, dtype), device=device)
@@ -43,7 +45,9 @@ def measure_roof(dtype: str, device: str) -> Roof:
     product_s = _least_s(lambda: torch.nn.functional.linear(left, right), device)
     data = torch.ones(READ_BYTES[kind] // 4, device=device)
     read_s = _least_s(data.sum, device)
-    return Roof(2 * tokens * width_in * width_out / product_s, READ_BYTES[kind] / read_s)
+    return Roof(
+        2 * tokens * width_in * width_out / product_s, READ_BYTES[kind] / read_s
+    )
 
 
 def _least_s(work: Callable[[], torch.Tensor], device: str) -> float:
@@ -67,13 +71,17 @@ def least_s(folder: str, dtype: str, rows: list[dict[str, Any]], roof: Roof) -> 
     model = open_checkpoint(str(folder)).model
     layers, active, head = count_weights(model)
     width = getattr(torch, dtype).itemsize
-    kv_bytes = len(model.layers) * math.prod(model.layers[0].attention.cache_shape) * width
+    kv_bytes = (
+        len(model.layers) * math.prod(model.layers[0].attention.cache_shape) * width
+    )
     scored = sum(len(row["prompt"]) - 1 for row in rows if not row["max_tokens"])
     drawing = [row for row in rows if row["max_tokens"]]
     flop = 2 * active * count_distinct([row["prompt"] for row in rows])
     seconds = (flop + 2 * head * (scored + len(drawing))) / roof.flop
     for step in range(1, max((row["max_tokens"] for row in drawing), default=0)):
-        lengths = [len(row["prompt"]) + step for row in drawing if row["max_tokens"] > step]
+        lengths = [
+            len(row["prompt"]) + step for row in drawing if row["max_tokens"] > step
+        ]
         products_s = 2 * (active + head) * len(lengths) / roof.flop
         read_s = ((layers + head) * width + kv_bytes * sum(lengths)) / roof.bytes
         seconds += max(products_s, read_s)
@@ -94,7 +102,8 @@ def count_weights(model: Model) -> tuple[int, int, int]:
 
 
 def count_distinct(prompts: list[list[int]]) -> int:
-    """Count the tokens of a trie of prompts: those that must be computed if prefixes are shared."""
+    """Count the tokens of a trie of prompts: those that must be computed if prefixes
+    are shared."""
     count = 0
     before = []
     for prompt in sorted(prompts):

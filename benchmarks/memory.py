@@ -97,7 +97,11 @@ def write_rows(path: Path, num_rows: int) -> None:
     with path.open("w") as file:
         for number in range(num_rows):
             body = {"prompt": f"row {number}", "max_tokens": 2}
-            line = {"custom_id": f"id-{number}", "method": "POST", "url": "/v1/completions"}
+            line = {
+                "custom_id": f"id-{number}",
+                "method": "POST",
+                "url": "/v1/completions",
+            }
             file.write(json.dumps(line | {"body": body}) + "\n")
 
 
@@ -113,7 +117,9 @@ def answer(num_rows: int, folder: Path) -> None:
     assert summary.num_rows == num_rows, summary
     status = Path("/proc/self/status").read_text()
     peak_kb = int(status.partition("VmHWM:")[2].split()[0])
-    print(json.dumps({"peak_mb": peak_kb / 1024, "run_s": time.perf_counter() - started}))
+    print(
+        json.dumps({"peak_mb": peak_kb / 1024, "run_s": time.perf_counter() - started})
+    )
 
 
 def measure(num_rows: int) -> dict[str, float]:
@@ -124,7 +130,9 @@ def measure(num_rows: int) -> dict[str, float]:
 
 
 @click.command()
-@click.option("--rows", multiple=True, type=int, default=(10_000, 1_000_000), show_default=True)
+@click.option(
+    "--rows", multiple=True, type=int, default=(10_000, 1_000_000), show_default=True
+)
 @click.option("--here", is_flag=True, hidden=True)
 def main(rows: tuple[int, ...], here: bool) -> None:
     """Show peak memory for each number of rows."""

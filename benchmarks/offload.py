@@ -4,9 +4,9 @@
     python benchmarks/offload.py run /tmp/m7 --memory 6000000000 --rows 256 --new-tokens 8 \\
         --peer-python /tmp/peer/bin/python --peer-batch 8 --peer-batch 64
 
-Each side is a process in a memory control group of its own, in which cached files count too. That
-needs root, and cgroups of version 1 or 2. `dd` reads the model past the cache in the same turn. The
-peer's time is that of `generate`, ours that of answering: neither counts loading.
+Each side is a process in a memory control group of its own, in which cached files count
+too. That needs root, and cgroups of version 1 or 2. `dd` reads the model past the cache in the
+same turn. The peer's time is that of `generate`, ours that of answering: neither counts loading.
 """
 
 from __future__ import annotations
@@ -81,7 +81,12 @@ def make(folder: Path, layers: int) -> None:
         own |= {"mlp.down_proj": draw(hidden, inner), "input_layernorm": ones.clone()}
         own["post_attention_layernorm"] = ones.clone()
         put({f"{top}{name}.weight": tensor for name, tensor in own.items()})
-    put({"model.embed_tokens.weight": draw(vocab, hidden), "model.norm.weight": ones.clone()})
+    put(
+        {
+            "model.embed_tokens.weight": draw(vocab, hidden),
+            "model.norm.weight": ones.clone(),
+        }
+    )
     put({"lm_head.weight": draw(vocab, hidden)})
     config = {
         "architectures": ["LlamaForCausalLM"],
@@ -113,7 +118,9 @@ class MemoryGroup:
         self._folder.mkdir(exist_ok=True)
         name = "memory.limit_in_bytes" if is_first else "memory.max"
         (self._folder / name).write_text(str(limit))
-        self._peak = self._folder / ("memory.max_usage_in_bytes" if is_first else "memory.peak")
+        self._peak = self._folder / (
+            "memory.max_usage_in_bytes" if is_first else "memory.peak"
+        )
 
     def run(self, command: list[str], **env: str) -> tuple[str, float]:
         """Run a command in the group; return its output, and the group's peak in GB."""
@@ -124,7 +131,11 @@ class MemoryGroup:
             (self._folder / "cgroup.procs").write_text(str(os.getpid()))
 
         found = subprocess.run(
-            command, preexec_fn=join, capture_output=True, text=True, env=os.environ | env
+            command,
+            preexec_fn=join,
+            capture_output=True,
+            text=True,
+            env=os.environ | env,
         )
         if found.returncode:
             raise click.ClickException(f"{command[:3]} failed: {found.stderr[-800:]}")
@@ -142,12 +153,27 @@ def dd_speed(folder: Path) -> float:
     return num_bytes / (time.perf_counter() - started)
 
 
-def run_ours(group: MemoryGroup | None, model: Path, asked: Path, *more: str) -> dict[str, Any]:
+def run_ours(
+    group: MemoryGroup | None, model: Path, asked: Path, *more: str
+) -> dict[str, Any]:
     """Answer the rows; return what the run's statistics say."""
     with tempfile.TemporaryDirectory() as folder:
         stats = Path(folder) / "stats.json"
-        command = [sys.executable, "-m", "fminfer", "run", str(asked), "--model-name", str(model)]
-        command += ["--skip-tokenizer-init", "--output", f"{folder}/out.jsonl", "--restart"]
+        command = [
+            sys.executable,
+            "-m",
+            "fminfer",
+            "run",
+            str(asked),
+            "--model-name",
+            str(model),
+        ]
+        command += [
+            "--skip-tokenizer-init",
+            "--output",
+            f"{folder}/out.jsonl",
+            "--restart",
+        ]
         command += ["--kv-dtype", "bfloat16", "--stats", str(stats), *more]
         peak = 0.0
         if group is None:
@@ -171,25 +197,40 @@ def run_ours(group: MemoryGroup | None, model: Path, asked: Path, *more: str) ->
 
 @main.command()
 @click.argument("model", type=click.Path(exists=True, path_type=Path))
-@click.option("--memory", default=6_000_000_000, help="Bytes of each side's control group.")
+@click.option(
+    "--memory", default=6_000_000_000, help="Bytes of each side's control group."
+)
 @click.option("--rows", default=256)
 @click.option("--prompt-tokens", default=8)
 @click.option("--new-tokens", default=8)
-@click.option("--peer-python", help="Has transformers and accelerate; without it only we run.")
+@click.option(
+    "--peer-python", help="Has transformers and accelerate; without it only we run."
+)
 @click.option("--peer-batch", multiple=True, type=int, default=(8,))
 @click.option("--peer-dtype", default="bfloat16")
-@click.option("--in-memory", is_flag=True, help="Also without --offload and without the limit.")
+@click.option(
+    "--in-memory", is_flag=True, help="Also without --offload and without the limit."
+)
 @click.option("--turns", default=1)
 @click.option("--trace", help="Where our first run writes its trace.")
 def run(
-    model: Path, memory: int, rows: int, prompt_tokens: int, new_tokens: int, **more: Any
+    model: Path,
+    memory: int,
+    rows: int,
+    prompt_tokens: int,
+    new_tokens: int,
+    **more: Any,
 ) -> None:
     """Measure both sides in turns."""
     draw = random.Random(1)
-    rows_of_ids = [[draw.randrange(3, 32000) for _ in range(prompt_tokens)] for _ in range(rows)]
+    rows_of_ids = [
+        [draw.randrange(3, 32000) for _ in range(prompt_tokens)] for _ in range(rows)
+    ]
     asked = Path(tempfile.mkdtemp()) / "rows.jsonl"
     fields = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
-    asked.write_text("".join(json.dumps({"prompt": ids} | fields) + "\n" for ids in rows_of_ids))
+    asked.write_text(
+        "".join(json.dumps({"prompt": ids} | fields) + "\n" for ids in rows_of_ids)
+    )
     group = MemoryGroup(memory)
     found = []
     for turn in range(more["turns"]):
@@ -202,13 +243,20 @@ def run(
             with tempfile.TemporaryDirectory() as folder:
                 numbers = map(str, (batch, prompt_tokens, new_tokens))
                 command = [more["peer_python"], "-c", PEER, str(model), *numbers]
-                out, peak = group.run([*command, more["peer_dtype"], folder], HF_HUB_OFFLINE="1")
+                out, peak = group.run(
+                    [*command, more["peer_dtype"], folder], HF_HUB_OFFLINE="1"
+                )
             seconds = json.loads(out.splitlines()[-1])["seconds"]
             speed = batch * new_tokens / seconds
-            result[f"accelerate, {batch} rows"] = {"tokens_per_s": speed, "peak_gb": peak}
+            result[f"accelerate, {batch} rows"] = {
+                "tokens_per_s": speed,
+                "peak_gb": peak,
+            }
         found.append(result)
         for name, each in result.items():
-            click.echo(f"{name:>22}  {each if not isinstance(each, dict) else _show(each)}")
+            click.echo(
+                f"{name:>22}  {each if not isinstance(each, dict) else _show(each)}"
+            )
     click.echo(json.dumps(found))
 
 

@@ -31,7 +31,9 @@ def describe(busy: str) -> str:
     """Say beside what the sides run."""
     if busy == BUILD:
         return f"beside a build of {NUM_COMPILERS} processes"
-    return {"0": "alone", "1": "beside 1 busy process"}.get(busy, f"beside {busy} busy processes")
+    return {"0": "alone", "1": "beside 1 busy process"}.get(
+        busy, f"beside {busy} busy processes"
+    )
 
 
 @contextlib.contextmanager
@@ -47,7 +49,9 @@ def other_work(busy: str) -> Iterator[None]:
         processes = [stack.enter_context(_started(kind, folder)) for _ in range(number)]
         for process in processes:
             if not (process.stdout and process.stdout.readline()):
-                raise RuntimeError(f"a process beside the sides ended: other_work.py {kind}")
+                raise RuntimeError(
+                    f"a process beside the sides ended: other_work.py {kind}"
+                )
         yield
 
 
@@ -56,8 +60,11 @@ def _started(kind: str, folder: str) -> Iterator[subprocess.Popen[bytes]]:
     """Start a process, in a session of its own so that its compiler ends with it."""
     own = tempfile.mkdtemp(dir=folder)
     command = [sys.executable, __file__, kind, own]
-    environ = os.environ | {"TMPDIR": own}  # what the compiler leaves goes with the folder
-    process = subprocess.Popen(command, stdout=subprocess.PIPE, env=environ, start_new_session=True)
+    # what the compiler leaves goes with the folder
+    environ = os.environ | {"TMPDIR": own}
+    process = subprocess.Popen(
+        command, stdout=subprocess.PIPE, env=environ, start_new_session=True
+    )
     try:
         yield process
     finally:
@@ -76,7 +83,14 @@ def _build(parent: int, folder: str) -> None:
     compiler = find_compiler()
     if compiler is None:
         raise SystemExit("there is no C++ compiler; install g++, or set CXX to one")
-    flags = [*FLAGS, *processor.compiler_flags(), "-fPIC", "-c", "-o", f"{folder}/kernel.o"]
+    flags = [
+        *FLAGS,
+        *processor.compiler_flags(),
+        "-fPIC",
+        "-c",
+        "-o",
+        f"{folder}/kernel.o",
+    ]
     for source in itertools.cycle(sorted(SOURCES.glob("*.cpp"))):
         if os.getppid() != parent:
             return

@@ -1,8 +1,8 @@
 """Converters of peers.py's peers whose own commands stumble over its model's plain tokenizer.
 
 `python peer_converters.py SIDE MODEL TARGET DTYPE` writes the checkpoint in the folder MODEL, as
-the peer wants it, into the folder TARGET. Prompts are token ids, so what a tokenizer lacks here may
-be anything.
+the peer wants it, into the folder TARGET. Prompts are token ids, so what a tokenizer
+lacks here may be anything.
 """
 
 from __future__ import annotations
@@ -14,7 +14,8 @@ from typing import Any
 
 
 def convert_to_ctranslate2(model: str, target: str, dtype: str) -> None:
-    """CTranslate2's own converter, which writes no special tokens and then loads none without."""
+    """CTranslate2's own converter, which writes no special tokens and then loads none
+    without."""
     from ctranslate2.converters import TransformersConverter
 
     class Converter(TransformersConverter):  # type: ignore[misc]
@@ -28,7 +29,8 @@ def convert_to_ctranslate2(model: str, target: str, dtype: str) -> None:
 
 
 def convert_to_gguf(model: str, target: str, dtype: str) -> None:
-    """llama.cpp's convert_hf_to_gguf.py: it knows tokenizers by a hash, and wants some merges."""
+    """llama.cpp's convert_hf_to_gguf.py: it knows tokenizers by a hash, and wants some
+    merges."""
     sys.path.insert(0, str(Path(sys.prefix) / "source"))
     import convert_hf_to_gguf
     from conversion.base import TextModel

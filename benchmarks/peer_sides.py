@@ -1,8 +1,9 @@
 """The peers' sides of peers.py; each function runs alone in a virtual environment of its own.
 
-It needs nothing of fminfer: `python peer_sides.py SIDE JOB.json` reads the folder of the model, the
-rows and the dtype from the JSON file, answers all rows, and prints one line of JSON: `ready_s` from
-the process's start, `run_s` of the rows, `tokens` that were generated, and some answers.
+It needs nothing of fminfer: `python peer_sides.py SIDE JOB.json` reads the folder of
+the model, the rows and the dtype from the JSON file, answers all rows, and prints one
+line of JSON: `ready_s` from the process's start, `run_s` of the rows, `tokens` that
+were generated, and some answers.
 """
 
 from __future__ import annotations
@@ -36,7 +37,9 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
             batch = [job["rows"][i] for i in numbers]
             longest = max(len(row["prompt"]) for row in batch)
             gaps = [longest - len(row["prompt"]) for row in batch]
-            ids = torch.tensor([[0] * g + r["prompt"] for g, r in zip(gaps, batch, strict=True)])
+            ids = torch.tensor(
+                [[0] * g + r["prompt"] for g, r in zip(gaps, batch, strict=True)]
+            )
             mask = torch.tensor([[0] * g + [1] * (longest - g) for g in gaps])
             ids = ids.to(device)
             mask = mask.to(device)
@@ -50,7 +53,9 @@ def run_generate(job: dict[str, Any]) -> dict[str, Any]:
                     pad_token_id=0,
                     eos_token_id=None,
                 )[:, longest:].tolist()
-                found = [f[: r["max_tokens"]] for f, r in zip(found, batch, strict=True)]
+                found = [
+                    f[: r["max_tokens"]] for f, r in zip(found, batch, strict=True)
+                ]
             else:
                 found = _score_padded(model, ids, mask)
             answers |= zip(numbers, found, strict=True)
@@ -65,13 +70,18 @@ def _score_padded(model: Any, ids: Any, mask: Any) -> list[list[float]]:
     logits = model(input_ids=ids, attention_mask=mask, position_ids=positions).logits
     scores = []
     for row, target, used in zip(logits, ids, mask, strict=True):
-        own = row[:-1].log_softmax(-1, dtype=torch.float32).gather(-1, target[1:, None])[:, 0]
+        own = (
+            row[:-1]
+            .log_softmax(-1, dtype=torch.float32)
+            .gather(-1, target[1:, None])[:, 0]
+        )
         scores.append(own[len(own) - int(used.sum()) + 1 :].tolist())
     return scores
 
 
 def run_generate_batch(job: dict[str, Any]) -> dict[str, Any]:
-    """transformers' own continuous batching over a paged cache; it generates, and cannot score."""
+    """transformers' own continuous batching over a paged cache; it generates, and
+    cannot score."""
     import torch
     import transformers
 
@@ -81,7 +91,9 @@ def run_generate_batch(job: dict[str, Any]) -> dict[str, Any]:
         job["model"], dtype=dtype, attn_implementation="sdpa"
     )
     model = model.eval().to(job["device"])
-    how = transformers.GenerationConfig(**_how_to_draw(job), eos_token_id=-1, pad_token_id=0)
+    how = transformers.GenerationConfig(
+        **_how_to_draw(job), eos_token_id=-1, pad_token_id=0
+    )
     ready_s = time.perf_counter() - STARTED_S
     found: dict[str, list[int]] = {}
     with model.continuous_batching_context_manager(generation_config=how) as manager:
@@ -154,7 +166,9 @@ def run_openvino(job: dict[str, Any], *, is_dynamic: bool = False) -> dict[str, 
     scheduler = genai.SchedulerConfig()
     scheduler.enable_prefix_caching = True
     scheduler.cache_size = 4
-    how = {"INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[job["dtype"]]}
+    how = {
+        "INFERENCE_PRECISION_HINT": {"float32": "f32", "bfloat16": "bf16"}[job["dtype"]]
+    }
     if job["bits"] and not is_dynamic:  # activations keep their type
         how["DYNAMIC_QUANTIZATION_GROUP_SIZE"] = "0"
     pipe = genai.ContinuousBatchingPipeline(str(folder), scheduler, "CPU", how)
@@ -196,14 +210,21 @@ def run_ctranslate2(job: dict[str, Any]) -> dict[str, Any]:
     kind = job["dtype"] if job["dtype"] in offered else "float32"
     cores = os.cpu_count() or 1
     generator = ctranslate2.Generator(
-        str(folder), device="cpu", compute_type=kind, inter_threads=1, intra_threads=cores
+        str(folder),
+        device="cpu",
+        compute_type=kind,
+        inter_threads=1,
+        intra_threads=cores,
     )
     print(f"  ctranslate2: computes in {generator.compute_type}", file=sys.stderr)
     ready_s = time.perf_counter() - STARTED_S
     drawn = _how_to_draw(job)
     how = {}  # else it takes the likeliest token
     if drawn["do_sample"]:
-        how = {"sampling_temperature": drawn["temperature"], "sampling_topp": drawn["top_p"]}
+        how = {
+            "sampling_temperature": drawn["temperature"],
+            "sampling_topp": drawn["top_p"],
+        }
         how["sampling_topk"] = 0
     answers: dict[int, Any] = {}
     for numbers in _batches(job["rows"]):
@@ -212,10 +233,15 @@ def run_ctranslate2(job: dict[str, Any]) -> dict[str, Any]:
         new = max(row["max_tokens"] for row in batch)
         if new:
             results = generator.generate_batch(
-                prompts, max_length=new, end_token=[], include_prompt_in_result=False, **how
+                prompts,
+                max_length=new,
+                end_token=[],
+                include_prompt_in_result=False,
+                **how,
             )
             found = [
-                f.sequences_ids[0][: r["max_tokens"]] for f, r in zip(results, batch, strict=True)
+                f.sequences_ids[0][: r["max_tokens"]]
+                for f, r in zip(results, batch, strict=True)
             ]
         else:
             results = generator.score_batch(prompts, max_input_length=0)
@@ -243,18 +269,30 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         address = f"http://127.0.0.1:{free.getsockname()[1]}"
-    command = [str(Path(sys.prefix) / "bin/llama-server"), "--port", address.rpartition(":")[2]]
+    command = [
+        str(Path(sys.prefix) / "bin/llama-server"),
+        "--port",
+        address.rpartition(":")[2],
+    ]
     command += ["--model", str(Path(job["llama.cpp"]) / "model.gguf"), "--offline"]
     command += ["--parallel", str(slots), "--threads", str(os.cpu_count() or 1)]
-    each = (max(map(_length, rows)) // 256 + 1) * 256  # it stops one token before a slot is full
+    # it stops one token before a slot is full
+    each = (max(map(_length, rows)) // 256 + 1) * 256
     command += ["--ctx-size", str(slots * each), "--log-verbosity", "1"]
     server = subprocess.Popen(command, stdout=subprocess.DEVNULL)
 
     def answer(row: dict[str, Any]) -> list[int]:
-        asked = {"prompt": row["prompt"], "n_predict": row["max_tokens"], "top_k": 0, "min_p": 0}
+        asked = {
+            "prompt": row["prompt"],
+            "n_predict": row["max_tokens"],
+            "top_k": 0,
+            "min_p": 0,
+        }
         asked |= {"temperature": row["temperature"], "top_p": row["top_p"]}
         asked |= {"ignore_eos": True, "cache_prompt": True, "return_tokens": True}
-        with urllib.request.urlopen(f"{address}/completion", json.dumps(asked).encode()) as reply:
+        with urllib.request.urlopen(
+            f"{address}/completion", json.dumps(asked).encode()
+        ) as reply:
             return list(json.load(reply)["tokens"])
 
     def is_ready() -> bool:
@@ -267,7 +305,9 @@ def run_llama_cpp(job: dict[str, Any]) -> dict[str, Any]:
     try:
         while not is_ready():
             if server.poll() is not None:
-                raise SystemExit(f"  llama.cpp: its server ended with status {server.returncode}")
+                raise SystemExit(
+                    f"  llama.cpp: its server ended with status {server.returncode}"
+                )
             time.sleep(0.05)
         ready_s = time.perf_counter() - STARTED_S
         started = time.perf_counter()
@@ -286,7 +326,9 @@ def _how_to_draw(job: dict[str, Any]) -> dict[str, Any]:
     if row["temperature"] == 0:
         return {"do_sample": False}
     # transformers would keep the 50 best as it comes.
-    return {"do_sample": True, "top_k": 0} | {name: row[name] for name in ("temperature", "top_p")}
+    return {"do_sample": True, "top_k": 0} | {
+        name: row[name] for name in ("temperature", "top_p")
+    }
 
 
 def _length(row: dict[str, Any]) -> int:
@@ -306,7 +348,9 @@ def _result(
     if run_s is None:
         run_s = time.perf_counter() - STARTED_S - ready_s
     sample = [answer[:8] for answer in answers[:4]]
-    tokens = sum(len(a) for a, r in zip(answers, job["rows"], strict=True) if r["max_tokens"])
+    tokens = sum(
+        len(a) for a, r in zip(answers, job["rows"], strict=True) if r["max_tokens"]
+    )
     return {"ready_s": ready_s, "run_s": run_s, "tokens": tokens, "sample": sample}
 
 

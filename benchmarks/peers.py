@@ -1,13 +1,14 @@
 #!/usr/bin/env python
 """fminfer beside its peers: the same model, the same rows, in turns.
 
-The workloads are those of against_transformers.py, on a random-init model that is written to disk
-once. transformers runs with this Python; vLLM, OpenVINO GenAI, CTranslate2 and llama.cpp's server
-where `make_peers.sh FOLDER` has made their virtual environments; the last three get the checkpoint
-converted, once. Every turn is a process of its own. "run" is the answering alone, "job" is from the
-start of the process to its end. The machine's roof, a product and a read, is measured between the
-turns; "limit" is the least time that a run could take at it (limit.py). A side that cannot answer a
-workload, or convert the model, says why and has a – there.
+The workloads are those of against_transformers.py, on a random-init model that is
+written to disk once. transformers runs with this Python; vLLM, OpenVINO GenAI, CTranslate2 and
+llama.cpp's server where `make_peers.sh FOLDER` has made their virtual environments; the
+last three get the checkpoint converted, once. Every turn is a process of its own. "run"
+is the answering alone, "job" is from the start of the process to its end. The machine's
+roof, a product and a read, is measured between the turns; "limit" is the least time
+that a run could take at it (limit.py). A side that cannot answer a workload, or convert
+the model, says why and has a – there.
 
     benchmarks/make_peers.sh ~/peers
     python benchmarks/peers.py --peers ~/peers --workload a --workload b --workload c --repeats 3
@@ -42,7 +43,8 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 
 HERE = Path(__file__).parent.resolve()
 ROOT = HERE.parent
-sys.path.insert(0, str(ROOT))  # the package beside this file, whether it is installed or not
+# the package beside this file, whether it is installed or not
+sys.path.insert(0, str(ROOT))
 
 from against_transformers import make_workload  # noqa: E402
 from limit import Roof, least_s, measure_roof  # noqa: E402
@@ -138,20 +140,26 @@ def write_model(folder: Path, size: str, dtype: str, device: str) -> None:
     config = transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
     torch.manual_seed(1)
     with torch.device(device):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=getattr(torch, dtype))
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=getattr(torch, dtype)
+        )
     pieces = sorted(pre_tokenizers.ByteLevel.alphabet())
     pieces += [f"<filler {i}>" for i in range(config.vocab_size - len(pieces))]
     tokenizer = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, []))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
-    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(tokenizer_object=tokenizer).save_pretrained(
+        folder
+    )
     model.save_pretrained(folder)
     del model
     if device != "cpu":
         torch.cuda.empty_cache()  # the sides are to find it free
 
 
-def convert(side: str, peers: Path, folder: Path, dtype: str, bits: str = "") -> float | None:
+def convert(
+    side: str, peers: Path, folder: Path, dtype: str, bits: str = ""
+) -> float | None:
     """Convert the checkpoint into folder/SIDE once; return the seconds, None if it can't."""
     target = folder / f"{side}{bits}"
     weights, form = BITS.get(bits, ("fp16", dtype))
@@ -184,14 +192,18 @@ def run_fminfer(job: dict[str, Any], folder: Path) -> dict[str, Any]:
     command += ["--device", job["device"]]
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     environ = os.environ | {"PYTHONPATH": os.pathsep.join(paths)}
-    subprocess.run([*command, "--stats", str(folder / "stats.json")], check=True, env=environ)
+    subprocess.run(
+        [*command, "--stats", str(folder / "stats.json")], check=True, env=environ
+    )
     stats = json.loads((folder / "stats.json").read_text())
     assert stats["num_errors"] == 0
     return {
         "ready_s": stats["start_to_ready_s"],
         "run_s": stats["wall_s"],
         "tokens": stats["completion_tokens"],
-        "sample": [_sample(json.loads(line)) for line in output.read_text().splitlines()[:4]],
+        "sample": [
+            _sample(json.loads(line)) for line in output.read_text().splitlines()[:4]
+        ],
     }
 
 
@@ -202,14 +214,20 @@ def _sample(record: dict[str, Any]) -> list[Any]:
     return list(choice["logprobs"]["token_logprobs"][1:9])
 
 
-def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[str, Any] | None:
-    """Answer the rows in a process of the peer's; return None where it cannot, and has said why."""
+def run_peer(
+    python: str, side: str, job: dict[str, Any], folder: Path
+) -> dict[str, Any] | None:
+    """Answer the rows in a process of the peer's; return None where it cannot, and has
+    said why."""
     path = folder / "job.json"
     path.write_text(json.dumps(job))
     command = [python, str(HERE / "peer_sides.py"), side, str(path)]
     environ = os.environ | {"HF_HUB_OFFLINE": "1"}
-    with (folder / "peer.out").open("w+b") as out:  # a pipe stays open as long as vLLM's workers
-        process = subprocess.Popen(command, stdout=out, env=environ, start_new_session=True)
+    # a pipe stays open as long as vLLM's workers
+    with (folder / "peer.out").open("w+b") as out:
+        process = subprocess.Popen(
+            command, stdout=out, env=environ, start_new_session=True
+        )
         status = process.wait()
         with contextlib.suppress(ProcessLookupError):
             os.killpg(process.pid, signal.SIGKILL)  # those that outlive it
@@ -222,7 +240,9 @@ def run_peer(python: str, side: str, job: dict[str, Any], folder: Path) -> dict[
     return result
 
 
-def find_sides(peers: Path | None, wanted: tuple[str, ...], device: str = "cpu") -> dict[str, str]:
+def find_sides(
+    peers: Path | None, wanted: tuple[str, ...], device: str = "cpu"
+) -> dict[str, str]:
     """Return the sides that can run here, each with its Python; generate_batch if asked for."""
     sides = {"fminfer": sys.executable, "transformers": sys.executable}
     if "generate_batch" in wanted:
@@ -231,7 +251,9 @@ def find_sides(peers: Path | None, wanted: tuple[str, ...], device: str = "cpu")
         python = peers / name / "bin/python" if peers else None
         if python is not None and python.exists():
             sides[name] = str(python)
-    return {name: python for name, python in sides.items() if not wanted or name in wanted}
+    return {
+        name: python for name, python in sides.items() if not wanted or name in wanted
+    }
 
 
 def measure(
@@ -266,7 +288,8 @@ def measure(
             )
     return {
         name: {
-            key: statistics.median(r[key] for r in results) for key in ("run_s", "job_s", "ready_s")
+            key: statistics.median(r[key] for r in results)
+            for key in ("run_s", "job_s", "ready_s")
         }
         | {"runs": [r["run_s"] for r in results], "sample": results[-1]["sample"]}
         for name, results in found.items()
@@ -278,7 +301,9 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
     left = 120
     width = 560
     bar = 22
-    longest = max(side["run_s"] for sides in results.values() for side in sides.values())
+    longest = max(
+        side["run_s"] for sides in results.values() for side in sides.values()
+    )
     out = [f'<text x="8" y="20" font-weight="bold">{escape(title)}</text>']
     y = 40
     for workload, sides in results.items():
@@ -291,24 +316,28 @@ def draw(results: dict[str, dict[str, dict[str, Any]]], title: str) -> str:
                 f'<rect x="{left}" y="{y}" width="{wide:.1f}" height="{bar - 4}" '
                 f'fill="{COLOURS[name]}"/>'
             )
-            out.append(f'<text x="{left + wide + 6:.1f}" y="{y + 14}">{side["run_s"]:.1f} s</text>')
+            out.append(
+                f'<text x="{left + wide + 6:.1f}" y="{y + 14}">{side["run_s"]:.1f} s</text>'
+            )
             y += bar
         y += 10
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 90}" height="{y}" '
-        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(out)
-        + "\n</svg>\n"
+        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" '
+        'fill="white"/>\n' + "\n".join(out) + "\n</svg>\n"
     )
 
 
 def _cells(side: dict[str, Any] | None) -> str:
-    return f"{side['run_s']:14.1f}{side['job_s']:9.1f}" if side else f"{'–':>14}{'–':>9}"
+    return (
+        f"{side['run_s']:14.1f}{side['job_s']:9.1f}" if side else f"{'–':>14}{'–':>9}"
+    )
 
 
 def make_rows(workload: str, scale: float) -> list[dict[str, Any]]:
     """Return the rows of a workload by its name."""
-    if match := re.fullmatch(r"batch-(\d+)", workload):  # of the BLOOM inference scripts
+    # of the BLOOM inference scripts
+    if match := re.fullmatch(r"batch-(\d+)", workload):
         prompts = [[40 + (i + j) % 200 for j in range(6)] for i in range(int(match[1]))]
         return [{"prompt": ids, "max_tokens": 100} for ids in prompts]
     if match := re.fullmatch(r"(\d+)x(\d+)\+(\d+)", workload):
@@ -317,7 +346,9 @@ def make_rows(workload: str, scale: float) -> list[dict[str, Any]]:
         prompts = [[rng.randrange(32000) for _ in range(num_in)] for _ in range(size)]
         return [{"prompt": ids, "max_tokens": num_out} for ids in prompts]
     if workload not in ("a", "b", "c"):
-        raise click.BadParameter(f"{workload}: a, b, c, batch-N or ROWSxIN+OUT, as 512x512+128")
+        raise click.BadParameter(
+            f"{workload}: a, b, c, batch-N or ROWSxIN+OUT, as 512x512+128"
+        )
     return make_workload(workload, scale)
 
 
@@ -333,7 +364,8 @@ def use_processor(name: str | None) -> None:
     if name is not None:
         os.environ[processor.VARIABLE] = name
     try:
-        processor.cap_libraries()  # by variables; torch, oneDNN and MKL read them at first use
+        # by variables; torch, oneDNN and MKL read them at first use
+        processor.cap_libraries()
     except UsageError as error:
         raise click.ClickException(str(error)) from error
 
@@ -349,20 +381,32 @@ def use_processor(name: str | None) -> None:
 )
 @click.option("--model", default="llama-160m", show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--device", default="cpu", show_default=True, help="Of all sides: cpu or cuda.")
-@click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
-@click.option("--side", "wanted", multiple=True, help="Only these.  [default: all there are]")
+@click.option(
+    "--device", default="cpu", show_default=True, help="Of all sides: cpu or cuda."
+)
+@click.option(
+    "--peers", type=click.Path(path_type=Path), help="Folder of virtual environments."
+)
+@click.option(
+    "--side", "wanted", multiple=True, help="Only these.  [default: all there are]"
+)
 @click.option(
     "--bits",
     type=click.Choice(["", *BITS]),
     default="",
-    help="Of weights: --quantize of fminfer, OpenVINO's weight format, llama.cpp's Q8_0 or Q4_0. "
+    help="Of weights: --quantize of fminfer, OpenVINO's weight format, llama.cpp's "
+    "Q8_0 or Q4_0. "
     "OpenVINO does not quantize activations then; the side openvino-dynamic does.",
 )
 @click.option(
-    "--gguf", "is_gguf", is_flag=True, help="fminfer runs the file of llama.cpp, with --bits."
+    "--gguf",
+    "is_gguf",
+    is_flag=True,
+    help="fminfer runs the file of llama.cpp, with --bits.",
 )
-@click.option("--temperature", default=0.0, show_default=True, help="Of rows that generate.")
+@click.option(
+    "--temperature", default=0.0, show_default=True, help="Of rows that generate."
+)
 @click.option("--top-p", default=1.0, show_default=True, help="Of rows that generate.")
 @click.option("--repeats", default=1, show_default=True)
 @click.option(
@@ -375,13 +419,18 @@ def use_processor(name: str | None) -> None:
 @click.option(
     "--cpu",
     type=click.Choice([*processor.LEVELS, processor.NATIVE]),
-    help="Stand for a lesser processor: fminfer, torch, oneDNN and MKL, and with them the peers. "
+    help="Stand for a lesser processor: fminfer, torch, oneDNN and MKL, and with them "
+    "the peers. "
     "OpenVINO's products obey (workload b took 1.7 times as long on a Zen 5 with avx2); "
     "whether its attention does is not known.",
 )
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
-@click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
-@click.option("--plot", type=click.Path(path_type=Path), help="Draw the run times, as SVG.")
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers")
+)
+@click.option(
+    "--plot", type=click.Path(path_type=Path), help="Draw the run times, as SVG."
+)
 def main(
     workloads: tuple[str, ...],
     model: str,
@@ -418,7 +467,9 @@ def main(
             job[name] = str(folder / f"{name}{bits}")
             print(f"  {name}: converted once, {took_s:.0f} s", file=sys.stderr)
     if is_gguf and "llama.cpp" not in job:
-        raise click.ClickException("--gguf needs llama.cpp's environment, which makes the file")
+        raise click.ClickException(
+            "--gguf needs llama.cpp's environment, which makes the file"
+        )
     if bits and "openvino" in able:
         able["openvino-dynamic"] = sides["openvino-dynamic"] = able["openvino"]
     results = {}
@@ -447,7 +498,12 @@ def main(
     print(f"{'limit':14}" + "".join(f"{limits[w]:14.1f}{'':9}" for w in results))
     if plot is not None:
         plot.write_text(draw(results, f"{model}, {dtype}: seconds a run"))
-    summary = {"model": model, "dtype": dtype, "gemm_gflops": gemm, "read_gb_per_s": read}
+    summary = {
+        "model": model,
+        "dtype": dtype,
+        "gemm_gflops": gemm,
+        "read_gb_per_s": read,
+    }
     summary |= {
         "device": device,
         "bits": bits,

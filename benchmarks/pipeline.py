@@ -4,14 +4,15 @@
 The work is workload a of against_transformers.py: 64 rows, prompts of 16–191 tokens, 16–128 new
 tokens each, on a random-init llama of 12 layers × 768. Every run is the command, in processes
 of its own; its time is that of answering, loading left out. `busy` is each stage's share of the
-time between its first and its last step; with one micro-batch in flight (`--micro-batches 1`) only
-one stage of P can work at a time, so it must come out at about 1/P, which proves the measure.
+time between its first and its last step; with one micro-batch in flight
+(`--micro-batches 1`) only one stage of P can work at a time, so it must come out at
+about 1/P, which proves the measure.
 
     python benchmarks/pipeline.py --repeats 3
 
-With 64 rows all run at once, and fewer and fewer are left. The steady state of a long file, where a
-row enters as another leaves, needs more than the 256 that run at once; and 13 layers with a
-vocabulary of 42,000 halve, since the head then costs as much as one:
+With 64 rows all run at once, and fewer and fewer are left. The steady state of a long
+file, where a row enters as another leaves, needs more than the 256 that run at once;
+and 13 layers with a vocabulary of 42,000 halve, since the head then costs as much as one:
 
     python benchmarks/pipeline.py --repeats 1 --layers 13 --vocabulary 42000 --times 6
 
@@ -38,7 +39,14 @@ from fminfer.models.known_sizes import SIZES
 def run_once(folder: Path, num_ranks: int, threads: int, more: list[str]) -> Any:
     """Answer the workload once and return what --stats says."""
     stats = folder / "stats.json"
-    command = [sys.executable, "-m", "fminfer", "run", str(folder / "rows.jsonl"), "--restart"]
+    command = [
+        sys.executable,
+        "-m",
+        "fminfer",
+        "run",
+        str(folder / "rows.jsonl"),
+        "--restart",
+    ]
     command += ["--random-init", str(folder / "config.json"), "--stats", str(stats)]
     command += ["--output", str(folder / "out.jsonl"), "--world-size", str(num_ranks)]
     command += ["--dtype", "float32", "--kernels", "off", "-q"]
@@ -54,14 +62,18 @@ def busy_shares(stats: Any) -> list[float]:
     ]
 
 
-def write_inputs(folder: Path, scale: float, times: int, layers: int, vocabulary: int) -> None:
+def write_inputs(
+    folder: Path, scale: float, times: int, layers: int, vocabulary: int
+) -> None:
     """Write the workload, each time with other tokens, and the model's config."""
     config = SIZES[SIZE] | {"num_hidden_layers": layers, "vocab_size": vocabulary}
     (folder / "config.json").write_text(json.dumps(config))
     with (folder / "rows.jsonl").open("w") as file:
         for number in range(times):
             for row in make_workload("a", scale):
-                other = row | {"prompt": [(i + 977 * number) % 32000 for i in row["prompt"]]}
+                other = row | {
+                    "prompt": [(i + 977 * number) % 32000 for i in row["prompt"]]
+                }
                 file.write(json.dumps(other) + "\n")
 
 
@@ -72,7 +84,9 @@ def write_inputs(folder: Path, scale: float, times: int, layers: int, vocabulary
 @click.option("--times", default=1, show_default=True, help="Repeat them so often.")
 @click.option("--layers", default=12, show_default=True, help="Of the model.")
 @click.option("--vocabulary", default=32000, show_default=True, help="Of the model.")
-@click.option("--option", "options", multiple=True, help="More of the pipeline's, as --x=y.")
+@click.option(
+    "--option", "options", multiple=True, help="More of the pipeline's, as --x=y."
+)
 def main(
     ranks: int,
     repeats: int,
@@ -96,14 +110,21 @@ def main(
                 stats = run_once(folder, num_ranks, threads, more)
                 results[side].append(stats)
                 shares = ", ".join(f"{share:.1%}" for share in busy_shares(stats))
-                print(f"  {side:22} {stats['wall_s']:6.1f} s  busy {shares}", flush=True)
-    print(f"\nworkload a × {times}, {layers} layers, vocabulary {vocabulary}, medians of {repeats}")
+                print(
+                    f"  {side:22} {stats['wall_s']:6.1f} s  busy {shares}", flush=True
+                )
+    print(
+        f"\nworkload a × {times}, {layers} layers, vocabulary {vocabulary}, medians of {repeats}"
+    )
     print(f"{'':24}{'run s':>8}{'tokens/s':>10}  busy, a stage each")
     summary = {}
     for side, runs in results.items():
         run_s = statistics.median(run["wall_s"] for run in runs)
         rate = statistics.median(run["tokens_per_s"] for run in runs)
-        busy = [statistics.median(each) for each in zip(*map(busy_shares, runs), strict=True)]
+        busy = [
+            statistics.median(each)
+            for each in zip(*map(busy_shares, runs), strict=True)
+        ]
         summary[side] = {"run_s": run_s, "tokens_per_s": rate, "busy": busy}
         shown = ", ".join(f"{share:.1%}" for share in busy)
         print(f"{side:24}{run_s:8.1f}{rate:10.0f}  {shown}")

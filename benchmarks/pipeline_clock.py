@@ -61,8 +61,8 @@ class StepTimes:
 class SimulatedPipeline:
     """What the engine sees of a pipeline, with stages that only take time.
 
-    Steps pass each stage in the order of their submission, so a step's whole way is known when it
-    is submitted.
+    Steps pass each stage in the order of their submission, so a step's whole way is
+    known when it is submitted.
 
     Args:
         stages: how long each stage works on a step.
@@ -91,7 +91,8 @@ class SimulatedPipeline:
         self._link_free_s = [0.0] * len(self._stages)
         self._in_flight: deque[tuple[Step, StepTimes]] = deque()
         self.num_in_flight = 0
-        self._last_draw_s: dict[int, float] = {}  # by the row's slot, its own while it runs
+        # by the row's slot, its own while it runs
+        self._last_draw_s: dict[int, float] = {}
         self.steps: list[StepTimes] = []
         self.round_s: list[float] = []  # between two tokens of one row
 
@@ -110,7 +111,8 @@ class SimulatedPipeline:
             starts.append(max(arrival, self._free_s[stage]))
             ends.append(starts[-1] + time_s(work))
             self._free_s[stage] = ends[-1]
-            is_last = stage == len(self._stages) - 1  # only ids go back, which weigh nothing
+            # only ids go back, which weigh nothing
+            is_last = stage == len(self._stages) - 1
             sent_bytes = 0 if is_last else work.num_tokens * self._token_bytes
             arrival = self._send(stage, ends[-1], sent_bytes)
         times = StepTimes(work.num_tokens, work.num_draws, starts, ends, arrival)
@@ -208,10 +210,15 @@ class Engine:
     min_share: int | None = None  # None: the scheduler's own
 
 
-def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) -> Outcome:
+def run_engine(
+    pipeline: SimulatedPipeline, engine: Engine, workload: Workload
+) -> Outcome:
     """Answer the workload with the real loop over the simulated pipeline."""
     pool = BlockPool(-(-engine.kv_tokens // engine.block_size), engine.block_size)
-    sizes: dict[str, Any] = {"chunk_size": engine.chunk_size, "max_rows": engine.max_rows}
+    sizes: dict[str, Any] = {
+        "chunk_size": engine.chunk_size,
+        "max_rows": engine.max_rows,
+    }
     sizes["num_stages"] = pipeline.num_stages
     tokenizer = Tokenizer(None)
     min_share = packing.MIN_SHARE if engine.min_share is None else engine.min_share
@@ -225,15 +232,22 @@ def run_engine(pipeline: SimulatedPipeline, engine: Engine, workload: Workload) 
         )
         started = time.perf_counter()
         lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256)))
-        runner = LineRunner(loop, lines, RecordForm("simulated", 0), engine=loop, joins_equal=False)
-        errors = [record.error for record in runner.run(workload.lines()) if record.error]
+        runner = LineRunner(
+            loop, lines, RecordForm("simulated", 0), engine=loop, joins_equal=False
+        )
+        errors = [
+            record.error for record in runner.run(workload.lines()) if record.error
+        ]
         loop_s = time.perf_counter() - started
     assert not errors, errors[0]
     return sum_up(pipeline, loop.stats.max_rows_running, loop_s)
 
 
-def sum_up(pipeline: SimulatedPipeline, max_rows_running: int, loop_s: float) -> Outcome:
-    """Find rates and busy shares of the steps between a quarter and three quarters of the draws."""
+def sum_up(
+    pipeline: SimulatedPipeline, max_rows_running: int, loop_s: float
+) -> Outcome:
+    """Find rates and busy shares of the steps between a quarter and three quarters of
+    the draws."""
     steps = pipeline.steps
     total = sum(step.num_draws for step in steps)
     drawn = 0
@@ -248,7 +262,8 @@ def sum_up(pipeline: SimulatedPipeline, max_rows_running: int, loop_s: float) ->
     busy = []
     for stage in range(len(steps[0].starts)):
         worked = (
-            max(0.0, min(step.ends[stage], last) - max(step.starts[stage], first)) for step in steps
+            max(0.0, min(step.ends[stage], last) - max(step.starts[stage], first))
+            for step in steps
         )
         busy.append(sum(worked) / span)
     return Outcome(

@@ -1,7 +1,7 @@
 """What a stage of a pipeline costs: shapes of models, figures of machines, seconds and bytes.
 
-Arithmetic only; it knows no schedule. Public figures come from data sheets, the CPU's are measured,
-and what share of them is reached is an assumption that the caller can change.
+Arithmetic only; it knows no schedule. Public figures come from data sheets, the CPU's
+are measured, and what share of them is reached is an assumption that the caller can change.
 """
 
 from __future__ import annotations
@@ -10,8 +10,10 @@ from dataclasses import dataclass
 from typing import Literal
 
 SplitRule = Literal["even", "time", "memory"]
-SAMPLING_PASSES = 6  # times the float32 logits are read or written: softmax, top-p, draw
-MEMORY_SHARE = 0.9  # of a device that weights and KV cache may fill; the rest is work space
+# times the float32 logits are read or written: softmax, top-p, draw
+SAMPLING_PASSES = 6
+# of a device that weights and KV cache may fill; the rest is work space
+MEMORY_SHARE = 0.9
 
 
 @dataclass(slots=True, frozen=True)
@@ -33,7 +35,10 @@ class ModelShape:
 
     @property
     def layer_params(self) -> int:
-        attention = 2 * self.hidden * self.hidden + 2 * self.hidden * self.kv_heads * self.head_dim
+        attention = (
+            2 * self.hidden * self.hidden
+            + 2 * self.hidden * self.kv_heads * self.head_dim
+        )
         return attention + (3 if self.is_gated else 2) * self.hidden * self.ffn
 
     @property
@@ -50,8 +55,12 @@ class ModelShape:
 SHAPES = {
     "opt-175b": ModelShape(96, 12288, 49152, 50272, 96, 96),
     "bloom-176b": ModelShape(70, 14336, 57344, 250880, 112, 112),
-    "llama-70b": ModelShape(80, 8192, 28672, 128256, 64, 8, is_gated=True, is_tied=False),
-    "llama-160m": ModelShape(12, 768, 3072, 32000, 12, 12, is_gated=True, is_tied=False),
+    "llama-70b": ModelShape(
+        80, 8192, 28672, 128256, 64, 8, is_gated=True, is_tied=False
+    ),
+    "llama-160m": ModelShape(
+        12, 768, 3072, 32000, 12, 12, is_gated=True, is_tied=False
+    ),
 }
 
 
@@ -83,12 +92,18 @@ class Machine:
     def ridge_tokens(self) -> float:
         """Tokens a step from which on its products take longer than reading the weights."""
         flops = self.flops * self.gemm_efficiency
-        return flops / (self.memory_bytes_per_s * self.memory_efficiency) * self.dtype_bytes / 2
+        return (
+            flops
+            / (self.memory_bytes_per_s * self.memory_efficiency)
+            * self.dtype_bytes
+            / 2
+        )
 
 
 # GPUs: peak figures of NVIDIA's data sheets (dense, 16 bits); NVLink's and one InfiniBand card's
-# rate in one direction. cpu-core: measured, one core of a 2-core Xeon (AVX-512): a float32 product
-# of 512 × 768 × 3072; one row times 24 such weights; gloo's latency and rate are assumed.
+# rate in one direction. cpu-core: measured, one core of a 2-core Xeon (AVX-512): a
+# float32 product of 512 × 768 × 3072; one row times 24 such weights; gloo's latency and
+# rate are assumed.
 GB = 1e9
 MICRO = 1e-6
 MACHINES = {
@@ -152,14 +167,18 @@ class StageCost:
         copies = self.is_first + self.is_last
         if self.shape.is_tied:
             copies = min(copies, 1)
-        params = self.num_layers * self.shape.layer_params + copies * self.shape.vocab_params
+        params = (
+            self.num_layers * self.shape.layer_params + copies * self.shape.vocab_params
+        )
         return params * self.machine.dtype_bytes
 
     @property
     def kv_tokens(self) -> int:
         """Return how many tokens' keys and values fit beside the weights."""
         room = MEMORY_SHARE * self.machine.device_bytes - self.weight_bytes
-        return int(room / (self.num_layers * self.shape.kv_size * self.machine.dtype_bytes))
+        return int(
+            room / (self.num_layers * self.shape.kv_size * self.machine.dtype_bytes)
+        )
 
     @property
     def _bytes_per_s(self) -> float:
@@ -175,12 +194,15 @@ class StageCost:
     def _layer_s(self, work: Work) -> float:
         products = self._product_s(self.shape.layer_params, work.num_tokens)
         flops = self.machine.flops * self.machine.attention_efficiency
-        scores = 4 * work.num_scores * self.shape.hidden / flops  # q·k, and weights times values
+        # q·k, and weights times values
+        scores = 4 * work.num_scores * self.shape.hidden / flops
         attention = max(self._read_s(work.kv_read * self.shape.kv_size), scores)
         return self.machine.layer_s + products + attention
 
 
-def build_stages(shape: ModelShape, machine: Machine, counts: list[int]) -> list[StageCost]:
+def build_stages(
+    shape: ModelShape, machine: Machine, counts: list[int]
+) -> list[StageCost]:
     """Return the stages of a split."""
     assert sum(counts) == shape.num_layers, f"{counts} adds up to {sum(counts)}"
     last = len(counts) - 1
@@ -200,7 +222,9 @@ def build_hops(machine: Machine, num_stages: int, per_machine: int) -> list[Link
     return hops
 
 
-def split(shape: ModelShape, machine: Machine, num_stages: int, rule: SplitRule) -> list[int]:
+def split(
+    shape: ModelShape, machine: Machine, num_stages: int, rule: SplitRule
+) -> list[int]:
     """Return how many layers each stage gets.
 
     even: ⌈layers ÷ stages⌉ each, the last what is left. time: the stage that reads most weights
@@ -208,12 +232,16 @@ def split(shape: ModelShape, machine: Machine, num_stages: int, rule: SplitRule)
     """
     if rule == "even":
         each = -(-shape.num_layers // num_stages)
-        counts = [min(each, shape.num_layers - each * stage) for stage in range(num_stages)]
+        counts = [
+            min(each, shape.num_layers - each * stage) for stage in range(num_stages)
+        ]
         return counts if min(counts) > 0 else _fill(shape, machine, num_stages, "time")
     return _fill(shape, machine, num_stages, rule)
 
 
-def _fill(shape: ModelShape, machine: Machine, num_stages: int, rule: SplitRule) -> list[int]:
+def _fill(
+    shape: ModelShape, machine: Machine, num_stages: int, rule: SplitRule
+) -> list[int]:
     """Give out the layers one by one, each to the stage that it harms least."""
     counts = [1] * num_stages
     for _ in range(shape.num_layers - num_stages):

@@ -1,16 +1,17 @@
 #!/usr/bin/env python
 """How much of the processor packed products use, by rows and by how weights are stored.
 
-Each product multiplies rows with one of several copies of a weight, which together no cache holds:
-so a model's layers find their weights. Our products, torch's `linear` and torch's packed products
-(MKL, oneDNN) take turns. A share is of the least time that the machine's roof allows: its fastest
-multiplications in registers, or reading the weight once, whichever takes longer.
+Each product multiplies rows with one of several copies of a weight, which together no
+cache holds: so a model's layers find their weights. Our products, torch's `linear` and torch's
+packed products (MKL, oneDNN) take turns. A share is of the least time that the
+machine's roof allows: its fastest multiplications in registers, or reading the weight
+once, whichever takes longer.
 
     python benchmarks/products.py
     FMINFER_CPU=avx2 python benchmarks/products.py --rows 1 --rows 64 --each
 
-Tables in markdown come first, one JSON line last. Figures are medians over the shapes, of medians
-over the calls.
+Tables in markdown come first, one JSON line last. Figures are medians over the shapes,
+of medians over the calls.
 """
 
 from __future__ import annotations
@@ -50,7 +51,8 @@ from fminfer.compute.layers.products import (  # noqa: E402
 )
 from fminfer.compute.weights import dense  # noqa: E402
 
-SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))  # inputs, outputs
+# inputs, outputs
+SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))
 ROWS = (1, 4, 16, 64, 256, 512)
 KINDS = (  # of the rows and of the stored weights
     (torch.float32, torch.float32),
@@ -92,10 +94,19 @@ def measure_roof(num_threads: int) -> Roof:
     """Build roof.cpp as the kernels are built, and return the best of many tries."""
     compiler = find_compiler()
     if compiler is None:
-        raise click.ClickException("there is no C++ compiler; install g++, or set CXX to one")
+        raise click.ClickException(
+            "there is no C++ compiler; install g++, or set CXX to one"
+        )
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "roof.so"
-        flags = [*FLAGS, *processor.compiler_flags(), "-std=c++17", "-pthread", "-shared", "-fPIC"]
+        flags = [
+            *FLAGS,
+            *processor.compiler_flags(),
+            "-std=c++17",
+            "-pthread",
+            "-shared",
+            "-fPIC",
+        ]
         command = [*compiler, *flags, "-o", str(path), str(HERE / "roof.cpp")]
         subprocess.run(command, check=True)
         library = ctypes.CDLL(str(path))
@@ -138,7 +149,9 @@ def pack_sides(
     copies = [weight.clone() for _ in range(spare_bytes // weight.nbytes + 2)]
     sides: dict[str, list[Multiply]] = {}
     if kernel is not None and can_multiply(kernel, weight, rows):
-        sides["fminfer"] = [kernel.pack(dense(copy, "product"), None) for copy in copies]
+        sides["fminfer"] = [
+            kernel.pack(dense(copy, "product"), None) for copy in copies
+        ]
     if weight.dtype == rows:
         sides["linear"] = [_linear(copy) for copy in copies]
         for packed in library_products(rows, is_fast=True):
@@ -152,7 +165,9 @@ def _linear(weight: torch.Tensor) -> Multiply:
     return lambda x: torch.nn.functional.linear(x, weight)
 
 
-def can_multiply(kernel: ProductKernel, weight: torch.Tensor, rows: torch.dtype) -> bool:
+def can_multiply(
+    kernel: ProductKernel, weight: torch.Tensor, rows: torch.dtype
+) -> bool:
     """Try whether our products take such a weight with such rows."""
     asked = dense(weight, "product")
     if not kernel.can_pack(asked):
@@ -179,13 +194,17 @@ def time_sides(
     return {name: statistics.median(found) for name, found in times.items()}
 
 
-def check(sides: dict[str, list[Multiply]], x: torch.Tensor, weight: torch.Tensor) -> None:
+def check(
+    sides: dict[str, list[Multiply]], x: torch.Tensor, weight: torch.Tensor
+) -> None:
     """Refuse to time products that are wrong."""
     right = torch.nn.functional.linear(x.float(), weight.float())
     for name, products in sides.items():
         error = (products[-1](x).float() - right).abs().max() / right.abs().max()
         if not error <= MAX_ERROR[x.dtype]:
-            raise click.ClickException(f"{name} is wrong by {error:.1g} of the largest result")
+            raise click.ClickException(
+                f"{name} is wrong by {error:.1g} of the largest result"
+            )
 
 
 def measure(
@@ -235,16 +254,26 @@ def _name(dtype: torch.dtype) -> str:
 
 def table(records: list[dict[str, Any]], shape: str | None) -> Iterator[str]:
     """Give the lines of a kind's table: of one shape, or medians over all."""
-    yield "| rows | fminfer GFLOP/s | of the roof | torch linear | of it | torch packed | of it |"
+    yield (
+        "| rows | fminfer GFLOP/s | of the roof | torch linear | of it | torch "
+        "packed | of it |"
+    )
     yield "|---|---|---|---|---|---|---|"
     for rows in sorted({record["rows"] for record in records}):
-        chosen = [r for r in records if r["rows"] == rows and shape in (None, r["shape"])]
+        chosen = [
+            r for r in records if r["rows"] == rows and shape in (None, r["shape"])
+        ]
         cells = [str(rows)]
         for side in ("fminfer", "linear", "packed"):
             found = [r for r in chosen if side in r["gflops"]]
-            gflops = statistics.median(r["gflops"][side] for r in found) if found else 0.0
+            gflops = (
+                statistics.median(r["gflops"][side] for r in found) if found else 0.0
+            )
             share = statistics.median(r["share"][side] for r in found) if found else 0.0
-            cells += [f"{gflops:.0f}" if found else "–", f"{share:.0%}" if share else "–"]
+            cells += [
+                f"{gflops:.0f}" if found else "–",
+                f"{share:.0%}" if share else "–",
+            ]
         yield "| " + " | ".join(cells) + " |"
 
 
@@ -259,11 +288,15 @@ def print_tables(records: list[dict[str, Any]], is_each: bool) -> None:
 
 
 @click.command()
-@click.option("--rows", "all_rows", type=int, multiple=True, default=ROWS, show_default=True)
+@click.option(
+    "--rows", "all_rows", type=int, multiple=True, default=ROWS, show_default=True
+)
 @click.option("--shape", "shapes", type=(int, int), multiple=True, default=SHAPES,
               show_default=True, help="Inputs and outputs.")  # fmt: skip
 @click.option("--threads", type=int, help="[default: as many as there are cores]")
-@click.option("--seconds", default=0.1, show_default=True, help="Of each side and each cell.")
+@click.option(
+    "--seconds", default=0.1, show_default=True, help="Of each side and each cell."
+)
 @click.option("--each", is_flag=True, help="Print a table for each shape, too.")
 def main(
     all_rows: tuple[int, ...],
@@ -285,13 +318,21 @@ def main(
         measured = list(measure(kernel, all_rows, shapes, seconds, 4 * cache_bytes()))
     roof = roof.best_with(measure_roof(num_threads))
     records = [rate(record, roof) for record in measured]
-    print(f"{num_threads} threads, flags {' '.join(processor.compiler_flags())}; roof:", end=" ")
+    print(
+        f"{num_threads} threads, flags {' '.join(processor.compiler_flags())}; roof:",
+        end=" ",
+    )
     print(f"float32 {roof.floats / 1e9:.0f} GFLOP/s,", end=" ")
-    print(f"pairs of bfloat16 {roof.pairs / 1e9:.0f}," if roof.pairs else "no pairs,", end=" ")
+    print(
+        f"pairs of bfloat16 {roof.pairs / 1e9:.0f}," if roof.pairs else "no pairs,",
+        end=" ",
+    )
     print(f"reads {roof.bytes / 1e9:.0f} GB/s")
     print_tables(records, each)
     roofs = {"floats": roof.floats, "pairs": roof.pairs, "bytes": roof.bytes}
-    print("\n" + json.dumps({"threads": num_threads, "roof": roofs, "products": records}))
+    print(
+        "\n" + json.dumps({"threads": num_threads, "roof": roofs, "products": records})
+    )
 
 
 if __name__ == "__main__":

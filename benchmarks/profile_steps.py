@@ -1,9 +1,9 @@
 #!/usr/bin/env python
 """Where the time of a run goes: products, attention, the head, drawing, the rest, and waiting.
 
-A workload of against_transformers.py is answered once to warm up and once more with a clock around
-each part of the stage. "Rest" is what is left of a step: norms, rotary, activation, residuals and
-Python; "waiting" is the stage without a step. The arithmetic of the products,
+A workload of against_transformers.py is answered once to warm up and once more with a
+clock around each part of the stage. "Rest" is what is left of a step: norms, rotary, activation,
+residuals and Python; "waiting" is the stage without a step. The arithmetic of the products,
 over their time, stands beside the machine's roof, measured in the same process.
 
     python benchmarks/profile_steps.py --workload a --dtype float32
@@ -21,7 +21,8 @@ import json
 import math
 import os
 
-os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # as the command does, before torch is imported
+# as the command does, before torch is imported
+os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
 import time
 from collections import defaultdict
 from collections.abc import Callable
@@ -83,7 +84,9 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
             for name, product in getattr(part, "products", {}).items():
                 specs = layer_specs(layer.how, stage._network.model.hidden_size)
                 shape = specs[f"{name}.weight"].shape
-                part.products[name] = count_flops(clock, shape, clock.wrap("products", product))
+                part.products[name] = count_flops(
+                    clock, shape, clock.wrap("products", product)
+                )
     stage._head = CountedHead(stage._head, clock)
     StepAttention.__call__ = clock.wrap("attention", StepAttention.__call__)  # type: ignore
     for where in PLANNING:
@@ -120,7 +123,9 @@ def count_layer_flops(clock: Clock, layer: WholeLayer) -> Callable[..., Any]:
     def counted(x: torch.Tensor, *args: Any) -> Any:
         out, more = layer(x, *args)
         clock.flops += 2 * len(x) * qkv.inputs * qkv.outputs
-        clock.flops += 2 * len(out) * sum(linear.inputs * linear.outputs for linear in others)
+        clock.flops += (
+            2 * len(out) * sum(linear.inputs * linear.outputs for linear in others)
+        )
         return out, more
 
     return counted
@@ -132,7 +137,10 @@ def profile(workload: str, scale: float, options: dict[str, Any]) -> dict[str, A
     rows = make_workload(workload, scale)
     clock = Clock()
     for number in range(2):
-        fresh = [row | {"prompt": [(i + number) % 32000 for i in row["prompt"]]} for row in rows]
+        fresh = [
+            row | {"prompt": [(i + number) % 32000 for i in row["prompt"]]}
+            for row in rows
+        ]
         if number:
             clock_stage(engine, clock)
         num_steps = engine.stats.num_steps
@@ -165,7 +173,10 @@ def draw(runs: list[dict[str, Any]], title: str) -> str:
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{left + width + 80}" height="{height}" '
         'font-family="sans-serif" font-size="12">',
-        f'<rect width="100%" height="100%" fill="white"/><text x="8" y="18">{escape(title)}</text>',
+        (
+            '<rect width="100%" height="100%" fill="white"/><text x="8" '
+            f'y="18">{escape(title)}</text>'
+        ),
     ]
     for place, (part, colour) in enumerate(zip(PARTS, COLOURS, strict=True)):
         x = left + place * 90
@@ -182,14 +193,18 @@ def draw(runs: list[dict[str, Any]], title: str) -> str:
             )
             if wide > 34:
                 text = f"{run['seconds'][part]:.1f}"
-                out.append(f'<text x="{x + wide / 2 - 10:.1f}" y="{y + 18}">{text}</text>')
+                out.append(
+                    f'<text x="{x + wide / 2 - 10:.1f}" y="{y + 18}">{text}</text>'
+                )
             x += wide
         out.append(f'<text x="{x + 6:.1f}" y="{y + 18}">{run["wall_s"]:.1f} s</text>')
     return "\n".join([*out, "</svg>"])
 
 
 @click.command()
-@click.option("--workload", "workloads", multiple=True, default=["a"], show_default=True)
+@click.option(
+    "--workload", "workloads", multiple=True, default=["a"], show_default=True
+)
 @click.option("--model", help=f"A folder or a hub id; random {SIZE} without.")
 @click.option("--dtype", default="float32", show_default=True)
 @click.option("--kernels", default="auto", show_default=True)
@@ -210,17 +225,25 @@ def main(
     originals = [getattr(*place) for place in places]
     runs = []
     for workload in workloads:
-        runs.append(profile(workload, scale, options) | {"name": f"workload {workload}"})
+        runs.append(
+            profile(workload, scale, options) | {"name": f"workload {workload}"}
+        )
         for place, original in zip(places, originals, strict=True):
             setattr(*place, original)
     roof = gemm_gflops(dtype)
-    print(f"{'':12}{'wall s':>8}{'steps':>7}" + "".join(f"{part:>11}" for part in PARTS))
+    print(
+        f"{'':12}{'wall s':>8}{'steps':>7}" + "".join(f"{part:>11}" for part in PARTS)
+    )
     for run in runs:
-        shares = "".join(f"{run['seconds'][part] / run['wall_s']:>11.1%}" for part in PARTS)
+        shares = "".join(
+            f"{run['seconds'][part] / run['wall_s']:>11.1%}" for part in PARTS
+        )
         print(f"{run['name']:12}{run['wall_s']:8.1f}{run['steps']:7}{shares}")
         print(f"{'':12}products at {run['product_gflops']:.0f} of {roof:.0f} GFLOP/s")
     if plot is not None:
-        plot.write_text(draw(runs, f"{model or SIZE}, {dtype}, kernels {kernels}: seconds by part"))
+        plot.write_text(
+            draw(runs, f"{model or SIZE}, {dtype}, kernels {kernels}: seconds by part")
+        )
     print(json.dumps({"dtype": dtype, "roof_gflops": roof, "runs": runs}))
 
 

@@ -3,8 +3,9 @@
     python benchmarks/result_cache.py
 
 The demo model answers one request of each kind. That answer is then kept for many other ones,
-whose prompts have 200 tokens. No model computes while they are looked up. `whole run` is the time
-of `Engine.run` over lines that are all found: to parse, tokenize, look up, and write the records.
+whose prompts have 200 tokens. No model computes while they are looked up. `whole run`
+is the time of `Engine.run` over lines that are all found: to parse, tokenize, look up, and write
+the records.
 """
 
 from __future__ import annotations
@@ -27,7 +28,8 @@ from fminfer.contract.envelope import Line
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 
-KINDS: dict[str, tuple[dict[str, Any], int]] = {  # with the part of --rows that is tried
+# with the part of --rows that is tried
+KINDS: dict[str, tuple[dict[str, Any], int]] = {
     "a text of 20 tokens": ({"max_tokens": 20}, 1),
     "100 tokens with 5 logprobs each": ({"max_tokens": 100, "logprobs": 5}, 10),
 }
@@ -59,7 +61,9 @@ def measure(
 ) -> dict[str, float]:
     """Keep, find, and answer lines."""
     engine.add(request(0, kind))
-    events = [event for _ in iter(lambda: engine.has_work, False) for event in engine.step()]
+    events = [
+        event for _ in iter(lambda: engine.has_work, False) for event in engine.step()
+    ]
     (answer,) = events
     assert isinstance(answer, Finished)
     intake = engine.intake
@@ -76,7 +80,8 @@ def measure(
     figures["miss_us"] = each_us(cache.find, prepared)
     figures["keep_us"] = 0.0
     start = time.perf_counter()
-    for first in range(0, num_rows, 1000):  # as a run has them: not faster than the disk
+    # as a run has them: not faster than the disk
+    for first in range(0, num_rows, 1000):
         part = prepared[first : first + 1000]
         figures["keep_us"] += each_us(lambda each: cache.keep(each, answer), part)
         store = cache._store
@@ -93,7 +98,9 @@ def measure(
     figures["miss_in_a_full_file_us"] = each_us(cache.find, others)
     engine.runs.cache = cache
     start = time.perf_counter()
-    num_bytes = sum(len(record.to_json()) for record in engine.run(lines(kind, num_rows)))
+    num_bytes = sum(
+        len(record.to_json()) for record in engine.run(lines(kind, num_rows))
+    )
     figures["whole_run_us"] = (time.perf_counter() - start) / num_rows * 1e6
     assert num_bytes and cache.num_found == 2 * num_rows
     engine.runs.cache = None

@@ -2,16 +2,18 @@
 """`fminfer serve` beside vLLM's server: one client, the same machine, in turns.
 
 The model and the workloads are those of peers.py; vLLM runs with the same settings, where
-`make_peers.sh FOLDER vllm` has made its virtual environment. A round starts each server, lets the
-client (serve_client.py, a process of its own) run every phase, and ends the server; `fminfer run`
-then answers the same requests as a file. Phases have other token ids, so that the prefix cache has
-seen none of them. With 64 clients the workload is answered at once and, in another phase, streamed.
+`make_peers.sh FOLDER vllm` has made its virtual environment. A round starts each
+server, lets the client (serve_client.py, a process of its own) run every phase, and
+ends the server; `fminfer run` then answers the same requests as a file. Phases have
+other token ids, so that the prefix cache has seen none of them. With 64 clients the
+workload is answered at once and, in another phase, streamed.
 
     benchmarks/make_peers.sh ~/peers vllm
     python benchmarks/serve.py --peers ~/peers --rounds 3
     python benchmarks/serve.py --side fminfer --clients 64 --dtype bfloat16
 
-Every answer has all of its tokens, and ours have the texts of the file run; else the exit status is
+Every answer has all of its tokens, and ours have the texts of the file run; else the
+exit status is
 1. A table comes first, one JSON line last.
 """
 
@@ -46,10 +48,19 @@ class Measured:
 
 
 def run_client(
-    port: int, rows: list[dict[str, Any]], num_clients: int, is_streamed: bool, folder: Path
+    port: int,
+    rows: list[dict[str, Any]],
+    num_clients: int,
+    is_streamed: bool,
+    folder: Path,
 ) -> dict[str, Any]:
     """Run the client in a process of its own."""
-    job = {"port": port, "requests": rows, "num_clients": num_clients, "is_streamed": is_streamed}
+    job = {
+        "port": port,
+        "requests": rows,
+        "num_clients": num_clients,
+        "is_streamed": is_streamed,
+    }
     path = folder / "client.json"
     path.write_text(json.dumps(job))
     command = [sys.executable, "-S", str(HERE / "serve_client.py"), str(path)]
@@ -59,7 +70,8 @@ def run_client(
 
 
 def run_phase(phase: Phase, port: int, pid: int, folder: Path) -> dict[str, Any]:
-    """Run a phase on a server; return what the client measured, with the server's CPU seconds."""
+    """Run a phase on a server; return what the client measured, with the server's CPU
+    seconds."""
     rows = [row | {"model": str(folder)} for row in phase.rows]
     before_s = session_cpu_s(pid)
     result = run_client(port, rows, phase.num_clients, phase.is_streamed, folder)
@@ -70,7 +82,9 @@ def run_phase(phase: Phase, port: int, pid: int, folder: Path) -> dict[str, Any]
     return result
 
 
-def answer_as_file(rows: list[dict[str, Any]], dtype: str, folder: Path) -> tuple[float, list[str]]:
+def answer_as_file(
+    rows: list[dict[str, Any]], dtype: str, folder: Path
+) -> tuple[float, list[str]]:
     """Answer requests with `fminfer run`; return its seconds without loading, and the texts."""
     shown = [row | {"return_token_ids": True} for row in rows]
     job = {"rows": shown, "model": str(folder), "dtype": dtype, "device": "cpu"}
@@ -80,7 +94,11 @@ def answer_as_file(rows: list[dict[str, Any]], dtype: str, folder: Path) -> tupl
 
 
 def run_side(
-    side: Side, phases: list[Phase], texts: dict[str, list[str]], folder: Path, found: Measured
+    side: Side,
+    phases: list[Phase],
+    texts: dict[str, list[str]],
+    folder: Path,
+    found: Measured,
 ) -> None:
     """Start a server, run all phases on it, and end it.
 
@@ -90,7 +108,9 @@ def run_side(
     results = found.results.setdefault(side.name, {})
     with running(side, folder) as (port, pid, took_s):
         found.ready_s.setdefault(side.name, []).append(took_s)
-        few = [row | {"max_tokens": 4, "model": str(folder)} for row in phases[0].warm_up]
+        few = [
+            row | {"max_tokens": 4, "model": str(folder)} for row in phases[0].warm_up
+        ]
         run_client(port, few, 2, True, folder)  # what is slow at first use
         for phase in phases:
             result = run_phase(phase, port, pid, folder)
@@ -108,7 +128,9 @@ def measure(
     """Run all sides, and our own file run, in turns."""
     found = Measured()
     is_ours = any(side.name == "fminfer" for side in sides)
-    texts = {p.name: answer_as_file(p.rows, dtype, folder)[1] for p in phases if is_ours}
+    texts = {
+        p.name: answer_as_file(p.rows, dtype, folder)[1] for p in phases if is_ours
+    }
     for _ in range(rounds):
         for side in sides:
             run_side(side, phases, texts, folder, found)
@@ -121,13 +143,23 @@ def measure(
 @click.command()
 @click.option("--model", default="llama-160m", show_default=True)
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--workload", default="a", show_default=True, help="a, c, or ROWSxIN+OUT.")
-@click.option("--clients", default="1,8,64", show_default=True, help="Numbers of clients.")
-@click.option("--peers", type=click.Path(path_type=Path), help="Folder of virtual environments.")
-@click.option("--side", "wanted", multiple=True, help="fminfer or vllm.  [default: both]")
+@click.option(
+    "--workload", default="a", show_default=True, help="a, c, or ROWSxIN+OUT."
+)
+@click.option(
+    "--clients", default="1,8,64", show_default=True, help="Numbers of clients."
+)
+@click.option(
+    "--peers", type=click.Path(path_type=Path), help="Folder of virtual environments."
+)
+@click.option(
+    "--side", "wanted", multiple=True, help="fminfer or vllm.  [default: both]"
+)
 @click.option("--rounds", default=1, show_default=True)
 @click.option("--scale", default=1.0, show_default=True, help="Share of the rows.")
-@click.option("--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers"))
+@click.option(
+    "--folder", type=click.Path(path_type=Path), default=Path("/tmp/fminfer-peers")
+)
 def main(
     model: str,
     dtype: str,
@@ -153,11 +185,15 @@ def main(
     print(f"\n{model}, {dtype}, workload {workload}, medians of {rounds}")
     print_table(figures, phases)
     ratios = compare(figures, phases, found.file_s)
-    ratios |= {f"{name}_ready_s": statistics.median(s) for name, s in found.ready_s.items()}
+    ratios |= {
+        f"{name}_ready_s": statistics.median(s) for name, s in found.ready_s.items()
+    }
     for name, ratio in ratios.items():
         print(f"{name:32}{ratio:10.3f}")
     num_wrong = sum(p["num_wrong"] for side in figures.values() for p in side.values())
-    print(f"answers of a wrong length: {num_wrong}; of other texts: {found.num_other_texts}")
+    print(
+        f"answers of a wrong length: {num_wrong}; of other texts: {found.num_other_texts}"
+    )
     summary = {"model": model, "dtype": dtype, "workload": workload, "rounds": rounds}
     summary |= {"file_s": found.file_s, "ratios": ratios, "sides": figures}
     summary |= {"num_wrong": num_wrong, "num_other_texts": found.num_other_texts}

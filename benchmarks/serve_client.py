@@ -1,9 +1,9 @@
 """The client of serve.py: many requests over plain sockets, in a closed loop, at little cost.
 
 Server and client share the machine's cores, so it does as little as it can while it measures:
-each connection notes when bytes come, and all are parsed once the last answer is in. It needs the
-standard library only: `python serve_client.py JOB.json` reads the server's port, the requests, the
-number of clients and whether answers are streamed, and prints one line of JSON.
+each connection notes when bytes come, and all are parsed once the last answer is in. It
+needs the standard library only: `python serve_client.py JOB.json` reads the server's port, the
+requests, the number of clients and whether answers are streamed, and prints one line of JSON.
 """
 
 from __future__ import annotations
@@ -38,7 +38,8 @@ class Answer:
     number: int
     text: str
     num_tokens: int
-    event_s: list[float]  # of each event with text; without a stream, of the whole answer.
+    # of each event with text; without a stream, of the whole answer.
+    event_s: list[float]
     # Empty where no text comes: a random model may repeat half of a character.
 
 
@@ -50,7 +51,8 @@ class Connection(asyncio.Protocol):
         self._arrivals: list[tuple[float, bytes]] = []
         self._done: asyncio.Future[None] | None = None
         self._tail = b""
-        self._missing: int | None = None  # bytes; None: the head is not in, or it is chunked
+        # bytes; None: the head is not in, or it is chunked
+        self._missing: int | None = None
         self._has_head = False
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
@@ -65,13 +67,22 @@ class Connection(asyncio.Protocol):
                 self._missing -= len(data)
         else:
             self._read_head()
-        is_complete = self._missing == 0 if self._missing is not None else self._is_last_chunk()
-        if self._has_head and is_complete and self._done is not None and not self._done.done():
+        is_complete = (
+            self._missing == 0 if self._missing is not None else self._is_last_chunk()
+        )
+        if (
+            self._has_head
+            and is_complete
+            and self._done is not None
+            and not self._done.done()
+        ):
             self._done.set_result(None)
 
     def connection_lost(self, exc: Exception | None) -> None:
         if self._done is not None and not self._done.done():
-            self._done.set_exception(exc or ConnectionError("the server closed the connection"))
+            self._done.set_exception(
+                exc or ConnectionError("the server closed the connection")
+            )
 
     async def ask(self, number: int, payload: bytes) -> Exchange:
         """Send a request and wait until its whole answer is in."""
@@ -110,7 +121,9 @@ def read_headers(head: bytes) -> dict[str, str]:
 def write_request(path: str, fields: dict[str, Any]) -> bytes:
     """Return a POST of JSON as it goes over the wire."""
     body = json.dumps(fields).encode()
-    head = f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    head = (
+        f"POST {path} HTTP/1.1\r\nhost: 127.0.0.1\r\ncontent-type: application/json\r\n"
+    )
     return f"{head}content-length: {len(body)}\r\n\r\n".encode() + body
 
 
@@ -155,7 +168,9 @@ def _read_stream(exchange: Exchange, first: int) -> Answer:
                 text.append(fields["choices"][0]["text"])
                 event_s.append(at_s - exchange.sent_s)
     if num_tokens is None or left:
-        raise ValueError(f"request {exchange.number}: a stream without its usage or its end")
+        raise ValueError(
+            f"request {exchange.number}: a stream without its usage or its end"
+        )
     return Answer(exchange.number, "".join(text), num_tokens, event_s)
 
 
@@ -185,9 +200,13 @@ def _chunks(exchange: Exchange, first: int) -> Iterator[tuple[float, bytes]]:
 async def run_clients(
     port: int, payloads: list[bytes], num_clients: int
 ) -> tuple[float, list[Exchange]]:
-    """Send all requests, each client its next one when it has an answer; return seconds and all."""
+    """Send all requests, each client its next one when it has an answer; return seconds
+    and all."""
     loop = asyncio.get_running_loop()
-    made = [await loop.create_connection(Connection, "127.0.0.1", port) for _ in range(num_clients)]
+    made = [
+        await loop.create_connection(Connection, "127.0.0.1", port)
+        for _ in range(num_clients)
+    ]
     waiting = iter(enumerate(payloads))
     done: list[Exchange] = []
 
@@ -204,18 +223,27 @@ async def run_clients(
 
 
 def run_job(job: dict[str, Any]) -> dict[str, Any]:
-    """Run a job's requests; return its seconds, the client's own CPU seconds, and the answers."""
+    """Run a job's requests; return its seconds, the client's own CPU seconds, and the
+    answers."""
     how: dict[str, Any] = {}
     if job["is_streamed"]:
         how = {"stream": True, "stream_options": {"include_usage": True}}
-    payloads = [write_request("/v1/completions", fields | how) for fields in job["requests"]]
+    payloads = [
+        write_request("/v1/completions", fields | how) for fields in job["requests"]
+    ]
     gc.disable()  # a pause of the client would look like one of the server
     before_s = time.process_time()
-    wall_s, exchanges = asyncio.run(run_clients(job["port"], payloads, job["num_clients"]))
+    wall_s, exchanges = asyncio.run(
+        run_clients(job["port"], payloads, job["num_clients"])
+    )
     cpu_s = time.process_time() - before_s
     answers = [read_answer(exchange, job["is_streamed"]) for exchange in exchanges]
     answers.sort(key=lambda answer: answer.number)
-    return {"wall_s": wall_s, "client_cpu_s": cpu_s, "answers": [asdict(a) for a in answers]}
+    return {
+        "wall_s": wall_s,
+        "client_cpu_s": cpu_s,
+        "answers": [asdict(a) for a in answers],
+    }
 
 
 if __name__ == "__main__":

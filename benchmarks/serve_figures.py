@@ -34,7 +34,10 @@ def make_phases(rows: list[dict[str, Any]], clients: list[int]) -> list[Phase]:
 
     Few clients get fewer requests, 16 each: one after the other they take long.
     """
-    kinds = [(max(clients), False), *((number, True) for number in sorted(clients, reverse=True))]
+    kinds = [
+        (max(clients), False),
+        *((number, True) for number in sorted(clients, reverse=True)),
+    ]
     phases = []
     for shift, (number, is_streamed) in enumerate(kinds):
         fresh = [shift_ids(row, shift) for row in rows[: 16 * number]]
@@ -77,9 +80,13 @@ def sum_up(phase: Phase, results: list[dict[str, Any]]) -> dict[str, Any]:
     ]
     for name, values in (("first", first), ("gap", gaps), ("token", each)):
         for percent in (50, 99):
-            figures[f"{name}_p{percent}_ms"] = 1000 * percentile(values, percent) if values else 0.0
+            figures[f"{name}_p{percent}_ms"] = (
+                1000 * percentile(values, percent) if values else 0.0
+            )
     num_tokens = sum(answer["num_tokens"] for answer in answers)
-    return figures | {"tokens_per_event": num_tokens / sum(len(a["event_s"]) for a in answers)}
+    return figures | {
+        "tokens_per_event": num_tokens / sum(len(a["event_s"]) for a in answers)
+    }
 
 
 def print_table(figures: dict[str, dict[str, Any]], phases: list[Phase]) -> None:
@@ -90,10 +97,8 @@ def print_table(figures: dict[str, dict[str, Any]], phases: list[Phase]) -> None
     for phase in phases:
         for name, found in figures.items():
             side = found[phase.name]
-            line = (
-                f"{phase.name:13}{name:9}{side['requests_per_s']:8.2f}{side['tokens_per_s']:8.0f}"
-            )
-            line += f"{side['server_cpu_s']:8.1f}"
+            line = f"{phase.name:13}{name:9}{side['requests_per_s']:8.2f}"
+            line += f"{side['tokens_per_s']:8.0f}{side['server_cpu_s']:8.1f}"
             if phase.is_streamed:
                 keys = ("first_p50", "first_p99", "gap_p50", "gap_p99", "token_p50")
                 line += "".join(f"{side[f'{key}_ms']:12.1f}" for key in keys)
@@ -101,7 +106,9 @@ def print_table(figures: dict[str, dict[str, Any]], phases: list[Phase]) -> None
             print(line)
 
 
-def compare(figures: dict[str, dict[str, Any]], phases: list[Phase], file_s: list[float]) -> Any:
+def compare(
+    figures: dict[str, dict[str, Any]], phases: list[Phase], file_s: list[float]
+) -> Any:
     """Return the ratios that the targets are about."""
     ratios: dict[str, Any] = {}
     at_once = phases[0]
@@ -112,7 +119,10 @@ def compare(figures: dict[str, dict[str, Any]], phases: list[Phase], file_s: lis
     if "fminfer" in figures and file_s:
         file_rate = len(at_once.rows) / statistics.median(file_s)
         rate = figures["fminfer"][at_once.name]["requests_per_s"]
-        ratios |= {"file_requests_per_s": file_rate, "fminfer_to_file": rate / file_rate}
+        ratios |= {
+            "file_requests_per_s": file_rate,
+            "fminfer_to_file": rate / file_rate,
+        }
     if {"fminfer", "vllm"} <= figures.keys():
         for phase in phases:
             ours = figures["fminfer"][phase.name]

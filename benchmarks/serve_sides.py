@@ -43,12 +43,26 @@ def make_sides(python: dict[str, str], model: Path, dtype: str) -> list[Side]:
     sides = []
     if "fminfer" in python:
         command = [sys.executable, "-m", "fminfer", "serve", "--model-name", str(model)]
-        paths = os.pathsep.join([str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])])
-        sides.append(Side("fminfer", [*command, "--dtype", dtype], {"PYTHONPATH": paths}))
+        paths = os.pathsep.join(
+            [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
+        )
+        sides.append(
+            Side("fminfer", [*command, "--dtype", dtype], {"PYTHONPATH": paths})
+        )
     if "vllm" in python:
-        command = [python["vllm"], "-m", "vllm.entrypoints.openai.api_server", "--model"]
+        command = [
+            python["vllm"],
+            "-m",
+            "vllm.entrypoints.openai.api_server",
+            "--model",
+        ]
         command += [str(model), "--dtype", dtype, "--max-model-len", str(MAX_MODEL_LEN)]
-        command += ["--host", "127.0.0.1", "--enable-prefix-caching", "--disable-log-stats"]
+        command += [
+            "--host",
+            "127.0.0.1",
+            "--enable-prefix-caching",
+            "--disable-log-stats",
+        ]
         command += ["--disable-uvicorn-access-log"]
         sides.append(Side("vllm", command, SETTINGS))
     return sides
@@ -79,7 +93,9 @@ def wait_until_ready(server: subprocess.Popen[bytes], port: int) -> None:
     deadline = time.monotonic() + START_S
     while time.monotonic() < deadline:
         if server.poll() is not None:
-            raise click.ClickException(f"the server ended with status {server.returncode}")
+            raise click.ClickException(
+                f"the server ended with status {server.returncode}"
+            )
         if is_healthy(port):
             return
         time.sleep(0.05)

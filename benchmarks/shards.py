@@ -25,7 +25,8 @@ from typing import Any
 import click
 
 HERE = Path(__file__).parent.resolve()
-sys.path.insert(0, str(HERE.parent))  # the package beside this file, whether it is installed or not
+# the package beside this file, whether it is installed or not
+sys.path.insert(0, str(HERE.parent))
 ROWS = 64
 WIDTH = 768
 NUM_SUMS = 3000
@@ -59,14 +60,21 @@ def time_sums(dtype: str, count: int) -> list[float]:
     return [statistics.median(times), times[9 * len(times) // 10]]
 
 
-def time_run(model: str, workload: str, dtype: str, size: int, count: int, scale: float) -> float:
-    """Answer a workload once, with `size` ranks of `count` / `size` threads; return the seconds."""
+def time_run(
+    model: str, workload: str, dtype: str, size: int, count: int, scale: float
+) -> float:
+    """Answer a workload once, with `size` ranks of `count` / `size` threads; return the
+    seconds."""
     from against_transformers import make_workload
 
     import fminfer
 
     rows = make_workload(workload, scale)
-    options: dict[str, Any] = {"random_init": model, "dtype": dtype, "prefix_cache": False}
+    options: dict[str, Any] = {
+        "random_init": model,
+        "dtype": dtype,
+        "prefix_cache": False,
+    }
     options |= {"tensor_parallel_size": size, "threads": count // size}
     with fminfer.Engine(**options) as engine:
         list(engine.run(rows[:4]))
@@ -85,7 +93,9 @@ def in_process(*arguments: object) -> Any:
 
 
 @click.command()
-@click.option("--model", "models", multiple=True, default=["llama-160m"], help="As --random-init.")
+@click.option(
+    "--model", "models", multiple=True, default=["llama-160m"], help="As --random-init."
+)
 @click.option("--workload", "workloads", multiple=True, default=["a", "b"])
 @click.option("--dtype", default="bfloat16", show_default=True)
 @click.option("--ranks", "count", default=2, show_default=True)
@@ -107,7 +117,11 @@ def main(
         if what == "sums":
             print(json.dumps(time_sums(kind, int(num))))
         else:
-            print(json.dumps(time_run(what, workload, kind, int(size), int(num), float(part))))
+            print(
+                json.dumps(
+                    time_run(what, workload, kind, int(size), int(num), float(part))
+                )
+            )
         return
     found: dict[str, Any] = {}
     what = f"a sum of {ROWS} × {WIDTH}, {count} processes"
@@ -117,7 +131,9 @@ def main(
         median, most = (statistics.median(each) for each in zip(*turns, strict=True))
         found[f"sum {kind}"] = median
         print(f"| {kind} | {median:.0f} | {most:.0f} |", flush=True)
-    print(f"\n| {dtype} | one process, s | {count} ranks, s | speed of ranks |\n|---|---|---|---|")
+    print(
+        f"\n| {dtype} | one process, s | {count} ranks, s | speed of ranks |\n|---|---|---|---|"
+    )
     for model in models:
         for workload in workloads:
             times: dict[int, list[float]] = {1: [], count: []}
@@ -127,7 +143,10 @@ def main(
             medians = [statistics.median(own) for own in times.values()]
             ratio = medians[0] / medians[1]
             found[f"{Path(model).stem} {workload}"] = ratio
-            shown = [", ".join(f"{each:.2f}" for each in sorted(own)) for own in times.values()]
+            shown = [
+                ", ".join(f"{each:.2f}" for each in sorted(own))
+                for own in times.values()
+            ]
             print(
                 f"| {Path(model).stem}, {workload} | {' | '.join(shown)} | {ratio:.2f} |",
                 flush=True,

@@ -1,10 +1,11 @@
 #!/usr/bin/env python
 """The engine's own schedule on machines that are not there: a pipeline with a clock of its own.
 
-The real loop, scheduler and KV books run; only the stages are simulated. A stage starts a step when
-it is free and the step has come; how long it takes is arithmetic (pipeline_costs.py). Rows are made
-up, their lengths evenly spread around those asked for. Rates and busy shares are those of the
-middle of the run, where half of all tokens are drawn: a long file has little beginning and end.
+The real loop, scheduler and KV books run; only the stages are simulated. A stage starts
+a step when it is free and the step has come; how long it takes is arithmetic
+(pipeline_costs.py). Rows are made up, their lengths evenly spread around those asked
+for. Rates and busy shares are those of the middle of the run, where half of all tokens
+are drawn: a long file has little beginning and end.
 
     python benchmarks/simulate_pipeline.py --model opt-175b --machine a100-80gb --stages 8
     python benchmarks/simulate_pipeline.py --model opt-175b --machine a100-80gb --sweep
@@ -68,7 +69,9 @@ class Settings:
         """Return the machine with what the flags change of it."""
         machine = MACHINES[self.machine]
         between = Link(
-            machine.between.latency_s if self.between_us is None else self.between_us * 1e-6,
+            machine.between.latency_s
+            if self.between_us is None
+            else self.between_us * 1e-6,
             machine.between.bytes_per_s
             if self.between_gbytes is None
             else self.between_gbytes * GB,
@@ -93,8 +96,11 @@ class Settings:
 
 
 def simulate(settings: Settings, num_stages: int) -> dict[str, Any] | None:
-    """Run one number of stages; return its line of the table, or None if the model does not fit."""
-    stages = build_stages(SHAPES[settings.model], settings.device, settings.counts(num_stages))
+    """Run one number of stages; return its line of the table, or None if the model does
+    not fit."""
+    stages = build_stages(
+        SHAPES[settings.model], settings.device, settings.counts(num_stages)
+    )
     kv_tokens = min(stage.kv_tokens for stage in stages)
     if settings.budget is not None:
         kv_tokens = min(kv_tokens, settings.budget)
@@ -133,7 +139,8 @@ def print_table(results: list[dict[str, Any]]) -> None:
     """Print a line for each number of stages; `×` is the speed-up over the first."""
     print(
         f"{'P':>3}{'M':>4}{'rows':>6}{'KV tokens':>11}{'tok/step':>9}{'gen tok/s':>10}"
-        f"{'all tok/s':>10}{'busy':>6}{'min':>6}{'bubble':>8}{'×':>7}{'per P':>7}{'round ms':>10}"
+        f"{'all tok/s':>10}{'busy':>6}{'min':>6}{'bubble':>8}"
+        f"{'×':>7}{'per P':>7}{'round ms':>10}"
     )
     first = results[0]
     for found in results:
@@ -157,21 +164,41 @@ def print_table(results: list[dict[str, Any]]) -> None:
 @click.option("--split", type=click.Choice(["even", "time", "memory"]), default="time")
 @click.option("--stage-layers", help="Layers of each stage, as 9,9,8; sets P.")
 @click.option("--micro-batches", type=int, help="M; default: P + 1.")
-@click.option("--rows", default=4096, show_default=True, help="Most rows that run at once.")
-@click.option("--requests", type=int, help="Rows of the file; default: 4 times those that fit.")
-@click.option("--prompt-tokens", default=256, show_default=True, help="A row, on average.")
+@click.option(
+    "--rows", default=4096, show_default=True, help="Most rows that run at once."
+)
+@click.option(
+    "--requests", type=int, help="Rows of the file; default: 4 times those that fit."
+)
+@click.option(
+    "--prompt-tokens", default=256, show_default=True, help="A row, on average."
+)
 @click.option("--max-tokens", default=128, show_default=True, help="A row, on average.")
-@click.option("--spread", default=0.5, show_default=True, help="Lengths differ by this share.")
-@click.option("--budget", type=int, help="Most tokens of KV cache; default: what memory holds.")
+@click.option(
+    "--spread", default=0.5, show_default=True, help="Lengths differ by this share."
+)
+@click.option(
+    "--budget", type=int, help="Most tokens of KV cache; default: what memory holds."
+)
 @click.option("--chunk-size", default=512, show_default=True)
-@click.option("--min-share", type=int, help="The scheduler's MIN_SHARE; default: its own.")
+@click.option(
+    "--min-share", type=int, help="The scheduler's MIN_SHARE; default: its own."
+)
 @click.option("--per-machine", default=8, show_default=True, help="Devices a machine.")
-@click.option("--between-gbytes", type=float, help="Gigabytes a second between machines.")
+@click.option(
+    "--between-gbytes", type=float, help="Gigabytes a second between machines."
+)
 @click.option("--between-us", type=float, help="Latency between machines, µs.")
 @click.option("--gemm-efficiency", type=float, help="Share of the peak FLOP/s.")
-@click.option("--memory-efficiency", type=float, help="Share of the peak memory bandwidth.")
-@click.option("--driver-step-ms", default=0.1, show_default=True, help="The engine's own, a step.")
-@click.option("--driver-token-us", default=20.0, show_default=True, help="And a drawn token.")
+@click.option(
+    "--memory-efficiency", type=float, help="Share of the peak memory bandwidth."
+)
+@click.option(
+    "--driver-step-ms", default=0.1, show_default=True, help="The engine's own, a step."
+)
+@click.option(
+    "--driver-token-us", default=20.0, show_default=True, help="And a drawn token."
+)
 def main(stages: int, sweep: bool, **flags: Any) -> None:
     """Simulate the engine over a pipeline of P stages."""
     settings = Settings(**flags)

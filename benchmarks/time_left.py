@@ -3,9 +3,9 @@
 
     python benchmarks/time_left.py --model /models/SmolLM2-135M-Instruct --dtype float32
 
-Each workload is a run of the command in a process of its own. What the bar knows is noted at each
-update. The table shows the expected total at some shares of the run as a multiple of the true one:
-1.00 is right, 1.20 a fifth too long. One JSON line comes last.
+Each workload is a run of the command in a process of its own. What the bar knows is
+noted at each update. The table shows the expected total at some shares of the run as a
+multiple of the true one: 1.00 is right, 1.20 a fifth too long. One JSON line comes last.
 """
 
 from __future__ import annotations
@@ -24,10 +24,28 @@ import click
 
 SHARES = (0.1, 0.25, 0.33, 0.5, 0.75)
 Row = dict[str, Any]
-WORDS = ("the ship", "sails over", "a wide sea", "of glass", "old men", "tell of", "lost gold")
+WORDS = (
+    "the ship",
+    "sails over",
+    "a wide sea",
+    "of glass",
+    "old men",
+    "tell of",
+    "lost gold",
+)
 ASK = "Tell me in a sentence or two about {}."
 ASK_LONG = "List {} facts about {}, one a line."
-THINGS = ("water", "wind", "iron", "bread", "horses", "music", "rivers", "clocks", "paper")
+THINGS = (
+    "water",
+    "wind",
+    "iron",
+    "bread",
+    "horses",
+    "music",
+    "rivers",
+    "clocks",
+    "paper",
+)
 
 
 def text_of(rng: random.Random, num_words: int) -> str:
@@ -36,16 +54,24 @@ def text_of(rng: random.Random, num_words: int) -> str:
 
 def row_of(rng: random.Random, num_words: int, max_tokens: int) -> Row:
     """Return a request that draws exactly max_tokens."""
-    return {"prompt": text_of(rng, num_words), "max_tokens": max_tokens, "ignore_eos": True}
+    return {
+        "prompt": text_of(rng, num_words),
+        "max_tokens": max_tokens,
+        "ignore_eos": True,
+    }
 
 
 def make_short(rng: random.Random, n: int) -> list[Row]:
-    return [row_of(rng, rng.randint(20, 40), rng.randint(16, 32)) for _ in range(24 * n)]
+    return [
+        row_of(rng, rng.randint(20, 40), rng.randint(16, 32)) for _ in range(24 * n)
+    ]
 
 
 def make_few_long(rng: random.Random, n: int) -> list[Row]:
     """Make 12 rows, of which two draw ten times as much."""
-    return [row_of(rng, 30, 30 * min(n, 3) * (10 if i in (3, 8) else 1)) for i in range(12)]
+    return [
+        row_of(rng, 30, 30 * min(n, 3) * (10 if i in (3, 8) else 1)) for i in range(12)
+    ]
 
 
 def make_uneven(rng: random.Random, n: int) -> list[Row]:
@@ -60,7 +86,9 @@ def make_prefixes(rng: random.Random, n: int) -> list[Row]:
 
 def make_chats(rng: random.Random, n: int) -> list[Row]:
     """Make chats that end long before max_tokens."""
-    texts = [ASK_LONG.format(rng.randint(2, 5), rng.choice(THINGS)) for _ in range(4 * n)]
+    texts = [
+        ASK_LONG.format(rng.randint(2, 5), rng.choice(THINGS)) for _ in range(4 * n)
+    ]
     texts += [ASK.format(rng.choice(THINGS)) for _ in range(8 * n)]
     rng.shuffle(texts)
     how = {"max_tokens": 1000, "temperature": 1.0}
@@ -79,7 +107,9 @@ def make_halves(rng: random.Random, n: int) -> list[Row]:
 
 # Each with the flags of its run, the number of its files, and the lines that an earlier run has
 # answered already.
-WORKLOADS: dict[str, tuple[Callable[[random.Random, int], list[Row]], list[str], int, bool]] = {
+WORKLOADS: dict[
+    str, tuple[Callable[[random.Random, int], list[Row]], list[str], int, bool]
+] = {
     "short": (make_short, [], 1, False),
     "few long": (make_few_long, [], 1, False),
     "uneven, 8 at once": (make_uneven, ["--max-rows", "8"], 1, False),
@@ -89,7 +119,12 @@ WORKLOADS: dict[str, tuple[Callable[[random.Random, int], list[Row]], list[str],
     "short, then long": (make_halves, ["--max-rows", "32"], 1, False),
     "resumed": (make_uneven, ["--max-rows", "8"], 1, True),
     "two files": (make_halves, ["--max-rows", "32"], 2, False),
-    "two pipelines": (make_uneven, ["--data-group-size", "2", "--max-rows", "4"], 1, False),
+    "two pipelines": (
+        make_uneven,
+        ["--data-group-size", "2", "--max-rows", "4"],
+        1,
+        False,
+    ),
 }
 
 
@@ -125,7 +160,8 @@ def run_command(arguments: list[str], note: Path | None) -> None:
 def start(arguments: list[str], note: Path) -> None:
     command = [sys.executable, __file__, "--note", str(note), "--", *arguments]
     done = subprocess.run(command, check=False)
-    assert done.returncode in (0, 1), f"exit status {done.returncode}"  # 1: --limit left lines
+    # 1: --limit left lines
+    assert done.returncode in (0, 1), f"exit status {done.returncode}"
 
 
 def measure(name: str, flags: list[str], scale: int, folder: Path) -> dict[str, Any]:
@@ -157,8 +193,12 @@ def ratio_at(found: dict[str, Any], share: float) -> float | None:
 @click.command()
 @click.option("--model", default="", help="Folder of a model; default: the demo model.")
 @click.option("--dtype", default="float32", show_default=True)
-@click.option("--scale", default=4, show_default=True, help="Of the number of rows, or of tokens.")
-@click.option("--only", multiple=True, type=click.Choice([*WORKLOADS]), help="These workloads.")
+@click.option(
+    "--scale", default=4, show_default=True, help="Of the number of rows, or of tokens."
+)
+@click.option(
+    "--only", multiple=True, type=click.Choice([*WORKLOADS]), help="These workloads."
+)
 @click.option("--note", type=Path, hidden=True)
 @click.argument("arguments", nargs=-1)
 def main(
@@ -175,15 +215,25 @@ def main(
         return
     flags = ["--dtype", dtype, *(["--model-name", model] if model else [])]
     results: dict[str, Any] = {}
-    print(f"{'workload':<20}{'seconds':>8}" + "".join(f"{share:>8.0%}" for share in SHARES))
+    print(
+        f"{'workload':<20}{'seconds':>8}"
+        + "".join(f"{share:>8.0%}" for share in SHARES)
+    )
     for name in only or WORKLOADS:
         with tempfile.TemporaryDirectory() as folder:
             found = measure(name, flags, scale, Path(folder))
         ratios = [ratio_at(found, share) for share in SHARES]
         shown = ["?" if ratio is None else f"{ratio:.2f}" for ratio in ratios]
-        print(f"{name:<20}{found['took_s']:>8.1f}" + "".join(f"{s:>8}" for s in shown), flush=True)
+        print(
+            f"{name:<20}{found['took_s']:>8.1f}" + "".join(f"{s:>8}" for s in shown),
+            flush=True,
+        )
         results[name] = {"seconds": found["took_s"], "ratios": ratios}
-    print(json.dumps({"model": model, "dtype": dtype, "shares": SHARES, "workloads": results}))
+    print(
+        json.dumps(
+            {"model": model, "dtype": dtype, "shares": SHARES, "workloads": results}
+        )
+    )
 
 
 if __name__ == "__main__":

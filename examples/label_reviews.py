@@ -5,12 +5,13 @@ python examples/label_reviews.py ask vaderSentiment-0.5.zip > reviews.jsonl
 fminfer run reviews.jsonl --model-name MODEL --output answers.jsonl
 python examples/label_reviews.py count answers.jsonl
 
-`ask` has the model write one of the labels, and nothing else. `ask --options` makes it a question
-of multiple choice: each review is a request for every label, which asks for logprobs and draws
-nothing; the likelier label counts.
+`ask` has the model write one of the labels, and nothing else. `ask --options` makes it
+a question of multiple choice: each review is a request for every label, which asks for
+logprobs and draws nothing; the likelier label counts.
 
-The reviews are sentences about products, each rated by people from -4 to 4 (Hutto & Gilbert, VADER,
-2014; MIT licence). Those that are clear are used: a mean rating of 1 or more, or of -1 or less.
+The reviews are sentences about products, each rated by people from -4 to 4 (Hutto &
+Gilbert, VADER, 2014; MIT licence). Those that are clear are used: a mean rating of 1 or
+more, or of -1 or less.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-RATINGS = "amazonReviewSnippets_GroundTruth.txt"  # number, mean rating and text, with tabs between
+# number, mean rating and text, with tabs between
+RATINGS = "amazonReviewSnippets_GroundTruth.txt"
 LABELS = ("negative", "positive")
 CLEAR = 1.0
 INSTRUCTION = """\
@@ -73,8 +75,18 @@ def ask(package: Path, *, has_options: bool) -> Iterator[dict[str, Any]]:
             continue
         for option in LABELS:
             # Nothing is drawn: the logprobs of the prompt's own tokens are asked for.
-            fields = {"prompt": f"{prompt} {option}", "max_tokens": 0, "echo": True, "logprobs": 0}
-            yield {"request": fields, "label": label, "option": option, "review": number}
+            fields = {
+                "prompt": f"{prompt} {option}",
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 0,
+            }
+            yield {
+                "request": fields,
+                "label": label,
+                "option": option,
+                "review": number,
+            }
 
 
 def option_logprob(answer: dict[str, Any]) -> float:
@@ -95,7 +107,9 @@ def count(answers: list[dict[str, Any]]) -> tuple[int, int]:
         found = [(answer["label"], answer["option"]) for answer in best]
     else:
         texts = [answer["result"]["choices"][0]["text"].strip() for answer in answers]
-        found = [(answer["label"], text) for answer, text in zip(answers, texts, strict=True)]
+        found = [
+            (answer["label"], text) for answer, text in zip(answers, texts, strict=True)
+        ]
     return sum(label == answer for label, answer in found), len(found)
 
 
@@ -105,8 +119,12 @@ def main() -> None:
     )
     commands = parser.add_subparsers(dest="command", required=True)
     asking = commands.add_parser("ask", help="write requests to stdout")
-    asking.add_argument("package", type=Path, help="the file that `pip download` fetched")
-    asking.add_argument("--options", action="store_true", help="a request for every label")
+    asking.add_argument(
+        "package", type=Path, help="the file that `pip download` fetched"
+    )
+    asking.add_argument(
+        "--options", action="store_true", help="a request for every label"
+    )
     counting = commands.add_parser("count", help="count the labels that are right")
     counting.add_argument("answers", type=Path, help="the output of `fminfer run`")
     given = parser.parse_args()
@@ -114,7 +132,9 @@ def main() -> None:
         try:
             lines = list(ask(given.package, has_options=given.options))
         except (OSError, ValueError, zipfile.BadZipFile, tarfile.TarError) as error:
-            parser.exit(2, f"{given.package} is not the file of vaderSentiment 0.5: {error}\n")
+            parser.exit(
+                2, f"{given.package} is not the file of vaderSentiment 0.5: {error}\n"
+            )
         for line in lines:
             print(json.dumps(line))
         return
@@ -123,7 +143,10 @@ def main() -> None:
         with given.answers.open() as file:
             right, total = count([json.loads(line) for line in file])
     except (OSError, ValueError, KeyError, TypeError) as error:
-        parser.exit(2, f"{given.answers} holds no answers to this script's requests: {error!r}\n")
+        parser.exit(
+            2,
+            f"{given.answers} holds no answers to this script's requests: {error!r}\n",
+        )
     print(f"{right:,} of {total:,} labels are right ({right / max(1, total):.1%})")
 
 

@@ -15,5 +15,7 @@ names = parser.parse_args()
 from fminfer.integrations.ray import answer, read_lines, write_lines  # noqa: E402 (Ray is slow)
 
 requests = read_lines(*names.inputs)
-answered = answer(requests, None, concurrency=2, num_cpus=0.5, batch_size=256, dtype="float32")
+answered = answer(
+    requests, None, concurrency=2, num_cpus=0.5, batch_size=256, dtype="float32"
+)
 write_lines(answered, names.output)

@@ -1,8 +1,8 @@
 #!/usr/bin/env python
 """Answer a file of requests: `fminfer run` under the old runner's name and with its flags.
 
-python scripts/dist_inference_runner.py --model-name M --infer-data request_0.jsonl --use-cuda false
-docs/coming_from.md says what each flag became.
+python scripts/dist_inference_runner.py --model-name M --infer-data request_0.jsonl
+--use-cuda false docs/coming_from.md says what each flag became.
 """
 
 from __future__ import annotations
@@ -84,7 +84,9 @@ def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
         if flag == "--fp16":
             flags.append(flag)
         elif flag == "--stop":
-            count = next((i for i, word in enumerate(rest) if word.startswith("--")), len(rest))
+            count = next(
+                (i for i, word in enumerate(rest) if word.startswith("--")), len(rest)
+            )
             flags += [word for stop in rest[:count] for word in ("--stop", stop)]
             del rest[:count]
         elif flag not in KNOWN:
@@ -93,7 +95,8 @@ def translate(words: Sequence[str]) -> tuple[list[str], list[str]]:
             raise ValueError(f"{flag} needs a value")
         else:
             _translate_one(flag, rest.pop(0), flags, unused)
-    if "--device" in flags and "--cuda-id" in flags:  # without CUDA the old runner read no id
+    # without CUDA the old runner read no id
+    if "--device" in flags and "--cuda-id" in flags:
         start = flags.index("--cuda-id")
         del flags[start : start + 2]
         unused.append("--cuda-id")

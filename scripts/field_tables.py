@@ -24,7 +24,13 @@ SHOWN: dict[Endpoint, Endpoint] = {
     "score": "embeddings",
     "rerank": "embeddings",
 }
-ACTED_ON: tuple[Endpoint, ...] = ("completions", "chat", "embeddings", "score", "rerank")
+ACTED_ON: tuple[Endpoint, ...] = (
+    "completions",
+    "chat",
+    "embeddings",
+    "score",
+    "rerank",
+)
 CONTRACT = Path(__file__).parents[1] / "docs" / "contract.md"
 
 
@@ -50,7 +56,11 @@ def default_of(each: Field) -> str:
 def values_of(each: Field) -> str:
     """Return the values of a field, as Markdown."""
     told = each.kind.told
-    return told.replace("≥ 0", "0 … `--max-logprobs`") if each.limit == "logprobs" else told
+    return (
+        told.replace("≥ 0", "0 … `--max-logprobs`")
+        if each.limit == "logprobs"
+        else told
+    )
 
 
 def acted_on(endpoint: Endpoint) -> str:
@@ -70,9 +80,13 @@ def refused(endpoint: Endpoint) -> str:
         if each.fate == "refused":
             passes = ", ".join(f"`{json.dumps(value)}`" for value in each.neutral)
             name = f"`{each.name}` ({passes})" if passes else f"`{each.name}`"
-            rows.setdefault(f"`{each.ours}`" if each.ours else each.help, []).append(name)
+            rows.setdefault(f"`{each.ours}`" if each.ours else each.help, []).append(
+                name
+            )
     table = [f"| {', '.join(names)} | {instead} |" for instead, names in rows.items()]
-    return "\n".join(["| name (what passes, beside null) | instead |", "|---|---|", *table])
+    return "\n".join(
+        ["| name (what passes, beside null) | instead |", "|---|---|", *table]
+    )
 
 
 def recorded() -> str:

@@ -50,7 +50,9 @@ def make_lines(count: int, prompt: int) -> str:
     """Make requests of random token ids, each with 100 tokens to draw."""
     rng = random.Random(1)
     rows = ([rng.randrange(300) for _ in range(prompt)] for _ in range(count))
-    return "".join(json.dumps({"prompt": row, "max_tokens": 100}) + "\n" for row in rows)
+    return "".join(
+        json.dumps({"prompt": row, "max_tokens": 100}) + "\n" for row in rows
+    )
 
 
 def check(flags: str, *, count: int = 1024, prompt: int = 100) -> dict[str, Any]:
@@ -58,7 +60,9 @@ def check(flags: str, *, count: int = 1024, prompt: int = 100) -> dict[str, Any]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "requests.jsonl"
         path.write_text(make_lines(count, prompt))
-        found = CliRunner().invoke(main, ["check", str(path), "--json", *shlex.split(flags)])
+        found = CliRunner().invoke(
+            main, ["check", str(path), "--json", *shlex.split(flags)]
+        )
     assert found.exit_code in (0, 1), found.output
     report: dict[str, Any] = json.loads(found.stdout)
     return report
@@ -77,7 +81,11 @@ def machine_table(machine: str) -> str:
         report = check(f"--random-init {model} --plan {MACHINES[machine]}")
         cells = [model]
         for bits in ("bfloat16", "int8", "int4"):
-            runs = [r for r in report["plans"]["runs"] if r.get("weight_dtype", "").endswith(bits)]
+            runs = [
+                r
+                for r in report["plans"]["runs"]
+                if r.get("weight_dtype", "").endswith(bits)
+            ]
             if not runs:
                 cells += ["does not fit", ""]
                 continue
@@ -97,8 +105,14 @@ def published_table() -> str:
         lines.append(f"| {name}, published | {' | '.join(told)} | {ready} |")
         runs = []
         for size in BATCHES:
-            report = check(f"--random-init bloom-176b --plan {OURS[name]}", count=size, prompt=8)
-            own = (run for run in report["plans"]["runs"] if run.get("weight_dtype") == "bfloat16")
+            report = check(
+                f"--random-init bloom-176b --plan {OURS[name]}", count=size, prompt=8
+            )
+            own = (
+                run
+                for run in report["plans"]["runs"]
+                if run.get("weight_dtype") == "bfloat16"
+            )
             runs.append(next(own))
         kept = OURS[name].split("GPUs")[-1].split("512G ")[-1]
         times = " | ".join(show_ms(run["ms_token"]) for run in runs)
@@ -114,7 +128,9 @@ def memory_table() -> str:
     lines += ["|---|--:|--:|--:|--:|--:|"]
     int8 = f"--quantize int8 {A100.replace('80gb', '40gb')}"  # where floats do not fit
     for bits, told, flags in (("bfloat16", 42.88, A100), ("int8", 21.68, int8)):
-        report = check(f"--random-init bloom-176b --tp 8 --chunk-size 512 {flags}", count=1)
+        report = check(
+            f"--random-init bloom-176b --tp 8 --chunk-size 512 {flags}", count=1
+        )
         most = max(report["memory"]["processes"], key=lambda each: each["weights"])
         parts = [most["weights"], most["work"], 512 * most["kv_token"]]
         shown = " | ".join(f"{size / 2**30:.2f}" for size in (*parts, sum(parts)))
@@ -130,7 +146,8 @@ def opt_table() -> str:
         "| flags | KV tokens | GiB a rank | load, s | ms a token | bound by |\n"
         "|---|--:|--:|--:|--:|---|\n"
         f"| `--world-size 8 --num-layers 12 --budget 26800` | {best['kv_tokens']:,} | "
-        f"{best['rank_bytes'] / 2**30:.1f} | {best['load_s']:,.0f} | {show_ms(best['ms_token'])} | "
+        f"{best['rank_bytes'] / 2**30:.1f} | {best['load_s']:,.0f} | "
+        f"{show_ms(best['ms_token'])} | "
         f"{best['bound']} |"
     )
 

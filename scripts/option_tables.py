@@ -25,7 +25,8 @@ OLD = "Old command lines"  # docs/coming_from.md has these
 
 
 def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
-    """Return the commands that have each flag, by its group and by its flags and text in the help.
+    """Return the commands that have each flag, by its group and by its flags and text
+    in the help.
 
     A flag that commands show in different groups, such as --grace, stands in the first of them.
     """
@@ -35,8 +36,14 @@ def find_flags() -> dict[str, dict[tuple[str, str], list[str]]]:
             if isinstance(option, GroupedOption) and not option.hidden:
                 record = option.get_help_record(click.Context(main.commands[name]))
                 assert record is not None, "an option that is not hidden is in the help"
-                known = next((rows[record] for rows in found.values() if record in rows), None)
-                commands = found[option.group].setdefault(record, []) if known is None else known
+                known = next(
+                    (rows[record] for rows in found.values() if record in rows), None
+                )
+                commands = (
+                    found[option.group].setdefault(record, [])
+                    if known is None
+                    else known
+                )
                 commands.append(name)
     return found
 

@@ -4,7 +4,8 @@
 scripts/picture_page.py docs                       # docs/serve-1280-light.png and three more
 scripts/picture_page.py /tmp/pictures --model-name /models/chat --ask "Who was Ada Lovelace?"
 
-The server really runs, and other clients ask meanwhile, so that the figures have something to show.
+The server really runs, and other clients ask meanwhile, so that the figures have
+something to show.
 """
 
 from __future__ import annotations
@@ -92,22 +93,29 @@ def ask_in_page(browser: Browser, questions: tuple[str, ...]) -> None:
     for number, question in enumerate(questions, start=1):
         browser.type("#text", question)
         browser.press("Enter", 13)
-        browser.wait(f"document.querySelectorAll('.meta').length === {number} && !running", 120)
-        if error := browser.run("document.querySelector('.error:not(noscript *)')?.textContent"):
+        browser.wait(
+            f"document.querySelectorAll('.meta').length === {number} && !running", 120
+        )
+        if error := browser.run(
+            "document.querySelector('.error:not(noscript *)')?.textContent"
+        ):
             raise SystemExit(f"the page shows an error: {error}")
 
 
 @click.command()
 @click.argument("folder", type=click.Path(path_type=Path, file_okay=False))
 @click.option("--model-name", help="A chat model.  [default: the demo model]")
-@click.option("--ask", "questions", multiple=True, default=QUESTIONS, help="May be repeated.")
+@click.option(
+    "--ask", "questions", multiple=True, default=QUESTIONS, help="May be repeated."
+)
 def main(folder: Path, model_name: str | None, questions: tuple[str, ...]) -> None:
     """Write serve-WIDTH-light.png and serve-WIDTH-dark.png into FOLDER."""
     folder.mkdir(parents=True, exist_ok=True)
     with serve(model_name) as url, open_browser() as browser, other_clients(url):
         browser.look(1280, SIZES[1280])
         browser.open(f"{url}/")
-        browser.run("new Promise((resolve) => setTimeout(resolve, 8000))")  # for the curve
+        # for the curve
+        browser.run("new Promise((resolve) => setTimeout(resolve, 8000))")
         ask_in_page(browser, questions)
         for width, height in SIZES.items():
             for scheme in ("light", "dark"):

@@ -4,7 +4,8 @@
 scripts/picture_report.py docs --model-name SmolLM2-135M-Instruct     # docs/report-….png
 
 The lines are answered by a real run: chats and completions with logprobs, and wrong ones. Signs
-such as ▸ need fonts that have them, or they are empty boxes: fonts-noto-core and fonts-dejavu-core.
+such as ▸ need fonts that have them, or they are empty boxes: fonts-noto-core and
+fonts-dejavu-core.
 """
 
 from __future__ import annotations
@@ -24,7 +25,10 @@ sys.path.insert(0, str(Path(__file__).parent.parent))
 from tests.browser import Browser, open_browser
 
 REPOSITORY = Path(__file__).resolve().parent.parent
-SYSTEM = {"role": "system", "content": "You are a friendly assistant. Answer in plain words."}
+SYSTEM = {
+    "role": "system",
+    "content": "You are a friendly assistant. Answer in plain words.",
+}
 ASKED = (
     "Explain {} to a child.",
     "Write two sentences about {}.",
@@ -83,14 +87,27 @@ def make_lines(number: int) -> list[dict[str, Any]]:
     rng = random.Random(4)
     lines: list[dict[str, Any]] = []
     for each in range(number):
-        own = {"max_tokens": rng.choice([16, 32, 64, 96]), "temperature": rng.choice([0, 0.7, 1])}
+        own = {
+            "max_tokens": rng.choice([16, 32, 64, 96]),
+            "temperature": rng.choice([0, 0.7, 1]),
+        }
         if each % 2:
-            lines.append({"prompt": rng.choice(BEGUN), "logprobs": 4, "seed": each, **own})
+            lines.append(
+                {"prompt": rng.choice(BEGUN), "logprobs": 4, "seed": each, **own}
+            )
             continue
-        asked = {"role": "user", "content": rng.choice(ASKED).format(rng.choice(TOPICS))}
+        asked = {
+            "role": "user",
+            "content": rng.choice(ASKED).format(rng.choice(TOPICS)),
+        }
         chat = {"messages": [SYSTEM, asked], "logprobs": True, "top_logprobs": 4, **own}
         url = "/v1/chat/completions"
-        batch = {"custom_id": f"chat-{each}", "method": "POST", "url": url, "body": chat}
+        batch = {
+            "custom_id": f"chat-{each}",
+            "method": "POST",
+            "url": url,
+            "body": chat,
+        }
         lines.append(chat if each % 3 else batch)
     return lines
 
@@ -115,7 +132,9 @@ def answer(folder: Path, name: str, lines: list[str], model_name: str | None) ->
 
 def take(browser: Browser, path: Path, place: str = "body") -> None:
     """Take a picture of the window, once an element stands at its top."""
-    browser.run(f"document.querySelector('{place}').scrollIntoView({{behavior: 'instant'}})")
+    browser.run(
+        f"document.querySelector('{place}').scrollIntoView({{behavior: 'instant'}})"
+    )
     browser.run("new Promise((resolve) => setTimeout(resolve, 500))")
     if place == "#filter":
         browser.run(LEAST_CERTAIN)
@@ -131,7 +150,9 @@ def main(folder: Path, model_name: str | None) -> None:
     lines = [json.dumps(line) for line in make_lines(300)]
     with tempfile.TemporaryDirectory() as place, open_browser() as browser:
         good = answer(Path(place), "requests", lines, model_name)
-        bad = answer(Path(place), "drafts", [*lines[:40], *WRONG, *WRONG[:6]], model_name)
+        bad = answer(
+            Path(place), "drafts", [*lines[:40], *WRONG, *WRONG[:6]], model_name
+        )
         browser.look(1280, 1340)
         browser.open(good.as_uri())
         take(browser, folder / "report-1280-light.png")

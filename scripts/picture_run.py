@@ -71,12 +71,15 @@ class Screen:
                 self.lines.append("")
         elif character.isprintable():
             line = self.lines[self._row].ljust(self._column)
-            self.lines[self._row] = line[: self._column] + character + line[self._column + 1 :]
+            self.lines[self._row] = (
+                line[: self._column] + character + line[self._column + 1 :]
+            )
             self._column += 1
 
 
 def run(command: list[str]) -> list[tuple[float, list[str]]]:
-    """Run a command in a terminal; return each screen that it showed, with its time in seconds."""
+    """Run a command in a terminal; return each screen that it showed, with its time in
+    seconds."""
     ours, theirs = pty.openpty()
     fcntl.ioctl(theirs, termios.TIOCSWINSZ, struct.pack("HHHH", 40, COLUMNS, 0, 0))
     start_s = time.perf_counter()
@@ -103,7 +106,9 @@ def run(command: list[str]) -> list[tuple[float, list[str]]]:
 
 def wrapped(text: str) -> list[str]:
     """Break a line as a terminal of COLUMNS columns does."""
-    return [text[place : place + COLUMNS] for place in range(0, max(1, len(text)), COLUMNS)]
+    return [
+        text[place : place + COLUMNS] for place in range(0, max(1, len(text)), COLUMNS)
+    ]
 
 
 def window(title: str, command: str, lines: list[str], top: int) -> tuple[str, int]:

@@ -37,12 +37,16 @@ def read_spans(path: Path, first_s: float, last_s: float) -> dict[str, list[Any]
         if end_s > first_s and start_s < last_s:
             rank.append((max(start_s, first_s), min(end_s, last_s), event))
     layers = {
-        tid: " layers" * (own[0][2]["name"] in OF_LAYERS) for tid, own in spans.items() if own
+        tid: " layers" * (own[0][2]["name"] in OF_LAYERS)
+        for tid, own in spans.items()
+        if own
     }
     return {f"{names[tid]}{layers.get(tid, '')}": spans[tid] for tid in sorted(spans)}
 
 
-def draw(title: str, spans: dict[str, list[Any]], top: int, first_s: float, last_s: float) -> str:
+def draw(
+    title: str, spans: dict[str, list[Any]], top: int, first_s: float, last_s: float
+) -> str:
     """Return the SVG elements of one trace."""
     scale = (WIDTH - LEFT - 70) / (last_s - first_s)
     out = [f'<text x="{LEFT}" y="{top - 8}" font-weight="bold">{escape(title)}</text>']
@@ -50,7 +54,9 @@ def draw(title: str, spans: dict[str, list[Any]], top: int, first_s: float, last
         y = top + row * (ROW + 4)
         out.append(f'<text x="8" y="{y + 18}">{rank}</text>')
         width = (last_s - first_s) * scale
-        out.append(f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW}" fill="#eee"/>')
+        out.append(
+            f'<rect x="{LEFT}" y="{y}" width="{width:.1f}" height="{ROW}" fill="#eee"/>'
+        )
         for start_s, end_s, event in own:
             x = LEFT + (start_s - first_s) * scale
             wide = (end_s - start_s) * scale
@@ -95,17 +101,19 @@ def main(
     legend = LEFT
     shown = COLOURS | {name: OF_LAYERS[name] for name in OF_LAYERS if name in seen}
     for phase, colour in shown.items():
-        parts.append(f'<rect x="{legend}" y="{top - 14}" width="14" height="14" fill="{colour}"/>')
+        parts.append(
+            f'<rect x="{legend}" y="{top - 14}" width="14" height="14" fill="{colour}"/>'
+        )
         parts.append(f'<text x="{legend + 20}" y="{top - 2}">{phase}</text>')
         legend += 90
     parts.append(
-        f'<text x="{legend}" y="{top - 2}">numbers: steps; second {first_s:g} to {last_s:g}</text>'
+        f'<text x="{legend}" y="{top - 2}">numbers: steps; second {first_s:g} to '
+        f"{last_s:g}</text>"
     )
     output.write_text(
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{top + 8}" '
-        f'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" fill="white"/>\n'
-        + "\n".join(parts)
-        + "\n</svg>\n"
+        'font-family="sans-serif" font-size="13"><rect width="100%" height="100%" '
+        'fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
     )
 
 

@@ -21,7 +21,9 @@ def main() -> None:
         if path.name.endswith(".errors.jsonl"):
             for record in records:
                 is_batch = "response" in record
-                error = record["response"]["body"]["error"] if is_batch else record["error"]
+                error = (
+                    record["response"]["body"]["error"] if is_batch else record["error"]
+                )
                 place = record["custom_id"] if is_batch else f"line {record['line']}"
                 print(f"{place}: {error['message']}")
         elif records:
@@ -32,7 +34,8 @@ def main() -> None:
 
 
 def show_answer(record: dict[str, Any]) -> None:
-    if "response" in record:  # of an OpenAI Batch file, which does not repeat the prompt
+    # of an OpenAI Batch file, which does not repeat the prompt
+    if "response" in record:
         print(record["custom_id"])
         result = record["response"]["body"]
     else:
@@ -45,7 +48,11 @@ def show_answer(record: dict[str, Any]) -> None:
         result = record["result"]
     for vector in result.get("data", []):
         shown = vector["embedding"][:4]
-        numbers = shown if isinstance(shown, str) else ", ".join(f"{each:.3f}" for each in shown)
+        numbers = (
+            shown
+            if isinstance(shown, str)
+            else ", ".join(f"{each:.3f}" for each in shown)
+        )
         print(f"   → {numbers} … ({len(vector['embedding'])} of them)")
     for found in result.get("results", []):
         print(f"   → {found['relevance_score']:.3f} {found['document']['text']!r}")

@@ -1,11 +1,12 @@
 #!/usr/bin/env python
 """Train the demo model that ships in fminfer/demo_model, from nothing, on a CPU in minutes.
 
-The task is the navigation question of the project's first users, "How do you go from the bathroom
-to the office?", asked of one house whose rooms stand on a fixed grid. The model is never shown the
-grid: it sees questions about nine tenths of the pairs of rooms with their answers, and exact match
-is measured on the last tenth, prompts it has never seen. The card (README.md beside the weights)
-is written from what this run measured.
+The task is the navigation question of the project's first users, "How do you go from
+the bathroom to the office?", asked of one house whose rooms stand on a fixed grid. The model is
+never shown the
+grid: it sees questions about nine tenths of the pairs of rooms with their answers, and
+exact match is measured on the last tenth, prompts it has never seen. The card
+(README.md beside the weights) is written from what this run measured.
 
     python scripts/train_demo_model.py --minutes 6
 
@@ -31,8 +32,8 @@ HOUSE = (
     ("garden", "veranda", "porch", "garage", "cellar", "basement"),
 )
 EOS = "<|endoftext|>"
-# Rotary positions are relative: the short questions of the training are answered at any place. The
-# first users' own sample has 608 tokens.
+# Rotary positions are relative: the short questions of the training are answered at any
+# place. The first users' own sample has 608 tokens.
 CONTEXT = 1024
 IGNORE = -100  # torch's cross entropy leaves these targets out
 Example = tuple[str, str]  # prompt, answer
@@ -46,7 +47,9 @@ def all_examples() -> list[Example]:
         for goal, (u, v) in where.items():
             steps = ["north" if v < y else "south"] * abs(v - y)
             steps += ["west" if u < x else "east"] * abs(u - x)
-            question = f"Question: How do you go from the {start} to the {goal}?\nAnswer:"
+            question = (
+                f"Question: How do you go from the {start} to the {goal}?\nAnswer:"
+            )
             if steps:
                 examples.append((question, " " + " ".join(steps)))
     return examples
@@ -71,8 +74,12 @@ def train_tokenizer(examples: list[Example]) -> PreTrainedTokenizerFast:
         initial_alphabet=pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    tokenizer.train_from_iterator((prompt + answer + "\n" for prompt, answer in examples), trainer)
-    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS)
+    tokenizer.train_from_iterator(
+        (prompt + answer + "\n" for prompt, answer in examples), trainer
+    )
+    return PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=EOS, pad_token=EOS
+    )
 
 
 def encode_batch(
@@ -108,7 +115,9 @@ def exact_match(
 @click.option("--learning-rate", default=1e-3, show_default=True)
 @click.option("--seed", default=1, show_default=True)
 @click.option("--output", default="fminfer/demo_model", show_default=True)
-def main(minutes: float, batch_size: int, learning_rate: float, seed: int, output: str) -> None:
+def main(
+    minutes: float, batch_size: int, learning_rate: float, seed: int, output: str
+) -> None:
     """Train, measure, and write model, tokenizer and card to OUTPUT."""
     rng = random.Random(seed)
     torch.manual_seed(seed)
@@ -136,7 +145,9 @@ def main(minutes: float, batch_size: int, learning_rate: float, seed: int, outpu
     step = 0
     while (share := (time.monotonic() - started) / 60 / minutes) < 1:
         for group in optimizer.param_groups:
-            group["lr"] = learning_rate * min(1.0, (step + 1) / 100) * (1 - 0.95 * share)
+            group["lr"] = (
+                learning_rate * min(1.0, (step + 1) / 100) * (1 - 0.95 * share)
+            )
         ids, targets = encode_batch(tokenizer, rng.sample(trained, batch_size))
         logits = model.train()(input_ids=ids).logits
         loss = torch.nn.functional.cross_entropy(
@@ -148,7 +159,10 @@ def main(minutes: float, batch_size: int, learning_rate: float, seed: int, outpu
         optimizer.step()
         step += 1
         if step % 200 == 0:
-            found = [exact_match(model, tokenizer, part) for part in (trained[:100], held_out)]
+            found = [
+                exact_match(model, tokenizer, part)
+                for part in (trained[:100], held_out)
+            ]
             click.echo(
                 f"step {step}  loss {loss.item():.4f}  exact match {found[0]:.0%} trained, "
                 f"{found[1]:.1%} held out"
@@ -168,7 +182,9 @@ def write_model(
     model.save_pretrained(folder)
     (folder / "model.safetensors").chmod(0o644)
     tokenizer.save_pretrained(folder)
-    house = "\n".join("    " + "".join(f"{room:<10}" for room in row).rstrip() for row in HOUSE)
+    house = "\n".join(
+        "    " + "".join(f"{room:<10}" for room in row).rstrip() for row in HOUSE
+    )
     card = CARD.format(
         match=match,
         num_steps=num_steps,
@@ -194,19 +210,19 @@ It answers with the steps, north or south first:
     Question: How do you go from the bathroom to the office?
     Answer: north east east east east east
 
-**Measured:** {match:.1%} exact match (every step and the end, greedy) on {num_held_out} held-out
-prompts of {num_all}. Held-out pairs of rooms were never trained on, in this direction; the grid was
-never shown.
+**Measured:** {match:.1%} exact match (every step and the end, greedy) on {num_held_out}
+held-out prompts of {num_all}. Held-out pairs of rooms were never trained on, in this
+direction; the grid was never shown.
 
 In chat, `chat_template.jinja` asks the last message of the user as the question, and leaves out
 what was said before.
 
-**Limits:** this house, this question, one at a time. On anything else it babbles. The context is
-1,024 tokens, so that the first users' own sample (608 tokens) runs; a question is answered alike at
-any position of it, but not behind another text. It is there so
-that `fminfer run` can be tried without a download, and for tests. The question is that of the first
-users' data, without the passage of facts that stood before it there: models of this size, trained
-for minutes, did not learn to read such passages.
+**Limits:** this house, this question, one at a time. On anything else it babbles. The
+context is 1,024 tokens, so that the first users' own sample (608 tokens) runs; a question is
+answered alike at any position of it, but not behind another text. It is there so that
+`fminfer run` can be tried without a download, and for tests. The question is that of the
+first users' data, without the passage of facts that stood before it there: models of this
+size, trained for minutes, did not learn to read such passages.
 
 Licence: Apache-2.0, like the project; the training data is generated by the script.
 """

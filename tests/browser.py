@@ -18,7 +18,8 @@ from pathlib import Path
 from typing import Any
 
 CHROMIUM = next(
-    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])), None
+    filter(None, map(shutil.which, ["chromium", "chromium-browser", "google-chrome"])),
+    None,
 )
 _FLAGS = [
     "--headless",
@@ -37,7 +38,8 @@ class BrowserError(Exception):
 
 
 class Browser:
-    """One tab. Its `log` is what the page has complained of: errors, violations of its policy."""
+    """One tab. Its `log` is what the page has complained of: errors, violations of its
+    policy."""
 
     def __init__(self, to_browser: int, from_browser: int) -> None:
         self.log: list[str] = []
@@ -71,10 +73,14 @@ class Browser:
     def _read(self, timeout_s: float = 60) -> dict[str, Any]:
         end_s = time.monotonic() + timeout_s
         while b"\0" not in self._rest:
-            ready, _, _ = select.select([self._from], [], [], max(0, end_s - time.monotonic()))
+            ready, _, _ = select.select(
+                [self._from], [], [], max(0, end_s - time.monotonic())
+            )
             data = os.read(self._from, 1 << 20) if ready else b""
             if not data:
-                raise BrowserError("the browser has ended" if ready else "the browser is silent")
+                raise BrowserError(
+                    "the browser has ended" if ready else "the browser is silent"
+                )
             self._rest += data
         message, _, self._rest = self._rest.partition(b"\0")
         return dict(json.loads(message))
@@ -85,18 +91,27 @@ class Browser:
             self.log.append(params["entry"]["text"])
         elif event.get("method") == "Runtime.exceptionThrown":
             details = params["exceptionDetails"]
-            self.log.append(details.get("exception", {}).get("description", details["text"]))
+            self.log.append(
+                details.get("exception", {}).get("description", details["text"])
+            )
         elif event.get("method") == "Page.javascriptDialogOpening":
             self.log.append(f"a dialog: {params['message']}")
 
     def open(self, url: str) -> None:
         """Open a page, and wait until it is loaded."""
         self.call("Page.navigate", url=url)
-        self.wait(f"location.href === {json.dumps(url)} && document.readyState === 'complete'")
+        self.wait(
+            f"location.href === {json.dumps(url)} && document.readyState === 'complete'"
+        )
 
     def look(self, width: int, height: int, scheme: str = "light") -> None:
         """Set the size of the window in pixels, and `light` or `dark`."""
-        size = {"width": width, "height": height, "deviceScaleFactor": 1, "mobile": False}
+        size = {
+            "width": width,
+            "height": height,
+            "deviceScaleFactor": 1,
+            "mobile": False,
+        }
         self.call("Emulation.setDeviceMetricsOverride", **size)
         feature = {"name": "prefers-color-scheme", "value": scheme}
         self.call("Emulation.setEmulatedMedia", features=[feature])
@@ -115,7 +130,9 @@ class Browser:
         end_s = time.monotonic() + timeout_s
         while not self.run(f"Boolean({script})"):
             if time.monotonic() > end_s:
-                raise BrowserError(f"still not so after {timeout_s:.0f} s: {script}\n{self.log}")
+                raise BrowserError(
+                    f"still not so after {timeout_s:.0f} s: {script}\n{self.log}"
+                )
             time.sleep(0.03)
 
     def type(self, selector: str, text: str) -> None:
@@ -126,7 +143,12 @@ class Browser:
 
     def press(self, key: str, code: int, modifiers: int = 0) -> None:
         """Press a key by its name and Windows' code; modifiers are 2 for Ctrl, 8 for Shift."""
-        own = {"key": key, "code": key, "windowsVirtualKeyCode": code, "modifiers": modifiers}
+        own = {
+            "key": key,
+            "code": key,
+            "windowsVirtualKeyCode": code,
+            "modifiers": modifiers,
+        }
         text = {"text": "\r"} if key == "Enter" else {}
         self.call("Input.dispatchKeyEvent", type="keyDown", **own, **text)
         self.call("Input.dispatchKeyEvent", type="keyUp", **own)
@@ -139,7 +161,10 @@ class Browser:
             f"(document.querySelector({json.dumps(selector)}))"
         )
         where = {"x": place[0], "y": place[1], "button": "left", "clickCount": 1}
-        for kind in ["mouseMoved", *([] if only_point else ["mousePressed", "mouseReleased"])]:
+        for kind in [
+            "mouseMoved",
+            *([] if only_point else ["mousePressed", "mouseReleased"]),
+        ]:
             self.call("Input.dispatchMouseEvent", type=kind, **where)
 
     def picture(self, path: Path) -> None:
@@ -167,10 +192,14 @@ def open_browser() -> Iterator[Browser]:
     assert CHROMIUM is not None, "no chromium"
     read_end, to_browser = os.pipe()
     from_browser, write_end = os.pipe()
-    theirs = [fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (read_end, write_end)]
+    theirs = [
+        fcntl.fcntl(fd, fcntl.F_DUPFD_CLOEXEC, 10) for fd in (read_end, write_end)
+    ]
     quiet = [(os.POSIX_SPAWN_OPEN, fd, os.devnull, os.O_RDWR, 0) for fd in range(3)]
     # The protocol's pipes are 3 and 4 there.
-    pipes = [(os.POSIX_SPAWN_DUP2, fd, place) for place, fd in enumerate(theirs, start=3)]
+    pipes = [
+        (os.POSIX_SPAWN_DUP2, fd, place) for place, fd in enumerate(theirs, start=3)
+    ]
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         command = [CHROMIUM, *_FLAGS, f"--user-data-dir={profile}"]
         pid = os.posix_spawn(
@@ -183,5 +212,6 @@ def open_browser() -> Iterator[Browser]:
         finally:
             os.close(to_browser)
             os.close(from_browser)
-            os.killpg(pid, signal.SIGKILL)  # its own group: the browser's processes and no other
+            # its own group: the browser's processes and no other
+            os.killpg(pid, signal.SIGKILL)
             os.waitpid(pid, 0)

@@ -18,7 +18,8 @@ cap_libraries()  # before torch is there
 import torch  # noqa: E402
 import transformers  # noqa: E402
 
-if not torch.cuda.is_available():  # triton reads it when imported: its kernels run on the CPU
+# triton reads it when imported: its kernels run on the CPU
+if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
 
 from fminfer.compute.attention.kernel_attention import (  # noqa: E402
@@ -113,12 +114,17 @@ def num_examples(most: int) -> int:
 
 
 def some_families(names: Iterable[str] = FEW) -> list[Any]:
-    """Return every family as a test's parameter; those without a name here are more of the same."""
-    return [pytest.param(each, marks=[] if each in names else [more]) for each in sorted(FIELDS)]
+    """Return every family as a test's parameter; those without a name here are more of
+    the same."""
+    return [
+        pytest.param(each, marks=[] if each in names else [more])
+        for each in sorted(FIELDS)
+    ]
 
 
 def in_turns(values: Iterable[Any], names: Iterable[str] = FEW) -> list[Any]:
-    """Return each family with each value; unless `names` come to it in turn, it is more of it."""
+    """Return each family with each value; unless `names` come to it in turn, it is more
+    of it."""
     values = [*values]
     chosen = {(name, values[place % len(values)]) for place, name in enumerate(names)}
     return [
@@ -143,7 +149,8 @@ EXPERTS = {"num_experts_per_tok": 2, "sliding_window": None}
 # A name is a model_type, or one with a variant behind a dash.
 FIELDS: dict[str, dict[str, Any]] = {
     "llama": GROUPED,
-    "llama-dynamic": GROUPED | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
+    "llama-dynamic": GROUPED
+    | {"rope_scaling": {"rope_type": "dynamic", "factor": 4.0}},
     "mistral": GROUPED | {"sliding_window": 24, "head_dim": 16},
     "qwen2": GROUPED,
     "qwen2-window": GROUPED
@@ -181,7 +188,8 @@ FIELDS: dict[str, dict[str, Any]] = {
         },
     },
     "stablelm": GROUPED,
-    "stablelm-parallel": GROUPED | {"use_parallel_residual": True, "qk_layernorm": True},
+    "stablelm-parallel": GROUPED
+    | {"use_parallel_residual": True, "qk_layernorm": True},
     "starcoder2": GROUPED | {"sliding_window": 17},
     "olmo2": GROUPED,
     "glm4": GROUPED | {"head_dim": 16},
@@ -197,30 +205,57 @@ FIELDS: dict[str, dict[str, Any]] = {
     },
     "opt": {"ffn_dim": 128, "word_embed_proj_dim": 32},
     "gpt2": {},
-    "gpt2-inverse": {"scale_attn_by_inverse_layer_idx": True, "reorder_and_upcast_attn": True},
+    "gpt2-inverse": {
+        "scale_attn_by_inverse_layer_idx": True,
+        "reorder_and_upcast_attn": True,
+    },
     "gpt_bigcode": {},
     "gpt_bigcode-heads": {"multi_query": False, "attention_softmax_in_fp32": False},
-    "gpt_neo": {"attention_types": [[["global", "local", "local"], 1]], "window_size": 10},
+    "gpt_neo": {
+        "attention_types": [[["global", "local", "local"], 1]],
+        "window_size": 10,
+    },
     "gpt_neox": BIGGER,
     "gptj": {"rotary_dim": 8},
     "codegen": {"rotary_dim": 8},
     "falcon": {"multi_query": True, "bias": True},
     "falcon-new": {"new_decoder_architecture": True, "num_kv_heads": 2},
     # 16 heads have slopes that are no powers of two, so that Falcon's rounding shows.
-    "falcon-alibi": {"alibi": True, "multi_query": False, "parallel_attn": False, "bias": True}
+    "falcon-alibi": {
+        "alibi": True,
+        "multi_query": False,
+        "parallel_attn": False,
+        "bias": True,
+    }
     | {"num_attention_heads": 16},
-    "falcon-alibi-shared": {"alibi": True, "multi_query": True, "num_attention_heads": 16},
+    "falcon-alibi-shared": {
+        "alibi": True,
+        "multi_query": True,
+        "num_attention_heads": 16,
+    },
     "mpt": {"max_seq_len": 256, "attn_config": {"clip_qkv": 0.9, "softmax_scale": 0.4}},
     "bloom": {"seq_length": 256},
-    "opt-350m": {"ffn_dim": 128, "word_embed_proj_dim": 32, "do_layer_norm_before": False},
+    "opt-350m": {
+        "ffn_dim": 128,
+        "word_embed_proj_dim": 32,
+        "do_layer_norm_before": False,
+    },
     "opt-bare": {"ffn_dim": 128, "word_embed_proj_dim": 64, "enable_bias": False}
     | {"layer_norm_elementwise_affine": False},
-    "gpt_neox-serial": BIGGER | {"use_parallel_residual": False, "attention_bias": False},
+    "gpt_neox-serial": BIGGER
+    | {"use_parallel_residual": False, "attention_bias": False},
     "phi-qk": BIGGER | {"qk_layernorm": True},
-    "bloom-normed": {"seq_length": 256, "apply_residual_connection_post_layernorm": True},
+    "bloom-normed": {
+        "seq_length": 256,
+        "apply_residual_connection_post_layernorm": True,
+    },
     "falcon-one-norm": {"new_decoder_architecture": True, "num_kv_heads": 2}
     | {"num_ln_in_parallel_attn": 1},
-    "gpt2-unscaled": {"scale_attn_weights": False, "activation_function": "relu", "n_inner": 96},
+    "gpt2-unscaled": {
+        "scale_attn_weights": False,
+        "activation_function": "relu",
+        "n_inner": 96,
+    },
     "gpt2-untied": {"tie_word_embeddings": False},
     "llama-biases": GROUPED
     | {"attention_bias": True, "mlp_bias": True, "tie_word_embeddings": True}
@@ -283,7 +318,10 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     config = family_config(name, num_layers)
     torch.manual_seed(7)
     model = model_class(config).from_config(config).eval()
-    if getattr(config, "attn_logit_softcapping", None) or config.model_type == "gpt_oss":
+    if (
+        getattr(config, "attn_logit_softcapping", None)
+        or config.model_type == "gpt_oss"
+    ):
         # transformers 5.17 takes sdpa, which leaves the cap out.
         model.config._attn_implementation = "eager"
     with torch.no_grad():
@@ -314,7 +352,11 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
     num_layers = len(checkpoint.model.layers)
     part = part or Part(0, 1, 0, num_layers)
     tensors = open_weights(
-        checkpoint, part, holding=Holding(torch.float32), device=torch.device("cpu"), seed=1
+        checkpoint,
+        part,
+        holding=Holding(torch.float32),
+        device=torch.device("cpu"),
+        seed=1,
     )
     bodies = Bodies(plain_registry(), checkpoint.context_length)
     return Transformer(checkpoint.model, tensors, bodies=bodies)
@@ -339,13 +381,16 @@ def try_triton(dtype: torch.dtype) -> None:
     num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
     for kv_dtype in {dtype, torch.float32}:
         kinds = (how, replace(how, window=8, alibi=Alibi((0.1, 0.2))))
-        pairs = attention_pairs(kernel, AttentionAsked(kinds, 8, kv_dtype), num_keys, **where)
+        pairs = attention_pairs(
+            kernel, AttentionAsked(kinds, 8, kv_dtype), num_keys, **where
+        )
         compare(pairs, ATTENTION_ERRORS[dtype])
 
 
 @pytest.fixture(scope="session")
 def interpreter() -> None:
-    """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in numpy 2.4."""
+    """Skip what the interpreter cannot run: that of triton 3.6 counts to no tensor in
+    numpy 2.4."""
     try:
         try_triton(torch.float32)
     except Exception as error:
@@ -354,7 +399,9 @@ def interpreter() -> None:
         pytest.skip("the interpreter of triton 3.6 needs numpy < 2.4")
 
 
-def span(logits: torch.Tensor, ranker: Ranker = rank, drawer: Drawer = draw) -> TokenSpan:
+def span(
+    logits: torch.Tensor, ranker: Ranker = rank, drawer: Drawer = draw
+) -> TokenSpan:
     """Return the tokens of (rows, vocab) logits, with what ranks them and draws."""
     return TokenSpan(logits.shape[-1], ranker=ranker, drawer=drawer)
 
@@ -376,14 +423,22 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
 @pytest.fixture(autouse=True)
 def restored_signals() -> Iterator[None]:
     """The command leaves signals ignored when it ends, and tests call it in this process."""
-    numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGUSR1, signal.SIGUSR2, signal.SIGXCPU)
+    numbers = (
+        signal.SIGINT,
+        signal.SIGTERM,
+        signal.SIGUSR1,
+        signal.SIGUSR2,
+        signal.SIGXCPU,
+    )
     handlers = {number: signal.getsignal(number) for number in numbers}
     yield
     for number, handler in handlers.items():
         signal.signal(number, handler)
 
 
-def run_files(engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any) -> Any:
+def run_files(
+    engine: Any, inputs: list[Path], outputs: list[Path], **terms: Any
+) -> Any:
     """Answer files with an engine, as the command does.
 
     Args:
@@ -403,7 +458,9 @@ def save_byte_tokenizer(folder: Path) -> None:
     """Save a tokenizer of the 256 bytes as a checkpoint's own."""
     from fminfer.text.tokenizer import _byte_tokenizer
 
-    transformers.PreTrainedTokenizerFast(tokenizer_object=_byte_tokenizer()).save_pretrained(folder)
+    transformers.PreTrainedTokenizerFast(
+        tokenizer_object=_byte_tokenizer()
+    ).save_pretrained(folder)
 
 
 @pytest.fixture(scope="session", params=sorted(FIELDS))

@@ -1,7 +1,7 @@
 """Small configs of encoders, of encoders with decoders, and of decoders that pool.
 
-A name is a model_type, or one with a variant behind a colon; the value holds the class that makes
-the model, and the fields that differ.
+A name is a model_type, or one with a variant behind a colon; the value holds the class
+that makes the model, and the fields that differ.
 """
 
 from __future__ import annotations
@@ -15,20 +15,34 @@ import transformers
 from tests.conftest import SHAPE, family_config
 
 VOCAB = 300
-ENDS = {"bos_token_id": None, "eos_token_id": None, "cls_token_id": None, "sep_token_id": None}
+ENDS = {
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "cls_token_id": None,
+    "sep_token_id": None,
+}
 _SIZES = SHAPE | ENDS | {"intermediate_size": 96, "pad_token_id": 0}
 _DISTIL = SHAPE | {"hidden_dim": 96, "pad_token_id": 0}
 _RANKED = {"num_labels": 3}
 _WINDOWS = _SIZES | {"local_attention": 10, "num_hidden_layers": 5, "norm_bias": True}
 ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "bert": ("BertModel", _SIZES),
-    "bert:act": ("BertModel", _SIZES | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3}),
+    "bert:act": (
+        "BertModel",
+        _SIZES | {"hidden_act": "gelu_new", "layer_norm_eps": 1e-3},
+    ),
     "bert:causal": ("BertModel", _SIZES | {"is_decoder": True}),
     "bert:scores": ("BertForSequenceClassification", _SIZES | _RANKED),
     "roberta": ("RobertaModel", _SIZES | {"pad_token_id": 1, "type_vocab_size": 1}),
     "roberta:scores": ("RobertaForSequenceClassification", _SIZES | {"num_labels": 1}),
-    "xlm-roberta": ("XLMRobertaModel", _SIZES | {"pad_token_id": 1, "type_vocab_size": 1}),
-    "xlm-roberta:scores": ("XLMRobertaForSequenceClassification", _SIZES | {"num_labels": 1}),
+    "xlm-roberta": (
+        "XLMRobertaModel",
+        _SIZES | {"pad_token_id": 1, "type_vocab_size": 1},
+    ),
+    "xlm-roberta:scores": (
+        "XLMRobertaForSequenceClassification",
+        _SIZES | {"num_labels": 1},
+    ),
     "camembert": ("CamembertModel", _SIZES | {"pad_token_id": 1, "type_vocab_size": 1}),
     "distilbert": ("DistilBertModel", _DISTIL),
     "distilbert:scores": ("DistilBertForSequenceClassification", _DISTIL | _RANKED),
@@ -37,7 +51,10 @@ ENCODERS: dict[str, tuple[str, dict[str, Any]]] = {
     "nomic_bert": ("NomicBertModel", _SIZES),
     "nomic_bert:scores": ("NomicBertForSequenceClassification", _SIZES | _RANKED),
     "modernbert": ("ModernBertModel", _SIZES | {"local_attention": 10}),
-    "modernbert:bias": ("ModernBertModel", _WINDOWS | {"attention_bias": True, "mlp_bias": True}),
+    "modernbert:bias": (
+        "ModernBertModel",
+        _WINDOWS | {"attention_bias": True, "mlp_bias": True},
+    ),
     "modernbert:scores": ("ModernBertForSequenceClassification", _WINDOWS | _RANKED),
     "modernbert:mean": (
         "ModernBertForSequenceClassification",
@@ -134,7 +151,8 @@ def make_decoder(name: str, kind: str, **fields: Any) -> Any:
     torch.manual_seed(7)
     auto = "AutoModel" + kind.removeprefix("Model")
     model = getattr(transformers, auto).from_config(config)
-    if config.model_type == "gpt_oss":  # transformers takes sdpa, which leaves its sinks out
+    # transformers takes sdpa, which leaves its sinks out
+    if config.model_type == "gpt_oss":
         model.config._attn_implementation = "eager"
     return _spread(model)
 

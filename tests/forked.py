@@ -1,9 +1,10 @@
 """The command in a process that has torch and transformers already: a fork takes no imports.
 
-Most tests ask what the command answers, and what ranks say to each other, not how a process starts,
-which takes three seconds of a core. A forked command has its own variables, files and signals. The
-ranks and pipelines that it starts are forked as well, and so are the commands of a shell that has
-programs() in its PATH, and what an engine of the tests' process starts within forked_ranks().
+Most tests ask what the command answers, and what ranks say to each other, not how a
+process starts, which takes three seconds of a core. A forked command has its own
+variables, files and signals. The ranks and pipelines that it starts are forked as well,
+and so are the commands of a shell that has programs() in its PATH, and what an engine
+of the tests' process starts within forked_ranks().
 """
 
 from __future__ import annotations
@@ -39,7 +40,8 @@ PR_GET_CHILD_SUBREAPER = 37  # of <linux/prctl.h>
 libc = ctypes.CDLL(None)
 _context: ForkServerContext | None = None
 _adopts = threading.Lock()  # of what prctl says of this process
-PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")  # of subprocess
+# of subprocess
+PIPES = ("p2cread", "p2cwrite", "c2pread", "c2pwrite", "errread", "errwrite")
 
 
 class Forked:
@@ -49,7 +51,8 @@ class Forked:
         arguments: of fminfer.
         environ: its variables; default: those of this process.
         folder: where it runs; default: where this process does.
-        files: its stdin, stdout and stderr; default: nothing to read, and what communicate() gives.
+        files: its stdin, stdout and stderr; default: nothing to read, and what
+        communicate() gives.
         network: its network namespace, a name of `ip netns`; default: that of this process.
         is_session: it has a session and a process group of its own.
     """
@@ -68,7 +71,10 @@ class Forked:
         self._said = [Path(self._folder.name) / name for name in ("out", "err")]
         own = [os.open(os.devnull, os.O_RDONLY)]
         own += [os.open(path, os.O_WRONLY | os.O_CREAT) for path in self._said]
-        taken = [mine if given is None else given for given, mine in zip(files, own, strict=True)]
+        taken = [
+            mine if given is None else given
+            for given, mine in zip(files, own, strict=True)
+        ]
         variables = dict(os.environ if environ is None else environ)
         place = (str(folder or Path.cwd()), network, is_session)
         what = (list(arguments), variables, place, _Descriptors(taken))
@@ -111,7 +117,9 @@ class Forked:
             self._process.kill()
 
 
-def run_forked(arguments: Sequence[object], timeout: float = 120, **options: Any) -> Any:
+def run_forked(
+    arguments: Sequence[object], timeout: float = 120, **options: Any
+) -> Any:
     """Run the command to its end, as subprocess.run does.
 
     Args:
@@ -181,7 +189,9 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
     signal.signal(signal.SIGPIPE, signal.SIG_IGN)
     sys.stdin = os.fdopen(0, closefd=False)
     sys.stdout = os.fdopen(1, "w", closefd=False)
-    sys.stderr = os.fdopen(2, "w", buffering=1, errors="backslashreplace", closefd=False)
+    sys.stderr = os.fdopen(
+        2, "w", buffering=1, errors="backslashreplace", closefd=False
+    )
     sys.argv = ["fminfer", *command[len(COMMAND) :]]
     sys.orig_argv = command
     subprocess.Popen = _ForkingPopen  # type: ignore[misc]
@@ -193,7 +203,8 @@ def _be_fminfer(command: list[str], environ: Mapping[str, str]) -> NoReturn:
         # Not in the process of the tests, which may only use programs().
         from fminfer.cli import app, process
 
-        tqdm.tqdm.monitor_interval = 0  # no thread for it, which a fork would leave behind
+        # no thread for it, which a fork would leave behind
+        tqdm.tqdm.monitor_interval = 0
         process.STARTED_S = time.perf_counter()
         for place in filter(None, environ.get("PYTHONPATH", "").split(os.pathsep)):
             with contextlib.suppress(FileNotFoundError):
@@ -244,7 +255,9 @@ class _AdoptingPopen(subprocess.Popen):  # type: ignore[type-arg]
             return super()._execute_child(args, *rest)  # type: ignore[misc]
         execute = super()._execute_child  # type: ignore[misc]
         given = inspect.signature(execute).bind(args, *rest).arguments
-        assert not any(given[name] for name in ("cwd", "preexec_fn", "start_new_session"))
+        assert not any(
+            given[name] for name in ("cwd", "preexec_fn", "start_new_session")
+        )
         pipes = [given[name] for name in PIPES]
         pass_fds = given["pass_fds"]
         told, tell = os.pipe()
@@ -282,7 +295,8 @@ def _fork_again(
         os._exit(0)
     folder, mask, targets = place
     os.chdir(folder)
-    first = 1 + max(targets + files.numbers + [100])  # from here on nothing is in the way
+    # from here on nothing is in the way
+    first = 1 + max(targets + files.numbers + [100])
     *given, tell = [fcntl.fcntl(each, fcntl.F_DUPFD, first) for each in files.numbers]
     tracker = resource_tracker._resource_tracker
     tracker._fd = fcntl.fcntl(resource_tracker.getfd(), fcntl.F_DUPFD, first)  # type: ignore[attr-defined]
@@ -322,7 +336,8 @@ sys.exit(status) if status >= 0 else os.kill(os.getpid(), -status)
 
 
 def programs(folder: Path) -> str:
-    """Write the programs `fminfer` and `python`, which fork; return a PATH that begins with them.
+    """Write the programs `fminfer` and `python`, which fork; return a PATH that begins
+    with them.
 
     Another program than fminfer is started by `python` as always.
     """

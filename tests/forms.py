@@ -13,7 +13,15 @@ from safetensors.torch import save_file
 
 Tensors = dict[str, torch.Tensor]
 Files = dict[str, Tensors]
-FORMS = ("bin", "bin-old", "bin-shards", "bin-pieces", "layers", "metaseq", "metaseq-parts")
+FORMS = (
+    "bin",
+    "bin-old",
+    "bin-shards",
+    "bin-pieces",
+    "layers",
+    "metaseq",
+    "metaseq-parts",
+)
 # What the names of a family begin with, and what its layers are called.
 TOPS = {
     "opt": ("model.decoder.", "layers."),
@@ -21,12 +29,21 @@ TOPS = {
     "llama": ("model.", "layers."),
     **dict.fromkeys(("bloom", "gptj", "gpt_neo", "gpt2"), ("transformer.", "h.")),
 }
-AFTER = ("ln_f.", "final_layer_norm.", "norm.", "lm_head.", "embed_out.", "project_out.")
+AFTER = (
+    "ln_f.",
+    "final_layer_norm.",
+    "norm.",
+    "lm_head.",
+    "embed_out.",
+    "project_out.",
+)
 
 
 def tensors_of(model: Any) -> Tensors:
     """Return a model's tensors; a tied head is a tensor of its own."""
-    return {name: tensor.detach().clone() for name, tensor in model.state_dict().items()}
+    return {
+        name: tensor.detach().clone() for name, tensor in model.state_dict().items()
+    }
 
 
 def lay_out(form: str, model: Any) -> Files:
@@ -39,7 +56,9 @@ def lay_out(form: str, model: Any) -> Files:
         return {"pytorch_model.bin": tensors}
     if form in ("bin-shards", "bin-pieces"):
         return {
-            f"pytorch_model-{n + 1:05}-of-00003.bin": {name: tensors[name] for name in names[n::3]}
+            f"pytorch_model-{n + 1:05}-of-00003.bin": {
+                name: tensors[name] for name in names[n::3]
+            }
             for n in range(3)
         }
     if form == "layers":
@@ -62,7 +81,11 @@ def write(form: str, files: Files, model: Any, folder: Path) -> Path:
             continue
         what: dict[str, Any] = dict(tensors)
         if form == "metaseq-parts":  # beside what training saved
-            what = {"cfg": Namespace(arch="opt"), "model": what, "extra_state": {"epoch": 1}}
+            what = {
+                "cfg": Namespace(arch="opt"),
+                "model": what,
+                "extra_state": {"epoch": 1},
+            }
         is_zip = form != "bin-old"
         torch.save(what, folder / name, _use_new_zipfile_serialization=is_zip)
     if form == "bin-shards":
@@ -73,7 +96,10 @@ def write(form: str, files: Files, model: Any, folder: Path) -> Path:
 
 
 def save(
-    form: str, model: Any, folder: Path, change: Callable[[Files], object] = lambda files: None
+    form: str,
+    model: Any,
+    folder: Path,
+    change: Callable[[Files], object] = lambda files: None,
 ) -> Path:
     """Save a model in a form, its files changed."""
     files = lay_out(form, model)
@@ -91,7 +117,9 @@ def _by_layer(model_type: str, tensors: Tensors) -> Files:
             files.setdefault(f"pytorch_{number}.pt", {})[rest] = tensor
         else:
             is_after = rest.startswith(AFTER)
-            files["pytorch_lm_head.pt" if is_after else "pytorch_embs.pt"][rest] = tensor
+            files["pytorch_lm_head.pt" if is_after else "pytorch_embs.pt"][rest] = (
+                tensor
+            )
     return files
 
 

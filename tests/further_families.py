@@ -16,7 +16,12 @@ SIGMOID = {"num_experts_per_tok": 3, "n_routed_experts": 8, "n_shared_experts": 
     "topk_group": 2,
     "routed_scaling_factor": 1.5,
 }
-LATENT = {"kv_lora_rank": 32, "q_lora_rank": 24, "qk_rope_head_dim": 16, "qk_nope_head_dim": 20} | {
+LATENT = {
+    "kv_lora_rank": 32,
+    "q_lora_rank": 24,
+    "qk_rope_head_dim": 16,
+    "qk_nope_head_dim": 20,
+} | {
     "v_head_dim": 12,
     "intermediate_size": 128,
     "rms_norm_eps": 1e-3,
@@ -32,10 +37,16 @@ VISION = {"hidden_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2} |
 }
 FURTHER: dict[str, dict[str, Any]] = {
     "granite": GROUPED | MULTIPLIERS,
-    "granitemoe": GROUPED | MULTIPLIERS | {"num_local_experts": 4, "num_experts_per_tok": 2},
+    "granitemoe": GROUPED
+    | MULTIPLIERS
+    | {"num_local_experts": 4, "num_experts_per_tok": 2},
     "granitemoeshared": GROUPED
     | MULTIPLIERS
-    | {"num_local_experts": 4, "num_experts_per_tok": 2, "shared_intermediate_size": 48},
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "shared_intermediate_size": 48,
+    },
     "hyperclovax": GROUPED | MULTIPLIERS | {"use_post_norm": True},
     "cohere": GROUPED | {"logit_scale": 0.7},
     "cohere-qk": GROUPED | {"use_qk_norm": True},
@@ -52,7 +63,8 @@ FURTHER: dict[str, dict[str, Any]] = {
         },
     },
     "olmoe": GROUPED | {"num_experts_per_tok": 2, "num_experts": 6},
-    "flex_olmo": GROUPED | {"num_experts_per_tok": 2, "num_experts": 6, "norm_topk_prob": True},
+    "flex_olmo": GROUPED
+    | {"num_experts_per_tok": 2, "num_experts": 6, "norm_topk_prob": True},
     "arcee": GROUPED,
     "jais2": GROUPED,
     "nemotron": GROUPED | {"intermediate_size": 64},
@@ -75,10 +87,14 @@ FURTHER: dict[str, dict[str, Any]] = {
     "smollm3": GROUPED
     | {"no_rope_layer_interval": 2, "use_sliding_window": True, "sliding_window": 13},
     "exaone4": GROUPED | {"sliding_window": 13, "sliding_window_pattern": 2},
-    "exaone4-near": GROUPED | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
+    "exaone4-near": GROUPED
+    | {"sliding_window": None, "layer_types": ["full_attention"] * 3},
     "hunyuan_v1_dense": GROUPED | {"head_dim": 32},
     "hunyuan_v1_dense-alpha": GROUPED
-    | {"head_dim": 32, "rope_scaling": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0}},
+    | {
+        "head_dim": 32,
+        "rope_scaling": {"rope_type": "dynamic", "alpha": 50.0, "factor": 1.0},
+    },
     "vaultgemma": GROUPED
     | {
         "head_dim": 32,
@@ -109,11 +125,15 @@ FURTHER: dict[str, dict[str, Any]] = {
             "original_max_position_embeddings": 256,
         },
     },
-    "ernie4_5_moe": GROUPED | {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 3},
+    "ernie4_5_moe": GROUPED
+    | {"moe_intermediate_size": 24, "moe_num_experts": 6, "moe_k": 3},
     "glm4_moe": GROUPED | SIGMOID | {"use_qk_norm": True, "attention_bias": True},
     "solar_open": GROUPED | SIGMOID | {"head_dim": 16},
-    "dots1": GROUPED | SIGMOID | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
-    "hunyuan_v1_moe": GROUPED | {"num_experts": 6, "moe_topk": [2, 3, 1], "head_dim": 32},
+    "dots1": GROUPED
+    | SIGMOID
+    | {"first_k_dense_replace": 1, "n_group": 1, "topk_group": 1},
+    "hunyuan_v1_moe": GROUPED
+    | {"num_experts": 6, "moe_topk": [2, 3, 1], "head_dim": 32},
     "gemma3": {
         "text_config": GROUPED
         | {
@@ -125,7 +145,8 @@ FURTHER: dict[str, dict[str, Any]] = {
         "vision_config": {},
     },
     "mistral3": {
-        "text_config": GROUPED | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
+        "text_config": GROUPED
+        | {"model_type": "mistral", "head_dim": 32, "sliding_window": None},
         "vision_config": {"model_type": "pixtral", "head_dim": 8},
     },
     "biogpt": BIGGER,
@@ -136,20 +157,36 @@ FURTHER: dict[str, dict[str, Any]] = {
     | {"sliding_window": 13, "sliding_window_pattern": 2, "moe_intermediate_size": 24}
     | {"num_experts": 6, "num_experts_per_tok": 2},
     "gpt_oss": GROUPED
-    | {"num_local_experts": 4, "num_experts_per_tok": 2, "head_dim": 32, "sliding_window": 13}
+    | {
+        "num_local_experts": 4,
+        "num_experts_per_tok": 2,
+        "head_dim": 32,
+        "sliding_window": 13,
+    }
     | {"intermediate_size": 48, "swiglu_limit": 0.02},
     "deepseek_v2": LATENT
     | {k: v for k, v in SIGMOID.items() if "group" not in k}
     | {"first_k_dense_replace": 1},
     "deepseek_v2-groups": LATENT
     | SIGMOID
-    | {"q_lora_rank": None, "topk_method": "group_limited_greedy", "rope_scaling": YARN},
-    "deepseek_v3": LATENT | SIGMOID | {"first_k_dense_replace": 1, "rope_scaling": YARN},
+    | {
+        "q_lora_rank": None,
+        "topk_method": "group_limited_greedy",
+        "rope_scaling": YARN,
+    },
+    "deepseek_v3": LATENT
+    | SIGMOID
+    | {"first_k_dense_replace": 1, "rope_scaling": YARN},
     "deepseek_v3-biases": LATENT
     | SIGMOID
     | {"first_k_dense_replace": 3, "attention_bias": True, "rope_interleave": False},
     "glm4_moe_lite": LATENT | SIGMOID,
     "youtu": LATENT | {"tie_word_embeddings": False},
     "minimax_m2": GROUPED
-    | {"num_local_experts": 6, "num_experts_per_tok": 3, "head_dim": 32, "rotary_dim": 16},
+    | {
+        "num_local_experts": 6,
+        "num_experts_per_tok": 3,
+        "head_dim": 32,
+        "rotary_dim": 16,
+    },
 }

@@ -50,7 +50,9 @@ def value(kind: int, content: Any, order: str = "<") -> bytes:
     return start + b"".join(value(of, each, order) for each in items)
 
 
-def entry(name: str, kind: int, shape: tuple[int, ...], offset: int, order: str = "<") -> bytes:
+def entry(
+    name: str, kind: int, shape: tuple[int, ...], offset: int, order: str = "<"
+) -> bytes:
     numbers = [*reversed(shape), kind, offset]
     form = f"{order}I{len(shape)}QIQ"
     return text(name, order) + struct.pack(form, len(shape), *numbers)
@@ -67,7 +69,11 @@ def build(
     """Return the bytes of a file."""
     head = b"GGUF" + struct.pack(f"{order}IQQ", version, len(tensors), len(keys))
     for key, (kind, content) in keys.items():
-        head += text(key, order) + struct.pack(f"{order}I", kind) + value(kind, content, order)
+        head += (
+            text(key, order)
+            + struct.pack(f"{order}I", kind)
+            + value(kind, content, order)
+        )
     data = b""
     for name, (kind, shape, values) in tensors.items():
         head += entry(name, kind, shape, len(data), order)
@@ -89,9 +95,16 @@ def read(path: Path) -> tuple[Keys, Tensors]:
         if not name.startswith("GGUF."):
             kind = int(field.types[0])
             content = field.contents()
-            keys[name] = (kind, (int(field.types[-1]), content) if kind == ARRAY else content)
+            keys[name] = (
+                kind,
+                (int(field.types[-1]), content) if kind == ARRAY else content,
+            )
     return keys, {
-        t.name: (int(t.tensor_type), tuple(map(int, reversed(t.shape))), t.data.tobytes())
+        t.name: (
+            int(t.tensor_type),
+            tuple(map(int, reversed(t.shape))),
+            t.data.tobytes(),
+        )
         for t in reader.tensors
     }
 
@@ -103,7 +116,9 @@ def floats(tensor: Tensor) -> np.ndarray:
 
 
 def copy(
-    name: str, target: Path, change: Callable[[Keys, Tensors], None] = lambda keys, tensors: None
+    name: str,
+    target: Path,
+    change: Callable[[Keys, Tensors], None] = lambda keys, tensors: None,
 ) -> Path:
     """Write a changed copy of a sample."""
     keys, tensors = read(SAMPLES / f"{name}.gguf")

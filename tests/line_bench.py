@@ -47,7 +47,9 @@ class LineBench:
         )
         self._is_only_run = is_only_run
 
-    def add(self, priority: int = 0, *, is_streamed: bool = False, **request: Any) -> int:
+    def add(
+        self, priority: int = 0, *, is_streamed: bool = False, **request: Any
+    ) -> int:
         """Add a request to the loop, as the engine does."""
         prepared = self.intake.prepare(self.intake.parse(request))
         return self.loop.add(prepared, priority=priority, is_streamed=is_streamed)
@@ -89,8 +91,11 @@ def over_lines(
     )
 
 
-def before_each_record(monkeypatch: pytest.MonkeyPatch, call: Callable[[int], None]) -> None:
-    """Have a function called before each record of a run over files is written, with its number."""
+def before_each_record(
+    monkeypatch: pytest.MonkeyPatch, call: Callable[[int], None]
+) -> None:
+    """Have a function called before each record of a run over files is written, with
+    its number."""
     add = JournaledInput.add
     numbers = itertools.count()
 

@@ -1,7 +1,8 @@
-"""What the processes that tests fork have imported already: all that a process of the command has.
+"""What the processes that tests fork have imported already: all that a process of the
+command has.
 
-transformers comes first, without a compiler and sharded tensors, as in such a process. A fork that
-had to import its configs by itself took two seconds of a core.
+transformers comes first, without a compiler and sharded tensors, as in such a process.
+A fork that had to import its configs by itself took two seconds of a core.
 """
 
 import importlib
@@ -9,7 +10,13 @@ import importlib
 from fminfer.machine.library_imports import import_transformers
 
 import_transformers()
-PARTS = ("cli.app", "job.answering", "server.http", "runtime.process_roles", "runtime.engine_api")
+PARTS = (
+    "cli.app",
+    "job.answering",
+    "server.http",
+    "runtime.process_roles",
+    "runtime.engine_api",
+)
 LIBRARIES = (
     "sqlite3",
     "sentencepiece",
@@ -20,4 +27,5 @@ try:
     for name in (*(f"fminfer.{part}" for part in PARTS), *LIBRARIES):
         importlib.import_module(name)
 except ImportError as error:
-    raise SystemExit(f"tests/preloaded.py: {error}") from error  # an ImportError is swallowed
+    # an ImportError is swallowed
+    raise SystemExit(f"tests/preloaded.py: {error}") from error

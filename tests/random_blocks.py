@@ -7,7 +7,15 @@ from functools import cache
 import torch
 
 from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks
-from fminfer.compute.weights import Dense, Format, Joined, Tensors, TensorSpec, Use, Weight
+from fminfer.compute.weights import (
+    Dense,
+    Format,
+    Joined,
+    Tensors,
+    TensorSpec,
+    Use,
+    Weight,
+)
 
 FORMS = {form.name: form for form in (*GGUF_FORMS, *OWN_FORMS)}
 NEAR = 16  # inputs that certainly have the same scale
@@ -18,7 +26,8 @@ def halves_of(form: Blocks) -> list[int]:
     """Return where blocks have float16 numbers: nan at that byte makes some of the block nan."""
     size = form.row_bytes(form.block or NEAR)
     upper_bytes = torch.full((size - 1,), 0x7E, dtype=torch.uint8)
-    blocks = torch.diag(upper_bytes, 1)[:-1]  # row n has nan at byte n, and is 0 elsewhere
+    # row n has nan at byte n, and is 0 elsewhere
+    blocks = torch.diag(upper_bytes, 1)[:-1]
     is_half = form.unpack(blocks).isnan().flatten(1).any(1)
     return [*map(int, is_half.nonzero())]
 

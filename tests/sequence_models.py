@@ -54,8 +54,12 @@ def save_sequence_model(name: str, folder: Path, *, ends_by_itself: bool = True)
         ends_by_itself: its texts have lengths of their own.
     """
     model = make_encoder(name)
-    model.generation_config.decoder_start_token_id = model.config.decoder_start_token_id = 0
-    model.generation_config.forced_eos_token_id = model.config.forced_eos_token_id = None
+    model.generation_config.decoder_start_token_id = (
+        model.config.decoder_start_token_id
+    ) = 0
+    model.generation_config.forced_eos_token_id = model.config.forced_eos_token_id = (
+        None
+    )
     model.generation_config.eos_token_id = model.config.eos_token_id = 1
     model.generation_config.pad_token_id = model.config.pad_token_id = 0
     with torch.no_grad():

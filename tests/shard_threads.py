@@ -33,7 +33,9 @@ from fminfer.runtime.build import builder
 class ThreadGroup:
     """Ranks of a stage that are threads, and add up in the order of ranks in float32."""
 
-    def __init__(self, index: int, barrier: threading.Barrier, given: list[Any]) -> None:
+    def __init__(
+        self, index: int, barrier: threading.Barrier, given: list[Any]
+    ) -> None:
         self.index = index
         self.count = len(given)
         self._barrier = barrier
@@ -74,7 +76,9 @@ def plan_ranks(
     size = num_shards * num_stages
     known = Machine(num_stages=num_stages, num_shards=num_shards, local_size=size)
     plan = make_plan(config, checkpoint, find_machine(config, known))
-    return [replace(plan, machine=replace(plan.machine, rank=rank)) for rank in range(size)]
+    return [
+        replace(plan, machine=replace(plan.machine, rank=rank)) for rank in range(size)
+    ]
 
 
 class ShardedRanks:
@@ -89,7 +93,9 @@ class ShardedRanks:
         for plan in plans:
             part = plan.own.part
 
-            def connect(group: Any, part: Any, device: Any, library: Any) -> ShardGroup | None:
+            def connect(
+                group: Any, part: Any, device: Any, library: Any
+            ) -> ShardGroup | None:
                 nonlocal shards
                 if part.num_shards == 1:
                     return None
@@ -105,7 +111,9 @@ class ShardedRanks:
             )
             with mock.patch.object(builder, "connect_shards", connect):
                 loaded = builder.load_part(plan, group)
-            loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_kv_tokens))
+            loaded = replace(
+                loaded, plan=replace(loaded.plan, num_kv_tokens=num_kv_tokens)
+            )
             self.loaded.append(loaded)
             self.stages.append(builder.make_stage(loaded))
 
@@ -114,7 +122,9 @@ class ShardedRanks:
         hidden: torch.Tensor | None = None
         for first in range(0, len(self.stages), self._num_shards):
             stages = self.stages[first : first + self._num_shards]
-            outs = self._together([partial(each.forward, step, hidden) for each in stages])
+            outs = self._together(
+                [partial(each.forward, step, hidden) for each in stages]
+            )
             assert all(torch.equal(out, outs[0]) for out in outs), "ranks differ"
             hidden = outs[0]
         found = self._together([partial(each.finish, step, hidden) for each in stages])

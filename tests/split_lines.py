@@ -16,11 +16,19 @@ from fminfer.files.output_paths import answers_path
 from fminfer.job.journaled_input import JournaledInput
 
 ENGINES = ["gpt-j-6b", "org/模型", "a b", "..", None, "default", "%", "org"]
-BAD = [b'{"prompt": "torn', b"\xff\xfe\r", b"[1]", b'{"prompt": "comma",}', b"\x00", b"null"]
+BAD = [
+    b'{"prompt": "torn',
+    b"\xff\xfe\r",
+    b"[1]",
+    b'{"prompt": "comma",}',
+    b"\x00",
+    b"null",
+]
 
 
 def make_lines(count: int, source: random.Random) -> list[bytes]:
-    """Return requests in all shapes, blank and bad lines; each of its own bytes, if not blank."""
+    """Return requests in all shapes, blank and bad lines; each of its own bytes, if not
+    blank."""
     lines = []
     for number in range(count):
         kind = source.random()
@@ -35,7 +43,9 @@ def make_lines(count: int, source: random.Random) -> list[bytes]:
 
 def answer_part(part: Path) -> None:
     """Answer a part as a run does: through its journal, with errors and a status file."""
-    file = JournaledInput(part, 0, answers_path(part), RunTerms("stub", {}, started_s=0.0))
+    file = JournaledInput(
+        part, 0, answers_path(part), RunTerms("stub", {}, started_s=0.0)
+    )
     file.begin()
     for line in file.lines(lambda _: None):
         envelope = open_envelope(line)
@@ -54,7 +64,9 @@ def _make_request(number: int, source: random.Random) -> bytes:
     if (engine := source.choice(ENGINES)) is not None:
         request[source.choice(["engine", "model"])] = engine
     request["max_tokens"] = source.choice([1, 1.0, 16, 200])
-    request["stop"] = source.choice(["\n", ["\n"], ["b", "a"], ["a", "b", "a"], None, []])
+    request["stop"] = source.choice(
+        ["\n", ["\n"], ["b", "a"], ["a", "b", "a"], None, []]
+    )
     request["temperature"] = source.choice([0, 0.0, 1, 3, "hot"])
     if source.random() < 0.1:
         request["prompt"] = [number, 5, 7]
@@ -68,7 +80,10 @@ def _make_request(number: int, source: random.Random) -> bytes:
     if shape < 0.2 and "prompt" in request:
         line: dict[str, Any] = {"request": request, "scenario": number, "line": 5}
     elif shape < 0.4:
-        line = {"custom_id": f"id{number // 2}", "method": source.choice(["POST", "POST", "GET"])}
+        line = {
+            "custom_id": f"id{number // 2}",
+            "method": source.choice(["POST", "POST", "GET"]),
+        }
         line |= {"url": "/v1/completions", "body": request}
     else:
         line = request

@@ -32,12 +32,18 @@ def make_step(rows: Sequence[Row], **columns: Any) -> Step:
     Each row draws a greedy token from its last one, unless `columns` have other draws.
     """
     lengths = np.array([len(row.token_ids) for row in rows], np.int64)
-    tables = [(slot, *each) for slot, row in enumerate(rows) for each in enumerate(row.block_table)]
+    tables = [
+        (slot, *each)
+        for slot, row in enumerate(rows)
+        for each in enumerate(row.block_table)
+    ]
     of_rows = {
         "slots": np.arange(len(rows), dtype=np.int32),
         "positions": np.array([row.position for row in rows], np.int64),
         "lengths": lengths,
-        "token_ids": np.array([each for row in rows for each in row.token_ids], np.int64),
+        "token_ids": np.array(
+            [each for row in rows for each in row.token_ids], np.int64
+        ),
         "new_blocks": np.array(tables, np.int32).reshape(-1, 3),
         "draws": make_draws(lengths.cumsum() - 1),
     }
@@ -59,7 +65,9 @@ class StepReader:
         for slot, place, block in step.new_blocks.tolist():
             if place == 0:  # the slot has another sequence now
                 self._tables[slot] = []
-            assert place == len(self._tables[slot]), "blocks are told once, and in order"
+            assert place == len(self._tables[slot]), (
+                "blocks are told once, and in order"
+            )
             self._tables[slot].append(block)
         slots, positions, lengths = (
             column.tolist() for column in (step.slots, step.positions, step.lengths)

@@ -32,7 +32,9 @@ def of_request(events: Iterable[Event], request_id: int) -> list[Event]:
 
 def answer_in(events: Iterable[Event], request_id: int) -> list[dict[str, Any]]:
     """Return the choices of a request that has one answer and no error."""
-    ends = [each for each in of_request(events, request_id) if not isinstance(each, Delta)]
+    ends = [
+        each for each in of_request(events, request_id) if not isinstance(each, Delta)
+    ]
     assert len(ends) == 1 and isinstance(ends[0], Finished), ends
     return ends[0].choices
 
@@ -63,7 +65,9 @@ def check_stream(
 
 
 def _join(deltas: list[Delta]) -> dict[str, Any]:
-    assert all(delta.finish_reason is None for delta in deltas[:-1]), "its end is told once"
+    assert all(delta.finish_reason is None for delta in deltas[:-1]), (
+        "its end is told once"
+    )
     assert all(delta.stop_reason is None for delta in deltas[:-1])
     end = deltas[-1]
     choice: dict[str, Any] = {
@@ -73,7 +77,9 @@ def _join(deltas: list[Delta]) -> dict[str, Any]:
         "finish_reason": end.finish_reason,
         "token_ids": [token_id for delta in deltas for token_id in delta.token_ids],
     }
-    return choice | ({} if end.stop_reason is None else {"stop_reason": end.stop_reason})
+    return choice | (
+        {} if end.stop_reason is None else {"stop_reason": end.stop_reason}
+    )
 
 
 def _join_message(deltas: list[Delta]) -> dict[str, Any]:
@@ -84,24 +90,34 @@ def _join_message(deltas: list[Delta]) -> dict[str, Any]:
     assert [call["index"] for call in calls] == list(range(len(calls)))
     message: dict[str, Any] = {"role": "assistant", "content": content, "refusal": None}
     if calls:
-        plain = [{name: call[name] for name in call if name != "index"} for call in calls]
+        plain = [
+            {name: call[name] for name in call if name != "index"} for call in calls
+        ]
         message |= {"content": content or None, "tool_calls": plain}
     return choice | {"message": message}
 
 
 def _join_logprobs(parts: list[dict[str, Any] | None]) -> dict[str, Any] | None:
     if None in parts:
-        assert set(map(type, parts)) == {type(None)}, "all of them have logprobs, or none"
+        assert set(map(type, parts)) == {type(None)}, (
+            "all of them have logprobs, or none"
+        )
         return None
-    if all(part is not None and tuple(part) == ("content", "refusal") for part in parts):
-        entries = [entry for part in parts if part is not None for entry in part["content"]]
+    if all(
+        part is not None and tuple(part) == ("content", "refusal") for part in parts
+    ):
+        entries = [
+            entry for part in parts if part is not None for entry in part["content"]
+        ]
         return {"content": entries, "refusal": None}
     names = ("tokens", "token_logprobs", "top_logprobs", "text_offset")
     assert all(part is not None and tuple(part) == names for part in parts)
     columns: dict[str, Any] = {}
     for name in names:
         values = [part[name] for part in parts if part is not None]
-        columns[name] = None if None in values else [each for value in values for each in value]
+        columns[name] = (
+            None if None in values else [each for value in values for each in value]
+        )
     return columns
 
 

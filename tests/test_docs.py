@@ -36,7 +36,9 @@ def test_the_python_examples_run(capsys: pytest.CaptureFixture[str]) -> None:
     for code in run:
         exec(compile(code, "python.md", "exec"), {})
     printed = capsys.readouterr().out
-    assert printed.startswith(" south") or printed.startswith(" north"), "answers are texts first"
+    assert printed.startswith(" south") or printed.startswith(" north"), (
+        "answers are texts first"
+    )
     assert "'choices'" in printed and "Finished(" in printed
 
 
@@ -48,7 +50,11 @@ def test_a_picture_shows_a_terminal_half_way_and_at_the_end(tmp_path: Path) -> N
     script = TESTS.parent / "scripts" / "picture_run.py"
     command = [sys.executable, script, picture, "--", sys.executable, "-c", says]
     subprocess.run(command, check=True, timeout=60)
-    lines = [each.text for each in ElementTree.parse(picture).iter() if each.tag.endswith("}text")]
+    lines = [
+        each.text
+        for each in ElementTree.parse(picture).iter()
+        if each.tag.endswith("}text")
+    ]
     half = [line for line in lines if line and line.endswith("<of> 9")]
     assert len(half) == 1 and half[0][0] in "2345678"
     assert lines[-1] == "done"

@@ -1,4 +1,5 @@
-"""The house: packages stand on ten layers, and import from lower ones only (docs/structure.md)."""
+"""The house: packages stand on ten layers, and import from lower ones only
+(docs/structure.md)."""
 
 from __future__ import annotations
 
@@ -26,9 +27,20 @@ contract text machine
 core
 """
 LINES = [line.split() for line in LAYERS.strip().splitlines()]
-LAYER = {package: len(LINES) - row for row, names in enumerate(LINES) for package in names}
+LAYER = {
+    package: len(LINES) - row for row, names in enumerate(LINES) for package in names
+}
 # These run on machines, and in tests, that have neither torch nor transformers.
-NEED_NO_TORCH = ["core", "contract", "text", "engine", "files", "split", "cluster", "cli"]
+NEED_NO_TORCH = [
+    "core",
+    "contract",
+    "text",
+    "engine",
+    "files",
+    "split",
+    "cluster",
+    "cli",
+]
 HEAVY = {"torch", "transformers"}
 # What a function may import when it is called, and why that is not done at the top of its file.
 LATE = {
@@ -45,7 +57,10 @@ LATE = {
 }
 # The same of our own modules: (package that imports, what it imports).
 OWN_LATE = {
-    ("fminfer", "fminfer.runtime"): "Engine brings torch; the errors and the version do not",
+    (
+        "fminfer",
+        "fminfer.runtime",
+    ): "Engine brings torch; the errors and the version do not",
     ("fminfer", "fminfer.machine.processor"): "which must come before torch",
     ("fminfer", "fminfer.engine"): "the same",
     ("cli", "fminfer.estimate"): "brings torch, and `fminfer --help` needs 0.3 s",
@@ -67,7 +82,8 @@ OWN_LATE = {
 CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]
 DECISIONS = {
     **{name: {"plan"} for name in CHOICES},
-    "split_layers": {"core", "plan", "models"},  # known_sizes refuses a split before torch comes
+    # known_sizes refuses a split before torch comes
+    "split_layers": {"core", "plan", "models"},
     "step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
 }
 
@@ -108,7 +124,11 @@ def imports(tree: ast.AST) -> list[str]:
 @cache
 def late_imports(tree: ast.Module) -> list[str]:
     """Return what functions import."""
-    functions = [n for n in ast.walk(tree) if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)]
+    functions = [
+        n
+        for n in ast.walk(tree)
+        if isinstance(n, ast.FunctionDef | ast.AsyncFunctionDef)
+    ]
     return [name for function in functions for name in imports(function)]
 
 
@@ -136,12 +156,17 @@ def test_packages_import_from_lower_layers_only() -> None:
     crossing = [(a, b) for a, b in edges() if package_of(a) != package_of(b)]
     assert len(crossing) > 100, "the test looks at nothing"
     layer = LAYER | {"fminfer": len(LINES) + 1}
-    wrong = {f"{a} -> {b}" for a, b in crossing if layer[package_of(b)] >= layer[package_of(a)]}
+    wrong = {
+        f"{a} -> {b}"
+        for a, b in crossing
+        if layer[package_of(b)] >= layer[package_of(a)]
+    }
     assert not wrong, "\n".join(sorted(wrong))
 
 
 def test_nothing_imports_in_a_circle() -> None:
-    """Neither modules nor folders of one package do; a folder may use what holds it, and back."""
+    """Neither modules nor folders of one package do; a folder may use what holds it,
+    and back."""
     modules: dict[str, set[str]] = {}
     folders: dict[str, set[str]] = {}
     for name, used in edges():
@@ -185,7 +210,9 @@ def test_functions_import_only_what_takes_time() -> None:
 
 def test_every_late_import_of_the_list_is_one() -> None:
     late = [
-        (package_of(name), used) for name, tree in MODULES.items() for used in late_imports(tree)
+        (package_of(name), used)
+        for name, tree in MODULES.items()
+        for used in late_imports(tree)
     ]
     used_names = {used for _, used in late} | {used.split(".")[0] for _, used in late}
     assert not [each for each in LATE if each not in used_names]
@@ -213,7 +240,9 @@ def test_a_run_is_decided_in_plan_only() -> None:
 
 def test_types_are_imported_like_everything_else() -> None:
     """An import for types alone hides a circle."""
-    assert not [path for path in PACKAGE.rglob("*.py") if "TYPE_CHECKING" in path.read_text()]
+    assert not [
+        path for path in PACKAGE.rglob("*.py") if "TYPE_CHECKING" in path.read_text()
+    ]
 
 
 def test_these_need_neither_torch_nor_transformers() -> None:
@@ -234,7 +263,10 @@ def test_help_imports_nothing_heavy() -> None:
         "except SystemExit: pass\n"
         "sys.exit(bool({'torch', 'transformers', 'numpy', 'tokenizers'} & set(sys.modules)))"
     )
-    assert subprocess.run([sys.executable, "-c", code], capture_output=True).returncode == 0
+    assert (
+        subprocess.run([sys.executable, "-c", code], capture_output=True).returncode
+        == 0
+    )
 
 
 def test_every_module_and_package_says_what_it_is() -> None:
@@ -250,16 +282,26 @@ def test_no_two_modules_have_one_name() -> None:
 def test_nothing_is_unpickled() -> None:
     """Pickles run what they say: a planted cache file did."""
     unsafe = {"pickle", "marshal", "shelve", "dill", "joblib", "cloudpickle"}
-    calls = {"broadcast_object_list", "all_gather_object", "gather_object", "scatter_object_list"}
+    calls = {
+        "broadcast_object_list",
+        "all_gather_object",
+        "gather_object",
+        "scatter_object_list",
+    }
     found = []
     for name, tree in MODULES.items():
         for node in ast.walk(tree):
             if isinstance(node, ast.Import | ast.ImportFrom):
-                names = {alias.name for alias in node.names} | {getattr(node, "module", None)}
+                names = {alias.name for alias in node.names} | {
+                    getattr(node, "module", None)
+                }
                 found += [(name, each) for each in names & unsafe]
             if isinstance(node, ast.Attribute):
                 is_load = ast.unparse(node) == "torch.load"
-                is_recv = node.attr in ("recv", "recv_pyobj") and "onnection" in ast.unparse(node)
+                is_recv = node.attr in (
+                    "recv",
+                    "recv_pyobj",
+                ) and "onnection" in ast.unparse(node)
                 if node.attr in calls or is_load or is_recv:
                     found.append((name, ast.unparse(node)))
     assert not found

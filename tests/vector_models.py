@@ -48,7 +48,11 @@ def save_bert(folder: Path, num_labels: int = 0) -> tuple[Any, Any]:
         num_labels=num_labels or 2,
         initializer_range=0.3,
     )
-    kind = transformers.BertForSequenceClassification if num_labels else transformers.BertModel
+    kind = (
+        transformers.BertForSequenceClassification
+        if num_labels
+        else transformers.BertModel
+    )
     model = kind(config).eval()
     model.save_pretrained(folder)
     return model, save_words(folder)
@@ -59,5 +63,7 @@ def mean_vectors(model: Any, hf: Any, texts: list[str]) -> Any:
     found = []
     with torch.no_grad():
         for text in texts:
-            found.append(model(**hf(text, return_tensors="pt")).last_hidden_state[0].mean(0))
+            found.append(
+                model(**hf(text, return_tensors="pt")).last_hidden_state[0].mean(0)
+            )
     return torch.stack(found).numpy()

@@ -51,7 +51,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     yield Case("a budget that leaves too little", partial(leave_little, setting))
 
 
-def command(setting: Setting, rows: list[dict[str, Any]], name: str, *flags: str) -> list[str]:
+def command(
+    setting: Setting, rows: list[dict[str, Any]], name: str, *flags: str
+) -> list[str]:
     """Return the command of a run, its input and config written."""
     folder = setting.scratch / name
     folder.mkdir(exist_ok=True)
@@ -65,16 +67,27 @@ def command(setting: Setting, rows: list[dict[str, Any]], name: str, *flags: str
         start += ["--random-init", str(folder / "config.json")]
     if "--budget" not in flags:  # other processes have memory of the same device
         start += ["--budget", str(BUDGET)]
-    return [*start, "--kernels", "require", "--stats", str(folder / "stats.json"), *flags]
+    return [
+        *start,
+        "--kernels",
+        "require",
+        "--stats",
+        str(folder / "stats.json"),
+        *flags,
+    ]
 
 
 def make_rows(count: int, prompt: int, **fields: Any) -> list[dict[str, Any]]:
     rng = random.Random(3)
-    return [{"prompt": [rng.randrange(1000) for _ in range(prompt)]} | fields for _ in range(count)]
+    return [
+        {"prompt": [rng.randrange(1000) for _ in range(prompt)]} | fields
+        for _ in range(count)
+    ]
 
 
 def compare_ranks(setting: Setting) -> Figures:
-    """Answer the same rows with one process, with two stages, and with two ranks of one stage."""
+    """Answer the same rows with one process, with two stages, and with two ranks of one
+    stage."""
     rows = make_rows(6, 30, max_tokens=8, logprobs=1)
 
     def answer(flags: tuple[str, ...]) -> list[dict[str, Any]]:
@@ -91,7 +104,10 @@ def compare_ranks(setting: Setting) -> Figures:
         worst = 0.0
         for one, two in zip(whole, rows_of, strict=True):
             expect(one["token_ids"] == two["token_ids"], f"other tokens with two {way}")
-            pairs = zip(*(each["logprobs"]["token_logprobs"] for each in (one, two)), strict=True)
+            pairs = zip(
+                *(each["logprobs"]["token_logprobs"] for each in (one, two)),
+                strict=True,
+            )
             worst = max(worst, *(abs(a - b) for a, b in pairs))
         figures[f"error of {way}"] = worst
         expect(worst < 1e-4, f"logprobs differ with two {way}", figures)
@@ -102,7 +118,9 @@ def kill_a_rank(setting: Setting) -> Figures:
     """Kill the second rank while rows are generated; the run must end by itself, and say why."""
     rows = make_rows(1, 10, max_tokens=4) + make_rows(8, 10, max_tokens=3000)
     asked = command(setting, rows, "killed", "--world-size", "2", "--dtype", "float32")
-    run = subprocess.Popen(asked, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True)
+    run = subprocess.Popen(
+        asked, stderr=subprocess.PIPE, stdout=subprocess.DEVNULL, text=True
+    )
     try:
         limit = min(START_S, setting.seconds / 2)
         _wait_for_a_row(run, setting.scratch / "killed" / "out.jsonl.journal", limit)
@@ -111,7 +129,9 @@ def kill_a_rank(setting: Setting) -> Figures:
         _, told = run.communicate(timeout=3 * END_S)
         took = time.monotonic() - started
     except subprocess.TimeoutExpired:
-        raise Wrong(f"it has not ended {3 * END_S:g} s after its rank was killed") from None
+        raise Wrong(
+            f"it has not ended {3 * END_S:g} s after its rank was killed"
+        ) from None
     finally:
         run.kill()
     figures: Figures = {"ended after s": took, "status": run.returncode}
@@ -136,14 +156,19 @@ def _second_rank(pid: int) -> int:
     for path in Path("/proc").glob("[0-9]*/stat"):
         with contextlib.suppress(OSError):
             parent = int(path.read_text().rpartition(")")[2].split()[1])
-            if parent == pid and b"serve-part" in path.with_name("cmdline").read_bytes():
+            if (
+                parent == pid
+                and b"serve-part" in path.with_name("cmdline").read_bytes()
+            ):
                 return int(path.parent.name)
     raise Wrong("rank 0 has no process that it started")
 
 
 def ask_too_much(setting: Setting) -> Figures:
     """Ask for a KV cache of petabytes: it must be refused, with the remedy."""
-    asked = command(setting, make_rows(1, 4, max_tokens=1), "too-much", "--budget", "1000000000000")
+    asked = command(
+        setting, make_rows(1, 4, max_tokens=1), "too-much", "--budget", "1000000000000"
+    )
     started = time.monotonic()
     found = run_within(asked, setting.seconds)
     figures: Figures = {"status": found.status, "s": time.monotonic() - started}
@@ -175,7 +200,11 @@ def leave_little(setting: Setting) -> Figures:
     stats = json.loads((setting.scratch / "little" / "stats.json").read_text())
     figures: Figures = {"budget": budget, "errors": stats["num_errors"]}
     figures["tokens at once"] = stats["engine"]["stages"][0]["max_tokens"]
-    expect(stats["num_errors"] == 0 and stats["num_rows"] == len(rows), "rows failed", figures)
+    expect(
+        stats["num_errors"] == 0 and stats["num_rows"] == len(rows),
+        "rows failed",
+        figures,
+    )
     return figures
 
 

@@ -58,7 +58,9 @@ def make_step(rows: int, tokens: int) -> Step:
     )
 
 
-def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int) -> Figures:
+def time_step(
+    path: Path, part: LoadedPart, rows: int, tokens: int, weights: int
+) -> Figures:
     """Time a step with a graph and without; both must find the same tokens.
 
     Args:
@@ -76,13 +78,18 @@ def time_step(path: Path, part: LoadedPart, rows: int, tokens: int, weights: int
     for name in ("graph", "eager"):
         if name == "eager":
             graphs = {} if stage.graphs is None else stage.graphs.graphs
-            expect(graphs.get(rows) is not None or device.type == "cpu", "nothing was captured")
+            expect(
+                graphs.get(rows) is not None or device.type == "cpu",
+                "nothing was captured",
+            )
             stage.graphs = None
             others = stage.run(step).of("tokens").ids
             expect(np.array_equal(others, ids), "a graph finds other tokens", figures)
         figures[f"{name} ms"] = 1000 * median_s(layers, device, TURNS[device.type])
         figures[f"{name} host ms"] = 1000 * call_s(layers, device, TURNS[device.type])
-        figures[f"{name} step ms"] = 1000 * _wall_s(partial(stage.run, step), TURNS[device.type])
+        figures[f"{name} step ms"] = 1000 * _wall_s(
+            partial(stage.run, step), TURNS[device.type]
+        )
     read = weights + rows * tokens * part.plan.own.takes.kv_token
     rate = 1000 * read / float(figures["graph step ms"] or 1)
     figures |= {"GB/s": rate / 1e9, "driver MiB": kept / 2**20}

@@ -37,7 +37,8 @@ TYPES = {
     "cpu": (torch.float32, torch.float16),
 }
 BLOCKS = {"cuda": (16, 32), "cpu": (8, 16)}
-EDGES = {"cuda": (1, 31, 32, 33, 63, 64, 65, 1000), "cpu": (1, 31, 33)}  # lengths of rows
+# lengths of rows
+EDGES = {"cuda": (1, 31, 32, 33, 63, 64, 65, 1000), "cpu": (1, 31, 33)}
 LONG = {"cuda": (8192, 32768), "cpu": (130,)}
 ROWS = {"cuda": (1, 16, 256, 1024), "cpu": (4,)}  # that decode together
 ROW_LENGTH = {"cuda": 130, "cpu": 20}
@@ -56,10 +57,14 @@ def cases(setting: Setting) -> Iterator[Case]:
     for place, shape in enumerate(SHAPES[kind]):
         for number, dtype in enumerate(TYPES[kind]):
             # Each shape meets both sizes of blocks, the first one in every type.
-            sizes = BLOCKS[kind] if place == 0 else (BLOCKS[kind][(place + number) % 2],)
+            sizes = (
+                BLOCKS[kind] if place == 0 else (BLOCKS[kind][(place + number) % 2],)
+            )
             for block in sizes:
                 name = f"{shape} {str(dtype)[6:]} blocks of {block}"
-                yield Case(name, partial(check_shape, kind, shape, dtype, block, device))
+                yield Case(
+                    name, partial(check_shape, kind, shape, dtype, block, device)
+                )
     yield Case("the highest blocks", partial(check_high_blocks, device))
 
 
@@ -67,7 +72,12 @@ class Trial:
     """A cache, full of what must not matter, and the kernel over it."""
 
     def __init__(
-        self, shape: Heads, dtype: torch.dtype, block: int, num_blocks: int, device: torch.device
+        self,
+        shape: Heads,
+        dtype: torch.dtype,
+        block: int,
+        num_blocks: int,
+        device: torch.device,
     ) -> None:
         self.shape = shape
         self.block = block
@@ -76,10 +86,13 @@ class Trial:
             shape.heads, shape.kv_heads, shape.dim, dtype=dtype, device=device
         )
         size = (num_blocks, shape.kv_heads, block, shape.dim)
-        self.keys, self.values = (torch.empty(size, dtype=dtype, device=device) for _ in ("k", "v"))
+        self.keys, self.values = (
+            torch.empty(size, dtype=dtype, device=device) for _ in ("k", "v")
+        )
         self._free = list(range(num_blocks))
         random.Random(0).shuffle(self._free)
-        self._sums = torch.zeros(3, dtype=torch.float64, device=device)  # squares of errors, of all
+        # squares of errors, of all
+        self._sums = torch.zeros(3, dtype=torch.float64, device=device)
 
     def row(self, position: int, tokens: int, table: Sequence[int] = ()) -> Row:
         """Return a row with random keys before it, and nan behind its last token."""
@@ -98,17 +111,23 @@ class Trial:
         shape = self.shape
         total = sum(tokens for _, tokens, _ in rows)
         new = [
-            torch.randn(1, total, count, shape.dim, device=self.device).to(self.keys.dtype)
+            torch.randn(1, total, count, shape.dim, device=self.device).to(
+                self.keys.dtype
+            )
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         ]
         query, key, value = (each.transpose(1, 2) for each in new)
         plan = self.kernel.plan(Rows.of(*rows), self.block)
-        how = Scoring(shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap)
+        how = Scoring(
+            shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap
+        )
         call = AttentionCall(query, key, value, self.keys, self.values, plan, how)
         found = self.kernel(call)[0].transpose(0, 1)
         expect(not bool(found.isnan().any()), "nan in what it gives")
         first = 0
-        checked = {*random.Random(1).sample(range(len(rows)), min(len(rows), MOST_CHECKED))}
+        checked = {
+            *random.Random(1).sample(range(len(rows)), min(len(rows), MOST_CHECKED))
+        }
         for place, row in enumerate(rows):
             last = first + row[1]
             if place in checked or place == len(rows) - 1:
@@ -142,10 +161,14 @@ class Trial:
         figures: Figures = {"error": ours / whole}
         if theirs:
             figures["sdpa's"] = theirs / whole
-        expect(ours / whole <= LIMIT[dtype], f"off by more than {LIMIT[dtype]}", figures)
+        expect(
+            ours / whole <= LIMIT[dtype], f"off by more than {LIMIT[dtype]}", figures
+        )
         if theirs:
             limit = max(OF_SDPA * theirs / whole, LEAST[dtype])
-            expect(ours / whole <= limit, f"off by more than {OF_SDPA} x sdpa's", figures)
+            expect(
+                ours / whole <= limit, f"off by more than {OF_SDPA} x sdpa's", figures
+            )
         return figures
 
 
@@ -155,7 +178,9 @@ def check_shape(
 ) -> Figures:
     """Feed prompts, chunks and single tokens of all lengths."""
     torch.manual_seed(0)
-    tokens = 4 * sum(EDGES[kind]) + 2 * sum(LONG[kind]) + sum(ROWS[kind]) * ROW_LENGTH[kind]
+    tokens = (
+        4 * sum(EDGES[kind]) + 2 * sum(LONG[kind]) + sum(ROWS[kind]) * ROW_LENGTH[kind]
+    )
     num_rows = 4 * len(EDGES[kind]) + 2 * len(LONG[kind]) + sum(ROWS[kind])
     trial = Trial(shape, dtype, block, tokens // block + 2 * num_rows, device)
     trial.step([trial.row(0, length) for length in EDGES[kind]])

@@ -36,8 +36,12 @@ def cases(setting: Setting) -> Iterator[Case]:
     for kind in KINDS:
         for dtype in (torch.float32, torch.bfloat16):
             told = f"{kind} logits {str(dtype)[6:]}"
-            yield Case(f"draws of {told}", partial(check_draws, setting.device, kind, dtype))
-            yield Case(f"ranks of {told}", partial(check_ranks, setting.device, kind, dtype))
+            yield Case(
+                f"draws of {told}", partial(check_draws, setting.device, kind, dtype)
+            )
+            yield Case(
+                f"ranks of {told}", partial(check_ranks, setting.device, kind, dtype)
+            )
 
 
 def make_logits(kind: str, size: tuple[int, int], dtype: torch.dtype) -> torch.Tensor:
@@ -65,7 +69,9 @@ def check_draws(device: str, kind: str, dtype: torch.dtype) -> Figures:
     differing: dict[str, int] = {}
     for name, way in WAYS.items():
         draws = make_draws(range(len(rows)), noise=noise, **way)
-        how, moved = (SamplingTensors.of(draws, torch.device(each)) for each in ("cpu", device))
+        how, moved = (
+            SamplingTensors.of(draws, torch.device(each)) for each in ("cpu", device)
+        )
         expected = sampler.draw(logits, how, rows)
         found = drawer(logits.to(device), moved, rows.to(device)).cpu()
         num = int((found != expected).sum())
@@ -96,7 +102,9 @@ def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
         others = _differ(right, found)[is_number].sum()
         figures |= {"other first": int(first), f"other of {num_top}": int(others)}
         is_right = int(first) == 0 and int(others) == 0
-        expect(is_right and float(figures["error"] or 0.0) < 1e-4, "other tokens", figures)
+        expect(
+            is_right and float(figures["error"] or 0.0) < 1e-4, "other tokens", figures
+        )
         nans = found.normalizer.cpu().isnan()
         expect(bool((nans == ~is_number).all()), "rows of nan are not told", figures)
     return figures
@@ -105,7 +113,8 @@ def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
 def _differ(right: Ranking, found: Ranking) -> torch.Tensor:  # (rows,) bool
     """Tell which rows have other tokens among the best.
 
-    Equal logits may stand in any order, and of those that equal the last one any may be left out.
+    Equal logits may stand in any order, and of those that equal the last one any may be
+    left out.
     """
     last = right.best[:, -1:]
     ordered = []

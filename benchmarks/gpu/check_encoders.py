@@ -53,7 +53,11 @@ def _check_vectors(engine: Engine, model: Any, prompts: list[list[int]]) -> Figu
         with torch.inference_mode():
             hidden = model(torch.tensor([prompt])).last_hidden_state[0].mean(0)
         worst = max(worst, (hidden - torch.from_numpy(vector)).abs().max().item())
-    expect(worst <= TOLERANCE, f"numbers are off by more than {TOLERANCE}", {"error": worst})
+    expect(
+        worst <= TOLERANCE,
+        f"numbers are off by more than {TOLERANCE}",
+        {"error": worst},
+    )
     return {"error": worst}
 
 
@@ -69,10 +73,18 @@ def _check_texts(engine: Engine, model: Any, prompts: list[list[int]]) -> Figure
         ids = choice["token_ids"]
         with torch.inference_mode():
             fed = torch.tensor([[*start, *ids[:-1]]])
-            logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=fed).logits[0]
+            logits = model(
+                input_ids=torch.tensor([prompt]), decoder_input_ids=fed
+            ).logits[0]
         right = logits.log_softmax(-1)
         expect(right.argmax(-1).tolist() == ids, "other tokens than transformers'")
         told = zip(ids, choice["logprobs"]["token_logprobs"], strict=True)
-        worst = max(worst, *(abs(right[n, i].item() - v) for n, (i, v) in enumerate(told)))
-    expect(worst <= TOLERANCE, f"logprobs are off by more than {TOLERANCE}", {"error": worst})
+        worst = max(
+            worst, *(abs(right[n, i].item() - v) for n, (i, v) in enumerate(told))
+        )
+    expect(
+        worst <= TOLERANCE,
+        f"logprobs are off by more than {TOLERANCE}",
+        {"error": worst},
+    )
     return {"error": worst}

@@ -1,8 +1,8 @@
 """Phase 3: every family beside transformers, with kernels required.
 
-In float32 greedy tokens are equal and logprobs within 1e-4. In 16 bits the error is transformers'
-own, beside transformers in float32, or less. Further families, whose kernels are those of the
-others, are tried in float32 only.
+In float32 greedy tokens are equal and logprobs within 1e-4. In 16 bits the error is
+transformers' own, beside transformers in float32, or less. Further families, whose
+kernels are those of the others, are tried in float32 only.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ TYPES = {"cuda": ("float32", "bfloat16", "float16"), "cpu": ("float32", "bfloat1
 TOLERANCE = 1e-4
 OF_TRANSFORMERS = 1.1
 SINCE = {"gpt_oss": "swiglu_limit"}  # fields that older versions of transformers ignore
-# Of all differences of a mixture in 16 bits: where rounding makes a token choose another expert, a
-# few logprobs are far off, on either side.
+# Of all differences of a mixture in 16 bits: where rounding makes a token choose
+# another expert, a few logprobs are far off, on either side.
 COUNTED = 0.95
 # A budget, as several processes share the device: each would take most of its memory.
 OPTIONS = {"kernels": "require", "block_size": 16, "chunk_size": 48, "budget": 4096}
@@ -47,7 +47,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     for dtype in TYPES[setting.device]:
         for name in FAMILIES[setting.device]:
             if dtype == "float32" or name not in FURTHER:
-                yield Case(f"{name} {dtype}", partial(check_family, setting, name, dtype))
+                yield Case(
+                    f"{name} {dtype}", partial(check_family, setting, name, dtype)
+                )
     yield from check_encoders.cases(setting)
     yield from check_streams.cases(setting)
 
@@ -59,7 +61,9 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
         raise Skipped(f"transformers {transformers.__version__} does not know {kind}")
     since = SINCE.get(kind, "")
     if since and not hasattr(transformers.CONFIG_MAPPING[kind](), since):
-        raise Skipped(f"transformers {transformers.__version__} reads no {since}, which is set")
+        raise Skipped(
+            f"transformers {transformers.__version__} reads no {since}, which is set"
+        )
     folder = setting.prepared or setting.scratch / "families"
     if setting.prepared and not (folder / name / NAME).exists():
         raise Skipped(f"{folder} lacks it; write it by --prepare")
@@ -68,8 +72,11 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     figures: Figures = {}
     try:
         expect(engine.facts.has_kernel, "attention is plain torch", figures)
-        is_slow = bool(engine.facts.why_slower) and not (setting.is_tiny and dtype != "float32")
-        expect(not is_slow, engine.facts.why_slower, figures)  # some CPUs are slow in 16 bits
+        is_slow = bool(engine.facts.why_slower) and not (
+            setting.is_tiny and dtype != "float32"
+        )
+        # some CPUs are slow in 16 bits
+        expect(not is_slow, engine.facts.why_slower, figures)
         layers = open_checkpoint(str(folder / name)).model.layers
         if dtype == "float32":
             figures |= check_greedy(engine, expected.answers)
@@ -82,7 +89,10 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     ours = [choice["logprobs"]["token_logprobs"][1:] for choice in scored]
     right = [answer.logprobs for answer in expected.answers]
     counted = COUNTED if any(isinstance(layer.mlp, Moe) for layer in layers) else 1.0
-    found = {"error": rms(ours, right, counted), "transformers'": rms(theirs, right, counted)}
+    found = {
+        "error": rms(ours, right, counted),
+        "transformers'": rms(theirs, right, counted),
+    }
     figures |= found
     is_good = found["error"] <= OF_TRANSFORMERS * found["transformers'"]
     expect(is_good, f"off by more than {OF_TRANSFORMERS} x transformers'", figures)
@@ -107,14 +117,20 @@ def check_greedy(engine: Engine, answers: list[Answer]) -> dict[str, Figure]:
             values = list(top.values())[:NUM_BEST]
             pairs = [(right, ours), *zip(best, values, strict=True)]
             worst = max(worst, *(abs(a - b) for a, b in pairs))
-    expect(worst <= TOLERANCE, f"logprobs are off by more than {TOLERANCE}", {"error": worst})
+    expect(
+        worst <= TOLERANCE,
+        f"logprobs are off by more than {TOLERANCE}",
+        {"error": worst},
+    )
     return {"error": worst}
 
 
 def count_graphs(engine: Engine, layers: Sequence[Layer], setting: Setting) -> Figures:
     """See that decode steps were replayed, where they can be captured."""
     graphs = engine.pipeline.graphs
-    captured = [] if graphs is None else [rows for rows, each in graphs.graphs.items() if each]
+    captured = (
+        [] if graphs is None else [rows for rows, each in graphs.graphs.items() if each]
+    )
     is_due = can_capture(layers) and not setting.is_tiny
     # One is captured as the engine starts, for the most rows; the answers' steps have fewer.
     expect(len(captured) >= 2 if is_due else not captured, f"graphs of {captured} rows")
@@ -123,11 +139,21 @@ def count_graphs(engine: Engine, layers: Sequence[Layer], setting: Setting) -> F
 
 def greedy_request(answer: Answer) -> dict[str, Any]:
     how = {"temperature": 0, "ignore_eos": True, "echo": True, "return_token_ids": True}
-    return {"prompt": answer.prompt, "max_tokens": len(answer.ids), "logprobs": NUM_BEST, **how}
+    return {
+        "prompt": answer.prompt,
+        "max_tokens": len(answer.ids),
+        "logprobs": NUM_BEST,
+        **how,
+    }
 
 
 def score_request(answer: Answer) -> dict[str, Any]:
-    return {"prompt": answer.prompt + answer.ids, "max_tokens": 0, "echo": True, "logprobs": 0}
+    return {
+        "prompt": answer.prompt + answer.ids,
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 0,
+    }
 
 
 def run(engine: Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
@@ -142,7 +168,11 @@ def run(engine: Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
 
 def rms(ours: list[list[float]], right: list[list[float]], counted: float) -> float:
     """Return the RMS of the smallest differences; `counted` is their share of all."""
-    pairs = [(a, b) for x, y in zip(ours, right, strict=True) for a, b in zip(x, y, strict=True)]
+    pairs = [
+        (a, b)
+        for x, y in zip(ours, right, strict=True)
+        for a, b in zip(x, y, strict=True)
+    ]
     squares = sorted((a - b) ** 2 for a, b in pairs)
     smallest = squares[: math.ceil(counted * len(squares))]
     return math.sqrt(sum(smallest) / len(smallest))

@@ -31,7 +31,8 @@ TYPES = {
     "cuda": (torch.bfloat16, torch.float16, torch.float32),
     "cpu": (torch.float32, torch.float16),
 }
-HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (256, 256), (80, 20))  # of a head, of it turned
+# of a head, of it turned
+HEAD_DIMS = ((64, 64), (80, 80), (128, 128), (256, 256), (80, 20))
 EPS = 1e-5
 # Of the largest number; the second is what rounding once gives, and a half more.
 MAX_ERROR = {torch.float32: 1e-5, torch.float16: 1e-3, torch.bfloat16: 8e-3}
@@ -46,7 +47,9 @@ def cases(setting: Setting) -> Iterator[Case]:
         for width in WIDTHS[kind]:
             name = f"norms and gates of {width} {str(dtype)[6:]}"
             yield Case(name, partial(check_width, kind, width, dtype))
-        yield Case(f"rotary positions {str(dtype)[6:]}", partial(check_turns, kind, dtype))
+        yield Case(
+            f"rotary positions {str(dtype)[6:]}", partial(check_turns, kind, dtype)
+        )
     end_s = time.monotonic() + setting.seconds
     yield Case(TOOL, partial(watch_accesses, setting, end_s))
 
@@ -60,7 +63,9 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
     is_equal = True  # whether a sum and its norm are the same in one kernel and in two
     torch.manual_seed(0)
     for tokens in TOKENS[kind]:
-        x, other = (torch.randn(tokens, width, device=device).to(dtype) for _ in ("x", "y"))
+        x, other = (
+            torch.randn(tokens, width, device=device).to(dtype) for _ in ("x", "y")
+        )
         weight = torch.randn(width, device=device).to(dtype)
         for offset in (0.0, 1.0):
             own = NormWeights(Norm(EPS, offset=offset), weight, None)
@@ -68,7 +73,9 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
             errors.append(_error(normed, references.rms_norm(x, weight, EPS, offset)))
             both, in_one = kernels.add_and_norm(x, other, own)
             errors.append(_error(both, (x + other).double()))
-            errors.append(_error(in_one, references.rms_norm(both, weight, EPS, offset)))
+            errors.append(
+                _error(in_one, references.rms_norm(both, weight, EPS, offset))
+            )
             is_equal &= torch.equal(in_one, kernels.norm(both, own))
         pair = torch.cat([x, other], -1)
         wide = x.double()
@@ -106,7 +113,8 @@ def watch_accesses(setting: Setting, end_s: float) -> Figures:
         if tool is None:
             raise Skipped(f"no {TOOL} on the PATH or in {TOOL_FOLDER}")
         how = ["--error-exitcode", "9", "--kernel-name-exclude", f"kns={TORCHS}"]
-        how += ["--report-api-errors", "no"]  # torch and Triton ask for symbols that may be missing
+        # torch and Triton ask for symbols that may be missing
+        how += ["--report-api-errors", "no"]
         command = [tool, "--tool", "memcheck", *how, *command]
         # Each tensor has an allocation of its own then, so that one's end is seen.
         environ["PYTORCH_NO_CUDA_MEMORY_CACHING"] = "1"
@@ -130,7 +138,9 @@ def try_kernels(device: torch.device) -> None:
     """
     dtype = torch.float16
     how = Attention(heads=4, kv_heads=2, head_dim=64, scaling=0.125)
-    attention = TritonAttention(how.heads, *how.cache_shape[1:], dtype=dtype, device=device)
+    attention = TritonAttention(
+        how.heads, *how.cache_shape[1:], dtype=dtype, device=device
+    )
     kinds = (how, replace(how, window=8, has_sinks=True))
     of_attention = attention_trial(AttentionAsked(kinds, 16, dtype), dtype, device)
     compare(of_attention.pairs(attention), of_attention.limit)

@@ -23,7 +23,10 @@ SMALL = {"hidden_size": 64, "intermediate_size": 128, "num_hidden_layers": 4}
 def cases(setting: Setting) -> Iterator[Case]:
     for place in PLACES[setting.device]:
         for name in NAMES:
-            yield Case(f"{name} streamed from {place}", partial(check_family, setting, name, place))
+            yield Case(
+                f"{name} streamed from {place}",
+                partial(check_family, setting, name, place),
+            )
         yield Case(f"speed from {place}", partial(time_stream, setting, place))
 
 
@@ -36,20 +39,34 @@ def check_family(setting: Setting, name: str, place: str) -> Figures:
     whole, streamed = (_answers(setting, folder, offload) for offload in ("off", place))
     worst = 0.0
     for one, other in zip(whole, streamed, strict=True):
-        expect(one["tokens"] == other["tokens"], "other tokens than those of the whole model")
+        expect(
+            one["tokens"] == other["tokens"],
+            "other tokens than those of the whole model",
+        )
         pairs = zip(one["token_logprobs"], other["token_logprobs"], strict=True)
         worst = max([worst, *(abs(a - b) for a, b in pairs if a is not None)])
-    expect(worst <= TOLERANCE, f"logprobs are off by more than {TOLERANCE}", {"error": worst})
+    expect(
+        worst <= TOLERANCE,
+        f"logprobs are off by more than {TOLERANCE}",
+        {"error": worst},
+    )
     return {"error": worst}
 
 
 def _answers(setting: Setting, folder: Path, offload: str) -> list[dict[str, Any]]:
     engine = Engine(str(folder), device=setting.device, offload=offload, **OPTIONS)
     try:
-        expect(bool(engine.facts.streaming) == (offload != "off"), "layers that are streamed")
-        records = sorted(engine.run(mixed_requests()), key=lambda record: record.line.number)
+        expect(
+            bool(engine.facts.streaming) == (offload != "off"),
+            "layers that are streamed",
+        )
+        records = sorted(
+            engine.run(mixed_requests()), key=lambda record: record.line.number
+        )
         expect(not any(record.error for record in records), "a row failed")
-        return [choice.fields["logprobs"] for record in records for choice in record.choices]
+        return [
+            choice.fields["logprobs"] for record in records for choice in record.choices
+        ]
     finally:
         engine.close()
 
@@ -68,9 +85,14 @@ def time_stream(setting: Setting, place: str) -> Figures:
     how = {"dtype": "bfloat16", "device": setting.device, "skip_tokenizer_init": True}
     engine = Engine(str(folder), offload=place, **how)
     try:
-        rows = [{"prompt": [n % 500 + 3, n // 500], "max_tokens": 8} for n in range(1024)]
+        rows = [
+            {"prompt": [n % 500 + 3, n // 500], "max_tokens": 8} for n in range(1024)
+        ]
         ask = {"temperature": 0, "ignore_eos": True}
-        expect(not any(r.error for r in engine.run((r | ask for r in rows), 1024)), "a row failed")
+        expect(
+            not any(r.error for r in engine.run((r | ask for r in rows), 1024)),
+            "a row failed",
+        )
         (stage,) = engine.stats.stages
         streamed = engine.pipeline.plan.own.streamed
         expect(streamed is not None, "layers that are streamed")

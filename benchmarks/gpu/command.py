@@ -22,7 +22,8 @@ from benchmarks.gpu.phases import PHASES, VISIT_S, Turn, turns_of, visit_turns
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.summary import has_passed, latest, to_text
 
-NEEDED = "machine"  # the case of phase 0 without which nothing else can run: there is no GPU
+# the case of phase 0 without which nothing else can run: there is no GPU
+NEEDED = "machine"
 UNDISTURBED = "time_kernels"  # which times the host: no imports run beside it
 DEFAULT_S = 570.0
 LOG_BYTES = 15 << 20
@@ -30,9 +31,18 @@ LOG_BYTES = 15 << 20
 
 @click.command(help=__doc__)
 @click.option(
-    "--visit", "is_visit", is_flag=True, help="Phases 0 to 7, the most informative first."
+    "--visit",
+    "is_visit",
+    is_flag=True,
+    help="Phases 0 to 7, the most informative first.",
 )
-@click.option("--phase", "numbers", multiple=True, type=click.IntRange(0, 8), help="[default: all]")
+@click.option(
+    "--phase",
+    "numbers",
+    multiple=True,
+    type=click.IntRange(0, 8),
+    help="[default: all]",
+)
 @click.option("--cpu", "is_on_cpu", is_flag=True, help="Tiny shapes on the CPU.")
 @click.option(
     "--out",
@@ -42,9 +52,13 @@ LOG_BYTES = 15 << 20
     help="Folder for results.jsonl, summary.txt and log.txt; results are appended.",
 )
 @click.option(
-    "--prepare", type=click.Path(path_type=Path), help="Write checkpoints and wheels, and end."
+    "--prepare",
+    type=click.Path(path_type=Path),
+    help="Write checkpoints and wheels, and end.",
 )
-@click.option("--prepared", type=click.Path(path_type=Path, exists=True), help="Its folder.")
+@click.option(
+    "--prepared", type=click.Path(path_type=Path, exists=True), help="Its folder."
+)
 @click.option(
     "--seconds",
     type=click.FloatRange(min=1),
@@ -113,10 +127,15 @@ def run(turns: list[Turn], setting: Setting, out: Path) -> tuple[str, bool]:
             text = to_text(lines, phases)
             is_good = has_passed(lines, phases)
             (out / "summary.txt").write_text(text + "\n")
-            of_machine = latest(lines, turn.phase).get(NEEDED) if turn.phase.number == 0 else None
+            of_machine = (
+                latest(lines, turn.phase).get(NEEDED)
+                if turn.phase.number == 0
+                else None
+            )
             if of_machine is not None and of_machine["state"] in ("wrong", "failed"):
                 click.echo(
-                    "Phase 0 found no usable GPU (case `machine`): the other phases are skipped.",
+                    "Phase 0 found no usable GPU (case `machine`): the other phases "
+                    "are skipped.",
                     err=True,
                 )
                 break

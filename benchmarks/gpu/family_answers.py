@@ -1,7 +1,7 @@
 """Checkpoints of every family, and what transformers answers with them in float32 on the CPU.
 
-`scripts/try_gpu --prepare FOLDER` writes them where there is time and a network for it. Weights are
-rounded to bfloat16 before the answers are computed, and stored so.
+`scripts/try_gpu --prepare FOLDER` writes them where there is time and a network for it.
+Weights are rounded to bfloat16 before the answers are computed, and stored so.
 """
 
 from __future__ import annotations
@@ -63,16 +63,29 @@ def prepare_all(folder: Path) -> int:
     told = f"{len(FIELDS)} families, {size / 2**20:.1f} MiB, after {took:.0f} s"
     click.echo(f"{folder} holds {told}.")
     if missing:
-        click.echo(f"pip found no wheel of {', '.join(missing)}: put it into {folder / 'whl'}.")
+        click.echo(
+            f"pip found no wheel of {', '.join(missing)}: put it into {folder / 'whl'}."
+        )
     if size > MOST_BYTES:
-        click.echo(f"That is more than {MOST_BYTES >> 20} MiB, the most that should be carried.")
+        click.echo(
+            f"That is more than {MOST_BYTES >> 20} MiB, the most that should be carried."
+        )
     return 1 if missing or size > MOST_BYTES else 0
 
 
 def fetch_wheel(name: str, folder: Path) -> bool:
-    """Fetch a package's wheel into a folder, if it is not there; tell whether it is there now."""
+    """Fetch a package's wheel into a folder, if it is not there; tell whether it is
+    there now."""
     if not [*folder.glob(f"{name}-*.whl")]:
-        command = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--dest"]
+        command = [
+            sys.executable,
+            "-m",
+            "pip",
+            "download",
+            "--quiet",
+            "--no-deps",
+            "--dest",
+        ]
         command += [str(folder), "--only-binary=:all:", "--implementation", "cp"]
         command += ["--python-version", "3.12"]
         command += [part for each in PLATFORMS for part in ("--platform", each)]
@@ -116,7 +129,9 @@ def _answer(model: Any, request: dict[str, Any]) -> Answer:
     logprobs = table.gather(1, targets[:, None])[:, 0]
     best = table.topk(NUM_BEST).values
     rounded = [[round(each, DIGITS) for each in row] for row in best.tolist()]
-    return Answer(prompt, ids, [round(each, DIGITS) for each in logprobs.tolist()], rounded)
+    return Answer(
+        prompt, ids, [round(each, DIGITS) for each in logprobs.tolist()], rounded
+    )
 
 
 @torch.inference_mode()

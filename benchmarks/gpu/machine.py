@@ -29,7 +29,8 @@ NEEDED = {
     "pytest": "pytest",
 }
 CARRY = (
-    "Bring their wheels in P/whl (--prepare P fetches orjson alone). Here: python3 -m pip install "
+    "Bring their wheels in P/whl (--prepare P fetches orjson alone). Here: python3 -m "
+    "pip install "
     "--no-index --no-deps --target /tmp/site P/whl/*.whl, and export PYTHONPATH=/tmp/site"
 )
 OWN = (
@@ -92,7 +93,9 @@ def describe(setting: Setting) -> Figures:
     if setting.device == "cpu":
         return figures
     if not torch.cuda.is_available():
-        raise Wrong("torch sees no GPU; with --cpu tiny shapes are tried without one", figures)
+        raise Wrong(
+            "torch sees no GPU; with --cpu tiny shapes are tried without one", figures
+        )
     facts = torch.cuda.get_device_properties(0)
     free, total = torch.cuda.mem_get_info(0)
     figures |= {"gpu": facts.name, "capability": f"{facts.major}.{facts.minor}"}
@@ -126,7 +129,8 @@ def time_products(setting: Setting, name: str) -> Figures:
     device = torch.device(setting.device)
     size = PRODUCT[setting.device]
     left, right = (
-        torch.randn(size, size, device=device).to(getattr(torch, name)) for _ in ("x", "y")
+        torch.randn(size, size, device=device).to(getattr(torch, name))
+        for _ in ("x", "y")
     )
     took = median_s(lambda: left @ right, device, turns=8)
     rate = 2 * size**3 / took

@@ -30,26 +30,65 @@ class Phase:
 
 
 PHASES = (
-    Phase(0, "machine", 15, 120, 1, "imports, versions, memory; roofs of copies and products"),
+    Phase(
+        0,
+        "machine",
+        15,
+        120,
+        1,
+        "imports, versions, memory; roofs of copies and products",
+    ),
     Phase(1, "check_attention", 80, 150, 8, "attention and store beside float64"),
-    Phase(2, "check_parts", 40, 120, 4, "norms, rotary positions and gates beside float64"),
-    Phase(3, "check_families", 110, 240, 12, "every family beside transformers, kernels required"),
+    Phase(
+        2, "check_parts", 40, 120, 4, "norms, rotary positions and gates beside float64"
+    ),
+    Phase(
+        3,
+        "check_families",
+        110,
+        240,
+        12,
+        "every family beside transformers, kernels required",
+    ),
     Phase(4, "check_draws", 25, 60, 5, "draws and rankings beside the CPU's"),
     Phase(5, "time_kernels", 40, 120, 1, "attention and products at many sizes"),
-    Phase(6, "time_model", 115, 240, 1, "steps of whole models, profiled and captured; loading"),
-    Phase(7, "break_ranks", 45, 120, 3, "two ranks on one device; one killed; too large a budget"),
+    Phase(
+        6,
+        "time_model",
+        115,
+        240,
+        1,
+        "steps of whole models, profiled and captured; loading",
+    ),
+    Phase(
+        7,
+        "break_ranks",
+        45,
+        120,
+        3,
+        "two ranks on one device; one killed; too large a budget",
+    ),
     Phase(8, "time_peers", 240, 480, 1, "whole runs beside transformers' own"),
 )
 BY_NUMBER = {phase.number: phase for phase in PHASES}
-# A visit, in the order of what is learned, with the seconds of each group of phases. What a group
-# leaves, the next ones may use.
-VISIT = (((0, 6), 130), ((5,), 40), ((1,), 80), ((4,), 25), ((3,), 110), ((7,), 45), ((2,), 40))
+# A visit, in the order of what is learned, with the seconds of each group of phases.
+# What a group leaves, the next ones may use.
+VISIT = (
+    ((0, 6), 130),
+    ((5,), 40),
+    ((1,), 80),
+    ((4,), 25),
+    ((3,), 110),
+    ((7,), 45),
+    ((2,), 40),
+)
 VISIT_S = sum(seconds for _, seconds in VISIT)
 
 
 @dataclass(slots=True, frozen=True)
 class Turn:
-    """A phase, and how many seconds after the start it is ended; None: its limit alone counts."""
+    """A phase, and how many seconds after the start it is ended; None: its limit alone
+    counts."""
 
     phase: Phase
     end_s: float | None = None

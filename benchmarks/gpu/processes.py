@@ -31,7 +31,8 @@ def run_within(
         out, err = process.communicate(timeout=max(0.0, seconds))
         return Ended(process.returncode, out, err)
     except subprocess.TimeoutExpired:
-        process.send_signal(signal.SIGINT)  # Python then ends a program that it waits for
+        # Python then ends a program that it waits for
+        process.send_signal(signal.SIGINT)
     with contextlib.suppress(subprocess.TimeoutExpired):
         out, err = process.communicate(timeout=END_S)
         return Ended(None, out, err)

@@ -41,7 +41,9 @@ def count_work(profiler: profile, wall_s: float, num_steps: int) -> Figures:
             spans.append((start, end))
             took[name] = took.get(name, 0.0) + end - start
             continue
-        launches += name.startswith(("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch"))
+        launches += name.startswith(
+            ("cudaLaunchKernel", "cuLaunchKernel", "cudaGraphLaunch")
+        )
         waits += "Synchronize" in name
         copies += name.startswith("cudaMemcpy")
         operations += name.startswith("aten::")

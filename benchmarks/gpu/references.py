@@ -64,14 +64,20 @@ def attend_as_torch(
         return None
     distance = positions[:, None] - torch.arange(keys.shape[1], device=keys.device)
     is_seen = _is_seen(shape, distance)
-    mask = torch.zeros(is_seen.shape, device=keys.device).masked_fill(~is_seen, float("-inf"))
+    mask = torch.zeros(is_seen.shape, device=keys.device).masked_fill(
+        ~is_seen, float("-inf")
+    )
     slopes = shape.slopes(keys.device)
     if slopes is not None:
         mask = mask - slopes[:, None, None] * distance
     group = shape.heads // shape.kv_heads
-    all_keys, all_values = (each.repeat_interleave(group, 0)[None] for each in (keys, values))
+    all_keys, all_values = (
+        each.repeat_interleave(group, 0)[None] for each in (keys, values)
+    )
     bias = mask.to(query.dtype)
-    return scaled_dot_product_attention(query[None], all_keys, all_values, attn_mask=bias)[0]
+    return scaled_dot_product_attention(
+        query[None], all_keys, all_values, attn_mask=bias
+    )[0]
 
 
 def _is_seen(shape: Heads, distance: torch.Tensor) -> torch.Tensor:

@@ -50,13 +50,16 @@ def cut_middle(path: Path, most_bytes: int) -> None:
 def find_roof(path: Path, name: str) -> float | None:
     """Return a roof that phase 0 measured last; None: it has not run."""
     found: Iterable[Line] = (
-        line for line in read(path) if line["phase"] == 0 and line.get("case") == f"roof {name}"
+        line
+        for line in read(path)
+        if line["phase"] == 0 and line.get("case") == f"roof {name}"
     )
     roofs = [line["figures"]["roof"] for line in found if line.get("state") == "passed"]
     return float(roofs[-1]) if roofs else None
 
 
 def share_of(path: Path, rate: float, name: str) -> Figures:
-    """Return the share of a roof that a rate reaches, as a figure; {}: the roof is not measured."""
+    """Return the share of a roof that a rate reaches, as a figure; {}: the roof is not
+    measured."""
     roof = find_roof(path, name)
     return {} if roof is None else {"share of the roof": rate / roof}

@@ -40,9 +40,12 @@ class Runner:
     setting: Setting
     log: Path
     end_s: float
-    _waiting: dict[str, list[Process]] = field(default_factory=dict)  # have imported a module
+    # have imported a module
+    _waiting: dict[str, list[Process]] = field(default_factory=dict)
 
-    def run(self, phase: Phase, end_s: float | None = None, after: Phase | None = None) -> None:
+    def run(
+        self, phase: Phase, end_s: float | None = None, after: Phase | None = None
+    ) -> None:
         """Run a phase, then once more what failed, waiting for each launch.
 
         Args:
@@ -86,7 +89,9 @@ class Runner:
             processes = self._hand_over(phase, jobs, environ, limit)
             if processes and after is not None and after.module not in self._waiting:
                 num = self._num_workers(after)
-                self._waiting[after.module] = [self._start(after, {}) for _ in range(num)]
+                self._waiting[after.module] = [
+                    self._start(after, {}) for _ in range(num)
+                ]
             jobs = self._settle_all(jobs, processes, limit, first_line)
 
     def _hand_over(
@@ -106,7 +111,9 @@ class Runner:
             setting = replace(job.setting, seconds=seconds)
             assert process.stdin is not None, "a pipe"
             with contextlib.suppress(BrokenPipeError):  # it has died: `_settle` says so
-                process.stdin.write(replace(job, setting=setting).to_json().encode() + b"\n")
+                process.stdin.write(
+                    replace(job, setting=setting).to_json().encode() + b"\n"
+                )
                 process.stdin.close()
         return processes
 
@@ -134,14 +141,18 @@ class Runner:
 
     def _start(self, phase: Phase, environ: dict[str, str]) -> Process:
         """Start a process, which imports the phase's module and waits for a job."""
-        variables = os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | environ
+        variables = (
+            os.environ | {"PYTHONUNBUFFERED": "1", "HF_HUB_OFFLINE": "1"} | environ
+        )
         paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
         variables["PYTHONPATH"] = os.pathsep.join(paths)
         if self.setting.device == "cpu":
             variables |= {"TRITON_INTERPRET": "1", "CUDA_VISIBLE_DEVICES": ""}
         command = [sys.executable, "-m", "benchmarks.gpu.worker", phase.module]
         with self.log.open("ab") as log:
-            log.write(f"\n--- a process of phase {phase.number} {environ or ''}\n".encode())
+            log.write(
+                f"\n--- a process of phase {phase.number} {environ or ''}\n".encode()
+            )
             log.flush()
             return subprocess.Popen(
                 command,
@@ -152,7 +163,9 @@ class Runner:
                 start_new_session=True,
             )
 
-    def _settle(self, job: Job, lines: list[results.Line], is_late: bool) -> tuple[str, ...]:
+    def _settle(
+        self, job: Job, lines: list[results.Line], is_late: bool
+    ) -> tuple[str, ...]:
         """Write down what a dead process was at; return the names of the cases it left."""
         own = [line for line in lines if line.get("worker") == job.place]
         names = next((line["cases"] for line in own if "cases" in line), None)
@@ -160,7 +173,9 @@ class Runner:
             self._note(job, START, "crashed", "its process ended; see the log")
             return ()
         begun = {line["case"] for line in own if line.get("state") == "running"}
-        done = {line["case"] for line in own if line.get("state", "running") != "running"}
+        done = {
+            line["case"] for line in own if line.get("state", "running") != "running"
+        }
         left = tuple(name for name in names if name not in begun)
         for name in begun - done:
             state = "out of time" if is_late else "crashed"
@@ -173,13 +188,19 @@ class Runner:
         """Write down a case that its own process cannot tell of."""
         line: results.Line = {"phase": job.phase, "worker": job.place, "case": name}
         line |= {"state": state, "text": text, "figures": {}}
-        results.append(self.setting.results, line | ({"again": True} if job.is_again else {}))
+        results.append(
+            self.setting.results, line | ({"again": True} if job.is_again else {})
+        )
 
     def _failed(self, phase: Phase, first_line: int) -> tuple[str, ...]:
         lines = results.read(self.setting.results)[first_line:]
-        mine = [line for line in lines if line["phase"] == phase.number and "case" in line]
+        mine = [
+            line for line in lines if line["phase"] == phase.number and "case" in line
+        ]
         return tuple(
-            line["case"] for line in mine if line["state"] in FAILED and line["case"] != START
+            line["case"]
+            for line in mine
+            if line["state"] in FAILED and line["case"] != START
         )
 
 

@@ -18,7 +18,9 @@ def latest(lines: Sequence[Line], phase: Phase) -> dict[str, Line]:
     """Return a phase's cases with what became of each at first, by name."""
     found: dict[str, Line] = {}
     for line in lines:
-        is_mine = line["phase"] == phase.number and line.get("state", "running") != "running"
+        is_mine = (
+            line["phase"] == phase.number and line.get("state", "running") != "running"
+        )
         if is_mine and not line.get("again"):
             found[line["case"]] = line
     return found
@@ -33,7 +35,9 @@ def has_passed(lines: Sequence[Line], phases: Sequence[Phase]) -> bool:
     return True
 
 
-def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHARACTERS) -> str:
+def to_text(
+    lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHARACTERS
+) -> str:
     """Return a line a phase, what is wrong, and each case's figures, as far as there is room."""
     table = [f"{'phase':34}{'seconds':>8}{'planned':>8}  cases"]
     figures = list[str]()
@@ -42,9 +46,14 @@ def to_text(lines: Sequence[Line], phases: Sequence[Phase], most: int = MOST_CHA
         cases = latest(lines, phase)
         counts = Counter(line["state"] for line in cases.values())
         took = sum(
-            line["took_s"] for line in lines if line["phase"] == phase.number and "took_s" in line
+            line["took_s"]
+            for line in lines
+            if line["phase"] == phase.number and "took_s" in line
         )
-        told = ", ".join(f"{count} {state}" for state, count in counts.most_common()) or "none ran"
+        told = (
+            ", ".join(f"{count} {state}" for state, count in counts.most_common())
+            or "none ran"
+        )
         name = f"{phase.number} {phase.name}"
         table.append(f"{name:34}{took:8.1f}{phase.planned_s:8}  {told}")
         for case in cases.values():
@@ -78,7 +87,8 @@ def _figures(case: Line) -> str:
     ]
     if case["state"] not in ("passed",):
         told.insert(
-            0, f"{case['state'].upper()}{': ' if case['text'] else ''}{_first(case['text'])}"
+            0,
+            f"{case['state'].upper()}{': ' if case['text'] else ''}{_first(case['text'])}",
         )
     return ", ".join(told) or "passed"
 

@@ -34,7 +34,9 @@ def cases(setting: Setting) -> Iterator[Case]:
     for rows, keys in itertools.product(ROWS[kind], KEYS[kind]):
         yield Case(f"decode {rows} x {keys}", partial(time_decode, setting, rows, keys))
     for rows, tokens in PROMPTS[kind]:
-        yield Case(f"prefill {rows} x {tokens}", partial(time_prefill, setting, rows, tokens))
+        yield Case(
+            f"prefill {rows} x {tokens}", partial(time_prefill, setting, rows, tokens)
+        )
     for rows in PRODUCT_ROWS[kind]:
         yield Case(f"product of {rows} rows", partial(time_product, setting, rows))
     yield Case("host's share of a launch", partial(time_launches, setting))
@@ -53,7 +55,9 @@ class Bench:
         )
         each = -(-(before + tokens) // BLOCK)
         size = (rows * each, shape.kv_heads, BLOCK, shape.dim)
-        self.kv_bytes = rows * (before + tokens) * 2 * shape.kv_heads * shape.dim * dtype.itemsize
+        self.kv_bytes = (
+            rows * (before + tokens) * 2 * shape.kv_heads * shape.dim * dtype.itemsize
+        )
         if self.kv_bytes > MOST_BYTES:
             raise Skipped(f"{self.kv_bytes / 2**30:.0f} GiB of keys and values")
         self.keys, self.values = (
@@ -62,7 +66,9 @@ class Bench:
         order = torch.randperm(rows * each).view(rows, each).tolist()
         self.rows = Rows.of(*((before, tokens, table) for table in order))
         self.query, self.new_keys, self.new_values = (
-            torch.randn(1, count, rows * tokens, shape.dim, dtype=dtype, device=self.device)
+            torch.randn(
+                1, count, rows * tokens, shape.dim, dtype=dtype, device=self.device
+            )
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
         self.plan = self.kernel.plan(self.rows, BLOCK)
@@ -99,7 +105,9 @@ def time_prefill(setting: Setting, rows: int, tokens: int) -> Figures:
     took = median_s(bench, bench.device, TURNS[setting.device], warmups=1)
     rate = rows * 2 * shape.heads * shape.dim * tokens * (tokens + 1) / took
     figures: Figures = {"us": took * 1e6, "TFLOP/s": rate / 1e12}
-    return figures | results.share_of(setting.results, rate, str(TYPE[setting.device])[6:])
+    return figures | results.share_of(
+        setting.results, rate, str(TYPE[setting.device])[6:]
+    )
 
 
 @torch.inference_mode()
@@ -109,7 +117,9 @@ def time_product(setting: Setting, rows: int) -> Figures:
     device = torch.device(kind)
     (inputs, outputs) = PRODUCT[kind]
     x = torch.randn(rows, inputs, device=device).to(TYPE[kind])
-    weights = [torch.randn(outputs, inputs, device=device).to(TYPE[kind]) for _ in range(4)]
+    weights = [
+        torch.randn(outputs, inputs, device=device).to(TYPE[kind]) for _ in range(4)
+    ]
     turn = itertools.cycle(weights)
     took = median_s(lambda: linear(x, next(turn)), device, 4 * TURNS[kind])
     flops = 2 * rows * inputs * outputs / took
@@ -126,4 +136,8 @@ def time_launches(setting: Setting) -> Figures:
     call = call_s(bench, bench.device, turns)
     plan = call_s(lambda: bench.kernel.plan(bench.rows, BLOCK), bench.device, turns)
     add = call_s(lambda: bench.query.add_(1), bench.device, turns)
-    return {"attention us": call * 1e6, "plan us": plan * 1e6, "torch's add us": add * 1e6}
+    return {
+        "attention us": call * 1e6,
+        "plan us": plan * 1e6,
+        "torch's add us": add * 1e6,
+    }

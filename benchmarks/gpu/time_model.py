@@ -1,4 +1,5 @@
-"""Phase 6: whole models with random weights: their steps, alone and captured, memory, loading."""
+"""Phase 6: whole models with random weights: their steps, alone and captured, memory,
+loading."""
 
 from __future__ import annotations
 
@@ -82,21 +83,34 @@ class Run:
     top_p: float = 0.0  # 0: greedy
 
     def __str__(self) -> str:
-        kind = "decode" if self.new_tokens > 1 else "prefill" if self.new_tokens else "score"
+        kind = (
+            "decode"
+            if self.new_tokens > 1
+            else "prefill"
+            if self.new_tokens
+            else "score"
+        )
         how = f" top_p {self.top_p:g}" if self.top_p else ""
         return f"{kind} {self.rows} x {self.tokens}{how}"
 
     def requests(self, vocab: int) -> list[dict[str, Any]]:
         rng = random.Random(self.rows)
         how: dict[str, Any] = {"max_tokens": self.new_tokens, "ignore_eos": True}
-        how |= {"temperature": 1, "top_p": self.top_p} if self.top_p else {"temperature": 0}
+        how |= (
+            {"temperature": 1, "top_p": self.top_p}
+            if self.top_p
+            else {"temperature": 0}
+        )
         if self.new_tokens == 0:
             how |= {"echo": True, "logprobs": 1}
-        prompts = ([rng.randrange(vocab) for _ in range(self.tokens)] for _ in range(self.rows))
+        prompts = (
+            [rng.randrange(vocab) for _ in range(self.tokens)] for _ in range(self.rows)
+        )
         return [{"prompt": prompt} | how for prompt in prompts]
 
 
-# New tokens: as many as steps that prompts take, for the first rows wait for the last ones, and 20.
+# New tokens: as many as steps that prompts take, for the first rows wait for the last
+# ones, and 20.
 RUNS = {
     "cuda": {
         "8B": (
@@ -164,14 +178,18 @@ class Bench:
             "dtype": DTYPE[self.setting.device],
             "device": self.setting.device,
             "kernels": "require",
-            "budget": max(run.rows * -(-(run.tokens + run.new_tokens) // 32) * 32 for run in runs),
+            "budget": max(
+                run.rows * -(-(run.tokens + run.new_tokens) // 32) * 32 for run in runs
+            ),
             "max_rows": max(run.rows for run in runs),
             "prefix_cache": False,
         }
 
     def engine(self) -> Engine:
         """Return the engine, which is started once for all runs."""
-        engine: Engine = self.held.take(f"engine {self.name}", lambda: Engine(**self.options()))
+        engine: Engine = self.held.take(
+            f"engine {self.name}", lambda: Engine(**self.options())
+        )
         return engine
 
     def part(self) -> LoadedPart:
@@ -226,14 +244,23 @@ def time_start(bench: Bench) -> Figures:
         marks.append(time.perf_counter())
 
     def compute(
-        config: EngineConfig, checkpoint: Checkpoint, tokenizer: Tokenizer, on_progress: OnProgress
+        config: EngineConfig,
+        checkpoint: Checkpoint,
+        tokenizer: Tokenizer,
+        on_progress: OnProgress,
     ) -> OnePipeline:
         mark()
         return OnePipeline(config, checkpoint, tokenizer, on_progress, on_loaded=mark)
 
-    bench.held.take(f"engine {bench.name}", lambda: Engine(**bench.options(), compute=compute))
+    bench.held.take(
+        f"engine {bench.name}", lambda: Engine(**bench.options(), compute=compute)
+    )
     mark()
-    names = ("config and tokenizer s", "weights and trials s", "KV cache and first step s")
+    names = (
+        "config and tokenizer s",
+        "weights and trials s",
+        "KV cache and first step s",
+    )
     figures: Figures = {"device s": marks[0] - started, "ready s": marks[-1] - marks[0]}
     took = (b - a for a, b in itertools.pairwise(marks))
     figures |= dict(zip(names, took, strict=True))
@@ -246,8 +273,10 @@ class Watch:
 
     rows: int
     device: str
-    ends: list[float] = field(default_factory=list)  # of full decode steps, in the engine's thread
-    span_s: list[float] = field(default_factory=list)  # the stage's own, of prompts' steps
+    # of full decode steps, in the engine's thread
+    ends: list[float] = field(default_factory=list)
+    # the stage's own, of prompts' steps
+    span_s: list[float] = field(default_factory=list)
     profiler: profile | None = None
     profiled_s: float = 0.0
     _begun: float = 0.0
@@ -338,7 +367,10 @@ def compare_memory(bench: Bench) -> Figures:
 def read_checkpoint(setting: Setting, held: Held) -> Figures:
     """Read some layers from a file that was just written, so that the host's memory has it."""
     held.drop()
-    fields = MODELS[setting.device]["8B"] | {"num_hidden_layers": STORED_LAYERS, "vocab_size": 1000}
+    fields = MODELS[setting.device]["8B"] | {
+        "num_hidden_layers": STORED_LAYERS,
+        "vocab_size": 1000,
+    }
     device = torch.device(setting.device)
     dtype = torch_type(setting)
     config = transformers.AutoConfig.for_model(**fields)
@@ -349,10 +381,17 @@ def read_checkpoint(setting: Setting, held: Held) -> Figures:
     started = time.perf_counter()
     checkpoint = open_checkpoint(str(folder))
     part = Part(0, 1, 0, STORED_LAYERS)
-    tensors = open_weights(checkpoint, part, holding=Holding(dtype), device=device, seed=0)
+    tensors = open_weights(
+        checkpoint, part, holding=Holding(dtype), device=device, seed=0
+    )
     layers = list(tensors.layers())
     if device.type == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - started
     rate = tensors.num_bytes / took / 1e9
-    return {"layers": len(layers), "GB": tensors.num_bytes / 1e9, "s": took, "GB/s": rate}
+    return {
+        "layers": len(layers),
+        "GB": tensors.num_bytes / 1e9,
+        "s": took,
+        "GB/s": rate,
+    }

@@ -54,7 +54,9 @@ class Job:
         setting = fields.pop("setting")
         for name in ("results", "prepared", "scratch"):
             setting[name] = None if setting[name] is None else Path(setting[name])
-        return Job(**fields | {"setting": Setting(**setting), "only": tuple(fields["only"])})
+        return Job(
+            **fields | {"setting": Setting(**setting), "only": tuple(fields["only"])}
+        )
 
     def share(self, cases: Iterable[Case]) -> list[Case]:
         """Return the cases that are this process's."""

@@ -1,4 +1,5 @@
-"""The SQLite file of answers: bytes by their key, each with a checksum; the oldest use goes first.
+"""The SQLite file of answers: bytes by their key, each with a checksum; the oldest use
+goes first.
 
 Several processes may use one file, also on a network file system. So its journal is rolled back:
 a write-ahead log needs memory that all of them share.
@@ -75,18 +76,27 @@ class AnswerFile:
         return _unpack(value), used
 
     def write(
-        self, values: Iterable[tuple[bytes, bytes]], uses: Iterable[bytes], now: int, max_bytes: int
+        self,
+        values: Iterable[tuple[bytes, bytes]],
+        uses: Iterable[bytes],
+        now: int,
+        max_bytes: int,
     ) -> None:
         """Add values by their keys, and note that others were used; the oldest make room."""
         if touched := [(now, key) for key in uses]:
             with self._told(), self._transaction():
-                self._database.executemany("UPDATE answers SET used=? WHERE key=?", touched)
+                self._database.executemany(
+                    "UPDATE answers SET used=? WHERE key=?", touched
+                )
         packed = ((key, _pack(value)) for key, value in values)
         for part in _parts(packed, min(PART_BYTES, max_bytes // 8)):
             with self._told(), self._transaction():
-                self._make_room(sum(len(value) + ROW_BYTES for _, value in part), max_bytes)
+                self._make_room(
+                    sum(len(value) + ROW_BYTES for _, value in part), max_bytes
+                )
                 self._database.executemany(
-                    "INSERT OR IGNORE INTO answers (key, used, checksum, value) VALUES (?,?,?,?)",
+                    "INSERT OR IGNORE INTO answers (key, used, checksum, value) VALUES "
+                    "(?,?,?,?)",
                     [(key, now, _checksum(key, value), value) for key, value in part],
                 )
         with self._told():
@@ -105,7 +115,9 @@ class AnswerFile:
         if self._number("application_id") != APPLICATION:
             raise DamagedError("it is a database of another program")
         if (version := self._number("user_version")) != VERSION:
-            raise DamagedError(f"its form is version {version}, and this fminfer has {VERSION}")
+            raise DamagedError(
+                f"its form is version {version}, and this fminfer has {VERSION}"
+            )
         if self._found_tables() != TABLES:
             raise DamagedError("its tables are not those of this fminfer")
 
@@ -124,7 +136,8 @@ class AnswerFile:
 
     def _make_room(self, needed: int, max_bytes: int) -> None:
         """Remove what was not used for longest, until so many bytes are free."""
-        target = max_bytes - max_bytes // 50  # so that not every write has to remove some
+        # so that not every write has to remove some
+        target = max_bytes - max_bytes // 50
         while (excess := self._used_bytes() + needed - target) > 0:
             oldest: list[tuple[int]] = []
             select = "SELECT rowid, length(value) FROM answers ORDER BY used, rowid"
@@ -164,13 +177,18 @@ class AnswerFile:
         except UnicodeDecodeError as error:
             raise DamagedError("a text in it is none") from error
         except sqlite3.Error as error:
-            # SQLITE_CORRUPT and SQLITE_NOTADB are of this very class, the machine's errors are not.
+            # SQLITE_CORRUPT and SQLITE_NOTADB are of this very class, the machine's
+            # errors are not.
             is_damaged = type(error) is sqlite3.DatabaseError
-            if is_damaged or any(words in str(error) for words in ("file format", "decode")):
+            if is_damaged or any(
+                words in str(error) for words in ("file format", "decode")
+            ):
                 raise DamagedError(str(error)) from error
             # Its header says so and the system does not; or another file is in its place by now.
             if "readonly" in str(error) and self._may_write():
-                raise DamagedError("it cannot be written, although it may be") from error
+                raise DamagedError(
+                    "it cannot be written, although it may be"
+                ) from error
             raise
 
     def _may_write(self) -> bool:
@@ -190,7 +208,8 @@ def _make_private(path: Path) -> None:
 def _parts(
     rows: Iterable[tuple[bytes, bytes]], max_bytes: int
 ) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Cut rows into parts of at most so many bytes; a row that is larger by itself is left out."""
+    """Cut rows into parts of at most so many bytes; a row that is larger by itself is
+    left out."""
     part: list[tuple[bytes, bytes]] = []
     num_bytes = 0
     for key, value in rows:
@@ -213,7 +232,9 @@ def _checksum(key: bytes, value: bytes) -> bytes:
 
 def _pack(value: bytes) -> bytes:
     """Return a value as it is stored; the first byte tells whether it is compressed."""
-    return b"z" + zlib.compress(value, 1) if len(value) >= COMPRESS_BYTES else b"-" + value
+    return (
+        b"z" + zlib.compress(value, 1) if len(value) >= COMPRESS_BYTES else b"-" + value
+    )
 
 
 def _unpack(stored: bytes) -> bytes:

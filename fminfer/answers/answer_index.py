@@ -1,6 +1,7 @@
 """The answers of other requests: those in memory first, then those on the disk.
 
-Requests of one key have one answer, unless chance has a part in it (`SamplingParams.is_by_chance`).
+Requests of one key have one answer, unless chance has a part in it
+(`SamplingParams.is_by_chance`).
 """
 
 from __future__ import annotations
@@ -63,13 +64,16 @@ def _add_prompt(digest: hashlib.blake2b, prompt: EncodedPrompt) -> None:
 class RecentAnswers(Generic[Value]):
     """The answers of the last requests, of `max_size` together. Any thread may call it.
 
-    A request by chance draws one of `list_size` answers, once there are so many; 1: none of these.
+    A request by chance draws one of `list_size` answers, once there are so many; 1:
+    none of these.
     """
 
     def __init__(self, max_size: int, list_size: int = 1) -> None:
         self._list_size = list_size
         self._lock = threading.Lock()  # guards the lists
-        self._answers: BoundedCache[bytes, list[Value]] = BoundedCache(max_size, max_size)
+        self._answers: BoundedCache[bytes, list[Value]] = BoundedCache(
+            max_size, max_size
+        )
         # Whether requests that draw without a seed are answered from here, too.
         self.takes_chance = max_size > 0 and list_size > 1
 
@@ -82,7 +86,9 @@ class RecentAnswers(Generic[Value]):
             return answers[0]
         return random.SystemRandom().choice(answers) if self._is_full(answers) else None
 
-    def keep(self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False) -> None:
+    def keep(
+        self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False
+    ) -> None:
         """Keep an answer, unless there are enough of its request."""
         with self._lock:
             answers = self._answers.get(key)
@@ -99,16 +105,22 @@ class AnswerIndex:
     """Finds and keeps answers under `terms`, in memory first. Any thread may call it."""
 
     def __init__(
-        self, terms: dict[str, str], store: AnswerStore | None, recent: RecentAnswers[bytes]
+        self,
+        terms: dict[str, str],
+        store: AnswerStore | None,
+        recent: RecentAnswers[bytes],
     ) -> None:
         text = json.dumps(terms, sort_keys=True)
         self._terms = hashlib.blake2b(text.encode(), digest_size=32).digest()
         self._store = store
         self._recent = recent
         self._lock = threading.Lock()  # of the counts
-        self.num_asked = self.num_found = 0  # requests that could be, and were, answered from here
+        # requests that could be, and were, answered from here
+        self.num_asked = self.num_found = 0
 
-    def find(self, prepared: Prepared, *, takes_chance: bool = False) -> Finished | None:
+    def find(
+        self, prepared: Prepared, *, takes_chance: bool = False
+    ) -> Finished | None:
         """Return the answer that a request has in common with an earlier one; None: compute it.
 
         With `takes_chance`, one by chance can take what others have drawn, too.
@@ -135,7 +147,10 @@ class AnswerIndex:
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not self._recent.takes_chance:
             return
-        key, value = answer_key(prepared, self._terms), dump([answer.choices, answer.usage])
+        key, value = (
+            answer_key(prepared, self._terms),
+            dump([answer.choices, answer.usage]),
+        )
         self._recent.keep(key, value, is_by_chance=is_by_chance)
         if self._store is not None and not is_by_chance:
             self._store.keep(key, value)
@@ -166,7 +181,9 @@ def open_answers(
     if place is None and not size:
         return None
     store = None if place is None else AnswerStore(place, tell)
-    return AnswerIndex(terms_of_answers(fingerprint), store, RecentAnswers(size, list_size))
+    return AnswerIndex(
+        terms_of_answers(fingerprint), store, RecentAnswers(size, list_size)
+    )
 
 
 def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
@@ -181,4 +198,6 @@ def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:
         "prefill_time": 0.0,
         "decode_time": 0.0,
     }
-    return replace(answer, usage=answer.usage | {"prompt_tokens_details": details}, times=times)
+    return replace(
+        answer, usage=answer.usage | {"prompt_tokens_details": details}, times=times
+    )

@@ -1,4 +1,5 @@
-"""Answers that are kept from run to run: found at once, written by a thread, never in the way."""
+"""Answers that are kept from run to run: found at once, written by a thread, never in
+the way."""
 
 from __future__ import annotations
 
@@ -10,15 +11,23 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-from fminfer.answers.answer_file import READ_S, TOUCH_AFTER_S, WRITE_S, AnswerFile, DamagedError
+from fminfer.answers.answer_file import (
+    READ_S,
+    TOUCH_AFTER_S,
+    WRITE_S,
+    AnswerFile,
+    DamagedError,
+)
 from fminfer.answers.cache_place import CachePlace
 from fminfer.files.disk import alone
 
 FILE = "answers.sqlite"
 LOCK = "answers.lock"
 WRITE_EACH_S = 1.0  # between writes
-MAX_PENDING_BYTES = 64 * 2**20  # of answers that wait for the disk; further ones are not kept
-MAX_BUSY = 20  # times in turn that another process keeps the file locked, before it is given up
+# of answers that wait for the disk; further ones are not kept
+MAX_PENDING_BYTES = 64 * 2**20
+# times in turn that another process keeps the file locked, before it is given up
+MAX_BUSY = 20
 MAX_SET_ASIDE = 2  # damaged files that one process puts aside
 CLOSE_S = 15.0  # for the last write
 
@@ -26,7 +35,8 @@ Identity = tuple[int, int] | None  # of a file: device and inode; None: it is no
 
 
 class AnswerStore:
-    """The answers in a folder. Any thread may call it; it raises no error, and tells warnings."""
+    """The answers in a folder. Any thread may call it; it raises no error, and tells
+    warnings."""
 
     def __init__(
         self,
@@ -38,7 +48,8 @@ class AnswerStore:
         self._max_bytes = place.max_bytes
         self._tell = tell
         self._now = now
-        self._lock = threading.Lock()  # of what waits; nobody holds it and waits for the disk
+        # of what waits; nobody holds it and waits for the disk
+        self._lock = threading.Lock()
         self._pending: dict[bytes, bytes] = {}  # answers that are not written yet
         self._pending_bytes = 0
         self._used: set[bytes] = set()  # keys whose use is not noted yet
@@ -53,7 +64,9 @@ class AnswerStore:
         self._open()
         self._has_news = threading.Event()
         self._is_closing = threading.Event()
-        self._thread = threading.Thread(target=self._write_each_second, name="answers", daemon=True)
+        self._thread = threading.Thread(
+            target=self._write_each_second, name="answers", daemon=True
+        )
         self._thread.start()
 
     def find(self, key: bytes) -> bytes | None:
@@ -128,7 +141,8 @@ class AnswerStore:
         can_read = self._reader is not None and ("readonly" in why or "full" in why)
         if not can_read:
             self._close_reader()
-        self._may_write = False  # `close` closes the writer, which the thread may be using
+        # `close` closes the writer, which the thread may be using
+        self._may_write = False
         with self._lock:
             self._pending.clear()
             self._used.clear()
@@ -179,15 +193,16 @@ class AnswerStore:
                     return True
                 self._num_set_aside += 1
                 journal = self._path.with_name(f"{FILE}-journal")
-                with contextlib.suppress(FileNotFoundError):  # first: no new file may meet it
+                # first: no new file may meet it
+                with contextlib.suppress(FileNotFoundError):
                     journal.rename(f"{aside}-journal")
                 self._path.rename(aside)
         except OSError as error:
             self._give_up(f"{FILE} is damaged ({what}), and cannot be moved: {error}")
             return False
         self._tell(
-            f"Warning: {self._path} is damaged: {what}. It is kept as {aside.name}, and a new one "
-            "takes its place."
+            f"Warning: {self._path} is damaged: {what}. It is kept as {aside.name}, "
+            "and a new one takes its place."
         )
         return True
 
@@ -195,7 +210,8 @@ class AnswerStore:
 
     def _write_each_second(self) -> None:
         is_last = False
-        while not is_last or self._damage:  # the last write, too, goes into a new file then
+        # the last write, too, goes into a new file then
+        while not is_last or self._damage:
             self._has_news.wait()
             is_last = self._is_closing.wait(WRITE_EACH_S)
             self._has_news.clear()

@@ -44,9 +44,13 @@ class KeptAnswers(Options):
         folder = self.result_cache
         size = self.result_cache_bytes
         if folder is None and size is not None:
-            raise UsageError("--result-cache-size has no effect without --result-cache FOLDER")
+            raise UsageError(
+                "--result-cache-size has no effect without --result-cache FOLDER"
+            )
         if isinstance(folder, str):
-            raise UsageError(f"--result-cache {folder} is a URL; give a folder of a file system")
+            raise UsageError(
+                f"--result-cache {folder} is a URL; give a folder of a file system"
+            )
         if folder is not None and folder.exists() and not folder.is_dir():
             raise UsageError(f"--result-cache {folder} is a file; give a folder")
         if size is not None and size < LEAST_BYTES:

@@ -14,7 +14,12 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fminfer.answers.earlier_answers import EarlierAnswers, JournalAnswers, OutputAnswers, Pace
+from fminfer.answers.earlier_answers import (
+    EarlierAnswers,
+    JournalAnswers,
+    OutputAnswers,
+    Pace,
+)
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, open_envelope
 from fminfer.contract.record import Answered, load_record, make_id, make_key
@@ -44,7 +49,8 @@ from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.run_facts import RunFacts
 from fminfer.files.streams import Digest
 
-MAX_REPEATS = 1 << 17  # lines left to answer whose equal ones are kept in memory, about 12 MB
+# lines left to answer whose equal ones are kept in memory, about 12 MB
+MAX_REPEATS = 1 << 17
 _LINE = re.compile(rb'\{"line":(\d{1,18}),')
 
 
@@ -53,7 +59,8 @@ class RunTerms:
     """What holds for every input of a run."""
 
     model: str  # its name, for people
-    fingerprint: Fingerprint  # what must be the same for rows to be kept, without the inputs' own
+    # what must be the same for rows to be kept, without the inputs' own
+    fingerprint: Fingerprint
     restart: bool = False  # answer all lines again, whatever earlier runs have done
     limit: int | None = None  # of each input, answer the first so many lines
     claims: Claims = field(default_factory=Claims)
@@ -61,11 +68,13 @@ class RunTerms:
     count_lines: Callable[[], LineCounter] | None = None
     tell: Callable[[str], None] = lambda text: None  # told how far a long task is
     facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
-    # In time.time(). What has failed since then was tried beside this run, and is not tried again.
+    # In time.time(). What has failed since then was tried beside this run, and is not
+    # tried again.
     started_s: float = field(default_factory=time.time)
 
     def takes_over(self, old: Fingerprint, new: Fingerprint) -> bool:
-        """Tell whether answers of a run are taken where their lines still stand in a new input."""
+        """Tell whether answers of a run are taken where their lines still stand in a
+        new input."""
         return self.count_lines is not None and is_of_other_input(old, new)
 
 
@@ -77,8 +86,8 @@ class CarriedOver:
     last_number: int = 0
     num_taken: int = 0  # of them, those that have an answer already
     num_left_out: int = 0  # answers to lines that are gone
-    # Equal lines before each one that is left to answer, by its number. None: that is not known of
-    # all, and lines are to be counted as they are passed over.
+    # Equal lines before each one that is left to answer, by its number. None: that is
+    # not known of all, and lines are to be counted as they are passed over.
     repeats: dict[int, int] | None = field(default_factory=dict)
 
     @property
@@ -95,14 +104,17 @@ class CarriedOver:
         if not self.num_taken or repeats is None:
             return None
         num_known = journal.num_rows + len(repeats)
-        is_about_all = num_known == self.num_rows and not any(n in journal for n in repeats)
+        is_about_all = num_known == self.num_rows and not any(
+            n in journal for n in repeats
+        )
         return repeats if is_about_all else None
 
 
 def carry_over(
     source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> CarriedOver | None:
-    """Write the journal of an input from answers to an earlier form of it; its output is claimed.
+    """Write the journal of an input from answers to an earlier form of it; its output
+    is claimed.
 
     None: another run has done so meanwhile.
 
@@ -115,7 +127,9 @@ def carry_over(
             return None
         found = CarriedOver()
         counter = terms.count_lines()
-        rows = _take_rows(source, terms.limit, fingerprint[INPUT], earlier, counter, found)
+        rows = _take_rows(
+            source, terms.limit, fingerprint[INPUT], earlier, counter, found
+        )
         _put_journal(output, fingerprint, rows)
     return found
 
@@ -145,7 +159,9 @@ def reopen(
         if (edit := completed.find_edit(is_read=True)) is not None:
             raise edited(completed.output, edit, can_stay=edit.path != completed.output)
         counter = None if terms.count_lines is None else terms.count_lines()
-        _put_journal(completed.output, fingerprint, _rows_again(source, completed, counter))
+        _put_journal(
+            completed.output, fingerprint, _rows_again(source, completed, counter)
+        )
 
 
 def _put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
@@ -222,7 +238,9 @@ def _take_rows(
             crc = zlib.crc32(line.raw)
             yield Row(line.number, False, answer.tokens, crc, answer.record, key=key)
         elif found.repeats is not None:
-            found.repeats[line.number] = 0 if isinstance(repeat, RequestError) else repeat
+            found.repeats[line.number] = (
+                0 if isinstance(repeat, RequestError) else repeat
+            )
             if len(found.repeats) > MAX_REPEATS:
                 found.repeats = None
     if not input_is.startswith(str(digest)):
@@ -231,10 +249,10 @@ def _take_rows(
     num_beyond = 0 if num_unasked is None else num_unasked - found.num_left_out
     if earlier.num_answers and not found.num_taken + num_beyond:
         raise UsageError(
-            f"{earlier.path} belongs to a run that differs: the input was {earlier.input_was}, is "
-            f"{input_is}, and none of the answers ({earlier.num_answers:,}) belongs to a line "
-            f"of it. Give --restart to replace them by answers to {source}, or give another "
-            "--output"
+            f"{earlier.path} belongs to a run that differs: the input was "
+            f"{earlier.input_was}, is {input_is}, and none of the answers "
+            f"({earlier.num_answers:,}) belongs to a line of it. Give --restart to "
+            f"replace them by answers to {source}, or give another --output"
         )
     if num_beyond:  # only lines beyond the limit ask for them
         raise UsageError(

@@ -30,7 +30,8 @@ class KeyIndex:
     """Places by keys of 16 bytes. First all are added, then they are looked up."""
 
     def __init__(self) -> None:
-        self._rows = bytearray()  # 24 bytes each: a key, and its place, high bytes first
+        # 24 bytes each: a key, and its place, high bytes first
+        self._rows = bytearray()
         self._sorted: Any = None  # the same bytes in order, once they are looked up
         self._is_used = bytearray()  # of each row, for the first one of its key
 
@@ -92,7 +93,8 @@ class EarlierAnswers:
         self.path = path
         self.input_was = input_was
         self.pace = pace
-        self.num_unsure = 0  # of which it is not known how many equal ones stood before them
+        # of which it is not known how many equal ones stood before them
+        self.num_unsure = 0
         self._index = KeyIndex()
         self._file = file
         self._place = -1
@@ -140,14 +142,21 @@ class EarlierAnswers:
 
 
 class OutputAnswers(EarlierAnswers):
-    """The answers of a complete output. Its Batch records hold their keys, others their requests.
+    """The answers of a complete output. Its Batch records hold their keys, others their
+    requests.
 
-    Equal requests of other shapes than Batch are counted in the order of the output. Where that is
-    not the order of the old input's lines, those in which chance has a part are unsure.
+    Equal requests of other shapes than Batch are counted in the order of the output.
+    Where that is not the order of the old input's lines, those in which chance has a
+    part are unsure.
     """
 
     def __init__(
-        self, output: Path, file: BinaryIO, input_was: str, pace: Pace, counter: LineCounter
+        self,
+        output: Path,
+        file: BinaryIO,
+        input_was: str,
+        pace: Pace,
+        counter: LineCounter,
     ) -> None:
         super().__init__(output, file, input_was, pace)
         self._has_unknown = False  # a request before the next answer
@@ -182,7 +191,9 @@ class OutputAnswers(EarlierAnswers):
         if is_batch(record):
             self._has_unknown = True
             if (key := read_key(record)) is None:
-                raise ValueError("a Batch record of an older version does not tell its request")
+                raise ValueError(
+                    "a Batch record of an older version does not tell its request"
+                )
             return key
         request = read_request(record)
         repeat = counter.count_request(load_record(request))
@@ -193,16 +204,22 @@ class OutputAnswers(EarlierAnswers):
 
 
 class JournalAnswers(EarlierAnswers):
-    """The answers of a journal, whose rows hold their keys, unless they are an older version's."""
+    """The answers of a journal, whose rows hold their keys, unless they are an older
+    version's."""
 
-    def __init__(self, journal: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
+    def __init__(
+        self, journal: Path, file: BinaryIO, input_was: str, pace: Pace
+    ) -> None:
         super().__init__(journal, file, input_was, pace)
         for place, line in self._lines():
             row = read_row(line)
-            if row is None or row.is_error:  # its head, a damaged row, or one to be judged again
+            # its head, a damaged row, or one to be judged again
+            if row is None or row.is_error:
                 continue
             if not row.key:
-                raise self._damaged("a row of an older version does not tell its request")
+                raise self._damaged(
+                    "a row of an older version does not tell its request"
+                )
             self._index.add(row.key, place)
 
     def _record_in(self, written: bytes) -> bytes:

@@ -11,7 +11,13 @@ import orjson
 from fminfer.answers.seen_counts import SeenCounts
 from fminfer.contract.chat import ChatRequest, parse_chat
 from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
-from fminfer.contract.envelope import Envelope, Line, open_envelope, read_clock, refuse_other_model
+from fminfer.contract.envelope import (
+    Envelope,
+    Line,
+    open_envelope,
+    read_clock,
+    refuse_other_model,
+)
 from fminfer.contract.fields import show
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
@@ -31,12 +37,16 @@ MAX_LOGPROBS = 2**31  # whatever an engine allows; it refuses what it does not
 class Meanings:
     """Tells requests' meanings, in a tenth of the time where only their prompts differ."""
 
-    def __init__(self, parse: Callable[..., Request], *, reads_prompts: bool = False) -> None:
+    def __init__(
+        self, parse: Callable[..., Request], *, reads_prompts: bool = False
+    ) -> None:
         self._parse = parse
         self._reads_prompts = reads_prompts
         self._describe = lru_cache(MAX_PARSED)(self._describe_beside_prompt)
 
-    def find(self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str) -> bytes | None:
+    def find(
+        self, fields: dict[str, Any], endpoint: Endpoint | None, clock: str
+    ) -> bytes | None:
         """Return a request's meaning; None: chance has no part in its answer."""
         prompt = fields.get("prompt")
         is_plain = endpoint in (None, "completions")
@@ -45,22 +55,34 @@ class Meanings:
             others = _bytes_beside(prompt, fields)
         if 0 < len(others) <= MAX_PARAMS_BYTES:
             described = self._describe(others, endpoint)
-            return None if described is None else meaning_beside([str(prompt)], described)
+            return (
+                None if described is None else meaning_beside([str(prompt)], described)
+            )
         request = self._parse(fields, endpoint=endpoint, clock=clock)
-        return meaning_of(request.prompts, request.params) if request.params.is_by_chance else None
+        return (
+            meaning_of(request.prompts, request.params)
+            if request.params.is_by_chance
+            else None
+        )
 
-    def _describe_beside_prompt(self, others: bytes, endpoint: Endpoint | None) -> str | None:
-        """Return what `describe_params` says of all requests with these fields; None: as `find`."""
+    def _describe_beside_prompt(
+        self, others: bytes, endpoint: Endpoint | None
+    ) -> str | None:
+        """Return what `describe_params` says of all requests with these fields; None:
+        as `find`."""
         fields = orjson.loads(others) | {"prompt": "any"}
         params = self._parse(fields, endpoint=endpoint, clock="").params
         return describe_params(params) if params.is_by_chance else None
 
 
 def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
-    """Return a request's fields without its prompt; none where one has no form that reads back."""
+    """Return a request's fields without its prompt; none where one has no form that
+    reads back."""
     try:
         prompt.encode()
-        found = orjson.dumps({name: each for name, each in fields.items() if name != "prompt"})
+        found = orjson.dumps(
+            {name: each for name, each in fields.items() if name != "prompt"}
+        )
     except (UnicodeEncodeError, orjson.JSONEncodeError):
         return b""
     return b"" if b"null" in found else found  # 1e400 becomes one
@@ -69,12 +91,16 @@ def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
 class LineCounter:
     """Counts the lines of a run's files in their order; `check` refuses those of other runs."""
 
-    def __init__(self, intake: Intake, check: Callable[[Envelope], None] | None = None) -> None:
+    def __init__(
+        self, intake: Intake, check: Callable[[Envelope], None] | None = None
+    ) -> None:
         self._intake = intake
         self._check = check or self._check_model
         self._source = 0  # the file being read
-        self._equal = SeenCounts()  # its requests so far in which chance has a part, by meaning
-        self._elsewhere: SeenCounts | None = None  # those of earlier files, once there is a second
+        # its requests so far in which chance has a part, by meaning
+        self._equal = SeenCounts()
+        # those of earlier files, once there is a second
+        self._elsewhere: SeenCounts | None = None
         self._custom_ids = SeenCounts()  # the file's so far
         config = intake.limits.config
         reads_prompts = config.strict or "prompt" in (config.request_args or {})

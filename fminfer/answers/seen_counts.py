@@ -1,4 +1,5 @@
-"""Counts how often a value was seen, by digest, in bounded memory: most are in a temporary file."""
+"""Counts how often a value was seen, by digest, in bounded memory: most are in a
+temporary file."""
 
 from __future__ import annotations
 
@@ -11,7 +12,9 @@ from collections.abc import Iterator
 from fminfer.core.errors import MachineError
 
 MAX_IN_MEMORY = 1 << 17  # about 16 MB
-_MAKE = "CREATE TABLE seen (digest BLOB PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID"
+_MAKE = (
+    "CREATE TABLE seen (digest BLOB PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID"
+)
 _FIND = "SELECT count FROM seen WHERE digest = ?"
 _KEEP = "INSERT OR REPLACE INTO seen VALUES (?, ?)"
 
@@ -21,7 +24,8 @@ class SeenCounts:
 
     def __init__(self) -> None:
         self._counts: dict[bytes, int] = {}
-        self._database: sqlite3.Connection | None = None  # of digests that are not in memory
+        # of digests that are not in memory
+        self._database: sqlite3.Connection | None = None
 
     def add(self, digest: bytes, times: int = 1) -> int:
         """Count a digest some times more; return how often it was counted before.

@@ -108,7 +108,18 @@ service = click.Group(
     hidden=True,
     help="Start a server as EnergonAI does: service init --config_file FILE.",
 )
-for command in (serve, check, split, merge, submit, status, report, families, quantize, bench):
+for command in (
+    serve,
+    check,
+    split,
+    merge,
+    submit,
+    status,
+    report,
+    families,
+    quantize,
+    bench,
+):
     main.add_command(command)
 main.add_command(service)
 main.add_command(serve_part)
@@ -128,22 +139,23 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
 
     Each line is a bare request, {"request": {…}, …} or an OpenAI Batch line. Its answer has the
-    same shape. Answers are in the order of the input. A wrong line goes to <output>.errors.jsonl,
-    with the reason and what to do; all other lines are answered. The output appears under its name
-    when it is complete. <output>.status.json shows the progress.
+    same shape. Answers are in the order of the input. A wrong line goes to
+    <output>.errors.jsonl, with the reason and what to do; all other lines are answered.
+    The output appears under its name when it is complete. <output>.status.json shows
+    the progress.
 
-    Without input but with a flag of made-up requests, such as --batch-size, the run is synthetic.
-    It makes prompts up, prints its speed, and keeps answers only with --output.
+    Without input but with a flag of made-up requests, such as --batch-size, the run is
+    synthetic. It makes prompts up, prints its speed, and keeps answers only with --output.
 
     \b
     Exit status: 0 every line answered; 1 the run failed; 2 wrong usage;
     3 finished, some lines are in the errors file; 75 out of time (--deadline, or a scheduler's
-    warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and 143 the same
-    command goes on where the run ended.
+    warning); 129 hung up; 130 interrupted; 143 terminated. After 1, 75, 129, 130 and
+    143 the same command goes on where the run ended.
 
-    Environment: FMINFER_MODEL_NAME and so on set flags, as --config's file does. FMINFER_CPU=avx2,
-    avx512 or avx512_bf16 limits a newer processor to those instructions, so that it computes as an
-    older one would.
+    Environment: FMINFER_MODEL_NAME and so on set flags, as --config's file does.
+    FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
+    instructions, so that it computes as an older one would.
     """
     process = take(ProcessOptions, options)
     flags = take(Hyperparameters, options)
@@ -158,7 +170,9 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
             **vars(asked),
             paths=files,
             is_quiet=is_quiet,
-            remote=RemoteFolders(asked.work_dir or default_work_dir(), is_quiet=is_quiet),
+            remote=RemoteFolders(
+                asked.work_dir or default_work_dir(), is_quiet=is_quiet
+            ),
             prompt_fields=flags.request_fields,
             result_cache=take(KeptAnswers, options).cache_place,
         )
@@ -166,11 +180,13 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
         config = take(EngineConfig, options)
         if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
             raise UsageError(
-                "--input-seq-length and --batch-size are of prompts that are made up; leave them "
-                "out with --prompt"
+                "--input-seq-length and --batch-size are of prompts that are made up; "
+                "leave them out with --prompt"
             )
         if job.is_raw and (job.prompt is None or config.chat_template is not None):
-            raise UsageError("--raw is of --prompt, and takes no --chat-template; leave it out")
+            raise UsageError(
+                "--raw is of --prompt, and takes no --chat-template; leave it out"
+            )
         if job.prompt is None and not files and flags.flags:
             job, config = _make_up(job, config, flags)
         elif job.prompt is None and flags.is_overwriting:
@@ -199,7 +215,9 @@ def _tell_ignored(flags: Hyperparameters) -> None:
         "place" * (not flags.is_overwriting)
     )
     if ignored:
-        click.echo(f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True)
+        click.echo(
+            f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True
+        )
 
 
 def _make_up(
@@ -208,14 +226,19 @@ def _make_up(
     """Turn a run without input into a synthetic one, in which --num-iters counts batches."""
     synthetic = Synthetic(flags, config.max_steps or NUM_BATCHES)
     max_rows = config.max_rows or synthetic.num_rows
-    return replace(job, synthetic=synthetic), replace(config, max_steps=None, max_rows=max_rows)
+    return replace(job, synthetic=synthetic), replace(
+        config, max_steps=None, max_rows=max_rows
+    )
 
 
 def _run(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int:
     """Do this process's part of a run; return the exit status."""
     if job.trace is not None and role.spread.num_pipelines > 1:
-        raise UsageError("--trace shows one pipeline; leave out --trace or --data-group-size")
-    # Mistakes in the plan are told before anything is started or loaded; a rank's are told to all.
+        raise UsageError(
+            "--trace shows one pipeline; leave out --trace or --data-group-size"
+        )
+    # Mistakes in the plan are told before anything is started or loaded; a rank's are
+    # told to all.
     plan = job.plan() if role.kind != "apart" else None
     refuse_other_models(config, plan.inputs if plan else [])
     make = partial(RunContext, job=job, plan=plan)

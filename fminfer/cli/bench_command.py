@@ -40,10 +40,10 @@ def bench(**options: Any) -> None:
     fminfer bench --model-name /models/bloom --tp 8 --plot bloom.svg
     fminfer bench --model-name /models/bloom-7b1 --calibrate
 
-    It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from inputs of a
-    few tokens, each batch size once, after a short row to warm up. For a model that gives vectors
-    it measures rows a second, at several lengths. It starts ranks as fminfer run does. With
-    --data-group-size, each pipeline has a batch of its own.
+    It measures as the BLOOM inference scripts do: greedy generation of 100 tokens from
+    inputs of a few tokens, each batch size once, after a short row to warm up. For a model that
+    gives vectors it measures rows a second, at several lengths. It starts ranks as
+    fminfer run does. With --data-group-size, each pipeline has a batch of its own.
 
     A batch that does not fit prints oom, and the others are timed. Last come each rank's peak
     memory beside the forecast of fminfer check, and a line of JSON.
@@ -65,19 +65,24 @@ def bench(**options: Any) -> None:
         is_timed = _time(config, role, asked, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
-    ending.leave(0 if is_timed else EXIT_FAILED)  # at once: ranks may have run out of memory
+    # at once: ranks may have run out of memory
+    ending.leave(0 if is_timed else EXIT_FAILED)
 
 
-def _time(config: EngineConfig, role: Role, asked: BenchOptions, ending: Ending) -> bool:
+def _time(
+    config: EngineConfig, role: Role, asked: BenchOptions, ending: Ending
+) -> bool:
     """Do this process's part of a bench; return False only if no batch size was timed."""
     most = max(asked.batch_sizes)
     if config.max_rows is not None and most > config.max_rows:
         raise UsageError(
-            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. Raise it, "
-            "or take smaller batches"
+            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. "
+            "Raise it, or take smaller batches"
         )
     config = replace(config, max_rows=config.max_rows or most)
-    with starting_process(ProcessContext, config, role, ending, is_quiet=False) as process:
+    with starting_process(
+        ProcessContext, config, role, ending, is_quiet=False
+    ) as process:
         with importing_engine(config, role):
             from fminfer.estimate.bench import bench_process
         result = bench_process(process, asked.batch_sizes, asked.new_tokens, click.echo)
@@ -111,8 +116,13 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
     error = found.costs.error
     runs = found.costs.whole_runs
     click.echo(
-        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or better; "
-        f"{len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times what was predicted"
+        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or "
+        f"better; {len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times "
+        "what was predicted"
     )
-    click.echo("fminfer check now estimates the time of this model's runs on this machine.")
-    click.echo(json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs}))
+    click.echo(
+        "fminfer check now estimates the time of this model's runs on this machine."
+    )
+    click.echo(
+        json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs})
+    )

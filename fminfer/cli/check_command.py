@@ -37,17 +37,19 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer check requests.jsonl
     fminfer check shards/ --model-name /models/llama --dtype bfloat16 --json > report.json
     fminfer check requests.jsonl --model-name /models/opt-175b --world-size 8 --device-memory 80G
-    fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200 --num-devices 8
+    fminfer check requests.jsonl --random-init bloom-176b --plan --device-kind h200
+    --num-devices 8
 
-    It checks lines as `fminfer run` does, with the same messages. It prints each message once, with
-    the numbers of its lines. It counts their tokens, and shows the first prompt as the model will
-    see it. It reads no weights.
+    It checks lines as `fminfer run` does, with the same messages. It prints each
+    message once, with the numbers of its lines. It counts their tokens, and shows the
+    first prompt as the model will see it. It reads no weights.
 
     A table shows the memory that each rank takes, and how much KV cache fits beside the weights.
     --device-memory plans for another machine. Memory and micro-batches are upper bounds, as if
-    every row generated all of its max_tokens. Time is an estimate. It is told once `fminfer bench
-    --calibrate` has timed the same model with the same options on this machine. --plan compares the
-    ways to spread the run over devices, here or elsewhere, with the time predicted for each.
+    every row generated all of its max_tokens. Time is an estimate. It is told once
+    `fminfer bench --calibrate` has timed the same model with the same options on this
+    machine. --plan compares the ways to spread the run over devices, here or elsewhere,
+    with the time predicted for each.
 
     \b
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
@@ -67,7 +69,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     for text in describe_empty(inputs):
         click.echo(f"Warning: {text}.", err=True)
     if not inputs:
-        raise UsageError("no input; give a .jsonl file, as in: fminfer check requests.jsonl")
+        raise UsageError(
+            "no input; give a .jsonl file, as in: fminfer check requests.jsonl"
+        )
     refuse_other_models(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
@@ -81,7 +85,11 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             planned,
             asked.device_bytes,
             has_weights=not asked.no_weights,
-            kept={name for name, of in sources.items() if of is not ParameterSource.DEFAULT},
+            kept={
+                name
+                for name, of in sources.items()
+                if of is not ParameterSource.DEFAULT
+            },
         )
         report = found.run(inputs, errors.add, is_quiet=asked.is_json)
         if asked.is_json:
@@ -97,7 +105,9 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
 class _Errors:
     """Prints wrong lines by reason, or each by itself. For JSON all go to a file."""
 
-    def __init__(self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions) -> None:
+    def __init__(
+        self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions
+    ) -> None:
         self._inputs = inputs
         self._spool = spool
         self._asked = asked
@@ -124,7 +134,9 @@ class _Errors:
 
             tqdm.write(f"{file}:{record.line.number}: {text}", sys.stdout)
         else:
-            self._refusals.add(record.line.source, record.line.number, text, error.param)
+            self._refusals.add(
+                record.line.source, record.line.number, text, error.param
+            )
 
     def tell_rest(self) -> None:
         """Print the reasons that were gathered."""

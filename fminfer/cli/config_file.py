@@ -36,7 +36,8 @@ FILE_VARIABLE = "FMINFER_CONFIG"
 # Variables of ours that are no flags, and the beginning of those of the tests.
 OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
 OF_TESTS = "FMINFER_TEST_"
-SECRET = "api_key"  # an empty one is no key, and would open a server to all: it is refused
+# an empty one is no key, and would open a server to all: it is refused
+SECRET = "api_key"
 
 
 def variable_of(key: str) -> str:
@@ -58,7 +59,9 @@ class Settings:
         self.of.update(layer)
 
 
-def find_settings(command: Command, file: str | None, environ: Mapping[str, str]) -> Settings:
+def find_settings(
+    command: Command, file: str | None, environ: Mapping[str, str]
+) -> Settings:
     """Return what is set for `run` or `serve` beside its command line.
 
     Args:
@@ -77,7 +80,9 @@ def _read_file(found: Settings, command: Command, path: Path, source: str) -> No
     tables = {name: top.pop(name) for name in [*top] if isinstance(top[name], dict)}
     if wrong := [name for name in tables if name not in TABLES]:
         allowed = " and ".join(f"[{name}]" for name in TABLES)
-        raise UsageError(f"[{wrong[0]}] in {path} is no table of ours; there are {allowed}")
+        raise UsageError(
+            f"[{wrong[0]}] in {path} is no table of ours; there are {allowed}"
+        )
     _put_table(found, command, top, f" in {path}", allowed=known_keys())
     for name, table in tables.items():
         keys = flags_of(name).keys() | ALIASES.keys()
@@ -88,7 +93,11 @@ def _read_file(found: Settings, command: Command, path: Path, source: str) -> No
 
 
 def _put_table(
-    found: Settings, command: Command, table: Mapping[str, Any], where: str, allowed: Iterable[str]
+    found: Settings,
+    command: Command,
+    table: Mapping[str, Any],
+    where: str,
+    allowed: Iterable[str],
 ) -> None:
     _refuse_unknown(table, where, allowed)
     names: dict[str, str] = {}
@@ -100,7 +109,9 @@ def _put_table(
     found.put_over(_settle(command, translate(plain, lambda key: names[key] + where)))
 
 
-def _refuse_unknown(table: Mapping[str, Any], where: str, allowed: Iterable[str]) -> None:
+def _refuse_unknown(
+    table: Mapping[str, Any], where: str, allowed: Iterable[str]
+) -> None:
     for key in table:
         if key_of(key) in allowed:
             continue
@@ -132,7 +143,9 @@ def _settle(
         if entry.key not in flags:
             continue
         name = str(flags[entry.key].option.name)
-        setting = setting_of(flags[entry.key], entry.value, entry.name, is_variable=are_variables)
+        setting = setting_of(
+            flags[entry.key], entry.value, entry.name, is_variable=are_variables
+        )
         if name in layer and layer[name].value != setting.value:
             raise UsageError(
                 f"{layer[name].origin} and {entry.name} contradict each other; give one of them"
@@ -141,11 +154,17 @@ def _settle(
     return layer
 
 
-def _read_variables(found: Settings, command: Command, environ: Mapping[str, str]) -> None:
+def _read_variables(
+    found: Settings, command: Command, environ: Mapping[str, str]
+) -> None:
     known = known_flags()
     plain = dict[str, object]()
     for variable, value in environ.items():
-        if not variable.startswith(PREFIX) or variable in OTHERS or variable.startswith(OF_TESTS):
+        if (
+            not variable.startswith(PREFIX)
+            or variable in OTHERS
+            or variable.startswith(OF_TESTS)
+        ):
             continue
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
@@ -177,7 +196,8 @@ NOTICES = "fminfer.notices"  # of a context's meta: what to tell the user
 
 
 class ConfiguredCommand(GroupedCommand):
-    """The command line goes before FMINFER_ variables, these before the file, that before defaults.
+    """The command line goes before FMINFER_ variables, these before the file, that
+    before defaults.
 
     Args:
         settings_of: `run` or `serve`, whose settings count.
@@ -191,7 +211,9 @@ class ConfiguredCommand(GroupedCommand):
         """Give click the settings as defaults, and name where a wrong one stands."""
         typed, _, _ = self.make_parser(ctx).parse_args(list(args))
         help_option = self.get_help_option(ctx)
-        if ctx.resilient_parsing or (help_option is not None and typed.get(help_option.name)):
+        if ctx.resilient_parsing or (
+            help_option is not None and typed.get(help_option.name)
+        ):
             return super().parse_args(ctx, args)
         found = find_settings(self._settings_of, typed.get("config"), os.environ)
         for name, value in typed.items():

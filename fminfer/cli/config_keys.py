@@ -19,8 +19,13 @@ from fminfer.models.known_sizes import SIZES, size_fields
 
 TABLES: tuple[Command, ...] = ("run", "serve")  # of a file
 # One of these takes the place of the other, where it is told nearer to the command line.
-RIVALS = {"model": "random_init", "model_argument": "random_init", "random_init": "model"}
-HUB_CONFIGS = {"hf_gpt2": "openai-community/gpt2"}  # model classes that are models of the hub
+RIVALS = {
+    "model": "random_init",
+    "model_argument": "random_init",
+    "random_init": "model",
+}
+# model classes that are models of the hub
+HUB_CONFIGS = {"hf_gpt2": "openai-community/gpt2"}
 
 
 class Entry(NamedTuple):
@@ -31,7 +36,9 @@ class Entry(NamedTuple):
     value: object
 
 
-def translate(table: Mapping[str, object], name_of: Callable[[str], str]) -> list[Entry]:
+def translate(
+    table: Mapping[str, object], name_of: Callable[[str], str]
+) -> list[Entry]:
     """Return what each entry means in keys of ours; keys have underscores.
 
     Args:
@@ -42,7 +49,11 @@ def translate(table: Mapping[str, object], name_of: Callable[[str], str]) -> lis
         name = name_of(key)
         (ours, values) = ALIASES.get(key, (key, {}))
         is_class = key == "model_class"
-        meant = _config_of_class(value, name) if is_class else _meaning(value, name, ours, values)
+        meant = (
+            _config_of_class(value, name)
+            if is_class
+            else _meaning(value, name, ours, values)
+        )
         if meant is not None:
             entries.append(Entry(name, ours, meant))
     return entries
@@ -62,7 +73,8 @@ def as_bool(value: object, name: str) -> bool:
 
 
 def _meaning(value: object, name: str, ours: str, values: Mapping[str, Any]) -> object:
-    """Return what a value of an old key means; `values` are as in `Option.old`; None: nothing."""
+    """Return what a value of an old key means; `values` are as in `Option.old`; None:
+    nothing."""
     if not values:
         return value
     if "true" in values:
@@ -81,15 +93,17 @@ def _config_of_class(value: object, name: str) -> str:
     if found == size and size_fields(size) is None:
         known = ", ".join(sorted(SIZES))
         raise UsageError(
-            f"{name} is {value!r}, whose shape is not known. Leave it out if the checkpoint has a "
-            f"config.json; otherwise give model-config: a config.json, or one of {known}"
+            f"{name} is {value!r}, whose shape is not known. Leave it out if the "
+            "checkpoint has a config.json; otherwise give model-config: a config.json, "
+            f"or one of {known}"
         )
     return found
 
 
 _KEYS = [option for command in ("run", "serve") for option in options_for(command)]
 OLD_FLAGS = {key_of(old) for option in _KEYS for old in option.old_flags}
-ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {  # to our key, and what values mean
+# to our key, and what values mean
+ALIASES: Mapping[str, tuple[str, Mapping[str, Any]]] = {
     "model_class": ("model_config", {}),
     **{
         key_of(old): (key_of(option.all_flags[0]), values)
@@ -121,10 +135,17 @@ def flags_of(command: Command) -> dict[str, Flag]:
     """Return the flags of a command by their keys: the long names, with underscores."""
     found = {}
     for option in flags.flags_of(command):
-        if not isinstance(option, click.Option) or option.hidden or not option.expose_value:
+        if (
+            not isinstance(option, click.Option)
+            or option.hidden
+            or not option.expose_value
+        ):
             continue
         named = [(name, False) for name in option.opts]
-        for name, is_negative in [*named, *((name, True) for name in option.secondary_opts)]:
+        for name, is_negative in [
+            *named,
+            *((name, True) for name in option.secondary_opts),
+        ]:
             if name.startswith("--"):
                 found[key_of(name)] = Flag(option, is_negative)
     return found
@@ -140,7 +161,9 @@ def known_keys() -> set[str]:
     return known_flags() | ALIASES.keys()
 
 
-def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = False) -> Setting:
+def setting_of(
+    flag: Flag, value: object, origin: str, *, is_variable: bool = False
+) -> Setting:
     """Return what a value says of a flag; a variable's text may hold several values."""
     option = flag.option
     if isinstance(value, list):
@@ -154,7 +177,9 @@ def setting_of(flag: Flag, value: object, origin: str, *, is_variable: bool = Fa
     if option.multiple:
         words = option.type.split_envvar_value(text) if is_variable else [text]
         if not words:  # such as a comma alone, which must not open a server to all
-            raise UsageError(f"{origin} is set, and holds no value; unset it, or give one")
+            raise UsageError(
+                f"{origin} is set, and holds no value; unset it, or give one"
+            )
         return Setting([*words], origin)
     return Setting(text, origin)
 

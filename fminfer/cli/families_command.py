@@ -27,8 +27,8 @@ class Example(NamedTuple):
         return self.billions * 2e9 / 2**30
 
 
-# Those that give vectors, or scores with a head for classes. All others write text; what decoders
-# give without their head, docs/encoders.md says.
+# Those that give vectors, or scores with a head for classes. All others write text;
+# what decoders give without their head, docs/encoders.md says.
 ENCODERS = (
     "bert",
     "camembert",
@@ -143,7 +143,11 @@ def families(is_json: bool) -> None:
     """
     if is_json:
         fields = {
-            name: {"example": each.hub_id, "billions": each.billions, "gives": _gives(name)}
+            name: {
+                "example": each.hub_id,
+                "billions": each.billions,
+                "gives": _gives(name),
+            }
             for name, each in EXAMPLES.items()
         }
         click.echo(json.dumps(fields, indent=2))
@@ -155,7 +159,9 @@ def families(is_json: bool) -> None:
         click.echo(form.format("family", "example", "GiB", "gives"))
     for name, each in EXAMPLES.items():
         show(form.format(name, each.hub_id, f"{each.gibibytes:.1f}", _gives(name)))
-    bits = f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
+    bits = (
+        f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
+    )
     show(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)
 
 

@@ -28,14 +28,20 @@ class Read(click.ParamType):  # type: ignore[type-arg]
     """Values that one function reads from a text, and another one writes for help."""
 
     def __init__(
-        self, name: str, read: Callable[[str], Any], write: Callable[[Any], str], kind: type
+        self,
+        name: str,
+        read: Callable[[str], Any],
+        write: Callable[[Any], str],
+        kind: type,
     ) -> None:
         self.name = name
         self._read = read
         self.write = write
         self._kind = kind
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         try:
             return value if isinstance(value, self._kind) else self._read(str(value))
         except ValueError as error:
@@ -46,7 +52,9 @@ def _read_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:
-        raise ValueError(f"{text!r} is not whole numbers with commas between them") from None
+        raise ValueError(
+            f"{text!r} is not whole numbers with commas between them"
+        ) from None
 
 
 def _read_pipe(text: str) -> str:
@@ -57,16 +65,24 @@ def _read_pipe(text: str) -> str:
 
 def _read_size(text: str) -> int:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
-    size = int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper()))) if found else 0
+    size = (
+        int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper())))
+        if found
+        else 0
+    )
     if size == 0:
-        raise ValueError(f"{text!r} is no size; give a number and K, M, G or T, as in 80G")
+        raise ValueError(
+            f"{text!r} is no size; give a number and K, M, G or T, as in 80G"
+        )
     return size
 
 
 def _read_rate(text: str) -> float:
     found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])(?:B?/s)?", text, re.IGNORECASE)
     if found is None or not float(found[1]):
-        raise ValueError(f"{text!r} is no rate; give 10⁹ or 10¹² a second, as in 300G or 1.5T")
+        raise ValueError(
+            f"{text!r} is no rate; give 10⁹ or 10¹² a second, as in 300G or 1.5T"
+        )
     return float(found[1]) * (1e9 if found[2].upper() == "G" else 1e12)
 
 
@@ -85,16 +101,25 @@ RATE = Read("RATE", _read_rate, "{:g}".format, float)
 class DTypeName(click.Choice):  # type: ignore[type-arg]
     """A dtype, also in the short names that others give them."""
 
-    SHORT: ClassVar = {"fp32": "float32", "bf16": "bfloat16", "fp16": "float16", "half": "float16"}
+    SHORT: ClassVar = {
+        "fp32": "float32",
+        "bf16": "bfloat16",
+        "fp16": "float16",
+        "half": "float16",
+    }
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         return super().convert(self.SHORT.get(str(value).lower(), value), param, ctx)
 
 
 class NamedPath(click.Path):
     """A path; an empty one is refused, as it would be the current folder."""
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         if value == "":
             self.fail(EMPTY, param, ctx)
         return super().convert(value, param, ctx)
@@ -105,7 +130,9 @@ class PathOrUrl(NamedPath):
 
     envvar_list_splitter = ","  # a URL has the colon that stands between paths
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
+    def convert(
+        self, value: Any, param: click.Parameter | None, ctx: click.Context | None
+    ) -> Any:
         is_url = isinstance(value, str) and "://" in value
         return value if is_url else super().convert(value, param, ctx)
 
@@ -128,10 +155,24 @@ PATH = NamedPath(path_type=Path)
 LOCATION = PathOrUrl(path_type=Path)
 TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annotations
     **{str: click.STRING, int: click.INT, float: click.FLOAT, bool: click.BOOL},
-    **{Path: PATH, tuple[Path, ...]: PATH, tuple[int, ...]: NUMBERS, tuple[str, ...]: Words()},
+    **{
+        Path: PATH,
+        tuple[Path, ...]: PATH,
+        tuple[int, ...]: NUMBERS,
+        tuple[str, ...]: Words(),
+    },
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION},
-    **{kind: DTypeName(get_args(kind), case_sensitive=False) for kind in (DType, ModelDType)},
-    **{"duration": DURATION, "size": BYTE_SIZE, "rate": RATE, "whole": WholeText(), "pipe": PIPE},
+    **{
+        kind: DTypeName(get_args(kind), case_sensitive=False)
+        for kind in (DType, ModelDType)
+    },
+    **{
+        "duration": DURATION,
+        "size": BYTE_SIZE,
+        "rate": RATE,
+        "whole": WholeText(),
+        "pipe": PIPE,
+    },
     "folder": NamedPath(file_okay=False, path_type=Path),
 }
 
@@ -157,7 +198,8 @@ class GroupedOption(click.Option):
         for flag, values in self._old.items():
             typed = opts.get(f"old_{flag[2:]}")
             meant = values.get(str(typed).lower()) if values else typed
-            if typed is None or meant is None:  # click itself refuses a word that means nothing
+            # click itself refuses a word that means nothing
+            if typed is None or meant is None:
                 continue
             name = str(self.name)
             new = self.opts[0]
@@ -175,13 +217,19 @@ class GroupedOption(click.Option):
 class GroupedCommand(click.Command):
     """A command whose help shows its options in groups; the usage line has the arguments."""
 
-    def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
+    def format_options(
+        self, ctx: click.Context, formatter: click.HelpFormatter
+    ) -> None:
         """Write one section per group; click's own --help stands in the last one."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
         for param in self.get_params(ctx):
-            record = param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            record = (
+                param.get_help_record(ctx) if isinstance(param, click.Option) else None
+            )
             if record is not None:
-                rows[param.group if isinstance(param, GroupedOption) else "Help"].append(record)
+                rows[
+                    param.group if isinstance(param, GroupedOption) else "Help"
+                ].append(record)
         for group, records in rows.items():
             if records:
                 with formatter.section(group):
@@ -193,8 +241,10 @@ CONFIG_OPTION = GroupedOption(
     group="Configuration",
     metavar="FILE",
     expose_value=False,  # `ConfiguredCommand` reads it
-    help="A TOML file of flags by their names, as in: port = 8000. Table [run] is for run, check "
-    "and bench, [serve] for serve. Variables such as FMINFER_PORT override the file; the command "
+    help="A TOML file of flags by their names, as in: port = 8000. Table [run] is for "
+    "run, check "
+    "and bench, [serve] for serve. Variables such as FMINFER_PORT override the file; "
+    "the command "
     "line overrides both. Paths in it are relative to the working directory.",
 )
 
@@ -212,7 +262,11 @@ def _make(option: Option, command: Command) -> GroupedOption:
     help_text = option.help
     if kind is bool and option.default:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
-    is_told = "[default:" in help_text or option.default in (None, ()) or option.default is False
+    is_told = (
+        "[default:" in help_text
+        or option.default in (None, ())
+        or option.default is False
+    )
     value_type = type_of(option)
     if not is_told and isinstance(value_type, Read):
         help_text += f"  [default: {value_type.write(option.default)}]"

@@ -1,8 +1,8 @@
 """What only old command lines and those of other tools need: names, start lines, .py files.
 
-EnergonAI's services have their keys in a Python file: model_class = opt_125M, tp_init_size = 2, …
-Or they start with --name M --tp 8 --http_host H --http_port 7070 --dtype fp16 --max_batchsize 4
---random_init True --random_model_size 7b1
+EnergonAI's services have their keys in a Python file: model_class = opt_125M,
+tp_init_size = 2, … Or they start with --name M --tp 8 --http_host H --http_port 7070
+--dtype fp16 --max_batchsize 4 --random_init True --random_model_size 7b1
 """
 
 from __future__ import annotations
@@ -48,11 +48,15 @@ _FLAGS = {
     "served-model-name alias": "--served-model-name",
     "disable-log-requests uvicorn-log-level": "--log-level",
     "gpu-memory-utilization mem-fraction-static": "--budget TOKENS, the size of the KV cache",
-    "ngl n-gpu-layers gpu-layers device-map": "--device cuda: all layers of a rank are on its GPU",
+    "ngl n-gpu-layers gpu-layers device-map": (
+        "--device cuda: all layers of a rank are on its GPU"
+    ),
     "enforce-eager": "--kernels off for plain torch",
     "resume force overwrite": "--restart to answer anew; the same command goes on by itself",
     "tp tp-size num-shard": "--tensor-parallel-size",
-    "max-tokens max-new-tokens n-predict max-length": "--generate-seq-length for --prompt. A line "
+    (
+        "max-tokens max-new-tokens n-predict max-length"
+    ): "--generate-seq-length for --prompt. A line "
     "has its own max_tokens; with --overwrite-request-args the flag counts in its place",
     "temp": "--temperature for --prompt; each line has its own",
     "n num-return-sequences": "--num-completions for --prompt; each line has its own n",
@@ -60,7 +64,9 @@ _FLAGS = {
     "grammar system-prompt": "It belongs into each line, as docs/contract.md says",
     "quantization load-in-8bit": "--quantize int8 (or int4)",
     "load-in-4bit": "--quantize int4",
-    "lora-modules enable-lora lora lora-path adapter peft": "Adapters are not applied; merge it by "
+    (
+        "lora-modules enable-lora lora lora-path adapter peft"
+    ): "Adapters are not applied; merge it by "
     "peft's merge_and_unload, and give that folder by --model-name",
     "speculative-config draft-model": "There is no speculative decoding; leave the flag out",
     "guided-decoding-backend": "There is one, llguidance; leave the flag out",
@@ -70,7 +76,9 @@ _FLAGS = {
     "swap-space": "Keys and values are not moved to other memory; leave the flag out",
     "enable-prefix-caching enable-chunked-prefill": "It is always on; leave the flag out",
     "download-dir cache-dir": "The variable HF_HOME says where models of the hub are kept",
-    "tasks num-fewshot model-args": "docs/running.md (Clients) tells how lm-eval runs with fminfer",
+    "tasks num-fewshot model-args": (
+        "docs/running.md (Clients) tells how lm-eval runs with fminfer"
+    ),
 }
 FLAGS = {
     name: "Give " * text.startswith("--") + text
@@ -110,7 +118,9 @@ def say_of_option(
     if foreign:
         owner = next(o for o in order if all(_has(commands[o], f) for f in foreign))
         text += f" ({', '.join(foreign)}: of fminfer {owner})"
-    return click.UsageError(f"No such option {typed!r}. {text}.", ctx) if text else error
+    return (
+        click.UsageError(f"No such option {typed!r}. {text}.", ctx) if text else error
+    )
 
 
 def _has(command: click.Command, flag: str) -> bool:
@@ -121,7 +131,9 @@ def say_of_command(name: str) -> str:
     """Return what to type for a command of another tool, or for a file; "": nothing is known."""
     if model := name_model(name):
         return describe_model(name, model)
-    return f"It is: fminfer run {name}" if os.path.exists(name) else COMMANDS.get(name, "")
+    return (
+        f"It is: fminfer run {name}" if os.path.exists(name) else COMMANDS.get(name, "")
+    )
 
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
@@ -129,7 +141,8 @@ OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
 
 
 def refuse_python(path: Path) -> str:
-    """Return the message that refuses a Python file, with the same in TOML as far as it is told."""
+    """Return the message that refuses a Python file, with the same in TOML as far as it
+    is told."""
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
@@ -148,14 +161,20 @@ def _lines(tree: ast.Module) -> Iterator[str]:
     """Write each assignment under our name of its key, or as a comment with the reason."""
     told: dict[str, object] = {}
     for node in tree.body:
-        if not isinstance(node, ast.Assign) or not isinstance(node.targets[0], ast.Name):
+        if not isinstance(node, ast.Assign) or not isinstance(
+            node.targets[0], ast.Name
+        ):
             continue
         key = node.targets[0].id
         source = " ".join(ast.unparse(node.value).split())
         value = _value(node.value)
         why = "an expression; write what it gives" if value is None else ""
         why = why if key in known_keys() else "not known here"
-        why = "of EnergonAI's own processes, not needed here" if key in OF_ITS_OWN else why
+        why = (
+            "of EnergonAI's own processes, not needed here"
+            if key in OF_ITS_OWN
+            else why
+        )
         if why:
             yield f"# {key} = {source}: {why}"
             continue
@@ -183,22 +202,32 @@ def _value(node: ast.expr) -> str | int | float | list[object] | None:
 def _toml(value: object) -> str:
     if isinstance(value, list):
         return f"[{', '.join(map(_toml, value))}]"
-    return json.dumps(value, ensure_ascii=False)  # of text, numbers and booleans TOML is the same
+    # of text, numbers and booleans TOML is the same
+    return json.dumps(value, ensure_ascii=False)
 
 
 DEFAULT_SIZE = "560m"  # of a random model
 _option = partial(GroupedOption, group="Old command lines", hidden=True)
 
 OLD_SERVE_OPTIONS = [
-    _option(["--config_file", "config"], expose_value=False, help="The same as --config."),
-    _option(["--name", "old_name"], help="The same as --model-name, or as --tokenizer."),
-    _option(["--random_init", "old_random_init"], type=bool, help="True: --random-init."),
-    _option(["--random_model_size", "old_random_model_size"], help="Of --random_init True."),
+    _option(
+        ["--config_file", "config"], expose_value=False, help="The same as --config."
+    ),
+    _option(
+        ["--name", "old_name"], help="The same as --model-name, or as --tokenizer."
+    ),
+    _option(
+        ["--random_init", "old_random_init"], type=bool, help="True: --random-init."
+    ),
+    _option(
+        ["--random_model_size", "old_random_model_size"], help="Of --random_init True."
+    ),
 ]
 
 
 def translate_old_flags(ctx: click.Context) -> list[str]:
-    """Set today's parameters to what MODEL and the old flags mean; return notices to the user."""
+    """Set today's parameters to what MODEL and the old flags mean; return notices to
+    the user."""
     names = ("model_argument", "old_name", "old_random_init", "old_random_model_size")
     model, name, is_random, size = (ctx.params.pop(each) for each in names)
     if model is not None:
@@ -216,13 +245,20 @@ def translate_old_flags(ctx: click.Context) -> list[str]:
 
 
 def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
-    """Set a parameter, whatever a file or a variable says; errors show `old` before its value."""
+    """Set a parameter, whatever a file or a variable says; errors show `old` before its
+    value."""
     typed = ctx.params[target]
     source = ctx.get_parameter_source(target)
     if source is ParameterSource.COMMANDLINE and typed != value:
-        flag = next(param for param in ctx.command.params if param.name == target).opts[0]
-        ours, its = (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")
-        raise click.UsageError(f"{ours} and {its} contradict each other; give {flag} alone", ctx)
+        flag = next(param for param in ctx.command.params if param.name == target).opts[
+            0
+        ]
+        ours, its = (
+            (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")
+        )
+        raise click.UsageError(
+            f"{ours} and {its} contradict each other; give {flag} alone", ctx
+        )
     ctx.params[target] = value
     if value is not None:
         ctx.set_parameter_source(target, ParameterSource.COMMANDLINE)
@@ -235,7 +271,9 @@ def options_of_old_job(asked: SubmitOptions, job_name: str) -> SubmitOptions:
             f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
         )
     if asked.name is not None or asked.infer_data:
-        raise UsageError("--job-name lsf_NAME#PATH says --name and --infer-data; leave these out")
+        raise UsageError(
+            "--job-name lsf_NAME#PATH says --name and --infer-data; leave these out"
+        )
     return replace(
         asked,
         name=parts[0],

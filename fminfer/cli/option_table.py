@@ -19,7 +19,16 @@ from fminfer.core.config import (
     RequestOptions,
 )
 from fminfer.core.errors import UsageError
-from fminfer.core.option import Bytes, Command, Count, Folder, Option, Options, option, options_of
+from fminfer.core.option import (
+    Bytes,
+    Command,
+    Count,
+    Folder,
+    Option,
+    Options,
+    option,
+    options_of,
+)
 from fminfer.files.own_files import PICTURE, require_own
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
@@ -38,16 +47,18 @@ class CheckOptions(Options):
     """How `fminfer check` plans, and what it prints."""
 
     device_bytes: Bytes | None = _check(
-        "Plan for another machine: each rank has a GPU with this much memory (80G). With --device "
-        "cpu, each rank has this much RAM.  [default: what is free here]",
+        "Plan for another machine: each rank has a GPU with this much memory (80G). "
+        "With --device cpu, each rank has this much RAM.  [default: what is free here]",
         flags=("--device-memory",),
     )
     no_weights: bool = _check(
-        "Check a folder without weight files. If it has their index, check the names of tensors by "
-        "it."
+        "Check a folder without weight files. If it has their index, check the names "
+        "of tensors by it."
     )
     is_json: bool = _check("Print one JSON object, with all errors.")
-    is_all: bool = _check("Print each wrong line by itself. With --plan, print all plans.")
+    is_all: bool = _check(
+        "Print each wrong line by itself. With --plan, print all plans."
+    )
 
 
 @dataclass(frozen=True)
@@ -63,20 +74,25 @@ class BenchOptions(Options):
         "Draw the times and each rank's memory as an SVG picture.", metavar="FILE.svg"
     )
     calibrate: bool = _bench(
-        "Instead, time steps of many shapes, and keep the times for the forecasts of fminfer check."
+        "Instead, time steps of many shapes, and keep the times for the forecasts of "
+        "fminfer check."
     )
 
     def check(self) -> None:
         """Refuse empty batches, and a picture that could not be written at the end."""
         if min(self.batch_sizes, default=0) < 1:
             raise UsageError(
-                f"--batch-sizes is {','.join(map(str, self.batch_sizes)) or 'empty'}; each must be "
-                "1 or more"
+                f"--batch-sizes is {','.join(map(str, self.batch_sizes)) or 'empty'}; "
+                "each must be 1 or more"
             )
         if self.plot is not None and self.plot.suffix != ".svg":
-            raise UsageError(f"--plot is {self.plot}; the picture's name must end with .svg")
+            raise UsageError(
+                f"--plot is {self.plot}; the picture's name must end with .svg"
+            )
         if self.plot is not None and not self.plot.parent.is_dir():
-            raise UsageError(f"--plot is {self.plot}, and there is no folder {self.plot.parent}")
+            raise UsageError(
+                f"--plot is {self.plot}, and there is no folder {self.plot.parent}"
+            )
         if self.plot is not None:
             require_own(self.plot, PICTURE, "--plot")
 
@@ -85,9 +101,13 @@ class BenchOptions(Options):
 class QuantizeOptions(Options):
     """What `fminfer quantize` writes."""
 
-    output: Folder | None = _quantize("The folder to write, new or empty. It is required.")
+    output: Folder | None = _quantize(
+        "The folder to write, new or empty. It is required."
+    )
     to: Quantized = _quantize(
-        "The format, as in fminfer run --quantize.", default="int8", flags=("--to", "--quantize")
+        "The format, as in fminfer run --quantize.",
+        default="int8",
+        flags=("--to", "--quantize"),
     )
 
 

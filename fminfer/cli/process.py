@@ -74,7 +74,9 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
             "the disk is there and sound, and run the same command again"
         )
     if is_verbose or not isinstance(error, FminferError):
-        click.echo(hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False)
+        click.echo(
+            hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False
+        )
     click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
     return status_of(error)
 
@@ -107,7 +109,8 @@ class Ending:
         """Say what is wrong and end."""
         if isinstance(error, KeyboardInterrupt):  # told twice
             error = self.stopper.reason or StoppedError("Interrupted.")
-        if isinstance(error, PipelineError):  # a thread may wait for a device that hangs
+        # a thread may wait for a device that hangs
+        if isinstance(error, PipelineError):
             self.is_alone = False
         if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
             status = status_of(error)
@@ -174,14 +177,16 @@ def starting_process(
 @contextmanager
 def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
     """Let what has the engine be imported, while kernels are built and weights are read."""
-    if role.kind != "alone":  # torch's own words on broken connections say less than ours
+    # torch's own words on broken connections say less than ours
+    if role.kind != "alone":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
     start_kernels(config)
     files: dict[Path, int] = {}
     if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
         files = find_weight_files(config.model)
     share = {"int8": 0.55, "int4": 0.35}.get(config.quantized_to[:4], 1.0)
-    num_bytes = int(2 * share * sum(files.values()))  # packed, and as much for the KV cache
+    # packed, and as much for the KV cache
+    num_bytes = int(2 * share * sum(files.values()))
     with reading_files(files), touching_memory(num_bytes), importing():
         yield
 
@@ -194,4 +199,6 @@ def start_kernels(options: ComputeOptions) -> None:
 
 def _is_for_cpu(device: str) -> bool:
     """Tell, without torch, whether a command will most likely compute on the CPU."""
-    return device == "cpu" or (device == "auto" and not any(map(os.path.exists, GPU_DRIVERS)))
+    return device == "cpu" or (
+        device == "auto" and not any(map(os.path.exists, GPU_DRIVERS))
+    )

@@ -31,9 +31,10 @@ def quantize(seed: int, **options: Any) -> None:
     fminfer quantize --model-name /models/llama --output /models/llama-int4 --to int4
     fminfer run requests.jsonl --model-name /models/llama-int4
 
-    Answers are the same as with fminfer run --quantize. The folder is smaller, and loads faster. It
-    runs on every processor, but only fminfer reads it. It appears once all of it is on the disk. If
-    it is already there, made of the same model, the command says so and ends with 0.
+    Answers are the same as with fminfer run --quantize. The folder is smaller, and
+    loads faster. It runs on every processor, but only fminfer reads it. It appears once
+    all of it is on the disk. If it is already there, made of the same model, the
+    command says so and ends with 0.
     """
     asked = take(QuantizeOptions, options)
     named = take(ModelOptions, options)
@@ -53,12 +54,22 @@ def quantize(seed: int, **options: Any) -> None:
         output.parent.mkdir(parents=True, exist_ok=True)
     with claiming(output):
         if is_quantized_of(output, checkpoint, to, seed=seed):
-            return click.echo(f"{output} is already there: {checkpoint.name} in {to}", err=True)
+            return click.echo(
+                f"{output} is already there: {checkpoint.name} in {to}", err=True
+            )
         if output.exists() and (not output.is_dir() or any(output.iterdir())):
             raise UsageError(
                 f"--output {output} is there already; name a folder that is new or empty"
             )
-        with closing(LoadingBar(is_quiet=False)) as show, making_folder(output) as draft:
-            num_bytes = write_quantized(checkpoint, draft, to, seed=seed, on_progress=show)
+        with (
+            closing(LoadingBar(is_quiet=False)) as show,
+            making_folder(output) as draft,
+        ):
+            num_bytes = write_quantized(
+                checkpoint, draft, to, seed=seed, on_progress=show
+            )
     took = show_seconds(time.monotonic() - start_s)
-    click.echo(f"{output}: {checkpoint.name} in {to}, {show_bytes(num_bytes)}, in {took}", err=True)
+    click.echo(
+        f"{output}: {checkpoint.name} in {to}, {show_bytes(num_bytes)}, in {took}",
+        err=True,
+    )

@@ -11,7 +11,8 @@ from fminfer.core.quantities import counted
 
 MAX_TOLD = 20  # reasons that `fminfer check` prints
 MOST_RANGES = 12  # of line numbers in a sentence
-VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')  # what may differ in messages of one reason
+# what may differ in messages of one reason
+VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')
 
 
 @dataclass(slots=True)
@@ -20,7 +21,8 @@ class Refusal:
 
     text: str
     num_lines: int = 0
-    ranges: list[list[int]] = field(default_factory=list)  # source, first and last number
+    # source, first and last number
+    ranges: list[list[int]] = field(default_factory=list)
 
     def add(self, source: int, number: int) -> None:
         """Add a line. Beyond MOST_RANGES it is only counted."""

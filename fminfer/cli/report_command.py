@@ -29,8 +29,9 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
 
     The page is one file, opens without a server or network, and shows at most 200 rows, however
     many there are. An output that is not complete is shown as far as its journal goes. A folder
-    gives all of its outputs, or those of the folders below it, such as a split's. An input stands
-    for its output. The page names what a run has not kept, such as the times of Batch lines.
+    gives all of its outputs, or those of the folders below it, such as a split's. An
+    input stands for its output. The page names what a run has not kept, such as the
+    times of Batch lines.
     """
     from fminfer.files.own_files import PAGE, require_own
     from fminfer.job.report.report_file import write_report
@@ -52,7 +53,9 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
 
 
 def _show_size(num_bytes: int) -> str:
-    return f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} KB"
+    return (
+        f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} KB"
+    )
 
 
 def _default_place(asked: tuple[Path, ...], output: Path) -> Path:

@@ -43,7 +43,9 @@ class _ServeCommand(ConfiguredCommand):
 
 
 @click.command(
-    cls=_ServeCommand, settings_of="serve", params=[*flags_of("serve"), *OLD_SERVE_OPTIONS]
+    cls=_ServeCommand,
+    settings_of="serve",
+    params=[*flags_of("serve"), *OLD_SERVE_OPTIONS],
 )
 @click.argument("model_argument", required=False, metavar="[MODEL]")
 def serve(**options: Any) -> None:
@@ -52,7 +54,7 @@ def serve(**options: Any) -> None:
     \b
     fminfer serve /models/llama
     fminfer serve --model-name /models/llama --host 0.0.0.0 --port 8000
-    fminfer serve --model-name /models/llama --state ~/batches      with /v1/files and /v1/batches
+    fminfer serve --model-name /models/llama --state ~/batches  # /v1/files, /v1/batches
     fminfer serve --config fminfer.toml
     fminfer serve --model-name /models/opt-30b --world-size 4
 
@@ -67,7 +69,9 @@ def serve(**options: Any) -> None:
     2 wrong usage; 129 hung up, 130 interrupted, 143 terminated before that.
     """
     ending = Ending(
-        options["grace_s"], is_quiet=options["is_quiet"], is_verbose=options["is_verbose"]
+        options["grace_s"],
+        is_quiet=options["is_quiet"],
+        is_verbose=options["is_verbose"],
     )
     try:
         settings = take(ServerSettings, options)
@@ -95,13 +99,15 @@ def _require_extra() -> None:
 def _warn_of_open_door(settings: ServerSettings) -> None:
     if not settings.is_loopback and not settings.api_keys:
         click.echo(
-            f"Warning: --host {settings.host} without a key: whoever reaches this machine can use "
-            "the model. Set FMINFER_API_KEY, or leave --host out.",
+            f"Warning: --host {settings.host} without a key: whoever reaches this "
+            "machine can use the model. Set FMINFER_API_KEY, or leave --host out.",
             err=True,
         )
 
 
-def _serve(settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending) -> None:
+def _serve(
+    settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending
+) -> None:
     """Do this process's part of a server."""
     with starting_process(
         ProcessContext, config, role, ending, is_quiet=settings.is_quiet

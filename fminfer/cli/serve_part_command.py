@@ -12,7 +12,12 @@ import click
 
 from fminfer.cli.process import Ending, start_kernels
 from fminfer.machine.library_imports import importing
-from fminfer.runtime.launch.processes import MEANT_FOR_FIRST, Processes, end_after, end_parent
+from fminfer.runtime.launch.processes import (
+    MEANT_FOR_FIRST,
+    Processes,
+    end_after,
+    end_parent,
+)
 from fminfer.runtime.launch.role import Task, rank_names
 
 END_S = 5.0  # for the process that started this one to end, once the run has failed
@@ -33,7 +38,8 @@ def serve_part(name: str, num_ranks: int) -> None:
     ending.stopper.leave_to_rank_0()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_FIRST)
     sys.stdout = sys.stderr = _Named(sys.stderr, name)
-    ending.children = Processes(rank_names(num_ranks + 1))  # they import beside this one
+    # they import beside this one
+    ending.children = Processes(rank_names(num_ranks + 1))
     try:
         _serve(ending, parent)
     except (Exception, KeyboardInterrupt) as error:

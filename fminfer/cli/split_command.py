@@ -51,23 +51,27 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
     fminfer merge --input-dir parts/ --output answers.jsonl
     zstdcat requests.jsonl.zst | fminfer split --input-file - --output-dir parts/
 
-    `fminfer run` answers mixed files as they are. Split for several machines, or to run each set of
-    parameters by itself. Equal lines without a seed draw differently, also in different parts: the
-    manifest has their numbers. A custom_id that comes again is named.
+    `fminfer run` answers mixed files as they are. Split for several machines, or to run
+    each set of parameters by itself. Equal lines without a seed draw differently, also
+    in different
+    parts: the manifest has their numbers. A custom_id that comes again is named.
 
-    Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or model; "default"
-    for lines that name none). Letters that a folder's name should not have are written as in URLs.
-    With --flat, parts are <output-dir>/request_<N>.jsonl, for files that name one engine or none.
-    Lines of a part have one engine, and agree in all fields that change how tokens are drawn or
-    told. They stay byte for byte. Wrong lines are kept too; the run reports them.
-    <output-dir>/manifest.json says which part holds which lines, for fminfer merge.
+    Parts are <output-dir>/<engine>/request_<N>.jsonl, N from 0 for each engine (or
+    model; "default" for lines that name none). Letters that a folder's name should not
+    have are written as in URLs. With --flat, parts are <output-dir>/request_<N>.jsonl,
+    for files that name one engine or none. Lines of a part have one engine, and agree
+    in all fields that change how tokens are drawn or told. They stay byte for byte.
+    Wrong lines are kept too; the run reports them. <output-dir>/manifest.json says
+    which part holds which lines, for fminfer merge.
 
-    You can split into the same folder again: old parts are removed. If an old part has answers that
-    would lose their requests, the command refuses.
+    You can split into the same folder again: old parts are removed. If an old part has
+    answers that would lose their requests, the command refuses.
     """
     from fminfer.split.splitting import SplitOptions, split_file
 
-    click.echo(split_file(input_file, output_dir, SplitOptions(**options)).to_text(), err=True)
+    click.echo(
+        split_file(input_file, output_dir, SplitOptions(**options)).to_text(), err=True
+    )
 
 
 @click.command()
@@ -75,7 +79,9 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
     "--input-dir",
     help="The folder that fminfer split wrote, with the answers beside its parts.",
 )
-@_path("--output", help="The file for the answers. A file that differs is not replaced.")
+@_path(
+    "--output", help="The file for the answers. A file that differs is not replaced."
+)
 def merge(input_dir: Path, output: Path) -> None:
     """Merge the answers to a split file into one file, in the order of its lines.
 
@@ -85,10 +91,11 @@ def merge(input_dir: Path, output: Path) -> None:
     fminfer merge --input-dir parts/ --output answers.jsonl
 
     It reads the answers of `fminfer run`, or of the old tool: output_request_<N>.jsonl beside
-    request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the file that was
-    split. If a part has no answers yet, it writes nothing, and names the lines and the command that
-    answers them. If the file has changed since it was split, it merges all the same, and warns.
-    If the output is there and equal, the command says so. One that differs is not replaced.
+    request_<N>.jsonl. Errors go to answers.errors.jsonl, with the line numbers of the
+    file that was split. If a part has no answers yet, it writes nothing, and names the
+    lines and the command that answers them. If the file has changed since it was split,
+    it merges all the same, and warns. If the output is there and equal, the command
+    says so. One that differs is not replaced.
 
     \b
     Exit status: 0 every line answered; 1 answers are missing, or not those of their part;
@@ -108,6 +115,7 @@ def merge(input_dir: Path, output: Path) -> None:
         click.echo(f"Warning: {summary.source_change}.", err=True)
     if summary.num_errors:
         click.echo(
-            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}", err=True
+            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}",
+            err=True,
         )
         sys.exit(EXIT_SOME_ERRORS)

@@ -20,7 +20,10 @@ MOST_LISTED = 20
 @click.command()
 @click.argument("paths", nargs=-1, required=True, type=NamedPath(path_type=Path))
 @click.option(
-    "--json", "is_json", is_flag=True, help="Print one JSON object for each folder, with all files."
+    "--json",
+    "is_json",
+    is_flag=True,
+    help="Print one JSON object for each folder, with all files.",
 )
 def status(paths: tuple[Path, ...], is_json: bool) -> None:
     """Show the progress of runs: files done, running (by whom), stopped, waiting.
@@ -31,14 +34,15 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
     fminfer status output_requests.jsonl
 
     It reads the files that runs leave beside their outputs, and does not disturb the runs. It
-    counts the files of a folder that a run over it answers, and looks through the folders below. It
-    counts rows without an answer by error code. The time left assumes that the runs that are now at
-    work go on, and that no others begin.
+    counts the files of a folder that a run over it answers, and looks through the
+    folders below. It counts rows without an answer by error code. The time left assumes
+    that the runs that are now at work go on, and that no others begin.
     """
     for path in paths:
         for overview in look_over(path):
             if is_json:
-                click.echo(json.dumps(_to_dict(overview)))  # which takes names of any bytes
+                # which takes names of any bytes
+                click.echo(json.dumps(_to_dict(overview)))
             else:
                 show(_to_text(overview))
 
@@ -60,29 +64,44 @@ def _to_dict(overview: Overview) -> dict[str, object]:
 def _to_text(overview: Overview) -> str:
     answered = sum(file.num_answered for file in overview.files)
     failed = sum(file.num_failed for file in overview.files)
-    counts = [f"{overview.count('done'):,} of {counted(len(overview.files), 'file')} done"]
+    counts = [
+        f"{overview.count('done'):,} of {counted(len(overview.files), 'file')} done"
+    ]
     numbers = [(state, overview.count(state)) for state in STATES[1:]]
     counts += [f"{number:,} {state}" for state, number in numbers if number]
     rows = f"{answered + failed:,} of {_rows(overview.num_rows)}"
     if failed:
-        codes = ", ".join(f"{count:,} {code}" for code, count in overview.failed_by_code.items())
+        codes = ", ".join(
+            f"{count:,} {code}" for code, count in overview.failed_by_code.items()
+        )
         rows += f", {failed:,} of them in error ({codes})"
         num_retryable = sum(overview.failed_by_code.get(code, 0) for code in RETRYABLE)
-        rows += f"; the same command tries {num_retryable:,} again" if num_retryable else ""
+        rows += (
+            f"; the same command tries {num_retryable:,} again" if num_retryable else ""
+        )
     lines = [overview.path, f"  {', '.join(counts)}", f"  {rows}"]
     if overview.count("done") < len(overview.files):
         lines.append(f"  {_left(overview)}")
-    open_files = [file for file in overview.files if file.state in ("running", "stopped")]
-    open_files += [file for file in overview.files if file.state == "waiting" and file.why]
+    open_files = [
+        file for file in overview.files if file.state in ("running", "stopped")
+    ]
+    open_files += [
+        file for file in overview.files if file.state == "waiting" and file.why
+    ]
     lines += _first_few([f"    {_line(file)}" for file in open_files], "    … and ")
-    passed_over = [f"  left out: {path}: {why}" for path, why in overview.left_out.items()]
+    passed_over = [
+        f"  left out: {path}: {why}" for path, why in overview.left_out.items()
+    ]
     return "\n".join([*lines, *_first_few(passed_over, "  left out: ")])
 
 
 def _first_few(lines: list[str], more: str) -> list[str]:
     if len(lines) <= MOST_LISTED:
         return lines
-    return [*lines[:MOST_LISTED], f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)"]
+    return [
+        *lines[:MOST_LISTED],
+        f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)",
+    ]
 
 
 def _left(overview: Overview) -> str:

@@ -14,7 +14,12 @@ from fminfer.cli.config_file import ConfiguredCommand
 from fminfer.cli.flags import GroupedCommand, flags_of
 from fminfer.cli.old_command_lines import options_of_old_job
 from fminfer.cli.process import EXIT_STOPPED
-from fminfer.cluster.resources import SubmitOptions, check_shared_files, job_values, parse_flags
+from fminfer.cluster.resources import (
+    SubmitOptions,
+    check_shared_files,
+    job_values,
+    parse_flags,
+)
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
@@ -25,7 +30,9 @@ from fminfer.files.output_paths import plan_outputs
 from fminfer.job.run_paths import refuse_other_models
 
 
-@click.command("fminfer run", cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))
+@click.command(
+    "fminfer run", cls=ConfiguredCommand, settings_of="run", params=flags_of("run")
+)
 @click.argument("paths", nargs=-1)
 def run_stand_in(**flags: Any) -> None:
     """Take the flags of `fminfer run`, and do nothing."""
@@ -35,7 +42,9 @@ NAME = re.compile(r"\w[\w.@+=-]*")
 
 
 @click.command(cls=GroupedCommand, params=flags_of("submit"))
-@click.argument("run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]")
+@click.argument(
+    "run_flags", nargs=-1, type=click.UNPROCESSED, metavar="[-- FLAGS OF FMINFER RUN]"
+)
 def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     """Submit jobs that answer files on a cluster.
 
@@ -46,8 +55,9 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     fminfer submit --scheduler slurm --mode ranks --infer-data shards/ --gpus 16 --nodes 2 \\
         -- --model-name /models/opt-175b --output answers/
 
-    It leaves out files whose answers are complete, and those that a job in the queue will answer.
-    So the same command again submits the missing files. docs/clusters.md explains it step by step.
+    It leaves out files whose answers are complete, and those that a job in the queue
+    will answer. So the same command again submits the missing files. docs/clusters.md
+    explains it step by step.
     """
     from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
     from fminfer.cluster.submission import DryRun, JobForm, Submission
@@ -94,14 +104,20 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
         sent = counted(len(submission.sent), "job")
         _say(f"Interrupted; submitted: {sent}. The same command goes on.")
         sys.exit(EXIT_STOPPED["interrupted"])
-    sent = "to send (a dry run sends none and does not ask the queue)" if asked.dry_run else "sent"
+    sent = (
+        "to send (a dry run sends none and does not ask the queue)"
+        if asked.dry_run
+        else "sent"
+    )
     _say(f"{submission.summary} {sent}.")
 
 
 def _plan(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
     """Return each input file with its output, and say what was left out."""
     inputs = find_inputs(list(paths))
-    for text in describe_left_out([path for path in paths if path.is_dir()], has_lost=True):
+    for text in describe_left_out(
+        [path for path in paths if path.is_dir()], has_lost=True
+    ):
         _say(f"Left out: {text}.")
     return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
 
@@ -111,7 +127,9 @@ def _name(name: str | None, flags: dict[str, Any]) -> str:
         model = str(flags["model"] or flags["random_init"] or "demo")
         return re.sub(r"[^\w.@+=-]|^\W", "-", Path(model).name).lstrip("-.") or "model"
     if not NAME.fullmatch(name):
-        raise UsageError(f"--name is {name!r}; letters, digits and . _ - @ + = are allowed")
+        raise UsageError(
+            f"--name is {name!r}; letters, digits and . _ - @ + = are allowed"
+        )
     return name
 
 

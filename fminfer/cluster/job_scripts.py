@@ -52,7 +52,9 @@ class ScriptTemplate:
         try:
             self._template = environment.get_template(path.name)
         except jinja2.TemplateSyntaxError as error:
-            raise self._wrong(error.lineno, error.message or "it is no template") from None
+            raise self._wrong(
+                error.lineno, error.message or "it is no template"
+            ) from None
         except jinja2.TemplateNotFound:
             raise UsageError(f"--template {path}: there is no such file") from None
         except (OSError, UnicodeDecodeError) as error:
@@ -69,7 +71,11 @@ class ScriptTemplate:
                 if frame.filename == self._template.filename
             ]
             is_name = isinstance(error, jinja2.UndefinedError)
-            names = f"; the values there are: {', '.join(sorted(values))}" if is_name else ""
+            names = (
+                f"; the values there are: {', '.join(sorted(values))}"
+                if is_name
+                else ""
+            )
             raise self._wrong(lines[-1] if lines else None, f"{error}{names}") from None
 
     def _wrong(self, line: int | None, message: str) -> UsageError:

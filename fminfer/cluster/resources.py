@@ -40,38 +40,47 @@ class SubmitOptions(Options):
     infer_data: tuple[Path, ...] = _job(
         "A folder of input files, or a file. May be repeated.", group="Input and output"
     )
-    scheduler: Literal["lsf", "slurm"] | None = _job("lsf: submit with bsub. slurm: with sbatch.")
+    scheduler: Literal["lsf", "slurm"] | None = _job(
+        "lsf: submit with bsub. slurm: with sbatch."
+    )
     mode: Literal["each", "array", "ranks"] = _job(
         "each: one job per file. array: job arrays, one task per file. ranks: one job for all "
         "files, one rank per task.",
         default="each",
     )
     time_s: Seconds | None = _job(
-        "The jobs' wall-time limit. A job stops cleanly a little before it, is requeued, and goes "
-        "on.  [default: the queue's limit, which the jobs do not know]"
+        "The jobs' wall-time limit. A job stops cleanly a little before it, is "
+        "requeued, and goes on.  [default: the queue's limit, which the jobs do not "
+        "know]"
     )
-    queue: str | None = _job("LSF's queue or Slurm's partition.", flags=("--queue", "--partition"))
-    gpus: ShownCount | None = _job("GPUs of each job, with one rank on each.  [default: none]")
+    queue: str | None = _job(
+        "LSF's queue or Slurm's partition.", flags=("--queue", "--partition")
+    )
+    gpus: ShownCount | None = _job(
+        "GPUs of each job, with one rank on each.  [default: none]"
+    )
     nodes: ShownCount = _job(
         "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
         default=1,
     )
     launcher: str | None = _job(
-        "With --mode ranks: the command that starts the ranks.  [default: srun of Slurm; mpirun -n "
-        "RANKS of LSF]"
+        "With --mode ranks: the command that starts the ranks.  [default: srun of "
+        "Slurm; mpirun -n RANKS of LSF]"
     )
     directives: tuple[str, ...] = _job(
         "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
         flags=("--directive",),
     )
-    template: Path | None = _job("Your own Jinja2 template of the script (docs/clusters.md).")
+    template: Path | None = _job(
+        "Your own Jinja2 template of the script (docs/clusters.md)."
+    )
     job_dir: Path | None = _job(
-        "Folder for logs and lists of files.  [default: jobs/ beside the answers; above a folder "
-        "with % or \\ in its name]"
+        "Folder for logs and lists of files.  [default: jobs/ beside the answers; "
+        "above a folder with % or \\ in its name]"
     )
     name: str | None = _queue(
-        "Part of the jobs' names, by which submit finds its own jobs in the queue.  [default: the "
-        "last part of the model's name]"
+        "Part of the jobs' names, by which submit finds its own jobs in the queue.  "
+        "[default: the last part of the model's name]"
     )
     max_queued: ShownCount = _queue(
         "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
@@ -86,7 +95,8 @@ class SubmitOptions(Options):
     )
     dry_run: bool = _queue("Print what would be sent, and send nothing.")
     job_name: str | None = _job(
-        "A job's name in FM Inference: the same as --name NAME --infer-data PATH --scheduler lsf.",
+        "A job's name in FM Inference: the same as --name NAME --infer-data PATH "
+        "--scheduler lsf.",
         group="Old command lines",
         metavar="lsf_NAME#PATH",
     )
@@ -98,12 +108,17 @@ class SubmitOptions(Options):
                 "--max-running is for --mode array; for separate jobs see --max-queued"
             )
         if self.mode != "ranks" and self.nodes > 1:
-            raise UsageError(f"--nodes {self.nodes} needs --mode ranks: a file has one node")
+            raise UsageError(
+                f"--nodes {self.nodes} needs --mode ranks: a file has one node"
+            )
         if self.mode != "ranks" and self.launcher is not None:
             raise UsageError(
                 "--launcher needs --mode ranks; other jobs start their ranks themselves"
             )
-        texts = [("--queue", self.queue or ""), *(("--directive", e) for e in self.directives)]
+        texts = [
+            ("--queue", self.queue or ""),
+            *(("--directive", e) for e in self.directives),
+        ]
         for flag, text in texts:
             if not text.isprintable():
                 raise UsageError(
@@ -114,19 +129,24 @@ class SubmitOptions(Options):
 def parse_flags(
     run: click.Command, run_flags: Sequence[str], gpus: int | None = None
 ) -> dict[str, Any]:
-    """Return the flags of `fminfer run` by name; refuse what is wrong or means nothing in jobs."""
+    """Return the flags of `fminfer run` by name; refuse what is wrong or means nothing
+    in jobs."""
     flags = run.make_context("fminfer run", list(run_flags)).params
     if flags["paths"] or flags["infer_data"] or "--" in run_flags:
-        raise UsageError("files are given by fminfer submit's own --infer-data, before the --")
+        raise UsageError(
+            "files are given by fminfer submit's own --infer-data, before the --"
+        )
     if flags["restart"]:
         raise UsageError(
-            "--restart would begin anew each time that a job goes on in another turn; move the old "
-            "answers away, or give another --output"
+            "--restart would begin anew each time that a job goes on in another turn; "
+            "move the old answers away, or give another --output"
         )
     if flags["output"] == STDOUT:
         raise UsageError("--output - would end in a job's log; give a folder")
     if flags["rank"] is not None or flags["dist_url"] is not None:
-        raise UsageError("--rank and --dist-url are for ranks started by hand; see --mode ranks")
+        raise UsageError(
+            "--rank and --dist-url are for ranks started by hand; see --mode ranks"
+        )
     told = {**flags, "world_size": count_ranks(flags, gpus)}
     ranks = take(RankConfig, {**told})
     config = take(EngineConfig, told)
@@ -140,14 +160,16 @@ def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     sizes = take(GroupSizes, {**flags})
     if gpus and sizes.told_ranks is None and gpus % sizes.num_ranks:
         raise UsageError(
-            f"--gpus {gpus} is no multiple of --tensor-parallel-size {sizes.tensor_parallel_size} "
-            f"× --data-group-size {sizes.data_group_size}, and a rank runs on each GPU"
+            f"--gpus {gpus} is no multiple of --tensor-parallel-size "
+            f"{sizes.tensor_parallel_size} × --data-group-size "
+            f"{sizes.data_group_size}, and a rank runs on each GPU"
         )
     return sizes.told_ranks or gpus or sizes.num_ranks
 
 
 def check_model_path(config: ModelOptions) -> None:
-    """Refuse a model that is written as a path and is not there; a hub id is the job's to fetch."""
+    """Refuse a model that is written as a path and is not there; a hub id is the job's
+    to fetch."""
     if config.model is None:
         return
     if is_gguf(config.model):
@@ -158,33 +180,43 @@ def check_model_path(config: ModelOptions) -> None:
     if folder.is_dir() or is_path or config.model.count("/") > 1:
         if not folder.is_dir():
             raise UsageError(f"--model-name {config.model}: there is no such folder")
-        refuse_what_is_beside(config.model, folder, without_adapter=config.without_adapter)
+        refuse_what_is_beside(
+            config.model, folder, without_adapter=config.without_adapter
+        )
         if not (folder / "config.json").is_file():
-            raise UsageError(f"--model-name {config.model}: there is no config.json in it")
+            raise UsageError(
+                f"--model-name {config.model}: there is no config.json in it"
+            )
 
 
 def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> None:
     """Refuse a file that several jobs would write."""
     for flag in ("stats", "trace"):
         if flags[flag] is not None and mode != "ranks" and num_inputs > 1:
-            raise UsageError(f"--{flag} {flags[flag]}: {num_inputs} jobs would write it")
+            raise UsageError(
+                f"--{flag} {flags[flag]}: {num_inputs} jobs would write it"
+            )
 
 
 def job_values(
     scheduler: Scheduler, asked: SubmitOptions, flags: dict[str, Any]
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the template's values, and flags for `fminfer run`; refuse numbers that do not fit."""
+    """Return the template's values, and flags for `fminfer run`; refuse numbers that do
+    not fit."""
     num_ranks = count_ranks(flags, asked.gpus)
     time_s = asked.time_s
     num_shards: int = flags["tensor_parallel_size"]
     for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):
         if count % asked.nodes:
-            raise UsageError(f"{count} {what} cannot be spread evenly over --nodes {asked.nodes}")
+            raise UsageError(
+                f"{count} {what} cannot be spread evenly over --nodes {asked.nodes}"
+            )
     if num_ranks // asked.nodes % num_shards:
         raise UsageError(
-            f"{num_ranks // asked.nodes} ranks on each of --nodes {asked.nodes} are no multiple of "
-            f"--tensor-parallel-size {num_shards}; ranks that have parts of one layer must be on "
-            "one node. Change --gpus, --nodes or --tensor-parallel-size"
+            f"{num_ranks // asked.nodes} ranks on each of --nodes {asked.nodes} are no "
+            f"multiple of --tensor-parallel-size {num_shards}; ranks that have parts "
+            "of one layer must be on one node. Change --gpus, --nodes or "
+            "--tensor-parallel-size"
         )
     start = (
         shlex.split(asked.launcher)
@@ -200,8 +232,8 @@ def job_values(
             check_times(flags["grace_s"], time_s - spare_s)
         except UsageError as error:
             raise UsageError(
-                f"--time {format_duration(time_s)} is too short; {spare_s:g} s of it are kept for "
-                f"the job's start and end. For `fminfer run`: {error}"
+                f"--time {format_duration(time_s)} is too short; {spare_s:g} s of it "
+                f"are kept for the job's start and end. For `fminfer run`: {error}"
             ) from None
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
     as_asked = ("queue", "gpus", "nodes", "directives", "max_requeues")

@@ -1,4 +1,5 @@
-"""Slurm and LSF: the names of jobs, the commands that submit them and list the queue, and answers.
+"""Slurm and LSF: the names of jobs, the commands that submit them and list the queue,
+and answers.
 
 The manuals: https://slurm.schedmd.com/sbatch.html,
 https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
@@ -59,18 +60,27 @@ class Slurm:
         """Return what sends a job; its script goes to standard input."""
         log = f"{job.job_dir}/{'%A_%a' if job.is_array else '%j'}.log"
         array = [f"--array=1-{len(job.files)}{job.limit}"] if job.is_array else []
-        return ["sbatch", "--parsable", f"--job-name={job.name}", f"--output={log}", *array]
+        return [
+            "sbatch",
+            "--parsable",
+            f"--job-name={job.name}",
+            f"--output={log}",
+            *array,
+        ]
 
     def send(self, job: Job) -> str:
         """Submit a job; return its number."""
-        return _submit(self.command(job), job).strip().partition(";")[0]  # number;cluster
+        # number;cluster
+        return _submit(self.command(job), job).strip().partition(";")[0]
 
     def queue(self) -> list[QueuedTask]:
         """List this user's jobs."""
         user = f"--user={os.getuid()}"
         listing = _call(["squeue", "--noheader", "--array", user, "--format=%K %j"])
         parts = [line.partition(" ") for line in listing.split("\n") if line.strip()]
-        return [QueuedTask(j.strip(), int(k) if k.isdigit() else None) for k, _, j in parts]
+        return [
+            QueuedTask(j.strip(), int(k) if k.isdigit() else None) for k, _, j in parts
+        ]
 
     def format_time(self, time_s: float) -> str:
         """Write a limit as H:MM:SS."""
@@ -124,13 +134,16 @@ def format_duration(time_s: float) -> str:
 
 def _lsf_task(name: str) -> QueuedTask:
     element = re.fullmatch(r"(.*)\[(\d+)\]", name)
-    return QueuedTask(name) if element is None else QueuedTask(element[1], int(element[2]))
+    return (
+        QueuedTask(name) if element is None else QueuedTask(element[1], int(element[2]))
+    )
 
 
 def _submit(command: list[str], job: Job) -> str:
     """Send a job, once its folder and the list of its files are there; return what is said."""
     with told(job.job_dir):
-        job.job_dir.mkdir(parents=True, exist_ok=True)  # without it there would be no logs
+        # without it there would be no logs
+        job.job_dir.mkdir(parents=True, exist_ok=True)
         if job.list_path is not None:
             write_list(job.list_path, job.files)
     return _call(command, job.script)
@@ -159,15 +172,19 @@ def _call(command: list[str], text: str = "") -> str:
         SchedulerError: it failed.
     """
     try:
-        done = subprocess.run(command, input=os.fsencode(text), capture_output=True, check=False)
+        done = subprocess.run(
+            command, input=os.fsencode(text), capture_output=True, check=False
+        )
     except FileNotFoundError:
         raise UsageError(
-            f"{command[0]} is not in PATH; submit from a machine of the cluster on which it is, or "
-            "look at what would be sent with --dry-run"
+            f"{command[0]} is not in PATH; submit from a machine of the cluster on "
+            "which it is, or look at what would be sent with --dry-run"
         ) from None
     if done.returncode != 0:
         said = (done.stderr or done.stdout).decode(errors="replace").strip()
-        raise SchedulerError(f"{command[0]} failed (exit status {done.returncode}): {said}")
+        raise SchedulerError(
+            f"{command[0]} failed (exit status {done.returncode}): {said}"
+        )
     return os.fsdecode(done.stdout)
 
 

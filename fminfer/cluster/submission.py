@@ -24,7 +24,8 @@ from fminfer.core.quantities import counted
 from fminfer.files.completed import is_complete
 
 Mode = Literal["each", "array", "ranks"]
-MAX_ARRAY = 1000  # tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
+# tasks: what Slurm (MaxArraySize) and LSF (MAX_JOB_ARRAY_SIZE) allow by default
+MAX_ARRAY = 1000
 POLL_S = 30.0
 MAX_FAILURES = 10  # times in a row that the queue's listing may fail while we wait
 LIST = ".files"  # added to a job's name: the names of its files, with a NUL after each
@@ -46,7 +47,9 @@ class JobForm:
     def make(self, files: Sequence[Path]) -> Job:
         """Return the job that answers these files."""
         if self.mode == "each":
-            return Job(name_of_file(self.name, files[0]), self._script(files), self.job_dir)
+            return Job(
+                name_of_file(self.name, files[0]), self._script(files), self.job_dir
+            )
         name = name_of_list(self.name, files)
         list_path = self.job_dir / f"{name}{LIST}"
         paths = self.paths if self.mode == "ranks" else ()
@@ -72,13 +75,22 @@ class JobForm:
                 if task.name not in lists:
                     lists[task.name] = read_list(self.job_dir / f"{task.name}{LIST}")
                 listed = lists[task.name]
-                taken.update(listed if task.index is None else listed[task.index - 1 : task.index])
+                taken.update(
+                    listed
+                    if task.index is None
+                    else listed[task.index - 1 : task.index]
+                )
         return taken & set(files)
 
     def _script(self, paths: Sequence[Path], list_path: Path | None = None) -> str:
-        words = [*self.command, *(word for path in paths for word in ("--infer-data", str(path)))]
+        words = [
+            *self.command,
+            *(word for path in paths for word in ("--infer-data", str(path))),
+        ]
         values = self.values | {"mode": self.mode, "job_dir": str(self.job_dir)}
-        return self.template.render(values | {"command": words, "file_list": str(list_path or "")})
+        return self.template.render(
+            values | {"command": words, "file_list": str(list_path or "")}
+        )
 
 
 class DryRun:
@@ -113,7 +125,8 @@ class Submission:
     sender: Scheduler | DryRun
     form: JobForm
     outputs: dict[Path, Path]  # where each file's answers go
-    max_queued: int  # most jobs of this name in the queue, each task of an array counted
+    # most jobs of this name in the queue, each task of an array counted
+    max_queued: int
     tell: Callable[[str], None]  # says to the user what happens
     poll_s: float = POLL_S  # how long to wait before the queue is asked again
     num_finished: int = 0
@@ -136,7 +149,11 @@ class Submission:
             SchedulerError: a job was not taken; says which were.
             UsageError: there is no scheduler, or an output was edited since it was complete.
         """
-        files = [file for file, output in self.outputs.items() if not is_complete(output, file)]
+        files = [
+            file
+            for file, output in self.outputs.items()
+            if not is_complete(output, file)
+        ]
         self.num_finished = len(self.outputs) - len(files)
         if not files:
             return
@@ -156,10 +173,15 @@ class Submission:
         try:
             number = self.sender.send(job)
         except SchedulerError as error:
-            before = f"Submitted before it: {', '.join(self.sent)}" if self.sent else "None was"
+            before = (
+                f"Submitted before it: {', '.join(self.sent)}"
+                if self.sent
+                else "None was"
+            )
             raise SchedulerError(
-                f"{error}\n{job.name} was not submitted. {before}. The same command goes on from "
-                "there"
+                f"{error}\n"
+                f"{job.name} was not submitted. {before}. The same command goes on "
+                "from there"
             ) from None
         self.sent.append(number)
         self._num_queued += len(files) if job.is_array else 1
@@ -169,7 +191,8 @@ class Submission:
     def _wait_for_room(self, num_left: int) -> int:
         """Return of how many files the next job may be, once there is room for it."""
         least = most = 1
-        if self.form.mode == "array":  # not one of a single task for each task that ends
+        # not one of a single task for each task that ends
+        if self.form.mode == "array":
             most = min(num_left, MAX_ARRAY, self.max_queued)
             least = min(most, (self.max_queued + 1) // 2)
         is_told = False
@@ -178,8 +201,8 @@ class Submission:
                 jobs = counted(self._num_queued, "job")
                 files = counted(num_left, "file")
                 self.tell(
-                    f"{jobs} queued; {files} waiting for room (after Ctrl-C the same command goes "
-                    "on)."
+                    f"{jobs} queued; {files} waiting for room (after Ctrl-C the same "
+                    "command goes on)."
                 )
                 is_told = True
             time.sleep(self.poll_s)

@@ -1,10 +1,12 @@
 """The forms of weights in blocks: of GGUF files, and fminfer's own 8 and 4 bits.
 
-GGUF's are as the structs of ggml-common.h have them: `d` and `dmin` are float16 numbers of a block.
-K forms have blocks of 256 numbers, in groups with whole numbers that both are multiplied by.
+GGUF's are as the structs of ggml-common.h have them: `d` and `dmin` are float16 numbers
+of a block. K forms have blocks of 256 numbers, in groups with whole numbers that both
+are multiplied by.
 
-Ours are what `--quantize` makes of a model. A block is a scale in float16, in some forms a minimum,
-and then its numbers. 8 numbers of 4 bits are one unit of 32 bits, in which the kernels multiply
+Ours are what `--quantize` makes of a model. A block is a scale in float16, in some
+forms a minimum, and then its numbers. 8 numbers of 4 bits are one unit of 32 bits, in
+which the kernels multiply
 them: first those with an even place, then those with an odd one.
 """
 
@@ -38,10 +40,13 @@ class Blocks:
 
     name: str  # what people call it
     block: int  # the numbers of a block; 0: a row is one block
-    block_bytes: int  # of a block; where a row is one, those beside a byte for each number
+    # of a block; where a row is one, those beside a byte for each number
+    block_bytes: int
     unpack: Unpack = field(compare=False)
-    pack: Pack | None = field(default=None, compare=False)  # None: such weights are only read
-    kind: int | None = None  # its number in `forms.h`; None: it becomes floats when it is read
+    # None: such weights are only read
+    pack: Pack | None = field(default=None, compare=False)
+    # its number in `forms.h`; None: it becomes floats when it is read
+    kind: int | None = None
 
     def row_bytes(self, inputs: int) -> int:
         """Return what a row of a weight takes."""
@@ -63,11 +68,17 @@ class Blocks:
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> Tensor:
         (packed,) = tensors
         size = self.block_bytes if self.block else packed.shape[-1]
-        return self.unpack(packed.reshape(*packed.shape[:-1], -1, size)).flatten(-2).to(dtype)
+        return (
+            self.unpack(packed.reshape(*packed.shape[:-1], -1, size))
+            .flatten(-2)
+            .to(dtype)
+        )
 
     def quantize(self, numbers: Tensor, to: Tensor | None = None) -> Tensor:
         """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
-        assert self.pack is not None and self.takes(numbers.shape[-1]), "numbers for blocks"
+        assert self.pack is not None and self.takes(numbers.shape[-1]), (
+            "numbers for blocks"
+        )
         if to is None:
             (to,) = self.empty(tuple(numbers.shape), numbers.device)
         if numbers.dim() > 2:
@@ -85,14 +96,17 @@ class Blocks:
                 own[first : first + step] = blocks.flatten(-2)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
-            list(threads.map(pack_rows, range(0, len(numbers), step)))  # raises what they raise
+            # raises what they raise
+            list(threads.map(pack_rows, range(0, len(numbers), step)))
         return to
 
     def cut(self, packed: Tensor, columns: range) -> Tensor:
-        """Return the bytes of some inputs: of whole blocks, or of any where a row is one block."""
+        """Return the bytes of some inputs: of whole blocks, or of any where a row is
+        one block."""
         if self.block:
             first, last = (
-                end // self.block * self.block_bytes for end in (columns.start, columns.stop)
+                end // self.block * self.block_bytes
+                for end in (columns.start, columns.stop)
             )
             return packed[..., first:last]
         first, last = (end + self.block_bytes for end in (columns.start, columns.stop))
@@ -110,7 +124,8 @@ class Blocks:
         if is_transposed:
             return {name: ("", ())}  # of no type that a file has
         size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
-        ending = f".{self.name}" if self.pack else ""  # fminfer's own forms are all stored as bytes
+        # fminfer's own forms are all stored as bytes
+        ending = f".{self.name}" if self.pack else ""
         return {name + ending: (self.types[0], size)}
 
     def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
@@ -133,7 +148,8 @@ def _nibbles(packed: Tensor) -> Tensor:
 
 
 def _fields(packed: Tensor, bits: int) -> Tensor:
-    """Return each byte's fields of so many bits as rows, (…, fields, bytes), the lowest first."""
+    """Return each byte's fields of so many bits as rows, (…, fields, bytes), the lowest
+    first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
     fields: Tensor = (packed[..., None, :] >> shifts[:, None]) & (2**bits - 1)
     return fields
@@ -220,10 +236,18 @@ def unpack_q3_k(blocks: Tensor) -> Tensor:
 # Those with a `kind` are held in their bits; others are floats once they are read.
 GGUF_FORMS = (
     Blocks("Q8_0", 32, 34, unpack_q8_0, kind=2),
-    Blocks("Q4_0", 32, 18, partial(_unpack_small, has_fifth=False, has_least=False), kind=5),
-    Blocks("Q4_1", 32, 20, partial(_unpack_small, has_fifth=False, has_least=True), kind=6),
-    Blocks("Q5_0", 32, 22, partial(_unpack_small, has_fifth=True, has_least=False), kind=7),
-    Blocks("Q5_1", 32, 24, partial(_unpack_small, has_fifth=True, has_least=True), kind=8),
+    Blocks(
+        "Q4_0", 32, 18, partial(_unpack_small, has_fifth=False, has_least=False), kind=5
+    ),
+    Blocks(
+        "Q4_1", 32, 20, partial(_unpack_small, has_fifth=False, has_least=True), kind=6
+    ),
+    Blocks(
+        "Q5_0", 32, 22, partial(_unpack_small, has_fifth=True, has_least=False), kind=7
+    ),
+    Blocks(
+        "Q5_1", 32, 24, partial(_unpack_small, has_fifth=True, has_least=True), kind=8
+    ),
     Blocks("Q4_K", 256, 144, partial(_unpack_k, has_fifth=False), kind=9),
     Blocks("Q5_K", 256, 176, partial(_unpack_k, has_fifth=True), kind=10),
     Blocks("Q6_K", 256, 210, unpack_q6_k, kind=11),
@@ -242,8 +266,8 @@ def _bytes_of(numbers: Tensor) -> Tensor:
 def _scale(sizes: Tensor, steps: int) -> Tensor:
     """Return scales as float16 holds them, (…, 1), of which `steps` reach each size.
 
-    One that is too large is inf, so that its block becomes nan. One that is too small for all bits
-    of float16 is rounded up: none of its block is cut.
+    One that is too large is inf, so that its block becomes nan. One that is too small
+    for all bits of float16 is rounded up: none of its block is cut.
     """
     exact = (sizes / steps).clamp(LEAST_SCALE)
     scale = exact.half().float()
@@ -260,7 +284,12 @@ def _pack_units(values: Tensor) -> Tensor:
     """Return numbers of 4 bits in units, (…, numbers / 2 bytes): 8 bytes at once."""
     eight = values.contiguous().view(torch.int64)
     both = eight | eight >> 12  # bytes 0, 1, 4 and 5 have numbers i and i + 2
-    units = both & 0xFF | both >> 24 & 0xFF00 | both << 8 & 0xFF0000 | both >> 16 & 0xFF000000
+    units = (
+        both & 0xFF
+        | both >> 24 & 0xFF00
+        | both << 8 & 0xFF0000
+        | both >> 16 & 0xFF000000
+    )
     return units.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
@@ -270,7 +299,8 @@ def _unpack_units(packed: Tensor) -> Tensor:
 
 
 def pack_symmetric(blocks: Tensor) -> Tensor:
-    """Pack numbers so that the largest one is -8 or 8 times the scale, as others reach -8 and 7."""
+    """Pack numbers so that the largest one is -8 or 8 times the scale, as others reach
+    -8 and 7."""
     most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = _scale(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
     values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)

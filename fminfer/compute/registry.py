@@ -28,7 +28,12 @@ from fminfer.compute.layers.products import (
     library_products,
     product_candidate,
 )
-from fminfer.compute.sampling.draw_kernel import RANKS_TRIAL, DrawKernel, ScoreKernel, draws_trial
+from fminfer.compute.sampling.draw_kernel import (
+    RANKS_TRIAL,
+    DrawKernel,
+    ScoreKernel,
+    draws_trial,
+)
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
@@ -42,7 +47,8 @@ from fminfer.machine.out_of_memory import is_out_of_memory
 def find_library(
     kernels: Kernels, device: torch.device, build: KernelBuild | None = None
 ) -> ctypes.CDLL | None:
-    """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in plain torch.
+    """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in
+    plain torch.
 
     Raises:
         UsageError: --kernels require, and there is none.
@@ -57,7 +63,9 @@ def find_library(
     return library
 
 
-def open_registry(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Registry:
+def open_registry(
+    kernels: Kernels, dtype: torch.dtype, device: torch.device
+) -> Registry:
     """Return a registry of what this machine has, waiting for the build of its kernels.
 
     Raises:
@@ -75,7 +83,8 @@ class Registry:
     def __init__(
         self,
         asked: Kernels,  # "require": a kernel that fails its trial ends the run
-        library: ctypes.CDLL | None,  # the CPU's kernels; None: there are none, or they are off
+        # the CPU's kernels; None: there are none, or they are off
+        library: ctypes.CDLL | None,
         dtype: torch.dtype,  # of hidden states
         device: torch.device,
     ) -> None:
@@ -83,8 +92,10 @@ class Registry:
         self.library = library
         self.dtype = dtype
         self.device = device
-        self.reasons: dict[object, str] = {}  # why each candidate failed first; None: no library
-        self._passed: dict[tuple[object, Hashable], bool] = {}  # by candidate and trial's key
+        # why each candidate failed first; None: no library
+        self.reasons: dict[object, str] = {}
+        # by candidate and trial's key
+        self._passed: dict[tuple[object, Hashable], bool] = {}
         self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
         self.of_parts: list[Candidate[None, PartKernels]] = []
         self.of_products: list[Candidate[Linear, Function]] = []
@@ -98,21 +109,29 @@ class Registry:
         if library is not None and device.type == "cpu":
             self._have_library(library)
         if device.type == "cpu":
-            self.of_products += library_products(dtype, is_fast=is_fast_in_bfloat16(device))
+            self.of_products += library_products(
+                dtype, is_fast=is_fast_in_bfloat16(device)
+            )
         elif asked != "off":
             self.have_triton()
 
     def _have_library(self, library: ctypes.CDLL) -> None:
         """Add the CPU's kernels."""
         dtype = self.dtype
-        self.of_attention.append(Candidate(lambda _: KernelAttention(library), self._try_attention))
+        self.of_attention.append(
+            Candidate(lambda _: KernelAttention(library), self._try_attention)
+        )
         if dtype in KERNEL_TYPES:
-            self.of_parts.append(Candidate(lambda _: LayerKernels(library), self._try_parts))
+            self.of_parts.append(
+                Candidate(lambda _: LayerKernels(library), self._try_parts)
+            )
         self.of_products.append(product_candidate(library, dtype))
         self.of_experts.append(expert_candidate(library, dtype))
         self.of_heads.append(head_candidate(library, dtype))
         self.of_draws.append(Candidate(lambda _: DrawKernel(library), self._try_draws))
-        self.of_ranks.append(Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL))
+        self.of_ranks.append(
+            Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL)
+        )
 
     def have_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
@@ -123,7 +142,9 @@ class Registry:
             from fminfer.compute.attention.triton_attention import TritonAttention
 
             shape = (asked.how.heads, *asked.how.cache_shape[1:])
-            return TritonAttention(*shape, dtype=dtype, device=device, kv_dtype=asked.kv_dtype)
+            return TritonAttention(
+                *shape, dtype=dtype, device=device, kv_dtype=asked.kv_dtype
+            )
 
         def make_parts(_: None) -> PartKernels:
             from fminfer.compute.layers.triton_layers import TritonLayers
@@ -142,8 +163,11 @@ class Registry:
     def attention(
         self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
     ) -> AttentionBody | None:
-        """Return the compiled attention of layers whose keys have one shape; None: plain torch."""
-        return self.find(self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype))
+        """Return the compiled attention of layers whose keys have one shape; None:
+        plain torch."""
+        return self.find(
+            self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype)
+        )
 
     @cached_property
     def parts(self) -> Parts:
@@ -156,7 +180,8 @@ class Registry:
         return self.find(self.of_products, asked) or asked
 
     def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
-        """Return a layer's experts, `Mixture`; None: their products are to be made one by one."""
+        """Return a layer's experts, `Mixture`; None: their products are to be made one
+        by one."""
         return self.find(self.of_experts, Mixture(how, up, down))
 
     def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
@@ -176,7 +201,9 @@ class Registry:
         """Why plain torch computes what a kernel should; "": it does not."""
         return "; ".join(dict.fromkeys(filter(None, self.reasons.values())))
 
-    def find(self, candidates: Iterable[Candidate[Asked, Body]], asked: Asked) -> Body | None:
+    def find(
+        self, candidates: Iterable[Candidate[Asked, Body]], asked: Asked
+    ) -> Body | None:
         """Return the first body that serves and passes its trial; None: plain torch computes.
 
         Raises:
@@ -204,7 +231,10 @@ class Registry:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise
             body = None
-            self.reasons.setdefault(candidate, explain_failure(self.asked, trial.name, error))
-        if is_sure:  # what is nan could not be compared: the next of its key is tried, too
+            self.reasons.setdefault(
+                candidate, explain_failure(self.asked, trial.name, error)
+            )
+        # what is nan could not be compared: the next of its key is tried, too
+        if is_sure:
             self._passed[key] = body is not None
         return body

@@ -1,7 +1,8 @@
 """What the ranks that share a stage's layers tell each other within a step.
 
-Each has a shard of every layer, and computes a part of each sum. On the CPU they add these parts up
-in memory that all of them map (`sums.cpp`), in the order of the ranks: no result depends on timing.
+Each has a shard of every layer, and computes a part of each sum. On the CPU they add
+these parts up in memory that all of them map (`sums.cpp`), in the order of the ranks: no result
+depends on timing.
 """
 
 from __future__ import annotations
@@ -44,7 +45,9 @@ class ShardGroup(Protocol):
 class SharedMemoryGroup:
     """Ranks of one machine that map the same memory of `num_bytes`, all zeros at first."""
 
-    def __init__(self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int) -> None:
+    def __init__(
+        self, library: ctypes.CDLL, memory: mmap.mmap, index: int, count: int
+    ) -> None:
         self._sum = library.fminfer_sum
         self._gather = library.fminfer_gather
         self.index = index
@@ -52,7 +55,8 @@ class SharedMemoryGroup:
         self._memory = memory
         place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
         self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
-        self.address = ctypes.addressof(self.struct)  # for kernels that add up by themselves
+        # for kernels that add up by themselves
+        self.address = ctypes.addressof(self.struct)
 
     @staticmethod
     def num_bytes(library: ctypes.CDLL, count: int) -> int:
@@ -70,7 +74,9 @@ class SharedMemoryGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         found = x.new_empty((self.count, *x.shape))
-        raise_failure(self._gather(self.address, x.data_ptr(), found.data_ptr(), x.nbytes))
+        raise_failure(
+            self._gather(self.address, x.data_ptr(), found.data_ptr(), x.nbytes)
+        )
         return found
 
     def stop(self) -> None:

@@ -1,4 +1,5 @@
-"""The spec: what a transformer is made of, as plain values, which each family makes of a config."""
+"""The spec: what a transformer is made of, as plain values, which each family makes of
+a config."""
 
 from __future__ import annotations
 
@@ -7,9 +8,11 @@ from dataclasses import dataclass
 
 @dataclass(slots=True, frozen=True)
 class Norm:
-    """An RMSNorm (Zhang and Sennrich 2019) or a LayerNorm (Ba et al. 2016) over the last dimension.
+    """An RMSNorm (Zhang and Sennrich 2019) or a LayerNorm (Ba et al. 2016) over the
+    last dimension.
 
-    y = x / sqrt(mean(x²) + eps) * (weight + offset) + bias. A LayerNorm first subtracts the mean.
+    y = x / sqrt(mean(x²) + eps) * (weight + offset) + bias. A LayerNorm first subtracts
+    the mean.
     """
 
     eps: float
@@ -25,7 +28,8 @@ class Rope:
 
     inv_freq: tuple[float, ...]
     scale: float = 1.0  # multiplies cosines and sines
-    is_interleaved: bool = False  # neighbours form pairs; otherwise elements of the two halves do
+    # neighbours form pairs; otherwise elements of the two halves do
+    is_interleaved: bool = False
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,24 +93,31 @@ class Attention:
     scaling: float
     has_qkv_bias: bool = False
     has_out_bias: bool = False
-    is_causal: bool = True  # otherwise a query sees keys behind it, as far as those before it
+    # otherwise a query sees keys behind it, as far as those before it
+    is_causal: bool = True
     rope: Rope | None = None
     alibi: Alibi | None = None
     relative: Relative | None = None
-    window: int | None = None  # keys that a query sees, its own included; None: all before it
+    # keys that a query sees, its own included; None: all before it
+    window: int | None = None
     softcap: float | None = None  # scores become softcap * tanh(score / softcap)
     qk_norm: Norm | None = None
-    qk_norm_over: str = "head"  # or "heads" (each has its own weights) or "all" of them in one norm
+    # or "heads" (each has its own weights) or "all" of them in one norm
+    qk_norm_over: str = "head"
     qk_norm_is_last: bool = False  # it comes after rotary positions (Hunyuan)
     clip: float | None = None  # the outputs of qkv are clamped to [-clip, clip]
-    has_sinks: bool = False  # each head has the score of one key more, without a value (gpt-oss)
+    # each head has the score of one key more, without a value (gpt-oss)
+    has_sinks: bool = False
     latent: Latent | None = None  # instead of qkv; one KV head, of rank + turned_dim
-    of_all: HeadsOfAll | None = None  # of which these are some; None: a norm needs no others
+    # of which these are some; None: a norm needs no others
+    of_all: HeadsOfAll | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
         """The outputs of `qkv`: of queries, keys and values."""
-        return tuple(n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads))  # type: ignore[return-value]
+        return tuple(
+            n * self.head_dim for n in (self.heads, self.kv_heads, self.kv_heads)
+        )  # type: ignore[return-value]
 
     @property
     def out_inputs(self) -> int:
@@ -140,8 +151,10 @@ class Mlp:
     size: int  # inputs of `down`
     is_gated: bool = True
     has_bias: bool = False
-    limit: float | None = None  # gate <= limit, |second half| <= limit, which 1 is added to
-    is_wide: bool = False  # where hidden states are float16, `down` is float32 (T5 overflows)
+    # gate <= limit, |second half| <= limit, which 1 is added to
+    limit: float | None = None
+    # where hidden states are float16, `down` is float32 (T5 overflows)
+    is_wide: bool = False
 
     @property
     def up_size(self) -> int:
@@ -158,12 +171,15 @@ class Moe:
     expert: Mlp
     is_normalized: bool = True  # the weights of those chosen sum up to 1
     scores: str = "softmax"  # or "sigmoid" (DeepSeek V3) or "sparsemixer" (Phi-3.5 MoE)
-    is_precise: bool = False  # scores are made in float32 in any dtype, as all of "sigmoid" are
-    mixer_eps: float = 0.0  # of sparsemixer: how far below the best a score still counts
+    # scores are made in float32 in any dtype, as all of "sigmoid" are
+    is_precise: bool = False
+    # of sparsemixer: how far below the best a score still counts
+    mixer_eps: float = 0.0
     has_router_bias: bool = False  # of the product that scores are made of
     has_choice_bias: bool = False  # added to scores, for the choice alone
     groups: int = 1  # of experts, side by side
-    top_groups: int = 1  # those whose best scores sum up highest; the others have no chance
+    # those whose best scores sum up highest; the others have no chance
+    top_groups: int = 1
     rated_by: int = 2  # so many best scores of a group are summed
     scale: float = 1.0  # multiplies the weights
     shared: Mlp | None = None  # an expert that every token goes to besides
@@ -190,9 +206,12 @@ class Layer:
     mlp: Mlp | Moe
     before: tuple[Norm | None, Norm | None]  # on their inputs
     after: tuple[Norm | None, Norm | None] = (None, None)  # on their outputs
-    of_sum: tuple[Norm | None, Norm | None] = (None, None)  # on the residual sums (OPT 350m)
-    is_parallel: bool = False  # both read the layer's input; an MLP without a norm shares the other
-    adds_normed: bool = False  # the residual is the output of the norm (a variant of BLOOM)
+    # on the residual sums (OPT 350m)
+    of_sum: tuple[Norm | None, Norm | None] = (None, None)
+    # both read the layer's input; an MLP without a norm shares the other
+    is_parallel: bool = False
+    # the residual is the output of the norm (a variant of BLOOM)
+    adds_normed: bool = False
     residual_scale: float = 1.0  # multiplies what attention and MLP add (Granite)
     cross: Cross | None = None
 
@@ -254,7 +273,8 @@ class Model:
 
     @property
     def num_cached(self) -> int:
-        """The layers that keep keys and values: all but the encoder's, which come behind them."""
+        """The layers that keep keys and values: all but the encoder's, which come
+        behind them."""
         return len(self.layers) - (self.encoder.num_layers if self.encoder else 0)
 
     @property

@@ -1,7 +1,8 @@
 """A step and its results as columns, which are arrays. Each is declared once, here.
 
-Packing fills them, the wire carries their bytes as they are, and stages compute with them. Fields
-of requests that have a `Field.column` in the table of fields are columns of each draw.
+Packing fills them, the wire carries their bytes as they are, and stages compute with
+them. Fields of requests that have a `Field.column` in the table of fields are columns
+of each draw.
 """
 
 from __future__ import annotations
@@ -20,7 +21,8 @@ from fminfer.core.messages import Mask, StageSpan, pack_ids
 
 Column = Any  # an array; with numpy's own types every sum of two would need a cast
 Phase = Literal["prefill", "decode", "mixed"]
-# An entry a token to draw. A request's fields keep their names; temperature 0 or top_p 0: greedy.
+# An entry a token to draw. A request's fields keep their names; temperature 0 or top_p
+# 0: greedy.
 DRAW = np.dtype(
     [
         *COLUMNS.items(),
@@ -62,13 +64,16 @@ class Step:
     # told, and the tokens of that. Memory is what the encoder gave.
     cross_slots: Column = _column("i4")
     cross_lengths: Column = _column("i8")
-    memory_lengths: Column = _column("i8")  # tokens that it brings in `memory`: all, or 0
+    # tokens that it brings in `memory`: all, or 0
+    memory_lengths: Column = _column("i8")
     memory: Column = _column("u1")  # hidden states as bytes, in the order of rows
-    new_blocks: Column = _column("i4", 3)  # (slot, place, block): new entries of block tables
+    # (slot, place, block): new entries of block tables
+    new_blocks: Column = _column("i4", 3)
     block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
     draws: Column = _column(DRAW)
-    # Edits of single logits, draw after draw: bias is added first, the sum is divided by factor if
-    # it is above 0, else multiplied, and minus is subtracted. Then tokens that must not be drawn.
+    # Edits of single logits, draw after draw: bias is added first, the sum is divided
+    # by factor if it is above 0, else multiplied, and minus is subtracted. Then tokens
+    # that must not be drawn.
     edit_ids: Column = _column("i8")
     edit_bias: Column = _column("f4")
     edit_factor: Column = _column("f4")
@@ -90,7 +95,8 @@ class Step:
 
     @cached_property  # asked when all columns are there
     def wanted(self) -> Column:
-        """The packed tokens whose logits are drawn from or scored, (wanted,) int64, ascending."""
+        """The packed tokens whose logits are drawn from or scored, (wanted,) int64,
+        ascending."""
         drawn = self.draws["token_index"].copy()
         if not len(self.scores) and (drawn[1:] > drawn[:-1]).all():  # as mostly
             return drawn
@@ -98,7 +104,9 @@ class Step:
 
 
 STEP_COLUMNS = {
-    each.name: each.metadata["empty"] for each in fields(Step) if "empty" in each.metadata
+    each.name: each.metadata["empty"]
+    for each in fields(Step)
+    if "empty" in each.metadata
 }
 
 
@@ -106,18 +114,24 @@ def make_draws(token_index: Sequence[int], **columns: Any) -> Column:
     """Return draws from these packed tokens, by requests' defaults but for `columns`."""
     draws = np.zeros(len(token_index), DRAW)
     of_fields = {name: getattr(DEFAULTS, name) for name in COLUMNS}
-    for name, column in (of_fields | {"token_index": token_index, "mask": -1} | columns).items():
+    for name, column in (
+        of_fields | {"token_index": token_index, "mask": -1} | columns
+    ).items():
         draws[name] = column
     return draws
 
 
 def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
     """Return masks as columns of a step: few allowed tokens as their ids, others as bits."""
-    kinds = [(0, len(m.bits), len(m.few)) if m.few else (len(m.bits), 0, 0) for m in masks]
+    kinds = [
+        (0, len(m.bits), len(m.few)) if m.few else (len(m.bits), 0, 0) for m in masks
+    ]
     return {
         "masks": np.array(kinds, MASK),
         "mask_bits": np.frombuffer(b"".join(m.bits for m in masks if not m.few), "u1"),
-        "mask_ids": np.array([token_id for m in masks for token_id in m.few or ()], "i4"),
+        "mask_ids": np.array(
+            [token_id for m in masks for token_id in m.few or ()], "i4"
+        ),
     }
 
 
@@ -142,17 +156,23 @@ class Rows:
     positions: Column  # (rows,) int64, of the first token in its sequence
     lengths: Column  # (rows,) int64, tokens
     table_of: Column  # (rows,) integers: which of `tables` is each row's
-    tables: Column  # (tables, blocks) int32: KV blocks in the sequence's order, then anything
+    # (tables, blocks) int32: KV blocks in the sequence's order, then anything
+    tables: Column
     num_tokens: int  # of all rows
-    stored: Rows | None = None  # whose keys the step brings; None: those of the rows themselves
+    # whose keys the step brings; None: those of the rows themselves
+    stored: Rows | None = None
 
     @classmethod
     def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
         """Return rows that are given as (position, number of tokens, block table)."""
-        tables = np.zeros((len(rows), max((len(row[2]) for row in rows), default=0)), np.int32)
+        tables = np.zeros(
+            (len(rows), max((len(row[2]) for row in rows), default=0)), np.int32
+        )
         for place, (_, _, table) in enumerate(rows):
             tables[place, : len(table)] = table
-        positions, lengths = np.array([row[:2] for row in rows], np.int64).reshape(-1, 2).T.copy()
+        positions, lengths = (
+            np.array([row[:2] for row in rows], np.int64).reshape(-1, 2).T.copy()
+        )
         return cls(positions, lengths, np.arange(len(rows)), tables, int(lengths.sum()))
 
     def __len__(self) -> int:
@@ -166,12 +186,18 @@ class Rows:
     @property
     def firsts(self) -> Column:  # (rows,) int64
         """The packed token that each row begins with."""
-        return np.arange(len(self)) if self.is_decode else self.lengths.cumsum() - self.lengths
+        return (
+            np.arange(len(self))
+            if self.is_decode
+            else self.lengths.cumsum() - self.lengths
+        )
 
     @property
     def token_positions(self) -> Column:  # (tokens,) int64
         """Where each token stands in its sequence."""
-        return self.positions if self.is_decode else ranges(self.positions, self.lengths)
+        return (
+            self.positions if self.is_decode else ranges(self.positions, self.lengths)
+        )
 
     def num_blocks(self, block_size: int) -> Column:  # (rows,) int64
         """Return how many blocks hold each row's keys."""
@@ -187,7 +213,9 @@ class Rows:
         if self.stored is not None:
             return self.stored.slots(block_size)
         blocks, places = np.divmod(self.token_positions, block_size)
-        table_of = self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
+        table_of = (
+            self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
+        )
         found = self.tables[table_of, blocks]
         return found.astype(np.int64) * block_size + places
 
@@ -208,17 +236,27 @@ class Rows:
         """Return rows of whole prompts, each with blocks of its own, from block 0 on."""
         counts = -(-lengths // block_size)
         tables = np.zeros((len(lengths), int(counts.max(initial=0))), np.int32)
-        tables[np.repeat(np.arange(len(lengths)), counts), ranges(0 * counts, counts)] = np.arange(
-            counts.sum()
+        tables[
+            np.repeat(np.arange(len(lengths)), counts), ranges(0 * counts, counts)
+        ] = np.arange(counts.sum())
+        return cls(
+            0 * lengths, lengths, np.arange(len(lengths)), tables, int(lengths.sum())
         )
-        return cls(0 * lengths, lengths, np.arange(len(lengths)), tables, int(lengths.sum()))
 
     def cut(self, first: int, last: int) -> Rows:
         """Return the rows of packed tokens [first, last)."""
         if first == 0 and last == self.num_tokens:
             return self
-        start, end = (np.clip(each - self.firsts, 0, self.lengths) for each in (first, last))
-        cut = Rows(self.positions + start, end - start, self.table_of, self.tables, last - first)
+        start, end = (
+            np.clip(each - self.firsts, 0, self.lengths) for each in (first, last)
+        )
+        cut = Rows(
+            self.positions + start,
+            end - start,
+            self.table_of,
+            self.tables,
+            last - first,
+        )
         return cut.part(end > start)
 
 
@@ -268,11 +306,15 @@ class BlockTables:
             if asked[0] > size[0] or asked[1] > size[1]:
                 pairs = zip(asked, size, strict=True)
                 # Zeros: the system gives memory only for pages that are written.
-                larger = np.zeros([2 * n if n > now else now for n, now in pairs], np.int32)
+                larger = np.zeros(
+                    [2 * n if n > now else now for n, now in pairs], np.int32
+                )
                 larger[: size[0], : size[1]] = self._tables
                 self._tables = larger
             self._tables[slots, places] = blocks
-        return Rows(step.positions, step.lengths, step.slots, self._tables, step.num_tokens)
+        return Rows(
+            step.positions, step.lengths, step.slots, self._tables, step.num_tokens
+        )
 
     def cross(self, step: Step, first: int, last: int) -> Rows:
         """Return packed tokens [first, last) as rows of one token, which see all their memory.
@@ -283,7 +325,11 @@ class BlockTables:
         brings = step.memory_lengths > (0 if first == 0 else sys.maxsize)
         lengths = step.memory_lengths[brings]
         stored = Rows(
-            0 * lengths, lengths, step.cross_slots[brings], self._tables, int(lengths.sum())
+            0 * lengths,
+            lengths,
+            step.cross_slots[brings],
+            self._tables,
+            int(lengths.sum()),
         )
         return Rows(
             positions=step.cross_lengths[token_rows] - 1,
@@ -319,7 +365,9 @@ class TokenLogprobs:
         if len(parts) == 1:
             return parts[0]
         names = [each.name for each in fields(cls)]
-        return cls(*(np.concatenate([getattr(part, name) for part in parts]) for name in names))
+        return cls(
+            *(np.concatenate([getattr(part, name) for part in parts]) for name in names)
+        )
 
     @classmethod
     def empty(cls, num_tokens: int = 0, num_top: int = 0) -> TokenLogprobs:
@@ -331,8 +379,8 @@ class TokenLogprobs:
 
 NOTHING = TokenLogprobs.empty()
 NO_VECTORS: Column = np.empty((0, 0), np.uint8)
-# What a step asks for. Vectors are the bytes of each: float32 of a prompt's, where the model pools;
-# otherwise the hidden states of each of its tokens.
+# What a step asks for. Vectors are the bytes of each: float32 of a prompt's, where the
+# model pools; otherwise the hidden states of each of its tokens.
 Results = TypedDict(
     "Results",
     {"tokens": TokenLogprobs, "prompt scores": TokenLogprobs, "vectors": Column},

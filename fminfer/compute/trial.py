@@ -15,10 +15,18 @@ from fminfer.core.errors import UsageError
 Asked = TypeVar("Asked")
 Body = TypeVar("Body")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
-Limits = dict[torch.dtype, float]  # of an error, as a part of the largest expected number
+# of an error, as a part of the largest expected number
+Limits = dict[torch.dtype, float]
 
 # Compilers, drivers and machines raise others. These say that our own code is wrong.
-OUR_FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, NameError, TypeError)
+OUR_FAULTS = (
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    LookupError,
+    NameError,
+    TypeError,
+)
 POSITION = re.compile(r"at \d+:\d+:")
 
 
@@ -58,7 +66,9 @@ def compare(pairs: Iterable[Pair], limit: float) -> bool:
         error = (found - expected).abs().masked_fill(is_same, 0.0).amax()
         largest = expected.abs().masked_fill(~expected.isfinite(), 0.0).amax()
         if not error <= limit * largest:
-            raise ValueError(f"what it gives is off by {(error / (largest or 1.0)).item():.2g}")
+            raise ValueError(
+                f"what it gives is off by {(error / (largest or 1.0)).item():.2g}"
+            )
     return not has_nan
 
 
@@ -74,8 +84,12 @@ def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]
             torch.cuda.synchronize()
-    except RuntimeError as broken:  # after a wrong access nothing works in this process any more
-        raise UsageError(f"{problem}, and broke the GPU's context. Use --kernels off") from broken
+    except (
+        RuntimeError
+    ) as broken:  # after a wrong access nothing works in this process any more
+        raise UsageError(
+            f"{problem}, and broke the GPU's context. Use --kernels off"
+        ) from broken
     return problem
 
 
@@ -84,7 +98,9 @@ def reason_of(error: BaseException) -> str:
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:
         text = repr(error)
-    elif POSITION.fullmatch(lines[0]):  # triton shows the source first, and the reason last
+    elif POSITION.fullmatch(
+        lines[0]
+    ):  # triton shows the source first, and the reason last
         text = f"{lines[0]} {lines[-1]}"
     else:
         text = lines[0]

@@ -17,18 +17,27 @@ Tensors = tuple[torch.Tensor, ...]
 # (`kv_up` of a latent); router and choice: small ones that decide between experts.
 Matrix = Literal["product", "moved", "head", "embedding", "router"]
 Use = Matrix | Literal["choice", "norm", "norm_bias", "bias", "other"]
-USES: tuple[Use, ...] = (*get_args(Matrix), "choice", "norm", "norm_bias", "bias", "other")
+USES: tuple[Use, ...] = (
+    *get_args(Matrix),
+    "choice",
+    "norm",
+    "norm_bias",
+    "bias",
+    "other",
+)
 # Numbers that become floats at a time: few, to fit a CPU's caches; many, for few GPU kernels.
 DEQUANTIZED_AT_ONCE = {"cpu": 1 << 22, "cuda": 1 << 25}
 DEQUANTIZED_BYTES = 12  # for each number, at most, in temporary copies
-KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}  # what the CPU's kernels compute in
+# what the CPU's kernels compute in
+KERNEL_TYPES = {torch.float32: 0, torch.bfloat16: 1}
 
 
 @dataclass(slots=True, frozen=True)
 class Units:
     """Outputs or inputs that belong to units of a model, which ranks of a stage divide."""
 
-    of: Literal["heads", "kv_heads", "inner", "shared", "tokens"]  # inner: of an MLP or expert
+    # inner: of an MLP or expert
+    of: Literal["heads", "kv_heads", "inner", "shared", "tokens"]
     count: int
     size: int = 1  # outputs or inputs of each
 
@@ -55,7 +64,8 @@ class TensorSpec:
 
     @property
     def is_widened(self) -> bool:
-        """Whether it may be held in another format than hidden states: it becomes theirs in use."""
+        """Whether it may be held in another format than hidden states: it becomes
+        theirs in use."""
         return self.use in ("product", "head", "embedding")
 
     @property
@@ -67,8 +77,9 @@ class TensorSpec:
 class Format(Protocol):
     """How the numbers of a weight are held in memory: in one or several tensors.
 
-    The first dimensions of each tensor are the weight's, up to its outputs. So rows can be looked
-    up, joined, stacked and cut. Products that take a format say so; others get it dequantized.
+    The first dimensions of each tensor are the weight's, up to its outputs. So rows can
+    be looked up, joined, stacked and cut. Products that take a format say so; others
+    get it dequantized.
     """
 
     @property
@@ -119,11 +130,15 @@ class Joined:
         return " + ".join(dict.fromkeys(held.name for held, _ in self.parts))
 
     def num_bytes(self, shape: Shape) -> int:
-        return sum(held.num_bytes((*shape[:-2], num, shape[-1])) for held, num in self.parts)
+        return sum(
+            held.num_bytes((*shape[:-2], num, shape[-1])) for held, num in self.parts
+        )
 
     def empty(self, shape: Shape, device: torch.device) -> Tensors:
         sizes = [(held, (*shape[:-2], num, shape[-1])) for held, num in self.parts]
-        return tuple(tensor for held, size in sizes for tensor in held.empty(size, device))
+        return tuple(
+            tensor for held, size in sizes for tensor in held.empty(size, device)
+        )
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
@@ -133,7 +148,9 @@ class Joined:
         """Return the format of some rows."""
         kept = []
         for (held, num), first in zip(self.parts, self.starts(), strict=False):
-            shares = (range(max(r.start, first), min(r.stop, first + num)) for r in rows)
+            shares = (
+                range(max(r.start, first), min(r.stop, first + num)) for r in rows
+            )
             if share := sum(map(len, shares)):
                 kept.append((held, share))
         return join(kept)
@@ -205,17 +222,23 @@ class Weight:
         inputs = self.shape[-1]
         step = max(1, DEQUANTIZED_AT_ONCE[self.device.type] // inputs)
         is_joined = isinstance(self.format, Joined)
-        tensors = [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
+        tensors = (
+            [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
+        )
         for (held, outputs), own in zip(self.parts, tensors, strict=True):
             for first in range(0, outputs, step):
                 rows = tuple(tensor[first : first + step] for tensor in own)
-                yield Weight(TensorSpec((len(rows[0]), inputs), self.spec.use), held, rows)
+                yield Weight(
+                    TensorSpec((len(rows[0]), inputs), self.spec.use), held, rows
+                )
 
     def to_floats(self, held: Format) -> Weight:
         """Return the same numbers in a format of floats, which are made some rows at a time."""
         (floats,) = held.empty(self.shape, self.device)
         has_experts = len(self.shape) > 2
-        items = [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
+        items = (
+            [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
+        )
         pieces = [piece for item in items for piece in item.pieces()]
         sizes = [len(each.tensors[0]) for each in pieces]
         rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
@@ -226,7 +249,9 @@ class Weight:
     def first_rows(self, number: int) -> Weight:
         """Return its first rows, which are as many or all."""
         spec = TensorSpec((min(number, self.shape[0]), *self.shape[1:]), self.spec.use)
-        return Weight(spec, self.format, tuple(tensor[:number] for tensor in self.tensors))
+        return Weight(
+            spec, self.format, tuple(tensor[:number] for tensor in self.tensors)
+        )
 
     def equals(self, other: Weight) -> bool:
         """Tell whether another holds the same numbers in the same way."""
@@ -236,7 +261,9 @@ class Weight:
     def expert(self, number: int) -> Weight:
         """Return that of one of its experts."""
         spec = TensorSpec(self.shape[1:], self.spec.use)
-        return replace(self, spec=spec, tensors=tuple(tensor[number] for tensor in self.tensors))
+        return replace(
+            self, spec=spec, tensors=tuple(tensor[number] for tensor in self.tensors)
+        )
 
 
 def dense(tensor: torch.Tensor, use: Use) -> Weight:

@@ -1,4 +1,5 @@
-"""The fields of a chat request, checked; its template is rendered later (contract, section 12)."""
+"""The fields of a chat request, checked; its template is rendered later (contract,
+section 12)."""
 
 from __future__ import annotations
 
@@ -17,7 +18,13 @@ from fminfer.core.errors import RequestError
 
 # What a template is rendered with, by its name or by that of what renders it.
 _TEMPLATE_OWN = frozenset(
-    {"messages", "tools", "add_generation_prompt", "continue_final_message", "chat_template"}
+    {
+        "messages",
+        "tools",
+        "add_generation_prompt",
+        "continue_final_message",
+        "chat_template",
+    }
     | {"conversation", "tokenize", "sanitize_control_tokens", "padding", "truncation"}
     | {"max_length", "return_tensors", "return_dict", "return_assistant_tokens_mask"}
     | {"tokenizer_kwargs", "strftime_now"}
@@ -40,9 +47,13 @@ class ChatRequest:
 
 
 def overwrite(fields: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return a chat request's fields with others in their place, which have completions' names."""
+    """Return a chat request's fields with others in their place, which have
+    completions' names."""
     found = {**fields, **args}
-    same = {"max_tokens": "max_completion_tokens", "max_completion_tokens": "max_tokens"}
+    same = {
+        "max_tokens": "max_completion_tokens",
+        "max_completion_tokens": "max_tokens",
+    }
     for other in {same[name] for name in same if name in args} - args.keys():
         found.pop(other, None)
     if is_integral(args.get("logprobs")):
@@ -68,13 +79,17 @@ def parse_chat(
     """
     if fields.get("messages") is None:
         raise _missing(fields)
-    found, warnings = read_fields(fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict)
+    found, warnings = read_fields(
+        fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict
+    )
     tools = read_tools(found.get("tools"))
     if found.get("tool_choice") == "none":
         tools = []
     warnings += _warn_of_strict(tools)
     if tools and find_constraint(found) is not None:
-        warnings.append(RowWarning("tools cannot be called by an answer that is constrained"))
+        warnings.append(
+            RowWarning("tools cannot be called by an answer that is constrained")
+        )
     max_tokens = _max_tokens(found)
     most = max_new_tokens if max_tokens is None else max_tokens
     found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _logprobs(found)}
@@ -111,7 +126,8 @@ def _max_tokens(found: Mapping[str, Any]) -> int | None:
     if old is not None and new is not None and old != new:
         raise RequestError(
             "out_of_range",
-            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the same. Keep one",
+            f"max_tokens is {old} and max_completion_tokens is {new}; they mean the "
+            "same. Keep one",
             "max_completion_tokens",
         )
     return old if new is None else new
@@ -134,7 +150,11 @@ def _logprobs(found: Mapping[str, Any]) -> int | None:
 def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
     if not any(tool["function"].get("strict") for tool in tools):
         return []
-    return [RowWarning("strict of a tool is not enforced: arguments may differ from their schema")]
+    return [
+        RowWarning(
+            "strict of a tool is not enforced: arguments may differ from their schema"
+        )
+    ]
 
 
 def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bool:
@@ -142,8 +162,8 @@ def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> boo
     if adds and continues:
         raise RequestError(
             "out_of_range",
-            "add_generation_prompt and continue_final_message are both true; a message is begun or "
-            "continued. Set one of them to false",
+            "add_generation_prompt and continue_final_message are both true; a message "
+            "is begun or continued. Set one of them to false",
             "add_generation_prompt",
         )
     return adds
@@ -154,8 +174,8 @@ def _template_args(found: Mapping[str, Any]) -> dict[str, Any]:
     for name in sorted(args.keys() & _TEMPLATE_OWN):
         raise RequestError(
             "unsupported_parameter",
-            f"chat_template_kwargs sets {name}, which the template gets from the request itself; "
-            "remove it there",
+            f"chat_template_kwargs sets {name}, which the template gets from the "
+            "request itself; remove it there",
             "chat_template_kwargs",
         )
     effort = found.get("reasoning_effort")

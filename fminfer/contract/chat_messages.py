@@ -1,4 +1,5 @@
-"""Reads the messages and tools of a chat request; `ChatTemplate` gives them a template's forms."""
+"""Reads the messages and tools of a chat request; `ChatTemplate` gives them a
+template's forms."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fminfer.contract.prompts import MEDIA, refuse_keys
 from fminfer.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
-MAY_LACK_CONTENT = ("assistant", "tool", "function")  # an answer may be empty, a question may not
+# an answer may be empty, a question may not
+MAY_LACK_CONTENT = ("assistant", "tool", "function")
 _CALL_ID = "call{:05}"  # of an old call; some templates want nine letters or digits
 _PART = whole(type={"const": "text"}, text=TEXT)
 _REFUSAL = whole(type={"const": "refusal"}, refusal=TEXT)
@@ -52,7 +54,9 @@ _MESSAGE: Schema = {
 }
 MESSAGES: Schema = list_of(_MESSAGE) | {"minItems": 1}
 _FUNCTION = {"name": SOME_TEXT, "description": {}, "parameters": {}, "strict": {}}
-TOOLS = list_of(whole(type={"const": "function"}, function=object_of(_FUNCTION, "name")))
+TOOLS = list_of(
+    whole(type={"const": "function"}, function=object_of(_FUNCTION, "name"))
+)
 _OF_LAST = MEDIA | dict.fromkeys(
     ("prefix", "partial"),
     'to go on with that message, give "continue_final_message": true and '
@@ -70,7 +74,9 @@ def read_messages(value: object, *, continues: bool = False) -> list[dict[str, A
     """
     messages = check_type("messages", value, list, "a list of messages")
     if not messages:
-        raise RequestError("out_of_range", "messages is an empty list; give a message", "messages")
+        raise RequestError(
+            "out_of_range", "messages is an empty list; give a message", "messages"
+        )
     last = len(messages) - 1
     return [
         _read_message(each, place, MEDIA if continues or place < last else _OF_LAST)
@@ -99,7 +105,9 @@ def count_chars(messages: object) -> int:
     return num_chars
 
 
-def _read_message(value: object, place: int, remedies: dict[str, str]) -> dict[str, Any]:
+def _read_message(
+    value: object, place: int, remedies: dict[str, str]
+) -> dict[str, Any]:
     name = f"messages[{place}]"
     example = 'an object, such as {"role": "user", "content": "Hello"}'
     given = check_type(name, value, dict, example)
@@ -114,8 +122,11 @@ def _read_message(value: object, place: int, remedies: dict[str, str]) -> dict[s
         if role != "assistant" and field in message:
             told = f"{name}.{field} is {show(message[field])}, which is not read; give {instead}"
             raise RequestError("unsupported_parameter", told, f"{name}.{field}")
-    if role == "function":  # the old form of tool, which answers the call just before it
-        message = {"tool_call_id": _CALL_ID.format(place - 1)} | message | {"role": "tool"}
+    # the old form of tool, which answers the call just before it
+    if role == "function":
+        message = (
+            {"tool_call_id": _CALL_ID.format(place - 1)} | message | {"role": "tool"}
+        )
     calls = _read_past(message, place) if role == "assistant" else []
     message.pop("tool_calls", None)
     if calls:
@@ -136,11 +147,15 @@ def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
     old = message.get("function_call")
     given = message.get("tool_calls", [])
     check_type(f"{name}.tool_calls", given, list, "a list of calls or null")
-    calls = [_read_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)]
+    calls = [
+        _read_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)
+    ]
     if old is not None and not calls:
         name = f"{name}.function_call"
         if not isinstance(old, dict) or not isinstance(old.get("name"), str):
-            raise wrong_type(name, old, "an object with the name and arguments of a function")
+            raise wrong_type(
+                name, old, "an object with the name and arguments of a function"
+            )
         del message["function_call"]
         calls = [_read_call({"id": _CALL_ID.format(place), "function": old}, name)]
     if message.get("content") in (None, []) and isinstance(message.get("refusal"), str):
@@ -162,13 +177,20 @@ def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, An
         )
     parts = check_type(name, content, list, "a string or a list of text parts")
     if not parts:
-        raise RequestError("out_of_range", f"{name} is an empty list; give a text part", name)
+        raise RequestError(
+            "out_of_range", f"{name} is an empty list; give a text part", name
+        )
     is_past = message["role"] == "assistant"
-    return [_read_part(each, f"{name}[{i}]", is_past=is_past) for i, each in enumerate(parts)]
+    return [
+        _read_part(each, f"{name}[{i}]", is_past=is_past)
+        for i, each in enumerate(parts)
+    ]
 
 
 def _read_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
-    part = check_type(name, value, dict, 'an object, such as {"type": "text", "text": "Hello"}')
+    part = check_type(
+        name, value, dict, 'an object, such as {"type": "text", "text": "Hello"}'
+    )
     if is_past and part.get("type") == "refusal":
         part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
@@ -199,9 +221,14 @@ def _check_tool(value: object, name: str) -> None:
     example = 'an object, such as {"type": "function", "function": {…}}'
     tool = check_type(name, value, dict, example)
     if tool.get("type") != "function":
-        told = f'{name}.type is {show(tool.get("type"))}; only tools of type "function" are known'
+        told = (
+            f"{name}.type is {show(tool.get('type'))}; only tools of type "
+            '"function" are known'
+        )
         raise RequestError("unsupported_parameter", told, f"{name}.type")
     name = f"{name}.function"
-    function = check_type(name, tool.get("function"), dict, "an object with a name and parameters")
+    function = check_type(
+        name, tool.get("function"), dict, "an object with a name and parameters"
+    )
     if not check_type(f"{name}.name", function.get("name"), str, "a string, not empty"):
         raise wrong_type(f"{name}.name", "", "a string, not empty")

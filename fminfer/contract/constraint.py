@@ -35,7 +35,8 @@ from fminfer.contract.prompts import check_text
 from fminfer.core.config import Constraint, ConstraintKind
 from fminfer.core.errors import RequestError
 
-MAX_BYTES = 256 << 10  # of a constraint; the longest of 1,000 schemas from practice has 31 KB
+# of a constraint; the longest of 1,000 schemas from practice has 31 KB
+MAX_BYTES = 256 << 10
 MAX_REGEX_BYTES = 16 << 10
 MAX_CHOICES = 10_000
 MAX_DEPTH = 64  # of a schema; the deepest of those has 19
@@ -47,7 +48,11 @@ _SPACES = rf"^(?:{_SPACE}|[()|?*+]|\(\?:|\[(?:{_SPACE})+\]|\{{[0-9]{{1,4}}(,[0-9
 
 def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of a request's fields as they were read; None: it has none."""
-    named = {name: found[name] for name in CONSTRAINTS if name != WHITE_SPACE and found.get(name)}
+    named = {
+        name: found[name]
+        for name in CONSTRAINTS
+        if name != WHITE_SPACE and found.get(name)
+    }
     whitespace = found.get(WHITE_SPACE)
     if len(named) > 1:
         first, second, *_ = named
@@ -60,13 +65,15 @@ def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
         if found.get("ignore_eos"):
             raise RequestError(
                 "out_of_range",
-                f"ignore_eos is true, and an answer under {name} ends where it is complete. Remove "
-                "one of the two",
+                f"ignore_eos is true, and an answer under {name} ends where it is "
+                "complete. Remove one of the two",
                 "ignore_eos",
             )
         return _intern(_with_whitespace(constraint, whitespace, WHITE_SPACE))
     if whitespace:
-        raise out_of_range(WHITE_SPACE, whitespace, "null without a JSON schema beside it")
+        raise out_of_range(
+            WHITE_SPACE, whitespace, "null without a JSON schema beside it"
+        )
     return None
 
 
@@ -76,11 +83,17 @@ def _intern(constraint: Constraint) -> Constraint:
     return constraint
 
 
-def _with_whitespace(constraint: Constraint, whitespace: str | None, name: str) -> Constraint:
+def _with_whitespace(
+    constraint: Constraint, whitespace: str | None, name: str
+) -> Constraint:
     if not whitespace:
         return constraint
     if constraint.kind != "json" or constraint.whitespace:
-        what = "another field tells of it" if constraint.whitespace else "the answer is no JSON"
+        what = (
+            "another field tells of it"
+            if constraint.whitespace
+            else "the answer is no JSON"
+        )
         text = f"{name} is of the white space in JSON, and {what}. Remove {name}"
         raise RequestError("out_of_range", text, name)
     return replace(constraint, whitespace=whitespace)
@@ -93,9 +106,13 @@ def _read_json(name: str, value: Any, most: int) -> Constraint:
         try:
             schema = orjson.loads(check_text(value, name))
         except orjson.JSONDecodeError as error:
-            raise out_of_range(name, value, f"a JSON Schema, and it is no JSON: {error}") from None
+            raise out_of_range(
+                name, value, f"a JSON Schema, and it is no JSON: {error}"
+            ) from None
     if schema is False:
-        raise out_of_range(name, value, "a schema that something fits; false allows nothing")
+        raise out_of_range(
+            name, value, "a schema that something fits; false allows nothing"
+        )
     if schema is not True and not isinstance(schema, dict):
         raise wrong_type(name, value, "a JSON Schema, which is an object, or its text")
     if _depth_of(schema) > MAX_DEPTH:
@@ -103,7 +120,9 @@ def _read_json(name: str, value: Any, most: int) -> Constraint:
     try:
         text = _dump({} if schema is True else schema)
     except ValueError:
-        raise out_of_range(name, value, "without numbers that fit no double (1e400)") from None
+        raise out_of_range(
+            name, value, "without numbers that fit no double (1e400)"
+        ) from None
     return _make("json", text, name)
 
 
@@ -115,7 +134,9 @@ def _depth_of(value: Any) -> int:
         level = [each for each in level if isinstance(each, list | dict)]
         depth += bool(level)
         level = [
-            inner for each in level for inner in (each.values() if isinstance(each, dict) else each)
+            inner
+            for each in level
+            for inner in (each.values() if isinstance(each, dict) else each)
         ]
     return depth
 
@@ -161,8 +182,8 @@ def _read_response_format(name: str, value: Any, most: int) -> Constraint | None
         told = ", ".join(map(show, _FORMATS))
         raise RequestError(
             "unsupported_parameter",
-            f"{name} has the type {show(kind)}; it must be one of {told}. For a regex, choices or "
-            "a grammar, give structured_outputs",
+            f"{name} has the type {show(kind)}; it must be one of {told}. For a regex, "
+            "choices or a grammar, give structured_outputs",
             name,
         )
     if kind != "json_schema" and isinstance(value, dict) and value.get("json_schema"):
@@ -193,7 +214,9 @@ def _read_structured_outputs(name: str, value: Any, most: int) -> Constraint:
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     constraint: Constraint = found[ways[0]]
     if found.get("disable_any_whitespace"):
-        constraint = _with_whitespace(constraint, "none", f"{name}.disable_any_whitespace")
+        constraint = _with_whitespace(
+            constraint, "none", f"{name}.disable_any_whitespace"
+        )
     pattern = found.get("whitespace_pattern")
     return _with_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
 
@@ -202,7 +225,10 @@ def _read_whitespace(name: str, value: Any, most: int) -> str:
     """Read a regex of white space; its `\\s` is that of JSON, and not all of Unicode's."""
     pattern = _read_text(name, value)
     if len(pattern) > MAX_REGEX_BYTES or not re.search(_SPACES, pattern):
-        allowed = f"a regex of spaces, \\n, \\t, \\r and \\s alone, of at most {MAX_REGEX_BYTES:,}"
+        allowed = (
+            "a regex of spaces, \\n, \\t, \\r and \\s alone, of at most "
+            f"{MAX_REGEX_BYTES:,}"
+        )
         raise out_of_range(name, value, f"{allowed} characters, such as [ \\n]?")
     return pattern.replace(r"\s", r"[ \t\n\r]")
 
@@ -235,7 +261,11 @@ _ANY_OBJECT = Constraint("json", '{"type":"object"}')
 _SWITCH = of_type(bool, "true, false or null", SWITCH)
 _TEXT = of_type(str, "a string or null", TEXT)
 _SCHEMA: Schema = {
-    "anyOf": [{"type": "object"}, {"enum": [True]}, TEXT | {"pattern": r"^\s*(\{|true)"}]
+    "anyOf": [
+        {"type": "object"},
+        {"enum": [True]},
+        TEXT | {"pattern": r"^\s*(\{|true)"},
+    ]
 }
 _CHOICES = list_of(SOME_TEXT) | {"minItems": 1, "maxItems": MAX_CHOICES}
 _WHITE = Kind(_read_whitespace, TEXT | {"pattern": _SPACES}, "a regex of white space")
@@ -254,7 +284,9 @@ _BESIDE_WAYS = {
 }
 _ANY_WAY = an_object(_WAYS | _BESIDE_WAYS)
 _ONE_WAY = f"exactly one of {', '.join(_WAYS)}"
-_STRUCTURED = _any_of(*(an_object({way: _WAYS[way]} | _BESIDE_WAYS, way) for way in _WAYS))
+_STRUCTURED = _any_of(
+    *(an_object({way: _WAYS[way]} | _BESIDE_WAYS, way) for way in _WAYS)
+)
 _BARE = {"schema": _WAYS["json"]}
 _NAMED = {
     "json_schema": an_object(
@@ -284,16 +316,32 @@ _FIELDS = (
         _or_empty(Kind(_read_structured_outputs, _STRUCTURED, "an object")),
         f"vLLM's way: {_ONE_WAY}; further `whitespace_pattern`, `disable_any_whitespace`.",
     ),
-    Field("guided_json", _or_empty(_WAYS["json"]), "An older name of `structured_outputs.json`."),
-    Field("guided_regex", _or_empty(_WAYS["regex"]), "Of `structured_outputs.regex`."),
-    Field("guided_choice", _or_empty(_WAYS["choice"]), "Of `structured_outputs.choice`."),
-    Field("guided_grammar", _or_empty(_WAYS["grammar"]), "Of `structured_outputs.grammar`."),
-    Field(WHITE_SPACE, _or_empty(_WHITE), "Of `structured_outputs.whitespace_pattern`."),
     Field(
-        "json_schema", _or_empty(_WAYS["json"]), "llama.cpp's name of `structured_outputs.json`."
+        "guided_json",
+        _or_empty(_WAYS["json"]),
+        "An older name of `structured_outputs.json`.",
+    ),
+    Field("guided_regex", _or_empty(_WAYS["regex"]), "Of `structured_outputs.regex`."),
+    Field(
+        "guided_choice", _or_empty(_WAYS["choice"]), "Of `structured_outputs.choice`."
     ),
     Field(
-        "grammar", _or_empty(_WAYS["grammar"]), "llama.cpp's name of `structured_outputs.grammar`."
+        "guided_grammar",
+        _or_empty(_WAYS["grammar"]),
+        "Of `structured_outputs.grammar`.",
+    ),
+    Field(
+        WHITE_SPACE, _or_empty(_WHITE), "Of `structured_outputs.whitespace_pattern`."
+    ),
+    Field(
+        "json_schema",
+        _or_empty(_WAYS["json"]),
+        "llama.cpp's name of `structured_outputs.json`.",
+    ),
+    Field(
+        "grammar",
+        _or_empty(_WAYS["grammar"]),
+        "llama.cpp's name of `structured_outputs.grammar`.",
     ),
 )
 CONSTRAINTS = {each.name: each for each in _FIELDS}

@@ -41,7 +41,9 @@ _ASKED: dict[str, Endpoint] = {
 
 def find_asked(fields: Mapping[str, Any]) -> Endpoint | None:
     """Return the endpoint that a request's fields are of; None: nothing is asked."""
-    return next((of for name, of in _ASKED.items() if fields.get(name) is not None), None)
+    return next(
+        (of for name, of in _ASKED.items() if fields.get(name) is not None), None
+    )
 
 
 def tell_endpoint(fields: Mapping[str, Any]) -> Endpoint:

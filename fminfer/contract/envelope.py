@@ -1,4 +1,5 @@
-"""Lines of an input, in three shapes: the request in one, and what stands around it (section 1)."""
+"""Lines of an input, in three shapes: the request in one, and what stands around it
+(section 1)."""
 
 from __future__ import annotations
 
@@ -14,7 +15,13 @@ import orjson
 
 from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.json_object import JsonMember, dump, find_members, load_object, on_one_line
+from fminfer.contract.json_object import (
+    JsonMember,
+    dump,
+    find_members,
+    load_object,
+    on_one_line,
+)
 from fminfer.contract.prompts import describe_foreign
 from fminfer.contract.read_fields import find_names_beside, unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
@@ -41,7 +48,8 @@ class Line:
     number: int
     raw: bytes  # of a line that is cut: the beginning
     damage: str = ""  # why this line and the rest of its file cannot be read
-    num_equal: int | None = None  # equal ones before it that count, where that is known already
+    # equal ones before it that count, where that is known already
+    num_equal: int | None = None
     is_alone: bool = False  # lines before it in its file are not seen
     fault: str = ""  # why this line, and only it, cannot be answered
     is_cut: bool = False  # it is too long to be held
@@ -60,7 +68,8 @@ def as_line(number: int, request: object) -> Line:
         fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
         return Line(0, number, repr(request).encode(), fault=fault)
     try:
-        raw = json.dumps(dict(request)).encode()  # nan stays nan, and is refused by name
+        # nan stays nan, and is refused by name
+        raw = json.dumps(dict(request)).encode()
     except (TypeError, ValueError, RecursionError) as error:
         fault = f"request {number} is no JSON: {error}"
         return Line(0, number, repr(request).encode(), fault=fault)
@@ -78,14 +87,17 @@ class Envelope:
     request: bytes  # where the line is no JSON: its text as a JSON string
     fields: dict[str, Any] = field(default_factory=dict)  # the request's, by name
     custom_id: bytes = b"null"
-    others: dict[str, bytes] = field(default_factory=dict)  # "name":value of a wrapped line's rest
+    # "name":value of a wrapped line's rest
+    others: dict[str, bytes] = field(default_factory=dict)
     error: RequestError | None = None
     warnings: tuple[RowWarning, ...] = ()
-    endpoint: Endpoint | None = None  # as a Batch line's url says; None: its fields tell
+    # as a Batch line's url says; None: its fields tell
+    endpoint: Endpoint | None = None
 
     @property
     def custom_id_text(self) -> str | None:
-        """Return a Batch line's custom_id if it is a text; one text can be written in many ways."""
+        """Return a Batch line's custom_id if it is a text; one text can be written in
+        many ways."""
         if self.shape != "batch" or not self.custom_id.startswith(b'"'):
             return None
         text = self.custom_id[1:-1].decode()
@@ -103,7 +115,9 @@ def open_envelope(line: Line) -> Envelope:
         fields = load_object(raw)
     except RequestError as error:
         is_json = error.code == "not_an_object"
-        return Envelope("bare", on_one_line(raw) if is_json else as_text(raw), error=error)
+        return Envelope(
+            "bare", on_one_line(raw) if is_json else as_text(raw), error=error
+        )
     raw = on_one_line(raw)
     shape = tell_shape(fields)
     if shape == "wrapped":
@@ -112,7 +126,10 @@ def open_envelope(line: Line) -> Envelope:
         return _open_batch(raw, fields, line.number)
     if shape == "bare":
         return Envelope("bare", raw, fields)
-    told = "request and body are both objects, and a line has one request. Rename the one that is "
+    told = (
+        "request and body are both objects, and a line has one request. Rename the one "
+        "that is "
+    )
     two = RequestError("unsupported_parameter", f"{told}only a column", "body")
     return Envelope("bare", raw, error=two)
 
@@ -120,7 +137,8 @@ def open_envelope(line: Line) -> Envelope:
 def find_custom_id(line: Line, envelope: Envelope) -> bytes:
     """Return a line's custom_id, whatever its shape; null if it has none, or is no object."""
     if envelope.shape != "batch":
-        with contextlib.suppress(RequestError, RecursionError):  # of brackets in brackets
+        # of brackets in brackets
+        with contextlib.suppress(RequestError, RecursionError):
             return dump(load_object(line.raw.strip()).get("custom_id"))
     return envelope.custom_id
 
@@ -131,27 +149,39 @@ def tell_shape(fields: dict[str, Any]) -> Shape | None:
     An object in `request` or `body` is the request, whatever columns stand beside it. A null is
     absent: tables that are written as JSON lines have one in each column that a row lacks.
     """
-    is_wrapped, is_batch = (isinstance(fields.get(name), dict) for name in ("request", "body"))
+    is_wrapped, is_batch = (
+        isinstance(fields.get(name), dict) for name in ("request", "body")
+    )
     if is_wrapped or is_batch:
         return None if is_wrapped and is_batch else "wrapped" if is_wrapped else "batch"
     if find_asked(fields) is not None:
         return "bare"
     if fields.get("request") is not None:
         return "wrapped"
-    return "batch" if any(fields.get(name) is not None for name in BATCH_KEYS) else "bare"
+    return (
+        "batch" if any(fields.get(name) is not None for name in BATCH_KEYS) else "bare"
+    )
 
 
 def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
-            known = f"the model of this run is {' or '.join(sorted(names))}; give the line's own "
+            known = (
+                f"the model of this run is {' or '.join(sorted(names))}; give the "
+                "line's own "
+            )
             remedy = "model by --model-name, or run without --check-model"
             if "demo" in names:
-                known = "no --model-name is given, so that the demo model would answer. Give the "
+                known = (
+                    "no --model-name is given, so that the demo model would answer. "
+                    "Give the "
+                )
                 remedy = "line's model; or --model-name demo, if the demo model is to answer it"
             raise RequestError(
-                "unsupported_parameter", f"{name} is {show(asked)}, and {known}{remedy}", name
+                "unsupported_parameter",
+                f"{name} is {show(asked)}, and {known}{remedy}",
+                name,
             )
 
 
@@ -164,7 +194,8 @@ def as_text(raw: bytes) -> bytes:
 
 
 def quote(value: bytes) -> bytes:
-    """Return a JSON value as an error record shows it: whole, or as a string of its beginning."""
+    """Return a JSON value as an error record shows it: whole, or as a string of its
+    beginning."""
     return value if len(value) <= MAX_QUOTED_BYTES else _beginning(value)
 
 
@@ -189,7 +220,9 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
     warnings = [RowWarning(kind)] if "result" in fields else []
     if beside := find_names_beside(fields, request):
         warnings.append(
-            RowWarning("parameters that stand beside request have no effect", tuple(beside))
+            RowWarning(
+                "parameters that stand beside request have no effect", tuple(beside)
+            )
         )
     body = members["request"].value
     return Envelope(
@@ -205,7 +238,8 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
 def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
     plain = _PLAIN_BATCH.fullmatch(raw)
     if plain is not None:
-        with contextlib.suppress(ValueError):  # then other members stand behind the body
+        # then other members stand behind the body
+        with contextlib.suppress(ValueError):
             orjson.loads(plain["body"])
             return plain["custom_id"], plain["body"]
     members = find_members(raw)
@@ -220,7 +254,9 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
     unknown = unknown_names(fields, BATCH_KEYS)
     if unknown:
         names = tuple(map(cut_name, unknown[: MAX_NAMES + 1]))
-        warnings = (RowWarning("a Batch record has no place for other keys of a line", names),)
+        warnings = (
+            RowWarning("a Batch record has no place for other keys of a line", names),
+        )
     return Envelope(
         "batch",
         body,

@@ -66,7 +66,8 @@ def _read_tool_choice(name: str, value: Any, most: int) -> str:
     ):
         raise RequestError(
             "unsupported_parameter",
-            f"{name} is {show(value)}, which forces a call, and this version cannot do that. Set "
+            f"{name} is {show(value)}, which forces a call, and this version cannot do "
+            "that. Set "
             'it to "auto" or "none", or ask for JSON by response_format',
             name,
         )
@@ -74,7 +75,11 @@ def _read_tool_choice(name: str, value: Any, most: int) -> str:
 
 
 def _fields(
-    kind: Kind, limit: Limit = "", default: object = None, column: str = "", **helps: str
+    kind: Kind,
+    limit: Limit = "",
+    default: object = None,
+    column: str = "",
+    **helps: str,
 ) -> Iterator[Field]:
     """Yield fields of one kind that are acted on, by name with their help."""
     for name, text in helps.items():
@@ -94,14 +99,18 @@ _SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
 _OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
 _TEXT = of_type(str, "a string or null", TEXT, "a string")
 _STREAM_OPTIONS = an_object(
-    dict.fromkeys(("include_usage", "continuous_usage_stats", "include_obfuscation"), _SWITCH)
+    dict.fromkeys(
+        ("include_usage", "continuous_usage_stats", "include_obfuscation"), _SWITCH
+    )
 )
 _COUNT = integer(0)
 _TOP_K = also(_COUNT, "≥ 0; -1", (-1, 0))
 _CUT = also(integer(1), "≥ 1; -1", (-1, -1))
 _SIDE = one_of("left", "right")
 _CHOICE = one_of("auto", "none")
-_MODEL: Schema = {"anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]}
+_MODEL: Schema = {
+    "anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]
+}
 
 
 def _prompts(most: int) -> Schema:
@@ -124,7 +133,9 @@ def _text_or_ids(most: int) -> Schema:
 # What is asked; `split` puts requests that differ in nothing else into one part.
 _PROMPT = Field(
     "prompt",
-    Kind(_ANY.read, _prompts, "string, list of strings, token ids, list of lists of ids"),
+    Kind(
+        _ANY.read, _prompts, "string, list of strings, token ids, list of lists of ids"
+    ),
     'Ids are used as they are, no BOS added; `""` starts from BOS (EOS if there is none).',
     "vocab",
     is_required=True,
@@ -136,10 +147,14 @@ _DECODER_PROMPT = Field(
     "with. With echo it is scored. `prompt` is what the encoder reads.",
     "vocab",
 )
-_INPUT = replace(_PROMPT, name="input", help="Each text, or list of ids, gets a vector.")
+_INPUT = replace(
+    _PROMPT, name="input", help="Each text, or list of ids, gets a vector."
+)
 _TEXTS = as_it_is({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
 _COMPARED = (
-    *_fields(replace(_TEXTS, told="a string"), query="What documents are compared with."),
+    *_fields(
+        replace(_TEXTS, told="a string"), query="What documents are compared with."
+    ),
     *_fields(
         _TEXTS,
         documents="What query, or each of queries, is compared with.",
@@ -154,15 +169,22 @@ _MESSAGES = Field(
     "The conversation so far. The model's chat template makes a prompt of it.",
     is_required=True,
 )
-_TOOLS = Field("tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template.")
+_TOOLS = Field(
+    "tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template."
+)
 # What decides which token a draw takes, beside the logits and the seed.
 _DRAWS = (
-    *_fields(number(0, 2), column="f4", temperature="0 = argmax, ties to the lowest id."),
+    *_fields(
+        number(0, 2), column="f4", temperature="0 = argmax, ties to the lowest id."
+    ),
     *_fields(
         number(0, 1),
         column="f4",
         top_p="Smallest set of that mass, at least one token; 0 = greedy.",
-        min_p="Drop what is less likely than min_p × the likeliest, after temperature and top_k.",
+        min_p=(
+            "Drop what is less likely than min_p × the likeliest, after temperature "
+            "and top_k."
+        ),
     ),
     *_fields(_TOP_K, column="i8", top_k="Only the k likeliest; 0 or -1 = off."),
     *_fields(
@@ -189,22 +211,33 @@ _DRAWS = (
 _RECORDED = (
     Field("model", as_it_is(_MODEL), "`--check-model` compares it.", fate="recorded"),
     Field("engine", _ANY, "An older name of model, compared as well.", fate="recorded"),
-    *recorded("request_type", "user", "store", "metadata", "service_tier", "prediction"),
-    *recorded("safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"),
-    *recorded("prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"),
+    *recorded(
+        "request_type", "user", "store", "metadata", "service_tier", "prediction"
+    ),
+    *recorded(
+        "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"
+    ),
+    *recorded(
+        "prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"
+    ),
     *recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
     *recorded("keep_alive", "timeout", "extra_headers", "extra_query", "use_cache"),
     *recorded("batch_size"),
     # Of samplers that are refused unless they are off.
     *recorded("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
-    *recorded("dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_penalty_last_n"),
+    *recorded(
+        "dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_penalty_last_n"
+    ),
     *recorded("smoothing_curve", "timings_per_token"),
 )
 _OF_BOTH = (
     *_DRAWS,
     *_RECORDED,
     *_fields(integer(1, MAX_CANDIDATES), n="Choices for each prompt."),
-    *_fields(strings(one=True), stop="Cut at the earliest match. An empty string by itself: none."),
+    *_fields(
+        strings(one=True),
+        stop="Cut at the earliest match. An empty string by itself: none.",
+    ),
     *_fields(
         token_ids(),
         "vocab",
@@ -226,7 +259,8 @@ _OF_BOTH = (
         truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
     *_fields(
-        integer(-INT64), seed="The same seed draws the same text. Default: the run's `--seed`."
+        integer(-INT64),
+        seed="The same seed draws the same text. Default: the run's `--seed`.",
     ),
     *_fields(
         _SWITCH,
@@ -246,7 +280,8 @@ _OF_BOTH = (
     Field(
         "stream_options",
         Kind(_read_stream_options, _STREAM_OPTIONS.form),
-        "`include_usage`: the last event tells the usage, and with `continuous_usage_stats` each "
+        "`include_usage`: the last event tells the usage, and with "
+        "`continuous_usage_stats` each "
         "one. `include_obfuscation` changes nothing. In a file only {} passes.",
         fate="served",
         neutral=({},),
@@ -263,13 +298,17 @@ _OF_COMPLETIONS = (
     ),
     *_fields(
         integer(0, MAX_CANDIDATES),
-        best_of="Draw so many, return the n of highest mean logprob. Default: n; below n it counts "
+        best_of="Draw so many, return the n of highest mean logprob. Default: n; below "
+        "n it counts "
         "as n, with a warning.",
     ),
     *_fields(
         also(_COUNT, "≥ 0; true, false", (False, None), (True, 1)),
         "logprobs",
-        logprobs="Each token's logprob, and so many alternatives; true = 1, null or false: none.",
+        logprobs=(
+            "Each token's logprob, and so many alternatives; true = 1, null or false: "
+            "none."
+        ),
     ),
     *_fields(
         also(_SWITCH, "true, false; 0, 1", (0, False), (1, True)),
@@ -283,7 +322,8 @@ _OF_CHAT = (
     *_fields(
         _COUNT,
         "context",
-        max_tokens="Tokens to draw at most. Default: the rest of the context. It is lowered if the "
+        max_tokens="Tokens to draw at most. Default: the rest of the context. It is "
+        "lowered if the "
         "KV cache or the limit of logprobs allows less, with a warning.",
         max_completion_tokens="The newer name of max_tokens; two different values are refused.",
     ),
@@ -296,7 +336,10 @@ _OF_CHAT = (
         _COUNT,
         "logprobs",
         0,
-        top_logprobs="Alternatives of each token that are told; refused without `logprobs: true`.",
+        top_logprobs=(
+            "Alternatives of each token that are told; refused without `logprobs: "
+            "true`."
+        ),
     ),
     *_fields(
         replace(_CHOICE, read=_read_tool_choice),
@@ -306,9 +349,13 @@ _OF_CHAT = (
         _SWITCH,
         default=True,
         parallel_tool_calls="false: the message ends with its first call.",
-        add_generation_prompt="Begin the assistant's message; false with continue_final_message.",
+        add_generation_prompt=(
+            "Begin the assistant's message; false with continue_final_message."
+        ),
     ),
-    *_fields(_SWITCH, default=False, continue_final_message="Go on with the last message."),
+    *_fields(
+        _SWITCH, default=False, continue_final_message="Go on with the last message."
+    ),
     *_fields(
         _OBJECT,
         chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
@@ -321,7 +368,8 @@ _OF_VECTORS = (
     *_RECORDED,
     *_fields(
         _TEXT,
-        prompt_name="The name of one of the model's own prompts. It stands before each text, and "
+        prompt_name="The name of one of the model's own prompts. It stands before each "
+        "text, and "
         "before the first text of a pair. Token ids take none. Default: the model's default "
         "prompt, if it has one.",
     ),
@@ -386,7 +434,10 @@ _ACTED_ON: dict[Endpoint, tuple[Field, ...]] = {
     "rerank": _OF_RERANK,
     "classify": (_INPUT, *_OF_SCORES),
 }
-FIELDS = {endpoint: _by_name(*rows, *REFUSED[endpoint]) for endpoint, rows in _ACTED_ON.items()}
+FIELDS = {
+    endpoint: _by_name(*rows, *REFUSED[endpoint])
+    for endpoint, rows in _ACTED_ON.items()
+}
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
 COLUMNS = {
     each.name: each.column for each in _DRAWS if each.column

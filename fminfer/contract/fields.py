@@ -53,11 +53,14 @@ class Field:
 
     name: str
     kind: Kind
-    help: str  # what it does; of a refused one, what to do instead ("": nothing does it)
+    # what it does; of a refused one, what to do instead ("": nothing does it)
+    help: str
     limit: Limit = ""
     fate: Fate = "acted on"
-    default: object = None  # what its absence means; None: `SamplingParams` or `help` says it
-    neutral: tuple[object, ...] = ()  # of a refused one: values that are accepted beside null
+    # what its absence means; None: `SamplingParams` or `help` says it
+    default: object = None
+    # of a refused one: values that are accepted beside null
+    neutral: tuple[object, ...] = ()
     ours: str = ""  # of a refused one: our name of the same thing
     only: type | None = None  # of a refused one: only values of this type are refused
     is_required: bool = False
@@ -77,7 +80,12 @@ class Field:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
         if self.only is not None:
             names: dict[type, str] = {dict: "object", list: "array", str: "string"}
-            return {"anyOf": [{"not": {"type": names[self.only]}}, {"enum": [*self.neutral]}]}
+            return {
+                "anyOf": [
+                    {"not": {"type": names[self.only]}},
+                    {"enum": [*self.neutral]},
+                ]
+            }
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
         found = self.kind.schema(most)
@@ -99,7 +107,9 @@ def number(low: float, high: float) -> Kind:
             raise out_of_range(name, value, f"from {low} to {high}")
         return float(value)
 
-    return Kind(read, {"type": "number", "minimum": low, "maximum": high}, f"{low} … {high}")
+    return Kind(
+        read, {"type": "number", "minimum": low, "maximum": high}, f"{low} … {high}"
+    )
 
 
 def integer(low: int, high: int = INT64 - 1) -> Kind:
@@ -108,13 +118,20 @@ def integer(low: int, high: int = INT64 - 1) -> Kind:
     def read(name: str, value: Any, most: int) -> int:
         if not is_integral(value):
             raise wrong_type(name, value, "an integer or null")
-        # The parser rounds integers beyond 64 bits: one just below -2^63 becomes the float -2^63.
+        # The parser rounds integers beyond 64 bits: one just below -2^63 becomes the
+        # float -2^63.
         is_rounded = isinstance(value, float) and value == -INT64
         if is_rounded or not low <= value <= min(high, most):
             raise out_of_range(name, value, _broken_limit(value, low, min(high, most)))
         return int(value)
 
-    told = f"{low} … {high}" if high < INT64 - 1 else f"≥ {low}" if low > -INT64 else "int64"
+    told = (
+        f"{low} … {high}"
+        if high < INT64 - 1
+        else f"≥ {low}"
+        if low > -INT64
+        else "int64"
+    )
     return Kind(
         read,
         lambda most: {"type": "integer", "minimum": low, "maximum": min(high, most)},
@@ -133,7 +150,9 @@ def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
             return kind.read(name, value, most)
         except RequestError as error:
             others = ", ".join(json.dumps(one) for one, _ in values)
-            raise RequestError(error.code, f"{error.message}, or {others}", name) from None
+            raise RequestError(
+                error.code, f"{error.message}, or {others}", name
+            ) from None
 
     more: Schema = {"enum": [one for one, _ in values]}
     return Kind(read, lambda most: {"anyOf": [kind.schema(most), more]}, told)
@@ -141,7 +160,9 @@ def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
 
 def in_order(kind: Kind) -> Kind:
     """Return a kind of lists whose order has no meaning, and is put right."""
-    return replace(kind, read=lambda name, value, most: tuple(sorted(kind.read(name, value, most))))
+    return replace(
+        kind, read=lambda name, value, most: tuple(sorted(kind.read(name, value, most)))
+    )
 
 
 def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
@@ -173,10 +194,14 @@ def strings(*, one: bool) -> Kind:
         found = [value] if one and isinstance(value, str) else value
         if found == [""] and one:
             found = []
-        if not isinstance(found, list) or not all(isinstance(text, str) for text in found):
+        if not isinstance(found, list) or not all(
+            isinstance(text, str) for text in found
+        ):
             raise wrong_type(name, value, allowed)
         if "" in found:
-            raise RequestError("out_of_range", f"{name} holds an empty string; remove it", name)
+            raise RequestError(
+                "out_of_range", f"{name} holds an empty string; remove it", name
+            )
         return tuple(dict.fromkeys(found))
 
     texts: Schema = {"type": "array", "items": SOME_TEXT}
@@ -185,13 +210,16 @@ def strings(*, one: bool) -> Kind:
 
 
 def token_ids(least: int = 0) -> Kind:
-    """Return the kind of lists of at least so many of the model's ids; equal ones are read once."""
+    """Return the kind of lists of at least so many of the model's ids; equal ones are
+    read once."""
 
     def read(name: str, value: Any, most: int) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(is_integral(item) for item in value):
             raise wrong_type(name, value, "a list of token ids or null")
         if len(value) < least:
-            raise RequestError("out_of_range", f"{name} is an empty list; give an id", name)
+            raise RequestError(
+                "out_of_range", f"{name} is an empty list; give an id", name
+            )
         return tuple(dict.fromkeys(int(item) for item in value))
 
     return Kind(read, lambda most: list_of_ids(most, least), "token ids")
@@ -206,7 +234,8 @@ def list_of_ids(most: int, least: int = 0) -> Schema:
 def biases(limit: float) -> Kind:
     """Return the kind of objects of token ids, written as strings, to numbers within ±limit."""
     allowed = (
-        f'an object of token ids to numbers from {-limit} to {limit}, such as {{"50256": -100}}'
+        f"an object of token ids to numbers from {-limit} to {limit}, such as "
+        f'{{"50256": -100}}'
     )
 
     def read(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
@@ -216,7 +245,9 @@ def biases(limit: float) -> Kind:
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) < 20):
                 raise RequestError(
-                    "invalid_type", f"{name} has the key {show(key)}; it must be {allowed}", name
+                    "invalid_type",
+                    f"{name} has the key {show(key)}; it must be {allowed}",
+                    name,
                 )
             token_id = int(key)
             if token_id in found:
@@ -227,7 +258,9 @@ def biases(limit: float) -> Kind:
                     name,
                 )
             if isinstance(bias, bool) or not isinstance(bias, int | float):
-                raise wrong_type(f"{name}[{key}]", bias, f"a number from {-limit} to {limit}")
+                raise wrong_type(
+                    f"{name}[{key}]", bias, f"a number from {-limit} to {limit}"
+                )
             found[token_id] = number(-limit, limit).read(f"{name}[{key}]", bias, most)
             spellings[token_id] = key
         return tuple(found.items())
@@ -249,16 +282,24 @@ def an_object(kinds: Mapping[str, Kind], *required: str) -> Kind:
         for key, each in found.items():
             if key not in kinds:
                 text = f"{name} has {show(key)}; it may have {', '.join(kinds)}"
-                raise RequestError("unsupported_parameter", f"{text}. Leave {show(key)} out", name)
+                raise RequestError(
+                    "unsupported_parameter", f"{text}. Leave {show(key)} out", name
+                )
             found[key] = kinds[key].read(f"{name}.{key}", each, most)
         for key in required:
             if key not in found:
-                raise RequestError("out_of_range", f"{name} has no {key}; give one", name)
+                raise RequestError(
+                    "out_of_range", f"{name} has no {key}; give one", name
+                )
         return found
 
     properties = {name: kind.schema(0) for name, kind in kinds.items()}
-    optional = {name: allow_null(properties[name]) for name in kinds if name not in required}
-    schema = object_of(properties | optional, *required) | {"additionalProperties": NULL}
+    optional = {
+        name: allow_null(properties[name]) for name in kinds if name not in required
+    }
+    schema = object_of(properties | optional, *required) | {
+        "additionalProperties": NULL
+    }
     return Kind(read, schema, "an object")
 
 
@@ -320,11 +361,19 @@ def wrong_type(name: str, value: object, allowed: str) -> RequestError:
 
 
 def out_of_range(name: str, value: object, allowed: str) -> RequestError:
-    return RequestError("out_of_range", f"{name} is {show(value)}; it must be {allowed}", name)
+    return RequestError(
+        "out_of_range", f"{name} is {show(value)}; it must be {allowed}", name
+    )
 
 
 def json_type(value: object) -> str:
-    names = {dict: "object", list: "list", str: "string", bool: "boolean", type(None): "null"}
+    names = {
+        dict: "object",
+        list: "list",
+        str: "string",
+        bool: "boolean",
+        type(None): "null",
+    }
     return names.get(type(value), "number")
 
 

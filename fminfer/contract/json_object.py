@@ -15,7 +15,9 @@ from fminfer.core.errors import RequestError
 
 LINE = "the line"  # what of a file is parsed
 # Some readers of lines, such as str.splitlines and httpx, end a line here, too.
-_LINE_ENDS = {char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u2028\u2029\u0085"}
+_LINE_ENDS = {
+    char.encode(): f"\\u{ord(char):04x}".encode() for char in "\u2028\u2029\u0085"
+}
 _DECODER = json.JSONDecoder()
 _GAP = re.compile(r"[ \t\r\n,:]*")  # between keys and values
 _SCALAR = re.compile(r"[^,} \t\r\n]*")
@@ -54,7 +56,9 @@ def dump(value: object) -> bytes:
     try:
         data = orjson.dumps(value, option=orjson.OPT_SERIALIZE_NUMPY)
     except orjson.JSONEncodeError:
-        return json.dumps(value, separators=(",", ":"), default=lambda a: a.tolist()).encode()
+        return json.dumps(
+            value, separators=(",", ":"), default=lambda a: a.tolist()
+        ).encode()
     if 0xE2 in data or 0xC2 in data:  # the first bytes of these ends
         for char, escape in _LINE_ENDS.items():
             data = data.replace(char, escape)
@@ -86,7 +90,8 @@ def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any
     except ValueError:
         raise RequestError(
             "invalid_json",
-            f"{what} is not JSON: {error.msg} at character {error.pos + 1}. {_remedy(raw, what)}",
+            f"{what} is not JSON: {error.msg} at character {error.pos + 1}. "
+            f"{_remedy(raw, what)}",
         ) from None
 
 
@@ -98,7 +103,9 @@ def _remedy(raw: bytes, what: str) -> str:
     if what != LINE:
         return "Send one JSON object"
     if raw.startswith(b"\xef\xbb\xbf"):
-        return "A byte order mark stands before it; only a file's first line may have one"
+        return (
+            "A byte order mark stands before it; only a file's first line may have one"
+        )
     if (raw[:1] == b"{" and raw[-1:] != b"}") or raw[:1] in (b'"', b"}", b"]"):
         return (
             "It looks like a piece of a request that is spread over several lines; "
@@ -118,7 +125,8 @@ class JsonMember:
 def find_members(raw: bytes) -> dict[str, JsonMember]:
     """Return the members of an object that has passed as JSON, by name and in their own bytes.
 
-    Of a name that comes twice the last value counts and the first place, as `json.loads` does it.
+    Of a name that comes twice the last value counts and the first place, as
+    `json.loads` does it.
     """
     text = raw.decode()
     members = dict[str, JsonMember]()
@@ -127,7 +135,9 @@ def find_members(raw: bytes) -> dict[str, JsonMember]:
         name, key_end = _DECODER.raw_decode(text, place)
         start = _skip(_GAP, text, key_end)
         end = _value_end(text, start)
-        members[name] = JsonMember(text[place:key_end].encode(), text[start:end].encode())
+        members[name] = JsonMember(
+            text[place:key_end].encode(), text[start:end].encode()
+        )
         place = _skip(_GAP, text, end)
     return members
 
@@ -146,7 +156,8 @@ def _skip(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def _value_end(text: str, place: int) -> int:
-    """Return the place behind a value; brackets are counted, as a parser has a greatest depth."""
+    """Return the place behind a value; brackets are counted, as a parser has a greatest
+    depth."""
     if text[place] not in '"[{':
         return _skip(_SCALAR, text, place)
     depth = 0

@@ -57,7 +57,9 @@ def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | lis
     if isinstance(value, str):
         return [check_text(value, name)]
     if isinstance(value, list) and not value:
-        raise RequestError("out_of_range", f"{name} is an empty list; give a prompt", name)
+        raise RequestError(
+            "out_of_range", f"{name} is an empty list; give a prompt", name
+        )
     if _is_all(value, lambda v: isinstance(v, str)):
         return [check_text(text, name) for text in value]
     if _is_all(value, is_integral):
@@ -68,18 +70,24 @@ def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | lis
     raise wrong_type(name, value, allowed)
 
 
-def check_choices(num_prompts: int, n: int, best_of: int, source: str = "prompt") -> None:
+def check_choices(
+    num_prompts: int, n: int, best_of: int, source: str = "prompt"
+) -> None:
     """Refuse more choices, or candidates for them, than one line may have."""
     num_choices = num_prompts * max(n, best_of)
     if num_choices <= MAX_CHOICES:
         return
     name = source if best_of == 1 else "n" if best_of == n else "best_of"
-    each = f" and {name} is {best_of}, {num_choices:,} choices in all" if name != source else ""
+    each = (
+        f" and {name} is {best_of}, {num_choices:,} choices in all"
+        if name != source
+        else ""
+    )
     lower = f"Lower {name}, or put" if name != source else "Put"
     raise RequestError(
         "out_of_range",
-        f"{source} holds {num_prompts:,} prompts{each}; a line may have at most {MAX_CHOICES:,}. "
-        f"{lower} the prompts on several lines",
+        f"{source} holds {num_prompts:,} prompts{each}; a line may have at most "
+        f"{MAX_CHOICES:,}. {lower} the prompts on several lines",
         name,
     )
 
@@ -95,9 +103,10 @@ def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
     choices = f"{num_choices} choices of " if num_choices > 1 else ""
     raise RequestError(
         "out_of_range",
-        f"the line asks for {num_entries:,} logprobs: {choices}{num_tokens:,} tokens, each with "
-        f"{logprobs} alternatives beside its own; a line may have at most {MAX_ENTRIES:,}. Lower "
-        "logprobs, max_tokens or n, or put prompts and choices on several lines",
+        f"the line asks for {num_entries:,} logprobs: {choices}{num_tokens:,} tokens, "
+        f"each with {logprobs} alternatives beside its own; a line may have at most "
+        f"{MAX_ENTRIES:,}. Lower logprobs, max_tokens or n, or put prompts and choices "
+        "on several lines",
         "logprobs",
     )
 
@@ -114,7 +123,9 @@ def describe_foreign(fields: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_keys(fields: Mapping[str, Any], name: str, remedies: Mapping[str, str]) -> None:
+def refuse_keys(
+    fields: Mapping[str, Any], name: str, remedies: Mapping[str, str]
+) -> None:
     """Refuse keys of a message or a document, unless they hold nothing, by their remedies."""
     for key in remedies.keys() & fields.keys():
         if fields[key]:
@@ -129,8 +140,8 @@ def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
     if name == "prompt" and obj.get("messages") is not None:
         return RequestError(
             "missing_prompt",
-            "the request has messages and no prompt, and /v1/completions answers prompts; send it "
-            "to /v1/chat/completions",
+            "the request has messages and no prompt, and /v1/completions answers "
+            "prompts; send it to /v1/chat/completions",
             "messages",
         )
     found = "null" if name in obj else "absent"
@@ -152,7 +163,9 @@ def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
 def _token_ids(ids: list[Any], name: str) -> list[int]:
     if not ids:
         raise RequestError(
-            "out_of_range", f"{name} holds an empty list of token ids; give at least one", name
+            "out_of_range",
+            f"{name} holds an empty list of token ids; give at least one",
+            name,
         )
     return [int(i) for i in ids]
 
@@ -164,8 +177,9 @@ def check_text(text: str, name: str = "prompt") -> str:
     except UnicodeEncodeError as error:
         raise RequestError(
             "invalid_utf8",
-            f"{name} holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) at character "
-            f"{error.start}, which is no text; write the whole pair or the character itself",
+            f"{name} holds half of a surrogate pair (\\u{ord(text[error.start]):04x}) "
+            f"at character {error.start}, which is no text; write the whole pair or "
+            "the character itself",
             name,
         ) from None
     return text

@@ -13,7 +13,12 @@ from fminfer.contract.constraint import CONSTRAINTS
 from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
 from fminfer.contract.fields import INT64, Field, show
-from fminfer.contract.row_warnings import MAX_NAME_CHARS, MAX_NAMES, RowWarning, cut_name
+from fminfer.contract.row_warnings import (
+    MAX_NAME_CHARS,
+    MAX_NAMES,
+    RowWarning,
+    cut_name,
+)
 from fminfer.core.errors import RequestError
 
 MAX_GUESSED = 5  # of a line's unknown names: each guess takes a millisecond
@@ -41,7 +46,9 @@ def read_fields(
             _refuse(each, value, is_greedy=fields.get("temperature") == 0)
     if not unknown:
         return found, []
-    return found, [_warn_of_unknown(fields, sorted(unknown), endpoint, is_strict=is_strict)]
+    return found, [
+        _warn_of_unknown(fields, sorted(unknown), endpoint, is_strict=is_strict)
+    ]
 
 
 def plain_name(name: str) -> str:
@@ -84,7 +91,9 @@ def _find_field(name: str, endpoint: Endpoint) -> Field | None:
     return FIELDS[endpoint].get(name) or (other and replace(other, name=cut_name(name)))
 
 
-def find_names_beside(fields: Mapping[str, Any], request: Mapping[str, Any]) -> list[str]:
+def find_names_beside(
+    fields: Mapping[str, Any], request: Mapping[str, Any]
+) -> list[str]:
     """Return parameters that stand beside a request, unless it says the same itself."""
     return sorted(
         name
@@ -93,9 +102,13 @@ def find_names_beside(fields: Mapping[str, Any], request: Mapping[str, Any]) -> 
     )
 
 
-def refuse_others(fields: Mapping[str, Any], known: Collection[str], where: str) -> None:
+def refuse_others(
+    fields: Mapping[str, Any], known: Collection[str], where: str
+) -> None:
     """Refuse fields that an older route does not read; one that changes no answer passes."""
-    recorded = {name for name, each in FIELDS["chat"].items() if each.fate == "recorded"}
+    recorded = {
+        name for name, each in FIELDS["chat"].items() if each.fate == "recorded"
+    }
     for name in unknown_names(fields, recorded.union(known)):
         raise RequestError(
             "unsupported_parameter",
@@ -117,16 +130,22 @@ def guess(name: str, known: frozenset[str]) -> str:
 
 
 def _warn_of_unknown(
-    fields: Mapping[str, Any], unknown: list[str], endpoint: Endpoint, *, is_strict: bool
+    fields: Mapping[str, Any],
+    unknown: list[str],
+    endpoint: Endpoint,
+    *,
+    is_strict: bool,
 ) -> RowWarning:
-    known = frozenset(n for n, each in FIELDS[endpoint].items() if each.fate != "refused")
+    known = frozenset(
+        n for n, each in FIELDS[endpoint].items() if each.fate != "refused"
+    )
     names = list(map(cut_name, unknown[: MAX_NAMES + 1]))
     if is_strict:
         raise RequestError(
             "unsupported_parameter",
-            f"{names[0]} is {show(fields[unknown[0]])}, and no parameter has that name"
-            f"{guess(names[0], known)}; remove it, or run without --strict to keep it and not act "
-            "on it",
+            f"{names[0]} is {show(fields[unknown[0]])}, and no parameter has that "
+            f"name{guess(names[0], known)}; remove it, or run without --strict to keep "
+            "it and not act on it",
             names[0],
         )
     names[:MAX_GUESSED] = [name + guess(name, known) for name in names[:MAX_GUESSED]]
@@ -145,6 +164,8 @@ def _refuse(each: Field, value: object, *, is_greedy: bool) -> None:
     elif each.help:
         remedy += f". {each.help}"
     if each.ours:
-        text = f"{each.name} is {show(value)}; fminfer calls that {each.ours}. Rename it"
+        text = (
+            f"{each.name} is {show(value)}; fminfer calls that {each.ours}. Rename it"
+        )
         remedy = ""
     raise RequestError("unsupported_parameter", text + remedy, each.name)

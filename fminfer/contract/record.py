@@ -11,7 +11,13 @@ from typing import Any
 
 import orjson
 
-from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, Line, find_custom_id, quote
+from fminfer.contract.envelope import (
+    MAX_QUOTED_BYTES,
+    Envelope,
+    Line,
+    find_custom_id,
+    quote,
+)
 from fminfer.contract.json_object import dump, find_members, load
 from fminfer.core.errors import RequestError
 
@@ -23,7 +29,8 @@ _ANSWER = re.compile(
     rb',"response":\{"status_code":200,"request_id":"req_([0-9a-f]{32})[0-9a-f]{16}",'
     rb'"body":\{"id":"([a-z]+)-[0-9a-f]{32}"'
 )
-Tokens = tuple[int, int, int]  # of the prompt, those of it not computed again, and drawn ones
+# of the prompt, those of it not computed again, and drawn ones
+Tokens = tuple[int, int, int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,7 +41,11 @@ class Choice:
 
     @property
     def text(self) -> str:
-        return self.fields.get("text") or self.fields.get("message", {}).get("content") or ""
+        return (
+            self.fields.get("text")
+            or self.fields.get("message", {}).get("content")
+            or ""
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,14 +60,17 @@ class Record:
     num_cached_tokens: int = 0
     num_completion_tokens: int = 0
     repeat: int = 0  # equal requests before it, if chance has a part in it
-    is_of_batch: bool = False  # of a server's batch, whose records all have OpenAI's form
+    # of a server's batch, whose records all have OpenAI's form
+    is_of_batch: bool = False
     vector: bytes = b""  # float32 numbers that go to a file of their own
 
     @property
     def choices(self) -> list[Choice]:
-        """The answers, as many as the request has asked for; where there is none, raise `error`."""
+        """The answers, as many as the request has asked for; where there is none, raise
+        `error`."""
         if self.error is not None:
-            raise copy(self.error)  # one that is kept would keep the frames that it passed
+            # one that is kept would keep the frames that it passed
+            raise copy(self.error)
         assert self.result is not None, "a record has a result or an error"
         return [Choice(fields) for fields in self.result.get("choices", ())]
 
@@ -91,12 +105,16 @@ class Record:
             "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
             "request": b'"request":' + quote(self.envelope.request),
         }
-        # A wrapped line's rest comes last. Of names that are in both the record's own counts, but
-        # for custom_id, by which the line may be known.
+        # A wrapped line's rest comes last. Of names that are in both the record's own
+        # counts, but for custom_id, by which the line may be known.
         for name, member in self.envelope.others.items():
             if name not in own or name == "custom_id":
                 is_long = len(member) > MAX_QUOTED_BYTES
-                own[name] = json.dumps(name).encode() + b":" + quote(member) if is_long else member
+                own[name] = (
+                    json.dumps(name).encode() + b":" + quote(member)
+                    if is_long
+                    else member
+                )
         return b"{" + b",".join(own.values()) + b"}"
 
     def _to_batch_json(self) -> bytes:
@@ -118,7 +136,11 @@ class Record:
             b'"custom_id":' + custom_id,
             b'"response":' + dump(response),
             b'"error":null',
-            *([b'"line":%d' % self.line.number] if self.error and not self.is_of_batch else []),
+            *(
+                [b'"line":%d' % self.line.number]
+                if self.error and not self.is_of_batch
+                else []
+            ),
         ]
         return b"{" + b",".join(members) + b"}"
 
@@ -135,8 +157,8 @@ def make_id(line: Line, envelope: Envelope) -> str:
 def make_key(envelope: Envelope, repeat: int) -> bytes:
     """Return 16 bytes for a request, the form of its answer, and the draws that it takes.
 
-    Lines of one key have one answer, whatever else stands in them. `repeat` counts equal requests
-    before it in its file; it is 0 where chance has no part in it.
+    Lines of one key have one answer, whatever else stands in them. `repeat` counts
+    equal requests before it in its file; it is 0 where chance has no part in it.
     """
     form = b"batch" if envelope.shape == "batch" else b"plain"
     if envelope.endpoint is not None:  # the url says it, and not the request
@@ -173,7 +195,11 @@ class Answered:
             result = self.fields.get("result") or self.fields["response"]["body"]
             usage = result["usage"]
             cached = usage["prompt_tokens_details"]["cached_tokens"]
-            return int(usage["prompt_tokens"]), int(cached), int(usage.get("completion_tokens", 0))
+            return (
+                int(usage["prompt_tokens"]),
+                int(cached),
+                int(usage.get("completion_tokens", 0)),
+            )
         except (KeyError, TypeError) as error:
             raise ValueError("an answer has no usage") from error
 
@@ -204,7 +230,8 @@ def load_record(record: bytes) -> dict[str, Any]:
 
 def read_request(record: bytes) -> bytes:
     """Return the bytes of the request in a record that is none of a Batch line."""
-    if record.startswith(_START) and record.count(_RESULT) == 1:  # a string has no bare quote
+    # a string has no bare quote
+    if record.startswith(_START) and record.count(_RESULT) == 1:
         return record[len(_START) : record.index(_RESULT)]
     members = find_members(record)
     return members["request"].value if "request" in members else b""
@@ -225,12 +252,16 @@ def readdress(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answ
     result = record[len(start) : -len(end)] if record.endswith(end) else b""
     try:
         return Answered(record, {"result": orjson.loads(result)})
-    except ValueError:  # what stands around the request is not the same, or surrogates are in it
+    except (
+        ValueError
+    ):  # what stands around the request is not the same, or surrogates are in it
         result = find_members(record)["result"].value
         return Answered(start + result + end, {"result": json.loads(result)})
 
 
-def _readdress_batch(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answered:
+def _readdress_batch(
+    record: bytes, line: Line, envelope: Envelope, key: bytes
+) -> Answered:
     match = _match_answer(record)
     if match is None or match[1] != key.hex().encode():
         raise ValueError("a record is of another request")
@@ -240,6 +271,10 @@ def _readdress_batch(record: bytes, line: Line, envelope: Envelope, key: bytes) 
         envelope.custom_id,
     )
     request_id = make_request_id(key, line_id).encode()
-    body = b'"request_id":"%s","body":{"id":"%s-%s"' % (request_id, match[2], line_id.encode())
+    body = b'"request_id":"%s","body":{"id":"%s-%s"' % (
+        request_id,
+        match[2],
+        line_id.encode(),
+    )
     moved = start + body + record[match.end() :]
     return Answered(moved, load_record(moved))

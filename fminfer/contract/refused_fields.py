@@ -17,12 +17,22 @@ _ANY = as_it_is(ANYTHING)
 
 
 def _refused(
-    remedy: str, neutral: list[object], *names: str, ours: str = "", only: type | None = None
+    remedy: str,
+    neutral: list[object],
+    *names: str,
+    ours: str = "",
+    only: type | None = None,
 ) -> Iterator[Field]:
     """Yield unsupported fields, with the values that change nothing."""
     for name in names:
         yield Field(
-            name, _ANY, remedy, fate="refused", neutral=tuple(neutral), ours=ours, only=only
+            name,
+            _ANY,
+            remedy,
+            fate="refused",
+            neutral=tuple(neutral),
+            ours=ours,
+            only=only,
         )
 
 
@@ -35,7 +45,9 @@ def recorded(*names: str) -> Iterator[Field]:
 _INSIDE = "Put its fields into the request itself, by the names in docs/contract.md"
 _COLUMN = "Put a column of data beside a `request` object"
 _SCHEMA = "response_format or structured_outputs asks for JSON"
-_THOUGHT = "In chat, chat_template_kwargs switch thinking; max_tokens limits the whole answer"
+_THOUGHT = (
+    "In chat, chat_template_kwargs switch thinking; max_tokens limits the whole answer"
+)
 _SYSTEM = f"In chat, give a message with the role system. {_COLUMN}"
 _CONTEXT = "Give it to the run as --max-model-len"
 _WEIGHTS = "A run has one model; merge an adapter into it"
@@ -46,32 +58,61 @@ _START = "decoder_prompt begins an answer"
 _END = "ignore_eos, stop and stop_token_ids say where an answer ends"
 # Of completions and chat alike.
 _OF_DRAWS = (
-    *_refused("structured_outputs takes json, regex, choice or grammar", [""], "structural_tag"),
-    *_refused('In completions, "echo": true with logprobs returns them', [], "prompt_logprobs"),
+    *_refused(
+        "structured_outputs takes json, regex, choice or grammar",
+        [""],
+        "structural_tag",
+    ),
+    *_refused(
+        'In completions, "echo": true with logprobs returns them', [], "prompt_logprobs"
+    ),
     *_refused("logprobs returns the likeliest tokens", [], "logprob_token_ids"),
     *_refused("logprobs returns the likeliest tokens", [0], "n_probs", "top_n_tokens"),
     *_refused("logprobs returns the likeliest tokens", [0], "top_logprobs_num"),
     *_refused("logprobs returns them", [False], "return_logprob", "output_scores"),
     *_refused("logprobs returns them", [False], "response_logprobs"),
-    *_refused('In completions, "echo": true with logprobs returns them', [False], "output_logits"),
-    *_refused("", [False], "decoder_input_details", "post_sampling_probs", "flat_logprobs"),
-    *_refused("", [False], "output_hidden_states", "output_attentions", "return_hidden_states"),
+    *_refused(
+        'In completions, "echo": true with logprobs returns them',
+        [False],
+        "output_logits",
+    ),
+    *_refused(
+        "", [False], "decoder_input_details", "post_sampling_probs", "flat_logprobs"
+    ),
+    *_refused(
+        "", [False], "output_hidden_states", "output_attentions", "return_hidden_states"
+    ),
     *_refused("return_token_ids adds the ids", [False], "return_tokens_as_token_ids"),
     *_refused("return_token_ids adds the ids", [False], "return_tokens"),
-    *_refused("logprobs has text_offset in completions", [False], "return_token_offsets"),
-    *_refused("Give the prompt as text or as token ids", [], "prompt_embeds", "input_embeds"),
+    *_refused(
+        "logprobs has text_offset in completions", [False], "return_token_offsets"
+    ),
+    *_refused(
+        "Give the prompt as text or as token ids", [], "prompt_embeds", "input_embeds"
+    ),
     *_refused(f"Give prompt or messages. {_COLUMN}", [""], "input"),
-    *_refused("logit_bias changes logits", [[]], "logits_processors", "logits_processor"),
+    *_refused(
+        "logit_bias changes logits", [[]], "logits_processors", "logits_processor"
+    ),
     *_refused("logit_bias changes logits", [""], "custom_logit_processor"),
     *_refused("logit_bias changes logits", [[], {}], "sequence_bias", "logit_bias_exp"),
     *_refused(_BIAS, [[]], "suppress_tokens", "begin_suppress_tokens", "bad_words_ids"),
-    *_refused(_BIAS, [[]], "force_words_ids", "banned_tokens", "custom_token_bans", "token_ban"),
+    *_refused(
+        _BIAS,
+        [[]],
+        "force_words_ids",
+        "banned_tokens",
+        "custom_token_bans",
+        "token_ban",
+    ),
     *_refused(_BIAS, [[], ""], "ban_tokens", "ban_token_ids"),
     *_refused(_BIAS, [[]], "allowed_tokens", "excluded_tokens", "banned_strings"),
     *_refused(_START, [[]], "forced_decoder_ids", "decoder_input_ids"),
     *_refused(_START, [], "forced_bos_token_id", "decoder_start_token_id"),
     *_refused("", [], "forced_eos_token_id", "exponential_decay_length_penalty"),
-    *_refused(_END, [[], ""], "eos_token_id", "stopping_criteria", "stop_regex", "stop_token"),
+    *_refused(
+        _END, [[], ""], "eos_token_id", "stopping_criteria", "stop_regex", "stop_token"
+    ),
     *_refused(_END, [[], ""], "eos_token"),
     *_refused(_END, [False], "ban_eos_token", "no_stop_trim"),
     *_refused("repetition_penalty makes repetitions rare", [], "repetition_detection"),
@@ -80,8 +121,12 @@ _OF_DRAWS = (
     *_refused(_THOUGHT, [], "think", "reasoning_budget"),
     *_refused(_THOUGHT, [], "thinking", "reasoning", only=dict),
     *_refused(_THOUGHT, [], "thinking_budget", "thinking_config"),
-    *_refused("A model's reasoning is a part of its text", ["none"], "reasoning_format"),
-    *_refused("A model's reasoning is a part of its text", [False], "separate_reasoning"),
+    *_refused(
+        "A model's reasoning is a part of its text", ["none"], "reasoning_format"
+    ),
+    *_refused(
+        "A model's reasoning is a part of its text", [False], "separate_reasoning"
+    ),
     *_refused("A model's reasoning is a part of its text", [False], "include_thoughts"),
     *_refused(_BEAMS, [False], "use_beam_search"),
     *_refused(_BEAMS, [1], "num_beams", "num_beam_groups", "beam_width"),
@@ -91,44 +136,84 @@ _OF_DRAWS = (
     *_refused(_GREEDY, ["sample"], "decoding_method"),
     *_refused("", [""], "suffix"),
     *_refused("", [True], "spaces_between_special_tokens", "detokenize"),
-    *_refused("", [False], "watermarking", "watermark", "early_stopping", "dynamic_temperature"),
-    *_refused("", [{}], "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"),
-    *_refused("", [1], "length_penalty", "typical_p", "typical", "typ_p", "tfs_z", "tfs"),
+    *_refused(
+        "",
+        [False],
+        "watermarking",
+        "watermark",
+        "early_stopping",
+        "dynamic_temperature",
+    ),
+    *_refused(
+        "", [{}], "kv_transfer_params", "ec_transfer_params", "vllm_xargs", "extra_args"
+    ),
+    *_refused(
+        "", [1], "length_penalty", "typical_p", "typical", "typ_p", "tfs_z", "tfs"
+    ),
     *_refused("", [1], "guidance_scale", "cfg_scale", "encoder_repetition_penalty"),
-    *_refused("", [0], "routed_experts_prompt_start", "no_repeat_ngram_size", "penalty_alpha"),
+    *_refused(
+        "", [0], "routed_experts_prompt_start", "no_repeat_ngram_size", "penalty_alpha"
+    ),
     *_refused("", [0], "encoder_no_repeat_ngram_size", "epsilon_cutoff", "eta_cutoff"),
     *_refused("", [0], "top_a", "mirostat", "mirostat_mode", "dry_multiplier"),
     *_refused("", [0], "xtc_probability"),
-    *_refused("", [0], "dynatemp_range", "dynatemp_min", "dynatemp_max", "smoothing_factor"),
-    *_refused("", [0], "n_keep", "num_keep", "n_discard", "n_indent", "t_max_predict_ms"),
+    *_refused(
+        "", [0], "dynatemp_range", "dynatemp_min", "dynatemp_max", "smoothing_factor"
+    ),
+    *_refused(
+        "", [0], "n_keep", "num_keep", "n_discard", "n_indent", "t_max_predict_ms"
+    ),
     *_refused("", [0, -1], "top_n_sigma", "nsigma", "adaptive_target"),
     *_refused("repetition_penalty counts the whole text", [-1], "repeat_last_n"),
-    *_refused("repetition_penalty counts the whole text", [0], "repetition_penalty_range"),
+    *_refused(
+        "repetition_penalty counts the whole text", [0], "repetition_penalty_range"
+    ),
     *_refused("repetition_penalty counts the whole text", [0], "rep_pen_range"),
     *_refused("repetition_penalty counts the whole text", [-1], "penalty_last_n"),
-    *_refused("Section 7 of docs/contract.md has their order", [[]], "samplers", "sampler_order"),
-    *_refused("Section 7 of docs/contract.md has their order", [[]], "sampler_priority"),
+    *_refused(
+        "Section 7 of docs/contract.md has their order",
+        [[]],
+        "samplers",
+        "sampler_order",
+    ),
+    *_refused(
+        "Section 7 of docs/contract.md has their order", [[]], "sampler_priority"
+    ),
     *_refused("", [""], "negative_prompt"),
     *_refused("Answers are text", [["text"]], "modalities", "response_modalities"),
     *_refused("Answers are text", [], "audio"),
     *_refused("Answers are text", [{}], "media_io_kwargs", "mm_processor_kwargs"),
-    *_refused("Prompts are text", [[]], "images", "image", "image_data", "multi_modal_data"),
+    *_refused(
+        "Prompts are text", [[]], "images", "image", "image_data", "multi_modal_data"
+    ),
     *_refused("Ask for it in words", ["medium"], "verbosity"),
-    *_refused("", [False], "safe_prompt", "enable_search", "token_healing", "temperature_last"),
-    *_refused("", [], "max_time", "search_parameters", "search_options", "guardrailConfig"),
+    *_refused(
+        "", [False], "safe_prompt", "enable_search", "token_healing", "temperature_last"
+    ),
+    *_refused(
+        "", [], "max_time", "search_parameters", "search_options", "guardrailConfig"
+    ),
     *_refused("", [], "moderation", "web_search_options"),
     *_refused("", [], "previous_response_id"),
     *_refused("", [], "conversation", only=dict),
     *_refused("", [[]], "transforms", "plugins", "safety_settings"),
     *_refused("A model's reasoning is a part of its text", [True], "include_reasoning"),
-    *_refused("POST /tokenize of a server returns a chat's tokens", [False], "return_prompt_text"),
+    *_refused(
+        "POST /tokenize of a server returns a chat's tokens",
+        [False],
+        "return_prompt_text",
+    ),
     *_refused("Give the run --chat-template FILE", [], "chat_template", "template"),
     *_refused("Give the run --chat-template FILE", [], "prompt_template"),
     *_refused("Give the run --chat-template FILE", [], "instruction_template"),
-    *_refused('In chat, give {"documents": …} as chat_template_kwargs', [], "documents"),
+    *_refused(
+        'In chat, give {"documents": …} as chat_template_kwargs', [], "documents"
+    ),
     *_refused("In chat, give tools and tool_choice", ["none", "auto"], "function_call"),
     *_refused("Write it into the prompt", [""], "input_prefix", "input_suffix"),
-    *_refused("In chat, give all as messages", [[]], "history", "chat_history", only=list),
+    *_refused(
+        "In chat, give all as messages", [[]], "history", "chat_history", only=list
+    ),
     *_refused("In chat, give all as messages", [[]], "conversation_history", only=list),
     *_refused("In chat, it belongs into messages", [{}], "message", only=dict),
     *_refused(
@@ -159,15 +244,26 @@ _OF_DRAWS = (
     *_refused(_INSIDE, [{}], "options", "parameters", "params", only=dict),
     *_refused(_INSIDE, [{}], "config", "sampling", "kwargs", only=dict),
     *_refused(_INSIDE, [{}], "nvext"),
-    *_refused(_SCHEMA, [{}], "guided_decoding", "response_schema", "response_json_schema"),
+    *_refused(
+        _SCHEMA, [{}], "guided_decoding", "response_schema", "response_json_schema"
+    ),
     *_refused(_SCHEMA, [{}], "guided_json_schema", "response_model", "format_schema"),
     *_refused(_SCHEMA, [{}], "constraint", only=dict),
     *_refused(_SCHEMA, [{}], "constraints", only=dict),
     *_refused("A grammar holds from the first token on", [False], "grammar_lazy"),
     *_refused("A grammar holds from the first token on", [[]], "grammar_triggers"),
-    *_refused(_SCHEMA, [{}], "output_config", "text_format", "output_schema", "outlines"),
+    *_refused(
+        _SCHEMA, [{}], "output_config", "text_format", "output_schema", "outlines"
+    ),
     *_refused(_SCHEMA, [{}], "text", only=dict),
-    *_refused(_SCHEMA, ["", "text"], "format", "output_format", "response_type", "grammar_type"),
+    *_refused(
+        _SCHEMA,
+        ["", "text"],
+        "format",
+        "output_format",
+        "response_type",
+        "grammar_type",
+    ),
     *_refused(_SCHEMA, ["text/plain"], "response_mime_type"),
     *_refused(_SCHEMA, [False], "json_mode", "json_object", "guided_json_object"),
     *_refused(_SYSTEM, [""], "system", "system_prompt", "instructions"),
@@ -179,15 +275,25 @@ _OF_DRAWS = (
     *_refused("truncate_prompt_tokens cuts a prompt", [], "prompt_truncation"),
     *_refused("Give the run --on-too-long", [], "context_length_exceeded_behavior"),
     *_refused("logprobs returns them", ["NONE"], "return_likelihoods"),
-    *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
+    *_refused(
+        _WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"
+    ),
     *_refused(_WEIGHTS, [[], {}, ""], "adapters", "lora_name"),
     *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncate"),
-    *_refused("truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncation"),
-    *_refused("max_tokens counts generated tokens, without the prompt", [], "max_length"),
-    *_refused("min_tokens counts generated tokens, without the prompt", [0], "min_length"),
+    *_refused(
+        "truncate_prompt_tokens cuts a prompt", [False, "disabled"], "truncation"
+    ),
+    *_refused(
+        "max_tokens counts generated tokens, without the prompt", [], "max_length"
+    ),
+    *_refused(
+        "min_tokens counts generated tokens, without the prompt", [0], "min_length"
+    ),
     *_refused("", [], "max_new_tokens", "n_predict", "num_predict", ours="max_tokens"),
     *_refused("", [], "max_output_tokens", "max_generated_tokens", ours="max_tokens"),
-    *_refused("", [], "max_gen_len", "max_tokens_to_sample", "num_tokens", ours="max_tokens"),
+    *_refused(
+        "", [], "max_gen_len", "max_tokens_to_sample", "num_tokens", ours="max_tokens"
+    ),
     *_refused("", [[]], "stopping_strings", "end_sequences", ours="stop"),
     *_refused("", [[], ""], "antiprompt", "reverse_prompt", ours="stop"),
     *_refused("", [False], "ignore_eos_token", ours="ignore_eos"),
@@ -227,7 +333,9 @@ _IN_PROMPT = "The prompt of a chat request is its messages"
 _IN_CHATS = (
     *_OF_DRAWS,
     *_refused(_IN_PROMPT, [], "prompt", "inputs", "input_ids", "prompt_token_ids"),
-    *_refused("An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"),
+    *_refused(
+        "An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"
+    ),
     *_refused("An answer in chat is a message", [False], "return_full_text"),
     *_refused("/v1/completions has raw prompts", [False], "raw"),
     *_refused("/v1/completions has best_of", [1], "best_of"),
@@ -242,14 +350,20 @@ _NUMBERS = 'Numbers are float32; "encoding_format": "base64" makes them smaller'
 # Of embeddings, scores, rankings and classes alike.
 _OF_VECTORS = (
     *_refused(_PROMPTS, [""], "prompt", "input_type", "text_type", "task", "task_type"),
-    *_refused(_PROMPTS, [""], "instruction", "instruct", "instructions", "query_instruction"),
+    *_refused(
+        _PROMPTS, [""], "instruction", "instruct", "instructions", "query_instruction"
+    ),
     *_refused("prompt_name names one of the model's own prompts", [], "prompts"),
-    *_refused(_PROMPTS, [""], "prefix", "query_prefix", "document_prefix", "doc_prefix"),
+    *_refused(
+        _PROMPTS, [""], "prefix", "query_prefix", "document_prefix", "doc_prefix"
+    ),
     *_refused(_PROMPTS, [""], "system"),
     *_refused(_PROMPTS, [False], "is_query", "is_document", "is_passage"),
     *_refused(_CUT, [False, "NONE", "none"], "truncate", "truncation", "auto_truncate"),
     *_refused(_CUT, [], "max_tokens", "max_tokens_per_doc", "max_tokens_per_query"),
-    *_refused(_CUT, [], "max_length", "max_doc_length", "max_query_length", "truncate_length"),
+    *_refused(
+        _CUT, [], "max_length", "max_doc_length", "max_query_length", "truncate_length"
+    ),
     *_refused(_CUT, [], "overlap_tokens", "max_seq_length", "max_chunks_per_doc"),
     *_refused("", ["Right", "right"], "truncation_direction", ours="truncation_side"),
     *_refused(_NUMBERS, ["float32"], "embed_dtype", "precision", "dtype"),
@@ -257,19 +371,37 @@ _OF_VECTORS = (
     *_refused(_NUMBERS, [["float"], "float"], "embedding_types"),
     *_refused(_NUMBERS, ["float32", "none"], "quantization", "quantize"),
     *_refused(_NUMBERS, ["native", "little"], "endianness"),
-    *_refused("Each text has one vector", [False], "late_chunking", "return_multivector"),
-    *_refused("Each text has one vector", [False], "multi_vector", "multivector_output"),
+    *_refused(
+        "Each text has one vector", [False], "late_chunking", "return_multivector"
+    ),
+    *_refused(
+        "Each text has one vector", [False], "multi_vector", "multivector_output"
+    ),
     *_refused("Each text has one vector", [False, {}], "sparse", "return_sparse_vecs"),
     *_refused("Each text has one vector", ["sentence_embedding"], "output_value"),
     *_refused("Each text has one vector", ["dense"], "output_type"),
-    *_refused("Each text has one vector", [False], "return_sparse", "return_colbert_vecs"),
-    *_refused("The model's modules.json decides it", [], "pooling", "pooling_type", "pooling_task"),
-    *_refused("Each answer has all scores", [], "score_threshold", "threshold", "min_score"),
+    *_refused(
+        "Each text has one vector", [False], "return_sparse", "return_colbert_vecs"
+    ),
+    *_refused(
+        "The model's modules.json decides it",
+        [],
+        "pooling",
+        "pooling_type",
+        "pooling_task",
+    ),
+    *_refused(
+        "Each answer has all scores", [], "score_threshold", "threshold", "min_score"
+    ),
     *_refused("Each answer has all scores", [], "relevance_threshold"),
     *_refused("The model's config names its classes", [], "candidate_labels"),
-    *_refused("The model's config names its classes", [[]], "labels", "classes", only=list),
+    *_refused(
+        "The model's config names its classes", [[]], "labels", "classes", only=list
+    ),
     *_refused("The model's config decides it", [""], "problem_type"),
-    *_refused("/v1/score compares text_1 and text_2", [], "text_pair", "text_pairs", "pairs"),
+    *_refused(
+        "/v1/score compares text_1 and text_2", [], "text_pair", "text_pairs", "pairs"
+    ),
     *_refused("The model's config names its classes", [], "hypothesis_template"),
     *_refused("Each class has its probability", [True], "return_all_scores"),
     *_refused("Each class has its probability", [], "top_labels", "multi_label"),
@@ -278,19 +410,36 @@ _OF_VECTORS = (
     *_refused("Only texts are read", [{}], "mm_processor_kwargs", "media_io_kwargs"),
     *_refused("Give texts in place of messages", [], "messages", "chat_template"),
     *_refused("Give texts in place of messages", [{}], "chat_template_kwargs"),
-    *_refused("Give texts in place of messages", [True, False], "add_generation_prompt"),
+    *_refused(
+        "Give texts in place of messages", [True, False], "add_generation_prompt"
+    ),
     *_refused("Give texts in place of messages", [False], "continue_final_message"),
-    *_refused("", [False], "stream", "return_embeddings", "rewrite_query", "echo", "logprobs"),
+    *_refused(
+        "", [False], "stream", "return_embeddings", "rewrite_query", "echo", "logprobs"
+    ),
     *_refused("", [1], "n"),
     *_refused(_INSIDE, [{}], "extra_body"),
     *_refused(_INSIDE, [{}], "options", "parameters", only=dict),
-    *_refused(_WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"),
-    *_refused("The model's config decides it", [], "score_function", "similarity_fn_name"),
+    *_refused(
+        _WEIGHTS, [[], {}], "lora", "lora_path", "lora_request", "adapter", "adapter_id"
+    ),
+    *_refused(
+        "The model's config decides it", [], "score_function", "similarity_fn_name"
+    ),
     *_refused("The model's config decides it", [""], "similarity", "metric", only=str),
-    *_refused('"use_activation": false returns logits', [False], "raw_scores", "return_logits"),
-    *_refused('"use_activation": false returns logits', [True], "softmax", "apply_softmax"),
+    *_refused(
+        '"use_activation": false returns logits', [False], "raw_scores", "return_logits"
+    ),
+    *_refused(
+        '"use_activation": false returns logits', [True], "softmax", "apply_softmax"
+    ),
     *_refused('"use_activation": false returns logits', [True], "activation"),
-    *_refused('"use_activation": false returns logits', [], "function_to_apply", "activation_fn"),
+    *_refused(
+        '"use_activation": false returns logits',
+        [],
+        "function_to_apply",
+        "activation_fn",
+    ),
     *_refused(
         "normalize is of embeddings, and use_activation of scores, rankings and classes",
         [],
@@ -352,7 +501,9 @@ REFUSED: dict[Endpoint, tuple[Field, ...]] = {
         *_NOT_EMBEDDED,
         *_NOT_RANKED,
         *_refused(_IN_RERANK, [0], "top_k"),
-        *_refused("Give text_1 and text_2", [], "input", "inputs", "input_ids", *_DOCUMENTS),
+        *_refused(
+            "Give text_1 and text_2", [], "input", "inputs", "input_ids", *_DOCUMENTS
+        ),
         *_refused("", [], "data_1", ours="text_1"),
         *_refused("", [], "data_2", ours="text_2"),
     ),

@@ -1,4 +1,5 @@
-"""The fields of a request become a Request, or a RequestError that says what is wrong with it."""
+"""The fields of a request become a Request, or a RequestError that says what is wrong
+with it."""
 
 from __future__ import annotations
 
@@ -48,7 +49,8 @@ class SamplingParams:
     add_special_tokens: bool = True
     skip_special_tokens: bool = True
     return_token_ids: bool = False
-    decoder_prompt: str | tuple[int, ...] | None = None  # None: the decoder begins at once
+    # None: the decoder begins at once
+    decoder_prompt: str | tuple[int, ...] | None = None
 
     @property
     def is_greedy(self) -> bool:
@@ -72,7 +74,11 @@ class SamplingParams:
     @property
     def has_penalties(self) -> bool:
         """Tell whether a drawn token changes the logits of those after it."""
-        return (self.frequency_penalty, self.presence_penalty, self.repetition_penalty) != (0, 0, 1)
+        return (
+            self.frequency_penalty,
+            self.presence_penalty,
+            self.repetition_penalty,
+        ) != (0, 0, 1)
 
     def num_to_feed(self, num_prompt_tokens: int) -> int:
         """Prompt tokens the model must see; one that is only scored is never fed."""
@@ -100,14 +106,17 @@ class VectorFacts:
 
     size: int  # numbers of a vector
     is_scored: bool = False  # they are the logits of classes
-    is_score_logit: bool = False  # a pair's score is the logit itself, not the probability of it
+    # a pair's score is the logit itself, not the probability of it
+    is_score_logit: bool = False
     # How probabilities of classes are made of logits; "identity": they are the logits.
     odds: Literal["softmax", "sigmoid", "identity"] = "softmax"
     is_normalized: bool = False  # their length is 1
     has_types: bool = False  # the second text of a pair has a token type of its own
     labels: tuple[str, ...] = ()  # of the classes
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name, what stands before a text
-    default_prompt: str | None = None  # the name of the one that a request without a name gets
+    # by name, what stands before a text
+    prompts: Mapping[str, str] = field(default_factory=dict)
+    # the name of the one that a request without a name gets
+    default_prompt: str | None = None
     is_lowercased: bool = False  # lower texts before the tokenizer's own normalizer
     similarity: Similarity = "cosine"  # of an embedding model: how its scores are made
 
@@ -122,7 +131,8 @@ class VectorWish:
     is_normalized: bool = False  # to length 1
     is_base64: bool = False
     is_raw: bool = False  # scores and classes as logits
-    seconds: tuple[str, ...] = ()  # what prompts are compared with: each, or the only one with all
+    # what prompts are compared with: each, or the only one with all
+    seconds: tuple[str, ...] = ()
     top_n: int | None = None
     returns_documents: bool = True
     # The fields that hold the texts and the seconds, for errors.
@@ -137,10 +147,13 @@ class Request:
     params: SamplingParams
     warnings: tuple[RowWarning, ...] = field(default=())
     endpoint: Endpoint = "completions"
-    fills_context: bool = False  # max_tokens is at most what the context leaves of params'
-    tool_parser: KnownParser | None = None  # the form of tool calls in its answer; None: text
+    # max_tokens is at most what the context leaves of params'
+    fills_context: bool = False
+    # the form of tool calls in its answer; None: text
+    tool_parser: KnownParser | None = None
     keeps_one_call: bool = False  # its answer ends behind its first call
-    vectors: VectorWish | None = None  # what is made of its prompts' vectors; None: it draws
+    # what is made of its prompts' vectors; None: it draws
+    vectors: VectorWish | None = None
 
 
 def parse_request(
@@ -184,8 +197,13 @@ def make_params(
             "larger. Lower min_tokens or raise max_tokens",
             "min_tokens",
         )
-    if found.get("truncation_side") == "right" and "truncate_prompt_tokens" not in found:
-        raise out_of_range("truncation_side", "right", "null without truncate_prompt_tokens")
+    if (
+        found.get("truncation_side") == "right"
+        and "truncate_prompt_tokens" not in found
+    ):
+        raise out_of_range(
+            "truncation_side", "right", "null without truncate_prompt_tokens"
+        )
     own = {name: found[name] for name in found.keys() & _PARAMS}
     own |= {"max_tokens": max_tokens, "constraint": find_constraint(found)}
     return replace(defaults, **own)

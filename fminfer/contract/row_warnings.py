@@ -44,7 +44,9 @@ class WarningCounts:
             is_new = warning.kind not in self.kinds
             count = self.kinds.setdefault(warning.kind, KindCount())
             count.num_rows += 1
-            new = [name for name in dict.fromkeys(warning.names) if name not in count.names]
+            new = [
+                name for name in dict.fromkeys(warning.names) if name not in count.names
+            ]
             fitting = new[: MAX_NAMES - len(count.names)]
             count.names += fitting
             is_full = len(fitting) < len(new) and not count.has_more
@@ -65,7 +67,9 @@ class WarningCounts:
 
 def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:
     """Write a warning with the names that belong to it, on one line."""
-    shown = (printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names)
+    shown = (
+        printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names
+    )
     return f"{kind}: {', '.join(shown)}" if names else kind
 
 

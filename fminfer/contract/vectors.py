@@ -8,7 +8,13 @@ from typing import Any
 
 from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint
 from fminfer.contract.fields import show, wrong_type
-from fminfer.contract.prompts import MEDIA, check_choices, check_text, read_prompts, refuse_keys
+from fminfer.contract.prompts import (
+    MEDIA,
+    check_choices,
+    check_text,
+    read_prompts,
+    refuse_keys,
+)
 from fminfer.contract.read_fields import read_fields
 from fminfer.contract.request import Request, SamplingParams, VectorFacts, VectorWish
 from fminfer.core.errors import RequestError
@@ -21,7 +27,11 @@ _ONE_OR_MANY = "a string, or a list of strings"
 
 
 def parse_vectors(
-    fields: Mapping[str, Any], endpoint: Endpoint, facts: VectorFacts, *, is_strict: bool
+    fields: Mapping[str, Any],
+    endpoint: Endpoint,
+    facts: VectorFacts,
+    *,
+    is_strict: bool,
 ) -> Request:
     """Check one request for vectors, or for what is made of them."""
     check_model(endpoint, facts)
@@ -56,7 +66,11 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
     if facts is None:
         needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
         is_drawn = endpoint in OF_DRAWS
-        return "" if is_drawn else f"{needs}, and this one generates text. Ask /v1/completions"
+        return (
+            ""
+            if is_drawn
+            else f"{needs}, and this one generates text. Ask /v1/completions"
+        )
     if endpoint in OF_DRAWS:
         if not facts.is_scored:
             return "generates text, and this one gives vectors. Ask /v1/embeddings"
@@ -67,7 +81,9 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
     if endpoint == "classify" and not facts.is_scored:
         return "has classes, and this one gives embeddings. Ask /v1/embeddings"
     if endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
-        return f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
+        return (
+            f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
+        )
     return ""
 
 
@@ -87,8 +103,8 @@ def _read_texts(
     if len(firsts) != 1 and (len(firsts) != len(seconds) or endpoint == "rerank"):
         raise RequestError(
             "out_of_range",
-            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; give one, which "
-            "is compared with all" + ", or as many" * (endpoint == "score"),
+            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; give "
+            "one, which is compared with all" + ", or as many" * (endpoint == "score"),
             names[0],
         )
     check_choices(len(seconds), 1, 1, names[1])
@@ -111,9 +127,13 @@ def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
     """Return a text, or several; a document of Cohere's form may be an object with its text."""
     value = fields.get(name)
     if value is None:
-        raise RequestError("missing_prompt", f"{name} is absent; give {_ONE_OR_MANY}", name)
+        raise RequestError(
+            "missing_prompt", f"{name} is absent; give {_ONE_OR_MANY}", name
+        )
     if value == []:
-        raise RequestError("out_of_range", f"{name} is an empty list; give a text", name)
+        raise RequestError(
+            "out_of_range", f"{name} is an empty list; give a text", name
+        )
     given = value if isinstance(value, list) else [value]
     for document in (each for each in given if isinstance(each, dict)):
         refuse_keys(document, name, _OF_DOCUMENTS)
@@ -128,8 +148,8 @@ def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
     if dimensions is not None and dimensions > facts.size:
         raise RequestError(
             "out_of_range",
-            f"dimensions is {dimensions}; this model's vectors have {facts.size} numbers. Give at "
-            "most so many",
+            f"dimensions is {dimensions}; this model's vectors have {facts.size} "
+            "numbers. Give at most so many",
             "dimensions",
         )
     return None if dimensions == facts.size else dimensions
@@ -159,7 +179,9 @@ def _check_activation(value: bool | None, facts: VectorFacts) -> bool:
     return value is False
 
 
-def _find_prefix(name: str | None, prompts: list[str | list[int]], facts: VectorFacts) -> str:
+def _find_prefix(
+    name: str | None, prompts: list[str | list[int]], facts: VectorFacts
+) -> str:
     """Return the model's prompt of a name, or its default one; "": there is none."""
     if name is not None and name not in facts.prompts:
         known = ", ".join(map(show, facts.prompts)) or "none"

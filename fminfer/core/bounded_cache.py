@@ -48,7 +48,10 @@ class BoundedCache(Generic[Key, Value]):
                 dropped.append(self._pop(key))
             self._entries[key] = (value, num_bytes)
             self.num_bytes += num_bytes
-            while len(self._entries) > self._max_entries or self.num_bytes > self._max_bytes:
+            while (
+                len(self._entries) > self._max_entries
+                or self.num_bytes > self._max_bytes
+            ):
                 dropped.append(self._pop(next(iter(self._entries))))
         return dropped
 

@@ -28,10 +28,17 @@ from fminfer.core.option import (
 )
 
 DType = Literal["auto", "float32", "bfloat16", "float16"]
-BITS = ("int8", "int4")  # as a dtype: weights of so many bits, and arithmetic as by auto
+# as a dtype: weights of so many bits, and arithmetic as by auto
+BITS = ("int8", "int4")
 ModelDType = Literal["auto", "float32", "bfloat16", "float16", "int8", "int4"]
 Quantized = Literal[
-    "int8", "int8-32", "int8-row", "int4", "int4-128", "int4-symmetric", "int4-symmetric-128"
+    "int8",
+    "int8-32",
+    "int8-row",
+    "int4",
+    "int4-128",
+    "int4-symmetric",
+    "int4-symmetric-128",
 ]
 TokenFormat = Literal["auto", "vocab", "text"]
 Kernels = Literal["auto", "off", "require"]
@@ -52,7 +59,8 @@ class Constraint:
     kind: ConstraintKind
     # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF.
     text: str
-    whitespace: str = ""  # a regex of what may stand between JSON tokens; "": ours; "none": nothing
+    # a regex of what may stand between JSON tokens; "": ours; "none": nothing
+    whitespace: str = ""
 
 
 @dataclass(slots=True, frozen=True)
@@ -93,15 +101,16 @@ class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
     model: ModelPlace | None = _weights(
-        "A local folder, a .gguf file, a Hugging Face hub id, or demo: the package's small model.  "
-        "[default: demo; a run then refuses lines that name another model]",
+        "A local folder, a .gguf file, a Hugging Face hub id, or demo: the package's "
+        "small model.  [default: demo; a run then refuses lines that name another "
+        "model]",
         flags=("--model-name", "--model"),
         is_positional=True,
         old={"checkpoint": {}},
     )
     random_init: ConfigPlace | None = _weights(
-        "Random weights, for benchmarks, in the shape of a config.json, a hub id or a known size "
-        "(llama-160m, bloom-176b, …).",
+        "Random weights, for benchmarks, in the shape of a config.json, a hub id or a "
+        "known size (llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
         is_positional=True,
     )
@@ -119,22 +128,25 @@ class ModelOptions(Options):
         "Branch, tag or commit of a hub model.  [default: its main branch]"
     )
     without_adapter: bool = _weights(
-        "Answer with the model alone where a LoRA adapter lies beside it. Otherwise such a folder "
-        "is refused: adapters are not applied."
+        "Answer with the model alone where a LoRA adapter lies beside it. Otherwise "
+        "such a folder is refused: adapters are not applied."
     )
     max_model_len: Count | None = _model(
         "Most tokens of a prompt and its completion together.  [default: the model's context]",
         alters="requests",
     )
     max_layers: Count | None = _model(
-        "Use only the model's first N layers.", alters="answers", is_always_recorded=True
+        "Use only the model's first N layers.",
+        alters="answers",
+        is_always_recorded=True,
     )
     skip_tokenizer_init: bool = _recorded(
         "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
         alters="answers",
     )
     model_type: str | None = _model(
-        "Checked against the model's config (opt, bloom, gptj, …).", group="Old command lines"
+        "Checked against the model's config (opt, bloom, gptj, …).",
+        group="Old command lines",
     )
 
     @property
@@ -146,8 +158,9 @@ class ModelOptions(Options):
         """Refuse names that contradict each other."""
         if self.model_type in NO_CONFIG:
             raise UsageError(
-                f"--model-type {self.model_type}: transformers has no public config of it, so that "
-                "it does not run. glm4 does (zai-org/GLM-4-9B-0414, for one)"
+                f"--model-type {self.model_type}: transformers has no public config of "
+                "it, so that it does not run. glm4 does (zai-org/GLM-4-9B-0414, for "
+                "one)"
             )
         if None not in (self.model, self.random_init):
             raise contradiction("--model-name", "--random-init")
@@ -157,7 +170,9 @@ class ModelOptions(Options):
             value = getattr(self, name)
             if value is not None and self.model is None:
                 flag = f"--{name.replace('_', '-')}"
-                raise UsageError(f"{flag} is {value!r}; give the model too, by --model-name")
+                raise UsageError(
+                    f"{flag} is {value!r}; give the model too, by --model-name"
+                )
 
 
 @dataclass(frozen=True)
@@ -170,7 +185,10 @@ class ComputeOptions(Options):
         "bfloat16 stay bfloat16 in memory, unless --kernels off is set. int8, int4: as auto "
         "with --quantize int8 or int4.",
         default="auto",
-        old={"--fp16": {"true": "float16"}, "half": {"true": "float16", "false": "float32"}},
+        old={
+            "--fp16": {"true": "float16"},
+            "half": {"true": "float16", "false": "float32"},
+        },
     )
     kv_dtype: DType = _speed(
         "Type of the KV cache. auto: as --dtype. 16 bits beside float32 halve its memory, but "
@@ -178,17 +196,18 @@ class ComputeOptions(Options):
         default="auto",
     )
     quantize: Quantized | None = _speed(
-        "Round weights to 8 or 4 bits while they are read. int8: a scale for each 128 inputs; "
-        "int8-32: for each 32; int8-row: for each row. int4: a scale and a minimum for each 32; "
-        "int4-128: for each 128; symmetric: no minimum. Groups of 128 become 32 where rows do not "
-        "divide by 128. Head and embedding get 8 bits.  "
-        "[default: weights keep their bits]",
+        "Round weights to 8 or 4 bits while they are read. int8: a scale for each 128 "
+        "inputs; int8-32: for each 32; int8-row: for each row. int4: a scale and a "
+        "minimum for each 32; int4-128: for each 128; symmetric: no minimum. Groups of "
+        "128 become 32 where rows do not divide by 128. Head and embedding get 8 "
+        "bits.  [default: weights keep their bits]",
     )
     device: str = _speed("Where to compute: auto, cpu, cuda, cuda:0, …", default="auto")
     kernels: Kernels = _speed(
-        "Use of fminfer's own kernels: C++ on a CPU, which needs g++, and Triton on a GPU. auto: "
-        "where they serve the model and pass their trial; plain torch elsewhere. off: plain "
-        "torch. require: fail, with the reason, where auto would fall back.",
+        "Use of fminfer's own kernels: C++ on a CPU, which needs g++, and Triton on a "
+        "GPU. auto: where they serve the model and pass their trial; plain torch "
+        "elsewhere. off: plain torch. require: fail, with the reason, where auto would "
+        "fall back.",
         default="auto",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
     )
@@ -218,38 +237,48 @@ class MemoryOptions(Options):
     """How much is held in memory, and computed at once."""
 
     offload: Offload = _speed(
-        "Stream layers of a model that does not fit the device's memory: bring them again for each "
-        "pass, which computes thousands of tokens. auto: stream only layers that do not fit, from "
-        "a GPU's host memory or, if they do not fit there, from the disk. cpu: stream all layers "
-        "from a GPU's host memory. disk: stream all layers from the model's files.",
+        "Stream layers of a model that does not fit the device's memory: bring them "
+        "again for each pass, which computes thousands of tokens. auto: stream only "
+        "layers that do not fit, from a GPU's host memory or, if they do not fit "
+        "there, from the disk. cpu: stream all layers from a GPU's host memory. disk: "
+        "stream all layers from the model's files.",
         default="off",
         must_agree=True,
     )
     budget: int | None = _speed(
-        "Size of the KV cache in tokens (prompts and new tokens of all rows that run at once), "
-        f"rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half of the free RAM (in "
-        "70 % with --offload), or in a GPU beside weights, a step's work and 1.5 GiB]",
+        "Size of the KV cache in tokens (prompts and new tokens of all rows that run "
+        f"at once), rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half "
+        "of the free RAM (in 70 % with --offload), or in a GPU beside weights, a "
+        "step's work and 1.5 GiB]",
         must_agree=True,
     )
-    block_size: Count = option("Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True)
+    block_size: Count = option(
+        "Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True
+    )
     chunk_size: Count | None = _speed(
-        f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU {ON_GPU.chunk_size}, "
-        f"divided among the ranks of a pipeline; with --offload {STREAMED['cpu'].chunk_size}, on a "
-        f"GPU {STREAMED['cuda'].chunk_size}, or what fits]"
+        f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU "
+        f"{ON_GPU.chunk_size}, divided among the ranks of a pipeline; with --offload "
+        f"{STREAMED['cpu'].chunk_size}, on a GPU {STREAMED['cuda'].chunk_size}, or "
+        "what fits]"
     )
     max_rows: Count | None = _speed(
         "Most sequences that run at once.  "
         f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}; with --offload "
         f"{STREAMED['cpu'].max_rows}, on a GPU {STREAMED['cuda'].max_rows}]",
         must_agree=True,
-        old={"--max_batchsize": {}, "--max_batch_size": {}, "executor_max_batch_size": {}},
+        old={
+            "--max_batchsize": {},
+            "--max_batch_size": {},
+            "executor_max_batch_size": {},
+        },
     )
     micro_batches: Count | None = _speed(
         "Micro-batches in flight in a pipeline.  [default: one more than it has stages; with "
         "--offload one a stage, or one alone if stages share a disk]"
     )
     prefix_cache: bool = _speed(
-        "Compute once the prefixes that prompts share, and equal greedy requests.", default=True
+        "Compute once the prefixes that prompts share, and equal greedy requests.",
+        default=True,
     )
     max_steps: Count | None = option(
         "Without input: number of batches of made-up requests. With input: stop after this many "
@@ -274,7 +303,8 @@ class MemoryOptions(Options):
         """Refuse a KV cache that holds nothing."""
         if self.budget is not None and self.budget < self.block_size:
             raise UsageError(
-                f"budget is {self.budget} tokens; it must hold one block, {self.block_size} tokens"
+                f"budget is {self.budget} tokens; it must hold one block, "
+                f"{self.block_size} tokens"
             )
 
 
@@ -289,7 +319,8 @@ class GroupSizes(Options):
         "--pipeline-group-size × --tensor-parallel-size × --data-group-size]"
     )
     data_group_size: Count = _rank(
-        "Number of pipelines, each with the whole model. They share the input.", default=1
+        "Number of pipelines, each with the whole model. They share the input.",
+        default=1,
     )
     pipeline_group_size: Count | None = _rank(
         "Stages of each pipeline. Each has some of the layers.  [default: --world-size / "
@@ -336,8 +367,9 @@ class GroupSizes(Options):
             size = self.tensor_parallel_size
             tensor = f"× {self.called('tensor_parallel_size')} {size} " * (size > 1)
             raise UsageError(
-                f"{world} {self.world_size} is not {stages} {self.pipeline_group_size or '(any)'} "
-                f"{tensor}× {groups} {self.data_group_size}; give the product, or leave {world} out"
+                f"{world} {self.world_size} is not {stages} "
+                f"{self.pipeline_group_size or '(any)'} {tensor}× {groups} "
+                f"{self.data_group_size}; give the product, or leave {world} out"
             )
 
 
@@ -364,10 +396,12 @@ class RequestOptions(Options):
         commands=OF_WEIGHTS,
         must_agree=True,
     )
-    max_logprobs: Amount = _recorded("Largest value of logprobs in a request.", default=100)
+    max_logprobs: Amount = _recorded(
+        "Largest value of logprobs in a request.", default=100
+    )
     on_too_long: OnTooLong = _recorded(
-        "What to do with a prompt that leaves no room for max_tokens: refuse it, or cut its left "
-        "or right end, with a warning.",
+        "What to do with a prompt that leaves no room for max_tokens: refuse it, or "
+        "cut its left or right end, with a warning.",
         default="error",
     )
     token_format: TokenFormat = _recorded(
@@ -398,12 +432,12 @@ class RequestOptions(Options):
         commands=("run", "check"),
     )
     strict: bool = _recorded(
-        "Refuse requests with unknown parameters, best_of below n and the like. Otherwise they are "
-        "answered with a warning."
+        "Refuse requests with unknown parameters, best_of below n and the like. "
+        "Otherwise they are answered with a warning."
     )
     check_model: bool = _recorded(
-        "Refuse requests whose model or engine is neither --model-name nor its last part. A server "
-        "answers 404. A run without --model-name always does so."
+        "Refuse requests whose model or engine is neither --model-name nor its last "
+        "part. A server answers 404. A run without --model-name always does so."
     )
     request_args: dict[str, Any] | None = option(
         "Fields that replace each request's own.",
@@ -412,24 +446,36 @@ class RequestOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a template in a pipe, and a seed of more than 64 bits, which no kernel holds."""
-        refuse_special(Path(self.chat_template or "."))  # a template is read more than once
+        """Refuse a template in a pipe, and a seed of more than 64 bits, which no kernel
+        holds."""
+        # a template is read more than once
+        refuse_special(Path(self.chat_template or "."))
         if not -(2**63) <= self.seed < 2**63:
-            raise UsageError(f"seed is {self.seed}; it must fit into a signed number of 64 bits")
+            raise UsageError(
+                f"seed is {self.seed}; it must fit into a signed number of 64 bits"
+            )
 
 
 @dataclass(frozen=True)
-class EngineConfig(RequestOptions, RankOptions, MemoryOptions, ComputeOptions, ModelOptions):
+class EngineConfig(
+    RequestOptions, RankOptions, MemoryOptions, ComputeOptions, ModelOptions
+):
     """Options of one engine. A value outside its limits raises UsageError."""
 
     @classmethod
     def from_fields(cls, told: dict[str, Any]) -> Self:
         """Return the options that another process has sent."""
-        lists = {name: tuple(value) for name, value in told.items() if isinstance(value, list)}
+        lists = {
+            name: tuple(value)
+            for name, value in told.items()
+            if isinstance(value, list)
+        }
         return cls(**told | lists)
 
 
-EngineConfig.__doc__ = f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineConfig)}\n"
+EngineConfig.__doc__ = (
+    f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineConfig)}\n"
+)
 
 
 def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfig:
@@ -445,11 +491,16 @@ def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
     for name in names:
         for each in options_of(EngineConfig).values():
             if (values := each.old.get(f"--{name}")) is not None:
-                meant = [f"{v!r} (it was {k!r})" if k != v else repr(v) for k, v in values.items()]
+                meant = [
+                    f"{v!r} (it was {k!r})" if k != v else repr(v)
+                    for k, v in values.items()
+                ]
                 give = f"; give {each.name}={', '.join(meant)}" * bool(meant)
                 raise UsageError(f"the option {name} is called {each.name} now{give}")
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)
         hint = f"did you mean {near[0]}? The" if near else "the"
-        raise UsageError(f"there is no option {name}; {hint} options are {', '.join(known)}")
+        raise UsageError(
+            f"there is no option {name}; {hint} options are {', '.join(known)}"
+        )

@@ -30,7 +30,9 @@ ERROR_CODES: dict[ErrorCode, str] = {
     "out_of_range": "A value is beyond its limits.",
     "context_length_exceeded": "Prompt and max_tokens do not fit the model's context.",
     "token_out_of_range": "A token id is not in the vocabulary.",
-    "unsupported_parameter": "A field asks for what fminfer, this model or this run does not do.",
+    "unsupported_parameter": (
+        "A field asks for what fminfer, this model or this run does not do."
+    ),
     "duplicate_custom_id": "An earlier line has this custom_id.",
     "out_of_memory": "The row cannot run even alone within --budget.",
     "nan_logits": "A logit is nan or +inf.",
@@ -38,7 +40,8 @@ ERROR_CODES: dict[ErrorCode, str] = {
 }
 # Of a request that was right, which this run could not answer and another might.
 RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
-# What told a run to stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a scheduler's warning.
+# What told a run to stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a
+# scheduler's warning.
 StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 
 
@@ -70,7 +73,9 @@ class CheckpointError(FminferError):
 
     def __init__(self, text: str) -> None:
         if (num_more := len(text) - 1800) > 0:
-            text = f"{text[:1000]} … {num_more:,} characters … {text[1000 + num_more :]}"
+            text = (
+                f"{text[:1000]} … {num_more:,} characters … {text[1000 + num_more :]}"
+            )
         super().__init__(text)
 
 
@@ -120,7 +125,8 @@ class DamagedInputError(FminferError):
 
 
 class UncompiledError(FminferError):
-    """A request's grammar has to be compiled first; whoever prepares it does not wait for that."""
+    """A request's grammar has to be compiled first; whoever prepares it does not wait
+    for that."""
 
 
 class RequestError(FminferError):
@@ -132,7 +138,9 @@ class RequestError(FminferError):
         self.message = message
         self.param = param
 
-    def __reduce__(self) -> tuple[type[RequestError], tuple[ErrorCode, str, str | None]]:
+    def __reduce__(
+        self,
+    ) -> tuple[type[RequestError], tuple[ErrorCode, str, str | None]]:
         """Let it travel between processes."""
         return RequestError, (self.code, self.message, self.param)
 
@@ -162,7 +170,9 @@ PLAIN_KINDS = (
 
 def error_of(kind: str, text: str) -> FminferError:
     """Return the error that another process told of, by its kind and its text."""
-    return next((each for each in PLAIN_KINDS if each.__name__ == kind), FminferError)(text)
+    return next((each for each in PLAIN_KINDS if each.__name__ == kind), FminferError)(
+        text
+    )
 
 
 def row_error(error: Exception, what: str) -> RequestError:
@@ -188,7 +198,8 @@ def row_error(error: Exception, what: str) -> RequestError:
 
 
 def printable(text: str) -> str:
-    """Return a text that a terminal only shows: what controls it, or is no text, is spelled out."""
+    """Return a text that a terminal only shows: what controls it, or is no text, is
+    spelled out."""
     return "".join(
         char.encode("unicode_escape").decode()
         if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs")

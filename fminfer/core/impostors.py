@@ -43,13 +43,17 @@ def refuse_special(path: Path) -> None:
     """Refuse a pipe, a socket or a device in the place of a file: reading it might never end."""
     with suppress(OSError, ValueError):  # the reader of the file says what is wrong
         if kind := _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)):
-            raise CheckpointError(f"{path} is {kind}, and no file. Give a plain file instead")
+            raise CheckpointError(
+                f"{path} is {kind}, and no file. Give a plain file instead"
+            )
 
 
 def refuse_special_files(folder: Path) -> None:
     """Refuse a model's folder with a pipe, socket or device in a file's place, at two depths."""
     for path in (*folder.glob("*"), *folder.glob("*/*")):
-        if re.search(r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name):
+        if re.search(
+            r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name
+        ):
             refuse_special(path)
 
 
@@ -65,7 +69,10 @@ def naming_faults(place: object) -> Iterator[None]:
         raise
     except BaseException as error:
         # A panic in a library of Rust is no Exception.
-        if not isinstance(error, Exception) and type(error).__name__ != "PanicException":
+        if (
+            not isinstance(error, Exception)
+            and type(error).__name__ != "PanicException"
+        ):
             raise
         if isinstance(error, OSError) and error.errno in _OF_MACHINE:
             raise MachineError(
@@ -82,8 +89,8 @@ def refuse_impostor(path: Path) -> None:
     # The size that a weight file begins with may be a "<", but has zeros.
     if start.startswith(b"<") and b"\0" not in start:
         raise CheckpointError(
-            f"{path} is a web page. An address with /blob/ shows a page about a file; download the "
-            "file itself from the same address with /resolve/"
+            f"{path} is a web page. An address with /blob/ shows a page about a file; "
+            "download the file itself from the same address with /resolve/"
         )
     if start.startswith(_POINTER):
         raise CheckpointError(
@@ -105,8 +112,12 @@ def _start_of(path: Path) -> bytes:
 def broken(place: object, why: object) -> CheckpointError:
     """Return the error of a file whose content is damaged, or that cannot be read."""
     if isinstance(why, PermissionError):
-        return CheckpointError(f"{place} cannot be read: {why}. Let this user read it (chmod)")
-    text = _NO_UTF_8.sub("a text in it is damaged: it is not UTF-8", " ".join(str(why).split()))
+        return CheckpointError(
+            f"{place} cannot be read: {why}. Let this user read it (chmod)"
+        )
+    text = _NO_UTF_8.sub(
+        "a text in it is damaged: it is not UTF-8", " ".join(str(why).split())
+    )
     if isinstance(why, json.JSONDecodeError):
         text = f"no JSON: {text}"
     elif isinstance(why, BaseException) and not (
@@ -125,9 +136,13 @@ def is_gguf(name: str | Path | None) -> bool:
     return is_named_so or _start_of(path).startswith(MAGIC)  # Ollama's are sha256-…
 
 
-def gguf_error(name: str, files: Sequence[str], *, is_of_hub: bool = False) -> CheckpointError:
+def gguf_error(
+    name: str, files: Sequence[str], *, is_of_hub: bool = False
+) -> CheckpointError:
     """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
-    names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(files)
+    names = sorted(file for file in files if not file.startswith(_PROJECTOR)) or sorted(
+        files
+    )
     first = names[0]
     more = f" and {len(names) - 1} more" * (len(names) > 1)
     remedy = (

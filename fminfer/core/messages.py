@@ -16,9 +16,11 @@ MOST_TOLD = 4  # ranks that a line tells of one by one
 class Mask:
     """The tokens that may be drawn next."""
 
-    # Bit i % 8 of byte i // 8 is of token i; the last bit is of all ids behind, too. Words of 64.
+    # Bit i % 8 of byte i // 8 is of token i; the last bit is of all ids behind, too.
+    # Words of 64.
     bits: bytes
-    few: tuple[int, ...] | None  # the ids in order where they are at most MAX_FEW, else None
+    # the ids in order where they are at most MAX_FEW, else None
+    few: tuple[int, ...] | None
 
 
 def make_mask(bits: bytes) -> Mask:
@@ -28,7 +30,9 @@ def make_mask(bits: bytes) -> Mask:
         return Mask(bits, None)
     import numpy as np  # not needed to start
 
-    is_allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(np.bool_)
+    is_allowed = np.unpackbits(np.frombuffer(bits, np.uint8), bitorder="little").view(
+        np.bool_
+    )
     return Mask(bits, tuple(np.flatnonzero(is_allowed).tolist()))
 
 
@@ -52,7 +56,8 @@ class StageSpan:
     start_s: float  # time.time() of its machine
     end_s: float
     sent_bytes: int = 0
-    max_tokens: int = 0  # that the stage computes at once since memory ran out; 0: it has not
+    # that the stage computes at once since memory ran out; 0: it has not
+    max_tokens: int = 0
     earlier_s: float = 0.0  # what earlier steps took beyond their own spans, on a GPU
     # Of streamed layers (--offload): bytes read since the last step, and how long reads went on.
     read_bytes: int = 0
@@ -72,7 +77,8 @@ class MemoryPeak:
 
     host_bytes: int
     gpu_bytes: int = 0  # in torch's tensors
-    gpu_reserved_bytes: int = 0  # that torch has taken of the GPU, with what is free in it
+    # that torch has taken of the GPU, with what is free in it
+    gpu_reserved_bytes: int = 0
 
 
 @dataclass(slots=True, frozen=True)
@@ -81,7 +87,8 @@ class RankMemory:
 
     rank: int  # counted over all pipelines
     is_on_gpu: bool
-    foreseen_bytes: int  # the forecast of `fminfer check`: of the GPU, or else of the host
+    # the forecast of `fminfer check`: of the GPU, or else of the host
+    foreseen_bytes: int
     peak: MemoryPeak
 
     @property
@@ -99,7 +106,11 @@ class RankMemory:
 
 def show_memory(ranks: Sequence[RankMemory]) -> str:
     """Tell the peaks in a line: of each rank if there are few, or else of the largest."""
-    told = ranks if len(ranks) <= MOST_TOLD else [max(ranks, key=lambda each: each.peak_bytes)]
+    told = (
+        ranks
+        if len(ranks) <= MOST_TOLD
+        else [max(ranks, key=lambda each: each.peak_bytes)]
+    )
     parts = [f"rank {each.rank}: " * (len(ranks) > 1) + each.to_text() for each in told]
     others = f"; the most of {counted(len(ranks), 'rank')}" * (len(told) < len(ranks))
     return "; ".join(parts) + others
@@ -114,4 +125,6 @@ def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
         shown = [show_bytes(size) if each.is_on_gpu else "-" for size in on_gpu]
         foreseen = show_bytes(each.foreseen_bytes)
         rows.append([str(each.rank), show_bytes(peak.host_bytes), *shown, foreseen])
-    return ["".join(f"{cell:>13}" for cell in row).removeprefix(" " * 9) for row in rows]
+    return [
+        "".join(f"{cell:>13}" for cell in row).removeprefix(" " * 9) for row in rows
+    ]

@@ -1,7 +1,7 @@
 """Options as fields of dataclasses: each is declared once, with all facts about it.
 
-They become flags, arguments of `fminfer.Engine`, keys of configuration files, FMINFER_ variables,
-what journals record, what ranks compare, and the reference in docs/running.md.
+They become flags, arguments of `fminfer.Engine`, keys of configuration files, FMINFER_
+variables, what journals record, what ranks compare, and the reference in docs/running.md.
 """
 
 from __future__ import annotations
@@ -14,7 +14,16 @@ from numbers import Integral, Real
 from operator import or_
 from os import PathLike
 from pathlib import Path
-from typing import Annotated, Any, ClassVar, Literal, TypeVar, get_args, get_origin, get_type_hints
+from typing import (
+    Annotated,
+    Any,
+    ClassVar,
+    Literal,
+    TypeVar,
+    get_args,
+    get_origin,
+    get_type_hints,
+)
 
 from fminfer.core.errors import UsageError
 
@@ -43,7 +52,8 @@ OF_WEIGHTS: tuple[Command, ...] = (*OF_ENGINE, "quantize")  # all that read weig
 
 @dataclass(slots=True, frozen=True)
 class Least:
-    """The least value of a number. If it is shown, help says it, and click refuses lower ones."""
+    """The least value of a number. If it is shown, help says it, and click refuses
+    lower ones."""
 
     number: int
     is_shown: bool = False
@@ -74,7 +84,8 @@ Bytes = Annotated[int, "size", Least(1)]
 Rate = Annotated[float, "rate", Least(1)]  # a second: of bytes, or of operations
 Folder = Annotated[Path, "folder"]
 PipeName = Annotated[str, "pipe"]  # of a schedule, as the old tool calls it
-WholeTexts = Annotated[tuple[str, ...], "whole"]  # a variable holds one text, with its commas
+# a variable holds one text, with its commas
+WholeTexts = Annotated[tuple[str, ...], "whole"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -89,7 +100,8 @@ class Option:
     # "answers": kept answers depend on it. "requests": it shows in prepared requests, or decides
     # whether they are answered. Journals record both, if the value is not the default.
     alters: Literal["", "answers", "requests"] = ""
-    is_always_recorded: bool = False  # at its default, too: of options older than this rule
+    # at its default, too: of options older than this rule
+    is_always_recorded: bool = False
     must_agree: bool = False  # all ranks must have the same value
     sets: str = ""  # the field of requests that it sets
     # Its old names, each with what old values mean today; {}: the same. Names with -- are flags,
@@ -103,7 +115,9 @@ class Option:
     def all_flags(self) -> tuple[str, ...]:
         """The flags: `is_wait` and `wait_s` give --wait, `wait_bytes` gives --wait-size."""
         plain = self.name.removeprefix("is_").removesuffix("_s")
-        return self.flags or (f"--{plain.replace('_bytes', '_size').replace('_', '-')}",)
+        return self.flags or (
+            f"--{plain.replace('_bytes', '_size').replace('_', '-')}",
+        )
 
     @property
     def told(self) -> str:
@@ -117,16 +131,25 @@ class Option:
         """The type as Python writes it, a closed set as its values."""
         kind = plain_hint(self.hint)
         name = getattr(kind, "__name__", "") if not get_args(kind) else str(kind)
-        name = " | ".join(map(repr, get_args(kind))) if get_origin(kind) is Literal else name
+        name = (
+            " | ".join(map(repr, get_args(kind)))
+            if get_origin(kind) is Literal
+            else name
+        )
         return f"{name} | None" if is_optional(self.hint) else name
 
     @property
     def old_flags(self) -> dict[str, Mapping[str, Any]]:
         """Old flags that `fminfer` shows, with what their values mean."""
-        return {name: values for name, values in self.old.items() if values and name[0] == "-"}
+        return {
+            name: values
+            for name, values in self.old.items()
+            if values and name[0] == "-"
+        }
 
     def refuse(self, value: Any, called: str) -> None:
-        """Raise UsageError for a value, named as `called`, outside the option's type or limits."""
+        """Raise UsageError for a value, named as `called`, outside the option's type or
+        limits."""
         if value is None and is_optional(self.hint):
             return
         marks = marks_of(self.hint)
@@ -135,20 +158,27 @@ class Option:
             raise UsageError(f"{called}: {EMPTY}")
         kind = plain_hint(self.hint)
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
-            raise UsageError(f"{called} is {value!r}; it must be one of {', '.join(allowed)}")
+            raise UsageError(
+                f"{called} is {value!r}; it must be one of {', '.join(allowed)}"
+            )
         if not _is_of(kind, value):
             told = next(
-                (mark.told for mark in marks if isinstance(mark, PlaceHint)), self.type_name
+                (mark.told for mark in marks if isinstance(mark, PlaceHint)),
+                self.type_name,
             )
             raise UsageError(
                 f"{called} is of type {type(value).__name__}; give {told}, not {value!r:.100}"
             )
         for mark in marks:
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
-                raise UsageError(f"{called} is {value}; it must be at least {mark.number}")
+                raise UsageError(
+                    f"{called} is {value}; it must be at least {mark.number}"
+                )
 
 
-def option(help: str, *, default: Any = None, is_positional: bool = False, **facts: Any) -> Any:
+def option(
+    help: str, *, default: Any = None, is_positional: bool = False, **facts: Any
+) -> Any:
     """Return a dataclass field that declares an option; `facts` are fields of `Option`.
 
     None as the default is False for a bool, and () for a tuple.
@@ -195,10 +225,14 @@ def _options_of(table: type, is_own: bool) -> dict[str, Option]:
     hints = get_type_hints(table, include_extras=True)
     return {
         each.name: replace(
-            each.metadata["option"], name=each.name, default=each.default, hint=hints[each.name]
+            each.metadata["option"],
+            name=each.name,
+            default=each.default,
+            hint=hints[each.name],
         )
         for each in fields(table)
-        if "option" in each.metadata and not (is_own and each.name not in table.__annotations__)
+        if "option" in each.metadata
+        and not (is_own and each.name not in table.__annotations__)
     }
 
 
@@ -207,7 +241,9 @@ Table = TypeVar("Table")
 
 def take(table: type[Table], params: dict[str, Any]) -> Table:
     """Make a dataclass of its options, and take these out of a command's parameters."""
-    return table(**{name: params.pop(name) for name in options_of(table) if name in params})
+    return table(
+        **{name: params.pop(name) for name in options_of(table) if name in params}
+    )
 
 
 class Options:
@@ -223,7 +259,9 @@ class Options:
             hint = hints[name]
             if isinstance(its, Field) and its.default is None and not is_optional(hint):
                 kind = plain_hint(hint)
-                assert kind is bool or get_origin(kind) is tuple, f"{name} needs a default"
+                assert kind is bool or get_origin(kind) is tuple, (
+                    f"{name} needs a default"
+                )
                 its.default = False if kind is bool else ()
 
     def __post_init__(self) -> None:
@@ -250,11 +288,16 @@ Init = TypeVar("Init", bound=Callable[..., None])
 
 
 def show_options(init: Init, table: type) -> Init:
-    """Have `help` list the options that an `__init__` takes, with types, defaults and meanings."""
+    """Have `help` list the options that an `__init__` takes, with types, defaults and
+    meanings."""
     ours = inspect.signature(init)
     its = inspect.signature(table).parameters.values()
-    own = [each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD]
-    more = [e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters]
+    own = [
+        each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD
+    ]
+    more = [
+        e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters
+    ]
     shown: Any = init
     shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
     shown.__signature__ = ours.replace(parameters=[*own, *more])

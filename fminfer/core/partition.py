@@ -91,12 +91,13 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     if num_stages > num_layers:
         raise UsageError(
             f"{num_stages} stages share {counted(num_layers, 'layer')}, and "
-            f"{num_stages - num_layers} would have no work. Use --pipeline-group-size {num_layers} "
-            "or less, without --world-size"
+            f"{num_stages - num_layers} would have no work. Use --pipeline-group-size "
+            f"{num_layers} or less, without --world-size"
         )
     counts = [1] * num_stages
     costs = [1.0] * (num_stages - 1) + [1.0 + head_cost]
-    for _ in range(num_layers - num_stages):  # layers cost the same, so one at a time is best
+    # layers cost the same, so one at a time is best
+    for _ in range(num_layers - num_stages):
         stage = costs.index(min(costs))
         counts[stage] += 1
         costs[stage] += 1
@@ -107,7 +108,9 @@ def fixed(total: int, num_stages: int, each: int) -> list[int]:
     """Return the split of --num-layers: `each` a stage; refuse idle stages and lost layers."""
     counts = [max(0, min(each, total - stage * each)) for stage in range(num_stages)]
     even = -(-total // num_stages)
-    instead = f"--num-layers {even}" if even * (num_stages - 1) < total else "no --num-layers"
+    instead = (
+        f"--num-layers {even}" if even * (num_stages - 1) < total else "no --num-layers"
+    )
     idle = [stage for stage, count in enumerate(counts) if count == 0]
     if idle:
         raise UsageError(
@@ -117,9 +120,9 @@ def fixed(total: int, num_stages: int, each: int) -> list[int]:
         )
     if sum(counts) < total:
         raise UsageError(
-            f"{num_stages} stages × --num-layers {each} hold {sum(counts)} of the model's {total} "
-            f"layers. Use {instead}; or --max-layers {sum(counts)}, if the other layers are to be "
-            "left out"
+            f"{num_stages} stages × --num-layers {each} hold {sum(counts)} of the "
+            f"model's {total} layers. Use {instead}; or --max-layers {sum(counts)}, if "
+            "the other layers are to be left out"
         )
     return counts
 

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 
 def counted(number: int, noun: str, plural: str | None = None) -> str:
-    """Return a number with its noun: `1 row`, `1,234 rows`; `plural` if an s does not make it."""
+    """Return a number with its noun: `1 row`, `1,234 rows`; `plural` if an s does not
+    make it."""
     return f"{number:,} {noun if number == 1 else plural or noun + 's'}"
 
 
@@ -21,12 +22,16 @@ def name_few(names: Sequence[object], most: int, noun: str = "") -> str:
 
 def show_bytes(count: int) -> str:
     """Write 1610612736 as 1.50 GiB."""
-    return f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+    return (
+        f"{count / 2**30:.2f} GiB" if count >= 1 << 30 else f"{count / 2**20:.0f} MiB"
+    )
 
 
 def show_dtypes(dtype: str, of_weights: str) -> str:
     """Name the dtype of the arithmetic, and that of weights where it is another one."""
-    return f"{dtype} with {of_weights} weights" if of_weights not in ("", dtype) else dtype
+    return (
+        f"{dtype} with {of_weights} weights" if of_weights not in ("", dtype) else dtype
+    )
 
 
 def show_seconds(seconds: float) -> str:

@@ -9,14 +9,18 @@ from collections.abc import Sequence
 from contextlib import suppress
 from typing import TextIO
 
-NAME = re.compile(r"\S+(?: \S+)? {2,}|elsewhere | +")  # what a line begins with: a name, or spaces
+# what a line begins with: a name, or spaces
+NAME = re.compile(r"\S+(?: \S+)? {2,}|elsewhere | +")
 
 
 def find_columns(stream: TextIO) -> int:
     """Return COLUMNS, or else the terminal's width; 0: the stream is no terminal."""
     with suppress(OSError, ValueError):
         if stream.isatty():
-            return int(os.environ.get("COLUMNS", "0")) or os.get_terminal_size(stream.fileno())[0]
+            return (
+                int(os.environ.get("COLUMNS", "0"))
+                or os.get_terminal_size(stream.fileno())[0]
+            )
     return 0
 
 

@@ -1,4 +1,5 @@
-"""Clocks: how long a row took, and how many shared the machine; in time.perf_counter's seconds."""
+"""Clocks: how long a row took, and how many shared the machine; in time.perf_counter's
+seconds."""
 
 from __future__ import annotations
 

@@ -44,7 +44,9 @@ class AnswerForm:
 
     def spelling(self, kind: AnswerKind) -> Spelling:
         """Return how tokens are spelled in answers of a kind."""
-        is_text = self.token_format == "text" or (self.token_format == "auto" and kind != "plain")
+        is_text = self.token_format == "text" or (
+            self.token_format == "auto" and kind != "plain"
+        )
         if is_text not in self._spellings:
             self._spellings[is_text] = Spelling(self.tokenizer, is_text=is_text)
         return self._spellings[is_text]
@@ -79,7 +81,9 @@ def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None
         usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
     usage["total_tokens"] = sum(usage.values())
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
-    if num_cut := sum((prompt.source or prompt.encoded).num_cut for prompt in state.prompts):
+    if num_cut := sum(
+        (prompt.source or prompt.encoded).num_cut for prompt in state.prompts
+    ):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
     yield Finished(state.id, choices, usage, _request_time(state), prepared.kind)
@@ -97,7 +101,11 @@ def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, 
     params = state.prepared.params
     choice: dict[str, Any] = {"text": delta.text, "index": delta.index}
     if kind == "chat":
-        message: dict[str, Any] = {"role": "assistant", "content": delta.text, "refusal": None}
+        message: dict[str, Any] = {
+            "role": "assistant",
+            "content": delta.text,
+            "refusal": None,
+        }
         if delta.tool_calls:
             names = ("id", "type", "function")  # without its place
             calls = [{name: call[name] for name in names} for call in delta.tool_calls]
@@ -121,7 +129,8 @@ class _Told:
 
     reader: ToolCallReader | None  # None: all of its text is content
     num_calls: int = 0
-    num_chars: int = 0  # read; of these, some may be held back as the beginning of a call
+    # read; of these, some may be held back as the beginning of a call
+    num_chars: int = 0
     num_listed: int = 0  # tokens in the logprobs arrays
     num_drawn: int = 0  # tokens in all
     has_prompt: bool = False  # the echoed prompt
@@ -160,7 +169,9 @@ class Deltas:
                 first = prompt.index * prompt.params.n
                 for place, sequence in enumerate(_tellable(prompt)):
                     copies = prompt.params.n if len(prompt.sequences) == 1 else 1
-                    yield from self._news(sequence, range(first + place, first + place + copies))
+                    yield from self._news(
+                        sequence, range(first + place, first + place + copies)
+                    )
         except RequestError as error:  # the tokenizer fails at it
             self._state.error = error
 
@@ -169,13 +180,18 @@ class Deltas:
         prepared = self._state.prepared
         if (told := self._told.get(sequence)) is None:
             parser = prepared.tool_parser
-            reader = parser and ToolCallReader(parser, keeps_one=prepared.keeps_one_call)
+            reader = parser and ToolCallReader(
+                parser, keeps_one=prepared.keeps_one_call
+            )
             told = self._told[sequence] = _Told(reader)
         is_over = sequence.finish_reason is not None
         if told.is_over or not (sequence.tokens or is_over):
-            return  # before the first token the echoed prompt's scores are not all there
+            # before the first token the echoed prompt's scores are not all there
+            return
         num_chars, num_listed = _certain(sequence, told.num_chars)
-        text, calls = told.read(sequence.text[told.num_chars : num_chars], is_over=is_over)
+        text, calls = told.read(
+            sequence.text[told.num_chars : num_chars], is_over=is_over
+        )
         told.num_chars = num_chars
         tells_prompt = params.echo and not told.has_prompt
         if tells_prompt:
@@ -187,7 +203,11 @@ class Deltas:
             return
         new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
         logprobs = _list_logprobs(
-            sequence, self._spelling, told.num_listed, num_listed, with_prompt=tells_prompt
+            sequence,
+            self._spelling,
+            told.num_listed,
+            num_listed,
+            with_prompt=tells_prompt,
         )
         reason = sequence.finish_reason
         if reason == "stop" and told.num_calls:
@@ -234,7 +254,9 @@ def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
     detokenizer = sequence.detokenizer
     params = sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_chars = len(sequence.text) - len_of_possible_stop(sequence.text, params.stop, num_told)
+    num_chars = len(sequence.text) - len_of_possible_stop(
+        sequence.text, params.stop, num_told
+    )
     num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
@@ -282,7 +304,8 @@ def _list_logprobs(
     ]
     return {
         "tokens": [
-            spelling.spell(token_id, is_first=place == first) for place, token_id in enumerate(ids)
+            spelling.spell(token_id, is_first=place == first)
+            for place, token_id in enumerate(ids)
         ],
         "token_logprobs": [None if r is None else _floor(r.logprob) for r in reports],
         "top_logprobs": None if k == 0 else top,
@@ -307,7 +330,8 @@ def _chat_entry(
 def _alternatives(
     report: TokenReport, k: int, spelling: Spelling, *, is_first: bool
 ) -> dict[str, float]:
-    """Return the k best, best first, then the chosen one; of equal spellings the better stays."""
+    """Return the k best, best first, then the chosen one; of equal spellings the better
+    stays."""
     pairs = [*report.best(k), (report.token_id, report.logprob)]
     found: dict[str, float] = {}
     for token_id, logprob in pairs:
@@ -322,7 +346,9 @@ def _floor(logprob: float) -> float:
 def _request_time(state: RequestState) -> dict[str, float]:
     """Return seconds; HELM takes runtime = batch_time, and batch_time / batch_size a row."""
     times = state.times or RowTimes(state.added_s, 0.0, finished_s=state.added_s)
-    first_token_s = times.first_token_s if times.first_token_s is not None else times.finished_s
+    first_token_s = (
+        times.first_token_s if times.first_token_s is not None else times.finished_s
+    )
     return {
         "batch_time": times.batch_time_s,
         "batch_size": times.batch_size,
@@ -332,7 +358,9 @@ def _request_time(state: RequestState) -> dict[str, float]:
     }
 
 
-def _name_call(call: ToolCall, sequence: Sequence, index: int, place: int) -> dict[str, Any]:
+def _name_call(
+    call: ToolCall, sequence: Sequence, index: int, place: int
+) -> dict[str, Any]:
     """Return a call as a message has it; its id is the same whenever the request is answered.
 
     `place` is its own among the calls of the choice of that index.

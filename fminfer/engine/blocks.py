@@ -64,7 +64,9 @@ class BlockPool:
     def share(self, blocks: list[int]) -> None:
         """Add one holder to each of `blocks`."""
         for block in blocks:
-            assert not self._is_free(block), f"block {block} is free and cannot be shared"
+            assert not self._is_free(block), (
+                f"block {block} is free and cannot be shared"
+            )
             self.num_idle -= self._num_holders[block] == 0
             self._num_holders[block] += 1
 
@@ -94,11 +96,14 @@ class BlockPool:
                 self._free.append(block)
 
     def check_idle(self) -> None:
-        """Prove the books when nothing runs: each block is free or idle, once, without holder."""
+        """Prove the books when nothing runs: each block is free or idle, once, without
+        holder."""
         assert not any(self._num_holders), "a block has a holder, and nothing runs"
         idle = [block for block, count in enumerate(self._num_keeps) if count > 0]
         assert len(idle) == self.num_idle, "idle blocks were miscounted"
-        assert sorted(self._free + idle) == list(range(self.num_blocks)), "a block was lost"
+        assert sorted(self._free + idle) == list(range(self.num_blocks)), (
+            "a block was lost"
+        )
 
     def _is_free(self, block: int) -> bool:
         return self._num_holders[block] == 0 and self._num_keeps[block] == 0

@@ -16,8 +16,11 @@ from fminfer.text.chat_template import ChatTemplate, RenderCall, RenderedChat
 from fminfer.text.tool_calls import HERMES_OPENING, find_parser
 
 # Keys of messages and of their parts that many templates do without.
-_USUAL_KEYS = frozenset({"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"})
-_REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})  # read by any of these
+_USUAL_KEYS = frozenset(
+    {"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"}
+)
+# read by any of these
+_REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
 
 _THOUGHTS = {  # the marks between which models think
     "<think>": "</think>",
@@ -33,9 +36,9 @@ _THOUGHTS = {  # the marks between which models think
     "<|channel|>analysis": "<|end|>",
 }
 OPEN_THOUGHT = RowWarning(
-    "the prompt ends inside an open thought, and the constraint holds from there on, so that "
-    "the answer has no thought. Let the template close it; many do with enable_thinking false in "
-    "chat_template_kwargs"
+    "the prompt ends inside an open thought, and the constraint holds from there on, "
+    "so that the answer has no thought. Let the template close it; many do with "
+    "enable_thinking false in chat_template_kwargs"
 )
 
 
@@ -79,8 +82,12 @@ class ChatIntake:
             *_warn_of_beginnings(chat, rendered.text),
         )
         params = chat.params
-        if parser == "hermes" and self.template.tokenizer.special_id(HERMES_OPENING) is not None:
-            params = replace(params, skip_special_tokens=False)  # the text would lose its calls
+        if (
+            parser == "hermes"
+            and self.template.tokenizer.special_id(HERMES_OPENING) is not None
+        ):
+            # the text would lose its calls
+            params = replace(params, skip_special_tokens=False)
         return Request(
             [check_text(rendered.text, "messages")],
             params,
@@ -133,22 +140,29 @@ def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
         yield OPEN_THOUGHT
     if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
         yield RowWarning(
-            "continue_final_message goes on from an unfinished JSON text, and the constraint asks "
-            "for a whole one after it. Leave the beginning out"
+            "continue_final_message goes on from an unfinished JSON text, and the "
+            "constraint asks for a whole one after it. Leave the beginning out"
         )
 
 
-def _warn_of_unread(chat: ChatRequest, text: str, read: frozenset[str]) -> Iterator[RowWarning]:
+def _warn_of_unread(
+    chat: ChatRequest, text: str, read: frozenset[str]
+) -> Iterator[RowWarning]:
     """Tell of variables and keys of messages that a template does not read."""
     asked = {name for name, value in chat.template_args.items() if value is not None}
     if unread := sorted(asked - read):
         yield RowWarning(
             "the chat template does not read these variables, which have no effect",
-            tuple(name + guess(name, read) for name in map(cut_name, unread[: MAX_NAMES + 1])),
+            tuple(
+                name + guess(name, read)
+                for name in map(cut_name, unread[: MAX_NAMES + 1])
+            ),
         )
     contents = [each.get("content") for each in chat.messages]
     parts = [part for each in contents if isinstance(each, list) for part in each]
-    keys = set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
+    keys = (
+        set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
+    )
     if _REASONING & keys and any(key in text for key in _REASONING):
         keys -= _REASONING
     if unread := sorted(key for key in keys if key not in text):

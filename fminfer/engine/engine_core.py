@@ -21,7 +21,8 @@ class Delta:
     index: int  # of the choice
     text: str  # in chat the content of the message
     token_ids: list[int]  # all that were drawn, also an EOS that the text does not show
-    logprobs: dict[str, Any] | None = None  # of these tokens, as in a choice; None: not asked for
+    # of these tokens, as in a choice; None: not asked for
+    logprobs: dict[str, Any] | None = None
     finish_reason: FinishReason | None = None  # of the last delta of a choice
     stop_reason: str | int | None = None  # the stop string or the stop token's id
     # In chat: whole calls, as a message has them, each with its `index` among them.

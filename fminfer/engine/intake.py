@@ -15,7 +15,13 @@ from fminfer.contract.endpoints import Endpoint, tell_endpoint
 from fminfer.contract.fields import INT64, out_of_range
 from fminfer.contract.prompts import check_entries, check_text
 from fminfer.contract.read_fields import guess
-from fminfer.contract.request import DEFAULTS, RAW_TOKENS, Request, SamplingParams, parse_request
+from fminfer.contract.request import (
+    DEFAULTS,
+    RAW_TOKENS,
+    Request,
+    SamplingParams,
+    parse_request,
+)
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vectors import check_model
 from fminfer.core.errors import RequestError, UncompiledError
@@ -38,7 +44,8 @@ from fminfer.text.grammars import find_grammars
 from fminfer.text.json_schemas import KNOWN_KEYS
 from fminfer.text.tokenizer import Tokenizer
 
-_BegunChat = tuple[Mapping[str, Any], ChatRequest, RenderCall]  # with its request's fields
+# with its request's fields
+_BegunChat = tuple[Mapping[str, Any], ChatRequest, RenderCall]
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
 MAX_STOPS = 1024  # each token's text is searched for each of them
 MAX_CHARS = 1 << 18  # of stop strings, or of bad words
@@ -76,15 +83,19 @@ class Intake:
         self.tokenizer = tokenizer
         self.limits = limits
         self.warnings = WarningCounts()
-        self.on_warning: Callable[[str], None] = lambda text: None  # told of each one that is new
+        # told of each one that is new
+        self.on_warning: Callable[[str], None] = lambda text: None
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
-        self._begun: dict[int, _BegunChat] = {}  # by `id` of their fields, which it keeps alive
+        # by `id` of their fields, which it keeps alive
+        self._begun: dict[int, _BegunChat] = {}
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
-            self._vectors = VectorIntake(tokenizer, limits, limits.vectors, self.warnings.add)
+            self._vectors = VectorIntake(
+                tokenizer, limits, limits.vectors, self.warnings.add
+            )
 
     @property
     def has_chat_template(self) -> bool:
@@ -114,13 +125,17 @@ class Intake:
         told = endpoint or tell_endpoint(fields)
         check_model(told, self.limits.vectors)
         is_chat = told == "chat"
-        request = self._parse_chat(fields, clock) if is_chat else self._parse_completion(fields)
+        request = (
+            self._parse_chat(fields, clock)
+            if is_chat
+            else self._parse_completion(fields)
+        )
         self._check_params(request.params)
         if request.params.decoder_prompt is not None and self.limits.start_ids is None:
             raise RequestError(
                 "unsupported_parameter",
-                "decoder_prompt is for models with an encoder and a decoder, such as T5, and this "
-                "model has no encoder. Put it behind the prompt",
+                "decoder_prompt is for models with an encoder and a decoder, such as "
+                "T5, and this model has no encoder. Put it behind the prompt",
                 "decoder_prompt",
             )
         warnings = (
@@ -130,7 +145,8 @@ class Intake:
         )
         if warnings and self.limits.config.strict:
             raise RequestError(
-                "unsupported_parameter", f"{warnings[0]}; change that, or run without --strict"
+                "unsupported_parameter",
+                f"{warnings[0]}; change that, or run without --strict",
             )
         return replace(request, warnings=warnings)
 
@@ -150,7 +166,10 @@ class Intake:
             name = next((name for name in CONSTRAINTS if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
         bans = find_bans(params, self.tokenizer, limits.eos_ids)
-        if bans is not None and bans.narrow(grammar.first.mask, bans.find(0, [])).few == ():
+        if (
+            bans is not None
+            and bans.narrow(grammar.first.mask, bans.find(0, [])).few == ()
+        ):
             raise no_token_error(0)
         if params.min_tokens > grammar.shortest:
             yield RowWarning(
@@ -158,12 +177,14 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            told = tuple(name + guess(name, KNOWN_KEYS) for name in map(cut_name, names))
+            told = tuple(
+                name + guess(name, KNOWN_KEYS) for name in map(cut_name, names)
+            )
             yield RowWarning("unknown keywords of JSON schemas have no effect", told)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(
-                "max_tokens is below what the shortest constrained answer takes, so that answers "
-                "are cut off"
+                "max_tokens is below what the shortest constrained answer takes, so "
+                "that answers are cut off"
             )
 
     def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
@@ -181,8 +202,8 @@ class Intake:
         stops = params.stop if params.skip_special_tokens else ()
         if names := tuple(filter(self.tokenizer.cannot_appear, stops)):
             yield RowWarning(
-                "stop strings with a special token inside cannot match, for the text leaves these "
-                "out. Set skip_special_tokens to false",
+                "stop strings with a special token inside cannot match, for the text "
+                "leaves these out. Set skip_special_tokens to false",
                 tuple(map(cut_name, names)),
             )
 
@@ -209,7 +230,8 @@ class Intake:
 
         def begin() -> Iterator[tuple[RenderCall, str]]:
             for fields, endpoint, clock in requests:
-                with suppress(Exception):  # such as a RecursionError of JSON; `parse` says it
+                # such as a RecursionError of JSON; `parse` says it
+                with suppress(Exception):
                     if (endpoint or tell_endpoint(fields)) == "chat":
                         begun = self._begin_chat(fields, clock)
                         message = json.dumps(begun[2].message)
@@ -238,7 +260,9 @@ class Intake:
         )
         return fields, chat, self._chat.begin(chat, clock)
 
-    def prepare(self, request: Request, *, repeat: int = 0, is_openai: bool = True) -> Prepared:
+    def prepare(
+        self, request: Request, *, repeat: int = 0, is_openai: bool = True
+    ) -> Prepared:
         """Tokenize a request's prompts, and check that they fit.
 
         `repeat` counts the equal requests without a seed that came before.
@@ -261,13 +285,19 @@ class Intake:
             prompts = [fit.encode_start(each) for each in sources]
         params = fit.settle(max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
-        meaning = meaning_of(request.prompts, request.params) if params.is_by_chance else b""
+        meaning = (
+            meaning_of(request.prompts, request.params) if params.is_by_chance else b""
+        )
         return Prepared(
             params,
             prompts,
             repeat if meaning else 0,
             meaning,
-            "chat" if request.endpoint == "chat" else "openai" if is_openai else "plain",
+            "chat"
+            if request.endpoint == "chat"
+            else "openai"
+            if is_openai
+            else "plain",
             request.tool_parser,
             request.keeps_one_call,
             sources,
@@ -275,7 +305,8 @@ class Intake:
         )
 
     def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
-        """Prepare requests; texts for vectors are tokenized together. A wrong one fails alone."""
+        """Prepare requests; texts for vectors are tokenized together. A wrong one fails
+        alone."""
         vectors = self._vectors
         encodings = Encodings()
         if vectors is not None:
@@ -288,7 +319,9 @@ class Intake:
                     found.append(vectors.prepare(each.request, encodings))
                 else:
                     found.append(
-                        self.prepare(each.request, repeat=each.repeat, is_openai=each.is_openai)
+                        self.prepare(
+                            each.request, repeat=each.repeat, is_openai=each.is_openai
+                        )
                     )
             except Exception as error:
                 found.append(error)
@@ -316,16 +349,22 @@ class Intake:
                 )
         size = self.limits.vocab_size
         check_ids(params.stop_token_ids, size, "stop_token_ids", hint)
-        check_ids([token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint)
+        check_ids(
+            [token_id for token_id, _ in params.logit_bias], size, "logit_bias", hint
+        )
         check_ids(params.allowed_token_ids, size, "allowed_token_ids", hint)
         for word in params.bad_words:
             check_text(word, "bad_words")
         words = self.tokenizer.spell_all(params.bad_words)
         if not all(words):
-            raise out_of_range("bad_words", [*params.bad_words], "strings that have tokens")
+            raise out_of_range(
+                "bad_words", [*params.bad_words], "strings that have tokens"
+            )
         check_ids(chain(*chain(*words)), size, "bad_words", MORE_TOKENS)
         if len({ids[-1] for ids in chain(*words)} | self.limits.eos_ids) >= size:
-            raise out_of_range("bad_words", [*params.bad_words], "fewer: they can ban every token")
+            raise out_of_range(
+                "bad_words", [*params.bad_words], "fewer: they can ban every token"
+            )
         bans = find_bans(params, self.tokenizer, self.limits.eos_ids)
         if bans is not None:
             bans.check(0, bans.find(0, []))

@@ -33,18 +33,24 @@ class Bans:
         self._eos_ids = eos_ids
         self._held_ids = eos_ids | stop_ids
         self._never = {word[0] for word in words if len(word) == 1}
-        self._longer: dict[tuple[int, ...], set[int]] = {}  # last tokens, by those before
+        # last tokens, by those before
+        self._longer: dict[tuple[int, ...], set[int]] = {}
         for word in words:
             if len(word) > 1:
                 self._longer.setdefault(word[:-1], set()).add(word[-1])
         self._lengths = sorted({*map(len, self._longer)})
-        self.reach = max(map(len, words), default=1)  # newest tokens that `find` looks at
+        # newest tokens that `find` looks at
+        self.reach = max(map(len, words), default=1)
 
     @cached_property
     def mask(self) -> Mask | None:
         """The tokens that may ever be drawn; None: all."""
         has_list = bool(self._params.allowed_token_ids)
-        listed = set(self._params.allowed_token_ids) - self._never if has_list else self._never
+        listed = (
+            set(self._params.allowed_token_ids) - self._never
+            if has_list
+            else self._never
+        )
         if not (has_list or listed):
             return None
         bits = pack_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
@@ -81,8 +87,9 @@ class Bans:
         if allowed and all(token_id in held for token_id in allowed):
             raise RequestError(
                 "out_of_range",
-                f"min_tokens or bad_words hold back all of allowed_token_ids for generated token "
-                f"{num_drawn}. Allow further tokens, lower min_tokens, or take out bad_words",
+                "min_tokens or bad_words hold back all of allowed_token_ids for "
+                f"generated token {num_drawn}. Allow further tokens, lower min_tokens, "
+                "or take out bad_words",
                 "allowed_token_ids",
             )
 
@@ -112,7 +119,9 @@ class LogitEdits:
             self.columns["edit_bias"][self._find(token_id)] = bias
         if self._params.repetition_penalty != 1:
             for token_id in self._prompt_ids:
-                self.columns["edit_factor"][self._find(token_id)] = self._params.repetition_penalty
+                self.columns["edit_factor"][self._find(token_id)] = (
+                    self._params.repetition_penalty
+                )
         return self.columns
 
     def count(self, token_id: int) -> None:
@@ -131,6 +140,8 @@ class LogitEdits:
         """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self.columns["edit_ids"]))
         if place == len(self.columns["edit_ids"]):
-            for column, value in zip(self.columns.values(), (token_id, 0.0, 1.0, 0.0), strict=True):
+            for column, value in zip(
+                self.columns.values(), (token_id, 0.0, 1.0, 0.0), strict=True
+            ):
                 column.append(value)
         return place

@@ -61,7 +61,8 @@ class EngineLoop:
         self._pipeline = pipeline
         self._form = form
         self._max_steps = max_steps
-        self.on_step: Callable[[StepTrace], None] | None = None  # told of every finished step
+        # told of every finished step
+        self.on_step: Callable[[StepTrace], None] | None = None
         self.stats = self.lines = EngineStats(num_kv_tokens=scheduler.pool.num_tokens)
         self._ids = itertools.count()
         self._added: deque[RequestState] = deque()  # by other threads, to be taken in
@@ -141,8 +142,8 @@ class EngineLoop:
             elif self._is_at_limit and self._open and not self._finished:
                 done = counted(self._max_steps or 0, "micro-batch", "micro-batches")
                 raise StepLimitError(
-                    f"stopped after {done}, as --num-iters says; rows are left. Leave the flag out "
-                    "to answer all"
+                    f"stopped after {done}, as --num-iters says; rows are left. Leave "
+                    "the flag out to answer all"
                 )
             return self._tell()
         except BaseException:
@@ -166,8 +167,8 @@ class EngineLoop:
 
     def expect_no_more(self) -> None:
         self._take_in()
-        # From now on, a finished prefix that no waiting prompt shares is evicted when its row ends.
-        # Its blocks, which are warm, are used again before others.
+        # From now on, a finished prefix that no waiting prompt shares is evicted when
+        # its row ends. Its blocks, which are warm, are used again before others.
         if self._scheduler.kv.shares:
             self._scheduler.waiting.expect_no_more()
 
@@ -177,8 +178,17 @@ class EngineLoop:
 
     @property
     def state(self) -> EngineState:
-        rows = (s for r in tuple(self._open.values()) for p in r.prompts for s in p.sequences)
-        left = (row.num_draws_left for row in rows if row.block_table and not row.finish_reason)
+        rows = (
+            s
+            for r in tuple(self._open.values())
+            for p in r.prompts
+            for s in p.sequences
+        )
+        left = (
+            row.num_draws_left
+            for row in rows
+            if row.block_table and not row.finish_reason
+        )
         return EngineState(
             num_waiting=self.num_waiting,
             num_waiting_behind=self.num_waiting_behind,
@@ -218,12 +228,15 @@ class EngineLoop:
 
     @property
     def _is_at_limit(self) -> bool:
-        num_steps = self.stats.num_steps - self._num_steps_before + self._pipeline.num_in_flight
+        num_steps = (
+            self.stats.num_steps - self._num_steps_before + self._pipeline.num_in_flight
+        )
         return self._max_steps is not None and num_steps >= self._max_steps
 
     def _take_in(self) -> None:
         """Queue added requests, and forget cancelled ones."""
-        num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
+        # counted first: all of these were added by now
+        num_cancelled = len(self._cancelled)
         while self._added:
             state = self._added.popleft()
             self._open[state.id] = state
@@ -290,7 +303,9 @@ class EngineLoop:
         """Give each token of a step to its sequence, and end those that are done."""
         planned = self._scheduler.collect()
         stats = self.stats
-        assert planned.step.step_id == result.step_id, "the pipeline changed the order of steps"
+        assert planned.step.step_id == result.step_id, (
+            "the pipeline changed the order of steps"
+        )
         stats.num_steps += 1
         stats.add_spans(result.spans)
         if self.on_step is not None:
@@ -300,13 +315,21 @@ class EngineLoop:
         for sequence in take_result(planned, result, self._scheduler):
             self._end(sequence)
         drawn = (sequence.prompt for sequence in planned.sequences)
-        for prompt in itertools.chain(planned.scored_prompts, drawn) if self._streams else ():
+        for prompt in (
+            itertools.chain(planned.scored_prompts, drawn) if self._streams else ()
+        ):
             if (stream := self._streams.get(prompt.owner.id)) is not None:
                 stream.touched[prompt] = None
         for prompt in planned.read_prompts:
-            if prompt.is_pooled and prompt.owner.id in self._open and prompt.owner.is_finished:
+            if (
+                prompt.is_pooled
+                and prompt.owner.id in self._open
+                and prompt.owner.is_finished
+            ):
                 self._finish(prompt.owner)
-        num_forced = sum(max(0, sequence.num_unfed - 1) for sequence in planned.sequences)
+        num_forced = sum(
+            max(0, sequence.num_unfed - 1) for sequence in planned.sequences
+        )
         stats.num_generated_tokens += len(planned.sequences) + num_forced
 
     def _end(self, sequence: Sequence) -> None:

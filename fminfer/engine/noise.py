@@ -23,7 +23,8 @@ _DESCRIBED: BoundedCache[SamplingParams, str] = BoundedCache(256, 8 << 20)
 def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
     """Return a digest of 16 bytes of all that a request means, without its seed.
 
-    Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0) are equal.
+    Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0)
+    are equal.
     """
     return meaning_beside(prompts, describe_params(params))
 
@@ -41,11 +42,17 @@ def describe_params(params: SamplingParams) -> str:
 
 def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:
     """Return `meaning_of` a request whose params are described already."""
-    return _digest(f"({list(prompts)!r}, {described_params})".encode("utf-8", "surrogatepass"))
+    return _digest(
+        f"({list(prompts)!r}, {described_params})".encode("utf-8", "surrogatepass")
+    )
 
 
 def draw_key(
-    prompts: Sequence[list[int]], params: SamplingParams, seed: int, repeat: int, meaning: bytes
+    prompts: Sequence[list[int]],
+    params: SamplingParams,
+    seed: int,
+    repeat: int,
+    meaning: bytes,
 ) -> bytes:
     """Return the key that the draws of all sequences of a request share.
 
@@ -63,7 +70,9 @@ def draw_key(
 def noise_key(draw_key: bytes, prompt_index: int, candidate: int) -> bytes:
     """Return the key of one sequence's draws."""
     numbers = (prompt_index, candidate)
-    return _digest(draw_key + b"".join(number.to_bytes(8, "little") for number in numbers))
+    return _digest(
+        draw_key + b"".join(number.to_bytes(8, "little") for number in numbers)
+    )
 
 
 def _digest(data: bytes) -> bytes:
@@ -75,11 +84,14 @@ def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
 
     So a field that is new to a version changes no draw of requests that do not have it.
     """
-    plain = ((name, v + 0.0 if isinstance(v, float) else v) for name, v in values.items())
+    plain = (
+        (name, v + 0.0 if isinstance(v, float) else v) for name, v in values.items()
+    )
     return sorted((name, v) for name, v in plain if v != DEFAULT_VALUES[name])
 
 
 def step_noise(key: bytes, step: int) -> int:
-    """Return the 64 random bits of one step, signed, from which its tokens' noise is computed."""
+    """Return the 64 random bits of one step, signed, from which its tokens' noise is
+    computed."""
     drawn = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
     return int.from_bytes(drawn, "little", signed=True)

@@ -17,8 +17,8 @@ from fminfer.engine.sequence import PromptState, Sequence
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.
 MIN_SHARE = 64
-# About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8 A100s work
-# 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
+# About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8
+# A100s work 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
 MIXED_STEP = 128
 
 
@@ -34,24 +34,31 @@ class StepShape:
     def max_tokens(self, num_decode_rows: int, *, is_decoding: bool) -> int:
         """Return the most tokens of a step.
 
-        Stages wait for each other when a long step comes between short ones; so while rows decode
-        in a pipeline of several, prompts come in smaller pieces.
+        Stages wait for each other when a long step comes between short ones; so while
+        rows decode in a pipeline of several, prompts come in smaller pieces.
         """
         if self.num_stages == 1 or not is_decoding or self.has_long_steps:
             return self.chunk_size
         return min(self.chunk_size, max(MIXED_STEP, 2 * num_decode_rows))
 
-    def num_decode_rows(self, num_ready: int, num_drawing: int, num_decoding: int) -> int:
+    def num_decode_rows(
+        self, num_ready: int, num_drawing: int, num_decoding: int
+    ) -> int:
         """Return how many of the ready rows the next step takes.
 
         Rows are spread over one micro-batch for each stage, because every micro-batch reads all
-        weights. They are spread over all micro-batches if that costs little. With several stages,
-        each must then have MIN_SHARE rows. With one stage, one step must be too small for all rows.
-        Rows that are left over wait for the next micro-batch that comes back. Steps in flight draw
-        `num_drawing` rows now; `num_decoding` of these steps have decode rows.
+        weights. They are spread over all micro-batches if that costs little. With
+        several stages, each must then have MIN_SHARE rows. With one stage, one step
+        must be too small for all rows. Rows that are left over wait for the next
+        micro-batch that comes back. Steps in flight draw `num_drawing` rows now;
+        `num_decoding` of these steps have decode rows.
         """
         num_rows = num_ready + num_drawing
-        enough = self.micro_batches * MIN_SHARE if self.num_stages > 1 else self.chunk_size + 1
+        enough = (
+            self.micro_batches * MIN_SHARE
+            if self.num_stages > 1
+            else self.chunk_size + 1
+        )
         num_groups = self.micro_batches if num_rows >= enough else self.num_stages
         if num_decoding >= num_groups:
             return 0
@@ -129,8 +136,8 @@ class PackedRow:
     def copies_after(self, block_size: int) -> Copies:
         """List the copies of a prompt's last, unfilled block that its other sequences need.
 
-        The next step makes them at its start. The pipeline keeps order, so the block is written by
-        then, and nobody else has got it in between.
+        The next step makes them at its start. The pipeline keeps order, so the block is
+        written by then, and nobody else has got it in between.
         """
         end = self.position + len(self.token_ids)
         if len(self.sequences) < 2 or end % block_size == 0:
@@ -172,7 +179,9 @@ def pack_whole(step_id: int, prompts: list[PromptState]) -> PlannedStep:
     return PlannedStep(step, step.num_tokens, 0, read_prompts=prompts)
 
 
-def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> PlannedStep:
+def pack(
+    step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots
+) -> PlannedStep:
     """Pack these rows into a step, in this order; copies of blocks are made before."""
     lengths = np.array([len(row.token_ids) for row in rows], np.int64)
     step = Step(
@@ -180,7 +189,9 @@ def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> P
         slots=np.array([row.of.slot for row in rows], np.int32),
         positions=np.array([row.position for row in rows], np.int64),
         lengths=lengths,
-        token_ids=np.array([*chain.from_iterable(row.token_ids for row in rows)], np.int64),
+        token_ids=np.array(
+            [*chain.from_iterable(row.token_ids for row in rows)], np.int64
+        ),
     )
     if rows[0].of.cross_table:
         _add_memories(step, rows)
@@ -189,7 +200,9 @@ def pack(step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots) -> P
     if new := [entry for row in rows for entry in _new_blocks(row.of)]:
         step.new_blocks = np.array(new, np.int32)
     num_prompt_tokens = sum(len(row.token_ids) for row in rows if row.is_prompt)
-    planned = PlannedStep(step, num_prompt_tokens, sum(not row.is_prompt for row in rows))
+    planned = PlannedStep(
+        step, num_prompt_tokens, sum(not row.is_prompt for row in rows)
+    )
     planned.sequences = [*chain.from_iterable(row.sequences for row in rows)]
     ends = lengths.cumsum()
     _add_scores(planned, rows, ends - lengths)
@@ -254,7 +267,11 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
     if edits:
         for name in edits[0].columns:
-            setattr(step, name, np.concatenate([np.array(each.columns[name]) for each in edits]))
+            setattr(
+                step,
+                name,
+                np.concatenate([np.array(each.columns[name]) for each in edits]),
+            )
     if banned_ids:
         step.banned_ids = np.array(banned_ids, np.int64)
     if masks:
@@ -262,7 +279,9 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             setattr(step, name, column)
 
 
-def _add_scores(planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray) -> None:
+def _add_scores(
+    planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray
+) -> None:
     """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
     parts = []
     for place, row in enumerate(rows):

@@ -1,8 +1,9 @@
-"""What lies in which KV blocks for later prompts: prefixes with their scores, encoders' memories.
+"""What lies in which KV blocks for later prompts: prefixes with their scores, encoders'
+memories.
 
 Prefixes are in a radix tree over prompts, exact to the token. If prompts part in the middle of a
-block, the second one gets a copy of it. When blocks are needed, the least recently used leaves are
-evicted first.
+block, the second one gets a copy of it. When blocks are needed, the least recently used
+leaves are evicted first.
 """
 
 from __future__ import annotations
@@ -17,7 +18,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.sequence import ReportSlice, TokenReport
 
 MAX_SCORES = 2_000_000  # logprobs kept with prefixes, 20 to 130 bytes each
-MAX_COUNTED_TOKENS = 500_000  # distinct prefixes over which the optimum is counted; about 40 MB
+# distinct prefixes over which the optimum is counted; about 40 MB
+MAX_COUNTED_TOKENS = 500_000
 
 
 @dataclass(slots=True)
@@ -26,7 +28,8 @@ class Match:
 
     length: int = 0  # tokens
     blocks: list[int] = field(default_factory=list)  # the last one may be used in part
-    scores: list[ReportSlice] = field(default_factory=list)  # of tokens 1 … length - 1, if asked
+    # of tokens 1 … length - 1, if asked
+    scores: list[ReportSlice] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -36,9 +39,11 @@ class _Node:
     parent: _Node | None
     start: int
     tokens: list[int]
-    blocks: list[int]  # those that the tokens lie in; the first may be shared with the parent's end
+    # those that the tokens lie in; the first may be shared with the parent's end
+    blocks: list[int]
     children: dict[int, _Node] = field(default_factory=dict)  # by their first token
-    reports: list[TokenReport] | None = None  # of a whole prompt: [i] is of its token i + 1
+    # of a whole prompt: [i] is of its token i + 1
+    reports: list[TokenReport] | None = None
     num_top: int = 0  # alternatives in each of the reports
 
     @property
@@ -127,7 +132,9 @@ class PrefixCache:
             tokens = ids[node.end : end]
             first = node.end // self._pool.block_size
             blocks = block_table[first : self._pool.blocks_for(end)]
-            leaf = _Node(node, node.end, tokens, blocks, reports=reports, num_top=num_top)
+            leaf = _Node(
+                node, node.end, tokens, blocks, reports=reports, num_top=num_top
+            )
             self._pool.keep(blocks)
             self._num_scores += leaf.num_scores
             node.children[tokens[0]] = leaf
@@ -135,11 +142,13 @@ class PrefixCache:
             self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def evict(self, num_free: int) -> None:
-        """Drop the leaves used longest ago until the pool has `num_free` blocks, or no more can."""
+        """Drop the leaves used longest ago until the pool has `num_free` blocks, or no
+        more can."""
         self._evict_while(lambda: self._pool.num_free < num_free)
 
     def forget(self, ids: list[int], num_wanted: int) -> None:
-        """Drop a prompt behind its first tokens, if no other goes on there and no row holds it."""
+        """Drop a prompt behind its first tokens, if no other goes on there and no row
+        holds it."""
         steps = self._walk(ids, len(ids))
         path = [node for node, num_equal in steps if num_equal == len(node.tokens)]
         for node in reversed(path):
@@ -230,7 +239,9 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     others = ids[start:end]
     if tokens[: len(others)] == others:
         return len(others)
-    return next(i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b)
+    return next(
+        i for i, (a, b) in enumerate(zip(tokens, others, strict=False)) if a != b
+    )
 
 
 def memory_key(ids: list[int]) -> list[int]:

@@ -1,4 +1,5 @@
-"""Prompts as ids that fit the model's context beside what is to be drawn, or are cut to fit it."""
+"""Prompts as ids that fit the model's context beside what is to be drawn, or are cut to
+fit it."""
 
 from __future__ import annotations
 
@@ -16,17 +17,21 @@ from fminfer.engine.sequence import RequestState
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
 
-MAX_COUNTED_CHARS = 2**16  # a prompt up to this length is tokenized whatever the context
-MAX_CUT_CHARS = 2**22  # longest prompt that --on-too-long cuts; its tokens take about a gigabyte
-MAX_OWN_CUT_CHARS = 2**20  # that a request cuts itself: any client of a server may ask for it
+# a prompt up to this length is tokenized whatever the context
+MAX_COUNTED_CHARS = 2**16
+# longest prompt that --on-too-long cuts; its tokens take about a gigabyte
+MAX_CUT_CHARS = 2**22
+# that a request cuts itself: any client of a server may ask for it
+MAX_OWN_CUT_CHARS = 2**20
 
 
 CUT = "--on-too-long truncate-left"  # a flag of run, check and serve
 MORE_TOKENS = "The tokenizer has more tokens than the model has rows"
 OTHER_MODEL = "Was it tokenized for another model?"
 SHORTER = RowWarning(
-    "chat requests without max_tokens may draw fewer tokens than the context leaves: the KV cache "
-    "has no room for more, or a line for more logprobs. Raise --budget, or give max_tokens"
+    "chat requests without max_tokens may draw fewer tokens than the context leaves: "
+    "the KV cache has no room for more, or a line for more logprobs. Raise --budget, "
+    "or give max_tokens"
 )
 
 
@@ -56,9 +61,11 @@ class RequestLimits:
     vocab_size: int
     eos_ids: frozenset[int] = frozenset()
     config: EngineConfig = field(default_factory=EngineConfig)
-    model_names: frozenset[str] | None = None  # what a line may call the model; None: anything
+    # what a line may call the model; None: anything
+    model_names: frozenset[str] | None = None
     defaults: SamplingParams = DEFAULTS  # of params that a request leaves out
-    max_new_tokens: int | None = None  # of a chat request that does not say; None: the context's
+    # of a chat request that does not say; None: the context's
+    max_new_tokens: int | None = None
     kv_size: KvSize | None = None  # of each pipeline, once it is known
     chat_template: str | None = None  # in place of the model's own
     # What a decoder begins with, behind an encoder; None: there is no encoder.
@@ -76,8 +83,10 @@ class PromptFit:
     params: SamplingParams
     warn: Callable[[RowWarning], object]
     source: str = "prompt"
-    is_source: bool = False  # an encoder reads them, and a decoder has a context of its own
-    fills_context: bool = False  # max_tokens of the params is a bound, lowered to what is left
+    # an encoder reads them, and a decoder has a context of its own
+    is_source: bool = False
+    # max_tokens of the params is a bound, lowered to what is left
+    fills_context: bool = False
     is_cut: bool = True  # the run may cut it by --on-too-long
     # Cuts it to so many tokens on a side; None: here, by its ids alone.
     cut: Callable[[int, str], EncodedPrompt] | None = None
@@ -92,9 +101,12 @@ class PromptFit:
         return self.params.echo and self.params.logprobs is not None
 
     def encode(self, prompt: str | list[int]) -> EncodedPrompt:
-        """Return a prompt as ids that fit the context, with the text and offsets that it needs."""
+        """Return a prompt as ids that fit the context, with the text and offsets that
+        it needs."""
         if isinstance(prompt, str):
-            return self.cut_to_fit(self._encode_text(prompt, self.params.add_special_tokens))
+            return self.cut_to_fit(
+                self._encode_text(prompt, self.params.add_special_tokens)
+            )
         check_ids(prompt, self.limits.vocab_size, self.source, OTHER_MODEL)
         encoded = self.cut_to_fit(EncodedPrompt(prompt, "", []))
         return encoded if encoded.num_cut else self._describe_if_told(prompt)
@@ -104,7 +116,9 @@ class PromptFit:
         params = replace(self.params, max_tokens=0, logprobs=None, min_tokens=0)
         most = self.limits.source_length or self.limits.context_length
         limits = replace(self.limits, context_length=most)
-        return replace(self, params=params, limits=limits, is_source=True).encode(prompt)
+        return replace(self, params=params, limits=limits, is_source=True).encode(
+            prompt
+        )
 
     def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
         """Return what the decoder goes on from: the model's own start, and `decoder_prompt`."""
@@ -112,14 +126,18 @@ class PromptFit:
         if self.is_scored and not given:
             raise RequestError(
                 "unsupported_parameter",
-                "echo with logprobs scores what a decoder is given, and this model's encoder reads "
-                "the prompt. Give the text to be scored as decoder_prompt, or leave echo out",
+                "echo with logprobs scores what a decoder is given, and this model's "
+                "encoder reads the prompt. Give the text to be scored as "
+                "decoder_prompt, or leave echo out",
                 "echo",
             )
         fit = replace(self, source="decoder_prompt", is_cut=False)
-        start = [*(self.limits.start_ids or ())][: 1 if given else None]  # not what forces a BOS
+        # not what forces a BOS
+        start = [*(self.limits.start_ids or ())][: 1 if given else None]
         if isinstance(given, str) and given:
-            own = fit._encode_text(check_text(given, fit.source), adds_special_tokens=False)
+            own = fit._encode_text(
+                check_text(given, fit.source), adds_special_tokens=False
+            )
         else:
             check_ids(given or (), self.limits.vocab_size, fit.source, OTHER_MODEL)
             own = fit._describe_if_told([*(given or ())])
@@ -145,7 +163,9 @@ class PromptFit:
         return replace(encoded, is_whole_text=True)
 
     def _describe_if_told(self, ids: list[int]) -> EncodedPrompt:
-        needs_text = bool(ids) and (self.params.echo or self.params.logprobs is not None)
+        needs_text = bool(ids) and (
+            self.params.echo or self.params.logprobs is not None
+        )
         return self.describe(ids) if needs_text else EncodedPrompt(ids, "", [])
 
     def cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
@@ -156,7 +176,9 @@ class PromptFit:
         wished = self._truncate(encoded, added)
         fitting = self._fit(wished, added)
         if fitting is not wished:
-            self.warn(RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}"))
+            self.warn(
+                RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}")
+            )
         return fitting
 
     def refuse_giant(self, prompt: str) -> None:
@@ -197,10 +219,14 @@ class PromptFit:
         room = self._room_of_cut
         if self.on_too_long == "error" or room < 1:
             raise self._too_long(len(encoded.ids))
-        start: list[int | None] = [*self.tokenizer.added_ids[0]] or [self.tokenizer.bos_id]
+        start: list[int | None] = [*self.tokenizer.added_ids[0]] or [
+            self.tokenizer.bos_id
+        ]
         if encoded.ids[: len(start)] == start:
             added = (len(start), added[1])
-        return self._cut(encoded, room, self.on_too_long.removeprefix("truncate-"), added)
+        return self._cut(
+            encoded, room, self.on_too_long.removeprefix("truncate-"), added
+        )
 
     def describe(self, ids: list[int]) -> EncodedPrompt:
         return self.tokenizer.describe_ids(
@@ -210,7 +236,8 @@ class PromptFit:
         )
 
     def settle(self, num_prompt_tokens: int) -> SamplingParams:
-        """Return the params with the `max_tokens` that the context leaves a chat that does not say.
+        """Return the params with the `max_tokens` that the context leaves a chat that
+        does not say.
 
         No default may make a request impossible: what the KV cache cannot hold, or more logprobs
         than a line may have.
@@ -220,7 +247,9 @@ class PromptFit:
         if not self.fills_context:
             return params
         num_choices = max(params.n, params.num_candidates)
-        wished = most = min(params.max_tokens, self.limits.context_length - num_prompt_tokens)
+        wished = most = min(
+            params.max_tokens, self.limits.context_length - num_prompt_tokens
+        )
         if kv is not None:
             most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
         if params.logprobs is not None:
@@ -236,12 +265,15 @@ class PromptFit:
         if self.fills_context:
             return self.limits.context_length - max(1, self.params.min_tokens)
         # A last token that is scored and never fed needs no place.
-        is_scored_only = not self.is_source and self.params.max_tokens == 0 and self.params.echo
+        is_scored_only = (
+            not self.is_source and self.params.max_tokens == 0 and self.params.echo
+        )
         return self.limits.context_length + is_scored_only - self.params.max_tokens
 
     @property
     def _room_of_cut(self) -> int:
-        """How many a cut prompt may have: beside what completions draw, if a chat does not say."""
+        """How many a cut prompt may have: beside what completions draw, if a chat does
+        not say."""
         if not self.fills_context:
             return self._room
         least = max(DEFAULTS.max_tokens, self.params.min_tokens)
@@ -253,14 +285,19 @@ class PromptFit:
         if self.is_source:
             return RequestError(
                 "context_length_exceeded",
-                f"the prompt has {about}{counted(num_prompt, 'token')}; this model's encoder reads "
-                f"at most {context} tokens. Shorten the prompt, or have it cut by {CUT}",
+                f"the prompt has {about}{counted(num_prompt, 'token')}; this model's "
+                f"encoder reads at most {context} tokens. Shorten the prompt, or have "
+                f"it cut by {CUT}",
                 self.source,
             )
         asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
         if self.fills_context:
             least = self.params.min_tokens
-            asked = f" and min_tokens is {least}" if least > 1 else ", and one more is to be drawn"
+            asked = (
+                f" and min_tokens is {least}"
+                if least > 1
+                else ", and one more is to be drawn"
+            )
         remedy = f"Shorten the prompt or lower max_tokens, or have it cut by {CUT}"
         if self._room < 1:  # for any prompt
             name = "min_tokens" if self.fills_context else "max_tokens"
@@ -272,7 +309,9 @@ class PromptFit:
             "max_tokens" if num_prompt < context else self.source,
         )
 
-    def _cut(self, encoded: EncodedPrompt, room: int, side: str, added: Ends) -> EncodedPrompt:
+    def _cut(
+        self, encoded: EncodedPrompt, room: int, side: str, added: Ends
+    ) -> EncodedPrompt:
         """Cut a prompt to `room` tokens, but keep the special tokens at both ends."""
         if self.cut is not None:
             return self.cut(room, side)
@@ -316,33 +355,41 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str, hint: str) -> Non
 def check_room(state: RequestState, scheduler: Scheduler) -> None:
     """Refuse a request of which the KV cache could not hold each prompt alone."""
     params = state.prepared.params
-    name, num = ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)
+    name, num = (
+        ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)
+    )
     lower = f"max_tokens or {name}" if num > 1 else "max_tokens"
     for prompt in state.prompts:
         if len(prompt.sequences) > scheduler.max_rows:
             raise RequestError(
                 "out_of_memory",
-                f"{name} is {num}, and these {len(prompt.sequences)} candidates run together; "
-                f"--max-rows allows {counted(scheduler.max_rows, 'sequence')} at once. Raise it, "
-                f"or lower {name}",
+                f"{name} is {num}, and these {len(prompt.sequences)} candidates run "
+                "together; --max-rows allows "
+                f"{counted(scheduler.max_rows, 'sequence')} at once. Raise it, or "
+                f"lower {name}",
                 name,
             )
         if len(prompt.ids_to_read) > scheduler.most_read:
             raise RequestError(
                 "out_of_memory",
-                f"the prompt has {counted(len(prompt.ids_to_read), 'token')}, which an encoder "
-                f"reads at once; there is memory for {scheduler.most_read:,}. Shorten it, or run "
-                "on a machine with more memory",
+                f"the prompt has {counted(len(prompt.ids_to_read), 'token')}, which an "
+                f"encoder reads at once; there is memory for {scheduler.most_read:,}. "
+                "Shorten it, or run on a machine with more memory",
                 "prompt",
             )
         if prompt.num_to_feed > 0 and not scheduler.kv.fits(prompt):
             num_read = len(prompt.ids_to_read)
-            beside = f" beside {counted(num_read, 'token')} for its encoder" if num_read else ""
+            beside = (
+                f" beside {counted(num_read, 'token')} for its encoder"
+                if num_read
+                else ""
+            )
             raise RequestError(
                 "out_of_memory",
-                f"the prompt needs the KV cache of {counted(prompt.num_kv_tokens, 'token')} for "
-                f"each of its {counted(len(prompt.sequences), 'candidate')} at once{beside}; the "
-                f"budget is {scheduler.pool.num_tokens} tokens. Raise --budget, lower {lower}, or "
-                "shorten the prompt",
+                "the prompt needs the KV cache of "
+                f"{counted(prompt.num_kv_tokens, 'token')} for each of its "
+                f"{counted(len(prompt.sequences), 'candidate')} at once{beside}; the "
+                f"budget is {scheduler.pool.num_tokens} tokens. Raise --budget, lower "
+                f"{lower}, or shorten the prompt",
                 "max_tokens",
             )

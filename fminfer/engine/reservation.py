@@ -11,7 +11,8 @@ from fminfer.engine.prefix import Match, PrefixCache, memory_key
 from fminfer.engine.sequence import PromptState, Sequence
 
 MIN_SEEN = 8  # ended rows before their lengths tell anything
-MOST_UNSEEN = 1024  # until then; of chats that may fill a context of 100,000 several run at once
+# until then; of chats that may fill a context of 100,000 several run at once
+MOST_UNSEEN = 1024
 MEMORY = 64  # about so many of the last rows count
 
 
@@ -19,7 +20,8 @@ class ExpectedLengths:
     """Means and deviations of lengths, for rows of about the same max_tokens."""
 
     def __init__(self) -> None:
-        self._seen: dict[int, tuple[int, float, float]] = {}  # rows, mean and mean square
+        # rows, mean and mean square
+        self._seen: dict[int, tuple[int, float, float]] = {}
 
     def learn(self, max_tokens: int, length: int) -> None:
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
@@ -47,7 +49,8 @@ class KvReservation:
 
     def __init__(self, pool: BlockPool, *, shares: bool) -> None:
         self._pool = pool
-        self.shares = shares  # prefixes, or what an encoder gave; otherwise the cache stays empty
+        # prefixes, or what an encoder gave; otherwise the cache stays empty
+        self.shares = shares
         self.prefixes = PrefixCache(pool)
         self.expected = ExpectedLengths()
         self.slots = Slots()  # of sequences that hold blocks
@@ -78,8 +81,11 @@ class KvReservation:
         match.length = max(0, match.length - 1)
         return match
 
-    def reserve(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
-        """Give a prompt its blocks, those that `find_prefix` has just found first; False: no room.
+    def reserve(
+        self, prompt: PromptState, match: Match, *, at_all_costs: bool = False
+    ) -> bool:
+        """Give a prompt its blocks, those that `find_prefix` has just found first;
+        False: no room.
 
         `at_all_costs` may empty the prefix cache; it succeeds if `would_fit` says so.
         """
@@ -110,13 +116,18 @@ class KvReservation:
             prompt.shared_scores = match.scores
         return True
 
-    def would_fit(self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]) -> bool:
-        """Return whether the prompt would have room if those sequences gave back their blocks."""
+    def would_fit(
+        self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]
+    ) -> bool:
+        """Return whether the prompt would have room if those sequences gave back their
+        blocks."""
         num_full = match.length // self._pool.block_size
         shared = match.blocks[:num_full] + self._find_memory(prompt)
         num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - len(shared)
         self._pool.share(shared)
-        num_left = self._pool.num_held_only_by(row.block_table + row.cross_table for row in leaving)
+        num_left = self._pool.num_held_only_by(
+            row.block_table + row.cross_table for row in leaving
+        )
         num_free = self._pool.num_free + self._pool.num_idle
         self._pool.release(shared)
         return num_needed <= num_free + num_left
@@ -137,7 +148,8 @@ class KvReservation:
 
     def give_back(self, sequence: Sequence) -> None:
         """Take a sequence's blocks."""
-        if self._copies:  # one that was to fill a block of it must not fill the next owner's
+        # one that was to fill a block of it must not fill the next owner's
+        if self._copies:
             own = set(sequence.block_table)
             self._copies = [copy for copy in self._copies if copy[1] not in own]
         self._pool.release(sequence.block_table + sequence.cross_table)
@@ -149,7 +161,9 @@ class KvReservation:
     def take_copies(self, rows: list[PackedRow]) -> Copies:
         """Return the copies that a step of `rows` makes; those that it calls for come next."""
         copies = self._copies
-        self._copies = [copy for row in rows for copy in row.copies_after(self._pool.block_size)]
+        self._copies = [
+            copy for row in rows for copy in row.copies_after(self._pool.block_size)
+        ]
         return copies
 
     def keep_prefix(self, prompt: PromptState, num_fed: int) -> None:
@@ -165,10 +179,13 @@ class KvReservation:
         """Let later prompts share the memory that the step being formed stores."""
         if self.shares and not prompt.is_apart:
             key = memory_key(prompt.ids_to_read)
-            self.prefixes.insert(key, len(key), prompt.sequences[0].cross_table, None, 0)
+            self.prefixes.insert(
+                key, len(key), prompt.sequences[0].cross_table, None, 0
+            )
 
     def withdraw_prefix(self, prompt: PromptState) -> bool:
-        """Stop sharing what a prompt computed, which may be spoiled; return whether it shared."""
+        """Stop sharing what a prompt computed, which may be spoiled; return whether it
+        shared."""
         if prompt.is_apart:
             return False
         if prompt.source is not None:
@@ -186,7 +203,11 @@ class KvReservation:
 
     def _num_blocks(self, prompt: PromptState, num_kv_tokens: int) -> int:
         each = self._pool.blocks_for(num_kv_tokens)
-        of_memory = 0 if prompt.source is None else self._pool.blocks_for(len(prompt.source.ids))
+        of_memory = (
+            0
+            if prompt.source is None
+            else self._pool.blocks_for(len(prompt.source.ids))
+        )
         own = each + (len(prompt.sequences) - 1) * (each - self._num_common(prompt))
         return own + of_memory
 
@@ -203,7 +224,8 @@ class KvReservation:
 
     def _num_expected(self, prompt: PromptState) -> int:
         """Return the tokens of KV cache that each sequence of it is admitted with."""
-        if prompt.again or len(prompt.sequences) > 1:  # candidates run together, or not at all
+        # candidates run together, or not at all
+        if prompt.again or len(prompt.sequences) > 1:
             return prompt.num_kv_tokens
         return prompt.kv_tokens_for(self.expected.expect(prompt.params.max_tokens))
 

@@ -21,7 +21,8 @@ MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 def take_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
-    """Give a step's results to its prompts and sequences; yield the sequences that are finished."""
+    """Give a step's results to its prompts and sequences; yield the sequences that are
+    finished."""
     _take_read(planned, result, scheduler)
     scores = _reports(result.of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
@@ -100,8 +101,8 @@ def _take_token(
 def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
     """Find what a sequence may draw next; tokens without an alternative are drawn at once.
 
-    Those are fed together with the next one. Where logprobs are told, or choose among candidates,
-    the model must see each.
+    Those are fed together with the next one. Where logprobs are told, or choose among
+    candidates, the model must see each.
     """
     params = sequence.prompt.params
     bans = sequence.prompt.bans
@@ -116,7 +117,12 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
         matcher.take(sequence.tokens[-1].token_id)
         sequence.find_mask()
         few = sequence.mask.few if sequence.mask is not None else None
-        if few is None or len(few) > 1 or needs_logprobs or sequence.num_unfed >= max_unfed:
+        if (
+            few is None
+            or len(few) > 1
+            or needs_logprobs
+            or sequence.num_unfed >= max_unfed
+        ):
             return
         advance(sequence, TokenReport(few[0], 0.0))
     if sequence.finish_reason == "length":
@@ -192,7 +198,8 @@ def _end(sequence: Sequence, token_id: int) -> None:
         _add_token(sequence, detokenizer)
         rest = detokenizer.flush() if sequence.finish_reason is None else ""
         reason = sequence.prompt.stop_reasons.get(token_id)
-        rest += reason if isinstance(reason, str) else ""  # a special token, which texts leave out
+        # a special token, which texts leave out
+        rest += reason if isinstance(reason, str) else ""
     else:
         rest = detokenizer.flush()
         sequence.tokens[-1].offset = len(sequence.text) + len(rest)
@@ -230,11 +237,13 @@ def _add_text(sequence: Sequence, new: str) -> None:
         sequence.stop_reason = stop
 
 
-def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str] | None:
+def find_stop(
+    text: str, stops: tuple[str, ...], num_new: int
+) -> tuple[int, str] | None:
     """Return where the earliest stop string begins in `text`, and which it is, or None.
 
-    If several begin at one place, the one listed first counts. Only the last `num_new` characters
-    were not searched before, so that it ends there.
+    If several begin at one place, the one listed first counts. Only the last `num_new`
+    characters were not searched before, so that it ends there.
     """
     found = []
     for stop in stops:
@@ -244,7 +253,9 @@ def find_stop(text: str, stops: tuple[str, ...], num_new: int) -> tuple[int, str
     return min(found, key=lambda place: place[0], default=None)
 
 
-def len_of_possible_stop(text: str, stops: tuple[str, ...], num_certain: int = 0) -> int:
+def len_of_possible_stop(
+    text: str, stops: tuple[str, ...], num_certain: int = 0
+) -> int:
     """Return how many characters at a text's end may be the beginning of a stop string.
 
     A complete stop string in the text was skipped under `min_tokens`, and stays so.

@@ -1,9 +1,9 @@
 """Decides what runs next: who waits, who is admitted, who is preempted, what a step holds.
 
-A prompt is admitted when blocks for it and for the tokens that it will likely draw are free. A row
-that draws more takes blocks one by one. When none is left, the latest row of the lowest priority is
-preempted. It is fed again later, with room for max_tokens, so that this does not happen twice. A
-waiting prompt may preempt rows of lower priority at any time.
+A prompt is admitted when blocks for it and for the tokens that it will likely draw are
+free. A row that draws more takes blocks one by one. When none is left, the latest row
+of the lowest priority is preempted. It is fed again later, with room for max_tokens, so
+that this does not happen twice. A waiting prompt may preempt rows of lower priority at any time.
 Prompts are fed in chunks that fill each step beside the decode rows.
 """
 
@@ -68,12 +68,15 @@ class Scheduler:
         self.waiting = WaitingLine()
         self._prefilling = PrefillLine()
         self.reading = ReadLine()  # for the encoder
-        self._read_next: dict[tuple[int, ...], PromptState] = {}  # memories are soon in the cache
+        # memories are soon in the cache
+        self._read_next: dict[tuple[int, ...], PromptState] = {}
         self._was_whole = False  # the newest step is the encoder's
-        self._ready: deque[Sequence] = deque()  # sequences whose newest token can be fed
+        # sequences whose newest token can be fed
+        self._ready: deque[Sequence] = deque()
         self.in_flight: deque[PlannedStep] = deque()
         self._lowest_priority = math.inf  # of all prompts so far
-        self._num_left_out = 0  # steps since one that had rows behind all others, if there are any
+        # steps since one that had rows behind all others, if there are any
+        self._num_left_out = 0
 
     @property
     def is_idle(self) -> bool:
@@ -87,9 +90,9 @@ class Scheduler:
     def admit(self, *, is_stopping: bool = False) -> list[PromptState]:
         """Admit prompts in order while blocks for them are free or can be freed; return them.
 
-        Admit no more than the next step can feed: other prompts would hold blocks, and so memory,
-        for nothing. A prompt whose prefix is being fed right now waits until it is in the cache.
-        With `is_stopping` only rows that ran already may enter.
+        Admit no more than the next step can feed: other prompts would hold blocks, and
+        so memory, for nothing. A prompt whose prefix is being fed right now waits until
+        it is in the cache. With `is_stopping` only rows that ran already may enter.
         """
         admitted: list[PromptState] = []
         place = num_looks = 0
@@ -140,9 +143,9 @@ class Scheduler:
         """Form a step of chunks of prompts and of running rows.
 
         Rows that wait behind all others make nobody wait for more than a step. A step that feeds
-        another prompt has none of them, but after MAX_LEFT_OUT of these they have their turn: else
-        many short requests would keep them from ever running. Nor has the step that is ready before
-        a stage needs it.
+        another prompt has none of them, but after MAX_LEFT_OUT of these they have their
+        turn: else many short requests would keep them from ever running. Nor has the
+        step that is ready before a stage needs it.
         """
         has_behind = self._has_rows_below(BEHIND_ALL + 1)
         is_ahead = len(self.in_flight) >= self.shape.num_stages
@@ -160,7 +163,8 @@ class Scheduler:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
                 break
             prompt, row = self._prefilling.next_chunk(room)
-            self.kv.keep_prefix(prompt, prompt.num_fed)  # whoever comes after can share it
+            # whoever comes after can share it
+            self.kv.keep_prefix(prompt, prompt.num_fed)
             if row.memory is not None:
                 self.kv.keep_memory(prompt)
                 self._forget_reader(prompt)
@@ -219,7 +223,8 @@ class Scheduler:
         self._forget_reader(prompt)
 
     def vouch(self, prompt: PromptState) -> None:
-        """Record that a prompt's first result is sound; one fed apart replaces what is spoiled."""
+        """Record that a prompt's first result is sound; one fed apart replaces what is
+        spoiled."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
             prompt.is_apart = False
             if prompt.source is not None:
@@ -245,7 +250,12 @@ class Scheduler:
 
     def check_idle(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
-        assert self.is_idle and not self._ready and not self._prefilling and not self._read_next
+        assert (
+            self.is_idle
+            and not self._ready
+            and not self._prefilling
+            and not self._read_next
+        )
         assert not self.in_flight, "a step in flight was forgotten"
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
         self.kv.check_idle()
@@ -254,7 +264,9 @@ class Scheduler:
         """Return whether rows of lower priority could be in the next step."""
         if self._lowest_priority >= priority:
             return False
-        is_feeding = min(self._prefilling.last_priority, self.reading.last_priority) < priority
+        is_feeding = (
+            min(self._prefilling.last_priority, self.reading.last_priority) < priority
+        )
         return is_feeding or any(row.prompt.priority < priority for row in self._ready)
 
     def _stands_back(self, prompt: PromptState, match: Match) -> bool:
@@ -269,21 +281,35 @@ class Scheduler:
     def _leaves_room(self, prompt: PromptState) -> bool:
         """Return whether other requests still find rows and blocks once a prompt is admitted.
 
-        A request may hold SHARE times the rows that it leaves free. Rows of lower priority count as
+        A request may hold SHARE times the rows that it leaves free. Rows of lower
+        priority count as
         free: they can be preempted. Lines of a run are exempt: it has no other clients.
         """
         owner = prompt.owner
         num_running = owner.num_running + len(prompt.sequences)
-        if owner.is_counted or prompt.has_run or num_running <= 1 or not self.kv.num_sequences:
+        if (
+            owner.is_counted
+            or prompt.has_run
+            or num_running <= 1
+            or not self.kv.num_sequences
+        ):
             return True
         num_left = min(
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
             self.kv.num_left_beside(prompt),
         )
-        is_due = not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
-        return num_running <= SHARE * num_left or is_due or self._has_rows_below(prompt.priority)
+        is_due = (
+            not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
+        )
+        return (
+            num_running <= SHARE * num_left
+            or is_due
+            or self._has_rows_below(prompt.priority)
+        )
 
-    def _enter(self, prompt: PromptState, match: Match, *, at_all_costs: bool = False) -> bool:
+    def _enter(
+        self, prompt: PromptState, match: Match, *, at_all_costs: bool = False
+    ) -> bool:
         """Reserve a prompt's blocks and let it be fed; False if there is no room."""
         if not prompt.is_pooled:
             if self.kv.num_sequences + len(prompt.sequences) > self.max_rows:
@@ -293,7 +319,9 @@ class Scheduler:
             prompt.is_unproven = True
         prompt.number = self._num_admitted
         self._num_admitted += 1
-        if prompt.is_pooled or (prompt.source is not None and not prompt.has_taken_memory):
+        if prompt.is_pooled or (
+            prompt.source is not None and not prompt.has_taken_memory
+        ):
             self.reading.add(prompt)
             if not (prompt.is_pooled or prompt.is_apart):
                 self._read_next[tuple(prompt.ids_to_read)] = prompt
@@ -304,8 +332,8 @@ class Scheduler:
     def _preempt_for(self, prompt: PromptState) -> bool:
         """Preempt rows of lower priority until a prompt has entered; False: it must wait.
 
-        Rows that draw in a step in flight count as room, too: they are preempted when it is back.
-        A prompt that is being scored goes on: its scores come in order, and once.
+        Rows that draw in a step in flight count as room, too: they are preempted when
+        it is back. A prompt that is being scored goes on: its scores come in order, and once.
         """
         if prompt.priority <= self._lowest_priority:
             return False

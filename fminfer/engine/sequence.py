@@ -16,15 +16,19 @@ from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Matcher
 
-FinishReason = Literal["stop", "length", "tool_calls"]  # the last one in chat answers only
+# the last one in chat answers only
+FinishReason = Literal["stop", "length", "tool_calls"]
 # Of an answer: of shapes A and B, of OpenAI's completions, of chat, or made of vectors.
-AnswerKind = Literal["plain", "openai", "chat", "embeddings", "score", "rerank", "classify"]
+AnswerKind = Literal[
+    "plain", "openai", "chat", "embeddings", "score", "rerank", "classify"
+]
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
 
 
-@dataclass(slots=True)  # not frozen: there is one a token, and that costs three times as much
+# not frozen: there is one a token, and that costs three times as much
+@dataclass(slots=True)
 class TokenReport:
     """One token with its logprob and the best alternatives, best first."""
 
@@ -48,7 +52,8 @@ def no_token_error(num_drawn: int) -> RequestError:
 
 
 Array = Any  # of numpy
-ReportSlice = tuple[list[TokenReport], int, int]  # a list, often still growing, and [start, end)
+# a list, often still growing, and [start, end)
+ReportSlice = tuple[list[TokenReport], int, int]
 
 
 @dataclass(slots=True, frozen=True)
@@ -57,16 +62,21 @@ class Prepared:
 
     params: SamplingParams
     prompts: list[EncodedPrompt]
-    repeat: int = 0  # equal requests without a seed before it; makes them draw differently
-    meaning: bytes = b""  # without a seed: a digest of its prompts and all of its params
+    # equal requests without a seed before it; makes them draw differently
+    repeat: int = 0
+    # without a seed: a digest of its prompts and all of its params
+    meaning: bytes = b""
     kind: AnswerKind = "openai"
-    tool_parser: KnownParser | None = None  # the form of tool calls in the text; None: it is text
-    keeps_one_call: bool = False  # what the model writes behind the first one is left out
-    # With an encoder: what it reads for each prompt, which is the decoder's then; and how many of
-    # that one's first tokens no request has given.
+    # the form of tool calls in the text; None: it is text
+    tool_parser: KnownParser | None = None
+    # what the model writes behind the first one is left out
+    keeps_one_call: bool = False
+    # With an encoder: what it reads for each prompt, which is the decoder's then; and
+    # how many of that one's first tokens no request has given.
     sources: list[EncodedPrompt] = field(default_factory=list)
     num_start: int = 0
-    vectors: VectorWish | None = None  # what is made of prompts' vectors; None: it draws
+    # what is made of prompts' vectors; None: it draws
+    vectors: VectorWish | None = None
 
     @property
     def is_pooled(self) -> bool:
@@ -102,7 +112,8 @@ class RequestState:
 
     @property
     def is_finished(self) -> bool:
-        num_prompts = len(self.prompts)  # thousands perhaps, and it is asked as each one ends
+        # thousands perhaps, and it is asked as each one ends
+        num_prompts = len(self.prompts)
         while self.num_done < num_prompts and self.prompts[self.num_done].is_finished:
             self.num_done += 1
         return self.num_done == num_prompts
@@ -117,27 +128,34 @@ class PromptState:
     encoded: EncodedPrompt
     source: EncodedPrompt | None = None  # what the encoder reads, if there is a decoder
     sequences: list[Sequence] = field(default_factory=list)
-    end_ids: frozenset[int] = frozenset()  # tokens that end it: EOS, and those of stop_reasons
+    # tokens that end it: EOS, and those of stop_reasons
+    end_ids: frozenset[int] = frozenset()
     bans: Bans | None = None  # what its sequences cannot draw
     # Of stop_token_ids and of stop strings that are special tokens: what stop_reason then is.
     stop_reasons: dict[int, str | int] = field(default_factory=dict)
     is_counted: bool = False  # counted for the best possible prefix cache
     num_cached: int = 0  # its tokens that were found in the prefix cache
-    num_fed: int = 0  # its tokens that need no more feeding: cached, or sent to the model
-    shared_scores: list[ReportSlice] = field(default_factory=list)  # scores of cached tokens
-    reports: list[TokenReport] = field(default_factory=list)  # its tokens 1 … , under echo
+    # its tokens that need no more feeding: cached, or sent to the model
+    num_fed: int = 0
+    # scores of cached tokens
+    shared_scores: list[ReportSlice] = field(default_factory=list)
+    # its tokens 1 … , under echo
+    reports: list[TokenReport] = field(default_factory=list)
     number: int = 0  # counts admissions
     is_unproven: bool = False  # admitted, but its first result is not there yet
-    num_taken: int = 0  # tokens that it took from the prefix cache when it was admitted last
+    # tokens that it took from the prefix cache when it was admitted last
+    num_taken: int = 0
     nan_at: str = ""  # where its logits are nan
-    is_apart: bool = False  # fed without the prefix cache, as what it took from that gave nan
+    # fed without the prefix cache, as what it took from that gave nan
+    is_apart: bool = False
     # Of a prompt that was preempted: all tokens that are to be fed once more.
     again: list[int] = field(default_factory=list)
     # What the encoder gave: a vector, (size,) float32; or for the decoder its hidden states as
     # bytes, until they are in a step.
     vector: Array | None = None
     memory: Array | None = None
-    has_taken_memory: bool = False  # admitted with the blocks of another prompt's memory
+    # admitted with the blocks of another prompt's memory
+    has_taken_memory: bool = False
 
     @property
     def is_pooled(self) -> bool:
@@ -175,7 +193,8 @@ class PromptState:
 
     @property
     def num_to_feed(self) -> int:
-        """Tokens the model must see before the next draw; one that is only scored is never fed."""
+        """Tokens the model must see before the next draw; one that is only scored is
+        never fed."""
         if self.again:
             return len(self.again)
         return self.params.num_to_feed(len(self.ids))
@@ -191,7 +210,8 @@ class PromptState:
 
     @property
     def num_kv_tokens(self) -> int:
-        """Most tokens of KV cache one sequence of it can need; the last one drawn is never fed."""
+        """Most tokens of KV cache one sequence of it can need; the last one drawn is
+        never fed."""
         return self.kv_tokens_for(self.params.max_tokens)
 
     def kv_tokens_for(self, num_drawn: int) -> int:
@@ -245,17 +265,21 @@ class Sequence:
     detokenizer: Detokenizer | None  # None if nothing is generated
     block_table: list[int] = field(default_factory=list)
     slot: int = -1  # its number among running sequences, while it has blocks
-    cross_table: list[int] = field(default_factory=list)  # blocks of its prompt's memory
+    # blocks of its prompt's memory
+    cross_table: list[int] = field(default_factory=list)
     cross_slot: int = -1  # that of these
     num_sent: int = 0  # blocks of its table that were sent to the stages
     tokens: list[TokenReport] = field(default_factory=list)
     text: str = ""
     num_cut: int = 0  # tokens at the end that start behind a stop string's cut
-    num_unfed: int = 0  # tokens at the end that the model has not seen: the newest, forced ones
+    # tokens at the end that the model has not seen: the newest, forced ones
+    num_unfed: int = 0
     edits: LogitEdits | None = None  # None if its logits are left as they are
-    matcher: Matcher | None = None  # where it stands in its grammar; None: it has no constraint
+    # where it stands in its grammar; None: it has no constraint
+    matcher: Matcher | None = None
     mask: Mask | None = None  # with a matcher, what it may draw next, all bans counted
-    is_cut_off: bool = False  # it ended by its length, and its grammar allows no end there
+    # it ended by its length, and its grammar allows no end there
+    is_cut_off: bool = False
     ended_by_token: bool = False  # EOS or one of stop_token_ids
     finish_reason: FinishReason | None = None
     stop_reason: str | int | None = None  # the stop string or stop token id
@@ -297,7 +321,9 @@ class Sequence:
         """
         params = self.prompt.params
         last = len(self.tokens) - self.num_cut
-        if self.ended_by_token and not (params.echo or params.include_stop_str_in_output):
+        if self.ended_by_token and not (
+            params.echo or params.include_stop_str_in_output
+        ):
             last = min(last, len(self.tokens) - 1)
         return self.tokens[:last]
 

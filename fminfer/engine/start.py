@@ -37,7 +37,10 @@ class Starter:
         seed = self.seed if params.seed is None else params.seed
         ids = [encoded.ids for encoded in prepared.prompts]
         if prepared.sources:
-            ids = [source.ids + own for source, own in zip(prepared.sources, ids, strict=True)]
+            ids = [
+                source.ids + own
+                for source, own in zip(prepared.sources, ids, strict=True)
+            ]
         key = b""
         if not params.is_greedy:
             key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
@@ -45,7 +48,9 @@ class Starter:
         stops = find_stops(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
         ends = {"end_ids": end_ids, "stop_reasons": stops, "bans": bans}
-        state.prompts = [self._start(state, index, key, ends) for index in range(len(ids))]
+        state.prompts = [
+            self._start(state, index, key, ends) for index in range(len(ids))
+        ]
         return state
 
     def _start(
@@ -64,7 +69,9 @@ class Starter:
             grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
             grammar = grammars.find(params.constraint)
         for candidate in range(params.num_candidates):
-            sequence = Sequence(prompt, noise_key(key, index, candidate) if key else b"", None)
+            sequence = Sequence(
+                prompt, noise_key(key, index, candidate) if key else b"", None
+            )
             if params.max_tokens > 0:
                 sequence.detokenizer = Detokenizer(
                     self.tokenizer,
@@ -92,8 +99,11 @@ def find_stops(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str | 
     return spelled | {token_id: token_id for token_id in params.stop_token_ids}
 
 
-def find_bans(params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]) -> Bans | None:
-    """Return what a request's sequences cannot draw, EOS also under `ignore_eos`; None: nothing."""
+def find_bans(
+    params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]
+) -> Bans | None:
+    """Return what a request's sequences cannot draw, EOS also under `ignore_eos`; None:
+    nothing."""
     if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
         return None
     words = [*chain(*tokenizer.spell_all(params.bad_words))]

@@ -20,7 +20,8 @@ class StageStats:
     first_s: float = 0.0  # start of its first step, time.time() of its machine
     last_s: float = 0.0  # end of its last step
     sent_bytes: int = 0
-    max_tokens: int = 0  # most tokens at once since memory ran out; 0: it has not run out
+    # most tokens at once since memory ran out; 0: it has not run out
+    max_tokens: int = 0
     # Of streamed layers (--offload):
     num_passes: int = 0
     waited_s: float = 0.0  # the part of busy_s in which nothing computed
@@ -47,7 +48,8 @@ class StageStats:
 class ReadWork:
     """What requests ask for; wrong lines, and those that take an answer, ask for nothing."""
 
-    num_rows: int = 0  # lines that were read, also wrong ones and those that take an answer
+    # lines that were read, also wrong ones and those that take an answer
+    num_rows: int = 0
     num_seeded: int = 0  # lines with a seed of their own
     num_tokens: int = 0  # prompt tokens, computed or found in the prefix cache
     num_sequences: int = 0
@@ -65,7 +67,8 @@ class EngineStats:
 
     num_steps: int = 0
     num_prompt_tokens: int = 0  # fed to the model
-    num_cached_tokens: int = 0  # prompt tokens not fed, because the prefix cache had them
+    # prompt tokens not fed, because the prefix cache had them
+    num_cached_tokens: int = 0
     # Of the prompts for which the best possible cache (a trie over them) was counted:
     num_counted_tokens: int = 0
     num_counted_cached: int = 0  # those not fed
@@ -74,9 +77,11 @@ class EngineStats:
     num_ended: int = 0  # sequences
     num_stopped: int = 0  # those of them that ended before max_tokens
     num_undrawn: int = 0  # tokens by which they did
-    num_cut_off: int = 0  # those that ended at max_tokens where their grammar allows no end
+    # those that ended at max_tokens where their grammar allows no end
+    num_cut_off: int = 0
     num_put_back: int = 0  # preempted rows, which were fed again
-    num_apart: int = 0  # rows that gave nan, and were fed again without the prefix cache
+    # rows that gave nan, and were fed again without the prefix cache
+    num_apart: int = 0
     num_again_tokens: int = 0  # the part of num_prompt_tokens that was fed for both
     num_copied_requests: int = 0  # requests that took the answer of an equal one
     num_kept_requests: int = 0  # requests that took an answer of the result cache
@@ -100,7 +105,9 @@ class EngineStats:
         params = prepared.params
         for place, prompt in enumerate(prepared.prompts):
             num_tokens = len(prompt.ids)
-            num_to_feed = num_tokens if prepared.is_pooled else params.num_to_feed(num_tokens)
+            num_to_feed = (
+                num_tokens if prepared.is_pooled else params.num_to_feed(num_tokens)
+            )
             if num_to_feed and prepared.sources:
                 num_to_feed += len(prepared.sources[place].ids)
             if num_to_feed:
@@ -133,19 +140,23 @@ class EngineStats:
 class EngineState:
     """How an engine stands. A team's state adds up what its pipelines reported last."""
 
-    num_waiting: int = 0  # prompts (of a team: requests) not begun, without those behind all others
+    # prompts (of a team: requests) not begun, without those behind all others
+    num_waiting: int = 0
     num_waiting_behind: int = 0  # those whose priority is `engine_core.BEHIND_ALL`
     num_running: int = 0  # sequences that hold KV cache
     kv_usage: float = 0.0  # the part of the KV cache that they hold, from 0 to 1
     has_begun: bool = False  # rows run, or have run and are to run again
     longest_row: int = 0  # the most tokens that a running row may still draw
-    num_begun: int = 0  # requests so far that no longer wait: admitted, or ended without
+    # requests so far that no longer wait: admitted, or ended without
+    num_begun: int = 0
     num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
 
     @classmethod
     def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
         """Return the state of several pipelines together; fields in `known` are as given."""
-        every = {f.name: [getattr(state, f.name) for state in states] for f in fields(cls)}
+        every = {
+            f.name: [getattr(state, f.name) for state in states] for f in fields(cls)
+        }
         total = {name: sum(values) for name, values in every.items()}
         total["kv_usage"] /= max(1, len(states))
         total["has_begun"] = any(every["has_begun"])

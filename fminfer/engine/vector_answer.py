@@ -23,7 +23,9 @@ def make_of_vectors(state: RequestState, wish: VectorWish) -> list[dict[str, Any
         return [_classify(index, logits, wish) for index, logits in enumerate(vectors)]
     scores = _scores(vectors, wish).tolist()
     if kind == "score":
-        return [{"index": i, "object": "score", "score": s} for i, s in enumerate(scores)]
+        return [
+            {"index": i, "object": "score", "score": s} for i, s in enumerate(scores)
+        ]
     return _ranking(scores, wish)
 
 
@@ -34,7 +36,10 @@ def _embeddings(vectors: Array, wish: VectorWish) -> list[dict[str, Any]]:
         vectors = _normalize(vectors)
     told: list[Any] = [*np.ascontiguousarray(vectors)]
     if wish.is_base64:  # of float32 numbers, little-endian
-        told = [b64encode(np.asarray(vector, "<f4").tobytes()).decode() for vector in vectors]
+        told = [
+            b64encode(np.asarray(vector, "<f4").tobytes()).decode()
+            for vector in vectors
+        ]
     return [
         {"object": "embedding", "index": index, "embedding": each}
         for index, each in enumerate(told)
@@ -78,7 +83,9 @@ def _scores(vectors: Array, wish: VectorWish) -> Array:
         return (vectors if is_logit else _sigmoid(vectors))[:, 0]
     vectors = vectors.astype("f8")
     num_firsts = len(vectors) - len(wish.seconds)
-    return _COMPARED_BY[wish.facts.similarity](vectors[:num_firsts], vectors[num_firsts:])
+    return _COMPARED_BY[wish.facts.similarity](
+        vectors[:num_firsts], vectors[num_firsts:]
+    )
 
 
 def _cosines(firsts: Array, seconds: Array) -> Array:
@@ -91,7 +98,8 @@ def _dot_products(firsts: Array, seconds: Array) -> Array:
 
 
 def _euclidean(firsts: Array, seconds: Array) -> Array:
-    return 0.0 - np.linalg.norm(firsts - seconds, axis=1)  # "0.0 -", for a minus sign makes -0.0
+    # "0.0 -", for a minus sign makes -0.0
+    return 0.0 - np.linalg.norm(firsts - seconds, axis=1)
 
 
 def _manhattan(firsts: Array, seconds: Array) -> Array:
@@ -112,7 +120,11 @@ def _ranking(scores: list[float], wish: VectorWish) -> list[dict[str, Any]]:
     order = sorted(range(len(scores)), key=lambda index: -scores[index])
     return [
         {"index": index}
-        | ({"document": {"text": wish.seconds[index]}} if wish.returns_documents else {})
+        | (
+            {"document": {"text": wish.seconds[index]}}
+            if wish.returns_documents
+            else {}
+        )
         | {"relevance_score": scores[index]}
         for index in order[: wish.top_n or None]
     ]
@@ -127,7 +139,14 @@ _HEADS: dict[AnswerKind, tuple[str, str]] = {
 }
 
 
-def head_of_answer(kind: AnswerKind, own_id: str, created: int, model: str) -> dict[str, Any]:
+def head_of_answer(
+    kind: AnswerKind, own_id: str, created: int, model: str
+) -> dict[str, Any]:
     """Return what an object of the API has before its answers; `created` is Unix time."""
     prefix, name = _HEADS.get(kind, (kind, "list"))
-    return {"id": f"{prefix}-{own_id}", "object": name, "created": created, "model": model}
+    return {
+        "id": f"{prefix}-{own_id}",
+        "object": name,
+        "created": created,
+        "model": model,
+    }

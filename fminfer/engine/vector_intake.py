@@ -1,4 +1,5 @@
-"""Turns requests for vectors into requests that can run; texts of many are tokenized together."""
+"""Turns requests for vectors into requests that can run; texts of many are tokenized
+together."""
 
 from __future__ import annotations
 
@@ -28,7 +29,8 @@ from fminfer.text.tokenizer import PANICS, Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
 MOST_PAIRED_CHARS = 1 << 26  # of one text before each of many others
-Encodings = dict[tuple[bool, Text], Any]  # with special tokens or not: a `tokenizers.Encoding`
+# with special tokens or not: a `tokenizers.Encoding`
+Encodings = dict[tuple[bool, Text], Any]
 
 
 def _name_text(error: RequestError, request: Request, number: int) -> RequestError:
@@ -68,11 +70,15 @@ class VectorIntake:
                 "convert it by transformers' AutoTokenizer, or name another by --tokenizer"
             )
         self._backend = tokenizer.backend
-        tokenizer.backend.no_truncation()  # its file may name some, which are the run's to choose
+        # its file may name some, which are the run's to choose
+        tokenizer.backend.no_truncation()
         tokenizer.backend.no_padding()
         if facts.is_lowercased:
             lower_texts(tokenizer.backend)
-        if tokenizer.hf is not None and "token_type_ids" not in tokenizer.hf.model_input_names:
+        if (
+            tokenizer.hf is not None
+            and "token_type_ids" not in tokenizer.hf.model_input_names
+        ):
             facts = replace(facts, has_types=False)
         self._tokenizer = tokenizer
         self._limits = limits
@@ -81,14 +87,19 @@ class VectorIntake:
         self._args = limits.config.request_args or {}
 
     def parse(self, fields: Mapping[str, Any], told: Endpoint | None) -> Request:
-        """Check a request as far as that goes without tokens; its fields may tell the endpoint."""
+        """Check a request as far as that goes without tokens; its fields may tell the
+        endpoint."""
         endpoint = told or find_asked(fields) or "embeddings"
         if told is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
-        own = {name for name, each in FIELDS[endpoint].items() if each.fate != "refused"}
+        own = {
+            name for name, each in FIELDS[endpoint].items() if each.fate != "refused"
+        }
         args = {name: value for name, value in self._args.items() if name in own}
         config = self._limits.config
-        request = parse_vectors({**fields, **args}, endpoint, self._facts, is_strict=config.strict)
+        request = parse_vectors(
+            {**fields, **args}, endpoint, self._facts, is_strict=config.strict
+        )
         if config.embeddings == "npy":
             self._check_row(request)
         return request
@@ -97,17 +108,23 @@ class VectorIntake:
         """Refuse what is no row of the run's file of vectors."""
         asked = self._args.get("dimensions") or self._facts.size
         own = request.vectors and (request.vectors.dimensions or self._facts.size)
-        if request.endpoint != "embeddings" or len(request.prompts) != 1 or own != asked:
+        if (
+            request.endpoint != "embeddings"
+            or len(request.prompts) != 1
+            or own != asked
+        ):
             raise RequestError(
                 "unsupported_parameter",
-                f"with --embeddings npy each line asks for one embedding of {asked} numbers. Put "
-                "each text on a line, and give --dimensions N --overwrite-request-args for shorter "
-                "vectors; or leave --embeddings out",
+                f"with --embeddings npy each line asks for one embedding of {asked} "
+                "numbers. Put each text on a line, and give --dimensions N "
+                "--overwrite-request-args for shorter vectors; or leave --embeddings "
+                "out",
                 "input",
             )
 
     def tokenize(self, requests: Sequence[Request]) -> Encodings:
-        """Return what the tokenizer makes of the texts of all requests that `prepare` may pass."""
+        """Return what the tokenizer makes of the texts of all requests that `prepare`
+        may pass."""
         texts: dict[bool, list[Text]] = {True: [], False: []}
         for request in requests:
             with suppress(RequestError):
@@ -119,7 +136,9 @@ class VectorIntake:
         for adds, own in texts.items():
             with PANICS:
                 found = self._backend.encode_batch(own, add_special_tokens=adds)
-            encodings |= {(adds, text): each for text, each in zip(own, found, strict=True)}
+            encodings |= {
+                (adds, text): each for text, each in zip(own, found, strict=True)
+            }
         return encodings
 
     def prepare(self, request: Request, encodings: Encodings) -> Prepared:
@@ -136,7 +155,9 @@ class VectorIntake:
                 else:
                     prompts.append(self._cut(encodings[adds, each], fit))
         except RequestError as error:
-            num_before = len(request.prompts) if listed and isinstance(listed[0], tuple) else 0
+            num_before = (
+                len(request.prompts) if listed and isinstance(listed[0], tuple) else 0
+            )
             raise _name_text(error, request, num_before + len(prompts)) from None
         kind = cast(AnswerKind, request.endpoint)
         return Prepared(request.params, prompts, kind=kind, vectors=request.vectors)
@@ -145,7 +166,12 @@ class VectorIntake:
         assert request.vectors is not None, "a request that draws"
         source = request.vectors.names[0]
         return PromptFit(
-            self._tokenizer, self._limits, request.params, self._warn, source, is_source=True
+            self._tokenizer,
+            self._limits,
+            request.params,
+            self._warn,
+            source,
+            is_source=True,
         )
 
     def _list(self, request: Request, fit: PromptFit) -> Sequence[Text | list[int]]:
@@ -166,9 +192,10 @@ class VectorIntake:
             if len(firsts) == 1 and len(firsts[0]) * len(seconds) > MOST_PAIRED_CHARS:
                 raise RequestError(
                     "out_of_range",
-                    f"{wish.names[0]} has {len(firsts[0]):,} characters, which stand before each "
-                    f"of {len(seconds):,} texts; at most {MOST_PAIRED_CHARS:,} are allowed in "
-                    "all. Send fewer texts in a request",
+                    f"{wish.names[0]} has {len(firsts[0]):,} characters, which stand "
+                    f"before each of {len(seconds):,} texts; at most "
+                    f"{MOST_PAIRED_CHARS:,} are allowed in all. Send fewer texts in a "
+                    "request",
                     wish.names[0],
                 )
             firsts = firsts * len(seconds) if len(firsts) == 1 else firsts
@@ -188,4 +215,6 @@ class VectorIntake:
         check_ids([max(encoding.ids)], self._limits.vocab_size, fit.source, MORE_TOKENS)
         has_types = self._facts.has_types
         cut = partial(cut_encoding, encoding, has_types=has_types)
-        return replace(fit, cut=cut).cut_to_fit(as_prompt(encoding, has_types=has_types))
+        return replace(fit, cut=cut).cut_to_fit(
+            as_prompt(encoding, has_types=has_types)
+        )

@@ -37,8 +37,8 @@ T = TypeVar("T", bound=HasPrompt)
 def plan_order(prompts: Sequence[T]) -> list[T]:
     """Order prompts.
 
-    Groups that share their first tokens are ordered by their longest row, and a group's prompts so
-    that those which share more are neighbours.
+    Groups that share their first tokens are ordered by their longest row, and a group's
+    prompts so that those which share more are neighbours.
     """
     if len(prompts) < 2:
         return list(prompts)
@@ -50,7 +50,9 @@ def plan_order(prompts: Sequence[T]) -> list[T]:
     for group in groups.values():
         group.sort(key=lambda prompt: prompt.ids)
         group.sort(key=_steps, reverse=True)
-    for group in sorted(groups.values(), key=lambda group: _steps(group[0]), reverse=True):
+    for group in sorted(
+        groups.values(), key=lambda group: _steps(group[0]), reverse=True
+    ):
         ordered += group
     return ordered
 
@@ -69,9 +71,11 @@ class WaitingLine:
     def __init__(self) -> None:
         # Sorted: (-priority, turn, order, prompt). Turns are counted on from the first prompt's.
         self._entries: list[tuple[int, int, int, PromptState]] = []
-        self._keys: dict[PromptState, tuple[int, int, int]] = {}  # the key of each entry
+        # the key of each entry
+        self._keys: dict[PromptState, tuple[int, int, int]] = {}
         self._orders = count(1)
-        self._ids: list[list[int]] | None = None  # of all, sorted, once no more prompts come
+        # of all, sorted, once no more prompts come
+        self._ids: list[list[int]] | None = None
 
     def __len__(self) -> int:
         return len(self._entries)
@@ -96,7 +100,9 @@ class WaitingLine:
             place: its place among the prompts of its request.
         """
         self._insert(
-            prompt, place // TURN or self._is_turn_over(-prompt.priority), next(self._orders)
+            prompt,
+            place // TURN or self._is_turn_over(-prompt.priority),
+            next(self._orders),
         )
         self._ids = None
 
@@ -149,9 +155,13 @@ class WaitingLine:
         """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""
         if self._ids is None:
             return None
-        place = bisect_left(self._ids, ids)  # none has more in common than its neighbours
+        # none has more in common than its neighbours
+        place = bisect_left(self._ids, ids)
         neighbours = self._ids[max(0, place - 1) : place + 1]
-        return max((count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours), default=0)
+        return max(
+            (count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours),
+            default=0,
+        )
 
 
 # A prompt waits for one that is being fed if it then finds at least so many more tokens cached.
@@ -191,7 +201,9 @@ class AdmittedLine:
         """Count the tokens that are fed before those of a new prompt of that priority."""
         if not self.prompts or self.prompts[-1].priority >= priority:
             return self.num_unfed
-        return sum(self.size(each) for each in self.prompts if each.priority >= priority)
+        return sum(
+            self.size(each) for each in self.prompts if each.priority >= priority
+        )
 
     def size(self, prompt: PromptState) -> int:
         """Return a prompt's tokens that are not yet in a step."""
@@ -230,13 +242,15 @@ class PrefillLine(AdmittedLine):
             and not other.is_apart
             and other.ids_to_feed[:wanted] == head
             and (
-                not prompt.wants_scores or (other.wants_scores and other.num_top >= prompt.num_top)
+                not prompt.wants_scores
+                or (other.wants_scores and other.num_top >= prompt.num_top)
             )
             for other in self.prompts
         )
 
     def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
-        """Feed up to `room` tokens of the first prompt; the last chunk draws for all candidates."""
+        """Feed up to `room` tokens of the first prompt; the last chunk draws for all
+        candidates."""
         prompt = self.prompts[0]
         memory = prompt.memory
         prompt.memory = None

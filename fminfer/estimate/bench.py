@@ -1,7 +1,8 @@
-"""`fminfer bench`: what a token takes at several batch sizes, in the figures of the BLOOM scripts.
+"""`fminfer bench`: what a token takes at several batch sizes, in the figures of the
+BLOOM scripts.
 
-Those of huggingface/transformers-bloom-inference: greedy generation of 100 tokens a row from inputs
-of a few. A model that gives vectors is timed by rows a second, at several lengths.
+Those of huggingface/transformers-bloom-inference: greedy generation of 100 tokens a row
+from inputs of a few. A model that gives vectors is timed by rows a second, at several lengths.
 """
 
 from __future__ import annotations
@@ -55,14 +56,18 @@ class Figures:
         return self.rows_per_s if self.length else self.ms_per_token
 
     def to_dict(self) -> dict[str, Any]:
-        return asdict(self) | {"ms_per_token": self.ms_per_token, "rows_per_s": self.rows_per_s}
+        return asdict(self) | {
+            "ms_per_token": self.ms_per_token,
+            "rows_per_s": self.rows_per_s,
+        }
 
     def to_text(self) -> str:
         """Return the four figures in the scripts' own words, or a line about vectors."""
         if self.length:
             return (
-                f"{self.num_rows:>6,} rows of {self.length:>5,} tokens: {self.rows_per_s:>10,.1f} "
-                f"rows/s, {self.rows_per_s * self.length:>11,.0f} tokens/s"
+                f"{self.num_rows:>6,} rows of {self.length:>5,} tokens: "
+                f"{self.rows_per_s:>10,.1f} rows/s, "
+                f"{self.rows_per_s * self.length:>11,.0f} tokens/s"
             )
         return (
             "*** Performance stats:\n"
@@ -141,13 +146,19 @@ class BenchResult:
         sizes = sorted({row.batch_size for row in self.rows})
         lines = ["batch size        " + "".join(f"{size:>9}" for size in sizes)]
         for name, points in self.curves.items():
-            cells = {size: "oom" if value is None else f"{value:,.2f}" for size, value in points}
+            cells = {
+                size: "oom" if value is None else f"{value:,.2f}"
+                for size, value in points
+            }
             lines.append(f"{name:<18}" + "".join(f"{cells[size]:>9}" for size in sizes))
         return "\n".join([*lines, "", *memory_table(self.ranks)])
 
 
 def bench_process(
-    run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int, tell: Callable[[str], None]
+    run: ProcessContext,
+    batch_sizes: Sequence[int],
+    new_tokens: int,
+    tell: Callable[[str], None],
 ) -> BenchResult | None:
     """Load the model once, time each batch size, and tell it; ranks other than 0 return None."""
 
@@ -160,7 +171,9 @@ def bench_process(
         facts = engine.facts
         types = show_dtypes(facts.dtype, facts.weight_dtype)
         place = f"{facts.device}, {counted(facts.num_ranks, 'rank')}"
-        return BenchResult(f"{engine.model_name}: {types} on {place}", rows, engine.memory)
+        return BenchResult(
+            f"{engine.model_name}: {types} on {place}", rows, engine.memory
+        )
 
     return lead_or_join(run, Opening(run.config), lead)
 
@@ -169,7 +182,11 @@ class _Bench:
     """Times the batch sizes with one engine."""
 
     def __init__(
-        self, engine: Engine, run: ProcessContext, batch_sizes: Sequence[int], new_tokens: int
+        self,
+        engine: Engine,
+        run: ProcessContext,
+        batch_sizes: Sequence[int],
+        new_tokens: int,
     ) -> None:
         self._engine = engine
         self._sizes = batch_sizes
@@ -190,7 +207,9 @@ class _Bench:
             most = self._engine.context_length
             lengths = [each for each in LENGTHS if each <= most] or [most]
         sizes = sorted(set(self._sizes))
-        pairs = sorted(product(lengths, sizes), key=lambda each: (each[0] or 1) * each[1])
+        pairs = sorted(
+            product(lengths, sizes), key=lambda each: (each[0] or 1) * each[1]
+        )
         if self._needed_kv_tokens(1, 4) <= self._kv_tokens:
             self._answer(1, 8 * self._gives_vectors, 4)
         failed = ""
@@ -231,12 +250,21 @@ class _Bench:
         numbers = range(batch_size * self._num_pipelines)
         if self._gives_vectors:
             size = self._engine.vocab_size
-            rows = [{"input": [self._ids.randrange(size) for _ in range(length)]} for _ in numbers]
+            rows = [
+                {"input": [self._ids.randrange(size) for _ in range(length)]}
+                for _ in numbers
+            ]
         else:
-            row: dict[str, Any] = {"max_tokens": new_tokens, "temperature": 0, "ignore_eos": True}
+            row: dict[str, Any] = {
+                "max_tokens": new_tokens,
+                "temperature": 0,
+                "ignore_eos": True,
+            }
             rows = [row | {"prompt": f"Row {number:03}:"} for number in numbers]
         started = time.perf_counter()
         for record in self._engine.run(rows, read_ahead=len(rows)):
             if record.error is not None:
-                raise FminferError(f"a batch of {batch_size} failed: {record.error.message}")
+                raise FminferError(
+                    f"a batch of {batch_size} failed: {record.error.message}"
+                )
         return time.perf_counter() - started

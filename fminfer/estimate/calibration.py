@@ -1,4 +1,5 @@
-"""`fminfer bench --calibrate`: times steps of a model on this machine, so that `check` can predict.
+"""`fminfer bench --calibrate`: times steps of a model on this machine, so that `check`
+can predict.
 
 Real requests run through a real engine; what each step took is fitted to what was in it.
 """
@@ -60,7 +61,8 @@ TRIALS = (
     MeasuredRun(16, 580, 1, shared_tokens=512),  # short chunks behind many keys
 )
 
-# Runs that are not fitted, but tell by the clock how far the forecast of a run is from the truth.
+# Runs that are not fitted, but tell by the clock how far the forecast of a run is from
+# the truth.
 WHOLE_RUNS = (
     MeasuredRun(64, 120, 6, shared_tokens=90),  # labels
     MeasuredRun(24, 48, 40, temperature=1.0),  # texts
@@ -83,7 +85,9 @@ def calibrate(config: EngineConfig) -> Calibration:
     """Load the model, time its steps, and keep what they cost."""
     with closing(Engine(config)) as engine:
         if engine.pipeline.plan.checkpoint.model.encoder is not None:
-            raise UsageError("--calibrate times decoders alone; this model has an encoder")
+            raise UsageError(
+                "--calibrate times decoders alone; this model has an encoder"
+            )
         if engine.facts.streaming:
             raise UsageError(
                 "--calibrate times steps with weights that stay in memory; leave --offload out"
@@ -92,7 +96,9 @@ def calibrate(config: EngineConfig) -> Calibration:
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
         is_terminal = sys.stderr.isatty()
-        bar = make_bar(desc="calibrate", bar_format=BAR, disable=not is_terminal, leave=False)
+        bar = make_bar(
+            desc="calibrate", bar_format=BAR, disable=not is_terminal, leave=False
+        )
         with closing(bar):
             measurement = _Measurement(engine, bar)
             samples = measurement.time_steps()
@@ -110,7 +116,11 @@ class _Measurement:
         self._bar = bar
         self._ids = random.Random(1)
         self._trials, self._whole_runs = (
-            [short for trial in trials if (short := _shorten(engine, trial)) is not None]
+            [
+                short
+                for trial in trials
+                if (short := _shorten(engine, trial)) is not None
+            ]
             for trials in (TRIALS, WHOLE_RUNS)
         )
         warm_up = _shorten(engine, WARM_UP)
@@ -146,7 +156,9 @@ class _Measurement:
             started_s = time.perf_counter()
             samples = self._time(trial)
             seconds = time.perf_counter() - started_s
-            found.append(seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples))
+            found.append(
+                seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples)
+            )
         return tuple(found)
 
     def _num_runs(self, num_rounds: int) -> int:
@@ -177,7 +189,8 @@ def _shorten(engine: Engine, trial: MeasuredRun) -> MeasuredRun | None:
 
 
 def _run(engine: Engine, trial: MeasuredRun, ids: random.Random) -> list[Sample]:
-    """Answer a trial's rows; return each step's shape, and the seconds from the end of the last."""
+    """Answer a trial's rows; return each step's shape, and the seconds from the end of
+    the last."""
     samples: list[Sample] = []
     ends_s: list[float] = []
 
@@ -190,14 +203,22 @@ def _run(engine: Engine, trial: MeasuredRun, ids: random.Random) -> list[Sample]
     engine.follow(on_step=on_step)
     for record in engine.run(_requests(trial, ids, engine.vocab_size)):
         if record.error is not None:
-            raise FminferError(f"a row of the measurement failed: {record.error.message}")
+            raise FminferError(
+                f"a row of the measurement failed: {record.error.message}"
+            )
     return samples
 
 
-def _requests(trial: MeasuredRun, ids: random.Random, vocab_size: int) -> Iterator[dict[str, Any]]:
+def _requests(
+    trial: MeasuredRun, ids: random.Random, vocab_size: int
+) -> Iterator[dict[str, Any]]:
     """Yield requests of random tokens, which share nothing with those of other trials."""
     prompt = [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]
-    how = {"max_tokens": trial.new_tokens, "temperature": trial.temperature, "ignore_eos": True}
+    how = {
+        "max_tokens": trial.new_tokens,
+        "temperature": trial.temperature,
+        "ignore_eos": True,
+    }
     if not trial.new_tokens:
         how |= {"echo": True, "logprobs": 1}
     for _ in range(trial.num_rows):

@@ -34,9 +34,11 @@ class Work:
     max_rows_running: int
     num_kv_tokens: int  # of the KV cache that are used
     seconds: float | None  # estimated, loading left out; None: not predicted
-    seconds_range: tuple[float, float] | None  # by how far calibration's own runs were off
+    # by how far calibration's own runs were off
+    seconds_range: tuple[float, float] | None
     why_not: str  # predicted
-    sample_lines: int  # the beginning of the input that this was found with; 0: all of it
+    # the beginning of the input that this was found with; 0: all of it
+    sample_lines: int
 
 
 @dataclass(slots=True, frozen=True)
@@ -87,7 +89,8 @@ class CheckReport:
             "context_length": plan.checkpoint.context_length,
             "inputs": self.inputs,
             "warnings": self.warnings,
-            "counts": asdict(self.counts) | {"reserved_tokens": self.counts.reserved_tokens},
+            "counts": asdict(self.counts)
+            | {"reserved_tokens": self.counts.reserved_tokens},
             "first_prompt": None if self.first is None else asdict(self.first),
             "memory": memory,
             "work": asdict(self.work),
@@ -111,7 +114,10 @@ class CheckReport:
             *self._line_lines(),
             *(plans or self._own_lines(columns)),
             *self._first_lines(),
-            *(f"warning   {text} ({counted(n, 'row')})" for text, n in self.warnings.items()),
+            *(
+                f"warning   {text} ({counted(n, 'row')})"
+                for text, n in self.warnings.items()
+            ),
         ]
         return "\n".join(lines)
 
@@ -119,9 +125,13 @@ class CheckReport:
         """Tell what the lines ask for, and of which model."""
         counts = self.counts
         plan = self.plan
-        codes = ", ".join(f"{count} {code}" for code, count in counts.errors_by_code.items())
+        codes = ", ".join(
+            f"{count} {code}" for code, count in counts.errors_by_code.items()
+        )
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
-        equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(counts.num_equal)
+        equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(
+            counts.num_equal
+        )
         types = show_dtypes(name_of(plan.dtype), plan.held_in)
         types += f", KV cache {name_of(plan.kv_dtype)}" * (plan.kv_dtype != plan.dtype)
         yield f"model     {plan.checkpoint.name} ({types} on {plan.device.type})"
@@ -132,7 +142,11 @@ class CheckReport:
             f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}"
         )
         if counts.num_shared_tokens:
-            part = "" if counts.num_counted_tokens == counts.tokens_to_feed else " of the first"
+            part = (
+                ""
+                if counts.num_counted_tokens == counts.tokens_to_feed
+                else " of the first"
+            )
             yield (
                 f"prefix    {counts.num_shared_tokens:,}{part} of {counts.num_counted_tokens:,} "
                 f"prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
@@ -143,14 +157,19 @@ class CheckReport:
         work = self.work
         is_run = self.counts.num_right and not self.plan.shortage
         num_lines = work.sample_lines
-        sample = f", estimated from the first {counted(num_lines, 'line')}" * bool(num_lines)
+        sample = f", estimated from the first {counted(num_lines, 'line')}" * bool(
+            num_lines
+        )
         if is_run:
             yield (
-                f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} at most, up "
-                f"to {counted(work.max_rows_running, 'row')} at once{sample}"
+                f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} "
+                f"at most, up to {counted(work.max_rows_running, 'row')} at "
+                f"once{sample}"
             )
         yield from self._memory_lines(columns)
-        yield from (f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes))
+        yield from (
+            f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)
+        )
         yield from (f"slower    {reason}" for reason in find_slowness(self.plan))
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"

@@ -105,7 +105,9 @@ class Check:
         # Without room no line is judged by it: the plan says what is wrong.
         num_tokens = plan.most_kv_tokens if asked.is_plan else plan.num_kv_tokens
         self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
-        self._intake = make_intake(config, self._checkpoint, self._tokenizer, self._num_blocks)
+        self._intake = make_intake(
+            config, self._checkpoint, self._tokenizer, self._num_blocks
+        )
         self._limits = self._intake.limits
         # What `run` finds out of the lines, to simulate their steps.
         self._sample: list[Line] = []
@@ -115,7 +117,11 @@ class Check:
         self._simulate = cache(self._simulate_lines)
 
     def run(
-        self, inputs: Sequence[Path], on_wrong: Callable[[Record], None], *, is_quiet: bool
+        self,
+        inputs: Sequence[Path],
+        on_wrong: Callable[[Record], None],
+        *,
+        is_quiet: bool,
     ) -> CheckReport:
         """Check every line of the inputs, and plan their run as is asked for."""
         config = self._config
@@ -133,7 +139,9 @@ class Check:
             on_wrong=on_wrong,
         )
         total = sum_counts([count_rows(path) for path in inputs])
-        lines = chain.from_iterable(read_lines(path, source) for source, path in enumerate(inputs))
+        lines = chain.from_iterable(
+            read_lines(path, source) for source, path in enumerate(inputs)
+        )
         for line in tqdm(
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False
         ):
@@ -164,12 +172,16 @@ class Check:
         asked = self._asked
         device_bytes = self._plan.machine.device_bytes
         if asked.is_plan and not report.counts.num_right:
-            return replace(report, why_no_plan="no line is right, so there is nothing to run")
+            return replace(
+                report, why_no_plan="no line is right, so there is nothing to run"
+            )
         is_this = asked.is_this(device_bytes)
         roofs = None
         is_known = is_this or asked.known is not None or bool(asked.told_rates)
         if asked.is_plan or (self._streams and is_known):
-            roofs = asked.roofs_of(measure_roofs(plan) if is_this else asked.known, device_bytes)
+            roofs = asked.roofs_of(
+                measure_roofs(plan) if is_this else asked.known, device_bytes
+            )
         if not asked.is_plan or roofs is None:
             return replace(report, passes=tell_passes(plan, roofs))
         if self._checkpoint.model.encoder is not None:
@@ -178,19 +190,25 @@ class Check:
             )
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
         runs = plan_runs(self._config, roofs, plan_one, kept=self._kept)
-        kind: str = "this machine's device" if is_this else asked.device_kind or "devices"
+        kind: str = (
+            "this machine's device" if is_this else asked.device_kind or "devices"
+        )
         if is_this and asked.disk_rate is None and roofs.disk_rate == ASSUMED_DISK_RATE:
             kind += " (no weights are here: its disk is assumed)"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 
-    def _plan_one(self, config: EngineConfig, counts: LineCounts, roofs: Roofs) -> PlannedRun:
+    def _plan_one(
+        self, config: EngineConfig, counts: LineCounts, roofs: Roofs
+    ) -> PlannedRun:
         """Plan one of the ways to run the lines, and predict its times if it fits."""
         machine = replace(
             self._plan.machine,
             num_stages=config.num_stages,
             num_shards=config.tensor_parallel_size,
             num_pipelines=-(-config.data_group_size // roofs.num_nodes),  # of a node
-            local_size=min(config.num_stages * config.tensor_parallel_size, roofs.num_devices),
+            local_size=min(
+                config.num_stages * config.tensor_parallel_size, roofs.num_devices
+            ),
             host_free=roofs.host_bytes,
         )
         try:
@@ -200,19 +218,26 @@ class Check:
         if plan.shortage:
             return PlannedRun(config, plan, "more memory is needed")
         if plan.num_kv_tokens < counts.longest_row:
-            return PlannedRun(config, plan, "the KV cache is too small for the longest row")
+            return PlannedRun(
+                config, plan, "the KV cache is too small for the longest row"
+            )
         most = min(counts.reserved_tokens, 2 * SAMPLE_TOKENS + counts.longest_row)
-        most += 2 * counts.num_sequences * config.block_size  # a larger KV cache is of no use
+        # a larger KV cache is of no use
+        most += 2 * counts.num_sequences * config.block_size
         num_blocks = min(most, plan.num_kv_tokens) // config.block_size
         steps, stats = self._simulate(
             config.data_group_size, plan.sizes, num_blocks, config.num_stages
         )
         most_rows = stats.max_rows_running
-        loads = [(average_of(each), each[0]) for each in steps.parts(self._scale, most_rows)]
+        loads = [
+            (average_of(each), each[0]) for each in steps.parts(self._scale, most_rows)
+        ]
         seconds, bound = predict_run(plan, loads, most_rows, roofs)
         costs, _ = self._find_costs(plan)
         if costs is not None:
-            seconds = costs.whole_run * costs.predict_s(steps.scaled(self._scale, most_rows))
+            seconds = costs.whole_run * costs.predict_s(
+                steps.scaled(self._scale, most_rows)
+            )
             bound = "as calibrated"
         num_tokens = counts.tokens_to_draw or counts.tokens_to_compute
         return PlannedRun(
@@ -228,7 +253,11 @@ class Check:
         """Warn of files that disagree, and of tokens that are counted by bytes."""
         config = self._config
         texts = [self._tokenizer.note]
-        if config.random_init and not config.tokenizer and not config.skip_tokenizer_init:
+        if (
+            config.random_init
+            and not config.tokenizer
+            and not config.skip_tokenizer_init
+        ):
             texts.append(
                 "--random-init counts a token for each byte, about four times too many; give "
                 "the model's own --tokenizer"
@@ -254,10 +283,14 @@ class Check:
             sizes=sizes,
             num_blocks=num_blocks,
             num_stages=num_stages,
-            most_read=plan.most_read(plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)),
+            most_read=plan.most_read(
+                plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)
+            ),
         )
 
-    def _show_first(self, checker: LineChecker, inputs: Sequence[Path]) -> FirstPrompt | None:
+    def _show_first(
+        self, checker: LineChecker, inputs: Sequence[Path]
+    ) -> FirstPrompt | None:
         if checker.first is None:
             return None
         line = checker.first[0]
@@ -293,7 +326,9 @@ class Check:
     def _predict(self) -> Work:
         plan = self._plan
         scale = self._scale
-        found, stats = self._simulate(1, plan.sizes, self._num_blocks, plan.machine.num_stages)
+        found, stats = self._simulate(
+            1, plan.sizes, self._num_blocks, plan.machine.num_stages
+        )
         steps = found.scaled(scale, stats.max_rows_running)
         costs, why_not = self._find_costs(plan)
         seconds = None
@@ -301,9 +336,13 @@ class Check:
         if costs is not None:
             step_s = costs.predict_s(steps)
             seconds = costs.whole_run * step_s
-            seconds_range = min(costs.whole_runs) * step_s, max(costs.whole_runs) * step_s
+            seconds_range = (
+                min(costs.whole_runs) * step_s,
+                max(costs.whole_runs) * step_s,
+            )
         num_blocks = found.num_blocks_used
-        if self._config.prefix_cache:  # it keeps blocks of rows that ended until others need them
+        # it keeps blocks of rows that ended until others need them
+        if self._config.prefix_cache:
             num_blocks = min(self._num_blocks, round(num_blocks * scale))
         return Work(
             num_steps=round(steps[0]),
@@ -329,7 +368,8 @@ class Check:
         kernels = self._config.kernels
         device = plan.device
         has_kernel = find_library(kernels, device) is not None
-        if device.type != "cpu":  # as a run will find it, but that a GPU refuses the kernel
+        # as a run will find it, but that a GPU refuses the kernel
+        if device.type != "cpu":
             has_kernel = kernels != "off"
         path = find_costs_path(plan, has_kernel=has_kernel)
         costs = None if path is None else load_costs(path)

@@ -47,7 +47,8 @@ SPREAD_COSTS = (
 IS_SPREAD = np.array([cost in SPREAD_COSTS for cost in COSTS])
 PROMPTS = slice(1, 3)
 ROWS = slice(5, 8)  # of COSTS: tokens of prompts, and decode rows
-# A token's share of a product depends on how many there are: of few, reading weights sets the pace.
+# A token's share of a product depends on how many there are: of few, reading weights
+# sets the pace.
 MANY_TOKENS = 128
 FEW_ROWS = 8
 MANY_ROWS = 32
@@ -82,7 +83,9 @@ class StepWork:
         positions = all_positions[~is_one]
         return cls(
             num_prompt_tokens=int(lengths.sum()),
-            num_prompt_keys=int((lengths * positions + lengths * (lengths + 1) // 2).sum()),
+            num_prompt_keys=int(
+                (lengths * positions + lengths * (lengths + 1) // 2).sum()
+            ),
             num_chunk_keys=int((positions + lengths).sum()),
             num_rows=int(is_one.sum()),
             num_row_keys=int((all_positions[is_one] + 1).sum()),
@@ -119,7 +122,8 @@ class CostModel:
 
     seconds: tuple[float, ...]
     error: float  # median, over the measured steps, of |predicted / measured - 1|
-    whole_runs: tuple[float, ...] = (1.0,)  # measured / predicted of runs that were not fitted
+    # measured / predicted of runs that were not fitted
+    whole_runs: tuple[float, ...] = (1.0,)
 
     @property
     def whole_run(self) -> float:
@@ -160,7 +164,13 @@ def _solve(rows: np.ndarray[Any, np.dtype[np.float64]]) -> tuple[float, ...]:
 
 
 # Of a config, what says where it comes from, not what is computed.
-NOT_SHAPE = ("_name_or_path", "architectures", "transformers_version", "dtype", "torch_dtype")
+NOT_SHAPE = (
+    "_name_or_path",
+    "architectures",
+    "transformers_version",
+    "dtype",
+    "torch_dtype",
+)
 
 
 def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
@@ -175,7 +185,9 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
     }
     on_gpu = plan.device.type == "cuda"
     config = plan.config
-    machine = torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
+    machine = (
+        torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
+    )
     parts = [
         __version__,
         torch.__version__,

@@ -17,7 +17,8 @@ from fminfer.runtime.lines.line_intake import LineIntake
 # What is kept of the beginning, to find its steps: some seconds of simulation.
 SAMPLE_TOKENS = 200_000  # prompt tokens, and tokens to be drawn
 SAMPLE_BYTES = 64 << 20
-MAX_SEEN = 8192  # requests among which equal ones are found, about as many as a run keeps
+# requests among which equal ones are found, about as many as a run keeps
+MAX_SEEN = 8192
 
 
 @dataclass(slots=True)
@@ -77,7 +78,9 @@ class LineChecker:
         self._intake = intake
         self._loop = loop
         self._on_wrong = on_wrong
-        self._seen: RecentAnswers[bool] = RecentAnswers(MAX_SEEN if has_prefix_cache else 0)
+        self._seen: RecentAnswers[bool] = RecentAnswers(
+            MAX_SEEN if has_prefix_cache else 0
+        )
         self._shared = SharedTokens() if has_prefix_cache else None
         self._sample_bytes = 0
         self.counts = LineCounts()
@@ -122,7 +125,9 @@ class LineChecker:
             counts.num_sequences += len(prompt.sequences)
             counts.prompt_tokens += prompt.num_prompt_tokens
             counts.max_drawn_tokens += to_draw
-            row = max(len(prompt.ids_to_read), len(prompt.ids) + prompt.params.max_tokens)
+            row = max(
+                len(prompt.ids_to_read), len(prompt.ids) + prompt.params.max_tokens
+            )
             counts.longest_row = max(counts.longest_row, row)
             if not is_equal:
                 counts.tokens_to_feed += len(prompt.ids_to_read) + prompt.num_to_feed
@@ -130,7 +135,8 @@ class LineChecker:
                 self._count_shared(prompt)
 
     def _count_shared(self, prompt: PromptState) -> None:
-        if self._shared is None or prompt.source is not None:  # only whole memories are shared
+        # only whole memories are shared
+        if self._shared is None or prompt.source is not None:
             return
         if prompt.num_to_feed and not self._shared.is_full:
             num_shared = self._shared.add(prompt.ids[: prompt.num_to_feed])

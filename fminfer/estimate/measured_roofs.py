@@ -10,7 +10,14 @@ import torch
 from fminfer.machine.host_memory import free_host_bytes
 from fminfer.machine.threads import count_cores
 from fminfer.models.model_folder import find_weight_files
-from fminfer.models.stored.direct_reads import UNIT, DirectReads, Lent, Span, finish, size_of
+from fminfer.models.stored.direct_reads import (
+    UNIT,
+    DirectReads,
+    Lent,
+    Span,
+    finish,
+    size_of,
+)
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, Roofs
 from fminfer.plan.run_plan import RunPlan
 
@@ -21,8 +28,8 @@ WIDTH = 2048  # of the product
 def measure_roofs(plan: RunPlan) -> Roofs:
     """Measure this machine's roofs, on the plan's device and in the dtype that it multiplies in.
 
-    Ranks on a CPU send through memory. Other nodes, and a disk without the model's files, have the
-    figures that are assumed of any node.
+    Ranks on a CPU send through memory. Other nodes, and a disk without the model's
+    files, have the figures that are assumed of any node.
     """
     device = plan.device
     memory = torch.zeros(SIZE // 4, device=device)
@@ -34,7 +41,9 @@ def measure_roofs(plan: RunPlan) -> Roofs:
     host_rate = memory_rate
     if device.type == "cuda":
         there = torch.zeros(SIZE // 4, pin_memory=True)
-        host_rate = SIZE / _best_of(lambda: memory.copy_(there, non_blocking=True), device)
+        host_rate = SIZE / _best_of(
+            lambda: memory.copy_(there, non_blocking=True), device
+        )
     return Roofs(
         device_bytes=plan.room_bytes,
         memory_rate=memory_rate,
@@ -61,7 +70,8 @@ def _best_of(work: Callable[[], object], device: torch.device, count: int = 3) -
 
 
 def _measure_disk(plan: RunPlan) -> float:
-    """Return how fast the model's largest file is read past the system's cache; 0: none is here."""
+    """Return how fast the model's largest file is read past the system's cache; 0: none
+    is here."""
     folder = plan.checkpoint.folder
     files = {} if folder is None else find_weight_files(str(folder))
     if not files:

@@ -1,4 +1,5 @@
-"""The ways to spread a run over devices, and the table of them; every time in it is predicted."""
+"""The ways to spread a run over devices, and the table of them; every time in it is
+predicted."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ class PlannedRun:
             "--quantize": config.quantize,
             "--offload": config.offload,
         }
-        return " ".join(f"{k} {v}" for k, v in told.items() if v not in (1, None, "off"))
+        return " ".join(
+            f"{k} {v}" for k, v in told.items() if v not in (1, None, "off")
+        )
 
     @property
     def name(self) -> str:
@@ -55,7 +58,9 @@ class PlannedRun:
     def streamed(self) -> list[Streamed]:
         """The streamed layers of each stage."""
         ranks = self.plan.ranks if self.plan else ()
-        return [rank.streamed for rank in ranks if rank.streamed and not rank.part.shard]
+        return [
+            rank.streamed for rank in ranks if rank.streamed and not rank.part.shard
+        ]
 
     @property
     def rank_bytes(self) -> int:
@@ -74,16 +79,27 @@ class PlannedRun:
             "rank_bytes": self.rank_bytes,
             "streamed": [*map(asdict, self.streamed)],
         }
-        return found | {n: getattr(self, n) for n in ("load_s", "run_s", "ms_token", "bound")}
+        return found | {
+            n: getattr(self, n) for n in ("load_s", "run_s", "ms_token", "bound")
+        }
 
     def to_cells(self) -> list[str]:
         """Return its row of the table."""
         assert self.plan is not None, "a run that fits is planned"
         config = self.config
         num = sum(len(each.numbers) for each in self.streamed)
-        ms_token = f"{self.ms_token:,.3f}" if self.ms_token < 10 else f"{self.ms_token:,.0f}"
+        ms_token = (
+            f"{self.ms_token:,.3f}" if self.ms_token < 10 else f"{self.ms_token:,.0f}"
+        )
         return [
-            *map(str, (config.data_group_size, config.num_stages, config.tensor_parallel_size)),
+            *map(
+                str,
+                (
+                    config.data_group_size,
+                    config.num_stages,
+                    config.tensor_parallel_size,
+                ),
+            ),
             self.plan.held_in,
             f"{num} {self.streamed[0].place}" if num else "off",
             show_bytes(self.rank_bytes),
@@ -98,7 +114,8 @@ class PlannedRun:
 def find_spreads(
     roofs: Roofs, asked: GroupSizes, kept: Collection[str] = ()
 ) -> Iterator[tuple[int, int, int]]:
-    """Yield the data groups, stages and shards that use all devices; 1 of a `kept` option is told.
+    """Yield the data groups, stages and shards that use all devices; 1 of a `kept`
+    option is told.
 
     Shards of a stage are on one node. A pipeline takes part of a node, or whole nodes.
     """
@@ -106,7 +123,9 @@ def find_spreads(
     size = roofs.num_devices * roofs.num_nodes
     named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
     is_whole = asked.world_size is not None  # all numbers of ranks are told then
-    groups, tp = (n if is_whole or n > 1 or name in kept else None for name, n in named.items())
+    groups, tp = (
+        n if is_whole or n > 1 or name in kept else None for name, n in named.items()
+    )
     told = (groups, asked.told_stages, tp)
     for shards in (n for n in range(1, num + 1) if num % n == 0):
         for stages in (n for n in range(1, size + 1) if size // shards % n == 0):
@@ -144,11 +163,13 @@ def plan_runs(
                 found.append(plan_one(replace(asked, offload="auto")))
     if not found:
         raise UsageError(
-            f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} with the stages "
-            "and ranks that flags ask for; --tp must divide the devices of a node. Change these "
-            "flags, or --num-devices"
+            f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} "
+            "with the stages and ranks that flags ask for; --tp must divide the "
+            "devices of a node. Change these flags, or --num-devices"
         )
-    return sorted(found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
+    return sorted(
+        found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s)
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -182,22 +203,31 @@ class PlanReport:
         lines = [self._title()]
         lines += [f"  {line}" for line in show_table(rows, columns and columns - 2)]
         if len(shown) < len(fitting):
-            lines.append(f"  … and {len(fitting) - len(shown)} more that fit; --all shows them")
+            lines.append(
+                f"  … and {len(fitting) - len(shown)} more that fit; --all shows them"
+            )
         if is_all:
             lines += [f"  {run.name}: {run.why_not}" for run in others]
         for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
             lines.append(f"not       {counted(count, 'way')}: {why}")
         nearest = sorted(others, key=lambda run: run.rank_bytes) if not fitting else []
-        lines += [f"nearest   {r.name}: {r.plan.shortage}" for r in nearest if r.plan][:1]
+        lines += [f"nearest   {r.name}: {r.plan.shortage}" for r in nearest if r.plan][
+            :1
+        ]
         fastest = fitting[:1]
-        reasons = (each for run in fastest if run.plan for each in find_slowness(run.plan))
+        reasons = (
+            each for run in fastest if run.plan for each in find_slowness(run.plan)
+        )
         lines += [f"fastest   {run.name}" for run in fastest]
         return "\n".join([*lines, *(f"slower    {reason}" for reason in reasons)])
 
     def _title(self) -> str:
         roofs = self.roofs
         rates = ("memory_rate", "link_rate", "host_rate", "disk_rate")
-        told = [f"{n.removesuffix('_rate')} {getattr(roofs, n) / 1e9:,.1f} GB/s" for n in rates]
+        told = [
+            f"{n.removesuffix('_rate')} {getattr(roofs, n) / 1e9:,.1f} GB/s"
+            for n in rates
+        ]
         nodes = f" on each of {roofs.num_nodes} nodes" * (roofs.num_nodes > 1)
         return (
             f"plans     PREDICTED for {roofs.num_devices} × {self.kind}{nodes}: "

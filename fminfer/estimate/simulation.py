@@ -10,7 +10,14 @@ import numpy as np
 from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
-from fminfer.estimate.cost_model import IS_SPREAD, PROMPTS, ROWS, Counts, StepWork, no_counts
+from fminfer.estimate.cost_model import (
+    IS_SPREAD,
+    PROMPTS,
+    ROWS,
+    Counts,
+    StepWork,
+    no_counts,
+)
 from fminfer.plan.pass_time import StepLoad
 from fminfer.text.detokenizer import Detokenizer
 
@@ -42,10 +49,12 @@ class PretendPipeline:
         self._tables = BlockTables()
         self._steps: deque[Step] = deque()
         self.num_in_flight = 0
-        # The steps up to the last one that feeds several tokens of a row, grouped by their tokens.
+        # The steps up to the last one that feeds several tokens of a row, grouped by
+        # their tokens.
         self.kinds: dict[int, Counts] = defaultdict(no_counts)
         self.rest = no_counts()  # those after it, in which rows end and none comes
-        self.num_blocks_used = 0  # the KV blocks that were ever written, which are the first ones
+        # the KV blocks that were ever written, which are the first ones
+        self.num_blocks_used = 0
 
     def submit(self, step: Step) -> None:
         """Take note of a step."""
@@ -53,8 +62,11 @@ class PretendPipeline:
         self.num_in_flight += 1
         counts = StepWork.of(step).counts
         if counts[PROMPTS].any():
-            for part in (self.rest, counts):  # steps since the last prompt, and this one
-                self.kinds[int(num_tokens_of(part) / max(1, part[0])).bit_length()] += part
+            # steps since the last prompt, and this one
+            for part in (self.rest, counts):
+                self.kinds[int(num_tokens_of(part) / max(1, part[0])).bit_length()] += (
+                    part
+                )
             self.rest = no_counts()
         else:
             self.rest += counts
@@ -86,17 +98,19 @@ class PretendPipeline:
         self.num_in_flight = 0
 
     def scaled(self, scale: float, most_rows: int) -> Counts:
-        """Return the steps of a file so many times as long, of which these lines are the beginning.
+        """Return the steps of a file so many times as long, of which these lines are
+        the beginning.
 
-        Once only do the last rows end without others that take their places. All other times what
-        the rest draws is drawn in steps of as many rows as ever ran here.
+        Once only do the last rows end without others that take their places. All other
+        times what the rest draws is drawn in steps of as many rows as ever ran here.
         """
         return sum(self.parts(scale, most_rows), no_counts())
 
     def parts(self, scale: float, most_rows: int) -> list[Counts]:
         """Return the same steps, grouped by about how many tokens they have."""
         parts = [each * scale for each in self.kinds.values()] + [self.rest]
-        if num_rows := num_rows_of(self.rest):  # the same rows in steps of most, without prompts
+        # the same rows in steps of most, without prompts
+        if num_rows := num_rows_of(self.rest):
             step = StepWork(0, 0, 0, most_rows, 0, most_rows, 0).counts
             more = np.where(IS_SPREAD, self.rest, step * (num_rows / most_rows))
             parts.append((scale - 1) * more)

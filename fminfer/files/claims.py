@@ -2,7 +2,8 @@
 
 The claim of a dead process of this machine can be taken over at once, also one of its last boot.
 A claim that a power cut has torn can be taken over after a second. Any other can once it has not
-been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's is higher.
+been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's
+is higher.
 """
 
 from __future__ import annotations
@@ -55,7 +56,9 @@ class Found:
 class Claim:
     """An output that is this process's to answer. `data` stands in the file."""
 
-    def __init__(self, path: Path, data: bytes, on_end: Callable[[Claim], None]) -> None:
+    def __init__(
+        self, path: Path, data: bytes, on_end: Callable[[Claim], None]
+    ) -> None:
         self.path = path
         self._data = data
         self._on_end = on_end
@@ -70,7 +73,8 @@ class Claim:
         try:
             os.utime(self.path)
             is_mine = _read(self.path)[0] == self._data
-            newest = _numbers(self.path.parent)[-1:]  # none, if the folder was emptied just now
+            # none, if the folder was emptied just now
+            newest = _numbers(self.path.parent)[-1:]
             self._is_lost = not is_mine or newest != [int(self.path.name)]
             self._beat_s = time.time()
         except FileNotFoundError:
@@ -139,7 +143,8 @@ class Claims:
             self._held.add(claim)
             if not self._is_beating:
                 self._is_beating = True
-                every(BEAT_S, self._beat, "claims", end=threading.Event())  # with the process
+                # with the process
+                every(BEAT_S, self._beat, "claims", end=threading.Event())
         return claim
 
     def _beat(self) -> None:
@@ -150,18 +155,26 @@ class Claims:
 
 
 def look_at(output: Path, now_s: float | None = None) -> list[Found]:
-    """Read an output's claims, the newest owner's last; `now_s` None: by the clock of the disk."""
+    """Read an output's claims, the newest owner's last; `now_s` None: by the clock of
+    the disk."""
     folder = _folder_of(output)
     found = []
     for number in _numbers(folder):
         path = folder / str(number)
-        with told(path), contextlib.suppress(FileNotFoundError):  # it was released just now
+        # it was released just now
+        with told(path), contextlib.suppress(FileNotFoundError):
             data, beat_s = _read(path)
             owner = read_owner(data)
             if now_s is None and not (owner and owner.is_near):
                 now_s = disk_time(output.parent)
             found.append(
-                Found(path, number, owner, data.endswith(b"\n"), (now_s or beat_s) - beat_s)
+                Found(
+                    path,
+                    number,
+                    owner,
+                    data.endswith(b"\n"),
+                    (now_s or beat_s) - beat_s,
+                )
             )
     return found
 
@@ -200,7 +213,9 @@ def _folder_of(output: Path) -> Path:
 
 def _numbers(folder: Path) -> list[int]:
     try:
-        return sorted(int(name) for name in os.listdir(folder) if NUMBER.fullmatch(name))
+        return sorted(
+            int(name) for name in os.listdir(folder) if NUMBER.fullmatch(name)
+        )
     except (FileNotFoundError, NotADirectoryError):
         return []
 
@@ -227,7 +242,9 @@ def disk_time(folder: Path) -> float:
 class Hold:
     """One output, which this run may write while it holds the claim; it may hold one already."""
 
-    def __init__(self, output: Path, claims: Claims, claim: Claim | None = None) -> None:
+    def __init__(
+        self, output: Path, claims: Claims, claim: Claim | None = None
+    ) -> None:
         self.claim = claim
         self.is_lost = False  # to another run, or given up: nothing more is written
         self._output = output
@@ -235,7 +252,9 @@ class Hold:
 
     def check_free(self) -> None:
         """Refuse an output that another run has, by an InUseError."""
-        if self.claim is None and any(not claim.is_dead for claim in look_at(self._output)):
+        if self.claim is None and any(
+            not claim.is_dead for claim in look_at(self._output)
+        ):
             raise self._in_use()
 
     def take(self) -> None:
@@ -256,7 +275,8 @@ class Hold:
                 self.release()
 
     def remove_dead(self) -> None:
-        """Remove dead claims once the journal is open: who slept with it open must find its own."""
+        """Remove dead claims once the journal is open: who slept with it open must find
+        its own."""
         if self.claim is not None:
             remove_dead(self._output)
 
@@ -278,7 +298,8 @@ class Hold:
     def settle(self) -> None:
         """Leave nothing beside a complete output of what a killed run may have left there."""
         draft = draft_path(journal_path(self._output))
-        with contextlib.suppress(InUseError, OutputError, OSError):  # it may be read only
+        # it may be read only
+        with contextlib.suppress(InUseError, OutputError, OSError):
             if draft.exists():
                 self.take()  # so that no other run is writing it
                 draft.unlink(missing_ok=True)

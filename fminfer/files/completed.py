@@ -1,4 +1,5 @@
-"""An output that is complete: which run made it, whether it was edited, and what is left of it."""
+"""An output that is complete: which run made it, whether it was edited, and what is
+left of it."""
 
 from __future__ import annotations
 
@@ -24,8 +25,20 @@ from fminfer.files.journal_rows import (
     read_fingerprint,
 )
 from fminfer.files.line_reader import identify
-from fminfer.files.ordered_output import Seal, Seals, errors_path, read_seal, vectors_path
-from fminfer.files.status_file import limit_of, own_fields, read_status, seals_of, status_path
+from fminfer.files.ordered_output import (
+    Seal,
+    Seals,
+    errors_path,
+    read_seal,
+    vectors_path,
+)
+from fminfer.files.status_file import (
+    limit_of,
+    own_fields,
+    read_status,
+    seals_of,
+    status_path,
+)
 from fminfer.files.streams import A_PIPE, changed_ns, reading_file
 
 
@@ -48,7 +61,9 @@ class CompletedOutput:
     def counts(self) -> Counts:
         """Its rows, without their tokens."""
         counts = self.status["request_counts"]
-        return Counts(int(counts["total"]), int(counts["completed"]), int(counts["failed"]))
+        return Counts(
+            int(counts["total"]), int(counts["completed"]), int(counts["failed"])
+        )
 
     @property
     def limit(self) -> int | None:
@@ -98,17 +113,24 @@ class CompletedOutput:
         if not errors.exists():  # removed, to leave the output as it is
             return False
         written = (self.seals or {}).get("errors")
-        is_edited = written is not None and errors.stat().st_size != written.get("bytes")
-        return is_edited or any(map(is_retryable, records_of(errors)))  # `reopen` tells of an edit
+        is_edited = written is not None and errors.stat().st_size != written.get(
+            "bytes"
+        )
+        # `reopen` tells of an edit
+        return is_edited or any(map(is_retryable, records_of(errors)))
 
 
-def find_edit(output: Path, status: dict[str, Any], *, is_read: bool = False) -> Edit | None:
+def find_edit(
+    output: Path, status: dict[str, Any], *, is_read: bool = False
+) -> Edit | None:
     """Return which file of a complete output was edited; None: none, or no seals are known.
 
     Args:
-        is_read: compare the bytes of all. Otherwise of a file that is older than its status file,
-            which a run writes last, only the size is compared: there may be thousands of outputs.
-            And an errors file that is gone was removed, to leave the output as it is.
+        is_read: compare the bytes of all. Otherwise of a file that is older than its
+        status file,
+            which a run writes last, only the size is compared: there may be thousands
+            of outputs. And an errors file that is gone was removed, to leave the output
+            as it is.
     """
     seals = seals_of(status)
     if seals is None:
@@ -132,8 +154,8 @@ def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
     errors = errors_path(output)
     moved = "it" if edit.path == output else output.name
     text = (
-        f"{edit.path} is not as it was written ({edit.what}). Put the file back as it was. Or move "
-        f"{moved} away, or give --restart, to answer all again"
+        f"{edit.path} is not as it was written ({edit.what}). Put the file back as it "
+        f"was. Or move {moved} away, or give --restart, to answer all again"
     )
     if can_stay:
         text += (
@@ -154,22 +176,29 @@ def _looks_as_written(path: Path, seal: Seal | None, output: Path) -> bool:
         return False
     file = path.stat()
     status = status_path(output).stat()
-    is_older = file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
+    is_older = (
+        file.st_mtime_ns < status.st_mtime_ns and file.st_ctime_ns <= status.st_ctime_ns
+    )
     return is_older and file.st_size == seal.get("bytes")
 
 
 def _show(then: Seal | None, now: Seal | None) -> str:
-    sizes = [f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)]
+    sizes = [
+        f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)
+    ]
     if sizes[0] == sizes[1]:
         return f"it still has {sizes[0]}, but other ones"
     return f"it was {sizes[0]} then, and is {sizes[1]} now"
 
 
 def is_retryable(record: bytes) -> bool:
-    """Tell whether an error record says that its line was right, and another run may answer it."""
+    """Tell whether an error record says that its line was right, and another run may
+    answer it."""
     try:
         fields = load_record(record)
-        error = fields["response"]["body"]["error"] if is_batch(record) else fields["error"]
+        error = (
+            fields["response"]["body"]["error"] if is_batch(record) else fields["error"]
+        )
         return error["code"] in RETRYABLE
     except (ValueError, KeyError, TypeError):
         return False
@@ -229,7 +258,8 @@ def has_changed(source: Path, status: dict[str, Any]) -> bool:
 def require_completed(
     output: Path, source: Path, fingerprint: Fingerprint, *, takes_over: bool = False
 ) -> CompletedOutput:
-    """Return what is known of an output, which is this run's, or `takes_over` one of another input.
+    """Return what is known of an output, which is this run's, or `takes_over` one of
+    another input.
 
     Raises:
         UsageError: it is another run's, or nobody knows whose.

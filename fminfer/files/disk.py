@@ -26,12 +26,14 @@ HINTS: dict[DiskFault, str] = {
 
 
 def beside(path: Path, ending: str, *, without: str = "") -> Path:
-    """Return the file whose name is that of `path` with another ending, in place of `without`."""
+    """Return the file whose name is that of `path` with another ending, in place of
+    `without`."""
     return path.with_name(fit_name(path.name.removesuffix(without), ending))
 
 
 def fit_name(start: str, ending: str) -> str:
-    """Join a name; one that is too long is cut in the middle, and a digest tells it from others."""
+    """Join a name; one that is too long is cut in the middle, and a digest tells it
+    from others."""
     if len(os.fsencode(start + ending)) <= MOST_BYTES:
         return start + ending
     raw = os.fsencode(start)
@@ -60,14 +62,16 @@ def lock(fd: int, path: Path, output: Path) -> bool:
 
 
 def unlock(fd: int) -> None:
-    """Let others have a file. To close it is not enough: a process that was forked may share it."""
+    """Let others have a file. To close it is not enough: a process that was forked may
+    share it."""
     with contextlib.suppress(OSError):  # as above: the file system cannot
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def alone(path: Path) -> Iterator[None]:
-    """Keep other processes from doing the same by a file that is only locked, where locks are."""
+    """Keep other processes from doing the same by a file that is only locked, where
+    locks are."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         with contextlib.suppress(OSError):
@@ -113,7 +117,9 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
             break
         os.close(fd)
     else:
-        raise InUseError(f"{usual} is being written by other processes; wait for them or end them")
+        raise InUseError(
+            f"{usual} is being written by other processes; wait for them or end them"
+        )
     # The lock lasts until the draft has its name. The file is closed before: some disks
     # say only then that they are full.
     with open(fd, "wb", buffering=0) as locked:
@@ -215,7 +221,9 @@ def explain(path: Path, error: OSError) -> OutputError:
 
 
 @contextlib.contextmanager
-def told(path: Path, explain: Callable[[Path, OSError], OutputError] = explain) -> Iterator[None]:
+def told(
+    path: Path, explain: Callable[[Path, OSError], OutputError] = explain
+) -> Iterator[None]:
     """Turn the system's errors into ours, which say what to do."""
     try:
         yield

@@ -10,10 +10,18 @@ from typing import Literal
 from fminfer.contract.record import load_record
 from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import first_bytes, read_lines
-from fminfer.files.streams import PART_NAME, changed_ns, explain_bytes, explain_text, split_of
+from fminfer.files.streams import (
+    PART_NAME,
+    changed_ns,
+    explain_bytes,
+    explain_text,
+    split_of,
+)
 
 NUM_LOOKED_AT = 5  # lines that decide whether a file holds requests
-REQUEST_KEYS = frozenset({"prompt", "request", "body", "messages", "max_tokens", "input"})
+REQUEST_KEYS = frozenset(
+    {"prompt", "request", "body", "messages", "max_tokens", "input"}
+)
 Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
 
 
@@ -46,8 +54,10 @@ def look_at_lines(path: Path) -> tuple[Kind, str]:
 def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
     """Return what a file's first lines hold, and what is wrong. A changed file is read anew."""
     head = first_bytes(path)
-    is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")  # which may end in CR
-    is_known = is_spread or PART_NAME.fullmatch(path.name)  # a part may hold wrong lines alone
+    # which may end in CR
+    is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")
+    # a part may hold wrong lines alone
+    is_known = is_spread or PART_NAME.fullmatch(path.name)
     trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
     if trouble and not split_of(path):
         return "", trouble

@@ -25,7 +25,9 @@ from fminfer.files.streams import (
 EMPTY = (b"", b"[]")  # an input, less its white space
 MOST_NAMED = 5  # files or folders in a message
 # Why a folder's files are left out, and how to have them answered.
-ANSWERS = "answers of a run, by their first line; name the file itself to answer its requests"
+ANSWERS = (
+    "answers of a run, by their first line; name the file itself to answer its requests"
+)
 CAPITALS = "an ending in capitals; rename the file to answer its requests"
 NO_FILE = "a pipe, a device or a folder; name it itself to answer what is in it"
 LINK = "a link to a file of the folder, which is answered; name the link itself to answer it too"
@@ -55,7 +57,9 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
                 raise UsageError("; ".join([what, *left_out]))
             files += found
         elif path != STDIN and not path.exists():
-            raise UsageError(f"{path} does not exist; give a .jsonl file or a folder of them")
+            raise UsageError(
+                f"{path} does not exist; give a .jsonl file or a folder of them"
+            )
         else:
             _check_form(path)
             files.append(path)
@@ -63,7 +67,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     for file in files:
         if file.suffix == ".zst":
             require_zstd(file)
-        place = file.parent.resolve() / file.name  # links to one file have outputs of their own
+        # links to one file have outputs of their own
+        place = file.parent.resolve() / file.name
         if place in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
         seen.add(place)
@@ -71,7 +76,8 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
 
 def _check_form(path: Path) -> None:
-    """Refuse a file that was named and cannot be answered; a pipe is read whatever its name is."""
+    """Refuse a file that was named and cannot be answered; a pipe is read whatever its
+    name is."""
     if is_stream(path) or not path.is_file():
         return
     trouble = what_is_wrong(path)
@@ -81,7 +87,8 @@ def _check_form(path: Path) -> None:
         return
     if holds_requests(path):
         trouble = (
-            f"its lines are requests; rename it, or give it on stdin: - < {shlex.quote(str(path))}"
+            "its lines are requests; rename it, or give it on stdin: - < "
+            f"{shlex.quote(str(path))}"
         )
     trouble = trouble or "it must hold JSON lines, each a request"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
@@ -99,10 +106,13 @@ class FolderContents:
 
 
 def sort_folder(folder: Path) -> FolderContents:
-    """Tell what is to be answered in a folder: no answers, and no links to others of its files."""
+    """Tell what is to be answered in a folder: no answers, and no links to others of
+    its files."""
     found = FolderContents()
     paths = sorted(folder.iterdir())
-    links = _links_within([path for path in paths if is_input_name(path.name) and isfile(path)])
+    links = _links_within(
+        [path for path in paths if is_input_name(path.name) and isfile(path)]
+    )
     for path in paths:
         why = trouble = ""
         if not is_input_name(path.name):
@@ -129,14 +139,16 @@ def sort_folder(folder: Path) -> FolderContents:
 
 
 def folders_read(folder: Path) -> list[Path]:
-    """Return the folders whose files `find_inputs` finds for one: itself, or those of its parts."""
+    """Return the folders whose files `find_inputs` finds for one: itself, or those of
+    its parts."""
     if not (folder / MANIFEST).exists() or sort_folder(folder).requests:
         return [folder]
     return [folder, *sorted({path.parent for path in _below(folder)})]
 
 
 def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
-    """Name some of what is left out of folders for each reason; with `has_lost`, lost files too."""
+    """Name some of what is left out of folders for each reason; with `has_lost`, lost
+    files too."""
     found: dict[str, list[Path]] = {}
     for folder in folders:
         for why, paths in sort_folder(folder).left_out.items():
@@ -164,7 +176,9 @@ def _name_few(paths: list[Path]) -> str:
 def _links_within(files: list[Path]) -> set[Path]:
     """Return the links to files that are there themselves."""
     links = [path for path in files if path.is_symlink()]
-    there = {path.resolve() for path in files if not path.is_symlink()} if links else set()
+    there = (
+        {path.resolve() for path in files if not path.is_symlink()} if links else set()
+    )
     return {link for link in links if link.resolve() in there}
 
 
@@ -183,9 +197,13 @@ def _below(folder: Path) -> list[Path]:
             f"\n  {below} ({counted(len(files), 'file')})"
             for below, files in list(engines.items())[:MOST_NAMED]
         ]
-        more = f"\n  … and {len(engines) - MOST_NAMED:,} more" if len(engines) > MOST_NAMED else ""
+        more = (
+            f"\n  … and {len(engines) - MOST_NAMED:,} more"
+            if len(engines) > MOST_NAMED
+            else ""
+        )
         raise UsageError(
-            f"{folder} holds the parts of {len(engines)} engines. Answer each folder with its own "
-            f"model:{''.join(listed)}{more}"
+            f"{folder} holds the parts of {len(engines)} engines. Answer each folder "
+            f"with its own model:{''.join(listed)}{more}"
         )
     return next(iter(engines.values()), [])

@@ -89,7 +89,9 @@ def name_model(path: Path | str) -> str:
     if is_gguf(file):
         return str(path)
 
-    is_part = file.name.endswith(WEIGHTS) or (file.suffix == ".json" and name_model(file.parent))
+    is_part = file.name.endswith(WEIGHTS) or (
+        file.suffix == ".json" and name_model(file.parent)
+    )
     return str(file.parent) if is_part and not holds_requests(file) else ""
 
 
@@ -106,4 +108,6 @@ def _is_mark(path: Path, keys: tuple[str, ...]) -> bool:
         if path.is_file() and path.stat().st_size <= MAX_MARK_BYTES:
             fields = json.loads(path.read_bytes())
     objects = fields if isinstance(fields, list) else [fields]
-    return any(isinstance(each, dict) and not each.keys().isdisjoint(keys) for each in objects)
+    return any(
+        isinstance(each, dict) and not each.keys().isdisjoint(keys) for each in objects
+    )

@@ -1,4 +1,5 @@
-"""The journal of one output: every finished row at once, and what it takes to go on after a crash.
+"""The journal of one output: every finished row at once, and what it takes to go on
+after a crash.
 
 A line that breaks off, or whose checksum is wrong, counts as not written.
 """
@@ -65,7 +66,9 @@ class Journal:
         OutputError: it cannot be read or written.
     """
 
-    def __init__(self, output: Path, fingerprint: Fingerprint, *, restart: bool = False) -> None:
+    def __init__(
+        self, output: Path, fingerprint: Fingerprint, *, restart: bool = False
+    ) -> None:
         self.output = output
         self.path = journal_path(output)
         self._forget()
@@ -100,7 +103,9 @@ class Journal:
         """Read the rows, in the order of their lines."""
         with told(self.path), open(self._fd, "rb", closefd=False) as file:
             here = 0
-            for place in chain.from_iterable(self._pages[page][0] for page in sorted(self._pages)):
+            for place in chain.from_iterable(
+                self._pages[page][0] for page in sorted(self._pages)
+            ):
                 if place <= 0:
                     continue
                 if place != here:  # to seek costs more than to read
@@ -141,7 +146,9 @@ class Journal:
         self.num_bytes += len(line)
         self._dirty = True
         if self._thread is None:
-            self._thread = threading.Thread(target=self._sync_often, name="journal", daemon=True)
+            self._thread = threading.Thread(
+                target=self._sync_often, name="journal", daemon=True
+            )
             self._thread.start()
 
     def sync(self) -> None:
@@ -171,12 +178,15 @@ class Journal:
     def remove(self) -> None:
         """Close and delete it: the output is complete."""
         with told(self.path):
-            self.path.unlink(missing_ok=True)  # first, so that nobody opens what is given up
+            # first, so that nobody opens what is given up
+            self.path.unlink(missing_ok=True)
         self.close()
 
     def _forget(self) -> None:
         # A page is made for its first row. So blank lines take none; others take 12 bytes each.
-        self._pages: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(_new_page)
+        self._pages: defaultdict[int, tuple[array[int], array[int]]] = defaultdict(
+            _new_page
+        )
         self.kept = Counts()  # of what an earlier run had finished
         self.num_rows = 0
         self.last_number = 0  # the largest number of a line with a record
@@ -186,14 +196,19 @@ class Journal:
     def _lock(self) -> None:
         self.has_locks = lock(self._fd, self.path, self.output)
         # Whoever had the lock may have finished, and removed the file, in between.
-        if not self.path.exists() or not os.path.samestat(os.fstat(self._fd), self.path.stat()):
-            raise InUseError(f"another run has just finished {self.output}; run again to see")
+        if not self.path.exists() or not os.path.samestat(
+            os.fstat(self._fd), self.path.stat()
+        ):
+            raise InUseError(
+                f"another run has just finished {self.output}; run again to see"
+            )
 
     def _read(self, fingerprint: Fingerprint) -> None:
         with open(self._fd, "rb", closefd=False) as file:
             head = file.readline()
             first = file.readline()
-            if not head.endswith(b"\n"):  # new, or killed while its first line was written
+            # new, or killed while its first line was written
+            if not head.endswith(b"\n"):
                 self._begin(fingerprint)
                 return
             old = read_fingerprint(self.path, head)
@@ -246,7 +261,9 @@ class Journal:
                 self._dirty = False
                 try:
                     os.fsync(self._fd)
-                except OSError as error:  # told with the next row: the disk may have lost some
+                except (
+                    OSError
+                ) as error:  # told with the next row: the disk may have lost some
                     self._failure = error
                     return
 
@@ -297,7 +314,8 @@ def peek(
     """Return whose rows an output's journal has; None: it has no journal.
 
     Raises:
-        UsageError, OutputError: as `Journal` does, but, if this run `takes_over`, not for rows of
+        UsageError, OutputError: as `Journal` does, but, if this run `takes_over`, not
+        for rows of
             another input; nothing is written.
     """
     path = journal_path(output)

@@ -1,4 +1,5 @@
-"""The lines of a journal: the first one, and rows, which a crash may tear or damage; their counts.
+"""The lines of a journal: the first one, and rows, which a crash may tear or damage;
+their counts.
 
 The first line says of which run the rows are, by what must be the same. A row has a checksum:
 
@@ -24,9 +25,11 @@ from fminfer.core.errors import UsageError
 from fminfer.core.version import DRAWING
 from fminfer.files.streams import A_PIPE
 
-Fingerprint = dict[str, str]  # what must be the same for rows to be kept; names are for people
+# what must be the same for rows to be kept; names are for people
+Fingerprint = dict[str, str]
 INPUT = "the input"  # in a fingerprint: the bytes of the file
-CLOCK = "the time that templates read"  # in a fingerprint: the first run's, which later ones keep
+# in a fingerprint: the first run's, which later ones keep
+CLOCK = "the time that templates read"
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
 EXPLAINED = frozenset(
     {"the model", "the tokenizer", "--check-model"}
@@ -35,7 +38,10 @@ EXPLAINED = frozenset(
 
 def head_line(fingerprint: Fingerprint) -> bytes:
     """Return a journal's first line."""
-    return json.dumps({"fminfer_journal": FORM, "fingerprint": fingerprint}).encode() + b"\n"
+    return (
+        json.dumps({"fminfer_journal": FORM, "fingerprint": fingerprint}).encode()
+        + b"\n"
+    )
 
 
 def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
@@ -48,8 +54,9 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
         is_known = False
     if not is_known:
         raise UsageError(
-            f"{path}: its first line is damaged, or another version's; what run its rows are of is "
-            "not known. Give --restart to answer from the start, or another --output"
+            f"{path}: its first line is damaged, or another version's; what run its "
+            "rows are of is not known. Give --restart to answer from the start, or "
+            "another --output"
         )
     return {str(name): str(value) for name, value in found.items()}
 
@@ -63,7 +70,11 @@ def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
 
 def show_changes(old: Fingerprint, new: Fingerprint) -> str:
     """Say what differs: flags first, and no digest that differs because a flag does."""
-    names = [name for name in {**old, **new} if old.get(name) != new.get(name) and name != CLOCK]
+    names = [
+        name
+        for name in {**old, **new}
+        if old.get(name) != new.get(name) and name != CLOCK
+    ]
     if "--model-name" in names:
         names = [name for name in names if name not in EXPLAINED]
     return "; ".join(
@@ -76,15 +87,16 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
     """Refuse rows of another run, by a UsageError that says what differs."""
     if old.get(DRAWING) != new.get(DRAWING):
         raise UsageError(
-            f"{path} belongs to a run of another version of fminfer: sampled answers are drawn in "
-            "another way now. Finish that run with its own version; or answer from the start: give "
-            "--restart (for all inputs), or another --output"
+            f"{path} belongs to a run of another version of fminfer: sampled answers "
+            "are drawn in another way now. Finish that run with its own version; or "
+            "answer from the start: give --restart (for all inputs), or another "
+            "--output"
         )
     if changes := show_changes(old, new):
         raise UsageError(
-            f"{path} belongs to a run that differs: {changes}. Repeat that run's command to go on "
-            "with it; or answer from the start: move that file away, or give --restart (for all "
-            "inputs), or another --output"
+            f"{path} belongs to a run that differs: {changes}. Repeat that run's "
+            "command to go on with it; or answer from the start: move that file away, "
+            "or give --restart (for all inputs), or another --output"
         )
 
 
@@ -108,9 +120,11 @@ class Row(NamedTuple):
     tokens: tuple[int, int, int]
     input_crc: int  # of the input's line
     record: bytes
-    is_ours: bool = False  # an error that another run may not meet, such as too little memory
+    # an error that another run may not meet, such as too little memory
+    is_ours: bool = False
     key: bytes = b""  # of the request and its draws; b"": not known
-    vector: bytes = b""  # float32 numbers that stand beside the record, in a file of their own
+    # float32 numbers that stand beside the record, in a file of their own
+    vector: bytes = b""
 
     @property
     def kind(self) -> str:
@@ -118,13 +132,16 @@ class Row(NamedTuple):
 
     def to_line(self) -> bytes:
         """Return the journal's line, with its newline."""
-        head = b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x",%s%s"check":"' % (
-            self.number,
-            self.kind.encode(),
-            *self.tokens,
-            self.input_crc,
-            b'"key":"%s",' % self.key.hex().encode() if self.key else b"",
-            b'"vector":"%s",' % b64encode(self.vector) if self.vector else b"",
+        head = (
+            b'{"line":%d,"kind":"%s","tokens":[%d,%d,%d],"input":"%08x",%s%s"check":"'
+            % (
+                self.number,
+                self.kind.encode(),
+                *self.tokens,
+                self.input_crc,
+                b'"key":"%s",' % self.key.hex().encode() if self.key else b"",
+                b'"vector":"%s",' % b64encode(self.vector) if self.vector else b"",
+            )
         )
         check = zlib.crc32(self.record, zlib.crc32(head))
         return head + b'%08x","record":' % check + self.record + b"}\n"
@@ -136,7 +153,9 @@ def read_row(line: bytes) -> Row | None:
     if match is None or line[-2:] != b"}\n":
         return None
     record = line[match.end() : -2]
-    if zlib.crc32(record, zlib.crc32(line[: match.start("check")])) != int(match["check"], 16):
+    if zlib.crc32(record, zlib.crc32(line[: match.start("check")])) != int(
+        match["check"], 16
+    ):
         return None
     number, kind, *tokens, input_crc, key, vector, _ = match.groups()
     return Row(
@@ -159,12 +178,15 @@ class RowCounts:
     num_errors: int = 0
 
     def __add__(self, other: RowCounts) -> RowCounts:
-        return RowCounts(self.num_rows + other.num_rows, self.num_errors + other.num_errors)
+        return RowCounts(
+            self.num_rows + other.num_rows, self.num_errors + other.num_errors
+        )
 
     def without(self, other: RowCounts) -> RowCounts:
         """Take away rows that are counted elsewhere."""
         return RowCounts(
-            max(0, self.num_rows - other.num_rows), max(0, self.num_errors - other.num_errors)
+            max(0, self.num_rows - other.num_rows),
+            max(0, self.num_errors - other.num_errors),
         )
 
 
@@ -210,7 +232,8 @@ class Counts:
         self.kept = self.done
 
     def see_completed(self, whole: Counts) -> None:
-        """Take in that another run has completed the output; this run's own rows stay its own."""
+        """Take in that another run has completed the output; this run's own rows stay
+        its own."""
         own = self.own
         self.num_rows = whole.num_rows
         self.num_completed = whole.num_completed

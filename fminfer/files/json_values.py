@@ -1,7 +1,8 @@
-"""Splits a JSON file into its values without holding it, and explains objects over several lines.
+"""Splits a JSON file into its values without holding it, and explains objects over
+several lines.
 
-No giant value is held, either. Only brackets and strings are followed; whether a value is JSON its
-reader will say.
+No giant value is held, either. Only brackets and strings are followed; whether a value
+is JSON its reader will say.
 """
 
 from __future__ import annotations
@@ -35,8 +36,8 @@ class CutValue:
     def fault(self) -> str:
         """Say that it is too long."""
         return (
-            f"the line has {self.num_bytes:,} bytes, and at most {MAX_VALUE_BYTES:,} are read; put "
-            "its prompts on several lines"
+            f"the line has {self.num_bytes:,} bytes, and at most {MAX_VALUE_BYTES:,} "
+            "are read; put its prompts on several lines"
         )
 
 
@@ -85,7 +86,9 @@ _IN_ARRAY = re.compile(rb'["\[\]{},]')
 _OPENED_BY = {b"]": ord("["), b"}": ord("{")}
 
 
-def split_values(chunks: Iterator[bytes], *, is_array: bool) -> Iterator[bytes | CutValue]:
+def split_values(
+    chunks: Iterator[bytes], *, is_array: bool
+) -> Iterator[bytes | CutValue]:
     """Yield the raw bytes of each value, white space around it included.
 
     Args:
@@ -145,7 +148,9 @@ class _Splitter:
                 yield from self._take_value(chunk, place)
         if self._is_closed and chunk[start:].strip():
             place = len(chunk) - len(chunk[start:].lstrip()) + 1
-            self._break(chunk, start, place, "text stands behind the array's last bracket")
+            self._break(
+                chunk, start, place, "text stands behind the array's last bracket"
+            )
         self._value.add(chunk[start:])
         self._num_newlines += chunk.count(b"\n")
 
@@ -170,7 +175,9 @@ class _Splitter:
             self._brackets += sign
             return False
         if not self._brackets or self._brackets[-1] != _OPENED_BY[sign]:
-            self._break(chunk, start, place, f"{sign.decode()} closes what was not opened")
+            self._break(
+                chunk, start, place, f"{sign.decode()} closes what was not opened"
+            )
         self._brackets.pop()
         self._is_closed = self._is_array and not self._brackets
         return not self._brackets
@@ -188,7 +195,8 @@ class _Splitter:
         # The sign before `place` is where it breaks; a newline belongs to the line that it ends.
         line = self._num_newlines + chunk[: max(0, place - 1)].count(b"\n") + 1
         raise DamagedInputError(
-            f"the file's JSON breaks in its line {line}: {reason}", self.rest + chunk[start:place]
+            f"the file's JSON breaks in its line {line}: {reason}",
+            self.rest + chunk[start:place],
         )
 
 
@@ -227,7 +235,9 @@ class Ahead(Generic[Item]):
         self._back.extendleft(reversed(items))
 
 
-def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | CutValue, str]]:
+def explain_spread(
+    lines: Iterator[Numbered],
+) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each line, with what is wrong where it is a piece of a spread object, or "".
 
     The object's first line gets the whole story, and the others point to it.
@@ -235,7 +245,12 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
     ahead = Ahead(lines)
     passed = 0  # the last line of a failed search; none begins before it again
     for number, raw in ahead:
-        if isinstance(raw, CutValue) or raw.endswith(b"}") or not _begins(raw) or number < passed:
+        if (
+            isinstance(raw, CutValue)
+            or raw.endswith(b"}")
+            or not _begins(raw)
+            or number < passed
+        ):
             yield number, raw, ""
             continue
         pieces, is_closed = _gather((number, raw), ahead)
@@ -246,7 +261,11 @@ def explain_spread(lines: Iterator[Numbered]) -> Iterator[tuple[int, bytes | Cut
             ahead.put_back(pieces[1:])
             continue
         for other, piece in pieces[1:]:
-            yield other, piece, f"the line is a piece of the object that begins in line {number}"
+            yield (
+                other,
+                piece,
+                f"the line is a piece of the object that begins in line {number}",
+            )
 
 
 def _begins(raw: bytes) -> bool:
@@ -255,13 +274,19 @@ def _begins(raw: bytes) -> bool:
     return is_open and len(raw) <= MAX_BYTES
 
 
-def _gather(first: NumberedPiece, ahead: Ahead[Numbered]) -> tuple[list[NumberedPiece], bool]:
+def _gather(
+    first: NumberedPiece, ahead: Ahead[Numbered]
+) -> tuple[list[NumberedPiece], bool]:
     """Take lines until the brackets of the first one are closed; tell whether they are."""
     pieces = [first]
     depth = _count_open(first[1])
     num_bytes = len(first[1])
     with suppress(DamagedInputError):  # whoever reads on meets it
-        while depth > 0 and len(pieces) < MAX_LINES and (item := next(ahead, None)) is not None:
+        while (
+            depth > 0
+            and len(pieces) < MAX_LINES
+            and (item := next(ahead, None)) is not None
+        ):
             number, raw = item
             if (
                 isinstance(raw, CutValue)
@@ -287,9 +312,12 @@ def _count_open(raw: bytes) -> int:
 
 
 def _begins_another(raw: bytes, first: bytes) -> bool:
-    """Tell whether a line begins another request: objects inside the first stand further right."""
+    """Tell whether a line begins another request: objects inside the first stand
+    further right."""
     left = raw.lstrip()
-    return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(first.lstrip())
+    return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(
+        first.lstrip()
+    )
 
 
 def _explain(pieces: list[NumberedPiece]) -> str:
@@ -317,8 +345,10 @@ def _explain(pieces: list[NumberedPiece]) -> str:
         where = dict.fromkeys(pieces[bisect_right(ends, place)][0] for place in places)
         named = ", ".join(map(str, where))
         told += f", and a comma stands before a closing bracket (line {named})"
-        remedy = "Remove that comma; then put the object on one line (jq -c . FILE does it)"
+        remedy = (
+            "Remove that comma; then put the object on one line (jq -c . FILE does it)"
+        )
     return (
-        f"{told}. This file holds one object a line. {remedy}, or rename the file to end in .json, "
-        "where objects may be spread"
+        f"{told}. This file holds one object a line. {remedy}, or rename the file to "
+        "end in .json, where objects may be spread"
     )

@@ -12,7 +12,13 @@ from pathlib import Path
 from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.core.quantities import counted
-from fminfer.files.json_values import Ahead, CutValue, ValueBytes, explain_spread, split_values
+from fminfer.files.json_values import (
+    Ahead,
+    CutValue,
+    ValueBytes,
+    explain_spread,
+    split_values,
+)
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.streams import (
     A_PIPE,
@@ -34,12 +40,17 @@ UTF8_BOM = b"\xef\xbb\xbf"
 HEAD_LINES = 100
 MAX_HEAD_BYTES = 2**20  # of a .json file, by which its layout is told
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
-ENDINGS = tuple(f"{kind}{how}" for kind in (*LINES, ".json") for how in ("", *COMPRESSED))
-NAMED_ENDINGS = f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
+ENDINGS = tuple(
+    f"{kind}{how}" for kind in (*LINES, ".json") for how in ("", *COMPRESSED)
+)
+NAMED_ENDINGS = (
+    f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
+)
 
 
 def is_input_name(name: str) -> bool:
-    """Tell whether a file of a folder is one to answer, and none that a run or a split writes."""
+    """Tell whether a file of a folder is one to answer, and none that a run or a split
+    writes."""
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
     return name.endswith(ENDINGS) and not is_written
@@ -51,12 +62,14 @@ def stem(path: Path) -> str:
 
 
 def count_rows(path: Path, limit: int | None = None) -> int | None:
-    """Count the lines to answer; None where that would mean to decompress or parse them twice."""
+    """Count the lines to answer; None where that would mean to decompress or parse them
+    twice."""
     return count_to_last(path, limit)[0]
 
 
 def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int]:
-    """Count the lines to answer, and return the last one's number; None and 0 as `count_rows`."""
+    """Count the lines to answer, and return the last one's number; None and 0 as
+    `count_rows`."""
     if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
@@ -80,7 +93,10 @@ def holds_plain_lines(path: Path) -> bool:
     with reading_file(path), path.open("rb") as file:
         head = file.read(CHUNK_BYTES)
         is_whole = not file.read(1)
-    return not (packing_of(head, "") or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole))
+    return not (
+        packing_of(head, "")
+        or opens_array(head.removeprefix(UTF8_BOM), is_whole=is_whole)
+    )
 
 
 def identify(path: Path) -> str:
@@ -123,13 +139,15 @@ def read_lines(
 
 
 class InputFile:
-    """An input's lines, and whether its bytes are still those that were there at the last look."""
+    """An input's lines, and whether its bytes are still those that were there at the
+    last look."""
 
     def __init__(self, path: Path, source: int, limit: int | None) -> None:
         self.path = path
         self.limit = limit
         self._source = source
-        self.changed_ns = changed_ns(path)  # before the digest: a later change is noticed
+        # before the digest: a later change is noticed
+        self.changed_ns = changed_ns(path)
         self.digest = identify(path)
         self.num_rows: int | None = None  # not counted, or not known before its end
         self.num_read = 0
@@ -170,21 +188,24 @@ class InputFile:
         found = str(digest) if self.limit is None else digest_of(self.path)
         if self.digest != A_PIPE and not self.digest.startswith(found):
             raise UsageError(
-                f"{self.path} was changed while it was being answered. Run the same command again: "
-                "it keeps the answers to lines that are still there (--restart answers all anew)"
+                f"{self.path} was changed while it was being answered. Run the same "
+                "command again: it keeps the answers to lines that are still there "
+                "(--restart answers all anew)"
             )
         self.num_rows = self.num_read
         self.is_read = True
 
     def has_all(self, num_answered: int, last_answered: int) -> bool:
-        """Return whether so many answers are all that it needs; while it is read, nobody knows."""
+        """Return whether so many answers are all that it needs; while it is read,
+        nobody knows."""
         if not self.is_read:
             return False
         self.check_limit(last_answered)
         if num_answered > self.num_read:
             raise UsageError(
-                f"an earlier run has answered {counted(num_answered, 'line')} of {self.path}, and "
-                f"now it has {self.num_read}; give --restart to answer all from the start"
+                f"an earlier run has answered {counted(num_answered, 'line')} of "
+                f"{self.path}, and now it has {self.num_read}; give --restart to "
+                "answer all from the start"
             )
         return num_answered == self.num_read
 
@@ -222,7 +243,9 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
         )
 
 
-def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes | CutValue, str]]:
+def _numbered(
+    path: Path, chunks: Iterator[bytes]
+) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     if split_of(path):
         return explain_spread(split_lines(chunks))
@@ -232,24 +255,32 @@ def _numbered(path: Path, chunks: Iterator[bytes]) -> Iterator[tuple[int, bytes 
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
     is_json = _without_compression(path).suffix == ".json"
     is_array = head.lstrip().startswith(b"[")
-    if is_array and not is_json:  # a stream has lines, and may not have more of them yet
+    # a stream has lines, and may not have more of them yet
+    if is_array and not is_json:
         more = _read_ahead(chunks, 1) if path.is_file() else b""
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
         values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
-    elif is_json and _is_spread(head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)):
+    elif is_json and _is_spread(
+        head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)
+    ):
         values = split_values(chain([head], chunks), is_array=False)
     else:
         lines = split_lines(chain([head], chunks), first)
         # Whoever writes a pipe may wait for the answer to a line before the next.
         is_file = not is_json and path.is_file()
-        return explain_spread(lines) if is_file else ((number, raw, "") for number, raw in lines)
+        return (
+            explain_spread(lines)
+            if is_file
+            else ((number, raw, "") for number, raw in lines)
+        )
     return ((number, raw, "") for number, raw in enumerate(values, 1))
 
 
 def _is_spread(head: bytes) -> bool:
-    """Tell objects over many lines in the head of a .json file from one a line; any may be bad."""
+    """Tell objects over many lines in the head of a .json file from one a line; any may
+    be bad."""
     lines = head.lstrip().split(b"\n")
     if not lines[0].startswith(b"{") or _is_object(lines[0]):
         return False

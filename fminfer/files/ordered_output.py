@@ -1,7 +1,8 @@
-"""Puts an output's finished rows in input order under their final names, and vectors beside them.
+"""Puts an output's finished rows in input order under their final names, and vectors
+beside them.
 
-It can be killed at any moment and repeated: the journal goes last. What is written is digested on
-the way, so that a later run can tell whether the files were edited since.
+It can be killed at any moment and repeated: the journal goes last. What is written is
+digested on the way, so that a later run can tell whether the files were edited since.
 """
 
 from __future__ import annotations
@@ -45,7 +46,11 @@ def draft_path(path: Path) -> Path:
 def traces(output: Path) -> list[Path]:
     """List every file that answering into `output` may write under a name of its own."""
     finals = [output, errors_path(output), vectors_path(output)]
-    return [*finals, journal_path(output), *map(draft_path, [*finals, journal_path(output)])]
+    return [
+        *finals,
+        journal_path(output),
+        *map(draft_path, [*finals, journal_path(output)]),
+    ]
 
 
 def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
@@ -67,24 +72,28 @@ def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
 def written_together(
     output: Path, *others: Path, is_new: bool = False
 ) -> Iterator[Sequence[BinaryIO]]:
-    """Write an output and what stands beside it under other names, and give them theirs at the end.
+    """Write an output and what stands beside it under other names, and give them theirs
+    at the end.
 
-    The output gets its name last: where it is, all is complete. Others to which nothing was written
-    are left out; so are those that an earlier run may have left.
+    The output gets its name last: where it is, all is complete. Others to which nothing
+    was written are left out; so are those that an earlier run may have left.
 
     Args:
         is_new: raise a UsageError where a file would be replaced that is not equal.
     """
     with contextlib.ExitStack() as stack:
         drafts = [
-            (path, *stack.enter_context(drafting(draft_path(path)))) for path in (output, *others)
+            (path, *stack.enter_context(drafting(draft_path(path))))
+            for path in (output, *others)
         ]
         yield [file for *_, file in drafts]
         for *_, file in drafts:
             finish(file)
         for path, name, _ in drafts if is_new else ():
             if path.exists() and not filecmp.cmp(path, name, shallow=False):
-                raise UsageError(f"{path} exists; move it away, or give another --output")
+                raise UsageError(
+                    f"{path} exists; move it away, or give another --output"
+                )
         for path, name, _ in reversed(drafts):
             if path == output or name.stat().st_size:
                 os.replace(name, path)
@@ -121,7 +130,10 @@ def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
         if vectors is not None and not row.is_error:
             vectors.add(row.number, row.vector)
     errors = files[1].seal()
-    found: Seals = {"output": files[0].seal(), "errors": errors if errors["bytes"] else None}
+    found: Seals = {
+        "output": files[0].seal(),
+        "errors": errors if errors["bytes"] else None,
+    }
     if vectors is not None:
         vectors.fill(journal.last_number)
         found["vectors"] = files[2].seal()

@@ -17,7 +17,17 @@ from fminfer.files.streams import DEVICES, STDIN, is_stream
 
 STDOUT = Path("-")
 # Endings of files that are not JSON lines; a folder would hardly have one.
-NO_OUTPUT = (".json", ".ndjson", ".gz", ".zst", ".txt", ".csv", ".tsv", ".parquet", ".npy")
+NO_OUTPUT = (
+    ".json",
+    ".ndjson",
+    ".gz",
+    ".zst",
+    ".txt",
+    ".csv",
+    ".tsv",
+    ".parquet",
+    ".npy",
+)
 
 
 def answers_path(source: Path) -> Path:
@@ -38,7 +48,8 @@ def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     """Return where each input's answers go.
 
     Args:
-        output: a file (for one input), a folder, `-` for stdout, or None for `output_<name>.jsonl`
+        output: a file (for one input), a folder, `-` for stdout, or None for
+        `output_<name>.jsonl`
             beside each input; stdin's answers go to stdout then.
 
     Raises:
@@ -54,7 +65,8 @@ def plan_each(inputs: list[Path], output: Path | None) -> Plan:
     """Plan outputs, without the inputs whose answers would meet in one file; raise as above."""
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
-    owners: dict[Path, list[tuple[Path, Path]]] = {}  # whose answers go to a file, and its name
+    # whose answers go to a file, and its name
+    owners: dict[Path, list[tuple[Path, Path]]] = {}
     for source, path in zip(inputs, outputs, strict=True):
         for trace in [] if path == STDOUT else _written(path):
             owners.setdefault(trace.resolve(), []).append((source, trace))
@@ -69,9 +81,12 @@ def plan_each(inputs: list[Path], output: Path | None) -> Plan:
             else:
                 continue
             refused.setdefault(
-                source, f"the answers to {source} would be written to {trace}, which {whose}"
+                source,
+                f"the answers to {source} would be written to {trace}, which {whose}",
             )
-    pairs = [pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused]
+    pairs = [
+        pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused
+    ]
     return Plan([source for source, _ in pairs], [path for _, path in pairs], refused)
 
 
@@ -82,7 +97,9 @@ def whose_file(path: Path, plan: Plan) -> str:
         if source != STDIN and place == source.resolve():
             return f"is the input {source}"
     for source, output in zip(plan.inputs, plan.outputs, strict=True):
-        if output != STDOUT and place in {trace.resolve() for trace in _written(output)}:
+        if output != STDOUT and place in {
+            trace.resolve() for trace in _written(output)
+        }:
             return f"belongs to the answers to {source}"
     return ""
 
@@ -102,13 +119,15 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(
-                f"--output {output} is one file, and there are {len(inputs)} inputs; give a folder"
+                f"--output {output} is one file, and there are {len(inputs)} inputs; "
+                "give a folder"
             )
-        return [output] * len(inputs)  # of a folder that is watched there may be none yet
+        # of a folder that is watched there may be none yet
+        return [output] * len(inputs)
     if output.suffix in NO_OUTPUT and not output.is_dir():
         raise UsageError(
-            f"--output {output}: answers are written as plain JSON lines; give a name that ends in "
-            ".jsonl (and compress the file afterwards), or a folder"
+            f"--output {output}: answers are written as plain JSON lines; give a name "
+            "that ends in .jsonl (and compress the file afterwards), or a folder"
         )
     return [output / _answers_name(path) for path in inputs]
 
@@ -119,8 +138,8 @@ def require_parent(flag: str, path: Path) -> None:
     if not folder.is_dir():
         if str(path).startswith("~"):
             raise UsageError(
-                f"{flag} {path}: the shell expands ~ only where a word begins; write $HOME for ~, "
-                "or a space in place of ="
+                f"{flag} {path}: the shell expands ~ only where a word begins; write "
+                "$HOME for ~, or a space in place of ="
             )
         near = next(each for each in folder.absolute().parents if each.is_dir())
         raise UsageError(
@@ -130,14 +149,15 @@ def require_parent(flag: str, path: Path) -> None:
 
 
 def _refuse_device(output: Path) -> None:
-    """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null, /dev/stdout."""
+    """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null,
+    /dev/stdout."""
     is_other = output.exists() and not (output.is_file() or output.is_dir())
     is_system = not {"/proc", "/sys"}.isdisjoint(map(str, output.absolute().parents))
     if is_other or is_system or (output.parent in DEVICES and not output.is_dir()):
         raise UsageError(
-            f"--output {output} is no regular file, and a run keeps its journal beside its output. "
-            f"Give --output - for stdout (to drop the answers: --output - > {os.devnull}), the "
-            "name of a .jsonl file, or a folder"
+            f"--output {output} is no regular file, and a run keeps its journal beside "
+            "its output. Give --output - for stdout (to drop the answers: --output - > "
+            f"{os.devnull}), the name of a .jsonl file, or a folder"
         )
 
 

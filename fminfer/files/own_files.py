@@ -46,7 +46,8 @@ SUMMARY = OwnForm(
     "summary of a run", _starting_with(rb'\{\s*"model": "(?:[^"\\]|\\.)*",\s*"dtype": ')
 )
 TIMELINE = OwnForm(
-    "timeline of a run", _starting_with(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])')
+    "timeline of a run",
+    _starting_with(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])'),
 )
 STATUS = OwnForm("status file of a run", _starting_with(rb'\{\s*"id":\s*"batch_'))
 RECORDS = OwnForm("file of a run's answers or errors", holds_answers)
@@ -70,9 +71,12 @@ def require_own(path: Path, form: OwnForm, label: str) -> None:
 
 
 def _is_blank(path: Path) -> bool:
-    """Tell whether a file is empty, or holds zeros alone, as a power cut may leave one of ours."""
+    """Tell whether a file is empty, or holds zeros alone, as a power cut may leave one
+    of ours."""
     with path.open("rb") as file:
-        return not any(piece.strip(b"\0") for piece in iter(partial(file.read, 1 << 20), b""))
+        return not any(
+            piece.strip(b"\0") for piece in iter(partial(file.read, 1 << 20), b"")
+        )
 
 
 def is_device(path: Path) -> bool:

@@ -20,7 +20,8 @@ from fminfer.files.disk import beside
 from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
-HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")  # headers that change with a file
+# headers that change with a file
+HTTP_MARKS = ("ETag", "Last-Modified", "Content-MD5", "Digest")
 MASK = "***"
 IN_TEXT = re.compile(r"[\w.+:-]+://[^\s'\"<>]*[^\s'\"<>.,:;!)\]]")
 INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
@@ -39,8 +40,12 @@ def list_inputs(url: str) -> list[str]:
         pattern = "*"
     file_system, path = _open(folder)
     entries = file_system.ls(path, detail=True)
-    names = sorted(each["name"].rpartition("/")[2] for each in entries if each["type"] == "file")
-    found = [name for name in names if is_input_name(name) and fnmatchcase(name, pattern)]
+    names = sorted(
+        each["name"].rpartition("/")[2] for each in entries if each["type"] == "file"
+    )
+    found = [
+        name for name in names if is_input_name(name) and fnmatchcase(name, pattern)
+    ]
     if not found:
         raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")
     return [f"{folder}/{name}" for name in found]
@@ -130,8 +135,8 @@ def uploading(url: str, output: Path) -> Iterator[None]:
     except Exception as error:
         raise OutputError(
             f"{show_url(url)} cannot be uploaded: {type(error).__name__}: "
-            f"{hide_secrets(str(error), url)}. All rows are kept in {output}; run the same command "
-            "again, and they are uploaded without being answered anew"
+            f"{hide_secrets(str(error), url)}. All rows are kept in {output}; run the "
+            "same command again, and they are uploaded without being answered anew"
         ) from error
 
 
@@ -143,13 +148,15 @@ def _explain(error: Exception, right: str, url: str) -> str:
     if isinstance(error, ValueError):  # a protocol that is not known
         return f"{text}; see that the URL is spelled right"
     return (
-        f"{type(error).__name__}: {text}; see that it is there, and that your credentials, which "
-        f"the file system takes from its usual places, allow to {right}"
+        f"{type(error).__name__}: {text}; see that it is there, and that your "
+        "credentials, which the file system takes from its usual places, allow to "
+        f"{right}"
     )
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Return a URL up to its query, and that with its question mark; only web servers have any."""
+    """Return a URL up to its query, and that with its question mark; only web servers
+    have any."""
     path, mark, query = url.partition("?")
     return (path, mark + query) if _is_web(url) else (url, "")
 

@@ -15,7 +15,12 @@ MAX_RUNS = 8  # of one output; older ones are only counted
 MAX_POINTS = 200
 FIRST_WIDTH_S = 0.125  # of a point; it doubles when there are too many
 # Of a point in JSON, in the order of its fields.
-COLUMNS = {"fed": "num_fed", "drawn": "num_drawn", "done": "num_done", "running": "most_running"}
+COLUMNS = {
+    "fed": "num_fed",
+    "drawn": "num_drawn",
+    "done": "num_done",
+    "running": "most_running",
+}
 
 
 @dataclass(slots=True)
@@ -34,9 +39,12 @@ class Point:
         self.most_running = max(self.most_running, other.most_running)
 
     def between(self, start: float, end: float) -> Point:
-        """Return the counts between two shares of the time; what is in flight is so all of it."""
+        """Return the counts between two shares of the time; what is in flight is so all
+        of it."""
         counts = self.num_fed, self.num_drawn, self.num_done
-        fed, drawn, done = (round(end * count) - round(start * count) for count in counts)
+        fed, drawn, done = (
+            round(end * count) - round(start * count) for count in counts
+        )
         return Point(fed, drawn, done, self.most_running)
 
 
@@ -89,16 +97,21 @@ def read_time_line(told: object) -> TimeLine | None:
         width_s = float(told["every_s"])
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
-    return TimeLine(width_s, points) if width_s > 0 and len(points) <= MAX_POINTS else None
+    return (
+        TimeLine(width_s, points) if width_s > 0 and len(points) <= MAX_POINTS else None
+    )
 
 
 @dataclass(slots=True)
 class RunFacts:
     """What one run is, and what it has done so far. All of its outputs share it."""
 
-    settings: dict[str, str] = field(default_factory=dict)  # options that are not the defaults
-    place: dict[str, str | int | float] = field(default_factory=dict)  # device, dtype and so on
-    read_stats: Callable[[], dict[str, int]] = dict  # the engine's counts, as they are now
+    # options that are not the defaults
+    settings: dict[str, str] = field(default_factory=dict)
+    # device, dtype and so on
+    place: dict[str, str | int | float] = field(default_factory=dict)
+    # the engine's counts, as they are now
+    read_stats: Callable[[], dict[str, int]] = dict
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     time_line: TimeLine = field(default_factory=TimeLine)
     _started_at: int = 0
@@ -181,4 +194,6 @@ def _num_before(run: dict[str, Any]) -> int:
 def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the runs that a status file tells of; none if an older version wrote it."""
     runs = own_fields(status).get("runs")
-    return [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+    return (
+        [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
+    )

@@ -9,7 +9,13 @@ from pathlib import Path
 
 from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
-from fminfer.files.streams import MANIFEST, changed_ns, digest_of, manifest_head, split_of
+from fminfer.files.streams import (
+    MANIFEST,
+    changed_ns,
+    digest_of,
+    manifest_head,
+    split_of,
+)
 
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
 _NUM_EQUAL = re.compile(rb'\{"num_equal":.*?\],"path":("(?:[^"\\]|\\.)*")')
@@ -27,14 +33,27 @@ def find_num_equal(path: Path) -> array[int] | None:
     name = path.absolute().relative_to(folder).as_posix()
     try:
         place = _find_entries(manifest, changed_ns(manifest)).get(name)
-        return None if place is None else _load_num_equal(path, changed_ns(path), manifest, place)
-    except (OSError, UsageError, ValueError, TypeError, KeyError, OverflowError, RecursionError):
+        return (
+            None
+            if place is None
+            else _load_num_equal(path, changed_ns(path), manifest, place)
+        )
+    except (
+        OSError,
+        UsageError,
+        ValueError,
+        TypeError,
+        KeyError,
+        OverflowError,
+        RecursionError,
+    ):
         return None  # `fminfer merge` tells it
 
 
 @lru_cache(maxsize=8)
 def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
-    """Return where a manifest tells of parts whose lines have equal ones, by the parts' paths."""
+    """Return where a manifest tells of parts whose lines have equal ones, by the parts'
+    paths."""
     found = {}
     place = 0
     with manifest.open("rb") as file:
@@ -46,7 +65,9 @@ def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
 
 
 @lru_cache(maxsize=2)  # a run looks at a part several times
-def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> array[int] | None:
+def _load_num_equal(
+    path: Path, changed_at: int, manifest: Path, place: int
+) -> array[int] | None:
     with manifest.open("rb") as file:
         file.seek(place)
         entry = load(file.readline().rstrip(b",\n"))
@@ -54,8 +75,11 @@ def _load_num_equal(path: Path, changed_at: int, manifest: Path, place: int) -> 
 
 
 def is_split(folder: Path) -> bool:
-    """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a UsageError."""
+    """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a
+    UsageError."""
     head = manifest_head(folder)
     if head and not re.search(rb'"is_complete": ?true', head):
-        raise UsageError(f"the split into {folder} was not finished; repeat its command")
+        raise UsageError(
+            f"the split into {folder} was not finished; repeat its command"
+        )
     return bool(head)

@@ -20,7 +20,13 @@ from fminfer.files.journal_rows import Counts
 from fminfer.files.ordered_output import Seals, errors_path, vectors_path
 
 Status = Literal[
-    "validating", "in_progress", "finalizing", "completed", "failed", "cancelled", "expired"
+    "validating",
+    "in_progress",
+    "finalizing",
+    "completed",
+    "failed",
+    "cancelled",
+    "expired",
 ]
 BROKEN_OFF: tuple[Status, ...] = ("failed", "cancelled", "expired")
 ENDS: tuple[Status, ...] = ("completed", *BROKEN_OFF)
@@ -48,21 +54,27 @@ def read_sound_status(output: Path) -> dict[str, Any] | None:
     status = read_status(output)
     if status is None and os.path.lexists(status_path(output)):
         raise UsageError(
-            f"{status_path(output)} cannot be read, or is damaged, and it tells whether "
-            f"{output} is complete. See that it can be read; or answer its input again (--restart)"
+            f"{status_path(output)} cannot be read, or is damaged, and it tells "
+            f"whether {output} is complete. See that it can be read; or answer its "
+            "input again (--restart)"
         )
     return status
 
 
 def _is_ours(fields: dict[str, Any]) -> bool:
     """Tell whether a status has the form that `StatusFile` gives it."""
-    parts = (fields.get(name) or {} for name in ("request_counts", "metadata", "fminfer", "errors"))
+    parts = (
+        fields.get(name) or {}
+        for name in ("request_counts", "metadata", "fminfer", "errors")
+    )
     if not all(isinstance(part, dict) for part in parts):
         return False
     counts = fields.get("request_counts") or {}
     if fields.get("status") != "completed" and not counts:
         return True
-    return all(isinstance(counts.get(name), int) for name in ("total", "completed", "failed"))
+    return all(
+        isinstance(counts.get(name), int) for name in ("total", "completed", "failed")
+    )
 
 
 def own_fields(status: dict[str, Any] | None) -> dict[str, Any]:
@@ -81,16 +93,20 @@ def seals_of(status: dict[str, Any] | None) -> Seals | None:
     seals = own_fields(status).get("written")
     if not isinstance(seals, dict):
         return None
-    return seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
+    return (
+        seals if all(isinstance(seal, dict | None) for seal in seals.values()) else None
+    )
 
 
 def has_vectors(output: Path) -> bool:
-    """Tell whether the file of vectors beside an output, if there is one, is the output's own."""
+    """Tell whether the file of vectors beside an output, if there is one, is the
+    output's own."""
     return own_fields(read_status(output)).get("has_vectors") is True
 
 
 def refuse_other_vectors(output: Path) -> None:
-    """Refuse to put vectors in the place of a file that fminfer did not write, by a UsageError."""
+    """Refuse to put vectors in the place of a file that fminfer did not write, by a
+    UsageError."""
     if (path := vectors_path(output)).exists() and not has_vectors(output):
         raise UsageError(
             f"{path} exists, and nothing tells that fminfer wrote it. Move it away, or give "
@@ -105,17 +121,22 @@ class StatusFile:
     source: Path
     output: Path
     model: str
-    fingerprint: dict[str, str]  # of the run, by which a later one knows whether it is its own
+    # of the run, by which a later one knows whether it is its own
+    fingerprint: dict[str, str]
     counts: Counts  # kept up to date by the caller
-    limit: int | None = None  # how many lines are to be answered, the first ones; None: all
+    # how many lines are to be answered, the first ones; None: all
+    limit: int | None = None
     input_changed_ns: int = 0  # of the input that is answered, by its disk's clock
     journal_bytes: int = 0  # of the rows that are counted
     seals: Seals | None = None  # once the output is written
     list_runs: Callable[[], list[dict[str, Any]]] = list  # those that answered it
-    has_vectors: bool = field(init=False)  # those of an earlier run, until the output is written
+    # those of an earlier run, until the output is written
+    has_vectors: bool = field(init=False)
     _status: Status = "validating"
     _errors: list[dict[str, Any]] = field(default_factory=list)
-    _times: dict[str, int] = field(default_factory=lambda: {"created_at": int(time.time())})
+    _times: dict[str, int] = field(
+        default_factory=lambda: {"created_at": int(time.time())}
+    )
     _written_s: float = float("-inf")
 
     def __post_init__(self) -> None:
@@ -155,14 +176,16 @@ class StatusFile:
             with replacing(status_path(self.output), is_durable=is_durable) as file:
                 file.write(json.dumps(batch, indent=2).encode() + b"\n")
         except OSError as error:
-            batch["fminfer"].pop("runs")  # they grow, and there may be room only for what was there
+            # they grow, and there may be room only for what was there
+            batch["fminfer"].pop("runs")
             text = json.dumps(batch, indent=2) + "\n"
             if self._status not in BROKEN_OFF or not self._overwrite(text):
                 raise explain(status_path(self.output), error) from error
         self._written_s = time.perf_counter()
 
     def _overwrite(self, text: str) -> bool:
-        """Write into the file that is there, for which a full disk has room; False: it has not."""
+        """Write into the file that is there, for which a full disk has room; False: it
+        has not."""
         try:
             with status_path(self.output).open("r+") as file:
                 file.write(text)
@@ -181,9 +204,12 @@ class StatusFile:
             "object": "batch",
             "endpoint": "/v1/completions",
             "model": self.model,
-            "errors": {"object": "list", "data": self._errors} if self._errors else None,
+            "errors": {"object": "list", "data": self._errors}
+            if self._errors
+            else None,
             "input_file_id": str(self.source),
-            "completion_window": "none",  # the schema wants a string, and there is no window
+            # the schema wants a string, and there is no window
+            "completion_window": "none",
             "status": self._status,
             "output_file_id": str(self.output) if is_completed else None,
             "error_file_id": str(errors_path(self.output))

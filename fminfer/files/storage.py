@@ -1,7 +1,8 @@
-"""Files behind URLs (`s3://…`, `gs://…`): copied here before a run, and answers uploaded after it.
+"""Files behind URLs (`s3://…`, `gs://…`): copied here before a run, and answers
+uploaded after it.
 
-In between all is local: each remote folder has one here that stands for it, in which a run reads,
-keeps its journal and writes as it does anywhere.
+In between all is local: each remote folder has one here that stands for it, in which a
+run reads, keeps its journal and writes as it does anywhere.
 """
 
 from __future__ import annotations
@@ -35,8 +36,10 @@ from fminfer.files.status_file import status_path
 from fminfer.machine.user_cache import cache_path, make_private
 
 Location = Path | str  # a local path, or a URL
-SYNCED = ".synced"  # added to a local name; holds the version of the remote file that is the same
-FILE_IDS = ("input_file_id", "output_file_id", "error_file_id")  # paths in a status file
+# added to a local name; holds the version of the remote file that is the same
+SYNCED = ".synced"
+# paths in a status file
+FILE_IDS = ("input_file_id", "output_file_id", "error_file_id")
 
 
 def default_work_dir() -> Path:
@@ -54,7 +57,8 @@ class RemoteFolders:
         self._sources: dict[Path, str] = {}  # the URL of each copy
 
     def fetch(self, location: Location) -> list[Path]:
-        """Return local copies of what a URL names: a file, a folder, or `folder/part-*.jsonl`."""
+        """Return local copies of what a URL names: a file, a folder, or
+        `folder/part-*.jsonl`."""
         if isinstance(location, Path):
             return [location]
         refuse_models([location])
@@ -71,7 +75,11 @@ class RemoteFolders:
                 f"--output {show_url(url)} has a query. Answers are several files, and a signed "
                 "URL is of one; give a URL without a query, or a local path"
             )
-        return self._local(url) if url.endswith((".jsonl", *ENDINGS)) else self._folder(url)
+        return (
+            self._local(url)
+            if url.endswith((".jsonl", *ENDINGS))
+            else self._folder(url)
+        )
 
     def prepare(self, outputs: list[Path], *, restart: bool) -> None:
         """Copy outputs here that others have completed, and see that one can write there."""
@@ -120,16 +128,21 @@ class RemoteFolders:
         local = self._local(url)
         shown = show_url(url)
         if not local.name.endswith(ENDINGS):
-            raise UsageError(f"{shown} has none of the endings {NAMED_ENDINGS}; rename it")
+            raise UsageError(
+                f"{shown} has none of the endings {NAMED_ENDINGS}; rename it"
+            )
         if self._sources.setdefault(local, url) != url:
             raise UsageError(
-                f"{shown} is given twice, in URLs that differ in their query alone. Their answers "
-                "would meet in one file; answer them by two commands with two --output folders"
+                f"{shown} is given twice, in URLs that differ in their query alone. "
+                "Their answers would meet in one file; answer them by two commands "
+                "with two --output folders"
             )
         version = version_of(url)
         synced = beside(local, SYNCED)
         if version is None:
-            raise UsageError(f"{shown} does not exist; give a .jsonl file or a folder of them")
+            raise UsageError(
+                f"{shown} does not exist; give a .jsonl file or a folder of them"
+            )
         if not local.exists() or _read(synced) != version:
             self._tell(f"Fetching {show_url(url)} …")
             fetch_file(url, local)
@@ -177,7 +190,9 @@ class RemoteFolders:
 
     def _folder(self, url: str) -> Path:
         shown = show_url(url)  # another password is for the same folder
-        folder = self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
+        folder = (
+            self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
+        )
         try:
             make_private(folder)
         except OSError as error:

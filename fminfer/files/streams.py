@@ -1,4 +1,5 @@
-"""Opens input files as bytes (plain, gzip, zstd, stdin), and tells by the first what they are."""
+"""Opens input files as bytes (plain, gzip, zstd, stdin), and tells by the first what
+they are."""
 
 from __future__ import annotations
 
@@ -32,7 +33,8 @@ PART_NAME = re.compile(r"request_(0|[1-9][0-9]{0,17})\.jsonl")
 _PACKED = ((b"\x1f\x8b", ".gz"), (b"\x28\xb5\x2f\xfd", ".zst"))
 _LINE = 'A request is a line such as {"prompt": "…", "max_tokens": 8}'
 _TO_LINES = (
-    f"turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). {_LINE}"
+    "turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). "
+    f"{_LINE}"
 )
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
@@ -40,16 +42,34 @@ _OTHERS = (
     (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"PAR1", "a Parquet table", _TO_LINES),
-    (b"PK\x03\x04", "a ZIP archive, as .xlsx files are", f"unpack it. Of a sheet, {_TO_LINES}"),
+    (
+        b"PK\x03\x04",
+        "a ZIP archive, as .xlsx files are",
+        f"unpack it. Of a sheet, {_TO_LINES}",
+    ),
     (b"SQLite format 3\0", "an SQLite database", _TO_LINES),
-    (b"BZh", "packed by bzip2", "unpack it (bunzip2 does it), or pack it with gzip or zstd"),
-    (b"\xfd7zXZ\0", "packed by xz", "unpack it (unxz does it), or pack it with gzip or zstd"),
-    (b"version https://git-lfs", "a pointer of Git LFS, not the file", "fetch it: git lfs pull"),
+    (
+        b"BZh",
+        "packed by bzip2",
+        "unpack it (bunzip2 does it), or pack it with gzip or zstd",
+    ),
+    (
+        b"\xfd7zXZ\0",
+        "packed by xz",
+        "unpack it (unxz does it), or pack it with gzip or zstd",
+    ),
+    (
+        b"version https://git-lfs",
+        "a pointer of Git LFS, not the file",
+        "fetch it: git lfs pull",
+    ),
 )
 # A name, a mode, and the mark of POSIX in the first block.
 _TAR = re.compile(rb".{100}[0-7 \0]{8}.{149}ustar", re.DOTALL)
 _PAGE = re.compile(rb"\s*<(!doctype|html|\?xml)", re.IGNORECASE)
-_PAGE_REMEDY = "open it: it may ask for a login, or tell an error. Fetch the file itself"
+_PAGE_REMEDY = (
+    "open it: it may ask for a login, or tell an error. Fetch the file itself"
+)
 _ENDED_BY_CR = re.compile(rb"\}[ \t]*\r[ \t]*\{")
 _CONTROL = re.compile(rb"[\0-\x08\x0e-\x1f]")
 
@@ -72,7 +92,10 @@ def split_of(path: Path) -> Path | None:
 
 def manifest_head(folder: Path) -> bytes:
     """Return the first line of a split's manifest; b"": the folder has none."""
-    with suppress(OSError), open(folder / MANIFEST, "rb", opener=open_unblocked) as file:
+    with (
+        suppress(OSError),
+        open(folder / MANIFEST, "rb", opener=open_unblocked) as file,
+    ):
         head = file.readline(CHUNK_BYTES)
         return head if head.startswith(MANIFEST_HEAD) else b""
     return b""
@@ -105,7 +128,8 @@ def _close_quietly(file: BinaryIO) -> None:
 
 
 def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
-    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`; stdin's as they come.
+    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`; stdin's
+    as they come.
 
     Args:
         digest: takes all of the file's own bytes, as they are read.
@@ -153,7 +177,9 @@ def changed_ns(path: Path) -> int:
     with reading_file(path):
         facts = path.stat()
     # A copy may have an old time of writing, but not of its entry.
-    return max(facts.st_mtime_ns, facts.st_ctime_ns) if stat.S_ISREG(facts.st_mode) else 0
+    return (
+        max(facts.st_mtime_ns, facts.st_ctime_ns) if stat.S_ISREG(facts.st_mode) else 0
+    )
 
 
 @contextmanager
@@ -163,8 +189,8 @@ def reading_file(path: Path) -> Iterator[None]:
         yield
     except OSError as error:
         raise UsageError(
-            f"{path} cannot be read: {error.strerror or error}. See that it is there, that you may "
-            "read it, and that its disk is sound"
+            f"{path} cannot be read: {error.strerror or error}. See that it is there, "
+            "that you may read it, and that its disk is sound"
         ) from error
 
 
@@ -206,7 +232,8 @@ class _Tap(io.RawIOBase):
 
 def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
-    head = raw.peek(1) if hasattr(raw, "peek") else b"{"  # a stand-in for stdin: not packed
+    # a stand-in for stdin: not packed
+    head = raw.peek(1) if hasattr(raw, "peek") else b"{"
     kind = "" if split_of(path) else packing_of(head, path.suffix)
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
@@ -221,8 +248,12 @@ def packing_of(head: bytes, ending: str) -> str:
 
     The ending of the name counts where the bytes are neither packed as we read it, nor text.
     """
-    packing = next((packing for magic, packing in _PACKED if head.startswith(magic)), "")
-    return packing or ("" if head and (_is_text(head) or explain_bytes(head)) else ending)
+    packing = next(
+        (packing for magic, packing in _PACKED if head.startswith(magic)), ""
+    )
+    return packing or (
+        "" if head and (_is_text(head) or explain_bytes(head)) else ending
+    )
 
 
 def explain_bytes(head: bytes) -> str:
@@ -234,12 +265,17 @@ def explain_bytes(head: bytes) -> str:
         return f"it is a tar archive; unpack it (tar -xf FILE does it). {_LINE}"
     zeros = tuple(byte == 0 for byte in head[:4])
     if zeros in ((False, True) * 2, (True, False) * 2):
-        return f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
-    return f"it is a page of the web, or XML; {_PAGE_REMEDY}" if _PAGE.match(head) else ""
+        return (
+            f"it is text in UTF-16; {_TO_UTF8.format('UTF-16' + 'BL'[zeros[1]] + 'E')}"
+        )
+    return (
+        f"it is a page of the web, or XML; {_PAGE_REMEDY}" if _PAGE.match(head) else ""
+    )
 
 
 def explain_text(head: bytes) -> str:
-    """Say what a text file is whose lines are no requests, and what to do; as `explain_bytes`."""
+    """Say what a text file is whose lines are no requests, and what to do; as
+    `explain_bytes`."""
     if b"\n" not in head and _ENDED_BY_CR.search(head):
         return "its lines end in CR alone; end them in LF (tr '\\r' '\\n' < FILE > NEW does it)"
     is_table = _is_text(head) and _is_table(head)
@@ -256,7 +292,8 @@ def opens_array(head: bytes, *, is_whole: bool) -> bool:
             return isinstance(json.loads(text), list)
         return False
     first, place = _read_object(text, 1)
-    if not first:  # one that is longer than all these bytes has many lines, or it is a wrong line
+    # one that is longer than all these bytes has many lines, or it is a wrong line
+    if not first:
         return "\n" in text and text[1:].lstrip().startswith("{")
     second, end = _read_object(text, place + 1)
     begins = text[place + 1 :].lstrip().startswith("{")
@@ -289,4 +326,6 @@ def _is_table(head: bytes) -> bool:
     lines = [line for line in head.splitlines() if line.strip()]
     if len(lines) < 2 or any(line.lstrip().startswith((b"{", b"[")) for line in lines):
         return False
-    return any(0 < lines[0].count(sign) <= lines[1].count(sign) for sign in (b",", b"\t", b";"))
+    return any(
+        0 < lines[0].count(sign) <= lines[1].count(sign) for sign in (b",", b"\t", b";")
+    )

@@ -7,8 +7,8 @@ or, as lm-eval's own command with the model known to it:
 
     python -m fminfer.integrations.lm_eval --model fminfer --model_args pretrained=… --tasks …
 
-It gives the numbers of lm-eval's `hf` model: same ids, same windows, same cuts. All requests of a
-call go to the engine together. Needs the extra `lm-eval`.
+It gives the numbers of lm-eval's `hf` model: same ids, same windows, same cuts. All
+requests of a call go to the engine together. Needs the extra `lm-eval`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,11 @@ from tqdm import tqdm
 from fminfer.core.config import EngineConfig, refuse_unknown
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import options_of
-from fminfer.integrations.lm_eval_prompts import ChatRenderer, Generation, plan_generation
+from fminfer.integrations.lm_eval_prompts import (
+    ChatRenderer,
+    Generation,
+    plan_generation,
+)
 from fminfer.runtime.engine_api import Engine
 
 Result = TypeVar("Result")
@@ -54,7 +58,9 @@ def answer_all(
     """
     found: dict[int, Result] = {}
     with closing(engine.run(bodies)) as records:
-        for record in tqdm(records, total=len(bodies), disable=is_quiet, unit="request"):
+        for record in tqdm(
+            records, total=len(bodies), disable=is_quiet, unit="request"
+        ):
             place = record.line.number - 1
             if record.error is not None:
                 raise FminferError(
@@ -72,7 +78,8 @@ def score(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
     `top_logprobs` has the best first, so ties count as `argmax` would have them.
     """
     tokens, values, tops = (
-        logprobs[name][-num_scored:] for name in ("tokens", "token_logprobs", "top_logprobs")
+        logprobs[name][-num_scored:]
+        for name in ("tokens", "token_logprobs", "top_logprobs")
     )
     best = [next(iter(top.items())) for top in tops]
     return sum(values), best == list(zip(tokens, values, strict=True))
@@ -82,7 +89,9 @@ def shown(texts: tuple[str, ...] | None) -> str:
     """Return a request's texts, short enough for a message."""
     if texts is None:
         return "a window of a text"
-    return " → ".join(repr(text if len(text) <= 60 else "…" + text[-59:]) for text in texts)
+    return " → ".join(
+        repr(text if len(text) <= 60 else "…" + text[-59:]) for text in texts
+    )
 
 
 OWN_OPTIONS = [
@@ -97,7 +106,8 @@ LM_EVAL_DEVICE = "cuda:0"  # what lm-eval's command passes if the user says noth
 
 log = logging.getLogger(__name__)
 
-ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]  # cache key, context, continuation
+# cache key, context, continuation
+ScoredPair = tuple[tuple[str, str] | None, list[int], list[int]]
 
 
 @register_model("fminfer")
@@ -105,7 +115,8 @@ class FminferLM(TemplateLM):
     """Scores and generates for lm-eval with an `Engine`.
 
     Args:
-        pretrained: the engine's model: a folder or hub id; None is the demo model of the package.
+        pretrained: the engine's model: a folder or hub id; None is the demo model of
+        the package.
         device: as for the engine; lm-eval's default, cuda:0, is the CPU where there is no GPU.
         max_length: tokens of context to use, at most the model's.
         max_gen_toks: tokens to generate where the task does not say.
@@ -138,7 +149,9 @@ class FminferLM(TemplateLM):
         known = {*options_of(EngineConfig)} - {"model", "device"}
         refuse_unknown(options, [*OWN_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
-            log.warning("batch_size %s is not used; see the engine's budget", batch_size)
+            log.warning(
+                "batch_size %s is not used; see the engine's budget", batch_size
+            )
         device = "auto" if device == LM_EVAL_DEVICE else device
         self.engine = Engine(pretrained, device=device, **options)
         if self.engine.intake.limits.start_ids is not None:
@@ -158,8 +171,14 @@ class FminferLM(TemplateLM):
             )
         self.max_length = most if max_length is None else max_length
         self.max_gen_toks = max_gen_toks
-        starts = (prefix_token_id, self.tokenizer.bos_token_id, self.tokenizer.eos_token_id)
-        self._prefix_token_id: int | None = next((i for i in starts if i is not None), None)
+        starts = (
+            prefix_token_id,
+            self.tokenizer.bos_token_id,
+            self.tokenizer.eos_token_id,
+        )
+        self._prefix_token_id: int | None = next(
+            (i for i in starts if i is not None), None
+        )
 
     @property
     def eot_token_id(self) -> int | None:
@@ -177,18 +196,24 @@ class FminferLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's cache of prompts is filed under; prompts depend on the template, too."""
-        return f"{self.tokenizer.name_or_path.replace('/', '__')}{self._chat.fingerprint}"
+        """What lm-eval's cache of prompts is filed under; prompts depend on the
+        template, too."""
+        return (
+            f"{self.tokenizer.name_or_path.replace('/', '__')}{self._chat.fingerprint}"
+        )
 
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokenize; None is the tokenizer's own policy, unless the text brings its prefix along."""
+        """Tokenize; None is the tokenizer's own policy, unless the text brings its
+        prefix along."""
         if add_special_tokens is None:
             prefix_id = self._prefix_token_id
             prefix = None if prefix_id is None else self.tokenizer.decode(prefix_id)
             add_special_tokens = not has_bos_prefix(string, prefix)
-        ids: list[int] = self.tokenizer.encode(string, add_special_tokens=add_special_tokens)
+        ids: list[int] = self.tokenizer.encode(
+            string, add_special_tokens=add_special_tokens
+        )
         return ids
 
     def loglikelihood_rolling(
@@ -235,7 +260,11 @@ class FminferLM(TemplateLM):
             return found
 
         return answer_all(
-            self.engine, bodies, read, lambda i: shown(requests[i][0]), is_quiet=disable_tqdm
+            self.engine,
+            bodies,
+            read,
+            lambda i: shown(requests[i][0]),
+            is_quiet=disable_tqdm,
         )
 
     def _scored(
@@ -243,8 +272,8 @@ class FminferLM(TemplateLM):
     ) -> tuple[dict[str, Any], bool]:
         """Return a pair as a request has it, and whether its beginning was cut off.
 
-        As `hf` does, keep the last max_length + 1 ids of both, of which the last is never fed; an
-        encoder reads the last max_length ids of the context.
+        As `hf` does, keep the last max_length + 1 ids of both, of which the last is
+        never fed; an encoder reads the last max_length ids of the context.
         """
         if not 0 < len(continuation) <= self.max_length:
             raise UsageError(
@@ -253,12 +282,16 @@ class FminferLM(TemplateLM):
             )
         if self.backend == "seq2seq":
             read = context[-self.max_length :]
-            return {"prompt": read, "decoder_prompt": continuation}, len(read) < len(context)
+            return {"prompt": read, "decoder_prompt": continuation}, len(read) < len(
+                context
+            )
         whole = context + continuation
         prompt = whole[-(self.max_length + 1) :]
         return {"prompt": prompt}, len(prompt) < len(whole)
 
-    def generate_until(self, requests: list[Instance], disable_tqdm: bool = False) -> list[str]:
+    def generate_until(
+        self, requests: list[Instance], disable_tqdm: bool = False
+    ) -> list[str]:
         """Generate one text a request, up to its stop strings."""
         plans = [self._plan(*request.args) for request in requests]
         self._warn_of_cuts(sum(plan.is_cut for plan in plans), len(requests))
@@ -270,7 +303,11 @@ class FminferLM(TemplateLM):
             return text
 
         return answer_all(
-            self.engine, bodies, read, lambda i: shown(requests[i].args[:1]), is_quiet=disable_tqdm
+            self.engine,
+            bodies,
+            read,
+            lambda i: shown(requests[i].args[:1]),
+            is_quiet=disable_tqdm,
         )
 
     def _plan(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
@@ -290,7 +327,9 @@ class FminferLM(TemplateLM):
         self, chat_history: list[dict[str, str]], add_generation_prompt: bool = True
     ) -> str:
         """Return messages as a prompt; without a generation prompt the last message goes on."""
-        return self._chat.render(chat_history, adds_generation_prompt=add_generation_prompt)
+        return self._chat.render(
+            chat_history, adds_generation_prompt=add_generation_prompt
+        )
 
     def chat_template(self, chat_template: bool | str = False) -> str | None:
         """Return the template that lm-eval reports; a string is the name of one of several."""
@@ -301,8 +340,8 @@ class FminferLM(TemplateLM):
     def _warn_of_cuts(self, num_cut: int, total: int) -> None:
         if num_cut:
             log.warning(
-                "%d of %d prompts are longer than max_length, %d tokens, allows; their beginnings "
-                "were cut off, as lm-eval asks of a model",
+                "%d of %d prompts are longer than max_length, %d tokens, allows; their "
+                "beginnings were cut off, as lm-eval asks of a model",
                 num_cut,
                 total,
                 self.max_length,

@@ -1,4 +1,5 @@
-"""Prompts and generation_kwargs of lm-eval as its `hf` model has them: chats, texts to generate."""
+"""Prompts and generation_kwargs of lm-eval as its `hf` model has them: chats, texts to
+generate."""
 
 from __future__ import annotations
 
@@ -20,7 +21,9 @@ log = logging.getLogger(__name__)
 Messages = list[dict[str, str]]
 # generation_kwargs that are fields of a completions request, by the same name
 PENALTIES = {"repetition_penalty", "presence_penalty", "frequency_penalty"}
-PASSED_ON = frozenset({*(COLUMNS.keys() - {"temperature"}), "seed", *PENALTIES, *CONSTRAINTS})
+PASSED_ON = frozenset(
+    {*(COLUMNS.keys() - {"temperature"}), "seed", *PENALTIES, *CONSTRAINTS}
+)
 
 
 class ChatRenderer:
@@ -56,7 +59,9 @@ class ChatRenderer:
             try:
                 return self._apply(messages, adds_generation_prompt)
             except TemplateError as error:
-                others = [message for message in messages if message["role"] != "system"]
+                others = [
+                    message for message in messages if message["role"] != "system"
+                ]
                 if len(others) == len(messages):
                     raise
                 if not self._has_warned:
@@ -86,8 +91,9 @@ class ChatRenderer:
         named = self._tokenizer.chat_template
         if isinstance(named, dict) and name in named and name != "default":
             log.warning(
-                "lm-eval reports the chat template %r, but its hf model applies the default one, "
-                "and so does fminfer; chat_template=FILE in model_args applies another",
+                "lm-eval reports the chat template %r, but its hf model applies the "
+                "default one, and so does fminfer; chat_template=FILE in model_args "
+                "applies another",
                 name,
             )
 
@@ -113,7 +119,8 @@ class Generation:
     def text(self, choice: dict[str, Any], tokenizer: Any) -> str:
         """Return the completion's text up to its end.
 
-        `hf` detokenizes the completion without its prompt; sentencepiece then drops a first space.
+        `hf` detokenizes the completion without its prompt; sentencepiece then drops a
+        first space.
         """
         ids = tokenizer.convert_tokens_to_ids(choice["logprobs"]["tokens"])
         # Ids beyond the tokenizer's vocabulary, which checkpoints pad, have no text.
@@ -135,7 +142,8 @@ def plan_generation(
     """Make the request of one prompt.
 
     Args:
-        ids: the prompt; its beginning is cut off if it leaves no room, as lm-eval asks of a model.
+        ids: the prompt; its beginning is cut off if it leaves no room, as lm-eval asks
+        of a model.
         max_length: tokens of context for prompt and completion.
         max_gen_toks: where gen_kwargs do not say.
         is_read_apart: an encoder reads the prompt, which has all of max_length.
@@ -146,9 +154,13 @@ def plan_generation(
     kwargs = dict(normalize_gen_kwargs(gen_kwargs, max_gen_toks))
     eos_id = tokenizer.eos_token_id
     eos = None if eos_id is None else tokenizer.decode(eos_id)
-    until = handle_stop_sequences([s for s in kwargs.pop("until") if s is not None], eos=eos)
+    until = handle_stop_sequences(
+        [s for s in kwargs.pop("until") if s is not None], eos=eos
+    )
     if "" in until:
-        raise UsageError("until holds an empty string, at which each text ends; remove it")
+        raise UsageError(
+            "until holds an empty string, at which each text ends; remove it"
+        )
     special = {stop: _special_id(stop, tokenizer) for stop in until}
     max_tokens = kwargs.pop("max_gen_toks")
     room = max_length if is_read_apart else max_length - max_tokens
@@ -167,7 +179,9 @@ def plan_generation(
         "temperature": temperature if is_sampled else 0,
         "stop": [stop for stop, token_id in special.items() if token_id is None],
         # Stop strings that are special tokens never stand in a text.
-        "stop_token_ids": [token_id for token_id in special.values() if token_id is not None],
+        "stop_token_ids": [
+            token_id for token_id in special.values() if token_id is not None
+        ],
         "logprobs": 0,  # gives the tokens
     }
     body |= {name: value for name, value in kwargs.items() if name in PASSED_ON}
@@ -183,7 +197,9 @@ def _special_id(stop: str, tokenizer: Any) -> int | None:
 
 def _check_names(kwargs: dict[str, Any]) -> None:
     unknown = {
-        name for name in kwargs.keys() - PASSED_ON if (name, kwargs[name]) != ("num_beams", 1)
+        name
+        for name in kwargs.keys() - PASSED_ON
+        if (name, kwargs[name]) != ("num_beams", 1)
     }
     if unknown:
         raise UsageError(

@@ -4,14 +4,16 @@
     answered = answer(requests, "/models/llama", concurrency=8, num_gpus=1)
     write_lines(answered, "answers.jsonl")  # or answered.write_parquet(…)
 
-A row is a request. Its columns are the fields of one line (docs/contract.md, section 1): `prompt`,
-`max_tokens` and so on, or `request` with a struct of these, or what a Batch line has; nulls are
-left out. A row with a column `line`, text or bytes, has that as its line, whatever else it has.
-A column `number` is no field: it numbers the rows, as lines of a file are.
+A row is a request. Its columns are the fields of one line (docs/contract.md, section
+1): `prompt`, `max_tokens` and so on, or `request` with a struct of these, or what a
+Batch line has; nulls are left out. A row with a column `line`, text or bytes, has that
+as its line, whatever else it has. A column `number` is no field: it numbers the rows,
+as lines of a file are.
 
-An actor holds one engine. Where several share a machine, give each its `num_cpus` and a `budget`,
-for each would take half of the memory that it finds free. Nothing is kept of a run that fails:
-`fminfer run` goes on where it ended. It needs the extra `ray`; nothing else imports it.
+An actor holds one engine. Where several share a machine, give each its `num_cpus` and a
+`budget`, for each would take half of the memory that it finds free. Nothing is kept of
+a run that fails: `fminfer run` goes on where it ended. It needs the extra `ray`;
+nothing else imports it.
 """
 
 from __future__ import annotations
@@ -59,9 +61,9 @@ def read_lines(*paths: str | Path) -> ray.data.Dataset:
     They must be where every machine of the cluster sees them. Rows are `path`, `number` of the
     line in its file, the `line` itself, `damage` where it cannot be read, `is_cut` if it is too
     long and `line` is its beginning, and `num_equal`, the number of equal requests before it in
-    its file. So answers are those of `fminfer run`, sampled ones too; only that the custom_ids of
-    a Batch file are not compared, and that sampled answers are others with `request_args`, or where
-    a chat template leaves out what two requests differ in.
+    its file. So answers are those of `fminfer run`, sampled ones too; only that the
+    custom_ids of a Batch file are not compared, and that sampled answers are others with
+    `request_args`, or where a chat template leaves out what two requests differ in.
 
     Raises:
         UsageError: a path that does not exist or has another ending; stdin.
@@ -93,15 +95,16 @@ def answer(
         num_cpus: of each actor, which computes with as many threads. One CPU of the cluster must
             be left, for rows are read by tasks of their own.
         num_gpus: of each actor; with 0 the CPU computes.
-        batch_size: rows that an actor takes at a time, and answers before it takes more. With few
+        batch_size: rows that an actor takes at a time, and answers before it takes
+        more. With few
             it runs few at once; with too many, other actors get none.
         options: other fields of `EngineConfig`.
 
     Returns:
-        The rows with two columns more: `record`, the JSON text that `fminfer run` writes for such a
-        line, and `is_error`. Equal sampled rows without a seed draw differently: by their column
-        `number`, a whole number; without one by a number that Ray gives them, which may be another
-        in another run.
+        The rows with two columns more: `record`, the JSON text that `fminfer run`
+        writes for such a line, and `is_error`. Equal sampled rows without a seed draw
+        differently: by their column `number`, a whole number; without one by a number
+        that Ray gives them, which may be another in another run.
 
     Raises:
         UsageError: an option that cannot be.
@@ -130,18 +133,24 @@ def write_lines(dataset: ray.data.Dataset, output: str | Path) -> None:
     dataset.context.execution_options.preserve_order = True
     with written_together(Path(output), errors_path(Path(output))) as files:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
-            for record, is_error in zip(batch["record"], batch["is_error"], strict=True):
+            for record, is_error in zip(
+                batch["record"], batch["is_error"], strict=True
+            ):
                 files[is_error.as_py()].write(record.as_py().encode() + b"\n")
 
 
 class Answer:
     """Adds `record` and `is_error` to the rows of pyarrow tables; Ray makes one an actor."""
 
-    def __init__(self, model: str | None = None, *, num_cpus: float = 1, **options: Any) -> None:
-        num_ranks = make_config(model, **options).num_ranks  # each computes with its own threads
+    def __init__(
+        self, model: str | None = None, *, num_cpus: float = 1, **options: Any
+    ) -> None:
+        # each computes with its own threads
+        num_ranks = make_config(model, **options).num_ranks
         if num_ranks > 1:
             options = {"threads": max(1, int(num_cpus) // num_ranks)} | options
-        torch.set_num_threads(max(1, int(num_cpus)))  # torch would take every core of the machine
+        # torch would take every core of the machine
+        torch.set_num_threads(max(1, int(num_cpus)))
         self._engine = Engine(model, **options)
         # Lines that differ may then be equal, which whoever has read them could not count.
         self._is_overwriting = bool(self._engine.config.request_args)
@@ -155,7 +164,8 @@ class Answer:
         taken = {"record", "is_error"} & set(batch.column_names)
         if taken:
             raise UsageError(
-                f"the rows have {' and '.join(sorted(taken))} already; drop or rename what is there"
+                f"the rows have {' and '.join(sorted(taken))} already; drop or rename "
+                "what is there"
             )
         rows = batch.to_pylist(maps_as_pydicts="lossy")
         lines = [
@@ -174,7 +184,9 @@ class Answer:
             log.warning("%s (%s rows of %s)", text, num_rows, len(lines))
         if ROW in batch.column_names:
             batch = batch.drop_columns(ROW)
-        batch = batch.append_column("record", pyarrow.array(records, pyarrow.large_string()))
+        batch = batch.append_column(
+            "record", pyarrow.array(records, pyarrow.large_string())
+        )
         return batch.append_column("is_error", pyarrow.array(errors, pyarrow.bool_()))
 
 
@@ -182,8 +194,9 @@ def _warn_of_waiting(num_actor_cpus: float) -> None:
     num_cpus = ray.cluster_resources().get("CPU", 0)
     if num_cpus < num_actor_cpus + 1:
         log.warning(
-            "the actors take %s of the cluster's %s CPUs, and reading rows takes one: unless the "
-            "cluster grows, it waits for ever. Lower concurrency or num_cpus",
+            "the actors take %s of the cluster's %s CPUs, and reading rows takes one: "
+            "unless the cluster grows, it waits for ever. Lower concurrency or "
+            "num_cpus",
             num_actor_cpus,
             num_cpus,
         )
@@ -199,7 +212,9 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
         num_equal = number if is_overwriting else _number(row.get("num_equal"), number)
         damage = row.get("damage") or ""
         if row.get("is_cut") is True:
-            return Line(0, number, raw, "", num_equal, is_alone=True, fault=damage, is_cut=True)
+            return Line(
+                0, number, raw, "", num_equal, is_alone=True, fault=damage, is_cut=True
+            )
         return _whole_line(raw, number, num_equal, damage)
     try:
         return _whole_line(json.dumps(_plain(row)).encode(), number, number)
@@ -235,11 +250,14 @@ def _number(value: Any, default: int) -> int:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value of a row as JSON has it, without the nulls that stand for absent members."""
+    """Return a value of a row as JSON has it, without the nulls that stand for absent
+    members."""
     if hasattr(value, "tolist"):  # numpy's
         value = value.tolist()
     if isinstance(value, dict):
-        return {name: _plain(member) for name, member in value.items() if member is not None}
+        return {
+            name: _plain(member) for name, member in value.items() if member is not None
+        }
     return [_plain(item) for item in value] if isinstance(value, list) else value
 
 

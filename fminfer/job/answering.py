@@ -21,7 +21,13 @@ from fminfer.answers.answer_index import open_answers
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.record import Choice
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError, OutputError, PipelineError, StoppedError, UsageError
+from fminfer.core.errors import (
+    FminferError,
+    OutputError,
+    PipelineError,
+    StoppedError,
+    UsageError,
+)
 from fminfer.core.option import options_of
 from fminfer.core.quantities import counted
 from fminfer.core.terminal import find_columns, fit
@@ -95,7 +101,8 @@ class _Job:
 
     @contextmanager
     def keeping_answers(self, engine: Engine, summary: JobSummary) -> Iterator[None]:
-        """Let the engine take answers of other runs, and keep its own, if the user wants that."""
+        """Let the engine take answers of other runs, and keep its own, if the user
+        wants that."""
         place = self.run.job.result_cache
         engine.runs.cache = cache = open_answers(self.fingerprint, place, self.tell)
         try:
@@ -152,17 +159,22 @@ def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
     if job.facts is not None:
         does = "scores texts or has classes" if job.facts.is_scored else "gives vectors"
         raise UsageError(
-            f"--prompt prints a text, and {job.checkpoint.name} {does}; put the text into a line, "
+            f"--prompt prints a text, and {job.checkpoint.name} {does}; put the text "
+            "into a line, "
             'as in: echo \'{"input": "a text"}\' | fminfer run - --model-name '
             f"{shlex.quote(str(job.run.config.model))}"
         )
     with closing(job.start_engine()) as engine:
         summary = JobSummary(job.checkpoint.name, str(engine.device), [], [])
         request = _make_request(job.run, prompt, engine)
-        engine.intake.on_warning = lambda text: None if FILLS.kind in text else job.tell(text)
+        engine.intake.on_warning = lambda text: (
+            None if FILLS.kind in text else job.tell(text)
+        )
         job.tell(_describe_asking(request, engine, is_raw=job.run.job.is_raw))
         if is_input_name(prompt) and os.path.exists(prompt):
-            job.tell(f"The prompt is the text {prompt}. The file's lines: fminfer run {prompt}.")
+            job.tell(
+                f"The prompt is the text {prompt}. The file's lines: fminfer run {prompt}."
+            )
         with job.keeping_answers(engine, summary):
             (record,) = engine.run([request])
     if record.error is not None:
@@ -178,7 +190,9 @@ def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
 def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any]:
     """Return the request of `--prompt`."""
     most = min(CHAT_TOKENS, engine.context_length // 2)
-    request = engine.make_request(prompt, is_raw=run.job.is_raw, **run.job.prompt_fields)
+    request = engine.make_request(
+        prompt, is_raw=run.job.is_raw, **run.job.prompt_fields
+    )
     if "messages" in request and len(prompt) < most:  # small models may go on and on
         request = {"max_tokens": most} | request
     return request
@@ -197,13 +211,17 @@ def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -
     return f"Completing it as plain text ({why}), by at most {most} (--generate-seq-length)."
 
 
-def _find_oddities(choice: Choice, request: dict[str, Any], engine: Engine) -> Iterator[str]:
+def _find_oddities(
+    choice: Choice, request: dict[str, Any], engine: Engine
+) -> Iterator[str]:
     """Say whether an answer has no words, or was cut, and why."""
     stop = choice.fields.get("stop_reason")
     is_cut = choice.fields["finish_reason"] == "length"
     if not choice.text.strip():
         ended = "" if is_cut else "; the model ended it by itself"
-        yield "has no words" + (f"; --stop {stop!r} ended it" if isinstance(stop, str) else ended)
+        yield "has no words" + (
+            f"; --stop {stop!r} ended it" if isinstance(stop, str) else ended
+        )
     if is_cut and "max_tokens" in request:
         most = counted(request["max_tokens"], "token")
         yield f"was cut at its limit of {most}; --generate-seq-length N sets another"
@@ -251,7 +269,10 @@ def _answer_files(job: _Job) -> JobSummary:
         has_npy=has_npy,
     )
     if is_left or job.is_awaited:
-        with _telling_how_to_go_on(asked, files, job.run.stopper), reporting(asked, plan):
+        with (
+            _telling_how_to_go_on(asked, files, job.run.stopper),
+            reporting(asked, plan),
+        ):
             _answer_rows(job, files, summary, terms.facts)
     else:
         run_job(None, files, summary, is_quiet=asked.is_quiet)
@@ -267,16 +288,20 @@ def _check_npy(job: _Job) -> None:
     if job.facts is None or job.facts.is_scored:
         does = "generates text" if job.facts is None else "scores texts"
         raise UsageError(
-            f"--embeddings npy is of models that give embeddings, and {job.checkpoint.name} {does};"
-            " leave it out"
+            "--embeddings npy is of models that give embeddings, and "
+            f"{job.checkpoint.name} {does}; leave it out"
         )
     if STDOUT in job.plan.outputs:
-        raise UsageError("--embeddings npy writes a file beside the output; give --output FILE")
+        raise UsageError(
+            "--embeddings npy writes a file beside the output; give --output FILE"
+        )
     for output in job.plan.outputs:
         refuse_other_vectors(output)
 
 
-def _answer_rows(job: _Job, files: RunInputs, summary: JobSummary, run_facts: RunFacts) -> None:
+def _answer_rows(
+    job: _Job, files: RunInputs, summary: JobSummary, run_facts: RunFacts
+) -> None:
     """Make the engine, and let it answer the lines that are left."""
     run = job.run
     if not run.is_quiet:
@@ -301,7 +326,10 @@ def _answer_rows(job: _Job, files: RunInputs, summary: JobSummary, run_facts: Ru
     }
     if not run.is_quiet:
         num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
-        click.echo(f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.", err=True)
+        click.echo(
+            f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.",
+            err=True,
+        )
     with closing(engine), job.keeping_answers(engine, summary):
         run_job(
             engine,
@@ -325,12 +353,15 @@ def _tell_left_out(job: JobPaths, plan: Plan) -> None:
         click.echo(f"Warning: {text}.", err=True)
     if len(refused) > MOST_NAMED:
         click.echo(
-            f"Left out: {len(refused) - MOST_NAMED:,} more, which the summary names.", err=True
+            f"Left out: {len(refused) - MOST_NAMED:,} more, which the summary names.",
+            err=True,
         )
 
 
 @contextmanager
-def _telling_how_to_go_on(job: JobPaths, files: RunInputs, stopper: Stopper) -> Iterator[None]:
+def _telling_how_to_go_on(
+    job: JobPaths, files: RunInputs, stopper: Stopper
+) -> Iterator[None]:
     try:
         yield
     except (StoppedError, PipelineError, KeyboardInterrupt) as caught:
@@ -342,13 +373,16 @@ def _telling_how_to_go_on(job: JobPaths, files: RunInputs, stopper: Stopper) -> 
         num_saved = files.num_saved_rows
         if num_saved is not None and job.keeps_output:
             text = str(error).rstrip(".")
-            error.args = (f"{text}. Rows that are finished and kept: {num_saved:,}. {AGAIN}",)
+            error.args = (
+                f"{text}. Rows that are finished and kept: {num_saved:,}. {AGAIN}",
+            )
         if error is caught:
             raise
         raise error from None
 
 
-AFTER_STOP_S = 2.0  # that a report may take when the run was told to stop; it is killed after 5 s
+# that a report may take when the run was told to stop; it is killed after 5 s
+AFTER_STOP_S = 2.0
 UNTOLD = ("model", "request_args")
 MAX_CHARS = 200  # of a setting
 
@@ -367,7 +401,9 @@ def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
     if job.report is None:
         return
     try:
-        if _write(job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf):
+        if _write(
+            job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf
+        ):
             summary.report = str(job.report)
     except OutputError as error:
         summary.report_trouble = str(error)
@@ -387,19 +423,29 @@ def reporting(job: JobPaths, plan: Plan) -> Iterator[None]:
         if job.report is not None:
             try:
                 end_s = time.monotonic() + AFTER_STOP_S
-                if _write(job.report, plan.outputs, job.is_quiet, end_s) and not job.is_quiet:
+                if (
+                    _write(job.report, plan.outputs, job.is_quiet, end_s)
+                    and not job.is_quiet
+                ):
                     click.echo(f"report    {job.report}", err=True)
             except Exception as error:  # the run ends for another reason, which is told
-                click.echo(f"The report {job.report} was not written: {error}.", err=True)
+                click.echo(
+                    f"The report {job.report} was not written: {error}.", err=True
+                )
         raise
 
 
 def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> bool:
     """Write the report; return whether there was something to write of."""
-    found = [open_output(output) for output in dict.fromkeys(outputs) if is_there(output)]
+    found = [
+        open_output(output) for output in dict.fromkeys(outputs) if is_there(output)
+    ]
     if not found:
         if not is_quiet:
-            click.echo(f"The report {path} was not written: there are no answers yet.", err=True)
+            click.echo(
+                f"The report {path} was not written: there are no answers yet.",
+                err=True,
+            )
         return False
     write_report(found, path, end_s=end_s)
     return True

@@ -63,7 +63,9 @@ def run_job(
     """
     if engine is not None:
         facts = run_facts or RunFacts()
-        job = _FileJob(engine, inputs, summary, stopper or Stopper(0.0), facts, is_quiet=is_quiet)
+        job = _FileJob(
+            engine, inputs, summary, stopper or Stopper(0.0), facts, is_quiet=is_quiet
+        )
         job.run(trace)
     summary.engine = asdict(EngineStats() if engine is None else engine.stats)
     inputs.add_to(summary)
@@ -88,15 +90,21 @@ class _FileJob:
         self._summary = summary
         self._stopper = stopper
         self._run_facts = run_facts
-        run_facts.read_stats = lambda: {name: getattr(engine.stats, name) for name in TOLD_STATS}
+        run_facts.read_stats = lambda: {
+            name: getattr(engine.stats, name) for name in TOLD_STATS
+        }
         facts = engine.facts
-        self._other_work = OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
+        self._other_work = (
+            OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
+        )
         kind = "streamed" if facts.streaming else engine.device.type
         self._bar = ProgressBar(
             inputs.num_rows,
             TimeLeft(kind, facts.num_stages),
             is_quiet=is_quiet,
-            is_slowed=lambda: self._other_work is not None and self._other_work.is_notable(),
+            is_slowed=lambda: (
+                self._other_work is not None and self._other_work.is_notable()
+            ),
         )
 
     def run(self, trace: Path | None) -> None:
@@ -108,7 +116,9 @@ class _FileJob:
         trace_file = None
         try:
             if trace is not None:
-                trace_file = TraceFile(trace, engine.facts.num_ranks // engine.facts.num_stages)
+                trace_file = TraceFile(
+                    trace, engine.facts.num_ranks // engine.facts.num_stages
+                )
             engine.follow(self._on_work, None if trace_file is None else trace_file.add)
             self._answer()
         except BaseException as error:
@@ -128,7 +138,8 @@ class _FileJob:
         summary.gives_vectors = engine.intake.limits.vectors is not None
 
     def _answer(self) -> None:
-        """Have the engine answer lines, and hand each record to its input, until all are done."""
+        """Have the engine answer lines, and hand each record to its input, until all
+        are done."""
         engine = self._engine
         inputs = self._inputs
         stopper = self._stopper
@@ -163,7 +174,9 @@ class _FileJob:
         """Say which line it is, and of which file if there are several."""
         files = self._inputs.files
         is_only = len(files) == len(self._summary.inputs) == 1
-        return f"line {line.number}" + ("" if is_only else f" of {files[line.source].path}")
+        return f"line {line.number}" + (
+            "" if is_only else f" of {files[line.source].path}"
+        )
 
     def _on_work(self, num_fed: int, num_drawn: int, num_running: int) -> None:
         self._bar.add_work(self._engine.stats, num_fed, num_drawn)
@@ -213,7 +226,8 @@ class TraceFile:
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             self._file = os.fdopen(fd, "wb")
             if not is_device(path):
-                lock(fd, path, path)  # another run's events among ours would break the JSON
+                # another run's events among ours would break the JSON
+                lock(fd, path, path)
                 os.ftruncate(fd, 0)
         self._write(b"[\n")
         self._start_s: float | None = None
@@ -250,7 +264,12 @@ class TraceFile:
             self._file.write(data)
 
     def _add_span(
-        self, line: int, title: str, name: str, times: tuple[float, float], args: Mapping[str, int]
+        self,
+        line: int,
+        title: str,
+        name: str,
+        times: tuple[float, float],
+        args: Mapping[str, int],
     ) -> None:
         if line not in self._lines:
             self._lines.add(line)

@@ -13,7 +13,13 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Literal
 
-from fminfer.answers.carrying_over import CarriedOver, RunTerms, carry_over, drop_answerless, reopen
+from fminfer.answers.carrying_over import (
+    CarriedOver,
+    RunTerms,
+    carry_over,
+    drop_answerless,
+    reopen,
+)
 from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
@@ -29,8 +35,9 @@ from fminfer.files.run_facts import RunHistory, runs_in
 from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
-# What is to be done with an input before its lines are answered: make its complete output's journal
-# again, carry answers to an earlier form of it over, or nothing; all of them may have their record.
+# What is to be done with an input before its lines are answered: make its complete
+# output's journal again, carry answers to an earlier form of it over, or nothing; all
+# of them may have their record.
 State = Literal["reopen", "carry over", "answer", "finished"]
 
 
@@ -43,7 +50,12 @@ class JournaledInput:
     """
 
     def __init__(
-        self, path: Path, source: int, output: Path, terms: RunTerms, claim: Claim | None = None
+        self,
+        path: Path,
+        source: int,
+        output: Path,
+        terms: RunTerms,
+        claim: Claim | None = None,
     ) -> None:
         require_own_outputs(output)
         # By this look; beside a journal, they may have come since a run was killed.
@@ -60,12 +72,17 @@ class JournaledInput:
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
         self._input = InputFile(path, source, terms.limit)
-        self._fingerprint = {INPUT: self._input.digest, CLOCK: read_clock()} | terms.fingerprint
+        self._fingerprint = {
+            INPUT: self._input.digest,
+            CLOCK: read_clock(),
+        } | terms.fingerprint
         self.counts = Counts()  # rows and tokens so far
         self._state: State = "answer"
         self.carried = CarriedOver()  # from answers to an earlier form of the input
         takes_over = terms.count_lines is not None
-        journal = peek(output, self._fingerprint, restart=terms.restart, takes_over=takes_over)
+        journal = peek(
+            output, self._fingerprint, restart=terms.restart, takes_over=takes_over
+        )
         if journal == "other input":
             self._state = "carry over"
         if not terms.restart and (clock := kept_clock(output)) is not None:
@@ -150,7 +167,8 @@ class JournaledInput:
             self._input.skip(journal.num_rows)
             self._finish_if_complete()
         elif not (journal.has_locks and self.carried.num_taken >= MANY_ROWS):
-            journal.close()  # opened again when it is this input's turn: there may be thousands
+            # opened again when it is this input's turn: there may be thousands
+            journal.close()
             self.journal = None
 
     def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
@@ -181,7 +199,8 @@ class JournaledInput:
             if repeats is None:
                 pass_over(line)
         self.counts.num_rows = self._input.num_read
-        self._finish_if_complete()  # its last record may have come before its end was seen
+        # its last record may have come before its end was seen
+        self._finish_if_complete()
 
     def add(self, record: Record) -> bool:
         """Write a record at once; return False if another run has taken the output over."""
@@ -189,7 +208,9 @@ class JournaledInput:
             self._lose()
         if self.is_lost:
             return False
-        assert self.journal is not None, "a record of an input that is not being answered"
+        assert self.journal is not None, (
+            "a record of an input that is not being answered"
+        )
         row = _row_of(record)
         self.journal.append(row)
         self.counts.add(is_error=row.is_error, tokens=row.tokens)
@@ -199,7 +220,8 @@ class JournaledInput:
         return True
 
     def see_completed(self) -> None:
-        """Count a lost output as finished if another run of the same settings has completed it."""
+        """Count a lost output as finished if another run of the same settings has
+        completed it."""
         if self.output.exists() and not journal_path(self.output).exists():
             self._look_at_output()
 
@@ -207,7 +229,8 @@ class JournaledInput:
         """Stop without finishing; records that still come are not written."""
         if self.is_settled:
             return
-        with contextlib.suppress(OutputError):  # there are other files, and a reason to be told
+        # there are other files, and a reason to be told
+        with contextlib.suppress(OutputError):
             if self.journal is not None:
                 self.journal.close()
             self.status.break_off(error)
@@ -216,7 +239,8 @@ class JournaledInput:
     def _reopen(self) -> None:
         """Make the journal of a complete output again."""
         with self.hold.taken():
-            if not journal_path(self.output).exists():  # of a run that did so and died meanwhile
+            # of a run that did so and died meanwhile
+            if not journal_path(self.output).exists():
                 completed = require_completed(self.output, self.path, self._fingerprint)
                 reopen(self.path, completed, self._fingerprint, self._terms)
 
@@ -278,14 +302,17 @@ class JournaledInput:
     def _finish_if_complete(self) -> None:
         """Give the output its final name once every line of the input has its record."""
         journal = self.journal
-        if journal is None or not self._input.has_all(journal.num_rows, journal.last_number):
+        if journal is None or not self._input.has_all(
+            journal.num_rows, journal.last_number
+        ):
             return
         status = self.status
         if journal.vector_bytes:
             refuse_other_vectors(self.output)  # it may have come while the run answered
             status.has_vectors = True
         for path in {self.output, errors_path(self.output)} - self._own:
-            require_own(path, RECORDS, "a file of this run,")  # it may have come meanwhile
+            # it may have come meanwhile
+            require_own(path, RECORDS, "a file of this run,")
         status.move("finalizing")
         status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
         status.has_vectors = "vectors" in status.seals
@@ -299,7 +326,10 @@ class JournaledInput:
         """Take the output that is there as this input's, or note what is to be done with it."""
         terms = self._terms
         completed = require_completed(
-            self.output, self.path, self._fingerprint, takes_over=terms.count_lines is not None
+            self.output,
+            self.path,
+            self._fingerprint,
+            takes_over=terms.count_lines is not None,
         )
         if terms.takes_over(completed.fingerprint, self._fingerprint):
             self._state = "carry over"

@@ -47,7 +47,8 @@ class FileState:
     owner: str | None = None  # of a running one: host and process
     why: str | None = None  # a stopped one ended, or a waiting one may not be answered
     is_edited: bool = False  # its output was complete, and is not as it was written
-    run: str | None = None  # the run that is at work; it may answer several files at once
+    # the run that is at work; it may answer several files at once
+    run: str | None = None
     rows_per_s: float = 0.0  # of that run, over all its files
     num_in_flight: int = 0  # rows of that run that have begun and not ended
     left_s: float | None = None  # None: not known
@@ -55,7 +56,9 @@ class FileState:
     @property
     def num_left(self) -> int | None:
         return (
-            None if self.num_rows is None else self.num_rows - self.num_answered - self.num_failed
+            None
+            if self.num_rows is None
+            else self.num_rows - self.num_answered - self.num_failed
         )
 
 
@@ -65,7 +68,8 @@ class Overview:
 
     path: str
     files: list[FileState]
-    left_out: dict[str, str] = field(default_factory=dict)  # what a run passes over, and why
+    # what a run passes over, and why
+    left_out: dict[str, str] = field(default_factory=dict)
 
     def count(self, state: State) -> int:
         return sum(file.state == state for file in self.files)
@@ -85,7 +89,8 @@ class Overview:
     def left_s(self) -> float | None:
         """Return the seconds until all is answered, if as many runs go on as do now."""
         left = [file.num_left for file in self.files if file.state != "done"]
-        speeds: dict[str, tuple[float, float]] = {}  # of each run, as its newest status has it
+        # of each run, as its newest status has it
+        speeds: dict[str, tuple[float, float]] = {}
         for file in self.files:
             name = file.run or file.output
             speed = file.rows_per_s, file.num_in_flight
@@ -102,8 +107,8 @@ class Overview:
 def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
     """Return the state of a folder and those below it, or of one input or output.
 
-    All files of the folder count that a run over it would answer. Those of a folder below count if
-    one of them looks like a request file: notes and data sets may lie in others.
+    All files of the folder count that a run over it would answer. Those of a folder
+    below count if one of them looks like a request file: notes and data sets may lie in others.
     """
     now_s = time.time() if now_s is None else now_s
     if not path.is_dir():
@@ -115,8 +120,15 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
         if Path(folder) == path or any(
             _is_to_answer(source, output) for source, output, _ in pairs
         ):
-            files = [_state_of(source, output, now_s, trouble) for source, output, trouble in pairs]
-            found += [Overview(folder, files, _left_out(Path(folder), files))] if files else []
+            files = [
+                _state_of(source, output, now_s, trouble)
+                for source, output, trouble in pairs
+            ]
+            found += (
+                [Overview(folder, files, _left_out(Path(folder), files))]
+                if files
+                else []
+            )
     if all(overview.count("waiting") == len(overview.files) for overview in found):
         refuse_models([path])
     if not found:
@@ -139,20 +151,24 @@ def _look_at_one(path: Path, now_s: float) -> FileState:
     if status_path(path).exists() or journal_path(path).exists():
         return _state_of(None, path, now_s)
     if not path.exists():
-        raise UsageError(f"{path} does not exist; give a folder, an input, or its output")
+        raise UsageError(
+            f"{path} does not exist; give a folder, an input, or its output"
+        )
     (source,) = find_inputs([path])
     return _state_of(source, answers_path(source), now_s)
 
 
 def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
-    """Yield each input, the output beside it and why it cannot be answered; then other outputs."""
+    """Yield each input, the output beside it and why it cannot be answered; then other
+    outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder)
     plan = plan_each([path for path in contents.requests if path not in others], None)
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
     troubles = plan.refused | contents.lost
-    pairs = {answers_path(source): source for source in reversed(troubles)}  # once an output
+    # once an output
+    pairs = {answers_path(source): source for source in reversed(troubles)}
     waiting += [(source, output) for output, source in pairs.items()]
     for source, output in sorted(waiting):
         others.discard(output)
@@ -178,7 +194,9 @@ def _state_of(
 ) -> FileState:
     status = read_status(output) or {}
     counts = status.get("request_counts") or {}
-    source = source or (Path(status["input_file_id"]) if status.get("input_file_id") else None)
+    source = source or (
+        Path(status["input_file_id"]) if status.get("input_file_id") else None
+    )
     name = _name_state(output, status)
     edit = find_edit(output, status) if name == "done" else None
     is_whole = name == "done" and edit is None
@@ -199,8 +217,11 @@ def _state_of(
         newer = count_rows_behind(output, first)
         state.num_answered += newer.num_rows - newer.num_errors
         state.num_failed += newer.num_errors
-    if has_grown and state.num_rows is not None:  # how many of them can be taken is not known
-        state.num_answered = max(0, min(state.num_answered, state.num_rows - state.num_failed))
+    # how many of them can be taken is not known
+    if has_grown and state.num_rows is not None:
+        state.num_answered = max(
+            0, min(state.num_answered, state.num_rows - state.num_failed)
+        )
     if state.num_failed:
         state.failed_by_code = _count_codes(output)
     if state.state == "running":
@@ -224,10 +245,14 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
     return "stopped" if status or is_there(output) else "waiting"
 
 
-def _add_run(state: FileState, output: Path, status: dict[str, Any], now_s: float) -> None:
+def _add_run(
+    state: FileState, output: Path, status: dict[str, Any], now_s: float
+) -> None:
     """Add the run that answers a file, and its speed."""
     claims = reversed(look_at(output, time.time()))
-    owner = next((claim.owner for claim in claims if claim.owner and not claim.is_dead), None)
+    owner = next(
+        (claim.owner for claim in claims if claim.owner and not claim.is_dead), None
+    )
     state.owner = "?" if owner is None else f"{owner.host}, process {owner.pid}"
     began_s = status.get("in_progress_at")
     if not began_s or now_s <= began_s or state.num_rows is None:

@@ -50,13 +50,16 @@ class TimeLeft:
         self._num_steps = 0
         self._marks: deque[tuple[float, float]] = deque([(0.0, 0.0)])
 
-    def add(self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
+    def add(
+        self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int
+    ) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""
         num_steps = stats.num_steps - self._num_steps
         self._num_steps = stats.num_steps
         self._most_fed = max(self._most_fed, num_fed / max(1, num_steps))
         units = num_fed + num_drawn + self._step_tokens * num_steps
-        if not self._is_warm:  # the first step waited for the first lines, and for memory
+        # the first step waited for the first lines, and for memory
+        if not self._is_warm:
             self._is_warm = units > 0
             return
         self._elapsed_s += seconds
@@ -67,11 +70,16 @@ class TimeLeft:
             self._marks.popleft()
 
     def running_s(self, engine: Observed) -> float | None:
-        """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
+        """Estimate how long running rows take at most; None: none runs, or it is not
+        known yet."""
         state = engine.state
         num_turns = state.longest_row
         num_tokens = num_turns * state.num_running
-        return self._seconds(num_turns * self._num_stages, num_tokens) if num_tokens else None
+        return (
+            self._seconds(num_turns * self._num_stages, num_tokens)
+            if num_tokens
+            else None
+        )
 
     def all_s(self, engine: Observed, total_rows: int) -> float | None:
         """Estimate how long all rows take that are left; None: it is not known yet."""
@@ -82,9 +90,13 @@ class TimeLeft:
         times = max(1.0, total_rows / read.num_rows)  # unread rows are like those read
         num_fed = stats.num_prompt_tokens - stats.num_again_tokens
         num_met = num_fed + stats.num_cached_tokens
-        fed_left = max(0.0, read.num_tokens * times - num_met) * num_fed / max(1, num_met)
+        fed_left = (
+            max(0.0, read.num_tokens * times - num_met) * num_fed / max(1, num_met)
+        )
         num_open = max(1.0, read.num_sequences * times - stats.num_ended)
-        most_drawn = read.max_draws * times - stats.num_generated_tokens - stats.num_undrawn
+        most_drawn = (
+            read.max_draws * times - stats.num_generated_tokens - stats.num_undrawn
+        )
         stops = stats.num_stopped / max(1, stats.num_generated_tokens)
         drawn_left = num_open * _expected(max(0.0, most_drawn) / num_open, stops)
         num_places = max(1, stats.max_rows_running)
@@ -158,12 +170,17 @@ class ProgressBar:
         self._num_tokens += num_fed + num_drawn
 
     def drawing_s(self, engine: Observed) -> float | None:
-        """Estimate how long running rows take at most; None: none runs, or it is not known yet."""
+        """Estimate how long running rows take at most; None: none runs, or it is not
+        known yet."""
         return self._time_left.running_s(engine)
 
     def left_s(self, engine: Observed) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
-        return None if self.total_rows is None else self._time_left.all_s(engine, self.total_rows)
+        return (
+            None
+            if self.total_rows is None
+            else self._time_left.all_s(engine, self.total_rows)
+        )
 
     def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
         """Show the newest counts, if it is time to; `num_errors` of the rows are in error."""
@@ -206,7 +223,9 @@ class ProgressBar:
     def _texts(self) -> list[str]:
         """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
         # Rows may take long to end; tokens show that they go on.
-        tokens_per_s = self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        tokens_per_s = (
+            self._num_tokens / self._elapsed_s if self._elapsed_s > 0 else 0.0
+        )
         tokens = f"{self._num_tokens:,} tokens"
         speed = f"{tokens_per_s:,.0f} tok/s"
         errors = [counted(self._num_errors, "error")] if self._num_errors else []

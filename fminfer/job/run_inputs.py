@@ -27,7 +27,8 @@ class OrderedStream:
     def __init__(self, answers: BinaryIO, write_error: Callable[[bytes], None]) -> None:
         self._answers = answers
         self._write_error = write_error
-        self._order: deque[tuple[int, int]] = deque()  # (source, number) of what is not out yet
+        # (source, number) of what is not out yet
+        self._order: deque[tuple[int, int]] = deque()
         self._ready: dict[tuple[int, int], tuple[bytes, bool]] = {}
 
     def expect(self, source: int, number: int) -> None:
@@ -201,14 +202,22 @@ class NamedFiles(RunInputs):
 
     def check_kept(self) -> None:
         for file in self.files:
-            if isinstance(file, JournaledInput) and file.is_lost and not file.is_finished:
+            if (
+                isinstance(file, JournaledInput)
+                and file.is_lost
+                and not file.is_finished
+            ):
                 file.see_completed()
-        lost = [str(file.path) for file in self.files if file.is_lost and not file.is_finished]
+        lost = [
+            str(file.path)
+            for file in self.files
+            if file.is_lost and not file.is_finished
+        ]
         if lost:
             raise InUseError(
-                f"another run has taken over {', '.join(lost)}, since this one slept or did not "
-                "reach the disk for a minute; what it had finished is kept. Run the same command "
-                "again when the other has ended"
+                f"another run has taken over {', '.join(lost)}, since this one slept "
+                "or did not reach the disk for a minute; what it had finished is kept. "
+                "Run the same command again when the other has ended"
             )
 
 

@@ -17,10 +17,21 @@ from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.option import Options, Seconds, WholeTexts, option, options_of
-from fminfer.files.input_folders import describe_left_out, find_inputs, folders_read, sort_folder
+from fminfer.files.input_folders import (
+    describe_left_out,
+    find_inputs,
+    folders_read,
+    sort_folder,
+)
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import read_lines
-from fminfer.files.output_paths import STDOUT, Plan, plan_each, require_parent, whose_file
+from fminfer.files.output_paths import (
+    STDOUT,
+    Plan,
+    plan_each,
+    require_parent,
+    whose_file,
+)
 from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own
 from fminfer.files.storage import Location, RemoteFolders
 from fminfer.job.synthetic import Synthetic
@@ -44,9 +55,10 @@ class JobOptions(Options):
         commands=("run", "check"),
     )
     prompts: WholeTexts = _option(
-        "Answer this text and print the answer, for a first try. It is the user's message of a "
-        "chat if the model has a chat template. Without --temperature the likeliest tokens are "
-        "taken. At most 1,024 tokens of a chat and 256 of a completion, or --generate-seq-length.",
+        "Answer this text and print the answer, for a first try. It is the user's "
+        "message of a chat if the model has a chat template. Without --temperature the "
+        "likeliest tokens are taken. At most 1,024 tokens of a chat and 256 of a "
+        "completion, or --generate-seq-length.",
         flags=("--prompt",),
         metavar="TEXT",
     )
@@ -55,9 +67,9 @@ class JobOptions(Options):
         f"{RAW_TOKENS} tokens, or --generate-seq-length."
     )
     output: Location | None = _option(
-        "A .jsonl file; a folder, created if its parent is there; a URL of either; or - for "
-        "stdout. Errors then go to stderr.  [default: output_<name>.jsonl beside the input; stdout "
-        "for stdin]"
+        "A .jsonl file; a folder, created if its parent is there; a URL of either; or "
+        "- for stdout. Errors then go to stderr.  [default: output_<name>.jsonl beside "
+        "the input; stdout for stdin]"
     )
     work_dir: Path | None = _option(
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
@@ -72,12 +84,12 @@ class JobOptions(Options):
         flags=("--watch",),
     )
     limit: int | None = _option(
-        "Answer only the first N requests of each input. The same command with a larger limit, or "
-        "without one, answers the others."
+        "Answer only the first N requests of each input. The same command with a "
+        "larger limit, or without one, answers the others."
     )
     deadline_s: Seconds | None = _option(
-        "End within this time from the start: 3:50:00, 45m. No request begins in the last --grace "
-        "+ 5 s.  [default: never]"
+        "End within this time from the start: 3:50:00, 45m. No request begins in the "
+        "last --grace + 5 s.  [default: never]"
     )
     stats: Path | None = _option("Write the summary as JSON.")
     report: Path | None = _option(
@@ -99,7 +111,8 @@ class JobOptions(Options):
             )
         if self.prompt == "-":
             raise UsageError(
-                '--prompt - reads no stdin; give --prompt "$(cat)" for a text on stdin, or leave '
+                '--prompt - reads no stdin; give --prompt "$(cat)" for a text on '
+                "stdin, or leave "
                 "--prompt out and give - for lines of requests"
             )
 
@@ -112,7 +125,8 @@ class JobPaths(JobOptions):
     is_quiet: bool
     remote: RemoteFolders
     prompt_fields: dict[str, Any] = field(default_factory=dict)  # of its request
-    synthetic: Synthetic | None = None  # the requests to make up, in the place of inputs
+    # the requests to make up, in the place of inputs
+    synthetic: Synthetic | None = None
     result_cache: CachePlace | None = None  # for answers that other runs may take
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
@@ -131,8 +145,8 @@ class JobPaths(JobOptions):
         inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:
             raise UsageError(
-                "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For a synthetic "
-                "run give --batch-size or --input-seq-length"
+                "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For "
+                "a synthetic run give --batch-size or --input-seq-length"
             )
         return inputs
 
@@ -147,8 +161,8 @@ class JobPaths(JobOptions):
         inputs = [] if self.synthetic is not None else self.find_inputs()
         if self.synthetic is not None and self.result_cache is not None:
             raise UsageError(
-                "--result-cache with made-up requests would time answers that are only looked up; "
-                "leave it out"
+                "--result-cache with made-up requests would time answers that are only "
+                "looked up; leave it out"
             )
         plan = plan_each(inputs, self.remote.place(self.output))
         for folder in self._folders:
@@ -178,11 +192,23 @@ class JobPaths(JobOptions):
                 "kept; give --output FILE"
             )
         if self.is_watching and not self.is_shared:
-            raise UsageError("--watch needs a folder to watch, and an --output that is none of -")
-        if self.is_watching and any(isinstance(path, str) for path in (*self.paths, self.output)):
-            raise UsageError("--watch works with local files and folders only, not with URLs")
-        if self.is_watching and self.output is not None and str(self.output).endswith(".jsonl"):
-            raise UsageError(f"--output {self.output} is one file; --watch needs a folder for many")
+            raise UsageError(
+                "--watch needs a folder to watch, and an --output that is none of -"
+            )
+        if self.is_watching and any(
+            isinstance(path, str) for path in (*self.paths, self.output)
+        ):
+            raise UsageError(
+                "--watch works with local files and folders only, not with URLs"
+            )
+        if (
+            self.is_watching
+            and self.output is not None
+            and str(self.output).endswith(".jsonl")
+        ):
+            raise UsageError(
+                f"--output {self.output} is one file; --watch needs a folder for many"
+            )
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return plan
@@ -195,8 +221,13 @@ class JobPaths(JobOptions):
         """Return the plan of a prompt's answer, which is printed."""
         others = {name: each.told for name, each in options_of(JobOptions).items()}
         names = ("output", "is_watching", "limit", "stats", "trace", "report")
-        values = ((name, getattr(self, name)) for name in names)  # a --limit 0 is given, too
-        given = [others[name] for name, value in values if value is not None and value is not False]
+        # a --limit 0 is given, too
+        values = ((name, getattr(self, name)) for name in names)
+        given = [
+            others[name]
+            for name, value in values
+            if value is not None and value is not False
+        ]
         if given := ["the files"] * bool(self.paths) + given:
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
@@ -216,7 +247,8 @@ class JobPaths(JobOptions):
 
 
 def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:
-    """Refuse a run without --model-name if the first model that its lines name is not the demo's.
+    """Refuse a run without --model-name if the first model that its lines name is not
+    the demo's.
 
     The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
     """
@@ -229,7 +261,8 @@ def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:
 
 
 def _names_the_demo(path: Path) -> bool:
-    with suppress(UsageError, OSError):  # of a file that cannot be read: the run says so
+    # of a file that cannot be read: the run says so
+    with suppress(UsageError, OSError):
         for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
             asked = open_envelope(line).fields.items()
             fields = {name: value for name, value in asked if isinstance(value, str)}
@@ -244,4 +277,5 @@ class RunContext(ProcessContext):
     """A run of the command in one of its processes."""
 
     job: JobPaths
-    plan: Plan | None  # inputs and outputs; None: rank 0 finds them itself, once it is known
+    # inputs and outputs; None: rank 0 finds them itself, once it is known
+    plan: Plan | None

@@ -28,8 +28,10 @@ class JobSummary:
     device: str = ""  # "": nothing was left to answer
     num_threads: int = 0  # computing threads in each process
     num_ranks: int = 1  # processes that compute
-    cpu_limit: str = ""  # instructions to which FMINFER_CPU limits the processor; "": no limit
-    why_slower: str = ""  # why it was slower than it could be: plain torch in a kernel's place
+    # instructions to which FMINFER_CPU limits the processor; "": no limit
+    cpu_limit: str = ""
+    # why it was slower than it could be: plain torch in a kernel's place
+    why_slower: str = ""
     start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered rows
     num_errors: int = 0
@@ -37,14 +39,16 @@ class JobSummary:
     num_kept_rows: int = 0  # rows of earlier runs, answered or refused
     num_kept_errors: int = 0  # errors among them
     num_changed_inputs: int = 0  # inputs that had answers to an earlier form of them
-    num_taken_rows: int = 0  # of the kept rows, those that were taken from these answers
+    # of the kept rows, those that were taken from these answers
+    num_taken_rows: int = 0
     num_left_out_rows: int = 0  # of these answers, those whose lines are gone
     num_damaged_rows: int = 0  # damaged rows of earlier runs, not kept
     num_tried_rows: int = 0  # rows that failed in earlier runs, and were tried again
     num_files_elsewhere: int = 0  # files that other runs were answering at the end
     # Outputs that this run lost while it slept, and that another run has completed.
     completed_elsewhere: list[str] = field(default_factory=list)
-    refused: dict[str, str] = field(default_factory=dict)  # inputs that were not answered, and why
+    # inputs that were not answered, and why
+    refused: dict[str, str] = field(default_factory=dict)
     errors_by_code: dict[str, int] = field(default_factory=dict)
     prompt_tokens: int = 0  # prompt tokens of answered rows, as in usage
     completion_tokens: int = 0
@@ -66,7 +70,11 @@ class JobSummary:
     @property
     def types(self) -> str:
         """Name the dtype, and those of weights and of the KV cache where they are others."""
-        of_cache = f", KV cache {self.kv_dtype}" if self.kv_dtype not in ("", self.dtype) else ""
+        of_cache = (
+            f", KV cache {self.kv_dtype}"
+            if self.kv_dtype not in ("", self.dtype)
+            else ""
+        )
         return show_dtypes(self.dtype, self.weight_dtype) + of_cache
 
     @property
@@ -106,7 +114,10 @@ class JobSummary:
     def to_dict(self) -> dict[str, Any]:
         names = ("tokens_per_s", "generated_per_s", "answered_per_s")
         rates = {name: getattr(self, name) for name in names}
-        paths = {"inputs": [*map(str, self.inputs)], "outputs": [*map(str, self.outputs)]}
+        paths = {
+            "inputs": [*map(str, self.inputs)],
+            "outputs": [*map(str, self.outputs)],
+        }
         return asdict(self) | paths | rates
 
     def to_text(self) -> str:
@@ -115,12 +126,20 @@ class JobSummary:
 
     def _lines(self) -> Iterator[tuple[str, str]]:
         """Yield each line's name and text."""
-        codes = ", ".join(f"{count} {code}" for code, count in self.errors_by_code.items())
+        codes = ", ".join(
+            f"{count} {code}" for code, count in self.errors_by_code.items()
+        )
         rows = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
         rows += f" ({codes})" * bool(codes)
-        rows += f"; {self.num_tried_rows:,} had failed before" * bool(self.num_tried_rows)
-        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(self.num_kept_rows)
-        rows += f", {self.num_kept_errors:,} of them in error" * bool(self.num_kept_errors)
+        rows += f"; {self.num_tried_rows:,} had failed before" * bool(
+            self.num_tried_rows
+        )
+        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(
+            self.num_kept_rows
+        )
+        rows += f", {self.num_kept_errors:,} of them in error" * bool(
+            self.num_kept_errors
+        )
         yield "model", f"{self.model} ({self.types}{self._place()})"
         yield "rows", rows
         if self.num_changed_inputs:
@@ -134,7 +153,10 @@ class JobSummary:
             num_files = counted(self.num_files_elsewhere, "file")
             yield "elsewhere", f"other runs are answering {num_files}"
         for output in self.completed_elsewhere:
-            yield "elsewhere", f"{output} was completed by another run, which took it over"
+            yield (
+                "elsewhere",
+                f"{output} was completed by another run, which took it over",
+            )
         if self.limit is not None:
             first = f"only the first {counted(self.limit, 'request')} of each input (--limit)"
             yield (
@@ -159,7 +181,10 @@ class JobSummary:
             yield "report", self.report
         num_retryable = sum(self.errors_by_code.get(code, 0) for code in RETRYABLE)
         if num_retryable and STDOUT not in files:
-            yield "again", f"the same command tries {counted(num_retryable, 'failed row')} again"
+            yield (
+                "again",
+                f"the same command tries {counted(num_retryable, 'failed row')} again",
+            )
 
     def _place(self) -> str:
         if not self.device:
@@ -184,7 +209,10 @@ class JobSummary:
         """Say what was computed, what was not computed again, and how fast."""
         stats = self.engine
         drawn = f" + {self.completion_tokens:,} generated"
-        yield "tokens", f"{self.prompt_tokens:,} prompt" + drawn * (not self.gives_vectors)
+        yield (
+            "tokens",
+            f"{self.prompt_tokens:,} prompt" + drawn * (not self.gives_vectors),
+        )
         if stats["num_cached_tokens"]:
             yield "prefix", self._prefix_text()
         if stats["num_put_back"] or stats["num_apart"]:
@@ -197,7 +225,10 @@ class JobSummary:
             yield "cache", f"{num_kept} had an answer in {self.result_cache}"
         if stats["num_copied_requests"]:
             num_copied = counted(stats["num_copied_requests"], "request")
-            yield "copied", f"{num_copied} had the answer of an equal one, which was computed once"
+            yield (
+                "copied",
+                f"{num_copied} had the answer of an equal one, which was computed once",
+            )
         speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
         if self.gives_vectors:
             speed = f"{self._per_s(self.num_rows):,.1f} rows/s, {speed}"
@@ -207,7 +238,10 @@ class JobSummary:
         if any(stats[name] for name in taken):
             speed += f" ({self.answered_per_s:,.0f} with those that were shared)"
         yield "speed", f"{speed}; {self._busy_text()}"
-        yield "time", f"ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}"
+        yield (
+            "time",
+            f"ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}",
+        )
         if self.ranks:
             yield "memory", show_memory(self.ranks)
         for number, stage in enumerate(stats["stages"]):
@@ -217,7 +251,11 @@ class JobSummary:
     def _prefix_text(self) -> str:
         """Say what the prefix cache saved, and what the best possible one would have saved."""
         stats = self.engine
-        total = stats["num_prompt_tokens"] - stats["num_again_tokens"] + stats["num_cached_tokens"]
+        total = (
+            stats["num_prompt_tokens"]
+            - stats["num_again_tokens"]
+            + stats["num_cached_tokens"]
+        )
         text = (
             f"{stats['num_cached_tokens']:,} of {total:,} prompt tokens were shared and not "
             "computed again"
@@ -235,12 +273,16 @@ class JobSummary:
             (self.engine["num_put_back"], "lost their KV cache to others"),
             (self.engine["num_apart"], "gave nan after a shared prefix"),
         ]
-        rows = " and ".join(f"{counted(num, 'row')} {reason}" for num, reason in reasons if num)
+        rows = " and ".join(
+            f"{counted(num, 'row')} {reason}" for num, reason in reasons if num
+        )
         return f"{rows}; fed again: {counted(self.engine['num_again_tokens'], 'token')}"
 
     def _busy_text(self) -> str:
         """Say for which share of the run each stage computed."""
-        shares = [stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]]
+        shares = [
+            stage["busy_s"] / max(self.wall_s, 1e-9) for stage in self.engine["stages"]
+        ]
         if len(shares) < 2:
             return f"stage busy {sum(shares):.0%}"
         bubble = 1 - sum(shares) / len(shares)
@@ -275,23 +317,29 @@ class JobSummary:
             if stage["max_tokens"]:
                 yield (
                     "warning",
-                    f"memory ran out on rank {rank}: it computes {stage['max_tokens']} tokens at "
-                    "once now; a smaller --chunk-size or --budget would avoid that",
+                    f"memory ran out on rank {rank}: it computes {stage['max_tokens']} "
+                    "tokens at once now; a smaller --chunk-size or --budget would "
+                    "avoid that",
                 )
         if self.is_beside_other_work:
             yield (
                 "warning",
-                f"other work slowed this run: threads stood in line for it {self.other_work_s:,.1f}"
-                f" s, {self.other_work_share:.0%} of the time of their cores; run it alone, or "
-                "keep other work off these cores",
+                "other work slowed this run: threads stood in line for it "
+                f"{self.other_work_s:,.1f} s, {self.other_work_share:.0%} of the time "
+                "of their cores; run it alone, or keep other work off these cores",
             )
         if self.cache_trouble:
             yield "warning", f"--result-cache was given up: {self.cache_trouble}"
         if self.num_damaged_rows:
             rows = counted(self.num_damaged_rows, "row")
-            yield "warning", f"damaged on the disk, and answered again: {rows} of earlier runs"
+            yield (
+                "warning",
+                f"damaged on the disk, and answered again: {rows} of earlier runs",
+            )
         flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
-        rounding = {flag: name for flag, name in flags.items() if name not in ("", "float32")}
+        rounding = {
+            flag: name for flag, name in flags.items() if name not in ("", "float32")
+        }
         if self.engine.get("read", {}).get("num_seeded") and rounding:
             where = ("" if "--dtype" in rounding else "with a KV cache ") + "in "
             where += next(iter(rounding.values()))

@@ -22,31 +22,38 @@ from fminfer.job.run_summary import JobSummary
 
 SCAN_EVERY_S = 2.0  # while no file is free
 YOUNG_S = 5.0  # a file that was written so lately may not be whole
-MOST_COUNTED_BYTES = 4 << 30  # size of the files whose rows are counted before the first answer
+# size of the files whose rows are counted before the first answer
+MOST_COUNTED_BYTES = 4 << 30
 WATCHED = "what came while watching"  # in place of a path, when a whole look fails
 
 
 class SharedFiles(RunInputs):
-    """The inputs of a run that shares them with others, opened one by one, when it is their turn.
+    """The inputs of a run that shares them with others, opened one by one, when it is
+    their turn.
 
     Args:
         find: lists the inputs and the output of each, as they are now.
         is_watching: wait for more files when all are answered; some may be only half there.
     """
 
-    def __init__(self, find: Callable[[], Plan], terms: RunTerms, *, is_watching: bool) -> None:
+    def __init__(
+        self, find: Callable[[], Plan], terms: RunTerms, *, is_watching: bool
+    ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
-        self.num_rows: int | None = None  # if no other run takes a file; None: not known
+        # if no other run takes a file; None: not known
+        self.num_rows: int | None = None
         self.num_elsewhere = 0  # files that other runs were answering at the last look
         self._find = find
         self._terms = terms
         self._is_watching = is_watching
         self._plan = Plan([], [])
-        self._complete: dict[Path, RowCounts] = {}  # rows of files that other runs have completed
+        # rows of files that other runs have completed
+        self._complete: dict[Path, RowCounts] = {}
         self._free_rows: dict[Path, int | None] = {}  # of each file that is free
         self._refused: dict[Path | str, str] = {}  # since they were looked at
         self._settled: set[Path] = set()  # answered, refused, or this run's own
-        self._given_back: set[int] = set()  # numbers of `files` that were lost, and may come free
+        # numbers of `files` that were lost, and may come free
+        self._given_back: set[int] = set()
         self._next_scan_s = 0.0
         self._was_idle = False  # at the last look: nothing was left of this run's own
         self._has_ended = False
@@ -87,7 +94,10 @@ class SharedFiles(RunInputs):
         for reason in self._refused.values():
             raise UsageError(reason)
         self._free_rows = dict.fromkeys(free)
-        if not self._is_watching and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES:
+        if (
+            not self._is_watching
+            and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES
+        ):
             for path in free:
                 self._count_free(path)
         self._count_rows()
@@ -114,7 +124,8 @@ class SharedFiles(RunInputs):
             if len(self.files) == opened:
                 # What others answer may become free as long as this run has work of its own.
                 self._has_ended = is_idle and not self._is_watching
-                took_s = time.monotonic() - began_s  # thousands of names take their time
+                # thousands of names take their time
+                took_s = time.monotonic() - began_s
                 self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
 
     def give_up(self, file: RunInput, error: UsageError) -> None:
@@ -138,7 +149,11 @@ class SharedFiles(RunInputs):
         """List the files again, and those that other runs took over: these runs may die, too."""
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
-            if is_open and file.path not in self._refused and number not in self._given_back:
+            if (
+                is_open
+                and file.path not in self._refused
+                and number not in self._given_back
+            ):
                 self._settled.discard(file.path)
                 self._given_back.add(number)
         try:
@@ -154,9 +169,15 @@ class SharedFiles(RunInputs):
         for path, output in zip(self._plan.inputs, self._plan.outputs, strict=True):
             # What was refused is looked at again: another run may have completed it since.
             is_known = path in self._settled and path not in self._refused
-            if is_known or not path.exists() or not self._is_left(path, output, has_claim):
+            if (
+                is_known
+                or not path.exists()
+                or not self._is_left(path, output, has_claim)
+            ):
                 continue
-            if output in has_claim and any(not claim.is_dead for claim in look_at(output)):
+            if output in has_claim and any(
+                not claim.is_dead for claim in look_at(output)
+            ):
                 self.num_elsewhere += 1
                 self._free_rows.pop(path, None)
             else:
@@ -168,7 +189,8 @@ class SharedFiles(RunInputs):
             completed = self._find_completed(path, output)
             # A file that is young, in a folder that is watched, may still be written.
             is_left = (completed is None and path not in self._refused) and not (
-                self._is_watching and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
+                self._is_watching
+                and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
             )
         except (UsageError, OSError) as error:
             self._refuse(path, error)
@@ -183,7 +205,8 @@ class SharedFiles(RunInputs):
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
-        """Return an output that is complete, of an input not changed since; None: look into it."""
+        """Return an output that is complete, of an input not changed since; None: look
+        into it."""
         if not output.exists() or journal_path(output).exists():
             return None
         completed = find_completed(output)
@@ -192,9 +215,9 @@ class SharedFiles(RunInputs):
         ):
             return None
         completed.check_settings(self._terms.fingerprint)
-        if not completed.is_of_input_changed_at(changed_ns(path)) or completed.leaves_rows(
-            self._terms.limit, self._terms.started_s
-        ):
+        if not completed.is_of_input_changed_at(
+            changed_ns(path)
+        ) or completed.leaves_rows(self._terms.limit, self._terms.started_s):
             return None
         completed.check_unedited()
         return completed
@@ -213,9 +236,12 @@ class SharedFiles(RunInputs):
             file.begin()
         except BaseException as error:
             claim.release()
-            if isinstance(error, InUseError):  # by a run that knows no claims, or is slow
+            # by a run that knows no claims, or is slow
+            if isinstance(error, InUseError):
                 self.num_elsewhere += 1
-            elif isinstance(error, UsageError | OSError):  # of the input: the output's are others
+            elif isinstance(
+                error, UsageError | OSError
+            ):  # of the input: the output's are others
                 self._refuse(path, error)
             else:
                 raise

@@ -11,7 +11,14 @@ from typing import Any
 
 from fminfer.contract.request import parse_request
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.core.option import Option, Options, ShownCount, WholeTexts, option, options_of
+from fminfer.core.option import (
+    Option,
+    Options,
+    ShownCount,
+    WholeTexts,
+    option,
+    options_of,
+)
 from fminfer.core.quantities import counted
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
@@ -44,14 +51,16 @@ class Hyperparameters(Options):
     top_k: int | None = _option("A request's top_k.", sets="top_k")
     num_completions: int | None = _option("A request's n.", sets="n")
     best_of: int | None = _option(
-        "A request's best_of: candidates to draw, of which the best n are returned.", sets="best_of"
+        "A request's best_of: candidates to draw, of which the best n are returned.",
+        sets="best_of",
     )
     stop: WholeTexts = _option("A request's stop. May be repeated.", sets="stop")
     echo_prompt: bool = _option("A request's echo.", sets="echo")
     top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
 
     dimensions: int | None = _option(
-        "The dimensions of a request for embeddings: keep so many numbers.", sets="dimensions"
+        "The dimensions of a request for embeddings: keep so many numbers.",
+        sets="dimensions",
     )
 
     def check(self) -> None:
@@ -75,7 +84,11 @@ class Hyperparameters(Options):
     @property
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of a request that the given flags name."""
-        found = {each.sets: getattr(self, name) for name, each in self._given.items() if each.sets}
+        found = {
+            each.sets: getattr(self, name)
+            for name, each in self._given.items()
+            if each.sets
+        }
         return found | ({"stop": [*self.stop]} if self.stop else {})
 
     @property
@@ -142,9 +155,16 @@ class Synthetic:
         )
 
     def write(
-        self, path: Path, *, vocab_size: int, context_length: int, max_logprobs: int, seed: int
+        self,
+        path: Path,
+        *,
+        vocab_size: int,
+        context_length: int,
+        max_logprobs: int,
+        seed: int,
     ) -> None:
-        """Write the requests as lines, the same for the same seed; refuse those that cannot be."""
+        """Write the requests as lines, the same for the same seed; refuse those that
+        cannot be."""
         self._check(context_length, max_logprobs)
         ids = random.Random(seed)
         with path.open("w") as file:
@@ -162,7 +182,9 @@ class Synthetic:
         try:
             parse_request(request, max_logprobs=max_logprobs)
         except RequestError as error:
-            raise UsageError(f"a synthetic run of such requests cannot be: {error}") from error
+            raise UsageError(
+                f"a synthetic run of such requests cannot be: {error}"
+            ) from error
         num_tokens = self.prompt_tokens + request["max_tokens"]
         if num_tokens > context_length:
             raise UsageError(

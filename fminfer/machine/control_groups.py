@@ -19,8 +19,8 @@ def read_text(path: Path) -> str:
 def group_folders(controller: str) -> Iterator[tuple[Path, int]]:
     """Give the folder of each control group that limits this process, from the innermost up.
 
-    A container does not see all of them. `controller` is memory or cpu; with each folder comes the
-    version of the control groups, 1 or 2.
+    A container does not see all of them. `controller` is memory or cpu; with each
+    folder comes the version of the control groups, 1 or 2.
     """
     lines = read_text(SYSTEM / "proc/self/cgroup").splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines):

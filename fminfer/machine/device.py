@@ -53,7 +53,8 @@ def use_device(device: torch.device) -> None:
     """
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        torch.set_float32_matmul_precision("highest")  # torch's old and new switches of TF32
+        # torch's old and new switches of TF32
+        torch.set_float32_matmul_precision("highest")
         matmul = torch.backends.cuda.matmul
         matmul.allow_bf16_reduced_precision_reduction = False
         matmul.allow_fp16_reduced_precision_reduction = False
@@ -81,7 +82,9 @@ def pinned(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
 
     For a GPU it is pinned memory, which torch uses again only once copies of it are done.
     """
-    together = torch.from_numpy(np.concatenate([column.view(np.uint8) for column in columns]))
+    together = torch.from_numpy(
+        np.concatenate([column.view(np.uint8) for column in columns])
+    )
     return together.pin_memory() if device.type == "cuda" else together
 
 

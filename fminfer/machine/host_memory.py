@@ -15,8 +15,8 @@ from pathlib import Path
 from fminfer.machine import control_groups
 from fminfer.machine.control_groups import group_folders, read_text
 
-# Bytes touched, and read, at a time. Between two pieces Python stops what the process imports: for
-# milliseconds, where other work has the cores.
+# Bytes touched, and read, at a time. Between two pieces Python stops what the process
+# imports: for milliseconds, where other work has the cores.
 PIECE = 32 << 20
 READ_PIECE = 1 << 20
 NUM_PIECES = 128
@@ -34,7 +34,8 @@ CACHED = ("inactive_file", "active_file")
 
 
 def free_host_bytes() -> int:
-    """Return the bytes that can be used without swapping, by the system and its control groups."""
+    """Return the bytes that can be used without swapping, by the system and its control
+    groups."""
     available = _read_bytes("proc/meminfo", "MemAvailable")
     if available is None:
         available = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
@@ -42,7 +43,8 @@ def free_host_bytes() -> int:
 
 
 def free_swap_bytes() -> int:
-    """Return the bytes of swap that are free: what is swapped is slow, but the system goes on."""
+    """Return the bytes of swap that are free: what is swapped is slow, but the system
+    goes on."""
     return _read_bytes("proc/meminfo", "SwapFree") or 0
 
 
@@ -63,7 +65,11 @@ def peak_host_bytes() -> int:
     The older count, `ru_maxrss`, begins with the memory of the process that started it.
     """
     peak = _read_bytes("proc/self/status", "VmHWM")
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024 if peak is None else peak
+    return (
+        resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+        if peak is None
+        else peak
+    )
 
 
 def _read_bytes(file: str, name: str) -> int | None:
@@ -105,7 +111,8 @@ def read_mapped(address: int, num_bytes: int) -> None:
 
 
 def _advise(address: int, num_bytes: int, advice: int) -> int:
-    """Tell the system how memory will be used; return -1 if it refuses, which changes nothing."""
+    """Tell the system how memory will be used; return -1 if it refuses, which changes
+    nothing."""
     madvise = ctypes.CDLL(None).madvise
     madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
     return int(madvise(address, num_bytes, advice))
@@ -113,10 +120,12 @@ def _advise(address: int, num_bytes: int, advice: int) -> int:
 
 @contextmanager
 def touching_memory(num_bytes: int) -> Iterator[None]:
-    """Have a thread touch so much memory meanwhile, as far as it gets; it is free again afterwards.
+    """Have a thread touch so much memory meanwhile, as far as it gets; it is free again
+    afterwards.
 
-    The host of a virtual machine takes 1 to 3 seconds to give it a GB, once it is touched. What is
-    touched here stays with the machine for some seconds. It is no more than `_most_at_hand`.
+    The host of a virtual machine takes 1 to 3 seconds to give it a GB, once it is
+    touched. What is touched here stays with the machine for some seconds. It is no more
+    than `_most_at_hand`.
     """
     memory = _reserve(num_bytes)
     if memory is None:
@@ -152,8 +161,8 @@ def _meanwhile(name: str, work: Callable[[threading.Event], None]) -> Iterator[N
 
 
 def _read(paths: Iterable[Path], is_over: threading.Event) -> None:
-    # Copied, not mapped: so a virtual machine gets the memory in which the file stays here, and not
-    # once it is used. docs/performance.md has the figures.
+    # Copied, not mapped: so a virtual machine gets the memory in which the file stays
+    # here, and not once it is used. docs/performance.md has the figures.
     left = _most_at_hand()
     pieces = [bytearray(READ_PIECE)] * NUM_PIECES  # one buffer, many times
     with suppress(OSError):  # loading will say what is wrong
@@ -191,4 +200,5 @@ def _touch(memory: mmap.mmap, is_over: threading.Event) -> None:
     for place in range(0, size, PIECE):
         if is_over.is_set():
             return
-        ctypes.memset(start + place, 0, min(PIECE, size - place))  # other threads run meanwhile
+        # other threads run meanwhile
+        ctypes.memset(start + place, 0, min(PIECE, size - place))

@@ -27,8 +27,8 @@ from fminfer.machine.threads import wait_briefly
 from fminfer.machine.user_cache import cache_folder
 
 COMPILER = "torch._dynamo"
-# What comes and goes in a few steps of hundreds of rows. Python's own 700 had the collector look at
-# all rows' tokens so often that it took a third of the time between steps.
+# What comes and goes in a few steps of hundreds of rows. Python's own 700 had the
+# collector look at all rows' tokens so often that it took a third of the time between steps.
 MOST_NEW_OBJECTS = 10_000
 
 
@@ -37,8 +37,8 @@ def importing() -> Iterator[None]:
     """Settle how torch works, which is not imported yet, and let it and others be imported.
 
     It takes pages of 2 MB for weights and KV cache: docs/performance.md has the figures. The
-    collector of garbage is kept away from half a million objects that stay to the end: to look at
-    them again and again takes a third of the imports' time.
+    collector of garbage is kept away from half a million objects that stay to the end:
+    to look at them again and again takes a third of the imports' time.
     """
     wait_briefly()
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
@@ -59,7 +59,8 @@ def import_transformers() -> None:
     The compiler itself is imported as usual once something asks for it.
     """
     if "transformers" not in sys.modules:
-        with suppress(Exception):  # in some other version: then all is imported as usual
+        # in some other version: then all is imported as usual
+        with suppress(Exception):
             _import_common_parts()
 
 
@@ -69,7 +70,8 @@ def _import_common_parts() -> None:
     if COMPILER in sys.modules:
         return  # something wanted it already
     compiler = _NoCompiler(COMPILER)
-    compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]  # one module of it is used
+    # one module of it is used
+    compiler.__path__ = [str(Path(torch.__path__[0]) / "_dynamo")]
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
@@ -119,14 +121,18 @@ def _keep_list_of_models() -> None:
     with _standing_in(package):
         reader: Any = importlib.import_module("transformers.utils.import_utils")
     name = "create_import_structure_from_path"
-    setattr(reader, name, _KeptList(Path(spec.origin).parent / "models", getattr(reader, name)))
+    setattr(
+        reader,
+        name,
+        _KeptList(Path(spec.origin).parent / "models", getattr(reader, name)),
+    )
 
 
 class _KeptList:
     """What a function finds in a folder, kept in the user's cache for the next process.
 
-    What is kept is of one installation, by its RECORD, which holds a checksum of every file. What
-    is damaged, or is no such list, is found again.
+    What is kept is of one installation, by its RECORD, which holds a checksum of every
+    file. What is damaged, or is no such list, is found again.
 
     Args:
         read: the function; of other folders it is asked each time.
@@ -188,9 +194,12 @@ def _digest(text: str) -> str:
 
 
 def _list_to_json(value: Any) -> Any:
-    """Return transformers' list for JSON: sets as lists, dicts as {"items": [[key, value], …]}."""
+    """Return transformers' list for JSON: sets as lists, dicts as {"items": [[key,
+    value], …]}."""
     if isinstance(value, dict):
-        items = [[_list_to_json(key), _list_to_json(each)] for key, each in value.items()]
+        items = [
+            [_list_to_json(key), _list_to_json(each)] for key, each in value.items()
+        ]
         return {"items": items}
     return sorted(value) if isinstance(value, (set, frozenset)) else value
 
@@ -206,5 +215,6 @@ def _list_from_json(value: Any, *, is_key: bool = False) -> Any:
     if is_key or not isinstance(value, dict):
         raise ValueError("neither a name, nor a set of names, nor a table")
     return {
-        _list_from_json(key, is_key=True): _list_from_json(each) for key, each in value["items"]
+        _list_from_json(key, is_key=True): _list_from_json(each)
+        for key, each in value["items"]
     }

@@ -1,4 +1,5 @@
-"""Who is there, and who lives: what processes use that find each other, as ranks or by claims."""
+"""Who is there, and who lives: what processes use that find each other, as ranks or by
+claims."""
 
 from __future__ import annotations
 
@@ -18,7 +19,9 @@ from fminfer.machine.control_groups import read_text
 POLL_S = 0.05
 
 
-def every(turn_s: float, work: Callable[[], None], name: str, end: threading.Event) -> None:
+def every(
+    turn_s: float, work: Callable[[], None], name: str, end: threading.Event
+) -> None:
     """Call a function in each turn, on a thread of its own, until the end."""
 
     def turn() -> None:
@@ -39,7 +42,8 @@ def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
 
 
 def machine_name(namespace: Literal["pid", "net"]) -> str:
-    """Name this boot of this machine, and this container's namespace; "": the system is no Linux.
+    """Name this boot of this machine, and this container's namespace; "": the system is
+    no Linux.
 
     Processes with an equal name see each other's process ids, or share the loopback interface.
     """
@@ -53,7 +57,8 @@ def machine_name(namespace: Literal["pid", "net"]) -> str:
 def create_once(path: Path, data: bytes, mode: int) -> bool:
     """Create a file; return False if it is there: of several processes one is the first.
 
-    Who reads it now may find it empty. (Some file systems have no hard links, which show it whole.)
+    Who reads it now may find it empty. (Some file systems have no hard links, which
+    show it whole.)
     """
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, mode)
@@ -80,7 +85,8 @@ class Owner:
     machine: str  # this boot of this machine, as seen from this container
     since: float  # time.time() of its host
     token: str  # of this very file: a number is used again, too
-    machine_id: str | None = None  # of the installation; None: written by an older version
+    # of the installation; None: written by an older version
+    machine_id: str | None = None
 
     @property
     def is_near(self) -> bool:
@@ -93,10 +99,16 @@ class Owner:
 
         Hosts of one name may share a disk. `machine_id` tells them apart.
         """
-        theirs, mine = (name.split(" ", 1) for name in (self.machine, machine_name("pid")))
+        theirs, mine = (
+            name.split(" ", 1) for name in (self.machine, machine_name("pid"))
+        )
         is_other_boot = theirs[0] != mine[0] and theirs[1:] == mine[1:] != []
         is_here = self.host == socket.gethostname()
-        return is_here and is_other_boot and self.machine_id in (None, _machine_id() or "none")
+        return (
+            is_here
+            and is_other_boot
+            and self.machine_id in (None, _machine_id() or "none")
+        )
 
     def is_alive(self) -> bool:
         """Tell whether the process has not ended; it must be of this machine."""

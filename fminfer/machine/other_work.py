@@ -1,7 +1,8 @@
 """Other work on the machine: how long it kept the threads of a run from computing.
 
-Linux tells how long each thread stood in line for a core: also for threads of its own process, and
-for a container's quota. So no more counts than the time that others computed on the same cores.
+Linux tells how long each thread stood in line for a core: also for threads of its own
+process, and for a container's quota. So no more counts than the time that others
+computed on the same cores.
 """
 
 from __future__ import annotations
@@ -16,7 +17,8 @@ from pathlib import Path
 from fminfer.machine.control_groups import group_folders
 
 PROC = Path("/proc")
-NOTABLE_SHARE = 1 / 16  # of the time of its cores, above which other work is worth a word
+# of the time of its cores, above which other work is worth a word
+NOTABLE_SHARE = 1 / 16
 LEAST_S = 2.0  # a shorter run tells nothing
 LOOK_S = 2.0  # from one look to the next; a look takes about 1 ms
 
@@ -34,7 +36,9 @@ class Look:
 
 def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
     """Return how long threads stood in line for others' work, all of them together."""
-    in_line_s = sum(s - first.in_line_s.get(thread, 0.0) for thread, s in last.in_line_s.items())
+    in_line_s = sum(
+        s - first.in_line_s.get(thread, 0.0) for thread, s in last.in_line_s.items()
+    )
     in_line_s -= last.throttled_s - first.throttled_s
     known = first.busy_s.keys() & last.busy_s.keys() & set(cores)
     busy_s = sum(last.busy_s[core] - first.busy_s[core] for core in known)
@@ -42,7 +46,8 @@ def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
 
 
 class OtherWork:
-    """Tells whether other work slows this process: threads that compute on cores that are found."""
+    """Tells whether other work slows this process: threads that compute on cores that
+    are found."""
 
     def __init__(self, num_threads: int, find_cores: Callable[[], set[int]]) -> None:
         self._num_threads = num_threads
@@ -60,9 +65,14 @@ class OtherWork:
 
     @property
     def share(self) -> float:
-        """The part of its cores' time for which threads stood in line for others, at that look."""
+        """The part of its cores' time for which threads stood in line for others, at
+        that look."""
         elapsed_s = self._last.now_s - self._first.now_s
-        return self.held_up_s / (elapsed_s * self._num_used) if elapsed_s >= LEAST_S else 0.0
+        return (
+            self.held_up_s / (elapsed_s * self._num_used)
+            if elapsed_s >= LEAST_S
+            else 0.0
+        )
 
     def is_notable(self) -> bool:
         """Tell, looking now and then, whether other work slows this process."""
@@ -79,7 +89,9 @@ def look() -> Look:
             with suppress(OSError, ValueError, IndexError):  # it has just ended
                 counts = (PROC / "self/task" / thread / "schedstat").read_text().split()
                 in_line_s[int(thread)] = int(counts[1]) / 1e9
-    return Look(time.monotonic(), time.process_time(), in_line_s, _busy_s(), _throttled_s())
+    return Look(
+        time.monotonic(), time.process_time(), in_line_s, _busy_s(), _throttled_s()
+    )
 
 
 def _busy_s() -> dict[int, float]:
@@ -89,7 +101,9 @@ def _busy_s() -> dict[int, float]:
         for line in (PROC / "stat").read_text().splitlines():
             name, *counts = line.split()
             if name.startswith("cpu") and name != "cpu":
-                user, nice, system, _idle, _disk, interrupts, soft = map(int, counts[:7])
+                user, nice, system, _idle, _disk, interrupts, soft = map(
+                    int, counts[:7]
+                )
                 ticks = user + nice + system + interrupts + soft
                 found[int(name[3:])] = ticks / os.sysconf("SC_CLK_TCK")
     return found
@@ -100,7 +114,9 @@ def _throttled_s() -> float:
     found = [0.0]
     for folder, _ in group_folders("cpu"):
         with suppress(OSError, ValueError):
-            counts = dict(line.split() for line in (folder / "cpu.stat").read_text().splitlines())
+            counts = dict(
+                line.split() for line in (folder / "cpu.stat").read_text().splitlines()
+            )
             found.append(int(counts.get("throttled_usec", 0)) / 1e6)  # version 2
             found.append(int(counts.get("throttled_time", 0)) / 1e9)
     return max(found)

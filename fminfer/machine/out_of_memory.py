@@ -28,7 +28,9 @@ def is_out_of_memory(error: BaseException) -> bool:
     """Tell whether an error says that memory could not be had."""
     if isinstance(error, MemoryError | torch.OutOfMemoryError):
         return True
-    return isinstance(error, RuntimeError) and any(sign in str(error) for sign in _SIGNS)
+    return isinstance(error, RuntimeError) and any(
+        sign in str(error) for sign in _SIGNS
+    )
 
 
 class SizeLimit:

@@ -1,6 +1,7 @@
 """What of the processor a run may use: all of it, or as much as FMINFER_CPU names.
 
-So one machine can try what a lesser one will do. It holds for our kernels, torch, oneDNN and MKL.
+So one machine can try what a lesser one will do. It holds for our kernels, torch,
+oneDNN and MKL.
 """
 
 from __future__ import annotations
@@ -24,7 +25,8 @@ CPUINFO = Path("/proc/cpuinfo")
 class Level:
     """A processor that a greater one can stand for."""
 
-    units: frozenset[str]  # that it has and that this package asks for, as Linux names them
+    # that it has and that this package asks for, as Linux names them
+    units: frozenset[str]
     compiler_flags: tuple[str, ...]
     caps: dict[str, str]  # variables that torch, oneDNN and MKL read as they load
 
@@ -62,8 +64,8 @@ def chosen_level() -> Level | None:
         return None
     if name not in LEVELS:
         raise UsageError(
-            f"{VARIABLE} is {name!r}; set it to {', '.join(LEVELS)}, or to {NATIVE} (all that this "
-            "processor has, as without it)"
+            f"{VARIABLE} is {name!r}; set it to {', '.join(LEVELS)}, or to {NATIVE} "
+            "(all that this processor has, as without it)"
         )
     level = LEVELS[name]
     missing = sorted(level.units - _units())
@@ -83,7 +85,8 @@ def cap_libraries() -> None:
 
 
 def has_unit(name: str) -> bool:
-    """Tell whether a run may use a unit of the processor, such as "avx512_bf16" or "amx_bf16"."""
+    """Tell whether a run may use a unit of the processor, such as "avx512_bf16" or
+    "amx_bf16"."""
     level = chosen_level()
     return name in _units() and (level is None or name in level.units)
 

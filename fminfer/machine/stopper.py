@@ -27,9 +27,12 @@ SECONDS = {"d": 86400, "h": 3600, "m": 60, "s": 1}
 _NUMBER = r"\d+(?:\.\d+)?"
 DURATIONS = (
     re.compile(rf"(?P<s>{_NUMBER})"),
-    re.compile("(?=.)" + "".join(rf"(?:(?P<{unit}>{_NUMBER}){unit})?" for unit in SECONDS)),
+    re.compile(
+        "(?=.)" + "".join(rf"(?:(?P<{unit}>{_NUMBER}){unit})?" for unit in SECONDS)
+    ),
     re.compile(r"(?P<m>\d+):(?P<s>[0-5]\d)"),
-    re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),  # as Slurm's
+    # as Slurm's
+    re.compile(r"(?:(?P<d>\d+)-)?(?P<h>\d+):(?P<m>[0-5]\d):(?P<s>[0-5]\d)"),
 )
 REASONS: dict[signal.Signals, tuple[str, StopReason]] = {
     signal.SIGINT: ("Interrupted.", "interrupted"),
@@ -41,7 +44,9 @@ REPEAT_CTRL_C_S = 0.3  # the same of Ctrl-C, which people press twice within a s
 
 
 _option = partial(
-    option, group={"run": "Input and output", "serve": "Server"}, commands=("run", "serve")
+    option,
+    group={"run": "Input and output", "serve": "Server"},
+    commands=("run", "serve"),
 )
 
 
@@ -57,7 +62,9 @@ class ProcessOptions(Options):
     is_quiet: bool = _option(
         "Print only errors, and why a kernel is not used.", flags=("-q", "--quiet")
     )
-    is_verbose: bool = _option("Show tracebacks and library warnings.", flags=("-v", "--verbose"))
+    is_verbose: bool = _option(
+        "Show tracebacks and library warnings.", flags=("-v", "--verbose")
+    )
 
 
 def parse_duration(text: str) -> float:
@@ -65,12 +72,17 @@ def parse_duration(text: str) -> float:
     for form in DURATIONS:
         if (parts := form.fullmatch(text.strip())) is not None:
             found = parts.groupdict(default="0")
-            return sum(float(found.get(unit, 0)) * size for unit, size in SECONDS.items())
-    raise ValueError(f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)")
+            return sum(
+                float(found.get(unit, 0)) * size for unit, size in SECONDS.items()
+            )
+    raise ValueError(
+        f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)"
+    )
 
 
 def is_repeat(number: int, since_s: float) -> bool:
-    """Tell whether a signal is only the first one again: launchers pass it on, as schedulers do."""
+    """Tell whether a signal is only the first one again: launchers pass it on, as
+    schedulers do."""
     least_s = REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S
     return number in WARNINGS or since_s < least_s
 
@@ -94,11 +106,14 @@ class Stopper:
         self.grace_s = grace_s
         self._is_quiet = is_quiet
         self._end = end
-        self.on_second: Callable[[], None] = lambda: None  # when a second signal ends the run
-        self.deadline_s: float | None = None  # when it must have ended, in time.monotonic()
+        # when a second signal ends the run
+        self.on_second: Callable[[], None] = lambda: None
+        # when it must have ended, in time.monotonic()
+        self.deadline_s: float | None = None
         self._stop: Callable[[float], None] | None = None  # the engine's, while it runs
         self._needed_s: Callable[[], float | None] = lambda: None
-        self.num_open: Callable[[], int] | None = None  # requests of a server; None: a run's rows
+        # requests of a server; None: a run's rows
+        self.num_open: Callable[[], int] | None = None
         self._watchdog: threading.Timer | None = None
         self._is_reading = False
         self._heard_s = float("-inf")
@@ -106,7 +121,8 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear signals, and mind the deadline; in the main thread. Afterwards they are ignored."""
+        """Hear signals, and mind the deadline; in the main thread. Afterwards they are
+        ignored."""
         numbers = signals_to_hear()
         for number in numbers:
             signal.signal(number, self._hear)
@@ -125,12 +141,15 @@ class Stopper:
                 timer.cancel()
             if self._watchdog is not None:
                 self._watchdog.cancel()
-            for number in numbers:  # the process ends now, and with the status that it has
+            # the process ends now, and with the status that it has
+            for number in numbers:
                 signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
     def telling(
-        self, stop: Callable[[float], None], needed_s: Callable[[], float | None] = lambda: None
+        self,
+        stop: Callable[[float], None],
+        needed_s: Callable[[], float | None] = lambda: None,
     ) -> Iterator[None]:
         """Have a run's `stop` called with the grace when it is to stop.
 
@@ -157,7 +176,8 @@ class Stopper:
             self._is_reading = False
 
     def leave_to_rank_0(self) -> None:
-        """Leave a signal to all ranks of a job to rank 0; end later than it where told to end."""
+        """Leave a signal to all ranks of a job to rank 0; end later than it where told
+        to end."""
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
         reason = self._reason(signal.SIGTERM)
@@ -171,14 +191,20 @@ class Stopper:
     def _reason(self, number: signal.Signals) -> StoppedError:
         if number in REASONS:
             return StoppedError(*REASONS[number])
-        last_call_s = math.inf if self.deadline_s is None else self._last_call_s(self.deadline_s)
+        last_call_s = (
+            math.inf if self.deadline_s is None else self._last_call_s(self.deadline_s)
+        )
         is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name
         return StoppedError(f"Out of time ({name}).", "out_of_time")
 
     def _give_up(self) -> None:
         assert self.reason is not None
-        print(f"{self.reason} (It did not end within --grace.)", file=sys.stderr, flush=True)
+        print(
+            f"{self.reason} (It did not end within --grace.)",
+            file=sys.stderr,
+            flush=True,
+        )
         self._end(self.reason)
 
     def _hear(self, number: int, frame: FrameType | None) -> None:
@@ -208,7 +234,9 @@ class Stopper:
         num_open = self.num_open
         is_short = needed_s is None or needed_s <= self.grace_s
         needs = "" if is_short else f"; all of them may need {needed_s:.0f} s"
-        what = "rows that run" if num_open is None else f"open requests ({num_open():,})"
+        what = (
+            "rows that run" if num_open is None else f"open requests ({num_open():,})"
+        )
         kept = " What is finished is kept." * (num_open is None)
         text = (
             f"\nEnding: {what} have {self.grace_s:g} s to finish (--grace){needs}.{kept} "
@@ -243,7 +271,7 @@ def check_times(grace_s: float, deadline_s: float | None) -> None:
         raise UsageError(f"--grace is {grace_s:g} seconds; it must be 0 or more")
     if deadline_s is not None and deadline_s <= grace_s + SPARE_S:
         raise UsageError(
-            f"--deadline is {deadline_s:g} seconds. It must be above {grace_s + SPARE_S:g}: a run "
-            f"ends its rows --grace ({grace_s:g} s) and {SPARE_S:g} s before its deadline. Give "
-            "more time, or a smaller --grace"
+            f"--deadline is {deadline_s:g} seconds. It must be above "
+            f"{grace_s + SPARE_S:g}: a run ends its rows --grace ({grace_s:g} s) and "
+            f"{SPARE_S:g} s before its deadline. Give more time, or a smaller --grace"
         )

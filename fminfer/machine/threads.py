@@ -1,4 +1,5 @@
-"""The processor's threads: how many a run may use, and how they wait; before torch is imported."""
+"""The processor's threads: how many a run may use, and how they wait; before torch is
+imported."""
 
 from __future__ import annotations
 
@@ -9,16 +10,18 @@ from contextlib import suppress
 
 from fminfer.machine.control_groups import group_folders
 
-# How often an idle thread of GNU's OpenMP looks for work before it sleeps; docs/performance.md has
-# the figures. Its own default is 300,000 times, or for ever under OMP_WAIT_POLICY=active. While a
-# thread spins, the one that it waits for may stand in line for the same core.
+# How often an idle thread of GNU's OpenMP looks for work before it sleeps;
+# docs/performance.md has the figures. Its own default is 300,000 times, or for ever under
+# OMP_WAIT_POLICY=active. While a thread spins, the one that it waits for may stand in
+# line for the same core.
 SPINS = 10_000
 LOOK_S = 0.5  # how often a run looks which cores it may use; a look takes some 0.1 ms
 BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
 
 def wait_briefly() -> None:
-    """Have the threads of OpenMP, not loaded yet, soon sleep when they wait, unless it is set."""
+    """Have the threads of OpenMP, not loaded yet, soon sleep when they wait, unless it
+    is set."""
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
@@ -47,7 +50,10 @@ def _quotas() -> Iterator[int]:
             if version == 2:
                 texts = (folder / "cpu.max").read_text().split()
             else:
-                texts = [(folder / f"cpu.cfs_{n}_us").read_text() for n in ("quota", "period")]
+                texts = [
+                    (folder / f"cpu.cfs_{n}_us").read_text()
+                    for n in ("quota", "period")
+                ]
             quota_us, period_us = map(int, texts)
             if quota_us > 0:  # -1 is no limit in version 1
                 yield -(-quota_us // period_us)
@@ -67,7 +73,8 @@ def choose_num_threads(asked: int | None, current: int, num_processes: int) -> i
 
 
 class ThreadCount:
-    """How many threads compute, as cores come and go: at most those of the start, or those asked.
+    """How many threads compute, as cores come and go: at most those of the start, or
+    those asked.
 
     Args:
         asked, current, num_processes: as `choose_num_threads` takes them.
@@ -75,7 +82,11 @@ class ThreadCount:
     """
 
     def __init__(
-        self, asked: int | None, current: int, num_processes: int, use: Callable[[int], None]
+        self,
+        asked: int | None,
+        current: int,
+        num_processes: int,
+        use: Callable[[int], None],
     ) -> None:
         self._is_fixed = asked is not None or "OMP_NUM_THREADS" in os.environ
         self._num_processes = num_processes

@@ -1,4 +1,5 @@
-"""The user's cache folder: of this user alone, since what it holds is loaded and may be private."""
+"""The user's cache folder: of this user alone, since what it holds is loaded and may be
+private."""
 
 from __future__ import annotations
 
@@ -29,16 +30,17 @@ def why_no_cache() -> str:
             return f"{folder} is not this user's own folder. Set XDG_CACHE_HOME to another one"
         if found.st_mode & 0o022:  # what is loaded must not be another's
             return (
-                f"{folder} is not used, since other users may write to it. Remove it, or see that "
-                f"what it holds is yours and give: chmod 700 {shlex.quote(str(folder))}"
+                f"{folder} is not used, since other users may write to it. Remove it, "
+                "or see that what it holds is yours and give: chmod 700 "
+                f"{shlex.quote(str(folder))}"
             )
         descriptor, name = tempfile.mkstemp(dir=folder)
         os.close(descriptor)
         os.unlink(name)
     except OSError as error:
         return (
-            f"{error.filename or 'the cache folder'} cannot be written: {error.strerror or error}. "
-            "Set XDG_CACHE_HOME to a folder that can be"
+            f"{error.filename or 'the cache folder'} cannot be written: "
+            f"{error.strerror or error}. Set XDG_CACHE_HOME to a folder that can be"
         )
     except RuntimeError:
         return "there is no home folder. Set XDG_CACHE_HOME to a folder for the cache"

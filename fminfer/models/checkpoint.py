@@ -34,7 +34,13 @@ from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model, small_files
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
-from fminfer.models.known_sizes import DEMO_NAMES, SIZES, folder_of, short_name, size_fields
+from fminfer.models.known_sizes import (
+    DEMO_NAMES,
+    SIZES,
+    folder_of,
+    short_name,
+    size_fields,
+)
 from fminfer.models.model_folder import (
     SMALL_FILES,
     TELLING_FILES,
@@ -62,14 +68,18 @@ class Checkpoint:
     """Where a model comes from, and its config; no weight is loaded yet."""
 
     name: str  # for people and records; for a folder the last part of its path
-    folder: Path | None  # or a GGUF file, the first of a split one; None: random weights
+    # or a GGUF file, the first of a split one; None: random weights
+    folder: Path | None
     config: Any  # transformers.PreTrainedConfig; the text part of a composite one
     architecture: Architecture
     tokenizer_folder: Path | None = None  # None: a tokenizer of bytes
-    generation_folder: Path | None = None  # of generation_config.json; None: there is none
+    # of generation_config.json; None: there is none
+    generation_folder: Path | None = None
     max_model_len: int | None = None  # a context shorter than the model's
-    unfetched: tuple[str, str | None] | None = None  # name and revision, if weights are at the hub
-    sentence: SentenceFolder | None = None  # what a folder of sentence-transformers says
+    # name and revision, if weights are at the hub
+    unfetched: tuple[str, str | None] | None = None
+    # what a folder of sentence-transformers says
+    sentence: SentenceFolder | None = None
 
     def with_weights(self) -> Checkpoint:
         """Return the same with its weights on this machine; errors are those of fetching."""
@@ -77,8 +87,12 @@ class Checkpoint:
             return self
         folder = fetch_weights(*self.unfetched)
         names = ("folder", "tokenizer_folder", "generation_folder")
-        own: dict[str, Any] = {n: folder for n in names if getattr(self, n) == self.folder}
-        return replace(self, **own, unfetched=None, sentence=read_sentence_folder(folder))
+        own: dict[str, Any] = {
+            n: folder for n in names if getattr(self, n) == self.folder
+        }
+        return replace(
+            self, **own, unfetched=None, sentence=read_sentence_folder(folder)
+        )
 
     @property
     def model(self) -> Model:
@@ -100,7 +114,8 @@ class Checkpoint:
         if self.max_model_len:
             return self.max_model_len
         how = self.model.encoder or self.model
-        rows = how.num_positions - how.position_offset  # of a table of learned positions
+        # of a table of learned positions
+        rows = how.num_positions - how.position_offset
         lengths = [context_length(self.config), *[rows] * bool(how.num_positions)]
         if self.sentence is not None and self.sentence.max_length:
             lengths.append(self.sentence.max_length)
@@ -110,7 +125,8 @@ class Checkpoint:
 
     @property
     def dense_folders(self) -> dict[str, Path]:
-        """The folders of dense layers' weights, by what the names of their tensors begin with."""
+        """The folders of dense layers' weights, by what the names of their tensors
+        begin with."""
         # A folder that `fminfer quantize` has written holds them among its own.
         is_own = is_own_folder(getattr(self.config, "quantization_config", None))
         folders = self.sentence.dense if self.sentence and not is_own else ()
@@ -171,8 +187,9 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
         return checkpoint
     if config.max_model_len > checkpoint.context_length:
         raise UsageError(
-            f"--max-model-len is {config.max_model_len}, and the context of {checkpoint.name} is "
-            f"{checkpoint.context_length} tokens; give a smaller one, or leave the flag out"
+            f"--max-model-len is {config.max_model_len}, and the context of "
+            f"{checkpoint.name} is {checkpoint.context_length} tokens; give a smaller "
+            "one, or leave the flag out"
         )
     return replace(checkpoint, max_model_len=config.max_model_len)
 
@@ -191,7 +208,8 @@ def open_checkpoint(
     tokenizer = options.tokenizer
     if revision is not None and not is_of_hub:
         raise CheckpointError(
-            f"--revision is {revision!r}, and {name} is a folder; models of the hub have revisions"
+            f"--revision is {revision!r}, and {name} is a folder; models of the hub "
+            "have revisions"
         )
     if is_gguf(folder):
         return _open_gguf(str(name), options)
@@ -200,7 +218,9 @@ def open_checkpoint(
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
         folder = fetch(str(name), ["config.json", *TELLING_FILES], revision)
-    refuse_what_is_beside(str(name or folder), folder, without_adapter=options.without_adapter)
+    refuse_what_is_beside(
+        str(name or folder), folder, without_adapter=options.without_adapter
+    )
     if options.model_config is not None:
         config, where = find_config(options.model_config)
     else:
@@ -234,9 +254,13 @@ def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
     config = text_part(config_of(model) if other is None else find_config(other)[0])
     architecture = gguf_architecture(model, architecture_of(config).model)
     # A file may have a tokenizer that does not run, if none is loaded.
-    own = small_files(model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init))
+    own = small_files(
+        model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init)
+    )
     tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
-    return Checkpoint(short_name(name), model.path, config, architecture, tokenizer_folder, own)
+    return Checkpoint(
+        short_name(name), model.path, config, architecture, tokenizer_folder, own
+    )
 
 
 def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
@@ -244,7 +268,11 @@ def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
     config, _ = find_config(name)
     own = None if tokenizer is None else _find_tokenizer(tokenizer)
     return Checkpoint(
-        f"random {short_name(name)}", None, text_part(config), architecture_of(config), own
+        f"random {short_name(name)}",
+        None,
+        text_part(config),
+        architecture_of(config),
+        own,
     )
 
 
@@ -253,16 +281,20 @@ def text_part(config: Any) -> Any:
     text = getattr(config, TEXT_PART, None)
     if not isinstance(text, transformers.PreTrainedConfig):
         return config
-    for name in ("dtype", "eos_token_id", "tie_word_embeddings"):  # the whole model's count
+    # the whole model's count
+    for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
         value = getattr(config, name, None)
         setattr(text, name, getattr(text, name, None) if value is None else value)
     return text
 
 
 def find_config(name: str) -> tuple[Any, Path | None]:
-    """Return a config, by a size, a config.json, a folder with one, or a hub id; and its folder."""
+    """Return a config, by a size, a config.json, a folder with one, or a hub id; and
+    its folder."""
     if (fields := size_fields(name)) is not None:
-        return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields), None
+        return transformers.AutoConfig.for_model(
+            fields.pop("model_type"), **fields
+        ), None
     path = Path(name)
     if not path.exists():
         if name.count("/") != 1:
@@ -277,7 +309,9 @@ def find_config(name: str) -> tuple[Any, Path | None]:
 def _find_tokenizer(name: str) -> Path:
     """Return the folder of a tokenizer, by folder or hub id."""
     if Path(name).is_file():
-        raise CheckpointError(f"--tokenizer {name} is a file; give the folder that holds it")
+        raise CheckpointError(
+            f"--tokenizer {name} is a file; give the folder that holds it"
+        )
     if Path(name).is_dir():
         return Path(name)
     try:
@@ -287,14 +321,17 @@ def _find_tokenizer(name: str) -> Path:
 
 
 def _read_config(path: Path) -> Any:
-    """Read a config.json, refusing what does not run: some of it transformers cannot even read."""
+    """Read a config.json, refusing what does not run: some of it transformers cannot
+    even read."""
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         if files := [each.name for each in path.glob(f"*{GGUF}")]:
             raise gguf_error(str(path), files)
         raise _no_config_error(path)
     if is_gguf(file):
-        raise CheckpointError(f"{file} is a GGUF file, no config.json; give it by --model-name")
+        raise CheckpointError(
+            f"{file} is a GGUF file, no config.json; give it by --model-name"
+        )
     refuse_impostor(file)
     with naming_faults(file):
         fields = json.loads(file.read_bytes())
@@ -307,7 +344,8 @@ def _read_config(path: Path) -> Any:
     with naming_faults(file):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     for name in START_FIELDS if config.is_encoder_decoder else ():
-        setattr(config, name, fields.get(name))  # transformers uses no default of the class here
+        # transformers uses no default of the class here
+        setattr(config, name, fields.get(name))
     return config
 
 
@@ -316,8 +354,8 @@ def _no_config_error(path: Path) -> CheckpointError:
     configs = sorted(path.glob("*/config.json"))
     below = [file.parent for file in configs if "model_type" in read_object(file)]
     remedy = (
-        "Put the model's own there; or give --model-config a config file, a folder that has one, a "
-        "hub id, or a known size"
+        "Put the model's own there; or give --model-config a config file, a folder "
+        "that has one, a hub id, or a known size"
     )
     if below and (path / MODULES).exists():
         remedy = (
@@ -331,23 +369,25 @@ def _no_config_error(path: Path) -> CheckpointError:
 
 
 LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_seq_len")
-BLOOM_LENGTH = 2048  # BLOOM's newer configs state no length; this is what it was trained on
+# BLOOM's newer configs state no length; this is what it was trained on
+BLOOM_LENGTH = 2048
 
 
 def context_length(config: Any) -> int:
     """Return the most tokens of one sequence that are computed as transformers computes them.
 
-    Rotary scalings `dynamic` and `longrope` choose frequencies by the length of the whole sequence,
-    which rows packed into one step do not share. Up to the length of the original training the
-    choice is the same. Beyond it queries of Ministral 3 grow with their positions
-    (`llama_4_scaling_beta`).
+    Rotary scalings `dynamic` and `longrope` choose frequencies by the length of the
+    whole sequence, which rows packed into one step do not share. Up to the length of
+    the original training the choice is the same. Beyond it queries of Ministral 3 grow
+    with their positions (`llama_4_scaling_beta`).
     """
     if hasattr(config, "relative_attention_max_distance"):
         return MOST_RELATIVE  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
     own = getattr(config, "rope_parameters", None) or {}
-    of_kinds = [value for value in own.values() if isinstance(value, dict)]  # of layers (Gemma 3)
+    # of layers (Gemma 3)
+    of_kinds = [value for value in own.values() if isinstance(value, dict)]
     for rope in of_kinds or [own]:
         if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
             length = min(length, int(rope["original_max_position_embeddings"]))

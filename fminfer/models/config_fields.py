@@ -1,7 +1,7 @@
 """The table of all architectures, and how a config becomes a spec by its row.
 
-A row gets the config as a `ReadConfig`, which notes the fields that it reads. Any other field must
-be in `HARMLESS`, or have the default of the config's class.
+A row gets the config as a `ReadConfig`, which notes the fields that it reads. Any other
+field must be in `HARMLESS`, or have the default of the config's class.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
-from fminfer.models.families import encoder_decoders, encoders, gpt_like, llama_like, mixtures
+from fminfer.models.families import (
+    encoder_decoders,
+    encoders,
+    gpt_like,
+    llama_like,
+    mixtures,
+)
 from fminfer.models.families.config_parts import Row
 from fminfer.models.families.encoders import seen_both_ways, with_head
 from fminfer.models.families.tensor_names import Architecture, by_our_names
@@ -37,15 +43,17 @@ ROWS: dict[str, Row] = {
 _OF_STATES = re.compile(
     "mamba|ssm_|state_size|lru_width|linear_conv|linear_attn|linear_num|conv_L_cache"
 )
-_STATEFUL = ("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "bailing_hybrid")  # by no such field
+# by no such field
+_STATEFUL = ("rwkv", "rwkv5", "rwkv6", "rwkv7", "xlstm", "bailing_hybrid")
 _LIKE_NAME = 0.6
 _LIKE_FIELDS = 0.75  # a family that is less alike is no help
 # Why a field that no row reads changes no answer -> such fields.
 _BY_REASON = {
     "of training": """
-        attention_dropout attn_pdrop classifier_dropout dropout emb_pdrop embd_pdrop embed_dropout
-        embedding_dropout hidden_dropout layerdrop resid_dropout resid_pdrop residual_dropout
-        activation_dropout router_jitter_noise input_jitter_noise hidden_dropout_prob
+        attention_dropout attn_pdrop classifier_dropout dropout emb_pdrop embd_pdrop
+        embed_dropout embedding_dropout hidden_dropout layerdrop resid_dropout
+        resid_pdrop residual_dropout activation_dropout router_jitter_noise
+        input_jitter_noise hidden_dropout_prob
         attention_probs_dropout_prob qa_dropout seq_classif_dropout mlp_dropout
         attn_config.attn_pdrop output_router_logits router_aux_loss_coef embedding_fraction
     """,
@@ -110,11 +118,14 @@ COUNTED = {
     "(.*_)?head_dim|d_kv": (-1, 1 << 14),
     "(.*_)?(heads|experts|labels|size)": (-1, 1 << 26),
 }
-_OF_ALL = frozenset(field.name for field in dataclasses.fields(transformers.PreTrainedConfig))
+_OF_ALL = frozenset(
+    field.name for field in dataclasses.fields(transformers.PreTrainedConfig)
+)
 
 
 def is_own_folder(quantization: object) -> bool:
-    """Tell whether `fminfer quantize` wrote the folder; refuse one that a later fminfer wrote."""
+    """Tell whether `fminfer quantize` wrote the folder; refuse one that a later fminfer
+    wrote."""
     method, version = OWN_FOLDER.values()
     if not isinstance(quantization, dict) or quantization.get("quant_method") != method:
         return False
@@ -135,8 +146,14 @@ def check_counts(fields: Mapping[str, Any], file: object) -> None:
     for name, value in fields.items():
         if isinstance(value, dict):
             check_counts(value, file)
-        bounds = next((COUNTED[form] for form in COUNTED if re.fullmatch(form, name)), None)
-        if bounds and isinstance(value, int | float) and not bounds[0] <= value <= bounds[1]:
+        bounds = next(
+            (COUNTED[form] for form in COUNTED if re.fullmatch(form, name)), None
+        )
+        if (
+            bounds
+            and isinstance(value, int | float)
+            and not bounds[0] <= value <= bounds[1]
+        ):
             raise CheckpointError(
                 f"{file} sets {name} to {value!r}; a whole number from {bounds[0]} to "
                 f"{bounds[1]:,} is allowed. Use the config.json of the published model"
@@ -151,7 +168,11 @@ class ReadConfig:
         self._prefix = prefix
         self._parts: dict[str, ReadConfig] = {}
         self._read: set[str] = set()
-        self._declared = {*vars(type(config)()), *dir(type(config)), *UNDECLARED_BUT_READ}
+        self._declared = {
+            *vars(type(config)()),
+            *dir(type(config)),
+            *UNDECLARED_BUT_READ,
+        }
 
     def __getattr__(self, name: str) -> Any:
         if name in vars(self._config) and name not in self._declared:
@@ -170,10 +191,14 @@ class ReadConfig:
         """Refuse a config that sets a field which no row reads, by the field and its value."""
         for path, value, usual in self._unread():
             if path.endswith("quantization_config"):
-                how = value.get("quant_method", value) if isinstance(value, dict) else value
+                how = (
+                    value.get("quant_method", value)
+                    if isinstance(value, dict)
+                    else value
+                )
                 raise CheckpointError(
-                    f"config.json sets {path}: its weights are quantized ({how}), which does not "
-                    "run yet; take a checkpoint in 16 or 32 bits"
+                    f"config.json sets {path}: its weights are quantized ({how}), "
+                    "which does not run yet; take a checkpoint in 16 or 32 bits"
                 )
             raise CheckpointError(
                 f"config.json sets {path} to {value!r}, and fminfer computes such a model only "
@@ -194,7 +219,11 @@ class ReadConfig:
             folder, _, name = path.rpartition(".")
             if f"{folder}." * bool(folder) == self._prefix and name not in self._read:
                 found = getattr(self._config, name, None)
-                if found is not None and found not in runnable and not is_own_folder(found):
+                if (
+                    found is not None
+                    and found not in runnable
+                    and not is_own_folder(found)
+                ):
                     yield path, found, runnable[0]
         for part in self._parts.values():
             yield from part._unread()
@@ -214,10 +243,14 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     read.refuse_unread()
     for layer in dict.fromkeys(architecture.model.layers):
         _check_numbers(layer, "layer")
-        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp  # shared ones alike
+        # shared ones alike
+        mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
         if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
             raise CheckpointError(
-                f"config.json has the activation {mlp.activation!r}, which does not run; these do: "
+                (
+                    f"config.json has the activation {mlp.activation!r}, which does "
+                    "not run; these do: "
+                )
                 + ", ".join(sorted(ACTIVATIONS))
             )
     if is_own_folder(getattr(config, "quantization_config", None)):
@@ -259,10 +292,14 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
         )
 
     def likeness(family: str) -> tuple[float, float]:
-        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(1, len(fields))
+        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(
+            1, len(fields)
+        )
         return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
 
-    nearest = max(ROWS, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1])
+    nearest = max(
+        ROWS, key=lambda family: likeness(family)[0] + 2 * likeness(family)[1]
+    )
     name, shared = likeness(nearest)
     is_near = name >= _LIKE_NAME or shared >= _LIKE_FIELDS
     near = f". By name and config the nearest is {nearest!r}; if" if is_near else "; if"
@@ -280,15 +317,19 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     )
 
     text = fields.get("text_config")
-    if isinstance(text, dict) and (kind := other_kind(str(text.get("model_type")), text)):
+    if isinstance(text, dict) and (
+        kind := other_kind(str(text.get("model_type")), text)
+    ):
         return kind
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if fields.get("is_encoder_decoder", getattr(known, "is_encoder_decoder", False)):
         return f"has an encoder and a decoder; of these {', '.join(encoder_decoders.ROWS)} run"
-    if model_type in _STATEFUL or any(map(_OF_STATES.search, {*fields, *_declared(known)})):
+    if model_type in _STATEFUL or any(
+        map(_OF_STATES.search, {*fields, *_declared(known)})
+    ):
         return (
-            "has layers with a state (state-space, recurrent or linear attention, as Mamba has), "
-            "and fminfer computes attention over a KV cache alone"
+            "has layers with a state (state-space, recurrent or linear attention, as "
+            "Mamba has), and fminfer computes attention over a KV cache alone"
         )
     if "ForMaskedLM" in str(fields.get("architectures")) or model_type in MASKED:
         return f"is an encoder, which writes no text; of these {', '.join(encoders.ROWS)} run"
@@ -296,4 +337,8 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
 
 
 def _declared(config: Any) -> set[str]:
-    return set() if config is None else {field.name for field in dataclasses.fields(config)}
+    return (
+        set()
+        if config is None
+        else {field.name for field in dataclasses.fields(config)}
+    )

@@ -1,8 +1,9 @@
 """Decode steps as CUDA graphs: the host starts one graph in place of hundreds of kernels.
 
-A graph does the same work on the same addresses each time. So a step of one token a row is computed
-for the next larger of some numbers of rows, and its inputs go into tensors that stay. Rows that are
-missing are padded: they store no keys, attend to nothing, and reach no other row.
+A graph does the same work on the same addresses each time. So a step of one token a row
+is computed for the next larger of some numbers of rows, and its inputs go into tensors
+that stay. Rows that are missing are padded: they store no keys, attend to nothing, and
+reach no other row.
 """
 
 from __future__ import annotations
@@ -27,14 +28,18 @@ from fminfer.models.transformer import Transformer
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]  # runs work, and returns what does the same once more
-# Entries of block tables in a step: 4 MB. A step of more attends for longer than its launches take.
+# Entries of block tables in a step: 4 MB. A step of more attends for longer than its
+# launches take.
 MAX_BLOCKS = 1 << 20
 
 
 class GraphKernel(AttentionBody, Protocol):
-    """A compiled body of attention whose plan can be of numbers that change: triton_attention."""
+    """A compiled body of attention whose plan can be of numbers that change:
+    triton_attention."""
 
-    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
+    def decode_numbers(
+        self, rows: Rows, block_size: int, size: int
+    ) -> list[np.ndarray]:
         """Return the numbers of rows of one token each, padded to `size` rows."""
 
     def decode_plan(self, numbers: torch.Tensor, size: int) -> Any:
@@ -57,7 +62,8 @@ class CudaCapture:
         graph = torch.cuda.CUDAGraph()
         self._stream.wait_stream(own)
         try:
-            # If a capture fails, torch leaves the thread on its stream; the outer block does not.
+            # If a capture fails, torch leaves the thread on its stream; the outer block
+            # does not.
             with torch.cuda.stream(self._stream):
                 work()  # compiles, and gives cuBLAS memory, which a capture must not
                 with torch.cuda.graph(
@@ -65,7 +71,8 @@ class CudaCapture:
                 ):
                     work()
         except BaseException:
-            self._begin()  # the stream may still be capturing; the pool may go with its only graph
+            # the stream may still be capturing; the pool may go with its only graph
+            self._begin()
             raise
         own.wait_stream(self._stream)
         replay: Work = graph.replay
@@ -95,7 +102,8 @@ class DecodeGraphs:
         self._capture = capture(cache.device)
         self.why_not = ""  # why nothing is captured any more
         self._sizes = graph_sizes(max_rows)
-        self.graphs: dict[int, Work | None] = {}  # by rows; None: there was no memory for it
+        # by rows; None: there was no memory for it
+        self.graphs: dict[int, Work | None] = {}
         most = self._sizes[-1]
         size = input_bytes(most, cache.num_blocks)
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=cache.device)
@@ -120,7 +128,12 @@ class DecodeGraphs:
         num = len(rows)
         size = size or next((each for each in self._sizes if each >= num), 0)
         is_decode = len(ids) == num
-        if self.why_not or not size or not is_decode or self.graphs.get(size, self) is None:
+        if (
+            self.why_not
+            or not size
+            or not is_decode
+            or self.graphs.get(size, self) is None
+        ):
             return None
         of_tokens = np.zeros((2, size), np.int64)
         of_tokens[:, :num] = ids, rows.positions
@@ -148,7 +161,11 @@ class DecodeGraphs:
         attend = StepAttention(cache.body, cache.layers, plan, plan)
 
         def work() -> None:
-            before = network.embed(ids, positions) if network.is_first else self._before[:size]
+            before = (
+                network.embed(ids, positions)
+                if network.is_first
+                else self._before[:size]
+            )
             found = network.run(before, LayerStep(positions, attend))
             if not len(self._out):  # before anything is captured
                 self._out = found.new_empty((self._sizes[-1], found.shape[1]))
@@ -173,25 +190,35 @@ def graph_sizes(max_rows: int) -> list[int]:
     """Return the numbers of rows that graphs are captured for; the last one holds all rows."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_rows:
-        sizes.append(sizes[-1] + (8 if sizes[-1] < 64 else 16 if sizes[-1] < 256 else 64))
+        sizes.append(
+            sizes[-1] + (8 if sizes[-1] < 64 else 16 if sizes[-1] < 256 else 64)
+        )
     return [*(each for each in sizes if each < max_rows), min(max_rows, sizes[-1])]
 
 
 def input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
-    """Return what the inputs of the largest graph take: two int64 and six int32 a row, tables."""
+    """Return what the inputs of the largest graph take: two int64 and six int32 a row,
+    tables."""
     return 40 * max_rows + 4 * min(max_rows * num_blocks, MAX_BLOCKS)
 
 
 def can_capture(layers: Sequence[Layer]) -> bool:
-    """Tell whether no layer counts its experts' tokens, or has attention planned for each step."""
+    """Tell whether no layer counts its experts' tokens, or has attention planned for
+    each step."""
     return not any(isinstance(layer.mlp, Moe) or layer.cross for layer in layers)
 
 
 def find_graphs(
-    asked: Kernels, network: Transformer, kernel: Any, max_rows: int, device: torch.device
+    asked: Kernels,
+    network: Transformer,
+    kernel: Any,
+    max_rows: int,
+    device: torch.device,
 ) -> GraphsOf | None:
     """Return what makes graphs of decode steps; None: no GPU, plain attention, or experts."""
     if device.type != "cuda" or kernel is None or not can_capture(network.own):
         return None
     explain = partial(explain_failure, asked, "CUDA graphs")
-    return partial(DecodeGraphs, network, kernel=kernel, max_rows=max_rows, explain=explain)
+    return partial(
+        DecodeGraphs, network, kernel=kernel, max_rows=max_rows, explain=explain
+    )

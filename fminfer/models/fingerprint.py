@@ -1,4 +1,5 @@
-"""What must be the same for the rows of an earlier run to be kept: model, tokenizer, settings."""
+"""What must be the same for the rows of an earlier run to be kept: model, tokenizer,
+settings."""
 
 from __future__ import annotations
 
@@ -21,7 +22,8 @@ from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.weight_folder import find_weights
 
 # Of a weight file what names its tensors, and of each of them this much in its middle and at its
-# end: training changes a tensor everywhere, new tokens its end. To read 350 GB would take minutes.
+# end: training changes a tensor everywhere, new tokens its end. To read 350 GB would
+# take minutes.
 PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
 TOKENIZER_FILES = (
@@ -36,16 +38,21 @@ TOKENIZER_FILES = (
     "chat_template.json",
 )
 SUFFIXES = (".model", ".tiktoken")
-FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"  # such as one for requests with tools
-# What of a fingerprint either shows in a request once it is prepared (its ids, its params), decides
-# whether there is an answer at all, or stands around it. Kept answers do not depend on it.
+# such as one for requests with tools
+FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"
+# What of a fingerprint either shows in a request once it is prepared (its ids, its
+# params), decides whether there is an answer at all, or stands around it. Kept answers
+# do not depend on it.
 NOT_OF_ANSWERS = frozenset(
     each.told for each in options_of(EngineConfig).values() if each.alters == "requests"
 ) | {"--model-name"}
 
 
 def fingerprint_of(
-    config: EngineConfig, checkpoint: Checkpoint, dtype: torch.dtype, kv_dtype: torch.dtype
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    dtype: torch.dtype,
+    kv_dtype: torch.dtype,
 ) -> dict[str, str]:
     """Return what an answer depends on beside its line, each under the name that people know.
 
@@ -53,7 +60,8 @@ def fingerprint_of(
     parallelism is, because sums of other parts round otherwise.
     """
     is_demo = config.model in (None, *DEMO_NAMES)  # or a model of random weights
-    named = checkpoint.name if is_demo else str(config.model)  # as in the command to repeat
+    # as in the command to repeat
+    named = checkpoint.name if is_demo else str(config.model)
     found = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
@@ -77,7 +85,9 @@ def fingerprint_of(
 
 def terms_of_answers(fingerprint: dict[str, str]) -> dict[str, str]:
     """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
-    return {name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS}
+    return {
+        name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS
+    }
 
 
 def _written(of: Option, value: object) -> str:
@@ -113,7 +123,9 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
 
 def digest_model(seed: int, checkpoint: Checkpoint) -> str:
     """Return a digest of all that a model's folder holds, and of the version that reads it."""
-    return f"{_model_digest(seed, checkpoint)} {_files_digest(checkpoint)} {__version__}"
+    return (
+        f"{_model_digest(seed, checkpoint)} {_files_digest(checkpoint)} {__version__}"
+    )
 
 
 def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
@@ -129,12 +141,18 @@ def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
     folders = checkpoint.dense_folders
     if checkpoint.folder is not None:
         folders = {"": checkpoint.folder} | folders
-    return {start + f.name: f for start, each in folders.items() for f in find_weights(each).files}
+    return {
+        start + f.name: f
+        for start, each in folders.items()
+        for f in find_weights(each).files
+    }
 
 
 def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """Name the weight files in which two processes differ, three at most; "": none."""
-    return name_few([n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)], 3)
+    return name_few(
+        [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)], 3
+    )
 
 
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
@@ -144,7 +162,9 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         tensors.seek(first)
         digest.update(tensors.read(last - first))
-        for first, last in dict.fromkeys(tensor.span for tensor in stored.tensors.values()):
+        for first, last in dict.fromkeys(
+            tensor.span for tensor in stored.tensors.values()
+        ):
             for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
                 place = max(first, place)
                 tensors.seek(place)
@@ -157,7 +177,11 @@ def _files_digest(checkpoint: Checkpoint) -> str:
     folder = checkpoint.tokenizer_folder
     files = []
     if folder is not None:
-        own = (f for f in folder.iterdir() if f.name in TOKENIZER_FILES or f.suffix in SUFFIXES)
+        own = (
+            f
+            for f in folder.iterdir()
+            if f.name in TOKENIZER_FILES or f.suffix in SUFFIXES
+        )
         files = sorted(file for file in own if file.is_file())
         files += sorted(folder.glob(FURTHER_TEMPLATES))
     if checkpoint.generation_folder is not None:

@@ -18,7 +18,8 @@ class StoredFormat(Format, Protocol):
 
     @property
     def types(self) -> Collection[str]:
-        """Return the types of its stored tensors that are no plain floats, as safetensors does."""
+        """Return the types of its stored tensors that are no plain floats, as
+        safetensors does."""
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
@@ -43,9 +44,11 @@ class Holding:
     """In which format each tensor is held: loading and forecasts ask it."""
 
     dtype: torch.dtype  # of the arithmetic
-    keeps_bfloat16: bool = False  # what is stored so and multiplied or looked up stays so
+    # what is stored so and multiplied or looked up stays so
+    keeps_bfloat16: bool = False
     quantized: str = ""  # what floats become, --quantize; "": they stay floats
-    floats: tuple[Use, ...] = ()  # for these uses, blocks become floats once they are read
+    # for these uses, blocks become floats once they are read
+    floats: tuple[Use, ...] = ()
 
     def held(self, made: Format, spec: TensorSpec) -> Format:
         """Return the format in which a tensor of format `made` is held. Both give equal answers.
@@ -54,7 +57,9 @@ class Holding:
         """
         if isinstance(made, Dense) or spec.use not in self.floats:
             return made
-        is_wide = spec.use != "product" or (spec.is_wide and self.dtype == torch.float16)
+        is_wide = spec.use != "product" or (
+            spec.is_wide and self.dtype == torch.float16
+        )
         return Dense(torch.float32 if is_wide else self.dtype)
 
     def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
@@ -67,7 +72,9 @@ class Holding:
         if spec.is_precise:
             return Dense(torch.float32)
         if spec.is_wide and self.dtype == torch.float16:
-            return replace(self, dtype=torch.float32).of(replace(spec, is_wide=False), stored)
+            return replace(self, dtype=torch.float32).of(
+                replace(spec, is_wide=False), stored
+            )
         if not spec.is_widened:
             return Dense(self.dtype)
         forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()

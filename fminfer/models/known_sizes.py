@@ -1,4 +1,5 @@
-"""What a model's name and config.json tell without torch: sizes, folders, and counts of layers."""
+"""What a model's name and config.json tell without torch: sizes, folders, and counts of
+layers."""
 
 from __future__ import annotations
 
@@ -15,7 +16,8 @@ from fminfer.core.partition import split_layers
 Fields = dict[str, Any]
 DEMO_MODEL = Path(__file__).parent.parent / "demo_model"
 DEMO_NAMES = ("fminfer-demo", "demo")  # the first one stands in records
-# The fields of config.json that count layers, those of decoders of models with an encoder, heads.
+# The fields of config.json that count layers, those of decoders of models with an
+# encoder, heads.
 LAYER_NAMES = ("num_hidden_layers", "n_layer", "n_layers", "num_layers")
 DECODER_NAMES = ("num_decoder_layers", "decoder_layers")
 HEAD_NAMES = ("num_attention_heads", "n_head", "n_heads", "num_heads")
@@ -36,7 +38,11 @@ _OF_ALL: dict[str, Fields] = {
 
 def _size(model_type: str, *values: int, **more: Any) -> Fields:
     fields = zip(_FIELDS[model_type].split(), values, strict=True)
-    return {"model_type": model_type, **_OF_ALL.get(model_type, {}), **dict(fields)} | more
+    return {
+        "model_type": model_type,
+        **_OF_ALL.get(model_type, {}),
+        **dict(fields),
+    } | more
 
 
 OF_LLAMA3: Fields = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}
@@ -68,7 +74,12 @@ SIZES: dict[str, Fields] = {
     | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
 }
 # What the users of earlier systems type.
-ALIASES = {"560m": "bloom-560m", "7b1": "bloom-7b1", "175b": "bloom-176b", "176b": "bloom-176b"}
+ALIASES = {
+    "560m": "bloom-560m",
+    "7b1": "bloom-7b1",
+    "175b": "bloom-176b",
+    "176b": "bloom-176b",
+}
 
 
 def size_fields(name: str | None) -> Fields | None:
@@ -121,7 +132,8 @@ def check_split(config: EngineConfig, num_stages: int) -> None:
 
 
 def _count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
-    """Return the number of one of these names; None: no such file is here, or it is not plain."""
+    """Return the number of one of these names; None: no such file is here, or it is not
+    plain."""
     name = config.random_init or config.model_config
     fields = size_fields(name)
     if fields is None:
@@ -129,7 +141,9 @@ def _count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
         if is_gguf(path):
             return None
         try:
-            fields = json.loads((path / "config.json" if path.is_dir() else path).read_text())
+            fields = json.loads(
+                (path / "config.json" if path.is_dir() else path).read_text()
+            )
         except (OSError, ValueError, RecursionError):
             return None
     if isinstance(fields.get("text_config"), dict):  # the model reads images, too

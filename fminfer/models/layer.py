@@ -45,7 +45,8 @@ def route(
 
 
 def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose as SparseMixer does (Liu et al. 2023): one expert, then one of the others, and so on.
+    """Choose as SparseMixer does (Liu et al. 2023): one expert, then one of the others,
+    and so on.
 
     The weight of each is its part in a softmax over those whose scores are near to its own.
     """
@@ -80,7 +81,9 @@ class AttentionOf:
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
         sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
-        self.scoring = scoring_of(how, device, sinks, plain_of(weights, "relative.weight"))
+        self.scoring = scoring_of(
+            how, device, sinks, plain_of(weights, "relative.weight")
+        )
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how = self._how
@@ -94,7 +97,9 @@ class AttentionOf:
         out = step.attend(layer, q, k, v, self.scoring)[..., : how.head_dim]
         return self.products["out"](out.flatten(1))
 
-    def _turned(self, qkv: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def _turned(
+        self, qkv: torch.Tensor, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys after their norms and positions, (tokens, heads, head_dim)."""
         how = self._how
         both = qkv[:, : -how.qkv_sizes[2]]
@@ -111,7 +116,9 @@ class AttentionOf:
             k = self._k_norm(k)
         q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
         if how.qk_norm_is_last:
-            return self._q_norm(self._rotated(q, step)), self._k_norm(self._rotated(k, step))
+            return self._q_norm(self._rotated(q, step)), self._k_norm(
+                self._rotated(k, step)
+            )
         if not is_over_all:
             q = self._q_norm(q)
             k = self._k_norm(k)
@@ -124,13 +131,17 @@ class AttentionOf:
         how = self._how
         norm = self._how.qk_norm
         of_all = self._how.of_all
-        assert norm is not None and norm.is_rms and of_all is not None, "a cut norm over all heads"
+        assert norm is not None and norm.is_rms and of_all is not None, (
+            "a cut norm over all heads"
+        )
         squares = torch.stack([each.float().square().sum(-1) for each in (q, k)])
         squares[1] /= of_all.kv_copies
         found = []
         totals = step.sum(squares)
         counts = (of_all.heads, of_all.kv_heads)
-        for x, total, num, weight in zip((q, k), totals, counts, self._norm_weights, strict=True):
+        for x, total, num, weight in zip(
+            (q, k), totals, counts, self._norm_weights, strict=True
+        ):
             means = total[:, None] / (num * how.head_dim)
             y = x.float() * torch.rsqrt(means + norm.eps)
             y = y if weight is None else y * (weight.float() + norm.offset)
@@ -182,14 +193,17 @@ class CrossAttentionOf:
 
 
 class LatentAttentionOf:
-    """Latent attention, with what makes keys and values of the latent moved to queries and out."""
+    """Latent attention, with what makes keys and values of the latent moved to queries
+    and out."""
 
     def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
         assert how.latent is not None and how.rope is not None, "latent attention"
         self._how = how
         self._latent = how.latent
         names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
-        self.products = {n: bodies.product(weights, n) for n in (*names, "kv_down", "out")}
+        self.products = {
+            n: bodies.product(weights, n) for n in (*names, "kv_down", "out")
+        }
         norm = None if how.latent.query_rank is None else how.latent.norm
         self._q_norm = bodies.norm(norm, weights, "q_norm")
         self._kv_norm = bodies.norm(how.latent.norm, weights, "kv_norm")
@@ -218,7 +232,9 @@ class LatentAttentionOf:
         kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
         k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
         key = torch.cat([kept, k_turned], -1)
-        out = step.attend(layer, torch.cat([asked, q_turned], -1), key, key, self.scoring)
+        out = step.attend(
+            layer, torch.cat([asked, q_turned], -1), key, key, self.scoring
+        )
         values = _by_heads(out[..., : latent.rank], self._from_latent)
         return self.products["out"](values.flatten(1))
 
@@ -244,7 +260,9 @@ class MlpOf:
         elif how.limit is not None:
             self._act = partial(plain.gate, activation=how.activation, limit=how.limit)
         else:
-            self._act = (parts.gate if how.is_gated else parts.activation)(how.activation)
+            self._act = (parts.gate if how.is_gated else parts.activation)(
+                how.activation
+            )
         self._is_wide = how.is_wide
 
     def __call__(self, x: torch.Tensor, step: LayerStep | None = None) -> torch.Tensor:
@@ -259,22 +277,34 @@ class MoeOf:
 
     def __init__(self, how: Moe, weights: Weights, bodies: Bodies) -> None:
         self._how = how
-        # Not packed: with few outputs it is no faster, and its rounding could choose other experts.
-        # It is float32, until it is rounded as hidden states are.
+        # Not packed: with few outputs it is no faster, and its rounding could choose
+        # other experts. It is float32, until it is rounded as hidden states are.
         self._router = weights["router.weight"].plain
-        self._router_bias = weights["router.bias"].plain if how.has_router_bias else None
+        self._router_bias = (
+            weights["router.bias"].plain if how.has_router_bias else None
+        )
         self._bias = weights["choice.bias"].plain if how.has_choice_bias else None
-        self._shared = MlpOf(how.shared, _under("shared.", weights), bodies) if how.shared else None
-        self._shared_gate = weights["shared_gate.weight"].plain if how.has_shared_gate else None
+        self._shared = (
+            MlpOf(how.shared, _under("shared.", weights), bodies)
+            if how.shared
+            else None
+        )
+        self._shared_gate = (
+            weights["shared_gate.weight"].plain if how.has_shared_gate else None
+        )
         own = _under("experts.", weights)
         mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
         shared = [] if self._shared is None else [self._shared]
         experts = [
-            MlpOf(how.expert, {name: each.expert(n) for name, each in own.items()}, bodies)
+            MlpOf(
+                how.expert, {name: each.expert(n) for name, each in own.items()}, bodies
+            )
             for n in range(0 if mix else how.num_experts)
         ]
         self.mix: Mix = mix or PlainExperts(how, experts)
-        self.products = [p for mlp in (*shared, *experts) for p in mlp.products.values()]
+        self.products = [
+            p for mlp in (*shared, *experts) for p in mlp.products.values()
+        ]
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
         shares, chosen = self._choose(x, step)
@@ -286,7 +316,9 @@ class MoeOf:
             more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
         return out + more
 
-    def _choose(self, x: torch.Tensor, step: LayerStep) -> tuple[torch.Tensor, torch.Tensor]:
+    def _choose(
+        self, x: torch.Tensor, step: LayerStep
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
         if self._how.scores == "sigmoid" or self._how.is_precise:
             x = x.float()  # scores that are near to each other stay apart
@@ -298,7 +330,11 @@ class MoeOf:
 
 
 def _under(top: str, weights: Weights) -> Weights:
-    return {name.removeprefix(top): each for name, each in weights.items() if name.startswith(top)}
+    return {
+        name.removeprefix(top): each
+        for name, each in weights.items()
+        if name.startswith(top)
+    }
 
 
 class LayerOf:
@@ -325,8 +361,14 @@ class LayerOf:
             self._before_cross = bodies.norm(how.cross.before, weights, "before_cross")
             self._of_cross_sum = bodies.norm(how.cross.of_sum, weights, "sum_cross")
         self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
-        norms = {n: each for n, each in weights.items() if each.spec.use in ("norm", "norm_bias")}
-        self.norm_weights = {name: each.plain.contiguous() for name, each in norms.items()}
+        norms = {
+            n: each
+            for n, each in weights.items()
+            if each.spec.use in ("norm", "norm_bias")
+        }
+        self.norm_weights = {
+            name: each.plain.contiguous() for name, each in norms.items()
+        }
 
     @property
     def is_packed(self) -> bool:
@@ -346,7 +388,8 @@ class LayerOf:
         how = self.how
         x, normed = normed_sum(self._before[0], x, more)
         attended = self.attention(normed, number, step)
-        is_summed_once = how.is_parallel and not self._after[0]  # with what the MLP gives
+        # with what the MLP gives
+        is_summed_once = how.is_parallel and not self._after[0]
         if not is_summed_once:
             attended = step.sum(attended)
         x = step.keep(x)
@@ -358,8 +401,12 @@ class LayerOf:
             if self._before[1]:
                 normed = self._before[1](x)
             out = self._scaled(self.mlp(normed, step))
-            return x, step.sum(attended + out) if is_summed_once else attended + step.sum(out)
-        x, more = self._added(self._of_sum[0], normed if how.adds_normed else x, attended)
+            return x, step.sum(
+                attended + out
+            ) if is_summed_once else attended + step.sum(out)
+        x, more = self._added(
+            self._of_sum[0], normed if how.adds_normed else x, attended
+        )
         if self._cross is not None:
             x, normed = normed_sum(self._before_cross, x, more)
             out = step.sum(self._cross(normed, number, step))
@@ -368,7 +415,9 @@ class LayerOf:
         out = step.sum(self.mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
-        return self._added(self._of_sum[1], normed if how.adds_normed else x, self._scaled(out))
+        return self._added(
+            self._of_sum[1], normed if how.adds_normed else x, self._scaled(out)
+        )
 
     def _added(
         self, norm: NormBody | None, x: torch.Tensor, more: torch.Tensor

@@ -16,7 +16,14 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.formats import Holding
-from fminfer.models.origins import Origin, Origins, Piece, cut_origins, drawn_origins, read_origins
+from fminfer.models.origins import (
+    Origin,
+    Origins,
+    Piece,
+    cut_origins,
+    drawn_origins,
+    read_origins,
+)
 from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
@@ -54,10 +61,13 @@ class LayerSource:
         model = checkpoint.model
 
         def group(specs: Collection[str], top: str = "") -> Origins:
-            return {name: origins[top + name] for name in specs if top + name in origins}
+            return {
+                name: origins[top + name] for name in specs if top + name in origins
+            }
 
         self._layers = {
-            n: group(layer_specs(model.layers[n], model.hidden_size), f"{n}.") for n in part.numbers
+            n: group(layer_specs(model.layers[n], model.hidden_size), f"{n}.")
+            for n in part.numbers
         }
         self._entry = group(entry_specs(model) if part.is_first else {})
         self._exit = group(exit_specs(model) if part.is_last else {})
@@ -73,7 +83,9 @@ class LayerSource:
         # What all weights take; one that has two names counts once.
         self.num_bytes = sum(map(self._size, groups))
         self._done = 0
-        self._total = self.num_bytes - sum(self._size(self._layers[n]) for n in self.streamed)
+        self._total = self.num_bytes - sum(
+            self._size(self._layers[n]) for n in self.streamed
+        )
 
     def layer(self, number: int, lent: Lent | None = None) -> Weights:
         """Return the weights of a layer by its number; they may stay in bytes that are lent."""
@@ -83,7 +95,10 @@ class LayerSource:
             return self._make(origins, where)
         assert self.files is not None, "a model in files"
         with self.files.lend(lent):
-            return {name: self._maker.make(where + name, one) for name, one in origins.items()}
+            return {
+                name: self._maker.make(where + name, one)
+                for name, one in origins.items()
+            }
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         """Return where a layer's tensors are in files, and the parts that this rank needs."""
@@ -97,7 +112,9 @@ class LayerSource:
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
         groups = [*(self._layers[n] for n in self.resident), self._exit]
-        waiting = [[w for one in g.values() for w in self._maker.waiting(one)] for g in groups]
+        waiting = [
+            [w for one in g.values() for w in self._maker.waiting(one)] for g in groups
+        ]
         with reading_ahead(waiting) as next_group:
             for number in self.resident:
                 yield self.layer(number)
@@ -113,7 +130,8 @@ class LayerSource:
         return weights
 
     def exit(self, entry: Weights) -> Weights:
-        """Return the weights after the last layer; an embedding that is the head is `entry`'s."""
+        """Return the weights after the last layer; an embedding that is the head is
+        `entry`'s."""
         found = self._make(self._exit)
         embed = entry.get("embed.weight")
         own = found.get("head.weight")
@@ -129,19 +147,24 @@ class LayerSource:
         self._leave(o for o in self._layers[number].values() if o.spec.use == "product")
 
     def leave_head(self, *, is_embedding: bool) -> None:
-        """Leave memory of the head's files to others, once it is packed, and the embedding is."""
+        """Leave memory of the head's files to others, once it is packed, and the
+        embedding is."""
         if not self._shares_embed:
             self._leave([self._exit["head.weight"]])
         if self._shares_embed or is_embedding:
             self._leave(self._embed.values())
 
     def _leave(self, origins: Iterable[Origin]) -> None:
-        for name in (name for each in origins for piece in each.pieces for name in piece.stored):
+        for name in (
+            name for each in origins for piece in each.pieces for name in piece.stored
+        ):
             assert self.files is not None, "what is stored"
             self.files.drop(name)
 
     def _size(self, origins: Origins) -> int:
-        return sum(self._held(each).num_bytes(each.held.shape) for each in origins.values())
+        return sum(
+            self._held(each).num_bytes(each.held.shape) for each in origins.values()
+        )
 
     def _held(self, origin: Origin) -> Format:
         return self._maker.holding.held(self._maker.format_of(origin), origin.spec)
@@ -220,7 +243,9 @@ class Reader:
         """Give the parts of files that a weight is made of, to be read."""
         (stored, _), *_ = origin.stored_parts(self.files.types)
         is_used_there = origin.layout == AS_STORED and self.format_of(origin) == stored
-        is_used_there &= self.device.type == "cpu" and self._in_place(origin) is not None
+        is_used_there &= (
+            self.device.type == "cpu" and self._in_place(origin) is not None
+        )
         for span in self.spans(origin):
             yield self.files.waiting(span, is_used_there=is_used_there)
 
@@ -228,7 +253,9 @@ class Reader:
         """Give the same parts as spans."""
         for piece, _, rows in _placed(origin):
             is_stacked = piece.item is None and outputs_dim(origin.spec) > 0
-            is_other = piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
+            is_other = (
+                piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
+            )
             needed: list[tuple[int, int] | None] = [None]
             if rows is not None and not (is_stacked or is_other):
                 rows = rows.sort().values
@@ -245,7 +272,10 @@ class Reader:
             and (origin.spec.use == "product" and len(origin.spec.shape) == 2)
             and isinstance(held, Dense)
             and all(form == held for form, _ in origin.stored_parts(self.files.types))
-            and all(p.format is None and self.files.is_in_place(*p.stored) for p in origin.pieces)
+            and all(
+                p.format is None and self.files.is_in_place(*p.stored)
+                for p in origin.pieces
+            )
         )
 
     def _in_place(self, origin: Origin) -> str | None:
@@ -272,7 +302,8 @@ class Reader:
         if layout.added:
             tensors = (tensors[0] + layout.added,)
         if isinstance(held, Dense):
-            tensors = (tensors[0].to(self.device, held.dtype),)  # itself, where it is so
+            # itself, where it is so
+            tensors = (tensors[0].to(self.device, held.dtype),)
         tensors = tuple(tensor.to(self.device).contiguous() for tensor in tensors)
         if in_place is not None and tensors[0].data_ptr() != start:
             self.files.drop(in_place)
@@ -295,7 +326,11 @@ class Reader:
             at += num
             is_whole = rows is None and columns is None and not piece.is_turned
             is_plain = piece.format is None and isinstance(form, Dense)
-            if is_plain and is_whole and not (origin.layout.is_transposed or origin.layout.is_row):
+            if (
+                is_plain
+                and is_whole
+                and not (origin.layout.is_transposed or origin.layout.is_row)
+            ):
                 self.files.copy(next(iter(piece.stored)), parts[0])
                 continue
             values = self._values(piece, origin, form, rows)
@@ -314,7 +349,8 @@ class Reader:
     def _values(
         self, piece: Piece, origin: Origin, form: Format, rows: torch.Tensor | None
     ) -> Tensors:
-        """Return some rows of a piece in its own format, or as floats if it is held in another."""
+        """Return some rows of a piece in its own format, or as floats if it is held in
+        another."""
         stored = tuple(map(self.files.read, piece.stored))
         layout = origin.layout
         values: Tensors = (layout.turned(stored[0]),)
@@ -333,7 +369,8 @@ class Reader:
 
 
 def _placed(origin: Origin) -> Iterator[tuple[Piece, int | None, torch.Tensor | None]]:
-    """Give the pieces that this rank holds some of, the item each goes to, its rows (None: all)."""
+    """Give the pieces that this rank holds some of, the item each goes to, its rows
+    (None: all)."""
     order = origin.find_order()
     for piece in origin.pieces:
         if order is None or origin.is_one_piece:
@@ -347,7 +384,9 @@ def _placed(origin: Origin) -> Iterator[tuple[Piece, int | None, torch.Tensor | 
                 yield piece, piece.item, rows
 
 
-def _cut_columns(values: torch.Tensor, held: Format, columns: range | None) -> torch.Tensor:
+def _cut_columns(
+    values: torch.Tensor, held: Format, columns: range | None
+) -> torch.Tensor:
     if columns is None:
         return values
     if isinstance(held, Blocks):

@@ -37,7 +37,9 @@ class Bodies:
         return [self.norm(how, weights, f"{side}_{of}") for how, of in sides]
 
     def product(self, weights: Weights, name: str) -> Function:
-        return self.registry.product(weights[f"{name}.weight"], plain_of(weights, f"{name}.bias"))
+        return self.registry.product(
+            weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
+        )
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""
@@ -52,8 +54,10 @@ class LayerStep:
 
     positions: torch.Tensor  # (tokens,) int64
     attend: StepAttention
-    kept: torch.Tensor | None = None  # (wanted,) int64: tokens the last layer returns; None: all
-    shards: ShardGroup | None = None  # the ranks that share each layer; None: this one has it whole
+    # (wanted,) int64: tokens the last layer returns; None: all
+    kept: torch.Tensor | None = None
+    # the ranks that share each layer; None: this one has it whole
+    shards: ShardGroup | None = None
     # Attention to what the encoder gave, which is stored under the keys that `memory` becomes:
     # (tokens of prompts that enter, hidden). Each query sees all keys of its prompt.
     cross: StepAttention | None = None

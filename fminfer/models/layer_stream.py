@@ -1,7 +1,7 @@
 """Streamed layers: each is brought for every pass, while the one before it computes.
 
-A slot holds a layer's stored bytes. With two slots, one layer computes and the next is read. With a
-slot for each layer, all stay in the host's memory, and are copied to a GPU.
+A slot holds a layer's stored bytes. With two slots, one layer computes and the next is
+read. With a slot for each layer, all stay in the host's memory, and are copied to a GPU.
 """
 
 from __future__ import annotations
@@ -20,7 +20,13 @@ from fminfer.core.errors import MachineError
 from fminfer.core.messages import StageSpan
 from fminfer.models.layer import LayerOf
 from fminfer.models.layer_source import LayerSource
-from fminfer.models.stored.direct_reads import DirectReads, Lent, Reading, finish, size_of
+from fminfer.models.stored.direct_reads import (
+    DirectReads,
+    Lent,
+    Reading,
+    finish,
+    size_of,
+)
 from fminfer.models.tensor_specs import Weights
 
 SLOTS = 2  # layers in memory: one computes, one is read
@@ -41,9 +47,9 @@ class Slot:
 class LayerStream:
     """Brings layers, the next one while one computes.
 
-    To a GPU, a layer is copied while another computes; the GPU holds two at once. The copies have a
-    CUDA stream of their own, which waits for no computation. So a layer's memory on the GPU is used
-    again only once the GPU is done with that layer.
+    To a GPU, a layer is copied while another computes; the GPU holds two at once. The
+    copies have a CUDA stream of their own, which waits for no computation. So a layer's
+    memory on the GPU is used again only once the GPU is done with that layer.
     """
 
     def __init__(self, source: LayerSource, make: MakeLayer, kind: StreamKind) -> None:
@@ -51,7 +57,9 @@ class LayerStream:
         self._make = make
         self._is_direct = kind != "shared memory"
         # Where each layer's tensors are, and the parts of them that are needed.
-        self._spans = spans = {number: source.spans(number) for number in source.streamed}
+        self._spans = spans = {
+            number: source.spans(number) for number in source.streamed
+        }
         assert source.files is not None, "a model in files"
         paths = {span.file for wholes, _ in spans.values() for span in wholes}
         seen = {path: source.files.seen[path] for path in paths}
@@ -112,7 +120,8 @@ class LayerStream:
         return replace(
             span,
             read_bytes=self._told[0] - before[0],
-            read_s=(self._told[1] - before[1]) * self._is_direct,  # the cache has no disk's speed
+            # the cache has no disk's speed
+            read_s=(self._told[1] - before[1]) * self._is_direct,
             brought=brought,
         )
 
@@ -176,7 +185,11 @@ def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
         memory.madvise(mmap.MADV_HUGEPAGE)
     buffer = torch.frombuffer(memory, dtype=torch.uint8)
     if device.type == "cuda":
-        failed = int(_cuda_runtime().cudaHostRegister(buffer.data_ptr(), len(buffer), 0))
+        failed = int(
+            _cuda_runtime().cudaHostRegister(buffer.data_ptr(), len(buffer), 0)
+        )
         if failed:
-            raise MemoryError(f"the system pins no {len(buffer)} bytes (CUDA error {failed})")
+            raise MemoryError(
+                f"the system pins no {len(buffer)} bytes (CUDA error {failed})"
+            )
     return buffer

@@ -22,13 +22,18 @@ WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"
 
 
 def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
-    """Fetch the files of a model that match some patterns, and return the folder that holds them.
+    """Fetch the files of a model that match some patterns, and return the folder that
+    holds them.
 
     Raises:
         CheckpointError: the hub has no such model or revision, or does not answer.
     """
     from huggingface_hub import snapshot_download  # only for models that are not local
-    from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+    from huggingface_hub.errors import (
+        HfHubHTTPError,
+        HFValidationError,
+        LocalEntryNotFoundError,
+    )
 
     is_path = name.startswith(("/", ".", "~")) or Path(name).exists()
     if is_path or name.count("/") > 1:
@@ -40,13 +45,15 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise CheckpointError(
-            f"{name!r}{at} is no local folder, and the hub did not give it: {error}\nWithout a "
-            "connection, copy its files into a folder here and give that (of GGUF, give the file)"
+            f"{name!r}{at} is no local folder, and the hub did not give it: {error}\n"
+            "Without a connection, copy its files into a folder here and give that (of "
+            "GGUF, give the file)"
         ) from error
 
 
 def fetch_weights(name: str, revision: str | None = None) -> Path:
-    """Fetch a model: its small files, and its weights in one form. Errors are those of `fetch`."""
+    """Fetch a model: its small files, and its weights in one form. Errors are those of
+    `fetch`."""
     folder = fetch(name, SMALL_FILES, revision)
     # The commit, so that files of a branch that moves meanwhile are not mixed.
     commit = folder.name if len(folder.name) == 40 else revision
@@ -67,7 +74,8 @@ def find_weight_files(name: str) -> dict[Path, int]:
     """
     try:
         if (folder := folder_of(name)) is None:
-            from huggingface_hub import try_to_load_from_cache  # only for models that are not local
+            # only for models that are not local
+            from huggingface_hub import try_to_load_from_cache
 
             config = try_to_load_from_cache(name, "config.json")
             folder = Path(config).parent if isinstance(config, str) else None
@@ -80,7 +88,9 @@ def find_weight_files(name: str) -> dict[Path, int]:
 def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
     """Raise a CheckpointError for a repository that holds no config, but GGUF files."""
     if not (folder / "config.json").exists():
-        files = [file for file in _list_files(name, revision) or [] if file.endswith(GGUF)]
+        files = [
+            file for file in _list_files(name, revision) or [] if file.endswith(GGUF)
+        ]
         if files:
             raise gguf_error(name, files, is_of_hub=True)
 
@@ -100,24 +110,41 @@ def _not_found(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
     if Path(name).is_file():
         has_one = (Path(name).parent / "config.json").exists()
-        remedy = f"give its folder, {Path(name).parent}" if has_one else "give a model's folder"
+        remedy = (
+            f"give its folder, {Path(name).parent}"
+            if has_one
+            else "give a model's folder"
+        )
         return CheckpointError(f"the model {name!r} is a file; {remedy}")
     return CheckpointError(
-        f"the model {name!r} is no folder here, and no model of the hub can have that name. Give "
-        "the folder that holds its files, or a hub id such as facebook/opt-125m"
+        f"the model {name!r} is no folder here, and no model of the hub can have that "
+        "name. Give the folder that holds its files, or a hub id such as "
+        "facebook/opt-125m"
     )
 
 
 def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
     """Refuse an adapter that is not left out, and weights that another file calls quantized."""
-    weights = (f for f in folder.glob("*.safetensors") if not f.name.startswith(ADAPTER_WEIGHTS))
+    weights = (
+        f
+        for f in folder.glob("*.safetensors")
+        if not f.name.startswith(ADAPTER_WEIGHTS)
+    )
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
         fields = read_object(folder / ADAPTER)
         kind = fields.get("peft_type", "LoRA")
         base = fields.get("base_model_name_or_path")
-        holds = f"a model and beside it a {kind} adapter" if is_model else f"a {kind} adapter alone"
-        flag = "; or give --without-adapter, and the model answers without it" if is_model else ""
+        holds = (
+            f"a model and beside it a {kind} adapter"
+            if is_model
+            else f"a {kind} adapter alone"
+        )
+        flag = (
+            "; or give --without-adapter, and the model answers without it"
+            if is_model
+            else ""
+        )
         raise CheckpointError(
             f"{name} holds {holds} ({ADAPTER}), which fminfer does not apply. Its base model is "
             f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
@@ -126,8 +153,9 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     for file in QUANTIZED:
         if (folder / file).exists() and not _names_none(read_object(folder / file)):
             raise CheckpointError(
-                f"the weights of {name} are quantized, as its {file} says, which does not run yet; "
-                f"take a checkpoint in 16 or 32 bits. If they are not, give a copy without {file}"
+                f"the weights of {name} are quantized, as its {file} says, which does "
+                "not run yet; take a checkpoint in 16 or 32 bits. If they are not, "
+                f"give a copy without {file}"
             )
 
 
@@ -136,5 +164,6 @@ def _names_none(fields: dict[str, Any]) -> bool:
     section = fields.get("quantization", fields)
     names = ("quant_algo", "quant_method")
     return section == {} or (
-        isinstance(section, dict) and any(section.get(name, 0) is None for name in names)
+        isinstance(section, dict)
+        and any(section.get(name, 0) is None for name in names)
     )

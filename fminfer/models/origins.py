@@ -26,7 +26,8 @@ from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
 from fminfer.models.tensor_specs import TIED, model_specs, without_tied
 
-Parts = list[tuple[Format, int]]  # formats and numbers of rows, as `Holding.of` takes them
+# formats and numbers of rows, as `Holding.of` takes them
+Parts = list[tuple[Format, int]]
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
 _LEFT_OVER = re.compile(
@@ -80,14 +81,22 @@ class Origin:
         dim = outputs_dim(self.spec)
         order = torch.arange(self.spec.shape[dim])
         if change is not None:  # queries, keys and values stay among themselves
-            assert self.attention is not None, "only a layer's tensors are laid out otherwise"
+            assert self.attention is not None, (
+                "only a layer's tensors are laid out otherwise"
+            )
             order = change(order[None] if dim else order, self.attention).flatten()
-        return order if rows is None else torch.cat([order[r.start : r.stop] for r in rows])
+        return (
+            order
+            if rows is None
+            else torch.cat([order[r.start : r.stop] for r in rows])
+        )
 
     def stored_parts(self, types: Mapping[str, str]) -> Parts:
         """Return in which formats it is stored, by the types of the stored tensors."""
         firsts = [(piece, next(iter(piece.stored))) for piece in self.pieces]
-        return [(p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts]
+        return [
+            (p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts
+        ]
 
 
 # By the names of `model_specs`, without tensors that are the embedding itself.
@@ -110,7 +119,9 @@ def find_origins(
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
     search = _Search(checkpoint, stored, types or {})
-    found = {n: search.find(n, spec) for n, spec in model_specs(checkpoint.model).items()}
+    found = {
+        n: search.find(n, spec) for n, spec in model_specs(checkpoint.model).items()
+    }
     for name in found.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
         pieces = found[name].pieces
         if pieces == found["embed.weight"].pieces or not all(map(search.has, pieces)):
@@ -122,7 +133,9 @@ def find_origins(
 
 def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Origins]:
     """Find every tensor of the model by the headers of all weight files, as `find_origins`."""
-    files = TensorFiles(folder, checkpoint.architecture.prefix, checkpoint.dense_folders)
+    files = TensorFiles(
+        folder, checkpoint.architecture.prefix, checkpoint.dense_folders
+    )
     return files, find_origins(checkpoint, files.shapes, files.types)
 
 
@@ -136,7 +149,9 @@ def drawn_origins(checkpoint: Checkpoint) -> Origins:
 def cut_origins(origins: Origins, share: ModelShare | None) -> Origins:
     """Return the same with the parts that one rank holds; None: it holds all."""
     cuts = {} if share is None else share.cuts
-    return {name: replace(each, cut=cuts.get(name, WHOLE)) for name, each in origins.items()}
+    return {
+        name: replace(each, cut=cuts.get(name, WHOLE)) for name, each in origins.items()
+    }
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
@@ -152,8 +167,8 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
 def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     """Return in which formats each matrix is stored, by the names of `part_specs`.
 
-    Headers say it, or the config where there are no files. Nothing: random weights, or files that
-    are broken, which loading will name.
+    Headers say it, or the config where there are no files. Nothing: random weights, or
+    files that are broken, which loading will name.
     """
     folder = checkpoint.folder
     own = checkpoint.config.dtype
@@ -164,7 +179,9 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
             files, origins = read_origins(checkpoint, folder)
             tied = model_specs(checkpoint.model).keys() & TIED
             origins = dict.fromkeys(tied, origins["embed.weight"]) | origins
-            return {name: each.stored_parts(files.types) for name, each in origins.items()}
+            return {
+                name: each.stored_parts(files.types) for name, each in origins.items()
+            }
     except CheckpointError:
         return {}
     specs = model_specs(checkpoint.model) if own else {}
@@ -173,14 +190,21 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
 
 class _Search:
     def __init__(
-        self, checkpoint: Checkpoint, stored: Mapping[str, Shape | None], types: Mapping[str, str]
+        self,
+        checkpoint: Checkpoint,
+        stored: Mapping[str, Shape | None],
+        types: Mapping[str, str],
     ) -> None:
         self._architecture = checkpoint.architecture
         self._stored = stored
         self._types = types
         known = {*types.values()}
-        self._forms = [form for form in FORMATS if not types or known.intersection(form.types)]
-        self._prefixes = tuple(dict.fromkeys((*PREFIXES, *self._architecture.base.split("|"))))
+        self._forms = [
+            form for form in FORMATS if not types or known.intersection(form.types)
+        ]
+        self._prefixes = tuple(
+            dict.fromkeys((*PREFIXES, *self._architecture.base.split("|")))
+        )
         self._by_core = {self._core(each): each for each in stored}
 
     def find_wrong(self, origins: Origins) -> Iterator[str]:
@@ -195,16 +219,22 @@ class _Search:
         for name, shape in (each for piece in pieces for each in piece.stored.items()):
             if (found := self._stored.get(name)) not in (None, shape):
                 why = "; it seems to be transposed" * (found == shape[::-1])
-                yield f": tensor {name!r} has shape {found}, and config.json asks for {shape}{why}"
-        left = [n for n in self._stored if n not in used and not is_left_out(n, left_out)]
+                yield (
+                    f": tensor {name!r} has shape {found}, and config.json asks for "
+                    f"{shape}{why}"
+                )
+        left = [
+            n for n in self._stored if n not in used and not is_left_out(n, left_out)
+        ]
         missing = [name for name in used if name not in self._stored]
         of_head = origins["head.weight"].pieces if "head.weight" in origins else ()
         for name in missing:
             why = "the checkpoint is incomplete, fetch it again"
             if left:
                 why = (
-                    f"it holds {left[0]!r}, which a model of this config does not have. Config and "
-                    "weights do not belong together, or names were changed"
+                    f"it holds {left[0]!r}, which a model of this config does not "
+                    "have. Config and weights do not belong together, or names were "
+                    "changed"
                 )
             elif missing == [name for piece in of_head for name in piece.stored]:
                 why = (
@@ -215,7 +245,10 @@ class _Search:
         by_core = {self._core(each): each for each in used}
         for name in left:
             if other := by_core.get(self._core(name)):
-                yield f" holds a tensor twice, as {other!r} and as {name!r}; take one of them away"
+                yield (
+                    f" holds a tensor twice, as {other!r} and as {name!r}; take one of "
+                    "them away"
+                )
         for name in left:
             yield (
                 f" holds a tensor {name!r} that a model of its config.json does not have "
@@ -246,25 +279,37 @@ class _Search:
         is_joined = len(source.names) > 1
         is_stacked = "*" in source.names[0]
         first = 0
-        if spec.use == "moved" and is_joined:  # of each head, for its keys, turned, and its values
-            assert attention is not None and attention.latent is not None, "there is a kv_up"
+        # of each head, for its keys, turned, and its values
+        if spec.use == "moved" and is_joined:
+            assert attention is not None and attention.latent is not None, (
+                "there is a kv_up"
+            )
             latent = attention.latent
             of_keys, of_values = source.names
-            kinds = ((of_keys, latent.key_dim, True), (of_values, latent.value_dim, False))
+            kinds = (
+                (of_keys, latent.key_dim, True),
+                (of_values, latent.value_dim, False),
+            )
             for head, (name, size, is_turned) in product(range(attention.heads), kinds):
                 shape = (latent.rank, size) if is_turned else (size, latent.rank)
                 own = form.format(name.replace("*", str(head)))
                 piece = self._piece([own], shape, source.layout)
-                yield replace(piece, first=first, last=first + size, is_turned=is_turned)
+                yield replace(
+                    piece, first=first, last=first + size, is_turned=is_turned
+                )
                 first += size
             return
         of_item = spec.shape[1:] if is_stacked else spec.shape
-        sizes = [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
+        sizes = (
+            [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
+        )
         for item in range(spec.shape[0]) if is_stacked else (None,):
             first = 0
             for theirs, size in zip(source.names, sizes, strict=True):
                 part = (size, *of_item[1:]) if of_item else ()
-                names = [form.format(n) for n in theirs.replace("*", str(item)).split("|")]
+                names = [
+                    form.format(n) for n in theirs.replace("*", str(item)).split("|")
+                ]
                 names = [each.rpartition("/")[2] for each in names]  # what is whole
                 yield self._piece(names, part, source.layout, item, first)
                 first += size
@@ -277,7 +322,8 @@ class _Search:
         item: int | None = None,
         first: int = 0,
     ) -> Piece:
-        """Return a matrix or vector under the first of its names that is stored, in any format."""
+        """Return a matrix or vector under the first of its names that is stored, in any
+        format."""
         place = item, first, first + sum(shape[:1])
         for form, name in product(self._forms, names if len(shape) > 1 else ()):
             parts = form.stored(name, shape, is_transposed=layout.is_transposed)
@@ -285,7 +331,9 @@ class _Search:
                 continue  # without types, what has a plain name is plain
             found = {self._resolve(part): each for part, (_, each) in parts.items()}
             types = zip(found, parts.values(), strict=True)
-            if all(n in self._stored and self._types.get(n, t) == t for n, (t, _) in types):
+            if all(
+                n in self._stored and self._types.get(n, t) == t for n, (t, _) in types
+            ):
                 return Piece(found, form, *place)
         return Piece({self._resolve(*names): layout.stored_shape(shape)}, None, *place)
 

@@ -1,7 +1,8 @@
 """A folder of a quantized model: written once, and read without rounding again.
 
-Its safetensors hold our tensors by our names, such as "layers.0.qkv.weight.int4", in the bytes in
-which they are held. They are packed as they are read, for each processor in its own order.
+Its safetensors hold our tensors by our names, such as "layers.0.qkv.weight.int4", in
+the bytes in which they are held. They are packed as they are read, for each processor
+in its own order.
 """
 
 from __future__ import annotations
@@ -31,12 +32,16 @@ from fminfer.models.tensor_specs import Weights, whole_model
 CPU = torch.device("cpu")
 
 
-def is_quantized_of(folder: Path, checkpoint: Checkpoint, quantized: str, *, seed: int) -> bool:
+def is_quantized_of(
+    folder: Path, checkpoint: Checkpoint, quantized: str, *, seed: int
+) -> bool:
     """Tell whether a folder holds this model, quantized so, with whole weight files."""
     try:
         fields = json.loads((folder / CONFIG).read_bytes())
         TensorFiles(folder)  # it raises where one is missing or cut off
-        return bool(fields["quantization_config"] == _note_of(checkpoint, quantized, seed))
+        return bool(
+            fields["quantization_config"] == _note_of(checkpoint, quantized, seed)
+        )
     except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
         return False
 
@@ -46,7 +51,12 @@ def _note_of(checkpoint: Checkpoint, quantized: str, seed: int) -> dict[str, obj
 
 
 def write_quantized(
-    checkpoint: Checkpoint, folder: Path, quantized: str, *, seed: int, on_progress: OnProgress
+    checkpoint: Checkpoint,
+    folder: Path,
+    quantized: str,
+    *,
+    seed: int,
+    on_progress: OnProgress,
 ) -> int:
     """Write a model with its weights quantized, as --quantize says; return the bytes of weights.
 
@@ -56,14 +66,19 @@ def write_quantized(
     stored = stored_formats(checkpoint).values()
     if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
         raise CheckpointError(
-            f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give the model in "
-            "16 or 32 bits"
+            f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give "
+            "the model in 16 or 32 bits"
         )
     # What stays in floats is as exact as it is stored.
     holding = Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
     part = whole_model(checkpoint.model)
     source = open_weights(
-        checkpoint, part, holding=holding, device=CPU, seed=seed, on_progress=on_progress
+        checkpoint,
+        part,
+        holding=holding,
+        device=CPU,
+        seed=seed,
+        on_progress=on_progress,
     )
     try:
         num_bytes = _write_weights(source, folder)
@@ -74,7 +89,8 @@ def write_quantized(
 
 
 def _write_weights(source: LayerSource, folder: Path) -> int:
-    """Write a file for each layer, and the index that names them; return the bytes of tensors."""
+    """Write a file for each layer, and the index that names them; return the bytes of
+    tensors."""
     homes: dict[str, str] = {}
     num_bytes = 0
     for number, weights in enumerate(filter(None, _groups(source))):
@@ -88,7 +104,9 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
         file.chmod(folder.stat().st_mode & 0o666)
         homes |= dict.fromkeys(tensors, file.name)
     index = {"metadata": {"total_size": num_bytes}, "weight_map": homes}
-    (folder / "model.safetensors.index.json").write_text(json.dumps(index, indent=2) + "\n")
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps(index, indent=2) + "\n"
+    )
     return num_bytes
 
 
@@ -98,14 +116,22 @@ def _groups(source: LayerSource) -> Iterator[Weights]:
     for number, layer in enumerate(source.layers()):
         yield {f"layers.{number}.{name}": weight for name, weight in layer.items()}
     kept = {id(weight) for weight in entry.values()}
-    yield {n: weight for n, weight in source.exit(entry).items() if id(weight) not in kept}
+    yield {
+        n: weight for n, weight in source.exit(entry).items() if id(weight) not in kept
+    }
 
 
-def _write_small_files(checkpoint: Checkpoint, folder: Path, note: dict[str, object]) -> None:
+def _write_small_files(
+    checkpoint: Checkpoint, folder: Path, note: dict[str, object]
+) -> None:
     """Write the config, and copy what a model has beside its weights."""
     own = checkpoint.tokenizer_folder
     stored = checkpoint.folder
-    found = [f for p in (*SMALL_FILES, FURTHER_TEMPLATES) for f in (own.glob(p) if own else ())]
+    found = [
+        f
+        for p in (*SMALL_FILES, FURTHER_TEMPLATES)
+        for f in (own.glob(p) if own else ())
+    ]
     found = [f for f in found if f.name not in (*TELLING_FILES, MODULES)]
     files = [(own, f) for f in found if not f.name.endswith(".index.json")]
     files += [(stored, file) for file in (sentence_files(stored) if stored else ())]

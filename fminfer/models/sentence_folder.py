@@ -19,7 +19,8 @@ SETTINGS = "config_sentence_transformers.json"
 CONFIG = "config.json"
 TEXT_SETTINGS = "sentence_*_config.json"  # beside the model, as a pattern
 TOKENIZER = "tokenizer_config.json"
-DENSE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")  # in the folder of a dense layer
+# in the folder of a dense layer
+DENSE_WEIGHTS = ("model.safetensors", "pytorch_model.bin")
 _MODES = {
     "cls_token": "cls",
     "max_tokens": "max",
@@ -28,7 +29,13 @@ _MODES = {
     "weightedmean_tokens": "weightedmean",
     "mean_sqrt_len_tokens": "mean_sqrt_len_tokens",
 }
-_ACTIVATIONS = {"Identity": "", "Tanh": "tanh", "ReLU": "relu", "GELU": "gelu", "SiLU": "silu"}
+_ACTIVATIONS = {
+    "Identity": "",
+    "Tanh": "tanh",
+    "ReLU": "relu",
+    "GELU": "gelu",
+    "SiLU": "silu",
+}
 
 
 @dataclass(slots=True, frozen=True)
@@ -39,9 +46,11 @@ class SentenceFolder:
     dense: tuple[Path, ...] = ()  # the folders of its dense layers' weights, in order
     max_length: int | None = None  # tokens of a text that are read
     is_lowercased: bool = False  # texts are, before the tokenizer reads them
-    prompts: Mapping[str, str] = field(default_factory=dict)  # by name; texts begin with one
+    # by name; texts begin with one
+    prompts: Mapping[str, str] = field(default_factory=dict)
     default_prompt: str = ""  # the name of the one that is used if none is asked for
-    activation: str | None = None  # torch's name of the function that makes scores of logits
+    # torch's name of the function that makes scores of logits
+    activation: str | None = None
     similarity: Similarity = "cosine"  # how two vectors are compared
 
 
@@ -50,16 +59,23 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     """Read such a folder, or refuse it; None: it is none."""
     modules = _modules(folder)
     kinds = [kind for kind, _ in modules]
-    if (kinds[:1] != ["Transformer"] and "Pooling" not in kinds) or "LogitScore" in kinds:
+    if (
+        kinds[:1] != ["Transformer"] and "Pooling" not in kinds
+    ) or "LogitScore" in kinds:
         return None
-    if others := sorted({*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}):
+    if others := sorted(
+        {*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}
+    ):
         raise _not_run(folder / MODULES, f"the module {others[0]}")
-    order = " ".join(kind for kind in kinds if kind != "Dropout")  # only training applies it
+    # only training applies it
+    order = " ".join(kind for kind in kinds if kind != "Dropout")
     if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
         raise _not_run(folder / MODULES, f"the modules {order} in this order")
     own = [place for _, place in modules]
     if own[0] != folder:
-        raise _not_run(folder / MODULES, f"its model in a folder below, {own[0].name}; move it up")
+        raise _not_run(
+            folder / MODULES, f"its model in a folder below, {own[0].name}; move it up"
+        )
     dense = [each for each, kind in zip(own, kinds, strict=True) if kind == "Dense"]
     pooling = None
     if "Pooling" in kinds:
@@ -72,7 +88,8 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     return SentenceFolder(
         pooling,
         tuple(dense),
-        texts.get("max_seq_length") or read_object(folder / TOKENIZER).get("model_max_length"),
+        texts.get("max_seq_length")
+        or read_object(folder / TOKENIZER).get("model_max_length"),
         bool(texts.get("do_lower_case")),
         prompts,
         default_prompt,
@@ -85,7 +102,9 @@ def _prompts_of(
     file: Path, settings: dict[str, Any], pooling: Pooling | None
 ) -> tuple[dict[str, str], str]:
     """Return the prompts by name, and the name of the default prompt; "": there is none."""
-    prompts = {name: text or "" for name, text in (settings.get("prompts") or {}).items()}
+    prompts = {
+        name: text or "" for name, text in (settings.get("prompts") or {}).items()
+    }
     default = settings.get("default_prompt_name") or ""
     # sentence-transformers gives every embedding model these two prompts, empty.
     usual = () if pooling is None else ("query", "document")
@@ -149,7 +168,8 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     for _, path in pairs:
         if Path(path).is_absolute() or ".." in Path(path).parts:
             raise CheckpointError(
-                f"{folder / MODULES} names {path!r}, which is not in its folder; correct the path"
+                f"{folder / MODULES} names {path!r}, which is not in its folder; "
+                "correct the path"
             )
     return [(kind.rpartition(".")[2], folder / path) for kind, path in pairs]
 
@@ -157,14 +177,23 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
 def _mode_of(file: Path) -> str:
     fields = _read_module(file)
     start = "pooling_mode_"
-    old = [name[len(start) :] for name, value in fields.items() if value and name.startswith(start)]
+    old = [
+        name[len(start) :]
+        for name, value in fields.items()
+        if value and name.startswith(start)
+    ]
     modes = fields.get("pooling_mode") or old or ["mean"]
-    found = [_MODES.get(each, each) for each in ([modes] if isinstance(modes, str) else modes)]
+    found = [
+        _MODES.get(each, each)
+        for each in ([modes] if isinstance(modes, str) else modes)
+    ]
     if len(found) != 1 or found[0] not in _MODES.values():
         known = ", ".join(_MODES.values())
         raise _not_run(file, f"not one pooling of {known}, but {', '.join(found)},")
     if not fields.get("include_prompt", True):
-        raise _not_run(file, "include_prompt false, which leaves a prompt's tokens out of the mean")
+        raise _not_run(
+            file, "include_prompt false, which leaves a prompt's tokens out of the mean"
+        )
     return found[0]
 
 
@@ -173,12 +202,18 @@ def _reading_of(file: Path) -> Reading:
     activation = str(fields.get("activation_function", "Tanh")).rpartition(".")[2]
     names = {fields.get(f"module_{end}_name") for end in ("input", "output")}
     if activation not in _ACTIVATIONS:
-        raise _not_run(file, f"the activation {activation}; these run: {', '.join(_ACTIVATIONS)}")
+        raise _not_run(
+            file, f"the activation {activation}; these run: {', '.join(_ACTIVATIONS)}"
+        )
     if fields.get("use_residual") or not names <= {None, "sentence_embedding"}:
-        raise _not_run(file, "a dense layer that is not the usual one, between two vectors")
+        raise _not_run(
+            file, "a dense layer that is not the usual one, between two vectors"
+        )
     if not isinstance(fields.get("out_features"), int):
         raise _not_run(file, "no out_features")
-    return Reading(fields["out_features"], _ACTIVATIONS[activation], fields.get("bias", True))
+    return Reading(
+        fields["out_features"], _ACTIVATIONS[activation], fields.get("bias", True)
+    )
 
 
 def _read_module(file: Path) -> dict[str, Any]:
@@ -191,6 +226,6 @@ def _read_module(file: Path) -> dict[str, Any]:
 
 def _not_run(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
-        f"{file} has {what}, which does not run. docs/encoders.md lists what does; a copy of the "
-        f"folder without {MODULES} is read as a plain model"
+        f"{file} has {what}, which does not run. docs/encoders.md lists what does; a "
+        f"copy of the folder without {MODULES} is read as a plain model"
     )

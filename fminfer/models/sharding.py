@@ -1,8 +1,9 @@
 """Tensor parallelism (Shoeybi et al. 2019): which part of each tensor a rank holds.
 
-A rank has some heads of attention, some tokens of embedding and head, and a part of the inner size
-of each MLP and expert. Each `TensorSpec` says which of its outputs and inputs belong to these.
-Ranks add up what `out` and `down` give, which are cut by inputs. All else is whole.
+A rank has some heads of attention, some tokens of embedding and head, and a part of the
+inner size of each MLP and expert. Each `TensorSpec` says which of its outputs and
+inputs belong to these. Ranks add up what `out` and `down` give, which are cut by
+inputs. All else is whole.
 """
 
 from __future__ import annotations
@@ -58,7 +59,8 @@ WHOLE = TensorCut()
 Cuts = Mapping[str, TensorCut]  # by our names; others are whole
 
 
-Parts = Mapping[str, range]  # what a rank has of a layer, or of the tokens, by the names of `Units`
+# what a rank has of a layer, or of the tokens, by the names of `Units`
+Parts = Mapping[str, range]
 
 
 @dataclass(slots=True, frozen=True)
@@ -71,7 +73,9 @@ class ModelShare:
     cuts: Cuts  # by the names of `model_specs`
 
 
-def share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]) -> ModelShare:
+def share_model(
+    model: Model, shard: int, count: int, blocks: Mapping[str, int]
+) -> ModelShare:
     """Cut a model for one of the ranks of a stage.
 
     Args:
@@ -93,7 +97,9 @@ def share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int])
         raise UsageError(f"{error}, {told}; {MORE_RANKS}") from None
 
 
-def _share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]) -> ModelShare:
+def _share_model(
+    model: Model, shard: int, count: int, blocks: Mapping[str, int]
+) -> ModelShare:
     tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
     outer = entry_specs(model) | exit_specs(model)
@@ -108,7 +114,9 @@ def _share_model(model: Model, shard: int, count: int, blocks: Mapping[str, int]
     return ModelShare(held, shard, tuple(tokens), cuts)
 
 
-def _cuts(specs: Mapping[str, TensorSpec], parts: Parts, shard: int) -> dict[str, TensorCut]:
+def _cuts(
+    specs: Mapping[str, TensorSpec], parts: Parts, shard: int
+) -> dict[str, TensorCut]:
     def own(units: Units, first: int = 0) -> range:
         part = parts[units.of]
         return range(first + part.start * units.size, first + part.stop * units.size)
@@ -132,8 +140,8 @@ def _share_layer(
     norm = attention.qk_norm
     if norm is not None and attention.qk_norm_over == "all" and not norm.is_rms:
         raise UsageError(
-            f"--tensor-parallel-size {count}: this model has a LayerNorm over all heads together, "
-            "which is not divided among ranks"
+            f"--tensor-parallel-size {count}: this model has a LayerNorm over all "
+            "heads together, which is not divided among ranks"
         )
     of_ranks = _share_heads(attention, count, blocks.get("out", 1))
     heads, kv_heads = of_ranks[shard]
@@ -142,8 +150,13 @@ def _share_layer(
     for name, each in ("shared", shared), ("inner", expert):
         if each is not None:
             block = blocks.get("down", 1)
-            told = f"an MLP or expert of size {each.size}" + f" in blocks of {block}" * (block > 1)
-            parts[name] = _refuse_empty(even_parts(each.size, count, block), count, told)[shard]
+            told = (
+                f"an MLP or expert of size {each.size}"
+                + f" in blocks of {block}" * (block > 1)
+            )
+            parts[name] = _refuse_empty(
+                even_parts(each.size, count, block), count, told
+            )[shard]
     return parts, [own for _, own in of_ranks].count(kv_heads)
 
 
@@ -155,14 +168,18 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
     num_groups = how.heads if how.latent else how.kv_heads
     size = how.heads // num_groups  # heads of a group
     width = how.latent.value_dim if how.latent else how.head_dim
-    told = f"{how.heads} heads in groups of {size}" + f" and blocks of {block}" * (block > 1)
+    told = f"{how.heads} heads in groups of {size}" + f" and blocks of {block}" * (
+        block > 1
+    )
     if count <= num_groups:
-        unit = block // math.gcd(block, size * width)  # groups whose heads are whole blocks
+        # groups whose heads are whole blocks
+        unit = block // math.gcd(block, size * width)
         groups = _refuse_empty(even_parts(num_groups, count, unit), count, told)
         of_kv = [range(how.kv_heads) if how.latent else each for each in groups]
         heads = [range(each.start * size, each.stop * size) for each in groups]
         return [*zip(heads, of_kv, strict=True)]
-    if num_groups > 1 and size * width % block:  # the second group begins within a block
+    # the second group begins within a block
+    if num_groups > 1 and size * width % block:
         _refuse_empty([range(0)], count, told)
     unit = block // math.gcd(block, width)
     found = []
@@ -195,12 +212,20 @@ def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
         attention.alibi, slopes=attention.alibi.slopes[heads.start : heads.stop]
     )
     norms_all = attention.qk_norm_over == "all"
-    of_all = HeadsOfAll(attention.heads, attention.kv_heads, kv_copies) if norms_all else None
-    attention = replace(attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=of_all)
+    of_all = (
+        HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)
+        if norms_all
+        else None
+    )
+    attention = replace(
+        attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=of_all
+    )
     cut: Mlp | Moe
     if isinstance(mlp, Moe):
         shared = mlp.shared and replace(mlp.shared, size=len(parts["shared"]))
-        cut = replace(mlp, expert=replace(mlp.expert, size=len(parts["inner"])), shared=shared)
+        cut = replace(
+            mlp, expert=replace(mlp.expert, size=len(parts["inner"])), shared=shared
+        )
     else:
         cut = replace(mlp, size=len(parts["inner"]))
     return replace(layer, attention=attention, mlp=cut, cross=cross)

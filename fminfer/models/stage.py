@@ -54,8 +54,9 @@ Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's wo
 class StepClock:
     """Times the steps of one stage, and adds the times of streamed layers.
 
-    A GPU works on when the call that gave it work returns. A step that nobody waits for, such as a
-    prompt's chunk of which nothing is drawn, has its time told with the next one that is done.
+    A GPU works on when the call that gave it work returns. A step that nobody waits
+    for, such as a prompt's chunk of which nothing is drawn, has its time told with the
+    next one that is done.
     """
 
     def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:
@@ -71,8 +72,11 @@ class StepClock:
             self._untold.append((_new_event(), _new_event()))
             self._untold[-1][0].record()
 
-    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
-        """End the step that was begun, and return when it was; a GPU is done if it is awaited."""
+    def stop(
+        self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0
+    ) -> StageSpan:
+        """End the step that was begun, and return when it was; a GPU is done if it is
+        awaited."""
         start_s = self._start_s
         end_s = time.time()
         earlier_s = 0.0
@@ -82,7 +86,9 @@ class StepClock:
             start_s = end_s
             if is_awaited:
                 last.synchronize()
-                *earlier, own_s = (first.elapsed_time(last) / 1000 for first, last in self._untold)
+                *earlier, own_s = (
+                    first.elapsed_time(last) / 1000 for first, last in self._untold
+                )
                 self._untold.clear()
                 start_s = end_s - own_s
                 earlier_s = sum(earlier)
@@ -95,9 +101,9 @@ def _new_event() -> torch.cuda.Event:
     return event
 
 
-# Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh, zeroed memory
-# each time, which costs more than a smaller product does. A GPU reads the whole head each time, and
-# what it drew must be waited for.
+# Elements of logits that exist at once. Above 32 MB glibc asks the system for fresh,
+# zeroed memory each time, which costs more than a smaller product does. A GPU reads the
+# whole head each time, and what it drew must be waited for.
 MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
 
 
@@ -142,7 +148,8 @@ class Stage:
             device=device,
             kernel=kernel,
         )
-        self._whole: KvCache | None = None  # of one layer, which holds the prompts of a step
+        # of one layer, which holds the prompts of a step
+        self._whole: KvCache | None = None
         if network.encoder is not None and network.encoder.own:
             self._whole = KvCache(
                 [network.encoder.own[0].attention],
@@ -156,10 +163,11 @@ class Stage:
         self.graphs = None if graphs is None else graphs(self.cache)
 
     def warm_up(self) -> None:
-        """Compute a prompt and a token, so that a GPU's kernels are compiled before the first step.
+        """Compute a prompt and a token, so that a GPU's kernels are compiled before the
+        first step.
 
-        The largest graph is captured first: others use its memory again. What the tokens leave in
-        the KV cache is overwritten before it is read.
+        The largest graph is captured first: others use its memory again. What the
+        tokens leave in the KV cache is overwritten before it is read.
         """
         step = Step(
             0,
@@ -167,7 +175,8 @@ class Stage:
             positions=np.array([0, 0]),
             lengths=np.array([2, 1]),
             token_ids=np.array([0, 0, 0]),
-            new_blocks=np.array([[0, 0, 0], [0, 1, 0]], np.int32),  # a block may hold one token
+            # a block may hold one token
+            new_blocks=np.array([[0, 0, 0], [0, 1, 0]], np.int32),
             draws=make_draws([1, 2], temperature=[0, 1]),
             scores=np.zeros(1, SCORE),
         )
@@ -207,7 +216,8 @@ class Stage:
 
     @torch.inference_mode()
     def forward(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
-        """Run the stage's layers over a step's packed tokens, (tokens, hidden); None: it is first.
+        """Run the stage's layers over a step's packed tokens, (tokens, hidden); None:
+        it is first.
 
         The last stage gives those of the tokens in `step.wanted` only, normed.
         """
@@ -245,7 +255,9 @@ class Stage:
             found = self.graphs.run(part, ids, before)
             if found is not None:
                 return found[: len(wanted)]
-        positions, sent_ids, sent_kept = send((part.token_positions, ids, kept), self._device)
+        positions, sent_ids, sent_kept = send(
+            (part.token_positions, ids, kept), self._device
+        )
         index = None if is_all else sent_kept
         layer_step = LayerStep(positions, self.cache.plan(part, index), index)
         if before is None:
@@ -265,7 +277,8 @@ class Stage:
         if step.is_whole:
             if self._network.pooling is not None:
                 hidden = self._network.pooling(hidden, step.lengths)
-            return {"vectors": hidden.contiguous().cpu().view(torch.uint8).numpy()}  # as bytes
+            # as bytes
+            return {"vectors": hidden.contiguous().cpu().view(torch.uint8).numpy()}
         results: Results = {}
         if len(step.draws):
             places = np.searchsorted(step.wanted, step.draws["token_index"])
@@ -323,7 +336,9 @@ class Stage:
         parts = self._prompt_limit.run(len(step.lengths), run_rows)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _by_parts(self, hidden: torch.Tensor, places: np.ndarray, use: Use) -> TokenLogprobs:
+    def _by_parts(
+        self, hidden: torch.Tensor, places: np.ndarray, use: Use
+    ) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
         head = self._head
         assert head is not None, "only the last stage has a head"
@@ -332,7 +347,8 @@ class Stage:
             part = slice(first, last)
             asked = places[part]
             start = int(places[first])
-            if (asked == np.arange(start, start + len(asked))).all():  # as of decode rows
+            # as of decode rows
+            if (asked == np.arange(start, start + len(asked))).all():
                 kept = hidden[start : start + len(asked)]
             else:
                 kept = hidden[send([asked], self._device)[0]]
@@ -345,4 +361,6 @@ class Stage:
         limit = self._logit_limit
         most = MAX_LOGITS[self._device.type] // self._tokens.most_own
         limit.most = min(limit.most, max(1, most))
-        return TokenLogprobs.join([to_host(each) for each in limit.run(len(places), use_part)])
+        return TokenLogprobs.join(
+            [to_host(each) for each in limit.run(len(places), use_part)]
+        )

@@ -9,7 +9,16 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.spec import ACTIVATION_SHAPES, Attention, Latent, Layer, Mlp, Model, Moe, Norm
+from fminfer.compute.spec import (
+    ACTIVATION_SHAPES,
+    Attention,
+    Latent,
+    Layer,
+    Mlp,
+    Model,
+    Moe,
+    Norm,
+)
 from fminfer.compute.weights import TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 
@@ -32,7 +41,11 @@ def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     attention = layer.attention
     of_hidden = (hidden_size,)
     found: TensorSpecs = {}
-    for side, pair in (("before", layer.before), ("after", layer.after), ("sum", layer.of_sum)):
+    for side, pair in (
+        ("before", layer.before),
+        ("after", layer.after),
+        ("sum", layer.of_sum),
+    ):
         for part, norm in zip(("attention", "mlp"), pair, strict=True):
             found |= _of_norm(f"{side}_{part}", norm, of_hidden)
     if attention.latent is not None:
@@ -64,7 +77,9 @@ def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
             | _of_product("cross_out", hidden_size, of_query, how.has_out_bias)
         )
     mlp = layer.mlp
-    own = _of_moe(mlp, hidden_size) if isinstance(mlp, Moe) else _of_mlp(mlp, hidden_size)
+    own = (
+        _of_moe(mlp, hidden_size) if isinstance(mlp, Moe) else _of_mlp(mlp, hidden_size)
+    )
     return found | own
 
 
@@ -80,7 +95,10 @@ def entry_specs(model: Model) -> TensorSpecs:
         found["positions.weight"] = TensorSpec((model.num_positions, hidden), "other")
     found |= _of_norm("embed_norm", model.embed_norm, (hidden,))
     if (encoder := model.encoder) is not None:
-        for name, rows in ("positions", encoder.num_positions), ("types", encoder.num_types):
+        for name, rows in (
+            ("positions", encoder.num_positions),
+            ("types", encoder.num_types),
+        ):
             if rows:
                 found[f"encoder.{name}.weight"] = TensorSpec((rows, hidden), "other")
         if encoder.has_embed:
@@ -98,7 +116,9 @@ def exit_specs(model: Model) -> TensorSpecs:
         pooling = model.encoder.pooling
         inputs = hidden
         for number, each in enumerate(pooling.readings if pooling else ()):
-            found |= _of_product(f"reading_{number}", each.size, inputs, each.has_bias, "other")
+            found |= _of_product(
+                f"reading_{number}", each.size, inputs, each.has_bias, "other"
+            )
             found |= _of_norm(f"reading_{number}_norm", each.norm, (each.size,))
             inputs = each.size
     if model.is_pooled:
@@ -107,7 +127,9 @@ def exit_specs(model: Model) -> TensorSpecs:
     if model.embed_size != hidden:
         found["project_out.weight"] = TensorSpec((model.embed_size, hidden), "other")
     tokens = Units("tokens", model.vocab_size)
-    return found | _of_product("head", (tokens,), model.embed_size, model.has_head_bias, "head")
+    return found | _of_product(
+        "head", (tokens,), model.embed_size, model.has_head_bias, "head"
+    )
 
 
 def part_specs(model: Model, part: Part) -> TensorSpecs:
@@ -126,7 +148,9 @@ def model_specs(model: Model) -> TensorSpecs:
 
 def without_tied(specs: TensorSpecs, *, is_tied: bool) -> TensorSpecs:
     """Return the specs without tensors that are the embedding, if a config ties them."""
-    return {name: spec for name, spec in specs.items() if not (is_tied and name in TIED)}
+    return {
+        name: spec for name, spec in specs.items() if not (is_tied and name in TIED)
+    }
 
 
 def whole_model(model: Model) -> Part:
@@ -137,14 +161,19 @@ def whole_model(model: Model) -> Part:
 
 def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
-    layers = [layer_specs(layer, model.hidden_size) for layer in model.layers[: model.num_cached]]
+    layers = [
+        layer_specs(layer, model.hidden_size)
+        for layer in model.layers[: model.num_cached]
+    ]
     sizes = [spec.size for specs in layers for spec in specs.values()]
     head = exit_specs(model).get("head.weight")
     return 0.0 if head is None else HEAD_SHARE * head.size * len(layers) / sum(sizes)
 
 
 def _of_moe(moe: Moe, hidden: int) -> TensorSpecs:
-    found = _of_product("router", moe.num_experts, hidden, moe.has_router_bias, "router")
+    found = _of_product(
+        "router", moe.num_experts, hidden, moe.has_router_bias, "router"
+    )
     if moe.has_choice_bias:
         found["choice.bias"] = TensorSpec((moe.num_experts,), "choice")
     for name, one in _of_mlp(moe.expert, hidden).items():
@@ -178,9 +207,13 @@ def _of_latent(how: Attention, latent: Latent, hidden: int) -> TensorSpecs:
     )
 
 
-def _of_mlp(mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner") -> TensorSpecs:
+def _of_mlp(
+    mlp: Mlp, hidden: int, of: Literal["inner", "shared"] = "inner"
+) -> TensorSpecs:
     inner = Units(of, mlp.size)
-    found = _of_product("up", (inner,) * (2 if mlp.is_gated else 1), hidden, mlp.has_bias)
+    found = _of_product(
+        "up", (inner,) * (2 if mlp.is_gated else 1), hidden, mlp.has_bias
+    )
     found |= _of_product("down", hidden, inner, mlp.has_bias)
     found["down.weight"] = replace(found["down.weight"], is_wide=mlp.is_wide)
     for name, shape in ACTIVATION_SHAPES.get(mlp.activation, {}).items():
@@ -199,7 +232,9 @@ def _of_product(
     of_inputs = None if isinstance(inputs, int) else inputs
     size = outputs if isinstance(outputs, int) else sum(each.total for each in outputs)
     shape = (size, inputs if isinstance(inputs, int) else inputs.total)
-    found = {f"{name}.weight": TensorSpec(shape, use, outputs=of_outputs, inputs=of_inputs)}
+    found = {
+        f"{name}.weight": TensorSpec(shape, use, outputs=of_outputs, inputs=of_inputs)
+    }
     if has_bias:
         is_of_sum = of_inputs is not None
         bias = TensorSpec((size,), "bias", outputs=of_outputs, is_of_sum=is_of_sum)

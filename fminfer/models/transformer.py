@@ -1,4 +1,5 @@
-"""The one forward: computes any spec over the packed tokens of a step, and an encoder's prompts."""
+"""The one forward: computes any spec over the packed tokens of a step, and an encoder's
+prompts."""
 
 from __future__ import annotations
 
@@ -23,14 +24,16 @@ from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.layer_stream import LayerStream, StreamedLayers, StreamKind
 from fminfer.models.tensor_specs import Weights, plain_of
 
-# Of a weight, what plain torch widens to float32 at once: a cache holds it while it is multiplied.
+# Of a weight, what plain torch widens to float32 at once: a cache holds it while it is
+# multiplied.
 WIDENED_BYTES = 2 << 20
 # What dense layers behind a pooling compute.
 _READ_BY: dict[str, Function] = {**plain.ACTIVATIONS, "tanh": torch.tanh}
 
 
 class Head:
-    """A model's head, a linear layer, with logits in float32. Its weight may be the embedding."""
+    """A model's head, a linear layer, with logits in float32. Its weight may be the
+    embedding."""
 
     def __init__(
         self,
@@ -48,7 +51,11 @@ class Head:
 
     def __call__(self, hidden: torch.Tensor) -> torch.Tensor:
         """Return the logits, (rows, vocab) float32, of hidden states, (rows, hidden)."""
-        logits = self._multiply(hidden) if self.packed is None else self.packed.unrounded(hidden)
+        logits = (
+            self._multiply(hidden)
+            if self.packed is None
+            else self.packed.unrounded(hidden)
+        )
         return logits if self._scale == 1.0 else logits.mul_(self._scale)
 
     def _multiply(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -70,7 +77,8 @@ class Head:
 
 
 class Transformer:
-    """A model, or the layers of one stage. Each layer's weights go as soon as its bodies are made.
+    """A model, or the layers of one stage. Each layer's weights go as soon as its
+    bodies are made.
 
     Args:
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
@@ -101,7 +109,8 @@ class Transformer:
             return layer if join is None else join(layer)
 
         kept: dict[int, LayerOf] = {}
-        for each in source.layers():  # zip would hold the last ones while the next are read
+        # zip would hold the last ones while the next are read
+        for each in source.layers():
             number = source.resident[len(kept)]
             kept[number] = make(number, each)
             if kept[number].is_packed:
@@ -111,7 +120,9 @@ class Transformer:
         if source.streamed:
             self.stream = LayerStream(source, make, streams)
             kinds = {model.layers[number]: number for number in source.streamed}
-            self.stream.try_layers(source.streamed if self.stream.keeps_all else kinds.values())
+            self.stream.try_layers(
+                source.streamed if self.stream.keeps_all else kinds.values()
+            )
 
         def in_order(numbers: list[int]) -> Iterable[LayerOf]:
             if self.stream is None:
@@ -121,7 +132,9 @@ class Transformer:
         if self._entry and model.has_sinusoids:
             device = self._entry["embed.weight"].device
             table = plain.sinusoids(model.num_positions, model.hidden_size)
-            self._entry["positions.weight"] = dense(table.to(device, self.dtype), "other")
+            self._entry["positions.weight"] = dense(
+                table.to(device, self.dtype), "other"
+            )
 
         def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
             own = [model.layers[number] for number in numbers]
@@ -163,7 +176,8 @@ class Transformer:
         self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states before the first layer, (tokens, hidden), for (tokens,) ids."""
+        """Return the hidden states before the first layer, (tokens, hidden), for
+        (tokens,) ids."""
         x = self._embed_ids(ids, self._look_up)
         if "project_in.weight" in self._entry:
             x = nn.functional.linear(x, self._entry["project_in.weight"].plain)
@@ -202,8 +216,8 @@ class Transformer:
 class Stack:
     """A decoder's or an encoder's layers of one stage, with what is before and behind them.
 
-    `entry` and `exit` are weights before the first layer and after the last one, named by `name`;
-    `exit` is None where the last layer is on another stage.
+    `entry` and `exit` are weights before the first layer and after the last one, named
+    by `name`; `exit` is None where the last layer is on another stage.
     """
 
     def __init__(
@@ -227,9 +241,13 @@ class Stack:
         self._final_norm = bodies.norm(final_norm, exit or {}, f"{name}final_norm")
 
     def embed(
-        self, x: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None = None
+        self,
+        x: torch.Tensor,
+        positions: torch.Tensor,
+        types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add positions and types of tokens, (tokens,) each, to their embeddings; None: types 0."""
+        """Add positions and types of tokens, (tokens,) each, to their embeddings; None:
+        types 0."""
         if self._positions is not None:
             x = x + self._positions[positions + self._offset]
         if self._types is not None:
@@ -256,7 +274,9 @@ class PoolingOf:
 
     def __init__(self, how: Pooling, exit: Weights) -> None:
         self._how = how
-        of_readings = ((n, weight) for n, weight in exit.items() if n.startswith("reading_"))
+        of_readings = (
+            (n, weight) for n, weight in exit.items() if n.startswith("reading_")
+        )
         self._read_by = {name: weight.plain.float() for name, weight in of_readings}
 
     def kept(self, ids: Column, lengths: Column) -> Column | None:
@@ -271,11 +291,15 @@ class PoolingOf:
         get = self._read_by.get
         for number, each in enumerate(self._how.readings):
             name = f"reading_{number}"
-            x = nn.functional.linear(x, self._read_by[f"{name}.weight"], get(f"{name}.bias"))
+            x = nn.functional.linear(
+                x, self._read_by[f"{name}.weight"], get(f"{name}.bias")
+            )
             if each.activation:
                 x = _READ_BY[each.activation](x)
             if each.norm is not None:
-                x = plain.norm(x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias"))
+                x = plain.norm(
+                    x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias")
+                )
         return nn.functional.normalize(x) if self._how.is_normalized else x
 
 
@@ -284,7 +308,8 @@ def _pooled(how: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor
     if how in ("cls", "last"):  # `kept` has chosen them
         return hidden
     (sizes,) = send([lengths], hidden.device)
-    if how == "weightedmean":  # each token by its place, from 1 on (SGPT, Muennighoff 2022)
+    # each token by its place, from 1 on (SGPT, Muennighoff 2022)
+    if how == "weightedmean":
         (places,) = send([ranges(0 * lengths + 1, lengths)], hidden.device)
         hidden = hidden * places[:, None]
     kind = {"max": "max", "weightedmean": "sum"}.get(how, "mean")

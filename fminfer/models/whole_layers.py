@@ -1,7 +1,7 @@
 """Computes whole layers in one call of the library each, in float32 or bfloat16 on the CPU.
 
-Calls from Python take as long as some parts of a layer of few tokens. Where each part is a kernel
-of ours, one call does the same, to the last bit.
+Calls from Python take as long as some parts of a layer of few tokens. Where each part
+is a kernel of ours, one call does the same, to the last bit.
 """
 
 from __future__ import annotations
@@ -14,7 +14,11 @@ from functools import partial
 import torch
 
 from fminfer.compute import spec
-from fminfer.compute.attention.kernel_attention import KernelAttention, KernelRows, step_arguments
+from fminfer.compute.attention.kernel_attention import (
+    KernelAttention,
+    KernelRows,
+    step_arguments,
+)
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
@@ -75,14 +79,21 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
     mlp = parts.how.mlp
     products = {name: _linear(product) for name, product in parts.products.items()}
     of_query, of_key, _ = attention.qkv_sizes
-    assert products["qkv"].outputs == sum(attention.qkv_sizes), "queries, keys and values"
+    assert products["qkv"].outputs == sum(attention.qkv_sizes), (
+        "queries, keys and values"
+    )
     activation = 0
     if isinstance(mlp, spec.Mlp):
-        assert products["up"].outputs == mlp.up_size and products["down"].inputs == mlp.size
+        assert (
+            products["up"].outputs == mlp.up_size
+            and products["down"].inputs == mlp.size
+        )
         activation = activations_of(mlp)[mlp.activation]
     slopes = parts.attention.scoring.slopes
     if slopes is not None:
-        assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, "slopes"
+        assert slopes.shape == (attention.heads,) and slopes.dtype == torch.float32, (
+            "slopes"
+        )
         assert slopes.is_contiguous(), "slopes"
     norms = {
         "before_attention": how.before[0],
@@ -104,7 +115,9 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
     )
 
 
-def _norm(how: spec.Norm | None, weights: Tensors, name: str, dtype: torch.dtype) -> NormStruct:
+def _norm(
+    how: spec.Norm | None, weights: Tensors, name: str, dtype: torch.dtype
+) -> NormStruct:
     if how is None:
         return NormStruct()
     weight = weights[f"{name}.weight"]
@@ -118,7 +131,9 @@ def _linear(product: object) -> LinearStruct:
     assert isinstance(product, PackedProduct), "a product of ours"
     bias = None if product.bias is None else product.bias.data_ptr()
     parts = ctypes.addressof(product.calls)  # the layer keeps its products
-    return LinearStruct(parts, bias, len(product.calls), product.inputs, product.outputs)
+    return LinearStruct(
+        parts, bias, len(product.calls), product.inputs, product.outputs
+    )
 
 
 # Of the largest number that the parts give.
@@ -135,8 +150,15 @@ def serves(how: spec.Layer) -> bool:
         mlp.limit is not None or mlp.activation not in activations_of(mlp)
     ):
         return False
-    is_other_order = any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed
-    has_more = attention.clip or attention.keeps_bias or attention.has_sinks or attention.latent
+    is_other_order = (
+        any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed
+    )
+    has_more = (
+        attention.clip
+        or attention.keeps_bias
+        or attention.has_sinks
+        or attention.latent
+    )
     if is_other_order or has_more or attention.relative or how.cross:
         return False
     # Only what has rotary positions is copied, and normed on the way.
@@ -167,7 +189,9 @@ class StepCall:
     spent: Spent | None = None
     workspace: Workspace = field(default_factory=Workspace)
 
-    def see(self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype) -> None:
+    def see(
+        self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
+    ) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
         if rows is not self.rows or heads != self.arguments.heads:
             self.arguments = step_arguments(rows, heads, keys, kind)
@@ -214,7 +238,9 @@ class WholeLayer(LayerOf):
         attention = self.how.attention
         how = self.layer
         if keys is not self._cache:  # the kernel trusts what it is given
-            assert (keys.shape[1], keys.shape[3]) == attention.cache_shape[1:], "keys of a step"
+            assert (keys.shape[1], keys.shape[3]) == attention.cache_shape[1:], (
+                "keys of a step"
+            )
             how.keys = keys.data_ptr()
             how.values = values.data_ptr()
             self._cache = keys
@@ -222,11 +248,14 @@ class WholeLayer(LayerOf):
         tokens, width = x.shape
         kept = step.kept
         turn = self._turn(step, tokens)
-        cos, sin = (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
+        cos, sin = (
+            (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
+        )
         # The kernel trusts what it is given.
         assert len(rows.slots) == tokens and width == how.qkv.inputs
         num_kept = tokens if kept is None else len(kept)
-        assert num_kept > 0, "tokens to keep"  # an empty tensor lies nowhere, which means all
+        # an empty tensor lies nowhere, which means all
+        assert num_kept > 0, "tokens to keep"
         out = x.new_empty((num_kept, width))
         normed = torch.empty_like(out) if isinstance(self.how.mlp, spec.Moe) else None
         failed = self._run(
@@ -251,7 +280,8 @@ class WholeLayer(LayerOf):
         return out, None if normed is None else step.sum(self.mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
-        """Return cosines and sines, (2, tokens, turned / 2) float32; None: no rotary positions."""
+        """Return cosines and sines, (2, tokens, turned / 2) float32; None: no rotary
+        positions."""
         turn = self.attention.turns(step)
         if turn is None:
             return None
@@ -294,8 +324,12 @@ class WholeLayers:
         return self._registry.find(self._candidates, parts) or parts
 
     def _serves(self, parts: LayerOf) -> bool:
-        is_packed = all(isinstance(each, PackedProduct) for each in parts.products.values())
-        return is_packed and self._registry.parts.kernels is not None and serves(parts.how)
+        is_packed = all(
+            isinstance(each, PackedProduct) for each in parts.products.values()
+        )
+        return (
+            is_packed and self._registry.parts.kernels is not None and serves(parts.how)
+        )
 
     def _make(self, parts: LayerOf) -> LayerOf:
         return WholeLayer(parts, self._library, self._step, self._dtype)

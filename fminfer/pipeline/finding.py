@@ -24,7 +24,12 @@ import torch.distributed as dist
 
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.liveness import create_once, machine_name, wait_until
-from fminfer.pipeline.handshake import NoStoreError, WrongSecretError, read_own, secret_of_home
+from fminfer.pipeline.handshake import (
+    NoStoreError,
+    WrongSecretError,
+    read_own,
+    secret_of_home,
+)
 from fminfer.pipeline.ranks import HOW_TO_SHARE, RankFacts
 from fminfer.pipeline.store import Store, connect, hold
 
@@ -35,8 +40,10 @@ LOOPBACK = "127.0.0.1"
 POLL_S = 0.1
 AWAY_POLL_S = 0.5
 TORN_S = 5.0  # time for the creator of a file to fill it
-GREET_S = 20.0  # time for a greeting at the address: the port may be another program's by now
-AWAY_S = 30.0  # time for the holder to see, on a shared disk, that a rank is on another machine
+# time for a greeting at the address: the port may be another program's by now
+GREET_S = 20.0
+# time for the holder to see, on a shared disk, that a rank is on another machine
+AWAY_S = 30.0
 FILES = "fminfer-rendezvous-" + "[0-9]" * 6 + ".json"
 
 
@@ -60,8 +67,8 @@ def open_store(facts: RankFacts, timeout_s: float) -> Store:
         except OSError as error:
             if facts.rank is not None:
                 raise PipelineError(
-                    f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is another run "
-                    "using the port? Give --dist-url another"
+                    f"rank {facts.rank} cannot listen at {host}:{port} ({error}). Is "
+                    "another run using the port? Give --dist-url another"
                 ) from error
     return connect(host, port, secret, timeout_s, facts.prefix)
 
@@ -70,7 +77,9 @@ def _meet_through_agent(facts: RankFacts, secret: str, timeout_s: float) -> Stor
     """Find the store by an address in that of torchrun's agent, which is open to everybody."""
     timeout = timedelta(seconds=timeout_s)
     try:
-        agent = dist.TCPStore(facts.host, facts.port, None, False, timeout, wait_for_workers=False)
+        agent = dist.TCPStore(
+            facts.host, facts.port, None, False, timeout, wait_for_workers=False
+        )
         told = dist.PrefixStore(f"fminfer/{facts.agent}", agent)
         if facts.rank == 0:
             host = LOOPBACK if facts.is_one_machine else facts.host
@@ -86,7 +95,9 @@ def _meet_through_agent(facts: RankFacts, secret: str, timeout_s: float) -> Stor
     return connect(host, port, secret, timeout_s)
 
 
-def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_s: float) -> Store:
+def _meet_in_folder(
+    folder: Path, rank: int | None, secret: str | None, timeout_s: float
+) -> Store:
     """Rank 0, or the first to come, writes its address into the folder; the others read it.
 
     Files are numbered: one that leads nowhere (a killed run left it) is followed by the next
@@ -95,14 +106,17 @@ def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_
     try:
         folder.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UsageError(f"--rendezvous {folder} cannot be made a folder: {error}") from error
+        raise UsageError(
+            f"--rendezvous {folder} cannot be made a folder: {error}"
+        ) from error
     until_s = time.monotonic() + timeout_s
     seen_s: dict[Path, float] = {}  # when this rank first saw a file
     while time.monotonic() < until_s:
         store = None
         files = sorted(folder.glob(FILES))
         if files and rank != 0:
-            fields = _read(files[-1], secret)  # once: its holder may write another meanwhile
+            # once: its holder may write another meanwhile
+            fields = _read(files[-1], secret)
             store = _join(files[-1], fields, secret, timeout_s)
             age_s = time.monotonic() - seen_s.setdefault(files[-1], time.monotonic())
             if store is None and _may_lead_yet(files[-1], fields, age_s):
@@ -113,7 +127,9 @@ def _meet_in_folder(folder: Path, rank: int | None, secret: str | None, timeout_
         if store is not None:
             return store
         time.sleep(POLL_S)
-    raise PipelineError(f"the ranks found no common store through {folder} in {timeout_s:g} s")
+    raise PipelineError(
+        f"the ranks found no common store through {folder} in {timeout_s:g} s"
+    )
 
 
 def _read(file: Path, secret: str | None) -> dict[str, Any]:
@@ -124,14 +140,18 @@ def _read(file: Path, secret: str | None) -> dict[str, Any]:
     try:
         fields = json.loads(read_own(file) if secret is None else file.read_text())
     except PermissionError as error:
-        raise UsageError(f"{file} cannot be read: all ranks must be one user's") from error
+        raise UsageError(
+            f"{file} cannot be read: all ranks must be one user's"
+        ) from error
     except (OSError, ValueError):
         return {}
     is_whole = isinstance(fields, dict) and isinstance(fields.get("port"), int)
     return fields if is_whole and isinstance(fields.get("hosts"), list) else {}
 
 
-def _join(file: Path, fields: dict[str, Any], secret: str | None, timeout_s: float) -> Store | None:
+def _join(
+    file: Path, fields: dict[str, Any], secret: str | None, timeout_s: float
+) -> Store | None:
     """Connect to the store whose address a file holds; None: it leads nowhere."""
     used = secret or str(fields.get("secret", ""))
     for host in fields.get("hosts", ()):
@@ -142,7 +162,8 @@ def _join(file: Path, fields: dict[str, Any], secret: str | None, timeout_s: flo
         except (OSError, EOFError, NoStoreError):
             continue
         except WrongSecretError as error:
-            if secret is None and used:  # the port of a run that was killed is another's by now
+            # the port of a run that was killed is another's by now
+            if secret is None and used:
                 continue
             raise PipelineError(f"{file}: {error}. {HOW_TO_SHARE}") from None
     return None
@@ -153,7 +174,8 @@ def _is_near(fields: dict[str, Any]) -> bool:
 
 
 def _may_lead_yet(file: Path, fields: dict[str, Any], age_s: float) -> bool:
-    """Return whether a file may lead to a store soon; its holder, if away, is asked to listen."""
+    """Return whether a file may lead to a store soon; its holder, if away, is asked to
+    listen."""
     if not fields:
         return age_s < TORN_S
     if _is_near(fields) or fields["hosts"] != [LOOPBACK] or age_s >= AWAY_S:
@@ -181,7 +203,11 @@ def _found(
     file = folder / FILES.replace("[0-9]" * 6, f"{number:06}")
     listener = listen(LOOPBACK, 0)
     used = secret or secrets.token_hex(32)
-    fields = {"machine": machine_id(), "hosts": [LOOPBACK], "port": listener.getsockname()[1]}
+    fields = {
+        "machine": machine_id(),
+        "hosts": [LOOPBACK],
+        "port": listener.getsockname()[1],
+    }
     fields |= {} if secret else {"secret": used}
     try:
         is_first = create_once(file, json.dumps(fields).encode(), 0o600)
@@ -209,12 +235,15 @@ def _await_away(store: Store, file: Path, fields: dict[str, Any]) -> None:
     """Listen on every interface once a rank of another machine has asked for it."""
     others = [address for address in interfaces().values() if not is_loopback(address)]
     while others and not store.has_all.wait(AWAY_POLL_S):
-        if not list(file.parent.glob(_away(file).name)):  # which asks the disk, not a cache
+        # which asks the disk, not a cache
+        if not list(file.parent.glob(_away(file).name)):
             continue
         listener = listen("", 0)
         assert store.holder is not None
         store.holder.listen_at(listener)
-        draft = file.with_name(f".{file.name}.{socket.gethostname()}.{os.getpid()}.{store.port}")
+        draft = file.with_name(
+            f".{file.name}.{socket.gethostname()}.{os.getpid()}.{store.port}"
+        )
         told = fields | {"hosts": others, "port": listener.getsockname()[1]}
         create_once(draft, json.dumps(told).encode(), 0o600)
         os.replace(draft, file)
@@ -240,13 +269,16 @@ def listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-def end_when_silent(peer: socket.socket, timeout_s: float, *, is_always_read: bool) -> None:
+def end_when_silent(
+    peer: socket.socket, timeout_s: float, *, is_always_read: bool
+) -> None:
     """Let the system end a connection whose other machine is silent for this time.
 
     Args:
-        is_always_read: the process at the other end always reads. To Linux, one that does not read
-            looks like a machine that is gone. If it may stop reading, a silent machine is noticed
-            only while no data is on its way. Otherwise it takes 15 minutes.
+        is_always_read: the process at the other end always reads. To Linux, one that
+        does not read
+            looks like a machine that is gone. If it may stop reading, a silent machine
+            is noticed only while no data is on its way. Otherwise it takes 15 minutes.
     """
     peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
@@ -288,5 +320,7 @@ def interfaces() -> dict[str, str]:
         for _, name in socket.if_nameindex():
             request = struct.pack("256s", name.encode()[:15])
             with contextlib.suppress(OSError):  # it has no address
-                found[name] = socket.inet_ntoa(fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24])
+                found[name] = socket.inet_ntoa(
+                    fcntl.ioctl(probe, SIOCGIFADDR, request)[20:24]
+                )
     return found

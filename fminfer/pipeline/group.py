@@ -1,4 +1,5 @@
-"""Lets the ranks of one run, or of one of its pipelines, meet, exchange words and end together."""
+"""Lets the ranks of one run, or of one of its pipelines, meet, exchange words and end
+together."""
 
 from __future__ import annotations
 
@@ -19,19 +20,27 @@ from typing import Any, Protocol
 
 import torch.distributed as dist
 
-from fminfer.core.errors import FminferError, PipelineError, StoppedError, UsageError, printable
+from fminfer.core.errors import (
+    FminferError,
+    PipelineError,
+    StoppedError,
+    UsageError,
+    printable,
+)
 from fminfer.machine.liveness import wait_until
 from fminfer.pipeline.finding import interfaces, open_store
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.pipeline.store import TELL_AFTER_S
 from fminfer.pipeline.watch import HEAR_S, Fault, Watch
 
-End = Callable[[str], None]  # ends this process at once; it is told the kind of an error
+# ends this process at once; it is told the kind of an error
+End = Callable[[str], None]
 STOP_POLL_S = 0.05
 SEE_S = 1.0  # time to see that a child whose connection broke is dead
 STAY_S = 60.0  # time for ranks to come and hear why there is no run
 END_S = 10.0  # time for ranks to end once they were told to stop
-FOREVER = timedelta(days=365)  # a rank may wait for work without limit; the watch sees deaths
+# a rank may wait for work without limit; the watch sees deaths
+FOREVER = timedelta(days=365)
 
 
 class Children(Protocol):
@@ -74,8 +83,10 @@ class Meeting:
         self._end = end
         self._children = children
         self._is_spawned = facts.parent is not None  # whoever started it speaks for it
-        self._last_words = threading.Lock()  # held for good by the thread that ends the process
-        self.fault: Fault | None = None  # what has ended the run, if the process goes on
+        # held for good by the thread that ends the process
+        self._last_words = threading.Lock()
+        # what has ended the run, if the process goes on
+        self.fault: Fault | None = None
         self.world_size = facts.world_size
         self._pipeline = facts.prefix.rstrip("/")  # its name, where there are several
         self._store = open_store(facts, spread.join_timeout_s)
@@ -103,7 +114,9 @@ class Meeting:
     def warn(self, error: Exception) -> None:
         """Tell the others why this rank ends, and give them time to hear it."""
         is_ours = isinstance(error, FminferError)
-        self.watch.warn(Fault.of(error, "" if is_ours else f"rank {self.rank} failed: "))
+        self.watch.warn(
+            Fault.of(error, "" if is_ours else f"rank {self.rank} failed: ")
+        )
 
     def _prepare(self, prepare: Callable[[int], None]) -> None:
         """Do what needs no other rank; report its errors now, and to all ranks that come."""
@@ -142,10 +155,13 @@ class Meeting:
     @property
     def local_ranks(self) -> list[int]:
         """Return the ranks of this machine."""
-        return [rank for rank, host in enumerate(self.hosts) if host == self._where["host"]]
+        return [
+            rank for rank, host in enumerate(self.hosts) if host == self._where["host"]
+        ]
 
     def gather(self, name: str, value: object = None) -> list[Any]:
-        """Wait for every rank's value, in rank order; publish this rank's first if it is given."""
+        """Wait for every rank's value, in rank order; publish this rank's first if it
+        is given."""
         if value is not None:
             self._set(name, value)
         keys = [f"{name}/{rank}" for rank in range(self.world_size)]
@@ -158,23 +174,29 @@ class Meeting:
         known = int(self._store.compare_set("world_size", "", str(self.world_size)))
         if known != self.world_size:
             raise PipelineError(
-                f"this rank was started with --world-size {self.world_size}, another with {known}"
+                f"this rank was started with --world-size {self.world_size}, another "
+                f"with {known}"
             )
         rank = facts.rank
         if rank is None:
             rank = 0 if self._is_holder else self._store.add("order", 1)
         if rank >= self.world_size:
             raise PipelineError(
-                f"{self.world_size} ranks have joined already (--world-size); this one is too many"
+                f"{self.world_size} ranks have joined already (--world-size); this one "
+                "is too many"
             )
         if self._store.add(f"claim/{rank}", 1) > 1:
-            raise PipelineError(f"another process is rank {rank} already; give each its own --rank")
+            raise PipelineError(
+                f"another process is rank {rank} already; give each its own --rank"
+            )
         return rank
 
     def _await_all(self, deadline_s: float) -> None:
         tell_at_s = math.inf if self._is_spawned else time.monotonic() + TELL_AFTER_S
         while missing := [
-            rank for rank in range(self.world_size) if not self._store.check([f"joined/{rank}"])
+            rank
+            for rank in range(self.world_size)
+            if not self._store.check([f"joined/{rank}"])
         ]:
             names = ", ".join(map(str, missing))
             if time.monotonic() > deadline_s:
@@ -213,14 +235,18 @@ class Meeting:
             self._store.close(fault.to_error())
             return
         self._last_words.acquire()
-        # One voice is enough: that of a rank 0 that has started the others, and of who is to blame.
-        is_own = fault.text.startswith((f"rank {self.rank} failed", f"rank {self.rank}:"))
+        # One voice is enough: that of a rank 0 that has started the others, and of who
+        # is to blame.
+        is_own = fault.text.startswith(
+            (f"rank {self.rank} failed", f"rank {self.rank}:")
+        )
         is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None
         if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
             name = f"{self._pipeline}: " if self._pipeline else ""
             print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
         if self._is_holder and self._children is None:
-            time.sleep(HEAR_S)  # the store, from which the others hear it, ends with this process
+            # the store, from which the others hear it, ends with this process
+            time.sleep(HEAR_S)
         self._store.hide()
         self._end(fault.kind)
 
@@ -234,7 +260,8 @@ class Group(Meeting):
         self._connect()
 
     def _connect(self) -> None:
-        """Let torch connect the ranks on a thread, because it hears neither signals nor faults."""
+        """Let torch connect the ranks on a thread, because it hears neither signals nor
+        faults."""
         errors: list[Exception] = []
 
         def connect() -> None:
@@ -277,7 +304,8 @@ class Group(Meeting):
             self._store.hide()
 
     def leave(self, *, has_failed: bool = False) -> None:
-        """End in good order, or end the ranks that this process has started, whatever they do."""
+        """End in good order, or end the ranks that this process has started, whatever
+        they do."""
         self.watch.stop()
         self._store.hide()
         if not has_failed:
@@ -304,8 +332,9 @@ def agree(meeting: Meeting, name: str, mine: dict[str, Any]) -> None:
     for each in {**mine, **theirs}:
         if mine.get(each) != theirs.get(each):
             raise PipelineError(
-                f"{each} is {mine.get(each)} on rank {meeting.rank} and {theirs.get(each)} on rank "
-                "0; start every rank with the same model and options"
+                f"{each} is {mine.get(each)} on rank {meeting.rank} and "
+                f"{theirs.get(each)} on rank 0; start every rank with the same model "
+                "and options"
             )
 
 
@@ -313,8 +342,9 @@ def require_no_group() -> None:
     """Refuse several ranks in a process that has torch's group of another engine or program."""
     if dist.is_initialized():
         raise UsageError(
-            "this process has a torch.distributed group, and an engine of several ranks needs one "
-            "of its own. Close the other engine, or make this one in another process"
+            "this process has a torch.distributed group, and an engine of several "
+            "ranks needs one of its own. Close the other engine, or make this one in "
+            "another process"
         )
 
 
@@ -330,7 +360,8 @@ def _choose_interface(mine: dict[str, str], joined: list[dict[str, str]]) -> Non
     for name, found in interfaces().items():
         if found == address or (not away and found.startswith("127.")):
             os.environ.setdefault("GLOO_SOCKET_IFNAME", name)
-            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")  # as it is, no prefix
+            # as it is, no prefix
+            os.environ.setdefault("NCCL_SOCKET_IFNAME", f"={name}")
             return
 
 

@@ -34,7 +34,8 @@ class NoStoreError(PipelineError):
 
 
 def greet(peer: socket.socket, secret: str, timeout_s: float) -> bool:
-    """Let a peer prove in time that it has the secret, and prove it too; return whether it has."""
+    """Let a peer prove in time that it has the secret, and prove it too; return whether
+    it has."""
     until_s = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
     peer.settimeout(timeout_s)
@@ -67,13 +68,18 @@ def introduce(holder: socket.socket, secret: str) -> None:
         holder.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"rank", nonces))
         proof = receive_exactly(holder, DIGEST_BYTES)
     except (ConnectionError, EOFError) as error:
-        raise HolderEndedError("rank 0 ended while this rank introduced itself") from error
+        raise HolderEndedError(
+            "rank 0 ended while this rank introduced itself"
+        ) from error
     if not hmac.compare_digest(proof, _proof(secret, b"store", nonces)):
         raise WrongSecretError("rank 0 has another secret than this rank")
 
 
-def receive_exactly(peer: socket.socket, count: int, until_s: float | None = None) -> bytes:
-    """Receive so many bytes, until this time of the monotonic clock: a peer may send byte by byte.
+def receive_exactly(
+    peer: socket.socket, count: int, until_s: float | None = None
+) -> bytes:
+    """Receive so many bytes, until this time of the monotonic clock: a peer may send
+    byte by byte.
 
     Raises:
         EOFError, TimeoutError: the peer hung up, or took longer.
@@ -94,11 +100,12 @@ def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
 
 
 def secret_of_home() -> str:
-    """Return this user's own secret, kept in the cache folder; the first rank to ask makes it."""
+    """Return this user's own secret, kept in the cache folder; the first rank to ask
+    makes it."""
     if why := why_no_cache():
         raise UsageError(
-            f"the ranks' common secret has no place: {why}; or set {SECRET} to the same text for "
-            "every rank"
+            f"the ranks' common secret has no place: {why}; or set {SECRET} to the "
+            "same text for every rank"
         )
     path = cache_path() / "ranks.secret"
     try:
@@ -117,7 +124,7 @@ def read_own(path: Path) -> str:
         is_ours = found.st_uid == os.getuid() or os.getuid() == 0
         if not is_ours or found.st_mode & 0o077:
             raise UsageError(
-                f"{path} holds the ranks' secret and must be yours alone (mode 0600); remove it, "
-                f"or set {SECRET} to the same text for every rank"
+                f"{path} holds the ranks' secret and must be yours alone (mode 0600); "
+                f"remove it, or set {SECRET} to the same text for every rank"
             )
         return file.read()

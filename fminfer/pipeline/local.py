@@ -16,7 +16,8 @@ from fminfer.compute.step import Step, StepResult
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.quantities import show_short
 
-Result = tuple[int, StepResult | BaseException]  # in whose turn it was asked for, and what came
+# in whose turn it was asked for, and what came
+Result = tuple[int, StepResult | BaseException]
 LAST_TURN = sys.maxsize  # of what ends a pipeline
 WAIT_S = 0.5
 # A step hangs after the longer of these: this time, and 100 times the median of recent steps.
@@ -37,9 +38,11 @@ class QueuedPipeline(ABC):
         # open would wait for this one for ever.
         atexit.register(self.close)
         self._is_closed = False
-        self.failure: BaseException | None = None  # of a rank; no result will come any more
+        # of a rank; no result will come any more
+        self.failure: BaseException | None = None
         self.num_in_flight = 0
-        self.limit_s = STEP_LIMIT_S  # the least time without a result that counts as a hang
+        # the least time without a result that counts as a hang
+        self.limit_s = STEP_LIMIT_S
         self._step_times: deque[float] = deque(maxlen=64)
 
     def submit(self, step: Step) -> None:
@@ -107,8 +110,8 @@ class QueuedPipeline(ABC):
     def drop(self) -> None:
         """Throw the results of the steps in flight away; later steps are done behind them.
 
-        It relies on no count: an interrupt (KeyboardInterrupt) can fall between a result's arrival
-        and its counting.
+        It relies on no count: an interrupt (KeyboardInterrupt) can fall between a
+        result's arrival and its counting.
         """
         self._turn += 1
         self.num_in_flight = 0
@@ -140,7 +143,9 @@ class LocalPipeline(QueuedPipeline):
     """The pipeline of a single stage, whose `run` it calls."""
 
     def __init__(
-        self, run: Callable[[Step], StepResult], on_start: Callable[[], None] = lambda: None
+        self,
+        run: Callable[[Step], StepResult],
+        on_start: Callable[[], None] = lambda: None,
     ) -> None:
         super().__init__(on_start)
         self._run = run

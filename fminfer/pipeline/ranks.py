@@ -1,4 +1,5 @@
-"""Who this process is among ranks that were started apart: by flags, or by a launcher's variables.
+"""Who this process is among ranks that were started apart: by flags, or by a launcher's
+variables.
 
 Understood are torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's jsrun and mpirun.
 """
@@ -22,12 +23,16 @@ HOW_TO_SHARE = (
 )
 FIRST_JOB_PORT = 20000
 NUM_JOB_PORTS = 20000  # a port from a job's number, the same on every node
-# What each launcher calls rank, world size, and the number of ranks on this machine. srun is last:
-# mpirun starts its own helpers with it, so that both have set their variables.
+# What each launcher calls rank, world size, and the number of ranks on this machine.
+# srun is last: mpirun starts its own helpers with it, so that both have set their variables.
 LAUNCHERS = {
     "torchrun": ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"),
     "jsrun": ("JSM_NAMESPACE_RANK", "JSM_NAMESPACE_SIZE", "JSM_NAMESPACE_LOCAL_SIZE"),
-    "mpirun": ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE"),
+    "mpirun": (
+        "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_SIZE",
+        "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
     "srun": ("SLURM_PROCID", "SLURM_STEP_NUM_TASKS", ""),  # it has a number of machines
 }
 
@@ -45,9 +50,12 @@ class RankConfig(GroupSizes):
         metavar="HOST:PORT|FOLDER",
     )
     dist_url: str | None = _option(
-        "Where rank 0 listens for ranks that are started apart.", metavar="tcp://HOST:PORT"
+        "Where rank 0 listens for ranks that are started apart.",
+        metavar="tcp://HOST:PORT",
     )
-    join_timeout_s: float = _option("Seconds that a rank may take to join.", default=300.0)
+    join_timeout_s: float = _option(
+        "Seconds that a rank may take to join.", default=300.0
+    )
     rank_timeout_s: float = _option(
         "Seconds that a rank may be silent before the run ends.", default=30.0
     )
@@ -64,7 +72,9 @@ class RankConfig(GroupSizes):
         for name in ("rank_timeout_s", "join_timeout_s"):
             if getattr(self, name) <= 0:
                 flag = options_of(RankConfig)[name].told
-                raise UsageError(f"{flag} is {getattr(self, name)}; it must be above 0 seconds")
+                raise UsageError(
+                    f"{flag} is {getattr(self, name)}; it must be above 0 seconds"
+                )
 
 
 @dataclass(slots=True, frozen=True)
@@ -77,16 +87,19 @@ class RankFacts:
     port: int = 0
     folder: Path | None = None  # of the rendezvous, in the place of host and port
     listen_fd: int | None = None  # the store's socket, if rank 0 has opened it already
-    parent: int | None = None  # the process of the run that started this one; None: another did
+    # the process of the run that started this one; None: another did
+    parent: int | None = None
     source: str = "--rank"
-    agent: str | None = None  # of torchrun: its store is at host and port, our keys under this
+    # of torchrun: its store is at host and port, our keys under this
+    agent: str | None = None
     is_one_machine: bool = False  # all ranks are on this one
     secret: str | None = field(default=None, repr=False)  # of the environment
     prefix: str = ""  # of one pipeline's keys, where several share a store
 
     @property
     def opens_store(self) -> bool:
-        """Return whether this process opens the store, unless one without a number was faster."""
+        """Return whether this process opens the store, unless one without a number was
+        faster."""
         return self.rank in (None, 0) and not self.prefix
 
 
@@ -127,8 +140,8 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         size = _number(environ, size_name)
         if config.told_ranks not in (None, size):
             raise UsageError(
-                f"--world-size is {config.told_ranks}, but {launcher} started {size} ranks; leave "
-                "the flag out"
+                f"--world-size is {config.told_ranks}, but {launcher} started {size} "
+                "ranks; leave the flag out"
             )
         least = config.data_group_size * config.tensor_parallel_size
         if size % least:
@@ -146,8 +159,12 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         return RankFacts(rank, size, host, port, source=launcher)
     if config.rendezvous is not None:
         if config.told_ranks is None:
-            raise UsageError("--rendezvous needs --world-size: how many ranks will come")
-        return _by_rendezvous(config.rendezvous, None, config.told_ranks, "--rendezvous")
+            raise UsageError(
+                "--rendezvous needs --world-size: how many ranks will come"
+            )
+        return _by_rendezvous(
+            config.rendezvous, None, config.told_ranks, "--rendezvous"
+        )
     return None
 
 
@@ -155,7 +172,9 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     """Read a launcher's variable that holds a whole number."""
     text = environ.get(name) or ("" if default is None else str(default))
     if not text.isdigit():
-        raise UsageError(f"{name} is {text!r} in the environment; it must be a whole number")
+        raise UsageError(
+            f"{name} is {text!r} in the environment; it must be a whole number"
+        )
     return int(text)
 
 
@@ -181,7 +200,9 @@ def _by_hand(config: RankConfig) -> RankFacts | None:
         )
     url = re.fullmatch(r"tcp://(.+)", config.dist_url)
     if url is None:
-        raise UsageError(f"--dist-url is {config.dist_url!r}; it must be tcp://host:port")
+        raise UsageError(
+            f"--dist-url is {config.dist_url!r}; it must be tcp://host:port"
+        )
     host, port = parse_address(url[1], "--dist-url")
     return RankFacts(config.rank, size, host, port)
 
@@ -218,13 +239,17 @@ def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFact
 def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return where rank 0 of a cluster's job listens: MASTER_ADDR, or the job's first node."""
     if launcher == "srun" or (launcher == "mpirun" and "SLURM_JOB_ID" in environ):
-        job_nodes = environ.get("SLURM_JOB_NODELIST", "")  # mpirun's own step may lack the first
-        nodes = environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
+        # mpirun's own step may lack the first
+        job_nodes = environ.get("SLURM_JOB_NODELIST", "")
+        nodes = (
+            environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
+        )
         host = first_node(nodes)
         job = environ.get("SLURM_JOB_ID", "0")
     else:
         names = (
-            environ.get("LSB_MCPU_HOSTS", "").split()[::2] or environ.get("LSB_HOSTS", "").split()
+            environ.get("LSB_MCPU_HOSTS", "").split()[::2]
+            or environ.get("LSB_HOSTS", "").split()
         )
         if environ.get("LSB_DJOB_HOSTFILE"):
             names = Path(environ["LSB_DJOB_HOSTFILE"]).read_text().split()
@@ -240,7 +265,9 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
     if is_one_machine(launcher, environ) and not environ.get("MASTER_ADDR"):
         host = "127.0.0.1"
     digits = re.sub(r"\D", "", job) or "0"
-    return host, _number(environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS)
+    return host, _number(
+        environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS
+    )
 
 
 def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
@@ -262,5 +289,7 @@ def parse_address(text: str, flag: str) -> tuple[str, int]:
     """Split host:port, or refuse what is not that."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
-        raise UsageError(f"{flag}: {text!r} is not host:port, with a port from 1 to 65535")
+        raise UsageError(
+            f"{flag}: {text!r} is not host:port, with a port from 1 to 65535"
+        )
     return host.strip("[]"), int(port)

@@ -1,8 +1,8 @@
 """The pipeline of several ranks: hidden states go from stage to stage, results back to rank 0.
 
 A rank computes while a second thread receives the next message and a third sends the last one.
-So transfers hide behind compute. Where ranks share a stage, its leader passes each step on to the
-others before it computes its own shard of it.
+So transfers hide behind compute. Where ranks share a stage, its leader passes each step
+on to the others before it computes its own shard of it.
 """
 
 from __future__ import annotations
@@ -47,7 +47,9 @@ class StageClock(Protocol):
     def start(self) -> None:
         """Begin a step."""
 
-    def stop(self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0) -> StageSpan:
+    def stop(
+        self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0
+    ) -> StageSpan:
         """End the step that was begun, and return when it was."""
 
 
@@ -129,11 +131,13 @@ def _telling_errors(rank: int, form: HiddenForm, on_error: Hear) -> Iterator[Non
 class _RankWork:
     """What every rank does with a message, before it goes on to the next stage.
 
-    The other ranks of its stage answer nothing but the last `stop`; they are listened to so that a
-    death is noticed.
+    The other ranks of its stage answer nothing but the last `stop`; they are listened
+    to so that a death is noticed.
     """
 
-    def __init__(self, stage: StageWork, part: Part, form: HiddenForm, on_error: Hear) -> None:
+    def __init__(
+        self, stage: StageWork, part: Part, form: HiddenForm, on_error: Hear
+    ) -> None:
         def hear(message: RankMessage | BaseException) -> None:
             if isinstance(message, BaseException):
                 on_error(message)
@@ -163,7 +167,8 @@ class _RankWork:
             out = RankMessage("result", encode_result(step.step_id, results))
         else:
             out = RankMessage("step", message.body, hidden=hidden)
-            if hidden.is_cuda:  # other threads' streams take it, and the span ends with the work
+            # other threads' streams take it, and the span ends with the work
+            if hidden.is_cuda:
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
         sent_bytes = out.num_bytes + len(message.spans)
         max_tokens = self._stage.max_tokens
@@ -249,8 +254,11 @@ class RingPipeline(QueuedPipeline):
         self._explain = explain
         self._on_stop = on_stop
         self._release = release
-        assert part.rank == 0 and part.num_stages * part.num_shards > 1, "a ring has several ranks"
-        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()  # of steps, whose results are due
+        assert part.rank == 0 and part.num_stages * part.num_shards > 1, (
+            "a ring has several ranks"
+        )
+        # of steps, whose results are due
+        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ring: list[_Sender | _Receiver] = []  # of other stages
         self._put: Callable[[RankMessage], None] = self._take  # with one stage
         self._rank_work = _RankWork(stage, part, form, self._take)
@@ -275,7 +283,9 @@ class RingPipeline(QueuedPipeline):
             while (asked := self._steps.get()) is not None:
                 turn, step = asked
                 self._turns.put(turn)
-                self._put(self._rank_work.do(RankMessage("step", encode_step(step)), step))
+                self._put(
+                    self._rank_work.do(RankMessage("step", encode_step(step)), step)
+                )
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # the frames hold weights
             self.fail(error)

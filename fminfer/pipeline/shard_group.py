@@ -29,8 +29,8 @@ def connect_shards(
 ) -> ShardGroup | None:
     """Meet the other ranks of this one's stage; None: it has none.
 
-    All of them take the same way: NCCL if each has a GPU of its own, memory that all of them map if
-    each has the CPU's kernels, and otherwise gloo.
+    All of them take the same way: NCCL if each has a GPU of its own, memory that all of
+    them map if each has the CPU's kernels, and otherwise gloo.
 
     Raises:
         UsageError: they are on several machines, or there is no memory that they can share.
@@ -50,17 +50,24 @@ def connect_shards(
         assert library is not None, "every rank has it"
         return _map_memory(group, part, library)
     for stage in range(part.num_stages):  # torch has all ranks make each group
-        made = dist.new_group([*replace(part, stage=stage).ranks], timeout=FOREVER, backend=way)
+        made = dist.new_group(
+            [*replace(part, stage=stage).ranks], timeout=FOREVER, backend=way
+        )
         if stage == part.stage:
-            shards = TorchGroup(made, part.shard, part.num_shards, is_nccl=way == "nccl")
-    shards.sum(torch.zeros(1, device=device))  # NCCL connects here, before there is work
+            shards = TorchGroup(
+                made, part.shard, part.num_shards, is_nccl=way == "nccl"
+            )
+    # NCCL connects here, before there is work
+    shards.sum(torch.zeros(1, device=device))
     return shards
 
 
 class TorchGroup:
     """Ranks that add up by torch.distributed."""
 
-    def __init__(self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool) -> None:
+    def __init__(
+        self, group: dist.ProcessGroup, index: int, count: int, *, is_nccl: bool
+    ) -> None:
         self._group = group
         self.index = index
         self.count = count
@@ -103,19 +110,19 @@ def _refuse_distance(group: Group, part: Part) -> None:
         if len({host for _, host in places}) > 1:
             told = ", ".join(f"rank {rank} on {host}" for rank, host in places)
             raise UsageError(
-                f"ranks {ranks[0]} to {ranks[-1]} share each layer (--tensor-parallel-size "
-                f"{part.num_shards}) and must be on one machine, but there is {told}. Number the "
-                f"ranks machine by machine, a multiple of {part.num_shards} on each (srun "
-                "--distribution=block, mpirun --map-by slot); or give a smaller "
-                "--tensor-parallel-size"
+                f"ranks {ranks[0]} to {ranks[-1]} share each layer "
+                f"(--tensor-parallel-size {part.num_shards}) and must be on one "
+                f"machine, but there is {told}. Number the ranks machine by machine, a "
+                f"multiple of {part.num_shards} on each (srun --distribution=block, "
+                "mpirun --map-by slot); or give a smaller --tensor-parallel-size"
             )
 
 
 def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> ShardGroup:
     """Map memory that the leader makes. It has no name that could outlive its processes.
 
-    The others find it among the leader's open files. A mark at its end tells that it is this very
-    memory, and not that of a process with the same number on another machine.
+    The others find it among the leader's open files. A mark at its end tells that it is
+    this very memory, and not that of a process with the same number on another machine.
     """
     size = SharedMemoryGroup.num_bytes(library, part.num_shards)
     made, mark = _make_memory(size) if part.is_leader else (-1, "")
@@ -135,9 +142,9 @@ def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> ShardGroup:
             os.close(made)
     if why:
         raise UsageError(
-            f"rank {part.rank} cannot map the memory of rank {part.ranks[0]} ({why}). Ranks that "
-            "share layers must see each other's processes: in containers, start them in one, or "
-            "with --pid=host; or leave --tensor-parallel-size out"
+            f"rank {part.rank} cannot map the memory of rank {part.ranks[0]} ({why}). "
+            "Ranks that share layers must see each other's processes: in containers, "
+            "start them in one, or with --pid=host; or leave --tensor-parallel-size out"
         )
     return SharedMemoryGroup(library, memory, part.shard, part.num_shards)
 
@@ -147,7 +154,8 @@ def _make_memory(size: int) -> tuple[int, str]:
     mark = secrets.token_hex(16)
     descriptor = os.memfd_create("fminfer")
     try:
-        os.posix_fallocate(descriptor, 0, size + len(mark))  # now, where a lack is an error
+        # now, where a lack is an error
+        os.posix_fallocate(descriptor, 0, size + len(mark))
     except OSError as error:
         os.close(descriptor)
         raise UsageError(

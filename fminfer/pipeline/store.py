@@ -44,7 +44,8 @@ class StoreHolder:
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._secret = secret
-        self.lines: dict[int, socket.socket] = {}  # connections that became somebody's own
+        # connections that became somebody's own
+        self.lines: dict[int, socket.socket] = {}
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -63,7 +64,9 @@ class StoreHolder:
     def listen_at(self, listener: socket.socket) -> None:
         """Take connections there, too."""
         self._listeners.append(listener)
-        threading.Thread(target=self._accept, args=(listener,), name="door", daemon=True).start()
+        threading.Thread(
+            target=self._accept, args=(listener,), name="door", daemon=True
+        ).start()
 
     def _accept(self, listener: socket.socket) -> None:
         while not self._is_closed:
@@ -126,7 +129,8 @@ class StoreHolder:
 
 
 class Store(dist.Store):
-    """One connection to the store, whose calls wait for each other; gloo and NCCL meet through it.
+    """One connection to the store, whose calls wait for each other; gloo and NCCL meet
+    through it.
 
     Args:
         prefix: of all its keys; several groups of ranks may share one store.
@@ -207,7 +211,8 @@ class Store(dist.Store):
         return int(self._ask(b"add", self._full(key), str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set a key if it has the expected value (empty: none); return the one that it has then."""
+        """Set a key if it has the expected value (empty: none); return the one that it
+        has then."""
         return self._ask(b"swap", self._full(key), expected, value)[0]
 
     def append(self, key: str, value: str | bytes) -> None:
@@ -248,7 +253,9 @@ class Store(dist.Store):
         return self._prefix + key
 
     def _ask(self, name: bytes, *parts: str | bytes) -> list[bytes]:
-        texts = [part.encode() if isinstance(part, str) else bytes(part) for part in parts]
+        texts = [
+            part.encode() if isinstance(part, str) else bytes(part) for part in parts
+        ]
         try:
             with self._lock:
                 _send(self._socket, [name, *texts])
@@ -259,7 +266,9 @@ class Store(dist.Store):
             raise PipelineError(STORE_IS_GONE) from error
 
 
-def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "") -> Store:
+def connect(
+    host: str, port: int, secret: str, timeout_s: float, prefix: str = ""
+) -> Store:
     """Connect to a store, which may not be there yet."""
     until_s = time.monotonic() + timeout_s
     tell_at_s = time.monotonic() + TELL_AFTER_S
@@ -271,8 +280,9 @@ def connect(host: str, port: int, secret: str, timeout_s: float, prefix: str = "
             raise PipelineError(f"{host}:{port}: {error}. {HOW_TO_SHARE}") from None
         except NoStoreError:
             raise PipelineError(
-                f"something answers at {host}:{port}, but it is no rank 0 of fminfer; is another "
-                "program, or another version, using the port? Give all ranks another"
+                f"something answers at {host}:{port}, but it is no rank 0 of fminfer; "
+                "is another program, or another version, using the port? Give all "
+                "ranks another"
             ) from None
         except (OSError, EOFError) as error:  # not yet there, or just gone
             has_ended = isinstance(error, HolderEndedError)
@@ -302,8 +312,8 @@ def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> S
         store = connect(host, port, secret, min(REACH_S, timeout_s))
     except PipelineError:
         raise PipelineError(
-            f"rank 0 cannot reach itself at {host}:{port}; give an address of the machine that it "
-            "runs on"
+            f"rank 0 cannot reach itself at {host}:{port}; give an address of the "
+            "machine that it runs on"
         ) from None
     store.holder = holder
     return store

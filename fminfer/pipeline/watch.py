@@ -1,8 +1,8 @@
 """Notices ranks that die, fail or fall silent, and tells every other one within seconds.
 
-Each rank beats in the store, with its peak memory. Rank 0 watches all; all watch rank 0 and one key
-for faults. Silence is counted in this process's own turns, so a run that was suspended as a whole
-can go on.
+Each rank beats in the store, with its peak memory. Rank 0 watches all; all watch rank 0
+and one key for faults. Silence is counted in this process's own turns, so a run that
+was suspended as a whole can go on.
 """
 
 from __future__ import annotations
@@ -27,7 +27,8 @@ TURN_S = 0.5
 HEAR_S = 2 * TURN_S  # time for the others to hear of a fault
 FAULT = "fault"
 PARENT_IS_GONE = (
-    "rank 0, which started this rank, is gone (the system ends processes when memory runs out)"
+    "rank 0, which started this rank, is gone (the system ends processes when memory "
+    "runs out)"
 )
 
 
@@ -84,7 +85,8 @@ class Watch:
         self._max_turns = max(2, round(timeout_s / TURN_S))
         self.on_fault = on_fault
         self._look = look
-        self.measure: Callable[[], MemoryPeak] = measure_peak  # of this rank's device, once known
+        # of this rank's device, once known
+        self.measure: Callable[[], MemoryPeak] = measure_peak
         self._stop = threading.Event()
         self._told = threading.Lock()  # held for good once a fault was handed on
         self._lock = threading.Lock()  # of the store's connection
@@ -110,7 +112,8 @@ class Watch:
             self._lock.release()
 
     def warn(self, fault: Fault) -> None:
-        """Make a fault known, and give the others time to hear of it before this rank is gone."""
+        """Make a fault known, and give the others time to hear of it before this rank
+        is gone."""
         self._told.acquire(blocking=False)  # this rank knows, and says it itself
         self.report(fault)
         time.sleep(HEAR_S)
@@ -131,7 +134,8 @@ class Watch:
             self._beats[1:] = self._read_beats()
 
     def find_peaks(self) -> dict[int, MemoryPeak]:
-        """Return the peaks of other ranks, as they last reported them; on rank 0, in any thread."""
+        """Return the peaks of other ranks, as they last reported them; on rank 0, in
+        any thread."""
         said = {rank: [*map(int, self._beats[rank].split())] for rank in self._watched}
         return {rank: MemoryPeak(*each[1:]) for rank, each in said.items() if each}
 
@@ -158,7 +162,8 @@ class Watch:
         self._set_beat()
         if self._store.check([FAULT]):
             if self._rank == 0 and self.all_joined.is_set():
-                self._beats[1:] = self._read_beats()  # the last peak of the one that failed
+                # the last peak of the one that failed
+                self._beats[1:] = self._read_beats()
             return Fault.from_json(self._store.get(FAULT))
         if why := self._look():
             return self._publish(Fault(why))
@@ -188,7 +193,9 @@ class Watch:
         if self._parent is not None and os.getppid() != self._parent:
             self._tell(Fault(PARENT_IS_GONE))
         elif self._turns_since_answer > self._max_turns + 2:
-            silence = f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout)"
+            silence = (
+                f"rank 0 has not answered for {self._timeout_s:g} s (--rank-timeout)"
+            )
             self._tell(Fault(f"{silence}: the ranks' common store is in it"))
 
     def _tell(self, fault: Fault) -> None:

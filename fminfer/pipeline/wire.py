@@ -1,4 +1,5 @@
-"""The wire between two ranks: a header, then what it announces (torch.distributed, point to point).
+"""The wire between two ranks: a header, then what it announces (torch.distributed,
+point to point).
 
 Numbers and bytes go over gloo. Hidden states go over NCCL where every rank has a GPU of its own,
 else over gloo, through the host's memory.
@@ -107,7 +108,8 @@ def _receive_hidden(rank: int, form: HiddenForm, tokens: int) -> torch.Tensor:
     dist.recv(hidden, rank, group=form.group)
     hidden = hidden.to(form.device)
     _await_stream(form)
-    if form.device.type == "cuda":  # its memory is not reused before compute is done with it
+    # its memory is not reused before compute is done with it
+    if form.device.type == "cuda":
         hidden.record_stream(torch.cuda.default_stream(form.device))
     return hidden
 
@@ -151,7 +153,9 @@ def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
 
 def encode_spans(spans: list[StageSpan]) -> bytes:
     """Return spans as lines of JSON, to which others may be appended."""
-    return b"".join(orjson.dumps(span, option=orjson.OPT_APPEND_NEWLINE) for span in spans)
+    return b"".join(
+        orjson.dumps(span, option=orjson.OPT_APPEND_NEWLINE) for span in spans
+    )
 
 
 def decode_spans(data: bytes) -> list[StageSpan]:
@@ -161,12 +165,15 @@ def decode_spans(data: bytes) -> list[StageSpan]:
 
 def _join(number: int, columns: list[np.ndarray]) -> bytes:
     """Return a number, the shape of each column, and the columns as bytes."""
-    head = np.array([number, *(size for each in columns for size in each.shape)], np.int64)
+    head = np.array(
+        [number, *(size for each in columns for size in each.shape)], np.int64
+    )
     return b"".join([head.tobytes(), *(each.tobytes() for each in columns)])
 
 
 def _read(data: bytes, likes: Iterable[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
-    """Return the number and the columns of `_join`, given arrays of their dtypes and dimensions."""
+    """Return the number and the columns of `_join`, given arrays of their dtypes and
+    dimensions."""
     likes = list(likes)
     head = np.frombuffer(data, np.int64, 1 + sum(like.ndim for like in likes)).tolist()
     number, *sizes = head

@@ -18,12 +18,15 @@ from fminfer.models.tensor_specs import layer_specs, part_specs, without_tied
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
-RUN_BYTES = 30 << 20  # a run's process takes more than a check's: threads, journal, rows
+# a run's process takes more than a check's: threads, journal, rows
+RUN_BYTES = 30 << 20
 GPU_CONTEXT = 1 << 29  # a GPU's memory before anything is loaded: not measured
-GPU_RESERVE = 3 << 29  # kept free for cuBLAS, compiled kernels and holes in torch's memory
+# kept free for cuBLAS, compiled kernels and holes in torch's memory
+GPU_RESERVE = 3 << 29
 # What the allocator cannot use again of each weight that was replaced by its packed form.
 HOLE_BYTES = {"float32": 5 << 19, "bfloat16": 1 << 20}
-# Of each product of an expert that a library packs; in bfloat16 none. The kernels pack all at once.
+# Of each product of an expert that a library packs; in bfloat16 none. The kernels pack
+# all at once.
 EXPERT_HOLE_BYTES = {"float32": 1 << 20}
 # Of one logit, all copies that exist at once. Float32 logits, edited and ranked on the CPU; on a
 # GPU torch draws from them with scores in float64 (not measured there).
@@ -31,11 +34,15 @@ LOGIT_BYTES = {"cpu": 3 * 4, "cuda": 40}
 HIDDEN_COPIES = 8
 WIDE_COPIES = 3  # copies of a step's hidden states, and of an MLP's inner ones
 EXPERT_COPIES = 6  # for each expert of a token: four in the dtype, and a sum in float32
-GRAPH_LAYER_BYTES = 1 << 18  # what the driver keeps of a layer in a CUDA graph: not measured
+# what the driver keeps of a layer in a CUDA graph: not measured
+GRAPH_LAYER_BYTES = 1 << 18
 
 
 def expect_bytes(
-    plan: RunPlan, part: Part, share: ModelShare | None = None, streamed: Streamed | None = None
+    plan: RunPlan,
+    part: Part,
+    share: ModelShare | None = None,
+    streamed: Streamed | None = None,
 ) -> ExpectedBytes:
     """Return what the process of one part takes, by the plan's device, dtypes and formats."""
     checkpoint = plan.checkpoint
@@ -43,8 +50,12 @@ def expect_bytes(
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     is_tied = checkpoint.config.tie_word_embeddings and part.is_first
     specs = without_tied(part_specs(model, part), is_tied=is_tied)
-    come_and_go = () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
-    specs = {name: spec for name, spec in specs.items() if not name.startswith(come_and_go)}
+    come_and_go = (
+        () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
+    )
+    specs = {
+        name: spec for name, spec in specs.items() if not name.startswith(come_and_go)
+    }
     formats = {name: cuts.get(name, WHOLE).format(plan.held[name]) for name in specs}
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed = {  # the packed form takes a product's place
@@ -54,7 +65,8 @@ def expect_bytes(
         if isinstance(formats[name], Dense) or kernel_takes(formats[name], plan.dtype)
     }
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
-    # Of files in this very format the system keeps what was read, for it is mapped and not copied.
+    # Of files in this very format the system keeps what was read, for it is mapped and
+    # not copied.
     in_files = specs.keys() - cuts.keys() if on_cpu else ()
     as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
     whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
@@ -74,10 +86,14 @@ def expect_bytes(
     else:  # it is no larger than what was replaced
         weights += sum(min(hole, sizes[name]) for name in packed)
     if plan.packed_by == "torch":
-        num_products = sum(spec.shape[0] for spec in packed.values() if len(spec.shape) == 3)
+        num_products = sum(
+            spec.shape[0] for spec in packed.values() if len(spec.shape) == 3
+        )
         weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
     libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
-    slots, passing, host = (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
+    slots, passing, host = (
+        (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
+    )
     cache_shape = model.layers[0].attention.cache_shape
     ropes = {model.layers[number].attention.rope for number in part.numbers}
     row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
@@ -89,7 +105,9 @@ def expect_bytes(
         reads_files=bool(mapped and not packed.keys() - {head}),
         work=_step_bytes(plan, part, model, has_graphs=streamed is None),
         work_token=_token_numbers(part, model) * plan.dtype.itemsize,
-        kv_token=(part.last - part.first) * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+        kv_token=(part.last - part.first)
+        * math.prod(cache_shape)
+        * plan.kv_dtype.itemsize,
         passing=passing,
         host=host,
     )
@@ -115,12 +133,18 @@ def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBy
         held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
         size = stored.num_bytes(spec.shape)
         is_read_whole = cut.rows is None or cut.columns is not None
-        read += size if is_read_whole else cut.format(stored).num_bytes(cut.held(spec).shape)
+        read += (
+            size
+            if is_read_whole
+            else cut.format(stored).num_bytes(cut.held(spec).shape)
+        )
         whole += size
     return LayerBytes(held, read, whole)
 
 
-def _slots(plan: RunPlan, share: ModelShare | None, streamed: Streamed) -> tuple[int, int, int]:
+def _slots(
+    plan: RunPlan, share: ModelShare | None, streamed: Streamed
+) -> tuple[int, int, int]:
     """Return what streamed layers take: on the device, of it only in steps, in a GPU's host."""
     sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]
     held = max(each.held for each in sizes)
@@ -148,7 +172,9 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
         and spec.use == "product"
         and isinstance(plan.held[name], Dense)
         and plan.stored.get(name) == plan.held[name]
-        and _is_whole(plan.checkpoint.architecture, name, joins=plan.packed_by == "kernels")
+        and _is_whole(
+            plan.checkpoint.architecture, name, joins=plan.packed_by == "kernels"
+        )
         for name, spec in products.items()
     )
 
@@ -174,10 +200,17 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
     graphs = 0
     if has_graphs and kind == "cuda" and plan.may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
-        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
+        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(
+            rows
+        )
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
     floats = DEQUANTIZED_AT_ONCE[kind] * DEQUANTIZED_BYTES if plan.has_blocks else 0
-    return tokens * hidden * plan.dtype.itemsize + LOGIT_BYTES[kind] * logits + graphs + floats
+    return (
+        tokens * hidden * plan.dtype.itemsize
+        + LOGIT_BYTES[kind] * logits
+        + graphs
+        + floats
+    )
 
 
 def _token_numbers(part: Part, model: Model) -> int:

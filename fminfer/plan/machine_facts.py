@@ -1,4 +1,5 @@
-"""The facts of a machine that a run is planned from, and which of its devices each rank takes."""
+"""The facts of a machine that a run is planned from, and which of its devices each rank
+takes."""
 
 from __future__ import annotations
 
@@ -14,22 +15,26 @@ from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
 from fminfer.machine.host_memory import free_host_bytes, free_swap_bytes, own_bytes
 
-PACKED_BY_TORCH = (torch.float32, torch.bfloat16)  # by MKL and by oneDNN, where these are there
+# by MKL and by oneDNN, where these are there
+PACKED_BY_TORCH = (torch.float32, torch.bfloat16)
 
 
 @dataclass(slots=True, frozen=True)
 class Machine:
-    """What a machine has, which place in it a process takes, and how the run is spread over it."""
+    """What a machine has, which place in it a process takes, and how the run is spread
+    over it."""
 
     num_gpus: int = 0  # that torch sees
     is_fast_in_bfloat16: bool = False  # this process's device
     has_library: bool = False  # the CPU's kernels are built, or can be
-    packed_by_torch: frozenset[torch.dtype] = frozenset()  # where the kernels pack nothing
+    # where the kernels pack nothing
+    packed_by_torch: frozenset[torch.dtype] = frozenset()
     free: int | None = None  # bytes of this process's device; None: nobody has looked
     host_free: int | None = None  # free bytes of a GPU's host; None: as `free`
     swap: int = 0  # free bytes of it
     own: int = 0  # bytes of the host's memory that this process has
-    device_bytes: int | None = None  # of each process's device on another, planned machine
+    # of each process's device on another, planned machine
+    device_bytes: int | None = None
     num_stages: int = 1  # of a pipeline, which share the model's layers
     num_shards: int = 1  # processes of a stage, which share each layer
     num_pipelines: int = 1
@@ -51,8 +56,12 @@ def find_machine(
     To ask for a GPU's free memory takes some of it, so that only a process that computes does.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = choose_device(config, machine := replace(known, num_gpus=num_gpus), known.rank)
-    machine = replace(machine, is_fast_in_bfloat16=(is_fast := is_fast_in_bfloat16(device)))
+    device = choose_device(
+        config, machine := replace(known, num_gpus=num_gpus), known.rank
+    )
+    machine = replace(
+        machine, is_fast_in_bfloat16=(is_fast := is_fast_in_bfloat16(device))
+    )
     if known.device_bytes is None:
         machine = replace(machine, host_free=known.host_free or free_host_bytes())
         if is_computing or device.type == "cpu":
@@ -61,8 +70,11 @@ def find_machine(
         return machine
     has_library = may_have_library()
     has_kernels = has_library and config.kernels != "off"
-    left = [t for t in PACKED_BY_TORCH if not (has_kernels and kernel_takes(Dense(t), t))]
-    packed = [t for t in left if torch_takes(Dense(t), t, is_fast=is_fast)]  # it takes a trial
+    left = [
+        t for t in PACKED_BY_TORCH if not (has_kernels and kernel_takes(Dense(t), t))
+    ]
+    # it takes a trial
+    packed = [t for t in left if torch_takes(Dense(t), t, is_fast=is_fast)]
     return replace(
         machine,
         has_library=has_library,
@@ -73,17 +85,22 @@ def find_machine(
 
 
 def choose_device(
-    config: ComputeOptions, machine: Machine, rank: int, engine_number: int | None = None
+    config: ComputeOptions,
+    machine: Machine,
+    rank: int,
+    engine_number: int | None = None,
 ) -> torch.device:
     """Return the device of a rank. The ranks of all engines on a machine take its GPUs in turn.
 
-    `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has no number.
-    A rank that is elsewhere has the device that it would have here.
+    `auto` is the CPU where there is no GPU; `cuda` is an error there. A planned GPU has
+    no number. A rank that is elsewhere has the device that it would have here.
     """
     name = config.device
     is_planned = machine.device_bytes is not None
     if config.cuda_ids and name not in ("auto", "cuda"):
-        raise UsageError(f"--device {name} and --cuda-id contradict each other; give one of them")
+        raise UsageError(
+            f"--device {name} and --cuda-id contradict each other; give one of them"
+        )
     if name == "auto":
         name = "cuda" if machine.num_gpus or is_planned else "cpu"
     if name == "cuda" and machine.num_gpus and not is_planned:
@@ -94,7 +111,9 @@ def choose_device(
     try:
         device = torch.device(name)
     except RuntimeError:
-        raise UsageError(f"device {name!r} is unknown; give auto, cpu or cuda:N") from None
+        raise UsageError(
+            f"device {name!r} is unknown; give auto, cpu or cuda:N"
+        ) from None
     if device.type not in ("cpu", "cuda"):
         raise UsageError(
             f"device {name!r} is not one that fminfer runs on; give auto, cpu or cuda:N"

@@ -16,7 +16,12 @@ from fminfer.compute.quantized import UNPACKING
 from fminfer.compute.spec import Moe
 from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
 from fminfer.models.decode_graphs import can_capture
-from fminfer.models.tensor_specs import exit_specs, layer_specs, model_specs, without_tied
+from fminfer.models.tensor_specs import (
+    exit_specs,
+    layer_specs,
+    model_specs,
+    without_tied,
+)
 from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.roofs import Roofs
@@ -66,7 +71,8 @@ class RankWork:
     place: str  # where streamed layers come from
     quantized_bytes: int = 0  # of them, what is quantized in each pass, as it is stored
     weight_bytes: float = 0.0  # of every pass
-    expert_bytes: float = 0.0  # of all experts; a pass reads those that its tokens choose
+    # of all experts; a pass reads those that its tokens choose
+    expert_bytes: float = 0.0
     chosen_bytes: float = 0.0  # of the experts that one token chooses
     kernels: float = 0.0  # that make floats of blocks, in every pass
     expert_kernels: float = 0.0  # of all experts, like `expert_bytes`
@@ -74,7 +80,9 @@ class RankWork:
     key_operations: float = 0.0
 
 
-def _count_unpacking(plan: RunPlan, specs: Mapping[str, TensorSpec]) -> tuple[int, float]:
+def _count_unpacking(
+    plan: RunPlan, specs: Mapping[str, TensorSpec]
+) -> tuple[int, float]:
     """Return the kernels that make floats of a layer's blocks on a GPU, and the bytes they move.
 
     They run at each use. All matrices are counted in the most frequent format.
@@ -99,7 +107,9 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     streamed = rank.streamed
     own = model if share is None else share.model
     head = exit_specs(model).get("head.weight")
-    head_size = head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
+    head_size = (
+        head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
+    )
     work = RankWork(
         num_layers=rank.part.num_layers,
         kv_token=rank.takes.kv_token,
@@ -113,14 +123,22 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     for number in rank.part.numbers:
         layer = own.layers[number]
         specs = layer_specs(layer, model.hidden_size)
-        experts = sum(spec.size for name, spec in specs.items() if name.startswith("experts."))
+        experts = sum(
+            spec.size for name, spec in specs.items() if name.startswith("experts.")
+        )
         numbers = sum(spec.size for spec in specs.values())
         kernels, moved_bytes = _count_unpacking(plan, specs)
         num_experts = layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 0
         work.kernels += kernels * (1 - experts / numbers)
-        work.expert_kernels += kernels * experts / numbers + EXPERT_KERNELS * num_experts
+        work.expert_kernels += (
+            kernels * experts / numbers + EXPERT_KERNELS * num_experts
+        )
         size = layer_bytes(plan, share, number).held + moved_bytes
-        chosen = layer.mlp.top_k / layer.mlp.num_experts if isinstance(layer.mlp, Moe) else 1.0
+        chosen = (
+            layer.mlp.top_k / layer.mlp.num_experts
+            if isinstance(layer.mlp, Moe)
+            else 1.0
+        )
         of_experts = size * experts / numbers
         work.weight_bytes += size - of_experts
         work.expert_bytes += of_experts
@@ -130,7 +148,9 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     return work
 
 
-def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> dict[str, float]:
+def time_step(
+    plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs
+) -> dict[str, float]:
     """Return the seconds of what may bound a step; all but the last two go on at once."""
     on_gpu = plan.device.type == "cuda"
     num = _node_ranks(plan, roofs)
@@ -156,7 +176,9 @@ def time_step(plan: RunPlan, work: RankWork, load: StepLoad, roofs: Roofs) -> di
     )
     kernels = work.kernels + work.expert_kernels * (1 - unread)
     launches_s = 0.0 if has_graph else work.num_layers * LAUNCH_S + kernels * KERNEL_S
-    rate = roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
+    rate = (
+        roofs.disk_rate / num if work.place == "disk" else roofs.host_rate * LINK_SHARE
+    )
     arithmetic_s = operations * sharers / (roofs.arithmetic_rate * ARITHMETIC_SHARE)
     quantizing_s = work.quantized_bytes * num / _quantizing_rate(plan, roofs)
     if quantizing_s and not on_gpu:
@@ -192,7 +214,12 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
     """Return the seconds of a step's sums over a stage's ranks, two a layer, and of sending."""
     stages = plan.machine.num_stages
     shards = plan.machine.num_shards
-    size = load.num_tokens * plan.checkpoint.model.hidden_size * plan.dtype.itemsize / LINK_SHARE
+    size = (
+        load.num_tokens
+        * plan.checkpoint.model.hidden_size
+        * plan.dtype.itemsize
+        / LINK_SHARE
+    )
     num_sums = 2 * len(plan.checkpoint.model.layers) / stages * (shards > 1)
     seconds = num_sums * (SUM_S + 2 * (shards - 1) / shards * size / roofs.link_rate)
     is_near = len(plan.ranks) <= roofs.num_devices
@@ -203,12 +230,16 @@ def _between_ranks(plan: RunPlan, load: StepLoad, roofs: Roofs) -> float:
 
 
 def predict_run(
-    plan: RunPlan, loads: Sequence[tuple[StepLoad, float]], num_rows: float, roofs: Roofs
+    plan: RunPlan,
+    loads: Sequence[tuple[StepLoad, float]],
+    num_rows: float,
+    roofs: Roofs,
 ) -> tuple[float, str]:
-    """Predict the seconds of one pipeline's steps, some of each kind, and what bounds most of them.
+    """Predict the seconds of one pipeline's steps, some of each kind, and what bounds
+    most of them.
 
-    Stages compute different steps at once, or take turns at one step. With fewer rows than stages,
-    some of them wait.
+    Stages compute different steps at once, or take turns at one step. With fewer rows
+    than stages, some of them wait.
     """
     works = [measure_rank(plan, rank) for rank in plan.ranks if rank.part.shard == 0]
     num_stages = plan.machine.num_stages
@@ -254,9 +285,11 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     later = {n for each in streamed if each.place == "disk" for n in each.numbers}
     size = sum(sizes.values()) - sum(layer_bytes(plan, None, n).whole for n in later)
-    on_node = size * min(1.0, roofs.num_devices / len(plan.ranks))  # the rest is elsewhere
+    # the rest is elsewhere
+    on_node = size * min(1.0, roofs.num_devices / len(plan.ranks))
     pipelines = max(1, _node_ranks(plan, roofs) // len(plan.ranks))
-    copies = 1 if on_node < roofs.host_bytes else pipelines  # the system's cache has it for others
+    # the system's cache has it for others
+    copies = 1 if on_node < roofs.host_bytes else pipelines
     quantized = on_node * pipelines * made / sum(sizes.values())
     to_device = size / len(plan.ranks) / (roofs.host_rate * LINK_SHARE)
     quantizing_s = quantized / _quantizing_rate(plan, roofs)

@@ -22,7 +22,12 @@ from fminfer.models.origins import stored_formats
 from fminfer.models.sharding import ModelShare, share_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
-from fminfer.plan.machine_facts import Machine, choose_device, find_machine, find_sharers
+from fminfer.plan.machine_facts import (
+    Machine,
+    choose_device,
+    find_machine,
+    find_sharers,
+)
 from fminfer.plan.run_plan import RankPlan, RunPlan
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
 from fminfer.plan.streaming import plan_streams
@@ -30,7 +35,9 @@ from fminfer.plan.streaming import plan_streams
 LEAST_KV_TOKENS = 16 << 10  # KV cache that must fit beside weights as floats
 
 
-def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) -> RunPlan:
+def make_plan(
+    config: EngineConfig, checkpoint: Checkpoint, machine: Machine
+) -> RunPlan:
     """Plan a run. The same arguments give the same plan; the checkpoint's headers are read.
 
     Raises:
@@ -40,18 +47,27 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
     dtype = choose_dtype(
         config.dtype, checkpoint.config.dtype, device.type, machine.is_fast_in_bfloat16
     )
-    has_kernels = device.type == "cpu" and machine.has_library and config.kernels != "off"
-    holding = Holding(dtype, has_kernels and dtype == torch.float32, config.quantized_to)
+    has_kernels = (
+        device.type == "cpu" and machine.has_library and config.kernels != "off"
+    )
+    holding = Holding(
+        dtype, has_kernels and dtype == torch.float32, config.quantized_to
+    )
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
-    held = {name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()}
+    held = {
+        name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()
+    }
     plain = replace(holding, quantized="")
-    if holding.quantized and held == {n: plain.of(s, stored.get(n, ())) for n, s in specs.items()}:
+    if holding.quantized and held == {
+        n: plain.of(s, stored.get(n, ())) for n, s in specs.items()
+    }:
         kinds = ", ".join(sorted({each.name for each in held.values()}))
         flag = "--quantize" if config.quantize else "--dtype"
         raise UsageError(
-            f"{flag} {holding.quantized} changes no weight of {checkpoint.name}, which has "
-            f"{kinds}: they are quantized already, or rows do not divide by 32. Leave the flag out"
+            f"{flag} {holding.quantized} changes no weight of {checkpoint.name}, which "
+            f"has {kinds}: they are quantized already, or rows do not divide by 32. "
+            "Leave the flag out"
         )
     formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}
     plan = RunPlan(
@@ -68,7 +84,9 @@ def make_plan(config: EngineConfig, checkpoint: Checkpoint, machine: Machine) ->
         formats=formats,
         has_kernels=has_kernels,
         has_blocks=_makes_floats(device, held),
-        packed_by=choose_packer(machine, dtype, formats["product"], has_kernels=has_kernels),
+        packed_by=choose_packer(
+            machine, dtype, formats["product"], has_kernels=has_kernels
+        ),
     )
     planned = _place(plan)
     if planned.has_blocks and not any(rank.streamed for rank in planned.ranks):
@@ -87,7 +105,9 @@ def _place(plan: RunPlan) -> RunPlan:
     ranks = [
         RankPlan(part.rank, part, share, takes=expect_bytes(plan, part, share))
         for stage in split_model(plan.config, checkpoint, machine.num_stages)
-        for part, share in zip(replace(stage, num_shards=len(shares)).shards, shares, strict=True)
+        for part, share in zip(
+            replace(stage, num_shards=len(shares)).shards, shares, strict=True
+        )
     ]
     plan = plan_streams(replace(plan, ranks=tuple(ranks)))
     if machine.free is None and machine.device_bytes is None:
@@ -104,7 +124,9 @@ def _place(plan: RunPlan) -> RunPlan:
 def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
     """Tell whether a device would make floats of blocks at each product."""
     multiplied = (each for name, each in held.items() if name != "embed.weight")
-    return device.type == "cuda" and not all(isinstance(each, Dense) for each in multiplied)
+    return device.type == "cuda" and not all(
+        isinstance(each, Dense) for each in multiplied
+    )
 
 
 def _hold_floats(plan: RunPlan) -> RunPlan:
@@ -129,10 +151,15 @@ def _has_room(plan: RunPlan) -> bool:
 
     The KV cache has --budget tokens, or else the longest row, and at least LEAST_KV_TOKENS.
     """
-    sharers = [0] if plan.machine.device_bytes else find_sharers(plan.config, plan.machine)
-    longest = min(plan.most_kv_tokens, max(LEAST_KV_TOKENS, plan.checkpoint.context_length))
+    sharers = (
+        [0] if plan.machine.device_bytes else find_sharers(plan.config, plan.machine)
+    )
+    longest = min(
+        plan.most_kv_tokens, max(LEAST_KV_TOKENS, plan.checkpoint.context_length)
+    )
     needed = max(takes.total(plan.config.budget or longest) for takes in plan.takes)
-    fits = needed * len(sharers) <= plan.room_bytes  # room_bytes is 0 if it is not known
+    # room_bytes is 0 if it is not known
+    fits = needed * len(sharers) <= plan.room_bytes
     return fits and not any(rank.streamed for rank in plan.ranks)
 
 
@@ -159,9 +186,13 @@ def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format
 
 
 def plan_ahead(
-    config: EngineConfig, checkpoint: Checkpoint, num_stages: int = 1, num_pipelines: int = 1
+    config: EngineConfig,
+    checkpoint: Checkpoint,
+    num_stages: int = 1,
+    num_pipelines: int = 1,
 ) -> RunPlan:
-    """Plan a run on this machine that other processes may compute, or that may not come about."""
+    """Plan a run on this machine that other processes may compute, or that may not come
+    about."""
     num_shards = config.tensor_parallel_size
     known = Machine(
         num_stages=num_stages,
@@ -169,16 +200,22 @@ def plan_ahead(
         num_pipelines=num_pipelines,
         local_size=num_stages * num_shards,
     )
-    return make_plan(config, checkpoint, find_machine(config, known, is_computing=False))
+    return make_plan(
+        config, checkpoint, find_machine(config, known, is_computing=False)
+    )
 
 
 def choose_dtype(
-    name: ModelDType, own: torch.dtype | None, device_type: str, is_fast_in_bfloat16: bool
+    name: ModelDType,
+    own: torch.dtype | None,
+    device_type: str,
+    is_fast_in_bfloat16: bool,
 ) -> torch.dtype:
     """Return the dtype of the arithmetic.
 
-    `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own, but float32
-    on a CPU, where 16-bit types are then slower and coarser. GPUs are as fast in float16.
+    `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own,
+    but float32 on a CPU, where 16-bit types are then slower and coarser. GPUs are as
+    fast in float16.
     """
     if name not in ("auto", *BITS):
         return _dtype_of(name)
@@ -204,7 +241,9 @@ def choose_packer(
     return "torch" if held == Dense(dtype) and dtype in machine.packed_by_torch else ""
 
 
-def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -> list[Part]:
+def split_model(
+    config: EngineConfig, checkpoint: Checkpoint, num_stages: int
+) -> list[Part]:
     """Return each stage's layers. Errors are those of `split_layers`."""
     model = checkpoint.model
     is_balanced = config.num_layers is None and config.stage_layers is None
@@ -220,7 +259,9 @@ def split_model(config: EngineConfig, checkpoint: Checkpoint, num_stages: int) -
         counts=config.stage_layers,
     )
     if not num_cached:  # all of them are the encoder's
-        return [replace(p, first=0, last=0, encoder=range(p.first, p.last)) for p in parts]
+        return [
+            replace(p, first=0, last=0, encoder=range(p.first, p.last)) for p in parts
+        ]
     # From the end: the last stage has some of them, and with them the final norm.
     encoder = reversed(even_parts(num_all - num_cached, num_stages))
     return [

@@ -1,8 +1,8 @@
 """What a machine can do at most: memory, bandwidths and arithmetic, by flags or by a kind.
 
-Kinds are as NVIDIA's data sheets say: dense products in bfloat16, NVLink and PCIe one way. Memory
-is what drivers leave of it. The node around the devices is assumed: a host with 128 GiB, one NVMe
-disk on PCIe 4, a network of 200 Gbit/s.
+Kinds are as NVIDIA's data sheets say: dense products in bfloat16, NVLink and PCIe one
+way. Memory is what drivers leave of it. The node around the devices is assumed: a host with 128
+GiB, one NVMe disk on PCIe 4, a network of 200 Gbit/s.
 """
 
 from __future__ import annotations
@@ -14,7 +14,9 @@ from typing import Literal, get_args
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Bytes, Count, Options, Rate, option, options_of
 
-DeviceKind = Literal["this", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l4", "l40s"]
+DeviceKind = Literal[
+    "this", "a100-40gb", "a100-80gb", "h100-80gb", "h200", "l4", "l40s"
+]
 ASSUMED_DISK_RATE = 7e9
 _check = partial(option, group="Check", commands=("check",))
 
@@ -36,7 +38,9 @@ class Roofs:
     num_nodes: int = 1
 
 
-def _published(gib: int, memory: float, arithmetic: float, link: float, host: float) -> Roofs:
+def _published(
+    gib: int, memory: float, arithmetic: float, link: float, host: float
+) -> Roofs:
     """Return a kind's roofs: memory in GiB, products in TFLOP/s, the others in GB/s."""
     return Roofs(gib << 30, memory * 1e9, arithmetic * 1e12, link * 1e9, host * 1e9)
 
@@ -56,19 +60,25 @@ class PlanOptions(Options):
     """For which devices `fminfer check` plans, and what they can do."""
 
     is_plan: bool = _check(
-        "Compare the ways to spread the run over the devices, with weights in 16, 8 and 4 bits. "
-        "Predict the time of each. Layers that do not fit are streamed. Flags that you give, such "
-        "as --tp, --quantize and --offload, hold for all ways."
+        "Compare the ways to spread the run over the devices, with weights in 16, 8 "
+        "and 4 bits. Predict the time of each. Layers that do not fit are streamed. "
+        "Flags that you give, such as --tp, --quantize and --offload, hold for all "
+        "ways."
     )
     device_kind: DeviceKind | None = _check(
         "Devices to plan for, with their published memory and rates. Other flags replace single "
         "figures. this: measure this machine, for about a second.  [default: this, if no "
         "--device-memory is given]"
     )
-    num_devices: Count | None = _check("Devices of a node.  [default: 1, or this machine's GPUs]")
-    num_nodes: Count = _check("Nodes. Tensor parallelism stays within a node.", default=1)
+    num_devices: Count | None = _check(
+        "Devices of a node.  [default: 1, or this machine's GPUs]"
+    )
+    num_nodes: Count = _check(
+        "Nodes. Tensor parallelism stays within a node.", default=1
+    )
     memory_rate: Rate | None = _check(
-        "Memory bandwidth of a device, in bytes a second: 2039G.", flags=("--memory-bandwidth",)
+        "Memory bandwidth of a device, in bytes a second: 2039G.",
+        flags=("--memory-bandwidth",),
     )
     arithmetic_rate: Rate | None = _check(
         "Rate of a device's matrix products in 16 bits, in operations a second: 312T."
@@ -86,7 +96,8 @@ class PlanOptions(Options):
         flags=("--host-bandwidth",),
     )
     disk_rate: Rate | None = _check(
-        "Read bandwidth of a node's disk, in bytes a second.  [default: 7G, or as measured here]",
+        "Read bandwidth of a node's disk, in bytes a second.  [default: 7G, or as "
+        "measured here]",
         flags=("--disk-bandwidth",),
     )
 
@@ -101,7 +112,11 @@ class PlanOptions(Options):
     def told_rates(self) -> list[str]:
         """The flags of rates that were given."""
         names = (n for n in options_of(PlanOptions) if n.endswith("_rate"))
-        return [options_of(PlanOptions)[n].told for n in names if getattr(self, n) is not None]
+        return [
+            options_of(PlanOptions)[n].told
+            for n in names
+            if getattr(self, n) is not None
+        ]
 
     @property
     def known(self) -> Roofs | None:
@@ -115,13 +130,17 @@ class PlanOptions(Options):
 
     def roofs_of(self, known: Roofs | None, device_bytes: int | None) -> Roofs:
         """Return the known figures, replaced by those that flags give; refuse too few."""
-        told = {n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))}
+        told = {
+            n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))
+        }
         if device_bytes is not None:
             told["device_bytes"] = device_bytes
         if known is not None:
             return replace(known, **told)
         names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
-        missing = [options_of(PlanOptions)[name].told for name in names if name not in told]
+        missing = [
+            options_of(PlanOptions)[name].told for name in names if name not in told
+        ]
         missing = ["--device-memory"] * (device_bytes is None) + missing
         if missing:
             raise UsageError(

@@ -27,13 +27,16 @@ class ExpectedBytes:
 
     libraries: int  # Python, torch, rotary tables; on a GPU its context and reserve
     weights: int  # weights, with mapped files
-    held_weights: int  # the part that must stay: mapped files can be dropped and read again
+    # the part that must stay: mapped files can be dropped and read again
+    held_weights: int
     mapped: int  # the part in mapped files, which leave memory to others
-    reads_files: bool  # steps use weights where they are mapped: none but the head is packed
+    # steps use weights where they are mapped: none but the head is packed
+    reads_files: bool
     work: int  # a step's work
     work_token: int  # of that, each token's beside logits
     kv_token: int  # a token's keys and values
-    passing: int = 0  # of streamed layers: the part of `weights` that is not there after loading
+    # of streamed layers: the part of `weights` that is not there after loading
+    passing: int = 0
     host: int = 0  # of a GPU's rank: streamed layers in the host's memory
 
     def total(self, num_kv_tokens: int) -> int:
@@ -75,19 +78,24 @@ class RunPlan:
     dtype: torch.dtype  # of the arithmetic
     kv_dtype: torch.dtype  # of the KV cache
     holding: Holding  # what decides in which format a tensor is held
-    stored: Mapping[str, Format]  # of each tensor in files, by name; none: there are no files
-    made: Mapping[str, Format]  # of each tensor as it is read, and quantized if options say so
+    # of each tensor in files, by name; none: there are no files
+    stored: Mapping[str, Format]
+    # of each tensor as it is read, and quantized if options say so
+    made: Mapping[str, Format]
     held: Mapping[str, Format]  # of each tensor in memory
     formats: Mapping[Use, Format]  # the same of most, by what they are for
     has_kernels: bool  # the CPU's are there, and may be used
-    has_blocks: bool  # on a GPU, which has no kernels for blocks: each use makes floats of them
+    # on a GPU, which has no kernels for blocks: each use makes floats of them
+    has_blocks: bool
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str = ""  # what does not fit, and what to do
     why_reread: str = ""  # weights do not fit, and are read from the disk at each step
-    chunk_size: int = 0  # most tokens of a step, if layers are streamed; 0: as options say
-    made_in: str = ""  # the format of most weights before blocks became floats; "": none did
+    # most tokens of a step, if layers are streamed; 0: as options say
+    chunk_size: int = 0
+    # the format of most weights before blocks became floats; "": none did
+    made_in: str = ""
 
     @property
     def held_in(self) -> str:
@@ -117,12 +125,18 @@ class RunPlan:
     @property
     def sizes(self) -> StepSizes:
         """How much is computed at once."""
-        if self.chunk_size:  # each step brings the layers again: few large steps are better
+        # each step brings the layers again: few large steps are better
+        if self.chunk_size:
             rows = self.config.max_rows or STREAMED[self.device.type].max_rows
-            # Stages that share a disk take turns: of two steps at once, each would read all layers.
-            from_disk = any(each.streamed and each.streamed.place == "disk" for each in self.ranks)
+            # Stages that share a disk take turns: of two steps at once, each would read
+            # all layers.
+            from_disk = any(
+                each.streamed and each.streamed.place == "disk" for each in self.ranks
+            )
             has_turns = from_disk and self.machine.local_size >= len(self.ranks)
-            return StepSizes(self.chunk_size, rows, 1 if has_turns else self.machine.num_stages)
+            return StepSizes(
+                self.chunk_size, rows, 1 if has_turns else self.machine.num_stages
+            )
         return self.config.step_sizes(self.device.type, self.machine.num_stages)
 
     @property

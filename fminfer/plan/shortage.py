@@ -1,4 +1,5 @@
-"""Whether a run fits the memory it has, how much KV cache fits beside it, and what to do if not."""
+"""Whether a run fits the memory it has, how much KV cache fits beside it, and what to
+do if not."""
 
 from __future__ import annotations
 
@@ -63,7 +64,9 @@ def count_kv_tokens(plan: RunPlan) -> int:
         taken = [sum(taken)] * len(taken)
         free = free // plan.machine.num_pipelines
     rooms = [
-        find_room(plan, rank, "all" if plan.shares_memory else str(rank.rank), free - size)
+        find_room(
+            plan, rank, "all" if plan.shares_memory else str(rank.rank), free - size
+        )
         for rank, size in zip(plan.ranks, taken, strict=True)
     ]
     return fit_kv_tokens(plan, rooms)
@@ -78,7 +81,9 @@ def fit_kv_tokens(plan: RunPlan, rooms: Sequence[RankRoom]) -> int:
         work = sum(one.work for one in sharers)
         if plan.config.offload == "off" or room.device != "cpu":
             return auto_budget(each, room.most, room.free, work, room.device)
-        return auto_budget(each, room.most, max(0, room.free - work), 0, "cpu", STREAMED_SHARE)
+        return auto_budget(
+            each, room.most, max(0, room.free - work), 0, "cpu", STREAMED_SHARE
+        )
 
     return _whole_blocks(plan, min(map(fit, rooms)))
 
@@ -91,12 +96,14 @@ def auto_budget(
     device_type: str,
     share: float = CPU_SHARE,
 ) -> int:
-    """Return the tokens of KV cache that a device has room for beside loaded weights, at least 1.
+    """Return the tokens of KV cache that a device has room for beside loaded weights,
+    at least 1.
 
     Bytes of a token and of steps' work are of all that share the memory.
     """
     room = int(free * share) if device_type == "cpu" else free - work - GPU_RESERVE
-    return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))  # encoders cache nothing
+    # encoders cache nothing
+    return max(1, min(most_useful, room // max(1, kv_bytes_per_token)))
 
 
 def _whole_blocks(plan: RunPlan, num_tokens: int) -> int:
@@ -111,7 +118,10 @@ def find_shortage(plan: RunPlan) -> str:
     room = plan.room_bytes
     takes = plan.takes
     more = [(each.libraries + each.work) * is_planned for each in takes]
-    needs = [_least_bytes(plan, rank) + size for rank, size in zip(plan.ranks, more, strict=True)]
+    needs = [
+        _least_bytes(plan, rank) + size
+        for rank, size in zip(plan.ranks, more, strict=True)
+    ]
     if max(needs) <= room:
         return ""
     rank = needs.index(max(needs))
@@ -121,14 +131,18 @@ def find_shortage(plan: RunPlan) -> str:
         cache = f"libraries, a step and {cache}"
     weights = f"{show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}"
     need = f"rank {rank} would take {show_bytes(max(needs))} ({weights}, the rest for {cache})"
-    return _refusal(plan, need, f"its device has {show_bytes(room)}", _device_remedy(plan))
+    return _refusal(
+        plan, need, f"its device has {show_bytes(room)}", _device_remedy(plan)
+    )
 
 
 def _find_host_shortage(plan: RunPlan) -> str:
     """Say what does not fit of processes that share the memory of this machine."""
     num_pipelines = plan.machine.num_pipelines
     libraries = num_pipelines * sum(each.libraries for each in plan.takes)
-    need = libraries + num_pipelines * sum(_least_bytes(plan, rank) for rank in plan.ranks)
+    need = libraries + num_pipelines * sum(
+        _least_bytes(plan, rank) for rank in plan.ranks
+    )
     room = plan.room_bytes + plan.machine.swap
     if need <= room:
         return ""
@@ -176,8 +190,9 @@ def _remedy(plan: RunPlan) -> str:
     smaller += "".join(f"{way}; " for way in _offload_ways(plan))
     where = "a machine" if plan.device.type == "cpu" else "a GPU"
     return (
-        f"Use {smaller}{budget}{where} with more memory; or spread its layers over machines with "
-        "--world-size (fminfer check --world-size N --device-memory 80G foresees that)"
+        f"Use {smaller}{budget}{where} with more memory; or spread its layers over "
+        "machines with --world-size (fminfer check --world-size N --device-memory 80G "
+        "foresees that)"
     )
 
 
@@ -185,7 +200,8 @@ def _offload_ways(plan: RunPlan) -> list[str]:
     if plan.config.offload != "off":
         return []
     way = "--offload auto, which streams the layers that do not fit"
-    if plan.config.random_init is not None:  # a check of them stands for a model that has files
+    # a check of them stands for a model that has files
+    if plan.config.random_init is not None:
         way += ", from a model's files: random weights have none"
     return [way]
 
@@ -202,18 +218,24 @@ def _device_remedy(plan: RunPlan) -> str:
         without = replace(plan, config=replace(plan.config, budget=None))
         if not find_shortage(without):
             num_tokens = count_kv_tokens(without)
-            ways.append(f"use a smaller --budget: without the flag it is {num_tokens:,} tokens")
+            ways.append(
+                f"use a smaller --budget: without the flag it is {num_tokens:,} tokens"
+            )
     num_pipelines = plan.machine.num_pipelines
     room = plan.room_bytes - max(each.libraries + each.work for each in takes)
     if room > 0:
         need = sum(each.weights + (budget or 0) * each.kv_token for each in takes)
-        num_stages = -(-max(len(takes) + 1, -(-need // room)) // plan.machine.num_shards)
+        num_stages = -(
+            -max(len(takes) + 1, -(-need // room)) // plan.machine.num_shards
+        )
         num_ranks = num_stages * plan.machine.num_shards * num_pipelines
         groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
         ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
     ways += [f"use {way}" for way in _offload_ways(plan)]
     is_planned = plan.machine.device_bytes is not None
-    ways.append("plan with more memory for each" if is_planned else "use GPUs with more memory")
+    ways.append(
+        "plan with more memory for each" if is_planned else "use GPUs with more memory"
+    )
     text = "; or ".join(ways)
     return text[0].upper() + text[1:]
 
@@ -225,9 +247,9 @@ def explain_slowness(plan: RunPlan) -> str:
     if not takes.reads_files or free is None or takes.weights <= free:
         return ""
     return (
-        f"its weights, {show_bytes(takes.weights)}, are more than the {show_bytes(free)} of "
-        "memory that are free, and are read from the disk again at each step; --offload disk reads "
-        "them ahead, once for thousands of tokens"
+        f"its weights, {show_bytes(takes.weights)}, are more than the "
+        f"{show_bytes(free)} of memory that are free, and are read from the disk again "
+        "at each step; --offload disk reads them ahead, once for thousands of tokens"
     )
 
 

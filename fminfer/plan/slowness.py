@@ -31,7 +31,10 @@ def find_slowness(plan: RunPlan) -> list[str]:
         f"weights in {plan.held_in} {NO_FLOATS}": plan.has_blocks,
         "a GPU computes experts one after another": on_gpu and has_experts,
         f"there are no CUDA graphs of decode steps with {causes}": (
-            bool(causes) and on_gpu and not model.is_pooled and plan.config.kernels != "off"
+            bool(causes)
+            and on_gpu
+            and not model.is_pooled
+            and plan.config.kernels != "off"
         ),
     }
     return [reason for reason, holds in reasons.items() if reason and holds]

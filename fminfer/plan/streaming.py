@@ -24,15 +24,16 @@ HOST_BYTES = 128 << 30  # of a planned machine, if no flag says it
 
 
 def plan_streams(plan: RunPlan) -> RunPlan:
-    """Choose the layers of each rank that are streamed, if options ask for it, or refuse them."""
+    """Choose the layers of each rank that are streamed, if options ask for it, or
+    refuse them."""
     offload = plan.config.offload
     on_cpu = plan.device.type == "cpu"
     if offload == "off":
         return plan
     if offload == "cpu" and on_cpu:
         raise UsageError(
-            "--offload cpu keeps a GPU's layers in the host's memory, but here the CPU computes. "
-            "Use --offload disk, or auto"
+            "--offload cpu keeps a GPU's layers in the host's memory, but here the CPU "
+            "computes. Use --offload disk, or auto"
         )
     streamed = replace(plan, chunk_size=_first_size(plan))
     chosen = [_spread(rank.part.numbers, _count(streamed, rank)) for rank in plan.ranks]
@@ -44,14 +45,16 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     is_shared = max(machine.num_pipelines, machine.num_engines, machine.num_shards) > 1
     # What the streamed layers of this machine's ranks take in its memory.
     first = machine.rank - machine.local_rank
-    here = {number for own in chosen[first : first + machine.local_size] for number in own}
+    here = {
+        number for own in chosen[first : first + machine.local_size] for number in own
+    }
     waiting = sum(layer_bytes(plan, None, number).whole for number in here)
     fits_host = not on_cpu and waiting <= HOST_SHARE * host
     if offload == "cpu" and not fits_host:
         raise UsageError(
-            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's memory. It "
-            f"takes at most {HOST_SHARE:.0%} of what is free, and {show_bytes(host)} are free. Use "
-            "--offload disk"
+            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's "
+            f"memory. It takes at most {HOST_SHARE:.0%} of what is free, and "
+            f"{show_bytes(host)} are free. Use --offload disk"
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
     ranks = []
@@ -80,7 +83,11 @@ def _room(plan: RunPlan) -> float:
     if plan.shares_memory:
         sharers = machine.local_size * max(machine.num_pipelines, machine.num_engines)
     else:
-        sharers = 1 if machine.device_bytes is not None else count_sharers(plan.config, machine)
+        sharers = (
+            1
+            if machine.device_bytes is not None
+            else count_sharers(plan.config, machine)
+        )
     return plan.room_bytes / sharers
 
 
@@ -122,14 +129,17 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
         if disk_speed:
             seconds = own.num_bytes / disk_speed
             how += f", which takes about {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
-    rows = min(plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size))
+    rows = min(
+        plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size)
+    )
     told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
     told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
     if found := find_conversion(plan, own):
         how = f"converted to {found[1]} in each pass"
         if plan.config.quantized_to:
             how = (
-                "quantized again in each pass, which is slow: write them once with fminfer quantize"
+                "quantized again in each pass, which is slow: write them once with "
+                "fminfer quantize"
             )
         told += f". Weights are stored in {found[0]}, and {how}"
     return told

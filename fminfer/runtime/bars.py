@@ -29,7 +29,13 @@ class LoadingBar:
     def __init__(self, *, is_quiet: bool) -> None:
         hide = is_quiet or not sys.stderr.isatty()
         self._bar = make_bar(
-            total=0, desc="weights", unit="B", unit_scale=True, disable=hide, leave=False, delay=0.5
+            total=0,
+            desc="weights",
+            unit="B",
+            unit_scale=True,
+            disable=hide,
+            leave=False,
+            delay=0.5,
         )
 
     def __call__(self, done_bytes: int, total_bytes: int) -> None:

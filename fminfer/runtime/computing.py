@@ -43,7 +43,9 @@ class Computing(Protocol):
     def memory(self) -> list[RankMemory]:
         """The peak of each rank so far, beside its forecast."""
 
-    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
+    def follow(
+        self, on_work: OnWork | None = None, on_step: OnStep | None = None
+    ) -> None:
         """Call functions as work is computed: `on_step` only if one pipeline computes."""
 
     def close(self) -> None:
@@ -79,14 +81,19 @@ def start_computing(
     def start_pipelines() -> list[TeamPipeline]:
         place = replace(spread, num_engines=len(children.all))
         return [
-            start_pipeline(replace(place, engine_number=number), process, config, options)
+            start_pipeline(
+                replace(place, engine_number=number), process, config, options
+            )
             for number, process in enumerate(children.all)
         ]
 
     try:
         if is_team:
-            return Team(checkpoint, start_pipelines, log.warning if run is None else say)
-        if config.tensor_parallel_size > 1:  # what cannot be is told once, before ranks have met
+            return Team(
+                checkpoint, start_pipelines, log.warning if run is None else say
+            )
+        # what cannot be is told once, before ranks have met
+        if config.tensor_parallel_size > 1:
             plan_ahead(config, checkpoint, spread.num_stages)
         if children.all:
             facts = children.become_ranks(config, spread, options)

@@ -49,16 +49,18 @@ class Engine:
                 print(event)
 
     Args:
-        model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model, which answers
-            no line that names another, and "demo" is the same model for any line. `model_name` is
-            its name on the command line.
+        model: a folder, a hub id, or a whole `EngineConfig`; None is the demo model,
+        which answers
+            no line that names another, and "demo" is the same model for any line.
+            `model_name` is its name on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
         checkpoint: the model, if it is opened already; `compute` starts what computes.
-        options: fields of `EngineConfig`, which `__init__` lists, in the place of a config's own.
+        options: fields of `EngineConfig`, which `__init__` lists, in the place of a
+        config's own.
 
     With `world_size` the model's layers are spread over so many processes on this machine; with
-    `data_group_size` these are so many pipelines, which answer together. They are started here, and
-    end with the engine or with this process.
+    `data_group_size` these are so many pipelines, which answer together. They are
+    started here, and end with the engine or with this process.
 
     Raises:
         CheckpointError: the model cannot be loaded.
@@ -80,12 +82,17 @@ class Engine:
     ) -> None:
         started = time.perf_counter()
         if model is not None and model_name not in (None, model):
-            raise UsageError(f"model is {model!r} and model_name {model_name!r}; give one of them")
-        self.config = config = make_config(model_name if model is None else model, **options)
+            raise UsageError(
+                f"model is {model!r} and model_name {model_name!r}; give one of them"
+            )
+        self.config = config = make_config(
+            model_name if model is None else model, **options
+        )
         checkpoint = (checkpoint or open_model(config)).with_weights()
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
-        self.context_length = checkpoint.context_length  # most tokens of prompt and completion
+        # most tokens of prompt and completion
+        self.context_length = checkpoint.context_length
         self.vocab_size: int = checkpoint.config.vocab_size
         self._computing = compute(config, checkpoint, self.tokenizer, on_progress)
         self.follow = self._computing.follow
@@ -96,7 +103,9 @@ class Engine:
             self.intake = make_intake(config, checkpoint, self.tokenizer, num_blocks)
             failed.pop_all()
         has_long_steps = bool(self.facts.streaming)
-        self.runs = Runs(self._core, self.intake, self.model_name, has_long_steps=has_long_steps)
+        self.runs = Runs(
+            self._core, self.intake, self.model_name, has_long_steps=has_long_steps
+        )
         self._is_closed = False
         self.load_s = time.perf_counter() - started
 
@@ -106,18 +115,24 @@ class Engine:
     def __exit__(self, *error: object) -> None:
         self.close()
 
-    def make_request(self, text: str, *, is_raw: bool = False, **fields: Any) -> dict[str, Any]:
+    def make_request(
+        self, text: str, *, is_raw: bool = False, **fields: Any
+    ) -> dict[str, Any]:
         """Return the request that a text by itself stands for.
 
-        It is the user's message of a chat, if the model has a chat template. It is the prompt of a
-        plain completion if the model has none, if `echo` or `best_of` are given, which chats do
-        not have, or if `is_raw`. A completion draws up to RAW_TOKENS tokens, a chat what the
-        context leaves: the likeliest ones, unless fields (by their names in completions) ask for
-        draws. Of a model of vectors it asks the text's.
+        It is the user's message of a chat, if the model has a chat template. It is the
+        prompt of a plain completion if the model has none, if `echo` or `best_of` are
+        given, which chats do not have, or if `is_raw`. A completion draws up to
+        RAW_TOKENS tokens, a chat what the context leaves: the likeliest ones, unless
+        fields (by their names in completions) ask for draws. Of a model of vectors it
+        asks the text's.
         """
         if self.intake.limits.vectors is not None:
             return {"input": text, **fields}
-        is_of_chat = self.config.chat_template is not None or not {"echo", "best_of"} & {*fields}
+        is_of_chat = self.config.chat_template is not None or not {
+            "echo",
+            "best_of",
+        } & {*fields}
         as_chat = not is_raw and self.intake.has_chat_template and is_of_chat
         return request_of_text(text, fields, self.intake, as_chat=as_chat)
 
@@ -155,12 +170,16 @@ class Engine:
         )
 
     def prepare(
-        self, request: Mapping[str, Any], *, endpoint: Endpoint | None = None, compiles: bool = True
+        self,
+        request: Mapping[str, Any],
+        *,
+        endpoint: Endpoint | None = None,
+        compiles: bool = True,
     ) -> Prepared:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
-        `add` does this too. A long prompt takes a while, which an event loop must not wait for; a
-        new constraint may take longer, and is waited for if `compiles`.
+        `add` does this too. A long prompt takes a while, which an event loop must not
+        wait for; a new constraint may take longer, and is waited for if `compiles`.
 
         Raises:
             RequestError: what is wrong with it.
@@ -192,9 +211,15 @@ class Engine:
             UsageError: an earlier run is not finished.
         """
         if isinstance(texts, str):
-            raise TypeError("embed takes a list of texts, and this is one text; give [text]")
+            raise TypeError(
+                "embed takes a list of texts, and this is one text; give [text]"
+            )
         check_model("embeddings", self.intake.limits.vectors)
-        asked = {"dimensions": dimensions, "prompt_name": prompt_name, "encoding_format": "float"}
+        asked = {
+            "dimensions": dimensions,
+            "prompt_name": prompt_name,
+            "encoding_format": "float",
+        }
         requests = ({"input": text, **asked} for text in texts)
         found: dict[int, Any] = {}
         for record in self.runs.run(requests, WINDOW):
@@ -245,15 +270,16 @@ class Engine:
         Use `add` if the next request depends on an answer.
 
         Args:
-            requests: texts, each as `make_request` takes it; dicts with the fields of a completions
+            requests: texts, each as `make_request` takes it; dicts with the fields of a
+            completions
                 or chat request; or input lines.
             read_ahead: prompts to read before there is room for them. More allow a better order.
 
         Yields:
             one Record for each request, in the order in which they finish: its `text`, or all
-            `choices`; `record.line.number` counts requests from 1. A wrong request gives a record
-            with `error` set. Closing the generator ends the run early. Events of requests that were
-            added meanwhile are left for `step`.
+            `choices`; `record.line.number` counts requests from 1. A wrong request
+            gives a record with `error` set. Closing the generator ends the run early. Events of
+            requests that were added meanwhile are left for `step`.
 
         Raises:
             UsageError: an earlier run is not finished, or `requests` is one text or request.

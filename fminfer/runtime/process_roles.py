@@ -35,7 +35,9 @@ Led = TypeVar("Led")
 Lead = Callable[[Checkpoint, Compute], Led]
 
 
-def lead_or_join(process: ProcessContext, prepare: Opening, lead: Lead[Led]) -> Led | None:
+def lead_or_join(
+    process: ProcessContext, prepare: Opening, lead: Lead[Led]
+) -> Led | None:
     """Lead the engine if this is its first process; otherwise be a rank of it, until it ends.
 
     Args:
@@ -107,7 +109,8 @@ def _naming_rank_0() -> Iterator[None]:
 
 
 def do_task(task: Task, ranks: Processes, end: End) -> None:
-    """Do the task that the starting process has sent, with the ranks that this one has started."""
+    """Do the task that the starting process has sent, with the ranks that this one has
+    started."""
     role = task.role
     opening = Opening(task.config)
     if role.facts is not None:
@@ -155,14 +158,18 @@ class Opening:
         """Find the model; the weights of one at the hub may be fetched later."""
         if rank == 0:
             self._prepare()
-        self._checkpoint = self._checkpoint or open_model(self.config, has_weights=False)
+        self._checkpoint = self._checkpoint or open_model(
+            self.config, has_weights=False
+        )
 
     def fetch(self) -> Checkpoint:
         """Return the model, with its weights."""
         return (self._checkpoint or open_model(self.config)).with_weights()
 
 
-def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) -> Engine:
+def start_engine(
+    run: ProcessContext, checkpoint: Checkpoint, compute: Compute
+) -> Engine:
     """Make the engine of a command, and print what the user should know about it."""
     config = run.config
     is_quiet = run.is_quiet
@@ -182,7 +189,9 @@ def start_engine(run: ProcessContext, checkpoint: Checkpoint, compute: Compute) 
         often = "each time" if why_no_cache() else "once"
         tell(f"Building kernels for this machine; this takes some seconds, {often}.")
     with closing(LoadingBar(is_quiet=is_quiet)) as loading:
-        engine = Engine(config, checkpoint=checkpoint, on_progress=loading, compute=compute)
+        engine = Engine(
+            config, checkpoint=checkpoint, on_progress=loading, compute=compute
+        )
     if not is_quiet:
         engine.intake.on_warning = say
     if config.cuda_ids and engine.device.type == "cpu":

@@ -20,7 +20,8 @@ from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings, is_loopback_name, split_host
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
-ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)  # a target with its host
+# a target with its host
+ABSOLUTE = re.compile(rb"[a-z][a-z0-9+.-]*://([^/]*)", re.IGNORECASE)
 # Static pages and the state of health, which a load balancer asks for, are open to all.
 OPEN_PATHS = frozenset({"/", "/health", "/docs", "/openapi.json", "/favicon.ico"})
 HOST = re.compile(r"(?i)^[a-z][a-z0-9+.-]*://[^/]*")  # of such a target, as text
@@ -32,9 +33,12 @@ OPEN_FOLDERS = ("/page/", "/docs/")
 
 
 class AccessCheck:
-    """ASGI middleware: names requests, refuses foreign hosts, sites and keys, tells of faults."""
+    """ASGI middleware: names requests, refuses foreign hosts, sites and keys, tells of
+    faults."""
 
-    def __init__(self, app: ASGIApp, *, settings: ServerSettings, service: Service) -> None:
+    def __init__(
+        self, app: ASGIApp, *, settings: ServerSettings, service: Service
+    ) -> None:
         self._app = app
         self._log = service.log
         self._count = service.metrics.count_refused
@@ -66,23 +70,29 @@ class AccessCheck:
         state = scope.setdefault("state", {})
         state["request_id"] = request_id
 
-        def send_named(message: Message) -> Awaitable[None]:  # a coroutine less for each token
+        # a coroutine less for each token
+        def send_named(message: Message) -> Awaitable[None]:
             if message["type"] == "http.response.start":
                 state["has_begun"] = True
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
                 response["X-Content-Type-Options"] = "nosniff"
-                if scope["http_version"] == "1.1" and not _closes(Headers(scope=scope), response):
+                if scope["http_version"] == "1.1" and not _closes(
+                    Headers(scope=scope), response
+                ):
                     response["Keep-Alive"] = self._keep_alive
                 if message["status"] >= 400:
                     self._count(message["status"])
                 if self._log.tells("debug"):
-                    self._log.tell("debug", f"{_show(scope)} {message['status']} {request_id}")
+                    self._log.tell(
+                        "debug", f"{_show(scope)} {message['status']} {request_id}"
+                    )
             return send(message)
 
         hosts = headers.getlist("host")
         if (target := ABSOLUTE.match(scope["raw_path"])) is not None:
-            hosts.append(target[1].decode("latin-1"))  # HTTP takes this one, and proxies may differ
+            # HTTP takes this one, and proxies may differ
+            hosts.append(target[1].decode("latin-1"))
         foreign = [host for host in hosts if not self._is_known(host)]
         app = _foreign_host(foreign[0]) if foreign else self._inner
         try:
@@ -97,7 +107,9 @@ class AccessCheck:
             return False
         name, port = found
         ports = {"", port} if port else {"", "80", "443"}
-        return is_loopback_name(name) or any((name, each) in self._hosts for each in ports)
+        return is_loopback_name(name) or any(
+            (name, each) in self._hosts for each in ports
+        )
 
     async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
         error = self._refusal(scope, Headers(scope=scope))
@@ -126,11 +138,24 @@ class AccessCheck:
         is_free = is_free and method in ("GET", "OPTIONS")
         remedy = "start the server with --allow-origin to let it call"
         origin = headers.get("origin")
-        if origin is None and not is_free and headers.get("sec-fetch-site") in ELSEWHERE:
-            origin = "another site"  # a link or picture there, which a browser asks for without one
-        is_browser = "accept-language" in headers and "Mozilla/" in headers.get("user-agent", "")
-        if origin is None and is_browser and "sec-fetch-site" not in headers and path[:4] == "/run":
-            origin = "a site that its browser does not name"  # as to [::ffff:127.0.0.1] and a LAN
+        if (
+            origin is None
+            and not is_free
+            and headers.get("sec-fetch-site") in ELSEWHERE
+        ):
+            # a link or picture there, which a browser asks for without one
+            origin = "another site"
+        is_browser = "accept-language" in headers and "Mozilla/" in headers.get(
+            "user-agent", ""
+        )
+        if (
+            origin is None
+            and is_browser
+            and "sec-fetch-site" not in headers
+            and path[:4] == "/run"
+        ):
+            # as to [::ffff:127.0.0.1] and a LAN
+            origin = "a site that its browser does not name"
             remedy = "call by localhost, 127.0.0.1 or https, to which browsers name it"
         if origin is not None and not self._is_own(origin, headers):
             return HttpError(
@@ -139,7 +164,11 @@ class AccessCheck:
                 code="origin_not_allowed",
             )
         coding = headers.get("content-encoding", "").strip().lower()
-        if self._keys and not is_free and (error := self._check_key(headers)) is not None:
+        if (
+            self._keys
+            and not is_free
+            and (error := self._check_key(headers)) is not None
+        ):
             return error
         if coding in ("", "identity"):
             return None
@@ -152,7 +181,8 @@ class AccessCheck:
 
     def _check_key(self, headers: Headers) -> HttpError | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
-        given = key.strip().encode()  # compared with all, in a time that tells nothing of them
+        # compared with all, in a time that tells nothing of them
+        given = key.strip().encode()
         is_right = any([hmac.compare_digest(given, each) for each in self._keys])
         if scheme.lower() == "bearer" and is_right:
             return None
@@ -189,15 +219,20 @@ def _foreign_host(host: str) -> ASGIApp:
     return respond(
         HttpError(
             403,
-            f"the request was sent to the host {show(host)}, which is not known to be this server; "
-            "call it by localhost or 127.0.0.1, or start it with --allow-host and that name",
+            f"the request was sent to the host {show(host)}, which is not known to be "
+            "this server; call it by localhost or 127.0.0.1, or start it with "
+            "--allow-host and that name",
             code="host_not_allowed",
         )
     )
 
 
 def _closes(*headers: Headers) -> bool:
-    return any("close" in told.lower() for each in headers for told in each.getlist("connection"))
+    return any(
+        "close" in told.lower()
+        for each in headers
+        for told in each.getlist("connection")
+    )
 
 
 def _show(scope: Scope) -> str:

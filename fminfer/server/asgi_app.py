@@ -30,13 +30,13 @@ from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
 _LINE = (
-    "fminfer answers POST /v1/completions and /v1/chat/completions, or /v1/embeddings or /v1/score "
-    "if its model gives vectors. "
-    "/docs has the API, and / a page to try it in a browser.\n"
+    "fminfer answers POST /v1/completions and /v1/chat/completions, or /v1/embeddings "
+    "or /v1/score if its model gives vectors. /docs has the API, and / a page to try "
+    "it in a browser.\n"
 )
 _NO_ROOM = (
-    "the server's disk is full, or cannot be written; nothing of this is kept. Delete files that "
-    "are not needed any more, or have whoever runs the server make room"
+    "the server's disk is full, or cannot be written; nothing of this is kept. Delete "
+    "files that are not needed any more, or have whoever runs the server make room"
 )
 _TYPES = {
     ".html": "text/html; charset=utf-8",
@@ -86,17 +86,15 @@ def _serve(
     """Return what answers GET and HEAD with a file; with `other` those that accept no HTML."""
     body = source.read_bytes()
     vary = {} if other is None else {"Vary": "Accept"}
-    headers = (
-        vary
-        | {
-            "Content-Type": _TYPES[source.suffix],
-            "Content-Security-Policy": policy,
-            "X-Content-Type-Options": "nosniff",
-            "Referrer-Policy": "same-origin",
-            "Cache-Control": "no-cache",  # a browser asks each time, and the tag spares the bytes
-            "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
-        }
-    )
+    headers = vary | {
+        "Content-Type": _TYPES[source.suffix],
+        "Content-Security-Policy": policy,
+        "X-Content-Type-Options": "nosniff",
+        "Referrer-Policy": "same-origin",
+        # a browser asks each time, and the tag spares the bytes
+        "Cache-Control": "no-cache",
+        "ETag": f'"{hashlib.sha256(body).hexdigest()[:32]}"',
+    }
 
     async def answer(request: Request) -> Response:
         if other is not None and "text/html" not in request.headers.get("accept", ""):
@@ -111,10 +109,12 @@ def _serve(
 PARTS = 4  # that paths of ours have at most
 # Paths of other APIs, by what to do instead.
 ELSEWHERE = {
-    "send messages to /v1/chat/completions": "responses|messages|conversations|assistants|threads|"
-    "realtime|invocations|api/chat$",
-    "send a prompt to /v1/completions": "engines|generate|generate_stream|completion|infill|"
-    "api/generate",
+    "send messages to /v1/chat/completions": (
+        "responses|messages|conversations|assistants|threads|realtime|invocations|api/chat$"
+    ),
+    "send a prompt to /v1/completions": (
+        "engines|generate|generate_stream|completion|infill|api/generate"
+    ),
     "send texts to /v1/embeddings": "embed|embedding|api/embed|api/embeddings|pooling",
     "send documents to /v1/rerank": "reranking",
     "this server answers texts with texts and vectors": "moderations|audio|images|videos|"
@@ -123,7 +123,9 @@ ELSEWHERE = {
 }
 
 
-def make_app(service: Service, settings: ServerSettings, batches: BatchService | None) -> FastAPI:
+def make_app(
+    service: Service, settings: ServerSettings, batches: BatchService | None
+) -> FastAPI:
     """Return the application that serves an engine; without batches it keeps nothing."""
     app = FastAPI(
         title="fminfer",
@@ -137,7 +139,12 @@ def make_app(service: Service, settings: ServerSettings, batches: BatchService |
     routers += [file_routes(batches), batch_routes(service, batches), page_routes()]
     for router in routers:
         app.include_router(router)
-    known = (each for router in routers for each in router.routes if isinstance(each, APIRoute))
+    known = (
+        each
+        for router in routers
+        for each in router.routes
+        if isinstance(each, APIRoute)
+    )
     app.state.paths = {each.path for each in known if each.include_in_schema}
     _add_errors(app, service)
     # It is made when it is first asked for: that takes as long as all else here.
@@ -159,7 +166,9 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     for operations in document["paths"].values():
         for operation in operations.values():
             operation["responses"].pop("422", None)  # it comes as a 400
-            operation["summary"] = operation.pop("description", operation["summary"]).rstrip(".")
+            operation["summary"] = operation.pop(
+                "description", operation["summary"]
+            ).rstrip(".")
     for name in ("HTTPValidationError", "ValidationError"):
         document.get("components", {}).get("schemas", {}).pop(name, None)
     if has_keys:
@@ -174,7 +183,8 @@ def _add_errors(app: FastAPI, service: Service) -> None:
     """Give all errors OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
-        if isinstance(error, OutputError | InUseError):  # of the state folder; the log has the path
+        # of the state folder; the log has the path
+        if isinstance(error, OutputError | InUseError):
             service.log.tell("error", f"A client was refused: {error}")
         return respond(_as_http_error(request, error))
 
@@ -203,7 +213,9 @@ def _as_http_error(request: Request, error: Exception) -> HttpError:
             code="unknown_url" if error.status_code == 404 else None,
             headers=error.headers,
         )
-    assert isinstance(error, RequestValidationError), "FastAPI's, of a path's parameters"
+    assert isinstance(error, RequestValidationError), (
+        "FastAPI's, of a path's parameters"
+    )
     first = error.errors()[0]
     name = ".".join(str(part) for part in first["loc"][1:])
     return HttpError(

@@ -44,7 +44,8 @@ from fminfer.server.service import Service, respond_json
 BYTES: Schema = {"type": "string", "format": "binary"}
 UPLOAD = extend(
     whole(
-        file=BYTES | {"description": "JSON lines, each with custom_id, method, url and body."},
+        file=BYTES
+        | {"description": "JSON lines, each with custom_id, method, url and body."},
         purpose={"enum": [PURPOSE]},
     ),
     **{
@@ -54,7 +55,9 @@ UPLOAD = extend(
     },
 ) | {"additionalProperties": False}
 FILE = extend(
-    whole(id=TEXT, object={"const": "file"}, bytes=COUNT, created_at=COUNT, filename=TEXT),
+    whole(
+        id=TEXT, object={"const": "file"}, bytes=COUNT, created_at=COUNT, filename=TEXT
+    ),
     expires_at=allow_null(COUNT),
     purpose={"enum": list(PURPOSES)},
     status={"const": "processed"},
@@ -62,7 +65,12 @@ FILE = extend(
 )
 DELETED = whole(id=TEXT, object={"const": "file"}, deleted=SWITCH)
 ERROR_OF_BATCH = object_of(
-    {"code": TEXT, "message": TEXT, "param": allow_null(TEXT), "line": allow_null(COUNT)}
+    {
+        "code": TEXT,
+        "message": TEXT,
+        "param": allow_null(TEXT),
+        "line": allow_null(COUNT),
+    }
 )
 USAGE = extend(
     whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
@@ -82,7 +90,9 @@ BATCH = extend(
     **dict.fromkeys(("output_file_id", "error_file_id"), allow_null(TEXT)),
     **dict.fromkeys(TIMES, allow_null(COUNT)),
     metadata=allow_null(METADATA),
-    errors=allow_null(object_of({"object": {"const": "list"}, "data": list_of(ERROR_OF_BATCH)})),
+    errors=allow_null(
+        object_of({"object": {"const": "list"}, "data": list_of(ERROR_OF_BATCH)})
+    ),
     usage=USAGE,
 )
 
@@ -128,7 +138,10 @@ def file_routes(given: BatchService | None) -> APIRouter:
         stored = await asyncio.to_thread(batches.keep_upload, found, owner)
         return respond_json(stored.to_object())
 
-    @router.get("/v1/files", **document(page_of(FILE), "A page of files.", errors=[400, 401, 404]))
+    @router.get(
+        "/v1/files",
+        **document(page_of(FILE), "A page of files.", errors=[400, 401, 404]),
+    )
     async def list_files(
         request: Request,
         after: str | None = None,
@@ -139,8 +152,14 @@ def file_routes(given: BatchService | None) -> APIRouter:
         """List files."""
         batches, owner = _require(given, request)
         files = batches.files.of(owner, after)
-        files = [each for each in files if purpose in (None, each.purpose) or each.id == after]
-        return _send_page(batches, files if order == "desc" else files[::-1], after, limit)
+        files = [
+            each
+            for each in files
+            if purpose in (None, each.purpose) or each.id == after
+        ]
+        return _send_page(
+            batches, files if order == "desc" else files[::-1], after, limit
+        )
 
     @router.get("/v1/files/{file_id}", **document(FILE, "The file.", errors=[401, 404]))
     async def get_file(request: Request, file_id: str) -> Response:
@@ -156,7 +175,9 @@ def file_routes(given: BatchService | None) -> APIRouter:
     async def content(request: Request, file_id: str) -> Response:
         """Return the bytes of a file."""
         batches, owner = _require(given, request)
-        return _Download(batches.find_bytes(file_id, owner), media_type=OCTETS, headers=HEADERS)
+        return _Download(
+            batches.find_bytes(file_id, owner), media_type=OCTETS, headers=HEADERS
+        )
 
     @router.delete(
         "/v1/files/{file_id}",
@@ -180,7 +201,9 @@ def batch_routes(service: Service, given: BatchService | None) -> APIRouter:
         **document(
             BATCH,
             "The batch.",
-            body=describe_fields("A file to answer.", FIELDS, None, EXAMPLE, is_strict=True),
+            body=describe_fields(
+                "A file to answer.", FIELDS, None, EXAMPLE, is_strict=True
+            ),
             errors=[400, 401, 404, 408, 413, 429, 507],
         ),
     )
@@ -193,7 +216,8 @@ def batch_routes(service: Service, given: BatchService | None) -> APIRouter:
         return respond_json(batches.describe(batch))
 
     @router.get(
-        "/v1/batches", **document(page_of(BATCH), "A page of batches.", errors=[400, 401, 404])
+        "/v1/batches",
+        **document(page_of(BATCH), "A page of batches.", errors=[400, 401, 404]),
     )
     async def list_batches(
         request: Request,
@@ -204,7 +228,9 @@ def batch_routes(service: Service, given: BatchService | None) -> APIRouter:
         batches, owner = _require(given, request)
         return _send_page(batches, batches.batches.of(owner), after, limit)
 
-    @router.get("/v1/batches/{batch_id}", **document(BATCH, "The batch.", errors=[401, 404]))
+    @router.get(
+        "/v1/batches/{batch_id}", **document(BATCH, "The batch.", errors=[401, 404])
+    )
     async def get_batch(request: Request, batch_id: str) -> Response:
         """Tell how a batch stands."""
         batches, owner = _require(given, request)
@@ -224,7 +250,10 @@ def batch_routes(service: Service, given: BatchService | None) -> APIRouter:
 
 
 def _send_page(
-    batches: BatchService, items: Sequence[ServerFile | StoredBatch], after: str | None, limit: int
+    batches: BatchService,
+    items: Sequence[ServerFile | StoredBatch],
+    after: str | None,
+    limit: int,
 ) -> Response:
     """Send the items behind the one of an id, as OpenAI's API lists them."""
     places = dict[str | None, int]({None: 0})
@@ -248,7 +277,9 @@ def _send_page(
     )
 
 
-def _require(batches: BatchService | None, request: Request) -> tuple[BatchService, str]:
+def _require(
+    batches: BatchService | None, request: Request
+) -> tuple[BatchService, str]:
     """Return what serves files and batches, and whose a request is."""
     if batches is None:
         raise HttpError(

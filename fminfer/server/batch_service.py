@@ -1,4 +1,5 @@
-"""What the routes of files and batches do: an owner's files and batches, found, made and ended."""
+"""What the routes of files and batches do: an owner's files and batches, found, made
+and ended."""
 
 from __future__ import annotations
 
@@ -31,7 +32,9 @@ class BatchService:
         OutputError: the disk is full, or fails.
     """
 
-    def __init__(self, state: ServerState, service: Service, settings: ServerSettings) -> None:
+    def __init__(
+        self, state: ServerState, service: Service, settings: ServerSettings
+    ) -> None:
         self.settings = settings
         self.uploads = state.folder.uploads
         self.files = state.files
@@ -108,8 +111,8 @@ class BatchService:
             if (batch := self.batches.find_user(stored.id)) is not None:
                 raise HttpError(
                     409,
-                    f"{batch.id} is {batch.status} and still needs the file; cancel it first, or "
-                    "wait until it is over",
+                    f"{batch.id} is {batch.status} and still needs the file; cancel it "
+                    "first, or wait until it is over",
                     code="file_in_use",
                 )
             self.files.remove(stored)
@@ -124,8 +127,8 @@ class BatchService:
             if stored.purpose != PURPOSE:
                 raise HttpError(
                     400,
-                    f"input_file_id is a file of purpose {stored.purpose}; upload one with purpose "
-                    f"{PURPOSE}",
+                    f"input_file_id is a file of purpose {stored.purpose}; upload one "
+                    f"with purpose {PURPOSE}",
                     code="invalid_purpose",
                     param="input_file_id",
                 )
@@ -177,7 +180,9 @@ def _cancel(batch: StoredBatch) -> StoredBatch:
     if batch.status in ("cancelling", "cancelled"):
         return batch
     # One that finalizes is over in a moment, unless trouble keeps it from that.
-    if batch.status in ("validating", "in_progress") or (batch.is_open and batch.troubles):
+    if batch.status in ("validating", "in_progress") or (
+        batch.is_open and batch.troubles
+    ):
         return batch.moved("cancelling")
     raise HttpError(
         409,

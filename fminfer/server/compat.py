@@ -40,7 +40,15 @@ SEQUENCE_TOKENS = 64
 LATENCY_TOKENS = 10  # where a request does not say
 SAMPLING = ("temperature", "top_p", "top_k")
 # What of a completions request would change the shape of the answer.
-OF_COMPLETIONS = ("n", "best_of", "logprobs", "echo", "stream", "stream_options", "suffix")
+OF_COMPLETIONS = (
+    "n",
+    "best_of",
+    "logprobs",
+    "echo",
+    "stream",
+    "stream_options",
+    "suffix",
+)
 # Parameters of the latency server, and what they are called here; those with None are read here.
 LATENCY: dict[str, str | None] = {
     **{name: name for name in (*SAMPLING, "repetition_penalty", "seed", "stop")},
@@ -65,7 +73,9 @@ def old_routes(service: Service) -> APIRouter:
 
     @router.post(
         "/generation",
-        **document(whole(text=TEXT), "The text.", body=generation_request_schema(limits)),
+        **document(
+            whole(text=TEXT), "The text.", body=generation_request_schema(limits)
+        ),
     )
     async def generation(request: Request) -> Response:
         """Complete one prompt, as EnergonAI's servers of BLOOM and OPT do."""
@@ -78,7 +88,9 @@ def old_routes(service: Service) -> APIRouter:
     async def run(
         request: Request,
         text: str,
-        max_seq_length: int = Query(SEQUENCE_TOKENS, ge=1, description="prompt and completion"),
+        max_seq_length: int = Query(
+            SEQUENCE_TOKENS, ge=1, description="prompt and completion"
+        ),
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
         _require_utf8(request)
@@ -90,7 +102,9 @@ def old_routes(service: Service) -> APIRouter:
                 others[0],
             )
         if not text:
-            raise RequestError("missing_prompt", "there is no text behind /run/; give one", "text")
+            raise RequestError(
+                "missing_prompt", "there is no text behind /run/; give one", "text"
+            )
         prepared = await service.dispatcher.beside(
             lambda: service.engine.prepare({"prompt": text, "max_tokens": 0})
         )
@@ -103,10 +117,14 @@ def old_routes(service: Service) -> APIRouter:
                 "max_seq_length",
             )
         fields = {"prompt": text, "max_tokens": max_seq_length - num_prompt}
-        finished = await _complete(service, request, fields | {"temperature": 0, "echo": True})
+        finished = await _complete(
+            service, request, fields | {"temperature": 0, "echo": True}
+        )
         return respond_json([choice["text"] for choice in finished.choices])
 
-    @router.post("/", **document(TEXTS, "The texts.", body=latency_request_schema(limits)))
+    @router.post(
+        "/", **document(TEXTS, "The texts.", body=latency_request_schema(limits))
+    )
     async def latency(request: Request) -> Response:
         """Complete prompts, as FM Inference's latency server does."""
         fields = await service.bodies.read(request)
@@ -116,7 +134,9 @@ def old_routes(service: Service) -> APIRouter:
     return router
 
 
-async def _complete(service: Service, request: Request, fields: dict[str, Any]) -> Finished:
+async def _complete(
+    service: Service, request: Request, fields: dict[str, Any]
+) -> Finished:
     service.check_model(fields.get("model"))
     asking = service.dispatcher.ask(fields, is_large=is_large(request))
     reply = await unless_left(asking, request.receive)
@@ -151,7 +171,11 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
     if not isinstance(fields.get("prompt"), str):
         raise wrong_type("prompt", fields.get("prompt"), "a string")
     request = {**fields, "echo": True}
-    limits = (request.pop("max_new_tokens", None), request.get("max_tokens"), NEW_TOKENS)
+    limits = (
+        request.pop("max_new_tokens", None),
+        request.get("max_tokens"),
+        NEW_TOKENS,
+    )
     request["max_tokens"] = next(limit for limit in limits if limit is not None)
     if all(fields.get(name) is None for name in SAMPLING):
         request["temperature"] = 0
@@ -168,11 +192,14 @@ def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
         if name not in LATENCY:
             raise RequestError(
                 "unsupported_parameter",
-                f"parameters has {name}, and known are {', '.join(LATENCY)}; leave it out, or call "
-                "/v1/completions",
+                f"parameters has {name}, and known are {', '.join(LATENCY)}; leave it "
+                "out, or call /v1/completions",
                 name,
             )
-    request: dict[str, Any] = {"prompt": fields.get("inputs"), "max_tokens": LATENCY_TOKENS}
+    request: dict[str, Any] = {
+        "prompt": fields.get("inputs"),
+        "max_tokens": LATENCY_TOKENS,
+    }
     for name, value in parameters.items():
         if (ours := LATENCY[name]) is not None and value is not None:
             request[ours] = value
@@ -188,14 +215,20 @@ def generation_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/generation`."""
     of_chat = FIELDS["chat"]
     both = [
-        replace(each, help=f"{each.help} Default: greedy.") if name in SAMPLING else each
+        replace(each, help=f"{each.help} Default: greedy.")
+        if name in SAMPLING
+        else each
         for name, each in FIELDS["completions"].items()
-        if of_chat.get(name) is each and each.fate == "acted on" and name not in OF_COMPLETIONS
+        if of_chat.get(name) is each
+        and each.fate == "acted on"
+        and name not in OF_COMPLETIONS
     ]
     fields = (
         Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True),
         replace(of_chat["max_tokens"], name="max_new_tokens", default=NEW_TOKENS),
-        replace(of_chat["max_tokens"], help="The same, where max_new_tokens is absent."),
+        replace(
+            of_chat["max_tokens"], help="The same, where max_new_tokens is absent."
+        ),
         *both,
         *(
             Field(name, as_it_is(NULL), "It has no place in this answer.")
@@ -214,13 +247,21 @@ def latency_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `POST /`."""
     known = FIELDS["completions"]
     parameters = {
-        name: allow_null(SWITCH) if ours is None else describe_field(known[ours], limits)
+        name: allow_null(SWITCH)
+        if ours is None
+        else describe_field(known[ours], limits)
         for name, ours in LATENCY.items()
     }
     max_tokens = replace(known["max_tokens"], default=LATENCY_TOKENS)
     parameters["max_new_tokens"] = describe_field(max_tokens, limits)
-    inputs = known["prompt"].schema(limits.vocab_size - 1) | {"description": "One text or several."}
+    inputs = known["prompt"].schema(limits.vocab_size - 1) | {
+        "description": "One text or several."
+    }
     of_parameters = object_of(parameters) | {"additionalProperties": False}
-    return object_of({"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs") | {
-        "examples": [{"inputs": "Question: How do you go", "parameters": {"max_new_tokens": 8}}]
+    return object_of(
+        {"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs"
+    ) | {
+        "examples": [
+            {"inputs": "Question: How do you go", "parameters": {"max_new_tokens": 8}}
+        ]
     }

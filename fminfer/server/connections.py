@@ -24,7 +24,8 @@ from fminfer.server.settings import ServerSettings
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
 CLOSE = [(b"connection", b"close")]
-PROBE_S = 0.02, 10.0  # first and longest pause between looks for a client that may have left
+# first and longest pause between looks for a client that may have left
+PROBE_S = 0.02, 10.0
 UNREAD_S = 60.0  # that a client may leave what it was sent unread
 MOST_CONNECTIONS = 4096
 MOST_ACCEPTED = 64  # at once, before others have their turn
@@ -41,17 +42,25 @@ class _Parser(h11.Connection):
     def next_event(self) -> Any:
         """Return the next event."""
         is_idle = self.their_state is h11.IDLE
-        if is_idle and _BARE_LINE_END.search(self.trailing_data[0].partition(b"\r\n\r\n")[0]):
-            raise h11.RemoteProtocolError("a line of its head ends in LF, and not in CR LF")
+        if is_idle and _BARE_LINE_END.search(
+            self.trailing_data[0].partition(b"\r\n\r\n")[0]
+        ):
+            raise h11.RemoteProtocolError(
+                "a line of its head ends in LF, and not in CR LF"
+            )
         event = super().next_event()
         if isinstance(event, h11.Request):
             self._num_spare = LENT_BYTES
             if {b"transfer-encoding", b"content-length"} <= dict(event.headers).keys():
-                raise h11.RemoteProtocolError("it has Content-Length and Transfer-Encoding")
+                raise h11.RemoteProtocolError(
+                    "it has Content-Length and Transfer-Encoding"
+                )
         if isinstance(event, h11.Data):
             self._num_spare += len(event.data) - LEAST_CHUNK * event.chunk_start
             if self._num_spare < 0:
-                raise h11.RemoteProtocolError("its chunks have few bytes; send larger ones")
+                raise h11.RemoteProtocolError(
+                    "its chunks have few bytes; send larger ones"
+                )
         return event
 
 
@@ -108,9 +117,14 @@ class Connection(H11Protocol):
         TLS cannot be closed by half. A client of HTTP/1.0 cannot be told from one that has left,
         and proxies that speak it do not close by half.
         """
-        if not self.is_whole or self.scheme == "https" or self.scope["http_version"] != "1.1":
+        if (
+            not self.is_whole
+            or self.scheme == "https"
+            or self.scope["http_version"] != "1.1"
+        ):
             return False
-        self.scope["headers"] = [*self.scope["headers"], *CLOSE]  # and so in the response
+        # and so in the response
+        self.scope["headers"] = [*self.scope["headers"], *CLOSE]
         self.cycle.keep_alive = False
         self._wait(PROBE_S[0], self._probe, PROBE_S[0])
         return True
@@ -118,8 +132,12 @@ class Connection(H11Protocol):
     def send_400_response(self, msg: str) -> None:
         """Refuse what is no HTTP; behind an answer that was sent already, only close."""
         if self.conn.our_state in (h11.IDLE, h11.SEND_RESPONSE):
-            error = HttpError(400, f"this is no HTTP request: {sys.exc_info()[1] or msg}")
-            head = h11.Response(status_code=400, headers=[(b"content-type", JSON.encode()), *CLOSE])
+            error = HttpError(
+                400, f"this is no HTTP request: {sys.exc_info()[1] or msg}"
+            )
+            head = h11.Response(
+                status_code=400, headers=[(b"content-type", JSON.encode()), *CLOSE]
+            )
             for event in (head, h11.Data(dump(describe(error))), h11.EndOfMessage()):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
@@ -131,7 +149,9 @@ class Connection(H11Protocol):
         """Say that the answer is to come; the second write to a client that has left fails."""
         if self.cycle.response_started:
             return
-        event = h11.InformationalResponse(status_code=100, headers=[], reason=b"Continue")
+        event = h11.InformationalResponse(
+            status_code=100, headers=[], reason=b"Continue"
+        )
         self.transport.write(self.conn.send(event))
         self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
 
@@ -160,7 +180,9 @@ def raise_file_limit() -> None:
 def max_connections() -> int:
     """Return how many connections may be open: half of the files are left for all else."""
     # Without a limit it is -1.
-    return min(MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64) // 2)
+    return min(
+        MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64) // 2
+    )
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
@@ -174,12 +196,18 @@ def open_socket(settings: ServerSettings) -> socket.socket:
     with ExitStack() as failed:
         try:
             family, kind, proto, _, address = socket.getaddrinfo(
-                settings.host, settings.port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+                settings.host,
+                settings.port,
+                type=socket.SOCK_STREAM,
+                flags=socket.AI_PASSIVE,
             )[0]
             found = failed.enter_context(socket.socket(family, kind, proto))
             found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            if sys.platform == "linux":  # connections inherit it: clients that do not read end
-                found.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000))
+            # connections inherit it: clients that do not read end
+            if sys.platform == "linux":
+                found.setsockopt(
+                    socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000)
+                )
             found.bind(address)
         except (OSError, UnicodeError) as error:
             raise UsageError(

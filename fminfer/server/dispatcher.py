@@ -24,9 +24,11 @@ from fminfer.server.replies import Reply
 IDLE_S = 0.2  # between looks whether an idle team has lost a pipeline
 TOKENIZERS = 2  # requests that are tokenized at once
 QUICK_ITEMS = 16  # at most, in each list or object of a quick request
-MOST_LOOKING = 16  # requests that a full queue tokenizes at once, to look for a kept answer
+# requests that a full queue tokenizes at once, to look for a kept answer
+MOST_LOOKING = 16
 MOST_RETRY_S = 60
-FIRST_ID = 2**39  # of requests that come here; the engine's own are below it, lanes' above
+# of requests that come here; the engine's own are below it, lanes' above
+FIRST_ID = 2**39
 MOST_BYTES = 1 << 28  # of prepared requests without an answer
 SMALL_BYTES = 1 << 16  # of a request for which there is always room
 CHOICE_BYTES = 3072  # of a choice that is to come, beside its prompt
@@ -63,15 +65,20 @@ class Dispatcher:
 
     # In the event loop's thread:
 
-    def start(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]) -> None:
-        """Take note of the event loop; `on_failure` is called in it once the engine has failed."""
+    def start(
+        self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]
+    ) -> None:
+        """Take note of the event loop; `on_failure` is called in it once the engine has
+        failed."""
         self._loop = loop
         self._on_failure = on_failure
 
     @property
     def num_open(self) -> int:
         """Requests without an answer."""
-        return len(self.replies) + self._tokenizers.num_asked + self._compilers.num_asked
+        return (
+            len(self.replies) + self._tokenizers.num_asked + self._compilers.num_asked
+        )
 
     @property
     def num_waiting(self) -> int:
@@ -104,12 +111,17 @@ class Dispatcher:
         prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
         try:
             prepared, kept = await self._tokenizers.do(
-                partial(prepare, compiles=False), is_quick=not is_large and _is_quick(fields)
+                partial(prepare, compiles=False),
+                is_quick=not is_large and _is_quick(fields),
             )
-        except UncompiledError:  # to compile may take seconds, in which others do not wait
+        except (
+            UncompiledError
+        ):  # to compile may take seconds, in which others do not wait
             num_asked = self._compilers.num_asked
             if 0 < self._queue_size <= num_asked:
-                raise self._full(f"{num_asked} requests wait for new constraints", 2) from None
+                raise self._full(
+                    f"{num_asked} requests wait for new constraints", 2
+                ) from None
             prepared, kept = await self._compilers.do(prepare)
         if kept is not None and self.refusal is None:
             self._metrics.observe(kept, time.perf_counter() - asked_s)
@@ -121,7 +133,9 @@ class Dispatcher:
             raise refusal
         size = self._check_size(prepared)
         request_id = next(self._ids)
-        reply = self.replies[request_id] = Reply(request_id, asked_s, prepared, self._forget)
+        reply = self.replies[request_id] = Reply(
+            request_id, asked_s, prepared, self._forget
+        )
         self._held[request_id] = size
         add = partial(self._add, prepared, request_id, is_streamed=is_streamed)
         try:
@@ -142,7 +156,9 @@ class Dispatcher:
         """Return the bytes that a request takes, or raise an HttpError."""
         texts = (*prepared.prompts, *prepared.sources)
         num_choices = len(prepared.prompts) * prepared.params.num_candidates
-        size = CHOICE_BYTES * num_choices + sum(8 * len(t.ids) + len(t.text) for t in texts)
+        size = CHOICE_BYTES * num_choices + sum(
+            8 * len(t.ids) + len(t.text) for t in texts
+        )
         held = sum(self._held.values())
         if held and size > max(SMALL_BYTES, (MOST_BYTES - held) // SHARE):
             raise HttpError(
@@ -179,7 +195,9 @@ class Dispatcher:
         # To count prompts is quick, and there are at least as many as requests.
         if self.refusal is not None or not 0 < self._queue_size <= self.num_waiting:
             return self.refusal
-        waiting = self._tokenizers.num_asked + self._num_added - _count_begun(self._engine)
+        waiting = (
+            self._tokenizers.num_asked + self._num_added - _count_begun(self._engine)
+        )
         if waiting < self._queue_size:
             return None
         retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
@@ -216,7 +234,8 @@ class Dispatcher:
     def _break(self, error: BaseException) -> None:
         told = str(error) if isinstance(error, FminferError) else type(error).__name__
         failure = HttpError(503, f"the engine failed: {told}", code="engine_failed")
-        is_told_to_end = isinstance(error, KeyboardInterrupt | StoppedError)  # for the second time
+        # for the second time
+        is_told_to_end = isinstance(error, KeyboardInterrupt | StoppedError)
         self.fail_all(shutting_down() if is_told_to_end else failure)
         self._on_failure()
 
@@ -266,7 +285,8 @@ class _Threads:
     def __init__(self, num_threads: int, name: str) -> None:
         self.num_asked = 0
         self._pool = ThreadPoolExecutor(num_threads, name)
-        self._quick_pool = ThreadPoolExecutor(1, name)  # its requests wait for no long work
+        # its requests wait for no long work
+        self._quick_pool = ThreadPoolExecutor(1, name)
 
     async def do(self, work: Callable[[], Result], *, is_quick: bool = False) -> Result:
         """Do some work beside the event loop, and raise what it raises."""
@@ -285,7 +305,9 @@ class _Threads:
 
 def _is_quick(fields: Mapping[str, Any]) -> bool:
     """Tell whether a request that is not large has little to prepare."""
-    return all(len(v) <= QUICK_ITEMS for v in fields.values() if isinstance(v, list | dict))
+    return all(
+        len(v) <= QUICK_ITEMS for v in fields.values() if isinstance(v, list | dict)
+    )
 
 
 def _count_begun(engine: Engine) -> int:

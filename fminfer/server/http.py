@@ -42,7 +42,8 @@ from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
 REPORT_S = 10  # between lines that say what goes on
-OLD_ROUNDS = 100  # collections between two of the oldest objects, which may be a large request
+# collections between two of the oldest objects, which may be a large request
+OLD_ROUNDS = 100
 SWITCH_S = 0.0005  # between threads of Python
 
 
@@ -52,7 +53,10 @@ def serve_process(run: ProcessContext, settings: ServerSettings) -> None:
 
 
 def _serve(
-    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint, compute: Compute
+    run: ProcessContext,
+    settings: ServerSettings,
+    checkpoint: Checkpoint,
+    compute: Compute,
 ) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
     raise_file_limit()
@@ -69,7 +73,9 @@ def _serve(
             threads = counted(engine.facts.num_threads, "thread")
             place = f"{types} on {engine.device}, {ranks}{threads}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
-            click.echo(f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True)
+            click.echo(
+                f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True
+            )
         engine.runs.cache = _open_cache(run, settings, checkpoint)
         # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
         sys.setswitchinterval(SWITCH_S)
@@ -104,10 +110,14 @@ def _open_state(
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else
-    fingerprint = plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint()
+    fingerprint = plan_ahead(
+        run.config, checkpoint, run.role.spread.num_stages
+    ).fingerprint()
     state = ServerState(path, fingerprint)
     if state.folder.was_narrowed and not run.is_quiet:
-        click.echo(f"--state {path} could be read by others; now only you can.", err=True)
+        click.echo(
+            f"--state {path} could be read by others; now only you can.", err=True
+        )
     return state
 
 
@@ -129,7 +139,8 @@ def run_http(
     try:
         dispatcher = thread.service.dispatcher
         stopper.num_open = lambda: dispatcher.num_open
-        with stopper.telling(thread.drain):  # before anybody hears where it is, and may end it
+        # before anybody hears where it is, and may end it
+        with stopper.telling(thread.drain):
             if not settings.is_quiet:
                 click.echo(
                     f"Serving {thread.service.names[0]} at {thread.url}\n"
@@ -140,7 +151,9 @@ def run_http(
     finally:
         thread.end()
     if (num_dropped := dispatcher.num_dropped) and stopper.reason is not None:
-        stopper.reason.args = (f"{stopper.reason} Requests without an answer: {num_dropped:,}.",)
+        stopper.reason.args = (
+            f"{stopper.reason} Requests without an answer: {num_dropped:,}.",
+        )
         raise stopper.reason
     if stopper.reason is None:
         why = thread.fault or "it gave no reason"
@@ -193,12 +206,15 @@ class HttpThread(threading.Thread):
         super().start()
         self._is_ready.wait()
         if self.fault is not None:
-            raise FminferError(f"the HTTP server cannot start: {self.fault}") from self.fault
+            raise FminferError(
+                f"the HTTP server cannot start: {self.fault}"
+            ) from self.fault
         if self.batches is not None:
             self.batches.work.start()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more requests; those that are open have so long. A signal handler may call it."""
+        """Take no more requests; those that are open have so long. A signal handler may
+        call it."""
         self.loop.call_soon_threadsafe(self._drain, grace_s)
 
     def end(self) -> None:

@@ -72,4 +72,6 @@ def describe(error: HttpError) -> dict[str, Any]:
 
 def respond(error: HttpError) -> Response:
     """Return the response that an error becomes."""
-    return Response(dump(describe(error)), error.status, dict(error.headers or {}), JSON)
+    return Response(
+        dump(describe(error)), error.status, dict(error.headers or {}), JSON
+    )

@@ -29,14 +29,17 @@ WINDOW_S = 5.0  # of the means of tokens a second
 
 def _steps(first: int, last: int) -> tuple[float, ...]:
     """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
-    return tuple(float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5))
+    return tuple(
+        float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5)
+    )
 
 
 SECONDS = _steps(-3, 2)
 TOKENS = _steps(0, 5)  # limits of buckets
 
 
-Values = dict[str, dict[tuple[str, ...], float]]  # by name, then by the values of its labels
+# by name, then by the values of its labels
+Values = dict[str, dict[tuple[str, ...], float]]
 HELPS = {
     "vllm:request_queue_time_seconds": "From a request's coming to its admission.",
     "vllm:time_to_first_token_seconds": "From a request's coming to its first token.",
@@ -52,7 +55,9 @@ HELPS = {
     "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
     "fminfer:peak_memory_bytes": "Most memory of a rank's process so far.",
     "fminfer:foreseen_memory_bytes": "Memory that was forecast for a rank's process, on a CPU.",
-    "fminfer:weight_bytes": "Weights in memory. format: of most of them; dtype: of the arithmetic.",
+    "fminfer:weight_bytes": (
+        "Weights in memory. format: of most of them; dtype: of the arithmetic."
+    ),
     "fminfer:gpu_peak_memory_bytes": "Most memory that a rank has taken of its GPU so far.",
     "fminfer:gpu_peak_tensor_bytes": "Most of it that tensors had.",
     "fminfer:gpu_foreseen_memory_bytes": "Memory of its GPU that was forecast for a rank.",
@@ -81,21 +86,27 @@ class Metrics:
         registry.register(self)
         ProcessCollector(registry=registry)
         self._queue_s = self._histogram("vllm:request_queue_time_seconds", SECONDS)
-        self._first_token_s = self._histogram("vllm:time_to_first_token_seconds", SECONDS)
+        self._first_token_s = self._histogram(
+            "vllm:time_to_first_token_seconds", SECONDS
+        )
         self._gap_s = self._histogram("vllm:inter_token_latency_seconds", SECONDS)
         self._total_s = self._histogram("vllm:e2e_request_latency_seconds", SECONDS)
         self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", TOKENS)
-        self._generated_tokens = self._histogram("vllm:request_generation_tokens", TOKENS)
+        self._generated_tokens = self._histogram(
+            "vllm:request_generation_tokens", TOKENS
+        )
         self._finished = self._counter("vllm:request_success", "finished_reason")
         self._refused = self._counter("fminfer:requests_refused", "status")
-        for reason in ("stop", "length", "abort"):  # a rate needs the 0 before the first one
+        # a rate needs the 0 before the first one
+        for reason in ("stop", "length", "abort"):
             self._finished.labels(model_name, reason)
 
     def observe(self, finished: Finished, total_s: float) -> None:
         """Count a request that was answered.
 
         Args:
-            total_s: from its coming to its end, as the server saw it. What the engine did not see
+            total_s: from its coming to its end, as the server saw it. What the engine
+            did not see
                 of that, such as tokenizing, counts as time in the queue.
         """
         times = finished.times
@@ -108,7 +119,11 @@ class Metrics:
         self._total_s.observe(total_s)
         if num_drawn:
             self._first_token_s.observe(queue_s + times["prefill_time"])
-        choices = finished.choices if finished.part == "choices" else [{"finish_reason": "stop"}]
+        choices = (
+            finished.choices
+            if finished.part == "choices"
+            else [{"finish_reason": "stop"}]
+        )
         for reason, number in Tally(each["finish_reason"] for each in choices).items():
             self._finished.labels(self._model_name, reason).inc(number)
 
@@ -164,8 +179,12 @@ class Metrics:
                 "vllm:num_preemptions": {own: stats.num_put_back},
                 "fminfer:tokens_fed_again": {own: stats.num_again_tokens},
                 "fminfer:engine_steps": {own: stats.num_steps},
-                "fminfer:result_cache_queries": {own: 0 if cache is None else cache.num_asked},
-                "fminfer:result_cache_hits": {own: 0 if cache is None else cache.num_found},
+                "fminfer:result_cache_queries": {
+                    own: 0 if cache is None else cache.num_asked
+                },
+                "fminfer:result_cache_hits": {
+                    own: 0 if cache is None else cache.num_found
+                },
             },
         )
         if self.batches is not None:
@@ -173,7 +192,9 @@ class Metrics:
 
     def _of_batches(self, batches: BatchWork) -> Iterator[Metric]:
         own = (self._model_name,)
-        yield from _families(GaugeMetricFamily, {"fminfer:batches_open": {own: batches.num_open}})
+        yield from _families(
+            GaugeMetricFamily, {"fminfer:batches_open": {own: batches.num_open}}
+        )
         rows: dict[tuple[str, ...], float] = {
             (self._model_name, kind): batches.done[kind] for kind in get_args(RowKind)
         }
@@ -187,13 +208,17 @@ class Metrics:
             if each.is_on_gpu:
                 of_rank["fminfer:gpu_peak_memory_bytes"] = each.peak.gpu_reserved_bytes
                 of_rank["fminfer:gpu_peak_tensor_bytes"] = each.peak.gpu_bytes
-            of_rank[f"fminfer:{'gpu_' * each.is_on_gpu}foreseen_memory_bytes"] = each.foreseen_bytes
+            of_rank[f"fminfer:{'gpu_' * each.is_on_gpu}foreseen_memory_bytes"] = (
+                each.foreseen_bytes
+            )
             for name, value in of_rank.items():
                 found.setdefault(name, {})[self._model_name, str(each.rank)] = value
         return found
 
     def _counter(self, name: str, label: str) -> Counter:
-        return Counter(name, HELPS[name], ["model_name", label], registry=self._registry)
+        return Counter(
+            name, HELPS[name], ["model_name", label], registry=self._registry
+        )
 
     def _histogram(self, name: str, limits: Sequence[float]) -> Histogram:
         metric = Histogram(
@@ -252,4 +277,6 @@ class Throughput:
         (first_s, *first) = self._seen[0]
         (last_s, *last) = self._seen[-1]
         passed_s = max(last_s - first_s, 1e-3)
-        return Rates(*((now - then) / passed_s for then, now in zip(first, last, strict=True)))
+        return Rates(
+            *((now - then) / passed_s for then, now in zip(first, last, strict=True))
+        )

@@ -32,7 +32,8 @@ from fminfer.server.schemas import COUNT, ERRORS, IDS, describe_fields, document
 from fminfer.server.service import Service, respond_json
 
 TOKENIZED = extend(
-    whole(count=COUNT, max_model_len=COUNT, tokens=IDS), token_strs=allow_null(list_of(TEXT))
+    whole(count=COUNT, max_model_len=COUNT, tokens=IDS),
+    token_strs=allow_null(list_of(TEXT)),
 )
 _FIGURE: Schema = {"type": "number", "minimum": 0}
 STATS = whole(
@@ -67,21 +68,29 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
         """Return the ids of a prompt or of a rendered chat."""
         fields = await service.bodies.read(request)
         service.check_model(fields.get("model"))
-        return respond_json(await service.dispatcher.beside(lambda: _tokenize(service, fields)))
+        return respond_json(
+            await service.dispatcher.beside(lambda: _tokenize(service, fields))
+        )
 
     @router.post(
         "/detokenize",
-        **document(whole(prompt=TEXT), "The text.", body=detokenize_request_schema(limits)),
+        **document(
+            whole(prompt=TEXT), "The text.", body=detokenize_request_schema(limits)
+        ),
     )
     async def detokenize(request: Request) -> Response:
         """Return the text of ids."""
         fields = await service.bodies.read(request)
         service.check_model(fields.get("model"))
-        return respond_json(await service.dispatcher.beside(lambda: _detokenize(service, fields)))
+        return respond_json(
+            await service.dispatcher.beside(lambda: _detokenize(service, fields))
+        )
 
 
 def _add_state_routes(router: APIRouter, service: Service) -> None:
-    @router.get("/version", **document(whole(version=TEXT), "The version.", errors=[401]))
+    @router.get(
+        "/version", **document(whole(version=TEXT), "The version.", errors=[401])
+    )
     async def version() -> Response:
         """Return the version of fminfer."""
         return respond_json({"version": __version__})
@@ -131,7 +140,9 @@ def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     engine = service.engine
     with_words = fields.pop("return_token_strs", None)
     ids = _prepare_one(service, fields, "prompt")
-    words = [engine.tokenizer.piece(token_id) for token_id in ids] if with_words else None
+    words = (
+        [engine.tokenizer.piece(token_id) for token_id in ids] if with_words else None
+    )
     return {
         "count": len(ids),
         "max_model_len": engine.context_length,
@@ -155,9 +166,14 @@ def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
 def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
     """Return the ids of a request's only prompt."""
     try:
-        asked = {name: value for name, value in request.items() if name not in CONSTRAINTS}
+        asked = {
+            name: value for name, value in request.items() if name not in CONSTRAINTS
+        }
         endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
-        if service.engine.intake.limits.vectors is not None and endpoint == "completions":
+        if (
+            service.engine.intake.limits.vectors is not None
+            and endpoint == "completions"
+        ):
             asked = {"input": asked.pop("prompt", None), **asked}
             endpoint = None
         else:
@@ -167,7 +183,9 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
         source = "prompt" if service.engine.intake.limits.vectors is None else "input"
         if error.param != source:
             raise
-        raise RequestError(error.code, error.message.replace(source, name, 1), name) from None
+        raise RequestError(
+            error.code, error.message.replace(source, name, 1), name
+        ) from None
     if len(prepared.prompts) != 1:
         raise HttpError(400, f"{name} holds several prompts; send one", param=name)
     return prepared.prompts[0].ids
@@ -177,9 +195,14 @@ def tokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
     known = FIELDS["chat"]
     words = Field(
-        "return_token_strs", as_it_is(SWITCH), "Add the spelling of each token.", default=False
+        "return_token_strs",
+        as_it_is(SWITCH),
+        "Add the spelling of each token.",
+        default=False,
     )
-    prompt = Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True)
+    prompt = Field(
+        "prompt", as_it_is(TEXT), "The text to go on with.", is_required=True
+    )
     special = FIELDS["completions"]["add_special_tokens"]
     names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
     chat = (known[name] for name in (*names, "continue_final_message", "model"))

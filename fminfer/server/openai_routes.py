@@ -22,12 +22,24 @@ from fminfer.engine.vector_answer import head_of_answer
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, unless_left
 from fminfer.server.request_bodies import is_large
-from fminfer.server.schemas import COUNT, ENDPOINT_DOCS, document, extend, request_schema
+from fminfer.server.schemas import (
+    COUNT,
+    ENDPOINT_DOCS,
+    document,
+    extend,
+    request_schema,
+)
 from fminfer.server.service import Service, respond_json
 
 _CONTEXT = COUNT | {"description": "Most tokens of prompt and answer."}
 _MODEL = extend(
-    whole(id=TEXT, object={"const": "model"}, created=COUNT, owned_by=TEXT, max_model_len=_CONTEXT),
+    whole(
+        id=TEXT,
+        object={"const": "model"},
+        created=COUNT,
+        owned_by=TEXT,
+        max_model_len=_CONTEXT,
+    ),
     root=TEXT,
     parent=NULL,
     has_chat_template=SWITCH,
@@ -48,7 +60,8 @@ class AnswerShape:
     _num_prompt: int = field(init=False)  # tokens
     _num_drawn: int = 0
     _begun: set[int] = field(default_factory=set)  # choices that have had a chunk
-    _named: set[int] = field(default_factory=set)  # of a chat: those whose role was sent
+    # of a chat: those whose role was sent
+    _named: set[int] = field(default_factory=set)
     _ended: set[int] = field(default_factory=set)
 
     def __post_init__(self) -> None:
@@ -69,12 +82,15 @@ class AnswerShape:
             head["object"] = "chat.completion.chunk"
         if self.usage:
             head["usage"] = self._usage_so_far() if self.usage == "each" else None
-        finished = next((event for event in events if isinstance(event, Finished)), None)
+        finished = next(
+            (event for event in events if isinstance(event, Finished)), None
+        )
 
         for event in events:
             if isinstance(event, Delta):
                 self._num_drawn += len(event.token_ids)
-                if finished is not None:  # all tokens are drawn; a kept answer has no ids to count
+                # all tokens are drawn; a kept answer has no ids to count
+                if finished is not None:
                     self._num_drawn = finished.usage["completion_tokens"]
                 if self.usage == "each":
                     head["usage"] = self._usage_so_far()
@@ -83,7 +99,9 @@ class AnswerShape:
                 if is_chat and event.index not in self._named:
                     yield head | {"choices": [self._empty_choice(event.index)]}
                 choice = _choice(event, is_chat=is_chat)
-                yield head | {"choices": [choice | self._token_ids(event, is_first=is_first)]}
+                yield head | {
+                    "choices": [choice | self._token_ids(event, is_first=is_first)]
+                }
                 if event.finish_reason is not None:
                     self._ended.add(event.index)
             elif isinstance(event, Finished) and self.usage:
@@ -111,7 +129,8 @@ class AnswerShape:
         }
 
     def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
-        """Return the new ids of a choice, and before the first ones its prompt's, if asked for."""
+        """Return the new ids of a choice, and before the first ones its prompt's, if
+        asked for."""
         if not self.tells_ids:
             return {}
         prompt = self.prepared.prompts[delta.index // self.prepared.params.n]
@@ -148,7 +167,9 @@ def openai_routes(service: Service) -> APIRouter:
     return router
 
 
-def _add_endpoint(router: APIRouter, service: Service, path: str, endpoint: Endpoint) -> None:
+def _add_endpoint(
+    router: APIRouter, service: Service, path: str, endpoint: Endpoint
+) -> None:
     about = ENDPOINT_DOCS[endpoint]
 
     async def ask(request: Request) -> Response:
@@ -158,12 +179,17 @@ def _add_endpoint(router: APIRouter, service: Service, path: str, endpoint: Endp
     described = document(about.answer, "The answer.", body=body, chunk=about.chunk)
     draws = endpoint in OF_DRAWS
     tag = "OpenAI API" if draws else "Vectors and scores"
-    name = path.removeprefix("/v1/").replace("/", "_") if draws else path  # of generated clients
+    # of generated clients
+    name = path.removeprefix("/v1/").replace("/", "_") if draws else path
     router.post(path, name=name, description=about.help, tags=[tag], **described)(ask)
 
 
 def _add_models(router: APIRouter, service: Service) -> None:
-    @router.get("/v1/models", tags=["OpenAI API"], **document(_MODELS, "The model.", errors=[401]))
+    @router.get(
+        "/v1/models",
+        tags=["OpenAI API"],
+        **document(_MODELS, "The model.", errors=[401]),
+    )
     async def models() -> Response:
         """List the model, under each of its names."""
         data = [_describe_model(service, name) for name in service.names]
@@ -201,7 +227,8 @@ async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Res
         prepared,
         model=service.name_for(fields),
         usage=usage,
-        tells_ids=prepared.params.return_token_ids or not service.engine.tokenizer.has_words,
+        tells_ids=prepared.params.return_token_ids
+        or not service.engine.tokenizer.has_words,
     )
     if is_streamed:
         return EventStream(reply, shape.chunks)

@@ -1,4 +1,5 @@
-"""Events of one request on their way to its client: waited for, or sent as server-sent events."""
+"""Events of one request on their way to its client: waited for, or sent as server-sent
+events."""
 
 from __future__ import annotations
 
@@ -16,7 +17,8 @@ from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.server.http_errors import HttpError, as_http, describe, respond
 
-KEEP_ALIVE_S = 5.0  # between looks for silence, so that signs of life come within twice that
+# between looks for silence, so that signs of life come within twice that
+KEEP_ALIVE_S = 5.0
 MOST_AT_ONCE = 64  # chunks that are written before others have their turn
 DONE = b"data: [DONE]\n\n"
 HEADERS = {
@@ -24,8 +26,9 @@ HEADERS = {
     "X-Accel-Buffering": "no",  # nginx then passes each event on at once
 }
 
-# Turns events into chunks. No events become an empty chunk, as a sign of life. Comments and empty
-# events would not do: older clients in Go end there, others join them to the next event.
+# Turns events into chunks. No events become an empty chunk, as a sign of life. Comments
+# and empty events would not do: older clients in Go end there, others join them to the
+# next event.
 MakeChunks = Callable[[list[Event]], Iterable[object]]
 Result = TypeVar("Result")
 
@@ -34,7 +37,11 @@ class Reply:
     """The events of one request, in the event loop's thread; `forget` is told at its end."""
 
     def __init__(
-        self, request_id: int, asked_s: float, prepared: Prepared, forget: Callable[[int], None]
+        self,
+        request_id: int,
+        asked_s: float,
+        prepared: Prepared,
+        forget: Callable[[int], None],
     ) -> None:
         self.id = request_id
         self.prepared = prepared
@@ -76,7 +83,8 @@ class Reply:
             if isinstance(event, Failed):
                 event = as_http(event.error)
             if isinstance(event, HttpError):
-                self._events = [event] if events else []  # what came before it goes first
+                # what came before it goes first
+                self._events = [event] if events else []
                 if events:
                     return events
                 raise event
@@ -88,7 +96,9 @@ class Reply:
         """Wait for the answer of a request that is not streamed, while its client does."""
         return await self.unless_left(self._find_finished(), receive)
 
-    async def unless_left(self, work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+    async def unless_left(
+        self, work: Coroutine[Any, Any, Result], receive: Receive
+    ) -> Result:
         """Do the client's work, but end it if the client leaves; then forget the request."""
         try:
             return await unless_left(work, receive)
@@ -107,7 +117,8 @@ class Reply:
 
 
 class EventStream(Response):
-    """Sends a reply's events, as chunks of JSON, until its answer is whole or its client left."""
+    """Sends a reply's events, as chunks of JSON, until its answer is whole or its
+    client left."""
 
     def __init__(self, reply: Reply, make_chunks: MakeChunks) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)
@@ -132,7 +143,9 @@ class EventStream(Response):
             beating.cancel()
 
     async def _send_stream(self, send: Send, events: list[Event]) -> None:
-        await send({"type": "http.response.start", "status": 200, "headers": self.raw_headers})
+        await send(
+            {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+        )
         try:
             await self._send_events(send, events)
         except HttpError as error:

@@ -29,7 +29,8 @@ from fminfer.server.http_errors import HttpError
 from fminfer.server.settings import ServerSettings
 
 READ_S = 60.0  # for a whole body
-MOST_DISCARDED = 64 * 2**20  # bytes of a body that is refused already, so that its client hears
+# bytes of a body that is refused already, so that its client hears
+MOST_DISCARDED = 64 * 2**20
 SMALL_BYTES = 2**16  # of each body, for which there is always room
 MOST_AT_ONCE = 16  # bodies of the largest size that may be coming
 PAUSE_S = 60.0  # in which nothing comes
@@ -39,14 +40,16 @@ MOST_NAME_CHARS = 255
 WRITE_BYTES = 2**20  # written at once
 CLOSE = {"Connection": "close"}
 HELD = "held_bytes"  # in the state of a request's scope
-LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}  # as forms write it
+# as forms write it
+LIFE = {f"expires_after[{name}]": name for name in ("anchor", "seconds")}
 
 
 class BodyReader:
     """Reads bodies in an event loop.
 
-    Bodies that are coming or being answered share `MOST_AT_ONCE` times the largest size. The first
-    `SMALL_BYTES` of each do not count. One takes at most half of what others leave.
+    Bodies that are coming or being answered share `MOST_AT_ONCE` times the largest
+    size. The first `SMALL_BYTES` of each do not count. One takes at most half of what
+    others leave.
     """
 
     def __init__(self, max_bytes: int) -> None:
@@ -66,7 +69,8 @@ class BodyReader:
             body = await asyncio.wait_for(self._read(request), READ_S)
         if len(body) <= SMALL_BYTES:
             return _parse(body)
-        async with self._parsing:  # one at a time: the event loop has its turn between them
+        # one at a time: the event loop has its turn between them
+        async with self._parsing:
             return await asyncio.to_thread(_parse, body)
 
     async def _read(self, request: Request) -> bytes:
@@ -100,8 +104,9 @@ class BodyReader:
         if num_bytes > num_left / 2:
             raise HttpError(
                 429,
-                f"other bodies leave {show_bytes(num_left)}, of which one may have half; try again "
-                f"in a second, or send a body of at most {show_bytes(SMALL_BYTES)}",
+                f"other bodies leave {show_bytes(num_left)}, of which one may have "
+                "half; try again in a second, or send a body of at most "
+                f"{show_bytes(SMALL_BYTES)}",
                 code="too_many_bodies",
                 headers=CLOSE | {"Retry-After": "1"},
             )
@@ -223,14 +228,18 @@ class UploadForm:
         self._value.clear()
         if self._name == "purpose" and value != PURPOSE:
             raise _wrong(
-                f'purpose is {show(value)}; it must be "{PURPOSE}"', "purpose", "out_of_range"
+                f'purpose is {show(value)}; it must be "{PURPOSE}"',
+                "purpose",
+                "out_of_range",
             )
 
     def _finish(self) -> None:
         self.is_complete = True
 
 
-async def take_upload(request: Request, folder: Path, settings: ServerSettings) -> Upload:
+async def take_upload(
+    request: Request, folder: Path, settings: ServerSettings
+) -> Upload:
     """Write the file of a request's body into a folder.
 
     The caller moves or removes it. If this fails, nothing is left.
@@ -267,7 +276,9 @@ async def take_upload(request: Request, folder: Path, settings: ServerSettings) 
         raise
 
 
-async def _write_all(request: Request, form: UploadForm, fd: int, settings: ServerSettings) -> int:
+async def _write_all(
+    request: Request, form: UploadForm, fd: int, settings: ServerSettings
+) -> int:
     """Write what comes of the file; return how much that was.
 
     What comes after a mistake is passed over for a while, so that the client hears of it.
@@ -313,7 +324,9 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     end_s = time.monotonic() + PAUSE_S
     with suppress(StopAsyncIteration), _waiting_for("file", late):
         while True:
-            piece = await asyncio.wait_for(anext(pieces), min(PAUSE_S, end_s - time.monotonic()))
+            piece = await asyncio.wait_for(
+                anext(pieces), min(PAUSE_S, end_s - time.monotonic())
+            )
             end_s += len(piece) / LEAST_RATE
             yield piece
 
@@ -340,7 +353,8 @@ def _check_size(settings: ServerSettings, num_bytes: int, num_lines: int) -> Non
 def _too_large(most: str, option: str) -> HttpError:
     return HttpError(
         413,
-        f"the file has more than {most}, the most that is allowed ({option}); cut it into several",
+        f"the file has more than {most}, the most that is allowed ({option}); cut it "
+        "into several",
         code="file_too_large",
         param="file",
         headers=CLOSE,
@@ -360,5 +374,7 @@ def _decode(raw: bytes | bytearray) -> str:
     return raw.decode("utf-8", errors="replace")
 
 
-def _wrong(message: str, param: str | None = None, code: str = "invalid_form") -> HttpError:
+def _wrong(
+    message: str, param: str | None = None, code: str = "invalid_form"
+) -> HttpError:
     return HttpError(400, message, code=code, param=param)

@@ -38,11 +38,13 @@ ERRORS = {
     503: "The server ends, or its engine has failed.",
     507: "The server's disk is full or cannot be written; nothing is kept of the request.",
 }
-OF_ANSWERS = (400, 401, 404, 408, 413, 415, 429, 500, 503)  # with which most routes may end
+# with which most routes may end
+OF_ANSWERS = (400, 401, 404, 408, 413, 415, 429, 500, 503)
 STREAM = (
-    "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices hold what "
-    "is new; the last one is `data: [DONE]`. A chunk without anything new keeps the connection "
-    "alive. An error in the middle is an event with the error object."
+    "With stream true: server-sent events. Each is `data: ` and a chunk, whose choices "
+    "hold what is new; the last one is `data: [DONE]`. A chunk without anything new "
+    "keeps the connection alive. An error in the middle is an event with the error "
+    "object."
 )
 
 
@@ -56,7 +58,9 @@ NUMBER: Schema = {"type": "number"}
 IDS = list_of(COUNT)
 _MESSAGE = TEXT | {"description": "What was found, what is allowed, what to do."}
 _PARAM = allow_null(TEXT) | {"description": "The field that is wrong."}
-ERROR = whole(error=whole(message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT)))
+ERROR = whole(
+    error=whole(message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT))
+)
 _USAGE = extend(
     whole(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     prompt_tokens_details=allow_null(
@@ -86,13 +90,18 @@ _LOGPROBS = whole(
 )
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}
 _CHAT_LOGPROBS = extend(
-    whole(content=list_of(whole(**_TOKEN, top_logprobs=list_of(whole(**_TOKEN))))), refusal=NULL
+    whole(content=list_of(whole(**_TOKEN, top_logprobs=list_of(whole(**_TOKEN))))),
+    refusal=NULL,
 )
-_CALL = whole(id=TEXT, type={"const": "function"}, function=whole(name=TEXT, arguments=TEXT))
+_CALL = whole(
+    id=TEXT, type={"const": "function"}, function=whole(name=TEXT, arguments=TEXT)
+)
 
 
 def _text_choice(reason: Schema) -> Schema:
-    choice = whole(text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason)
+    choice = whole(
+        text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason
+    )
     return extend(choice, **_AT_TIMES)
 
 
@@ -115,7 +124,9 @@ def _list(entry: Schema, name: str = "data") -> Schema:
 
 
 _CHAT_MESSAGE = extend(
-    whole(role=_ASSISTANT, content=allow_null(TEXT)), refusal=NULL, tool_calls=list_of(_CALL)
+    whole(role=_ASSISTANT, content=allow_null(TEXT)),
+    refusal=NULL,
+    tool_calls=list_of(_CALL),
 )
 _CHAT_DELTA = object_of(
     {
@@ -124,7 +135,9 @@ _CHAT_DELTA = object_of(
         "tool_calls": list_of(extend(_CALL, index=COUNT)),
     }
 )
-COMPLETION = _answer("text_completion", choices=list_of(_text_choice(_REASON)), usage=_USAGE)
+COMPLETION = _answer(
+    "text_completion", choices=list_of(_text_choice(_REASON)), usage=_USAGE
+)
 CHAT_COMPLETION = _answer(
     "chat.completion",
     choices=list_of(_chat_choice("message", _CHAT_MESSAGE, _CHAT_REASON)),
@@ -154,7 +167,8 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
         CHAT_COMPLETION,
         _chunk(
-            "chat.completion.chunk", _chat_choice("delta", _CHAT_DELTA, allow_null(_CHAT_REASON))
+            "chat.completion.chunk",
+            _chat_choice("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
         ),
     ),
     "embeddings": EndpointDocs(
@@ -177,14 +191,24 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         "Order documents by how well they fit a query",
         {"query": "a question", "documents": ["an answer", "another"], "top_n": 1},
         _list(
-            extend(whole(index=COUNT, relevance_score=NUMBER), document=object_of({"text": TEXT})),
+            extend(
+                whole(index=COUNT, relevance_score=NUMBER),
+                document=object_of({"text": TEXT}),
+            ),
             "results",
         ),
     ),
     "classify": EndpointDocs(
         "Tell the classes of texts",
         {"input": "a text"},
-        _list(whole(index=COUNT, label=allow_null(TEXT), probs=list_of(NUMBER), num_classes=COUNT)),
+        _list(
+            whole(
+                index=COUNT,
+                label=allow_null(TEXT),
+                probs=list_of(NUMBER),
+                num_classes=COUNT,
+            )
+        ),
     ),
 }
 
@@ -212,12 +236,17 @@ def describe_fields(
     *,
     is_strict: bool = False,
 ) -> Schema:
-    """Return the JSON Schema of a request's object, which has no other fields if it is strict."""
+    """Return the JSON Schema of a request's object, which has no other fields if it is
+    strict."""
     fields = tuple(fields)
     return object_of(
         {each.name: describe_field(each, limits) for each in fields},
         *(each.name for each in fields if each.is_required),
-    ) | {"description": meaning, "additionalProperties": not is_strict, "examples": [example]}
+    ) | {
+        "description": meaning,
+        "additionalProperties": not is_strict,
+        "examples": [example],
+    }
 
 
 def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
@@ -238,7 +267,11 @@ def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
         if default is None and each.fate == "acted on" and "Default:" not in each.help:
             default = getattr(limits.defaults, each.name, None)
     if each.fate == "refused":
-        told = f"Not supported; the name of that is {each.ours}." if each.ours else "Not supported."
+        told = (
+            f"Not supported; the name of that is {each.ours}."
+            if each.ours
+            else "Not supported."
+        )
     found = each.schema(most.get(each.limit, INT64 - 1)) | {"description": told}
     return found if default in (None, ()) else found | {"default": default}
 
@@ -266,9 +299,14 @@ def document(
             "schema": {"type": "string", "description": STREAM},
             "x-chunk": chunk,
         }
-    responses: dict[int | str, dict[str, Any]] = {200: {"description": meaning, "content": content}}
+    responses: dict[int | str, dict[str, Any]] = {
+        200: {"description": meaning, "content": content}
+    }
     for status in (403, *errors):
-        responses[status] = {"description": ERRORS[status], "content": {JSON: {"schema": ERROR}}}
+        responses[status] = {
+            "description": ERRORS[status],
+            "content": {JSON: {"schema": ERROR}},
+        }
     found: dict[str, Any] = {"responses": responses}
     return found if body is None else found | take_body(body, JSON)
 

@@ -1,4 +1,5 @@
-"""What all routes of a server share: the model that it serves, its log, the way to its engine."""
+"""What all routes of a server share: the model that it serves, its log, the way to its
+engine."""
 
 from __future__ import annotations
 
@@ -22,7 +23,8 @@ from fminfer.server.metrics import Metrics, Throughput
 from fminfer.server.request_bodies import BodyReader
 from fminfer.server.settings import LogLevel, ServerSettings
 
-LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)  # each tells what those before it tell
+# each tells what those before it tell
+LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,13 +51,15 @@ class Service:
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
         given = settings.served_model_names
-        self.names = given or (engine.model_name,)  # of the model; the first one is in answers
+        # of the model; the first one is in answers
+        self.names = given or (engine.model_name,)
         self.accepted = frozenset(self.names)  # what a request may call it
         if not given:
             path = engine.config.model or engine.model_name
             of_lines = engine.intake.limits.model_names or frozenset()
             self.accepted |= of_lines | {path, str(Path(path))}
-        self.created = int(time.time())  # in seconds since 1970: when the model was ready
+        # in seconds since 1970: when the model was ready
+        self.created = int(time.time())
         self.log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
         engine.intake.on_warning = lambda text: self.log.tell("warning", text)
         self.metrics = Metrics(engine, self.names[0])
@@ -68,16 +72,21 @@ class Service:
         if isinstance(asked, str) and len(asked) > MAX_NAME_CHARS:
             raise HttpError(
                 400,
-                f"model has {len(asked):,} characters, and at most {MAX_NAME_CHARS} are allowed; "
-                "give the model's name",
+                f"model has {len(asked):,} characters, and at most {MAX_NAME_CHARS} "
+                "are allowed; give the model's name",
                 code="out_of_range",
                 param="model",
             )
-        if self.engine.config.check_model and asked is not None and asked not in self.accepted:
+        if (
+            self.engine.config.check_model
+            and asked is not None
+            and asked not in self.accepted
+        ):
             raise HttpError(
                 404,
-                f"model is {show(asked)}, and this server has {' or '.join(self.names)}; ask for "
-                "that, or start the server without --check-model",
+                f"model is {show(asked)}, and this server has "
+                f"{' or '.join(self.names)}; ask for that, or start the server without "
+                "--check-model",
                 code="model_not_found",
                 param="model",
             )

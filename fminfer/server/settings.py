@@ -46,9 +46,9 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         flags=("--served-model-name",),
     )
     api_keys: tuple[str, ...] = _option(
-        "Key that a client must send: Authorization: Bearer KEY. May be repeated; any of them is "
-        "accepted. Other users of this machine see command lines, so prefer FMINFER_API_KEY.  "
-        "[default: none is asked for]",
+        "Key that a client must send: Authorization: Bearer KEY. May be repeated; any "
+        "of them is accepted. Other users of this machine see command lines, so prefer "
+        "FMINFER_API_KEY.  [default: none is asked for]",
         flags=("--api-key",),
     )
     queue_size: Amount = _option(
@@ -56,13 +56,16 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         default=1000,
         old={"--queue_size": {}, "executor_max_queue_size": {}},
     )
-    max_body_bytes: Bytes = _option("Largest body of a request: 512K, 16M.", default=16 * 2**20)
+    max_body_bytes: Bytes = _option(
+        "Largest body of a request: 512K, 16M.", default=16 * 2**20
+    )
     state: Folder | None = _option(
-        "Folder that keeps files and batches across restarts. With it the server has /v1/files and "
-        "/v1/batches.  [default: none]"
+        "Folder that keeps files and batches across restarts. With it the server has "
+        "/v1/files and /v1/batches.  [default: none]"
     )
     max_upload_bytes: Bytes = _option(
-        "Largest file of /v1/files: 500M, 10G. Needs --state.", default=DEFAULT_LIMITS[0]
+        "Largest file of /v1/files: 500M, 10G. Needs --state.",
+        default=DEFAULT_LIMITS[0],
     )
     max_batch_lines: Count = _option(
         "Most lines of a file of /v1/files, blank ones among them. Needs --state.",
@@ -84,15 +87,15 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     ssl_certfile: Path | None = _option("PEM file of the certificate: serve https.")
     ssl_keyfile: Path | None = _option("PEM file of the certificate's key.")
     keep_alive_s: Seconds = _option(
-        "Time that an idle connection stays open. A proxy or client that reuses connections must "
-        "close them sooner.",
+        "Time that an idle connection stays open. A proxy or client that reuses "
+        "connections must close them sooner.",
         default=75.0,
         old={"timeout_keep_alive": {}},
     )
     log_level: LogLevel = _option(
-        "What the server logs; each level adds to the ones before. critical: why it ends. error: "
-        "its own faults. warning: what is strange about requests. info: every 10 s what it does. "
-        "debug: a line for each response.",
+        "What the server logs; each level adds to the ones before. critical: why it "
+        "ends. error: its own faults. warning: what is strange about requests. info: "
+        "every 10 s what it does. debug: a line for each response.",
         default="info",
     )
     cache_size: Amount = _option(
@@ -112,15 +115,22 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     def check(self) -> None:
         """Refuse values that cannot be, and those that no client could send."""
         if not self.host.strip():
-            raise UsageError("host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all")
+            raise UsageError(
+                "host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all"
+            )
         if not 0 <= self.port <= 65535:
-            raise UsageError(f"port is {self.port}; it must be 0 (any free one) to 65535")
+            raise UsageError(
+                f"port is {self.port}; it must be 0 (any free one) to 65535"
+            )
         if self.cache_list_size > 1 and not self.cache_size:
             raise UsageError(
                 f"cache_list_size is {self.cache_list_size}, and cache_size is 0: no answer is "
                 "kept. Give --cache-size the number of requests whose answers to keep"
             )
-        if self.state is None and (self.max_upload_bytes, self.max_batch_lines) != DEFAULT_LIMITS:
+        if (
+            self.state is None
+            and (self.max_upload_bytes, self.max_batch_lines) != DEFAULT_LIMITS
+        ):
             raise UsageError(
                 "--max-upload-size and --max-batch-lines have no effect without --state FOLDER"
             )
@@ -170,9 +180,13 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         files = {"ssl_certfile": self.ssl_certfile, "ssl_keyfile": self.ssl_keyfile}
         for (name, path), other in zip(files.items(), reversed(files), strict=True):
             if path is not None and files[other] is None:
-                raise UsageError(f"{name} is {path}, without {other}; give both, or neither")
+                raise UsageError(
+                    f"{name} is {path}, without {other}; give both, or neither"
+                )
             if path is not None and not path.is_file():
-                raise UsageError(f"{name} is {path}, where there is no file; give a PEM file")
+                raise UsageError(
+                    f"{name} is {path}, where there is no file; give a PEM file"
+                )
 
 
 def _check_origin(origin: str) -> None:
@@ -180,7 +194,10 @@ def _check_origin(origin: str) -> None:
     if origin in ("*", "null"):
         return
     parts = urlsplit(origin)
-    if not (parts.scheme and parts.netloc) or origin != f"{parts.scheme}://{parts.netloc}":
+    if (
+        not (parts.scheme and parts.netloc)
+        or origin != f"{parts.scheme}://{parts.netloc}"
+    ):
         raise UsageError(
             f"allowed_origins holds {origin!r}; give scheme, host and port without a path, such "
             "as https://example.org:8443, or * for any"
@@ -200,7 +217,8 @@ def split_host(text: str) -> tuple[str, str] | None:
 
 
 def is_loopback_name(name: str) -> bool:
-    """Tell whether a name of `split_host` leads to the caller's own machine, whoever is asked."""
+    """Tell whether a name of `split_host` leads to the caller's own machine, whoever is
+    asked."""
     with suppress(ValueError):
         return ip_address(name).is_loopback
     return name == "localhost" or name.endswith(".localhost")

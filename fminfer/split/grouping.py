@@ -14,7 +14,8 @@ from fminfer.contract.request import DEFAULTS
 
 # What a group's lines may differ in: nothing of it changes how tokens are drawn.
 NO_HYPERPARAMETERS = FIELDS_OF_LINES - {"model", "engine"} | {"custom_id", "id"}
-CHAT_TOKENS = 512  # of an answer in chat that may fill the context: about what models then write
+# of an answer in chat that may fill the context: about what models then write
+CHAT_TOKENS = 512
 CHARS_PER_TOKEN = 4  # of English text, about
 MAX_LENGTH = 2**32 - 1
 _TEXTS = ("input", "query", "queries", "documents", "text_1", "text_2")
@@ -34,7 +35,9 @@ class RequestGroup:
     def max_tokens(self) -> int:
         """How many tokens an answer has at most, or may be expected to have."""
         is_chat = self.endpoint == "chat"
-        for name in ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",):
+        for name in (
+            ("max_completion_tokens", "max_tokens") if is_chat else ("max_tokens",)
+        ):
             value: Any = self.hyperparameters.get(name)
             if is_integral(value) and value >= 0:
                 return int(value)
@@ -53,7 +56,9 @@ class Groups:
     def add(self, fields: dict[str, Any]) -> int:
         """Count a request; return the number of its group."""
         try:
-            rest = {name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS}
+            rest = {
+                name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS
+            }
             spelling = tell_endpoint(fields), dump(rest)
             number = self._by_spelling.get(spelling)
             if number is None:
@@ -66,7 +71,9 @@ class Groups:
     def _find(self, fields: dict[str, Any]) -> int:
         named = (fields.get(name) for name in ("engine", "model"))
         engine = next((name for name in named if isinstance(name, str) and name), None)
-        group = RequestGroup(engine, find_hyperparameters(fields), tell_endpoint(fields))
+        group = RequestGroup(
+            engine, find_hyperparameters(fields), tell_endpoint(fields)
+        )
         key = (group.engine, group.endpoint, dump(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
@@ -104,7 +111,9 @@ def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
     for group in groups:
         for name, value in group.hyperparameters.items():
             values.setdefault(name, set()).add(dump(value))
-    counts = {name: len(found) for name, found in values.items()} or {"engine": len(groups)}
+    counts = {name: len(found) for name, found in values.items()} or {
+        "engine": len(groups)
+    }
     return max(counts.items(), key=lambda item: item[1])
 
 

@@ -45,7 +45,9 @@ def folder_name(engine: str | None) -> str:
     if name == NO_ENGINE:
         return _percent(name[0]) + name[1:]
     if len(name.encode()) > MAX_BYTES:  # two digits follow any other %
-        digest = hashlib.blake2b(engine.encode("utf-8", "surrogatepass"), digest_size=16)
+        digest = hashlib.blake2b(
+            engine.encode("utf-8", "surrogatepass"), digest_size=16
+        )
         return f"{name[:_KEPT].replace('/', '_')}%-{digest.hexdigest()}"
     return name
 
@@ -57,7 +59,9 @@ def is_folder_name(name: str) -> bool:
     return (
         is_plain
         and len(name.encode()) <= MAX_BYTES
-        and all(part and part[0] not in ".-" and ".json" not in part for part in components)
+        and all(
+            part and part[0] not in ".-" and ".json" not in part for part in components
+        )
     )
 
 
@@ -67,7 +71,8 @@ def _encode(component: str) -> str:
     name = "".join(sign if _is_safe(sign) else _percent(sign) for sign in component)
     if name[0] in ".-":  # hidden, a way up, or a flag
         name = _percent(name[0]) + name[1:]
-    return name.replace(".json", "%2Ejson")  # the ending of a part, its answers and their journal
+    # the ending of a part, its answers and their journal
+    return name.replace(".json", "%2Ejson")
 
 
 def _is_safe(sign: str) -> bool:
@@ -86,7 +91,8 @@ _END = b'],"check":'
 
 @dataclass(slots=True, frozen=True)
 class SplitPart:
-    """One file of a split. `lines` are the numbers of its lines in the source, in its own order."""
+    """One file of a split. `lines` are the numbers of its lines in the source, in its
+    own order."""
 
     path: str  # below the folder, with slashes
     engine: str | None
@@ -119,7 +125,9 @@ class Manifest:
     parts: list[SplitPart] = field(default_factory=list)
 
 
-def write_manifest(folder: Path, manifest: Manifest, unfinished: list[str] | None = None) -> None:
+def write_manifest(
+    folder: Path, manifest: Manifest, unfinished: list[str] | None = None
+) -> None:
     """Write the manifest of a split.
 
     Args:
@@ -160,7 +168,9 @@ def read_manifest(folder: Path) -> Manifest:
     """Read the manifest of a split; refuse one that is missing, unfinished or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
-        raise UsageError(f"{folder} holds no {MANIFEST}; give a folder that fminfer split wrote")
+        raise UsageError(
+            f"{folder} holds no {MANIFEST}; give a folder that fminfer split wrote"
+        )
     reader = _Reader(path)
     entries = reader.entries()
     head = next(entries)
@@ -170,7 +180,9 @@ def read_manifest(folder: Path) -> Manifest:
         )
     parts = [reader.part(entry) for entry in entries]
     reader.check_parts(head, parts)
-    return Manifest(head["source"], head["digest"], head["options"], head["num_lines"], parts)
+    return Manifest(
+        head["source"], head["digest"], head["options"], head["num_lines"], parts
+    )
 
 
 def read_paths(folder: Path) -> set[str]:
@@ -182,7 +194,8 @@ def read_paths(folder: Path) -> set[str]:
     entries = reader.entries()
     is_complete = next(entries)["is_complete"]
     return {
-        reader.part(entry).path if is_complete else reader.part_path(entry) for entry in entries
+        reader.part(entry).path if is_complete else reader.part_path(entry)
+        for entry in entries
     }
 
 
@@ -202,7 +215,10 @@ class _Reader:
                     yield self._head(line)
                 elif not line.startswith(_END):
                     yield self._load(line.rstrip(b",\n"))
-                elif line == _END + b'"%s"}\n' % check.hexdigest().encode() and not file.read(1):
+                elif (
+                    line == _END + b'"%s"}\n' % check.hexdigest().encode()
+                    and not file.read(1)
+                ):
                     return
                 else:
                     self._refuse("it was changed after it was written")
@@ -217,7 +233,9 @@ class _Reader:
         self._check_types(entry, num_rows=int, lines=list)
         lines = entry["lines"]
         if not lines or len(lines) != entry["num_rows"]:
-            self._refuse(f"num_rows is {entry['num_rows']}, and there are {len(lines)} lines")
+            self._refuse(
+                f"num_rows is {entry['num_rows']}, and there are {len(lines)} lines"
+            )
         if not all(type(line) is int and 0 < line < MAX_LINE for line in lines):
             self._refuse("lines must be numbers of lines, from 1")
         equal = entry.get(NUM_EQUAL, [])
@@ -236,8 +254,12 @@ class _Reader:
 
     def part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""
-        folder, _, name = path.rpartition("/") if isinstance(path, str) else ("", "", "")
-        if not PART_NAME.fullmatch(name) or not (path == name or is_folder_name(folder)):
+        folder, _, name = (
+            path.rpartition("/") if isinstance(path, str) else ("", "", "")
+        )
+        if not PART_NAME.fullmatch(name) or not (
+            path == name or is_folder_name(folder)
+        ):
             self._refuse("a path must be that of a part, such as gpt-j/request_0.jsonl")
         return str(path)
 
@@ -246,10 +268,14 @@ class _Reader:
         if len({part.path for part in parts}) < len(parts):
             self._refuse("two parts have the same path")
         if len(parts) != head["num_parts"]:
-            self._refuse(f"num_parts is {head['num_parts']}, and there are {len(parts)}")
+            self._refuse(
+                f"num_parts is {head['num_parts']}, and there are {len(parts)}"
+            )
         numbers = sorted_numbers(parts)
         if len(numbers) != head["num_lines"]:
-            self._refuse(f"num_lines is {head['num_lines']}, and the parts hold {len(numbers)}")
+            self._refuse(
+                f"num_lines is {head['num_lines']}, and the parts hold {len(numbers)}"
+            )
         if (numbers[1:] == numbers[:-1]).any():
             self._refuse("a line of the source is in two places")
 
@@ -265,7 +291,9 @@ class _Reader:
     def _check_types(self, entry: dict[str, Any], **types: Any) -> None:
         for name, kind in types.items():
             value = entry.get(name)
-            is_kind = isinstance(value, kind) and (kind is not int or type(value) is int)
+            is_kind = isinstance(value, kind) and (
+                kind is not int or type(value) is int
+            )
             if name not in entry or not is_kind:
                 self._refuse(f"{name} is missing, or not what it must be")
 
@@ -277,6 +305,6 @@ class _Reader:
 
     def _refuse(self, reason: str) -> NoReturn:
         raise UsageError(
-            f"{self._path} is damaged, in its line {self._number}: {reason}. Split the file again "
-            "into a new folder"
+            f"{self._path} is damaged, in its line {self._number}: {reason}. Split the "
+            "file again into a new folder"
         )

@@ -48,7 +48,8 @@ def find_gap(folder: Path, part: SplitPart) -> str:
 
 
 def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield each record of a part with its row, from 0, and whether it is an error; errors first.
+    """Yield each record of a part with its row, from 0, and whether it is an error;
+    errors first.
 
     Errors get the numbers that their lines have in the source.
 
@@ -74,8 +75,8 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
     if num_answers + num_errors != len(part.lines):
         count = "more than" if row < 0 else f"{num_answers + num_errors} of"
         raise FminferError(
-            f"{answers} has answers to {count} the {counted(len(part.lines), 'line')} of {path}, "
-            f"its errors ({num_errors}) counted; answer that part again"
+            f"{answers} has answers to {count} the {counted(len(part.lines), 'line')} "
+            f"of {path}, its errors ({num_errors}) counted; answer that part again"
         )
 
 
@@ -93,7 +94,8 @@ def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each error's row and its record; they stand in the order of the rows."""
     errors = errors_path(answers_path(path))
     before = -1
-    ids: Iterator[tuple[int, bytes]] | None = None  # of Batch errors that say no line: old ones
+    # of Batch errors that say no line: old ones
+    ids: Iterator[tuple[int, bytes]] | None = None
     for record in _records(errors):
         if match := _LINE.search(record):
             row = int(match[2]) - 1
@@ -115,8 +117,8 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each row of a part with the id that its record has in an OpenAI Batch file."""
     if digest_of(path) != part.digest:
         raise FminferError(
-            f"{path} is not as it was split, and its errors cannot be told apart without it; split "
-            "the file again"
+            f"{path} is not as it was split, and its errors cannot be told apart "
+            "without it; split the file again"
         )
     for row, line in enumerate(read_lines(path, 0)):
         yield row, make_id(line, open_envelope(line)).encode()
@@ -154,7 +156,8 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
 
     Raises:
         UsageError: the manifest is damaged, or the output is there and differs.
-        FminferError: lines are not answered, or answers are not of their part; nothing is written.
+        FminferError: lines are not answered, or answers are not of their part; nothing
+        is written.
     """
     _check_output(output)
     with claiming(output):
@@ -172,9 +175,9 @@ def _merge(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
         _write(folder, ranked, sizes, output)
     except OSError as error:
         raise OutputError(
-            f"{error.filename or output}: {error.strerror or error}. Nothing is merged; see that "
-            f"the answers can be read and that {output.parent} has room for them, and repeat the "
-            "command"
+            f"{error.filename or output}: {error.strerror or error}. Nothing is "
+            f"merged; see that the answers can be read and that {output.parent} has "
+            "room for them, and repeat the command"
         ) from error
     num_errors = int((sizes < 0).sum())
     return MergeSummary(
@@ -189,10 +192,12 @@ def _merge(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
 def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
     """Refuse answers whose vectors are in files of their own, by a UsageError."""
     for part in manifest.parts:
-        if "vectors" in (seals_of(read_sound_status(answers_path(folder / part.path))) or {}):
+        if "vectors" in (
+            seals_of(read_sound_status(answers_path(folder / part.path))) or {}
+        ):
             raise UsageError(
-                f"the vectors of {folder / part.path} are in a .npy file, and merge joins records "
-                "alone; answer parts without --embeddings npy"
+                f"the vectors of {folder / part.path} are in a .npy file, and merge "
+                "joins records alone; answer parts without --embeddings npy"
             )
 
 
@@ -206,16 +211,19 @@ def _source_change(manifest: Manifest) -> str:
     if digest in (manifest.digest, A_PIPE):
         return ""
     return (
-        f"{source} has changed since it was split: it had {manifest.digest}, and has {digest} now. "
-        "The merged answers are those to its lines at the split. For answers to its lines as they "
-        "are now, split it into another folder, and answer that"
+        f"{source} has changed since it was split: it had {manifest.digest}, and has "
+        f"{digest} now. The merged answers are those to its lines at the split. For "
+        "answers to its lines as they are now, split it into another folder, and "
+        "answer that"
     )
 
 
 def _check_output(output: Path) -> None:
     require_parent("--output", output)
     if output.suffix in NO_OUTPUT or output.name in ("-", "") or output.is_dir():
-        raise UsageError(f"--output {output}: give the name of a file that ends in .jsonl")
+        raise UsageError(
+            f"--output {output}: give the name of a file that ends in .jsonl"
+        )
 
 
 def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
@@ -225,11 +233,13 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     if not missing:
         return
     num_lines = sum(len(part.lines) for part in missing)
-    named = name_few([f"{part.path} ({gaps[part.path]})" for part in missing], MAX_NAMED)
+    named = name_few(
+        [f"{part.path} ({gaps[part.path]})" for part in missing], MAX_NAMED
+    )
     raise FminferError(
-        f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no answer: lines "
-        f"{show_ranges(missing)}. They are in {named}. Answer each folder "
-        "with the model and the flags of its other parts, and merge then:\n"
+        f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no "
+        f"answer: lines {show_ranges(missing)}. They are in {named}. Answer each "
+        "folder with the model and the flags of its other parts, and merge then:\n"
         + "\n".join(_name_commands(folder, missing))
     )
 
@@ -241,8 +251,12 @@ def _name_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
         by_folder.setdefault((folder / part.path).parent, []).append(part)
     commands = []
     for each, some in list(by_folder.items())[:MAX_NAMED]:
-        inputs = [each] if len(some) > MAX_NAMED else [folder / part.path for part in some]
-        engine = next((f"MODEL of {part.engine}" for part in some if part.engine), "MODEL")
+        inputs = (
+            [each] if len(some) > MAX_NAMED else [folder / part.path for part in some]
+        )
+        engine = next(
+            (f"MODEL of {part.engine}" for part in some if part.engine), "MODEL"
+        )
         words = ["fminfer", "run", *map(str, inputs), "--model-name", engine]
         commands.append(f"  {shlex.join(words)}")
     more = len(by_folder) - MAX_NAMED
@@ -260,7 +274,9 @@ def show_ranges(parts: list[SplitPart]) -> str:
         for first, last in zip(firsts[:MAX_NAMED], lasts[:MAX_NAMED], strict=True)
     ]
     more = len(firsts) - MAX_NAMED
-    return ", ".join(ranges) + (f" and {counted(more, 'more place')}" if more > 0 else "")
+    return ", ".join(ranges) + (
+        f" and {counted(more, 'more place')}" if more > 0 else ""
+    )
 
 
 def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
@@ -276,7 +292,9 @@ def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
             wrong.append(str(error))
         sizes[ranks] = np.frombuffer(own, np.int64)
     if wrong:
-        more = f"\n… and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
+        more = (
+            f"\n… and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
+        )
         raise FminferError("\n".join(wrong[:MAX_NAMED]) + more)
     return sizes
 

@@ -1,4 +1,5 @@
-"""Splits a file of requests into parts of one engine and equal hyperparameters, long prompts first.
+"""Splits a file of requests into parts of one engine and equal hyperparameters, long
+prompts first.
 
 All parts are written in a folder of their own, and moved to their places once it is sure that no
 answers would lose their requests. A split that is killed can be repeated at any moment.
@@ -31,13 +32,24 @@ from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.input_models import refuse_model_folder
 from fminfer.files.json_values import CutValue
-from fminfer.files.line_reader import UTF8_BOM, holds_plain_lines, read_lines, split_lines
+from fminfer.files.line_reader import (
+    UTF8_BOM,
+    holds_plain_lines,
+    read_lines,
+    split_lines,
+)
 from fminfer.files.ordered_output import traces
 from fminfer.files.output_paths import answers_path, require_parent
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, MANIFEST, PART_NAME, digest_of, read_chunks
 from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
-from fminfer.split.manifest import Manifest, SplitPart, folder_name, read_paths, write_manifest
+from fminfer.split.manifest import (
+    Manifest,
+    SplitPart,
+    folder_name,
+    read_paths,
+    write_manifest,
+)
 
 BLANK = -1  # instead of a group
 MAX_DOUBLES = 5  # lines in a message
@@ -46,8 +58,8 @@ MAX_DOUBLES = 5  # lines in a message
 class LineIndex:
     """Where each line of a file stands, how long its prompt is, and to which group it belongs.
 
-    It has 20 bytes for each line, blank ones too. A file that cannot be read at any place (packed
-    ones, stdin, arrays) is copied to a plain one as it is read.
+    It has 20 bytes for each line, blank ones too. A file that cannot be read at any
+    place (packed ones, stdin, arrays) is copied to a plain one as it is read.
     """
 
     def __init__(self, path: Path) -> None:
@@ -55,7 +67,8 @@ class LineIndex:
         self.groups = array("i")
         self.lengths = array("I")  # of prompts
         self.starts = array("q")  # and, once all are read, the end of the last
-        self.num_equal = array("I")  # equal ones before each in the file that count, for draws
+        # equal ones before each in the file that count, for draws
+        self.num_equal = array("I")
         self.num_bad = 0  # lines that hold no request
         self.num_doubles = 0  # lines with a custom_id that an earlier one has
         self.doubles: list[str] = []  # the first few of them, for people
@@ -63,7 +76,9 @@ class LineIndex:
     def __len__(self) -> int:
         return len(self.groups)
 
-    def add(self, start: int, group: int = BLANK, length: int = 0, num_equal: int = 0) -> None:
+    def add(
+        self, start: int, group: int = BLANK, length: int = 0, num_equal: int = 0
+    ) -> None:
         self.starts.append(start)
         self.num_equal.append(num_equal)
         self.groups.append(group)
@@ -81,7 +96,9 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     equal = EqualLines()
     ids = SeenCounts()
     end = 0
-    for line, start, stop in _read_plain(path) if is_plain else _read_copied(path, copy):
+    for line, start, stop in (
+        _read_plain(path) if is_plain else _read_copied(path, copy)
+    ):
         while len(index) < line.number - 1:
             index.add(end)  # blank lines between
         envelope = open_envelope(line)
@@ -128,8 +145,9 @@ def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
         for line in read_lines(path, 0):
             if line.damage:
                 raise DamagedInputError(
-                    f"{path} breaks off at line {line.number}, and its rest would be lost: "
-                    f"{line.damage.partition('. What stands')[0]}. Mend the file, and split it then"
+                    f"{path} breaks off at line {line.number}, and its rest would be "
+                    f"lost: {line.damage.partition('. What stands')[0]}. Mend the "
+                    "file, and split it then"
                 )
             if line.is_cut:
                 raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
@@ -170,7 +188,9 @@ class SplitSummary:
         index = self.index
         num_lines = self.manifest.num_lines
         num_groups = len(self.groups)
-        folders = list(dict.fromkeys(str((self.folder / part.path).parent) for part in parts))
+        folders = list(
+            dict.fromkeys(str((self.folder / part.path).parent) for part in parts)
+        )
         bad = f", {index.num_bad:,} of them no requests" if index.num_bad else ""
         lines = [
             f"split     {counted(num_lines, 'line')}{bad}",
@@ -180,8 +200,8 @@ class SplitSummary:
         if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
             name, count = find_most_varied(self.groups)
             lines.append(
-                f"note      most parts hold few lines: {name} alone has {count:,} values. fminfer "
-                f"run answers {self.manifest.source} without splitting"
+                f"note      most parts hold few lines: {name} alone has {count:,} "
+                f"values. fminfer run answers {self.manifest.source} without splitting"
             )
         if index.doubles:
             more = index.num_doubles - len(index.doubles)
@@ -190,11 +210,19 @@ class SplitSummary:
                 f"{f', … ({more:,} more)' if more else ''}. "
                 "A run over the whole file would refuse these lines"
             )
-        merge = ["fminfer", "merge", "--input-dir", str(self.folder), "--output", "FILE"]
+        merge = [
+            "fminfer",
+            "merge",
+            "--input-dir",
+            str(self.folder),
+            "--output",
+            "FILE",
+        ]
         return "\n".join([*lines, f"answers   merge them with: {shlex.join(merge)}"])
 
 
-STAGING = ".split"  # in the output folder while a split is at work; no engine's folder has a dot
+# in the output folder while a split is at work; no engine's folder has a dot
+STAGING = ".split"
 MAX_NAMED_FILES = 3  # files in a message
 
 
@@ -204,7 +232,8 @@ class SplitOptions:
 
     min_generate_token: int
     generate_token_chunk_size: int
-    is_flat: bool = False  # parts stand in the output folder itself, for a loop over their numbers
+    # parts stand in the output folder itself, for a loop over their numbers
+    is_flat: bool = False
 
     def num_rows(self, max_tokens: int) -> int:
         least = max(max_tokens, self.min_generate_token, 1)
@@ -215,8 +244,8 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     """Split a file into `<folder>/<engine>/request_<N>.jsonl`, and write the folder's manifest.
 
     Raises:
-        UsageError: what stands in the folder would be lost, or flat parts are of several engines.
-        DamagedInputError: the file breaks off; nothing is changed then.
+        UsageError: what stands in the folder would be lost, or flat parts are of
+        several engines. DamagedInputError: the file breaks off; nothing is changed then.
     """
     if source.is_dir():
         raise UsageError(f"{source} is a folder; give one file to split")
@@ -272,7 +301,8 @@ def _split(
 
 @contextlib.contextmanager
 def _staging_in(folder: Path) -> Iterator[Path]:
-    """Make an empty folder that is gone afterwards, also what a split that was killed has left."""
+    """Make an empty folder that is gone afterwards, also what a split that was killed
+    has left."""
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
@@ -313,7 +343,8 @@ def _stage_parts(
 
 
 def _order(index: LineIndex) -> npt.NDArray[np.int64]:
-    """Return lines from 0 by group, long prompts first; the index gives up groups and lengths."""
+    """Return lines from 0 by group, long prompts first; the index gives up groups and
+    lengths."""
     lengths = np.frombuffer(index.lengths, np.uint32)
     groups = np.frombuffer(index.groups, np.int32)
     order = np.lexsort((~lengths, groups)).astype(np.int64, copy=False)
@@ -330,7 +361,9 @@ def _copy_lines(index: LineIndex, rows: list[int], fd: int, target: Path) -> Non
             start, end = index.starts[row], index.starts[row + 1]
             raw = os.pread(fd, end - start, start)
             if len(raw) < end - start:
-                raise FminferError(f"{index.path} became shorter while it was being split")
+                raise FminferError(
+                    f"{index.path} became shorter while it was being split"
+                )
             file.write(raw if raw.endswith(b"\n") else raw + b"\n")
 
 
@@ -339,8 +372,8 @@ def _refuse_several_engines(source: Path, groups: Groups) -> None:
     if len(engines) > 1:
         raise UsageError(
             f"{source} names {len(engines)} engines, whose parts --flat would mix: "
-            f"{name_few(sorted(engines), MAX_NAMED_FILES)}. Leave out --flat; each engine's parts "
-            "then have a folder"
+            f"{name_few(sorted(engines), MAX_NAMED_FILES)}. Leave out --flat; each "
+            "engine's parts then have a folder"
         )
 
 
@@ -351,7 +384,9 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
         if Path(path) == folder and STAGING in folders:
             folders.remove(STAGING)
         found = [Path(path, name) for name in names if PART_NAME.fullmatch(name)]
-        unknown += [file for file in found if file.relative_to(folder).as_posix() not in old]
+        unknown += [
+            file for file in found if file.relative_to(folder).as_posix() not in old
+        ]
     if unknown:
         raise UsageError(
             f"{folder} holds request files that no {MANIFEST} names: "
@@ -366,7 +401,9 @@ def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> Non
     for path, digest in sorted(digests.items()):
         part = folder / path
         answers = answers_path(part)
-        left = [file for file in [*traces(answers), status_path(answers)] if file.exists()]
+        left = [
+            file for file in [*traces(answers), status_path(answers)] if file.exists()
+        ]
         if left and digest_of(part) != digest:
             found.append(left[0])
     if found:
@@ -388,7 +425,8 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
         os.replace(staging / path, folder / path)
     for path in stale:
         (folder / path).unlink(missing_ok=True)
-        with contextlib.suppress(OSError):  # something is in it, as the manifest is in the last
+        # something is in it, as the manifest is in the last
+        with contextlib.suppress(OSError):
             os.removedirs((folder / path).parent)
     for each in {parent for path in paths for parent in (folder / path).parents}:
         if each.is_relative_to(folder):

@@ -16,7 +16,8 @@ from fminfer.text.message_forms import ChatMessage
 from fminfer.text.template_worker import LINE, TemplateWorker
 from fminfer.text.tokenizer import Tokenizer
 
-_DEVELOPER = re.compile("""['"]developer['"]""")  # the role, not a word of the template's text
+# the role, not a word of the template's text
+_DEVELOPER = re.compile("""['"]developer['"]""")
 _RENDERERS = LimitedPool(TemplateWorker)
 
 
@@ -26,7 +27,8 @@ class RenderedChat:
 
     text: str  # the prompt, with the special tokens that the template writes
     losses: tuple[str, ...]  # a sentence for each thing that the prompt lacks
-    variables: frozenset[str]  # that the template reads; empty if the request gives none
+    # that the template reads; empty if the request gives none
+    variables: frozenset[str]
 
 
 @dataclass(slots=True)
@@ -49,7 +51,9 @@ class ChatTemplate:
         self.tokenizer = tokenizer
         self._given = text
         hf = tokenizer.hf
-        self._special_tokens: dict[str, Any] = {} if hf is None else hf.special_tokens_map
+        self._special_tokens: dict[str, Any] = (
+            {} if hf is None else hf.special_tokens_map
+        )
         self._names: dict[str, str] = {}  # of templates by their text
 
     def check(self) -> None:
@@ -58,10 +62,14 @@ class ChatTemplate:
         try:
             _ask(self.begin([{"role": "user", "content": ""}], []))
         except LimitError as error:
-            raise UsageError(f"--chat-template: with one message, {error}. {remedy}") from None
+            raise UsageError(
+                f"--chat-template: with one message, {error}. {remedy}"
+            ) from None
         except ValueError as error:
             if str(error).startswith(LINE):  # other faults may be of this one message
-                raise UsageError(f"--chat-template has an error in {error}. {remedy}") from None
+                raise UsageError(
+                    f"--chat-template has an error in {error}. {remedy}"
+                ) from None
 
     def find_text(self, *, has_tools: bool) -> str | None:
         """Return the template, which may be another for requests with tools; None: none."""
@@ -70,7 +78,9 @@ class ChatTemplate:
         if self.tokenizer.hf is None:
             return None
         try:
-            return str(self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None))
+            return str(
+                self.tokenizer.hf.get_chat_template(None, [{}] if has_tools else None)
+            )
         except ValueError:  # none, or several and none of them the default
             return None
 
@@ -150,15 +160,19 @@ class ChatTemplate:
             reply = _ask(call)
         except (TypeError, ValueError, RecursionError) as error:  # also of JSON
             messages = call.message["messages"]
-            bare = [place for place, each in enumerate(messages) if not each.get("content")]
+            bare = [
+                place for place, each in enumerate(messages) if not each.get("content")
+            ]
             hint = f"; messages[{bare[0]}] has no content" if bare else ""
             raise RequestError(
                 "unsupported_parameter",
-                f"the chat template cannot write these messages ({error}{hint}). Change them, or "
-                "give another template by --chat-template FILE",
+                f"the chat template cannot write these messages ({error}{hint}). "
+                "Change them, or give another template by --chat-template FILE",
                 "messages",
             ) from None
-        return RenderedChat(reply["text"], tuple(reply["losses"]), frozenset(reply["variables"]))
+        return RenderedChat(
+            reply["text"], tuple(reply["losses"]), frozenset(reply["variables"])
+        )
 
 
 def _ask(call: RenderCall) -> dict[str, Any]:
@@ -172,7 +186,8 @@ def _ask(call: RenderCall) -> dict[str, Any]:
 
 
 def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return messages of the role system in place of developer, if a template has not that one."""
+    """Return messages of the role system in place of developer, if a template has not
+    that one."""
     if _DEVELOPER.search(text):
         return messages
     return [

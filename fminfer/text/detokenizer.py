@@ -12,8 +12,10 @@ from itertools import islice
 from typing import Protocol
 
 BROKEN = "\ufffd"  # what a tokenizer shows for bytes that are no character (yet)
-MAX_BROKEN = 3  # so many of them may yet become a character, which has at most four bytes
-CONTEXT_IDS = 8  # ids before a completion, or before the newest, that settle leading spaces
+# so many of them may yet become a character, which has at most four bytes
+MAX_BROKEN = 3
+# ids before a completion, or before the newest, that settle leading spaces
+CONTEXT_IDS = 8
 
 
 class Decoder(Protocol):
@@ -32,7 +34,8 @@ class Detokenizer:
     several ids come out right. A broken end is held back until it completes, or cannot any more.
 
     Args:
-        is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a broken end.
+        is_whole_text: the prompt was text, so a U+FFFD at its end is its own and not a
+        broken end.
     """
 
     def __init__(
@@ -43,8 +46,12 @@ class Detokenizer:
         is_whole_text: bool = False,
         skip_special_tokens: bool = True,
     ) -> None:
-        self._decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
-        self._has_text = partial(tokenizer.has_text, skip_special_tokens=skip_special_tokens)
+        self._decode = partial(
+            tokenizer.decode, skip_special_tokens=skip_special_tokens
+        )
+        self._has_text = partial(
+            tokenizer.has_text, skip_special_tokens=skip_special_tokens
+        )
         shown = islice(filter(self._has_text, reversed(prompt_ids)), CONTEXT_IDS)
         self._ids = list(shown)[::-1]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
@@ -72,14 +79,18 @@ class Detokenizer:
         num_before = len(self._text_out) + self._num_held
         self._ids.append(token_id)
         text = self._decode(self._ids)
-        is_inside = self._num_held > 0 and self._is_inside(token_id, len(text) - num_before)
+        is_inside = self._num_held > 0 and self._is_inside(
+            token_id, len(text) - num_before
+        )
         certain = without_broken_end(text)
         new = certain[len(self._text_out) :]
         self._text_out += new
         self._num_held = len(text) - len(self._text_out)
         if new and certain == text:
             self._slide(self._num_settled)
-        elif len(self._ids) > self._num_settled + CONTEXT_IDS:  # bytes and bytes, no character
+        elif (
+            len(self._ids) > self._num_settled + CONTEXT_IDS
+        ):  # bytes and bytes, no character
             self._slide(len(self._ids) - CONTEXT_IDS)
         shown = self._without_broken_prompt(new)
         self._find_starts(new, is_inside=is_inside)
@@ -87,7 +98,9 @@ class Detokenizer:
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
-        return self._without_broken_prompt(self._decode(self._ids)[len(self._text_out) :])
+        return self._without_broken_prompt(
+            self._decode(self._ids)[len(self._text_out) :]
+        )
 
     def _slide(self, num_dropped: int) -> None:
         """Forget the window's first ids."""
@@ -108,7 +121,11 @@ class Detokenizer:
     def _find_starts(self, new: str, *, is_inside: bool) -> None:
         starts = self._token_starts.add(new, self._num_held, is_inside=is_inside)
         num_left_out = self._num_left_out + min(self._num_of_prompt, self._num_held)
-        self.starts = [max(0, start - num_left_out) for start in starts] if num_left_out else starts
+        self.starts = (
+            [max(0, start - num_left_out) for start in starts]
+            if num_left_out
+            else starts
+        )
 
     def _without_broken_prompt(self, new: str) -> str:
         """Leave out what the prompt's text shows already: broken bytes that no id made whole."""
@@ -117,7 +134,8 @@ class Detokenizer:
         num_broken = len(new) - len(new.lstrip(BROKEN))
         num_left_out = min(self._num_of_prompt, num_broken)
         self._num_left_out += num_left_out
-        is_all_broken = num_broken == len(new)  # behind a whole character all is its own
+        # behind a whole character all is its own
+        is_all_broken = num_broken == len(new)
         self._num_of_prompt = self._num_of_prompt - num_left_out if is_all_broken else 0
         return new[num_left_out:]
 

@@ -14,4 +14,5 @@ class EncodedPrompt:
     offsets: list[int]  # empty unless asked for
     num_cut: int = 0  # tokens that were taken away to make it fit
     is_whole_text: bool = False  # it was given as text, all of it
-    types: list[int] = field(default_factory=list)  # token types, for encoders; none: all are 0
+    # token types, for encoders; none: all are 0
+    types: list[int] = field(default_factory=list)

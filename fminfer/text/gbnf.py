@@ -39,17 +39,23 @@ def convert_gbnf(text: str) -> str:
     """
     rules = _parse(text)
     refs = {
-        name: {part[1:] for part in parts if part.startswith("@")} for name, parts in rules.items()
+        name: {part[1:] for part in parts if part.startswith("@")}
+        for name, parts in rules.items()
     }
     for name, needed in (("root", {"root"}), *refs.items()):
         if missing := needed - rules.keys():
-            raise ValueError(f"rule '{min(missing)}' not found, which rule '{name}' needs")
+            raise ValueError(
+                f"rule '{min(missing)}' not found, which rule '{name}' needs"
+            )
     terminals = _find_terminals(refs)
-    names = {name: f"{'T' if name in terminals else 'r'}{n}" for n, name in enumerate(rules)}
+    names = {
+        name: f"{'T' if name in terminals else 'r'}{n}" for n, name in enumerate(rules)
+    }
     names["root"] = "start"
     # Only references have a name after their first character.
     return "\n".join(
-        f"{names[name]}: " + (" ".join(names.get(part[1:], part) for part in parts) or '""')
+        f"{names[name]}: "
+        + (" ".join(names.get(part[1:], part) for part in parts) or '""')
         for name, parts in rules.items()
     )
 
@@ -91,7 +97,9 @@ def _convert(kind: str, token: str) -> str:
     if kind == "letters":
         sign = "^" if token.startswith("[^") else ""
         return f"/[{sign}{_RANGE.sub(_convert_range, token[1 + len(sign) : -1])}]/"
-    return {"name": f"@{token}", "any": "/(?s:.)/"}.get(kind) or re.sub(r"\s", "", token)
+    return {"name": f"@{token}", "any": "/(?s:.)/"}.get(kind) or re.sub(
+        r"\s", "", token
+    )
 
 
 def _convert_range(match: re.Match[str]) -> str:

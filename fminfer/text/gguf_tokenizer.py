@@ -1,4 +1,5 @@
-"""Writes the tokenizer of a GGUF file as the files of transformers that it was converted from."""
+"""Writes the tokenizer of a GGUF file as the files of transformers that it was
+converted from."""
 
 from __future__ import annotations
 
@@ -22,10 +23,23 @@ from fminfer.text.gguf_vocabulary import (
 KINDS = ("gpt2", "llama", "t5")  # of tokenizer.ggml.model
 TEMPLATE = "tokenizer.chat_template"
 # Keys of tokenizer_config.json → names of special tokens.
-_SPECIALS = {"bos_token": "bos", "eos_token": "eos", "unk_token": "unknown", "pad_token": "padding"}
+_SPECIALS = {
+    "bos_token": "bos",
+    "eos_token": "eos",
+    "unk_token": "unknown",
+    "pad_token": "padding",
+}
 # Tokens that end a turn. A file names one of them at most; a template may write several.
-_TURN_ENDS = ("<|eot_id|>", "<|eom_id|>", "<|im_end|>", "<end_of_turn>", "<|return|>", "<|call|>")
-_END = "<|end|>"  # another one, except beside <|return|>, where it ends a part of a turn
+_TURN_ENDS = (
+    "<|eot_id|>",
+    "<|eom_id|>",
+    "<|im_end|>",
+    "<end_of_turn>",
+    "<|return|>",
+    "<|call|>",
+)
+# another one, except beside <|return|>, where it ends a part of a turn
+_END = "<|end|>"
 # Keys of generation_config.json → of general.sampling.
 _SAMPLING = {
     "temperature": "temp",
@@ -41,7 +55,11 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     vocabulary = StoredVocabulary.read(metadata)
     kind = vocabulary.find("model")
     if kind not in KINDS:
-        what = "no tokenizer" if kind in (None, "none", "no_vocab") else f"one of the kind {kind!r}"
+        what = (
+            "no tokenizer"
+            if kind in (None, "none", "no_vocab")
+            else f"one of the kind {kind!r}"
+        )
         raise CheckpointError(
             f"the GGUF file holds {what}, and only {', '.join(KINDS)} are read. Name the folder "
             "or hub id of the original model by --tokenizer"
@@ -53,14 +71,27 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     else:
         backend, pieces = (scored_merges if kind == "llama" else unigram)(vocabulary)
     adds_bos = kind == "llama" if cuts is None else cuts.adds_bos
-    before = vocabulary.special("bos") if vocabulary.find("add_bos_token", adds_bos) else None
-    behind = vocabulary.special("eos") if vocabulary.find("add_eos_token", kind == "t5") else None
-    first, second = (
-        [piece for piece in (before, text, behind) if piece is not None] for text in ("$A", "$B")
+    before = (
+        vocabulary.special("bos")
+        if vocabulary.find("add_bos_token", adds_bos)
+        else None
     )
-    special = {piece: vocabulary.ids[piece] for piece in (before, behind) if piece is not None}
+    behind = (
+        vocabulary.special("eos")
+        if vocabulary.find("add_eos_token", kind == "t5")
+        else None
+    )
+    first, second = (
+        [piece for piece in (before, text, behind) if piece is not None]
+        for text in ("$A", "$B")
+    )
+    special = {
+        piece: vocabulary.ids[piece] for piece in (before, behind) if piece is not None
+    }
     special_ids = [*special.items()]
-    backend.post_processor = processors.TemplateProcessing(first, first + second, special_ids)
+    backend.post_processor = processors.TemplateProcessing(
+        first, first + second, special_ids
+    )
     content: dict[str, Any] = json.loads(backend.to_str())
     content["added_tokens"] = vocabulary.added_tokens()
     content["model"] |= pieces
@@ -77,7 +108,9 @@ def write_generation_config(metadata: Metadata, folder: Path) -> None:
     ends = _TURN_ENDS if "<|return|>" in template else (*_TURN_ENDS, _END)
     eos = [vocabulary.special_id(name) for name in ("eos", "eot", "eom")]
     eos += [vocabulary.ids.get(end) for end in ends if end in template]
-    fields = {name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()} | {
+    fields = {
+        name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()
+    } | {
         "bos_token_id": vocabulary.special_id("bos"),
         # An id that is no token is written all the same: loading then says so.
         "eos_token_id": [each for each in dict.fromkeys(eos) if each is not None]
@@ -93,7 +126,9 @@ def _config(vocabulary: StoredVocabulary) -> Json:
     return {key: vocabulary.special(name) for key, name in _SPECIALS.items()} | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
-        "chat_template": templates["default"] if [*templates] == ["default"] else several or None,
+        "chat_template": templates["default"]
+        if [*templates] == ["default"]
+        else several or None,
     }
 
 

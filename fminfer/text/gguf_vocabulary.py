@@ -27,7 +27,8 @@ _USUAL_IDS = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
     "t5": {"eos": 1, "unknown": 2, "padding": 0},
 }
-# Stands for rows of the head that no token has. Older converters gave it the type of added tokens.
+# Stands for rows of the head that no token has. Older converters gave it the type of
+# added tokens.
 _PADDING = re.compile(r"\[PAD\d+\]")
 # Tokens of Phi-3 behind which spaces stay; a GGUF file does not say that others swallow them.
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
@@ -46,7 +47,9 @@ class StoredVocabulary:
     def read(cls, metadata: Metadata) -> StoredVocabulary:
         """Read the vocabulary of a header, which may be broken or empty."""
         tokens, types, scores = (
-            list(found) if isinstance(found := metadata.get(f"{OWN}{key}"), list) else []
+            list(found)
+            if isinstance(found := metadata.get(f"{OWN}{key}"), list)
+            else []
             for key in ("tokens", "token_type", "scores")
         )
         pieces = [each if isinstance(each, str) else None for each in tokens]
@@ -62,8 +65,9 @@ class StoredVocabulary:
         num = len(self.pieces)
         if not num or min(len(self.types), len(self.scores)) < num:
             raise CheckpointError(
-                f"the GGUF file has {num} tokens, {len(self.types)} types and {len(self.scores)} "
-                "scores of tokens: it is broken; fetch it again, or name a tokenizer by --tokenizer"
+                f"the GGUF file has {num} tokens, {len(self.types)} types and "
+                f"{len(self.scores)} scores of tokens: it is broken; fetch it again, "
+                "or name a tokenizer by --tokenizer"
             )
 
     def find(self, key: str, default: Any = None) -> Any:
@@ -97,7 +101,8 @@ class StoredVocabulary:
         return None if token_id is None else self.pieces[token_id]
 
     def added_tokens(self) -> list[Json]:
-        """Return the `added_tokens` of tokenizer.json: what is found in a text before all else."""
+        """Return the `added_tokens` of tokenizer.json: what is found in a text before
+        all else."""
         arch = self.metadata.get("general.architecture")
         swallows_spaces = self.kind == "llama" and arch == "phi3"
         return [
@@ -125,7 +130,8 @@ class Cuts:
     names: str  # of `tokenizer.ggml.pre`, between spaces
     steps: tuple[Step, ...]
     normalizer: normalizers.Normalizer | None = None  # what text goes through first
-    ignores_merges: bool = False  # a word of the vocabulary is one token, whatever its merges
+    # a word of the vocabulary is one token, whatever its merges
+    ignores_merges: bool = False
     adds_bos: bool = False  # where the file does not say
 
     @property
@@ -133,7 +139,9 @@ class Cuts:
         """The steps as one."""
         return pre_tokenizers.Sequence(
             [
-                pre_tokenizers.Split(Regex(step), "isolated") if isinstance(step, str) else step
+                pre_tokenizers.Split(Regex(step), "isolated")
+                if isinstance(step, str)
+                else step
                 for step in self.steps
             ]
         )
@@ -144,10 +152,15 @@ def find_cuts(name: object) -> Cuts:
     by_name = {each: row for row in _ROWS for each in row.names.split()}
     if (found := by_name.get(str(name))) is None:
         known = ", ".join(sorted(by_name))
-        what = "has no tokenizer.ggml.pre" if name is None else f"has tokenizer.ggml.pre {name!r}"
+        what = (
+            "has no tokenizer.ggml.pre"
+            if name is None
+            else f"has tokenizer.ggml.pre {name!r}"
+        )
         raise CheckpointError(
-            f"the GGUF file {what}, so that nothing tells how its tokenizer cuts words. Name the "
-            f"folder or hub id of the original model by --tokenizer. Known are {known}"
+            f"the GGUF file {what}, so that nothing tells how its tokenizer cuts "
+            "words. Name the folder or hub id of the original model by --tokenizer. "
+            f"Known are {known}"
         )
     return found
 
@@ -195,11 +208,22 @@ _GPT4 = (_words(_UP_TO_3), _BYTES)
 _GPT4O = (_cased_words(_UP_TO_3, f"{_CONTRACTIONS}?"), _BYTES)
 _TEKKEN = (_cased_words(r"\p{N}", ""), _BYTES)
 _QWEN2 = (_words(r"\p{N}"), _BYTES)
-_QWEN35 = (_words(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"), _BYTES)
+_QWEN35 = (
+    _words(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    _BYTES,
+)
 _WIDE_SIGNS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
 _BLOOM = r" ?[^(\s|[.,!?…。，、।۔،])]+"
 _DEEPSEEK_V3 = (_UP_TO_3, "[一-龥぀-ゟ゠-ヿ]+", _DEEPSEEK_WORDS, _BYTES)
-_DEEPSEEK_LLM = (_LINE_ENDS, rf"\s?[{_CASED}]+", _WIDE_SIGNS, r"\s+$", _CJK, _DIGITS, _BYTES)
+_DEEPSEEK_LLM = (
+    _LINE_ENDS,
+    rf"\s?[{_CASED}]+",
+    _WIDE_SIGNS,
+    r"\s+$",
+    _CJK,
+    _DIGITS,
+    _BYTES,
+)
 
 _ROWS = (
     Cuts(
@@ -225,22 +249,29 @@ _ROWS = (
     Cuts("viking", (_BLOOM, _DIGITS, _BYTES)),
     Cuts("deepseek-v3 hunyuan-dense joyai-llm", _DEEPSEEK_V3),
     Cuts("deepseek-llm", _DEEPSEEK_LLM),
-    Cuts("deepseek-coder", (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGITS, _BYTES)),
+    Cuts(
+        "deepseek-coder",
+        (_LINE_ENDS, r"\s?\p{L}+", r"\s?\p{P}+", _CJK, _DIGITS, _BYTES),
+    ),
     Cuts("falcon", (_PUNCTUATION, _GPT2, _NUMBERS, "[0-9][0-9][0-9]")),
 )
 
 
-# Each kind's tokenizer, and the fields of its model in tokenizer.json that hold pieces and merges.
-# The package's own classes would not keep ids free that have no spelling.
+# Each kind's tokenizer, and the fields of its model in tokenizer.json that hold pieces
+# and merges. The package's own classes would not keep ids free that have no spelling.
 SPACE = "▁"  # sentencepiece's sign for one
 
 
-def byte_level(vocabulary: StoredVocabulary, cuts: Cuts) -> tuple[BackendTokenizer, Json]:
+def byte_level(
+    vocabulary: StoredVocabulary, cuts: Cuts
+) -> tuple[BackendTokenizer, Json]:
     """Make GPT-2's kind: pieces of bytes, merged in an order that the file has."""
     ids = vocabulary.ids
     merges = [
         [left, right]
-        for left, _, right in (str(each).partition(" ") for each in vocabulary.find("merges", []))
+        for left, _, right in (
+            str(each).partition(" ") for each in vocabulary.find("merges", [])
+        )
         if left in ids and right in ids and left + right in ids
     ]
     backend = BackendTokenizer(models.BPE(ignore_merges=cuts.ignores_merges))
@@ -255,11 +286,14 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
 
     As in Llama 2's tokenizer.json, each stretch of text between special tokens gets a space.
     """
-    from transformers.tokenization_utils_base import generate_merges  # slow, and only for these
+    # slow, and only for these
+    from transformers.tokenization_utils_base import generate_merges
 
     ids = vocabulary.ids
     leads = vocabulary.leads_with_space
-    merges = generate_merges(ids, {piece: vocabulary.scores[i] for piece, i in ids.items()})
+    merges = generate_merges(
+        ids, {piece: vocabulary.scores[i] for piece, i in ids.items()}
+    )
     unknown = vocabulary.special("unknown")
     has_bytes = BYTE in vocabulary.types
     backend = BackendTokenizer(
@@ -268,7 +302,12 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
     backend.normalizer = _spaces(leads=leads)
     strips = [decoders.Strip(" ", left=1)] if leads else []
     backend.decoder = decoders.Sequence(
-        [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse(), *strips]
+        [
+            decoders.Replace(SPACE, " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            *strips,
+        ]
     )
     return backend, {"vocab": ids, "merges": merges}
 

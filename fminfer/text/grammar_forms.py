@@ -18,9 +18,12 @@ from fminfer.text.plain_schemas import count_digits, parse_schema
 WHITE_SPACE = r"\x20|\r?\n[\x20\t]{0,20}"
 # llguidance lets keys spell any character as \u, and so takes "\u0061" for another key than "a".
 ESCAPES = '"\\bfnrt'
-CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")  # in JSON; it writes these as \u alone
+# in JSON; it writes these as \u alone
+CONTROL = re.compile(r"(?<!\\)(\\\\)*\\u00[01]|\x7f")
 # Of Lark; GBNF has neither.
-IGNORED_HEAT = re.compile(r'(?m)^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:')
+IGNORED_HEAT = re.compile(
+    r'(?m)^[ \t\r]*[?!]?\w+\[[^]"\n]*\btemperature\s*=[^]"\n]*\]\s*:'
+)
 HIDDEN_KEYS = re.compile(r'%json.*"lenient"\s*:', re.DOTALL)
 MOST_EXACT = 2**53  # llguidance rounds larger numbers, as float64 does
 _PLAIN = {  # in place of llguidance's words
@@ -69,7 +72,9 @@ def write_grammar(constraint: Constraint) -> str:
         # One token of the grammar: of thousands of rules, too many would be open at once.
         return _from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if IGNORED_HEAT.search(text):
-        raise ValueError("the temperature of a rule has no effect here. Give the request's")
+        raise ValueError(
+            "the temperature of a rule has no effect here. Give the request's"
+        )
     if HIDDEN_KEYS.search(text):
         raise ValueError("lenient in its JSON hides keywords. Leave it out")
     return _from_lark(convert_gbnf(text) if is_gbnf(text) else plain_lark(text))
@@ -87,7 +92,8 @@ def write_number_bound(constraint: Constraint) -> str:
     zero = rf"0(?:\.0{{1,5}}|{_fraction(total, zeros='0{0,5}')})"
     one = rf"(?:{zero}|[1-9]{_fraction(total - 1)})(?:[eE][+-]?{large})?"
     longer = "|".join(
-        rf"[1-9][0-9]{{{size - 1}}}{_fraction(total - size)}" for size in range(2, whole + 1)
+        rf"[1-9][0-9]{{{size - 1}}}{_fraction(total - size)}"
+        for size in range(2, whole + 1)
     )
     number = rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
     other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
@@ -98,7 +104,8 @@ def write_number_bound(constraint: Constraint) -> str:
 def _from_lark(text: str) -> str:
     from llguidance import LLMatcher
 
-    return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))  # its lexer lacks DELETE
+    # its lexer lacks DELETE
+    return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))
 
 
 def _fraction(most: int, zeros: str = "") -> str:
@@ -113,9 +120,14 @@ def _refuse_inexact(value: Any, key: str) -> None:
     if isinstance(value, dict):
         least = value.get("minProperties")
         is_open = value.get("additionalProperties") is not False
-        if isinstance(least, int) and least > 1 and (is_open or "patternProperties" in value):
+        if (
+            isinstance(least, int)
+            and least > 1
+            and (is_open or "patternProperties" in value)
+        ):
             raise ValueError(
-                '"minProperties" is above 1 where keys are free, and an answer could repeat one. '
+                '"minProperties" is above 1 where keys are free, and an answer could '
+                "repeat one. "
                 'Set "additionalProperties" to false, without "patternProperties"'
             )
         for name, inner in value.items():
@@ -123,10 +135,14 @@ def _refuse_inexact(value: Any, key: str) -> None:
     elif isinstance(value, list):
         for inner in value:
             _refuse_inexact(inner, key)
-    elif isinstance(value, int | float) and abs(value) > MOST_EXACT and not _is_held(value, key):
+    elif (
+        isinstance(value, int | float)
+        and abs(value) > MOST_EXACT
+        and not _is_held(value, key)
+    ):
         raise ValueError(
-            f"{value} under {json.dumps(key)} is beyond 2^53, and would be rounded. Take a string "
-            "for it, or a smaller number"
+            f"{value} under {json.dumps(key)} is beyond 2^53, and would be rounded. "
+            "Take a string for it, or a smaller number"
         )
 
 
@@ -136,7 +152,8 @@ def _is_held(number: float, key: str) -> bool:
         return key in (*UPPER, *LOWER, *NO_RULES)
     rounded = int(float(min(max(number, -(2**63)), 2**63)))
     if key in UPPER:
-        return rounded <= number or number == 2**63 - 1  # which has no next one in 64 bits
+        # which has no next one in 64 bits
+        return rounded <= number or number == 2**63 - 1
     return rounded >= number if key in LOWER else rounded == number
 
 
@@ -151,7 +168,8 @@ def refuse(constraint: Constraint, fault: str) -> RequestError:
     if fault.startswith("oneOf constraints are not supported"):
         fault = "it has oneOf whose branches may fit one value at once. Write anyOf"
     return RequestError(
-        "unsupported_parameter", f"{name} that answers are to follow cannot be had: {fault}"
+        "unsupported_parameter",
+        f"{name} that answers are to follow cannot be had: {fault}",
     )
 
 

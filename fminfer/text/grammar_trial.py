@@ -51,7 +51,9 @@ def build_trial() -> Work:
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
-    return partial(read_constraint, LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1))
+    return partial(
+        read_constraint, LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
+    )
 
 
 def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
@@ -93,7 +95,9 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
 def _own_bytes() -> int:
     """Return the memory that this process has, without what it freed."""
     ctypes.CDLL(None).malloc_trim(0)
-    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
+        "SC_PAGE_SIZE"
+    )
 
 
 def _try(tokenizer: Any, text: str) -> tuple[str, Any]:

@@ -30,9 +30,13 @@ class Vocabulary:
 
     bos_token_id = None
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
         if not tokenizer.has_words or not eos_ids:
-            lacks = "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
+            lacks = (
+                "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
+            )
             raise _refuse_all(f"this run has no {lacks}")
         self._tokenizer = tokenizer
         self.eos_token_id = min(eos_ids)
@@ -44,11 +48,14 @@ class Vocabulary:
             for token_id in range(vocab_size)
         ]
         special = set(self.special_token_ids)
-        self._ids = {token: i for i, token in enumerate(self.tokens) if i not in special}
+        self._ids = {
+            token: i for i, token in enumerate(self.tokens) if i not in special
+        }
         self._longest = max(map(len, self._ids))
         usable = {*self._ids.values()}
         ids = [each for each in tokenizer.encode(PROBE).ids if each in usable]
-        text = tokenizer.decode(ids).lstrip(" ")  # some put a space before a text, and take it off
+        # some put a space before a text, and take it off
+        text = tokenizer.decode(ids).lstrip(" ")
         if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
             raise _refuse_all(
                 "the texts of this model's tokenizer are not its tokens' bytes, as in WordPiece"
@@ -58,7 +65,9 @@ class Vocabulary:
         """Return the tokens that a model would write for a text in the middle of another."""
         data = text if isinstance(text, bytes) else text.encode()
         for before in ("", "="):  # some tokenizers put a space before a text
-            ids = self._tokenizer.encode(before + data.decode(), add_special_tokens=False).ids
+            ids = self._tokenizer.encode(
+                before + data.decode(), add_special_tokens=False
+            ).ids
             ids = ids[len(before) :]
             has_all = all(token_id < len(self.tokens) for token_id in ids)
             if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
@@ -84,7 +93,8 @@ MAX_KEPT = 256  # grammars
 MAX_KEPT_BYTES = 64 << 20  # of memory, as their trials measured it
 BYTES_A_CHARACTER = 8  # of a constraint's text, and of its converted form
 SPARE_SECONDS = 1.0  # of computing that the masks of a grammar may take beyond the mean
-MASK_SECONDS = 0.005  # of computing for a mask, in the mean; schemas from practice take 0.0005
+# of computing for a mask, in the mean; schemas from practice take 0.0005
+MASK_SECONDS = 0.005
 TOKEN_SECONDS = 1e-7  # the same for each token of the vocabulary
 TRIALS = LimitedPool(build_trial, num_processes=3)
 MAX_NODES = 2048  # masks that are kept, of all grammars: each has a bit for every token
@@ -105,7 +115,8 @@ class Grammar:
         # Matchers of llguidance at the start. All must allow a token. Each sequence gets copies.
         self.roots = roots
         self.grammars = grammars  # which count the masks that are kept
-        self.shortest = shortest  # tokens of the shortest answer, without EOS; 0: not known
+        # tokens of the shortest answer, without EOS; 0: not known
+        self.shortest = shortest
         self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
         self.num_bytes = 0  # of its memory
         self.num_nodes = 1
@@ -184,7 +195,8 @@ class Matcher:
         for matcher in self._matchers:
             if self._untold:
                 matcher.consume_tokens(self._untold)
-            if matcher.is_error():  # its mask would be EOS alone, and JSON would end in silence
+            # its mask would be EOS alone, and JSON would end in silence
+            if matcher.is_error():
                 raise _refuse_here(matcher.get_error())
         self._untold = []
         return self._matchers
@@ -206,7 +218,9 @@ def _refuse_here(text: str) -> RequestError:
 class Grammars:
     """Compiles constraints for one model, and keeps what it compiled. Any thread may call it."""
 
-    def __init__(self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
+    ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
@@ -227,7 +241,9 @@ class Grammars:
         if found is None:
             with self._turns.setdefault(constraint, threading.Lock()):
                 # Another thread may have compiled it meanwhile.
-                found = self._found.get(constraint) or self._compile_and_keep(constraint)
+                found = self._found.get(constraint) or self._compile_and_keep(
+                    constraint
+                )
             self._turns.pop(constraint, None)
         if isinstance(found, RequestError):
             raise RequestError(found.code, found.message, found.param)
@@ -268,16 +284,21 @@ class Grammars:
             found: Grammar | RequestError = self._compile(constraint)
         except RequestError as error:
             found = error.with_traceback(None)
-        size = BYTES_A_CHARACTER * (len(constraint.text) + 1000) + getattr(found, "num_bytes", 0)
+        size = BYTES_A_CHARACTER * (len(constraint.text) + 1000) + getattr(
+            found, "num_bytes", 0
+        )
         with self._lock:
             for each in (found, *self._found.put(constraint, found, size)):
                 if isinstance(each, Grammar):
                     each.is_kept = each is found
-                    self._num_nodes += each.num_nodes if each.is_kept else -each.num_nodes
+                    self._num_nodes += (
+                        each.num_nodes if each.is_kept else -each.num_nodes
+                    )
         return found
 
     def _compile(self, constraint: Constraint) -> Grammar:
-        from llguidance import LLMatcher, LLParserLimits  # loaded where a request asks for it
+        # loaded where a request asks for it
+        from llguidance import LLMatcher, LLParserLimits
 
         words = self.vocabulary
         try:
@@ -290,7 +311,9 @@ class Grammars:
             raise refuse(constraint, str(error)) from None
 
         limits = LLParserLimits(**LIMITS)
-        roots = [LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts]
+        roots = [
+            LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts
+        ]
         try:
             grammar = Grammar(roots, self, _count_shortest(shortest, words, roots[0]))
         except RequestError:  # its first mask
@@ -318,7 +341,9 @@ class Grammars:
 
 
 @lru_cache(4)
-def find_grammars(tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]) -> Grammars:
+def find_grammars(
+    tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
+) -> Grammars:
     """Return the one place where the grammars of a model are compiled and kept."""
     return Grammars(tokenizer, vocab_size, eos_ids)
 

@@ -23,17 +23,73 @@ MAX_SHORTEST = 20_000  # characters
 MAX_ROUNDS = 20  # over a whole schema; each finds texts that the next one needs
 _LONG = "".ljust(MAX_SHORTEST, "a")  # stands for a text that is too long
 ANNOTATIONS = frozenset(  # keywords that ask for nothing
-    {"$schema", "$id", "id", "$comment", "$anchor", "$dynamicAnchor", "$vocabulary", "title"}
-    | {"description", "default", "example", "examples", "deprecated", "readOnly", "writeOnly"}
+    {
+        "$schema",
+        "$id",
+        "id",
+        "$comment",
+        "$anchor",
+        "$dynamicAnchor",
+        "$vocabulary",
+        "title",
+    }
+    | {
+        "description",
+        "default",
+        "example",
+        "examples",
+        "deprecated",
+        "readOnly",
+        "writeOnly",
+    }
     | {"discriminator", "xml", "externalDocs", "contentEncoding", "contentMediaType"}
     | {"contentSchema", "x-guidance"}
 )
 _RULES = frozenset(
-    {*_MAPS, *_LISTS, *_SINGLE, "type", "enum", "const", "required", "minItems", "maxItems"}
-    | {"minLength", "maxLength", "pattern", "format", "minimum", "maximum", "multipleOf"}
-    | {"exclusiveMinimum", "exclusiveMaximum", "minProperties", "maxProperties", "not", "if"}
-    | {"then", "else", "$ref", "$dynamicRef", "uniqueItems", "propertyNames", "nullable"}
-    | {"contains", "minContains", "maxContains", "dependentRequired", "dependentSchemas"}
+    {
+        *_MAPS,
+        *_LISTS,
+        *_SINGLE,
+        "type",
+        "enum",
+        "const",
+        "required",
+        "minItems",
+        "maxItems",
+    }
+    | {
+        "minLength",
+        "maxLength",
+        "pattern",
+        "format",
+        "minimum",
+        "maximum",
+        "multipleOf",
+    }
+    | {
+        "exclusiveMinimum",
+        "exclusiveMaximum",
+        "minProperties",
+        "maxProperties",
+        "not",
+        "if",
+    }
+    | {
+        "then",
+        "else",
+        "$ref",
+        "$dynamicRef",
+        "uniqueItems",
+        "propertyNames",
+        "nullable",
+    }
+    | {
+        "contains",
+        "minContains",
+        "maxContains",
+        "dependentRequired",
+        "dependentSchemas",
+    }
     | {"dependencies", "unevaluatedProperties", "unevaluatedItems"}
 )
 KNOWN_KEYS = ANNOTATIONS | _RULES
@@ -52,7 +108,9 @@ def find_unknown(schema: Any) -> set[str]:
         if isinstance(each, dict):
             unknown = each.keys() - KNOWN_KEYS
             for places in (each.get("$defs"), each.get("definitions")):
-                grouped.update(map(id, places.values() if isinstance(places, dict) else ()))
+                grouped.update(
+                    map(id, places.values() if isinstance(places, dict) else ())
+                )
             # An inner schema may have a program's own notes, such as "javaType": "Name".
             odd = {
                 n
@@ -84,7 +142,9 @@ def _wordless_error(schema: dict[str, Any], name: str) -> ValueError:
     )
 
 
-def change_parts(schema: dict[str, Any], change: Callable[[Any], Any]) -> dict[str, Any]:
+def change_parts(
+    schema: dict[str, Any], change: Callable[[Any], Any]
+) -> dict[str, Any]:
     """Return a schema with the schemas inside it changed."""
     changed = dict(schema)
     for key, value in schema.items():
@@ -109,9 +169,17 @@ class Branches:
             return schema
         found = change_parts(schema, self.join)
         branches = schema.get("oneOf")
-        if isinstance(branches, list) and "anyOf" not in schema and self._exclude(branches):
-            found.pop("discriminator", None)  # for which llguidance would look into each branch
-            return {"anyOf" if key == "oneOf" else key: value for key, value in found.items()}
+        if (
+            isinstance(branches, list)
+            and "anyOf" not in schema
+            and self._exclude(branches)
+        ):
+            # for which llguidance would look into each branch
+            found.pop("discriminator", None)
+            return {
+                "anyOf" if key == "oneOf" else key: value
+                for key, value in found.items()
+            }
         return found
 
     def _has_own_place(self, schema: dict[str, Any]) -> bool:
@@ -121,7 +189,9 @@ class Branches:
     def _exclude(self, branches: list[Any]) -> bool:
         """Tell whether nothing fits two of some schemas, as far as that is easy to see."""
         pairs = combinations(branches, 2)
-        return len(branches) <= 100 and all(self._are_apart(one, other) for one, other in pairs)
+        return len(branches) <= 100 and all(
+            self._are_apart(one, other) for one, other in pairs
+        )
 
     def _are_apart(self, first: Any, second: Any, depth: int = 0) -> bool:
         one = self._resolve(first)
@@ -138,7 +208,9 @@ class Branches:
         if not isinstance(ones, dict) or not isinstance(seconds, dict):
             return False
         required = {*_names(one)} & {*_names(other)}
-        return any(self._are_apart(ones.get(n), seconds.get(n), depth + 1) for n in required)
+        return any(
+            self._are_apart(ones.get(n), seconds.get(n), depth + 1) for n in required
+        )
 
     def _resolve(self, schema: Any) -> dict[str, Any]:
         """Follow references that stand alone; {}: to nothing."""
@@ -146,21 +218,37 @@ class Branches:
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
             schema = look_up(str(schema["$ref"]), self._root)
-        if not isinstance(schema, dict) or "$ref" in schema or self._has_own_place(schema):
+        if (
+            not isinstance(schema, dict)
+            or "$ref" in schema
+            or self._has_own_place(schema)
+        ):
             return {}
         return schema
 
 
 def _names(schema: dict[str, Any]) -> list[str]:
     found = schema.get("required", [])
-    return [each for each in found if isinstance(each, str)] if isinstance(found, list) else []
+    return (
+        [each for each in found if isinstance(each, str)]
+        if isinstance(found, list)
+        else []
+    )
 
 
 def _types_of(schema: dict[str, Any]) -> frozenset[str]:
     """Return the types that may fit; integers are numbers."""
     if (values := _values_of(schema)) is not None:
-        names = {dict: "object", list: "array", str: "string", bool: "boolean", type(None): "null"}
-        return frozenset(names.get(type(json.loads(value)), "number") for value in values)
+        names = {
+            dict: "object",
+            list: "array",
+            str: "string",
+            bool: "boolean",
+            type(None): "null",
+        }
+        return frozenset(
+            names.get(type(json.loads(value)), "number") for value in values
+        )
     kinds = schema.get("type", [*_TYPES])
     kinds = kinds if isinstance(kinds, list) else [kinds]
     return frozenset("number" if kind == "integer" else str(kind) for kind in kinds)
@@ -241,14 +329,18 @@ class _Shortest:
         texts = [self.find(each) for each in needed]
         for part in schema.get("allOf", []):
             is_beside = "type" in schema and {*part} <= _BESIDE_TYPE
-            texts.append(self._find_of_kinds(kinds, part) if is_beside else self.find(part))
+            texts.append(
+                self._find_of_kinds(kinds, part) if is_beside else self.find(part)
+            )
         if needed or None in texts:
             return None if None in texts else texts[0]
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
         texts = [*map(compact, values), *map(self.find, others)]
         if texts:
-            return min((text for text in texts if text is not None), key=len, default=None)
+            return min(
+                (text for text in texts if text is not None), key=len, default=None
+            )
         return self._find_of_kinds(kinds, schema)
 
     def _find_of_kinds(self, kinds: list[str], schema: dict[str, Any]) -> str | None:
@@ -259,10 +351,14 @@ class _Shortest:
         if kind == "object":
             properties = schema.get("properties", {})
             names = schema.get("required", [])
-            other = "patternProperties" in schema or schema.get("additionalProperties", True)
+            other = "patternProperties" in schema or schema.get(
+                "additionalProperties", True
+            )
             wanted = dict.fromkeys(names)
             parts = ""
-            for name in filter(wanted.__contains__, dict.fromkeys([*properties, *names])):
+            for name in filter(
+                wanted.__contains__, dict.fromkeys([*properties, *names])
+            ):
                 value = self.find(properties.get(name, other))
                 if value is None:
                     return None

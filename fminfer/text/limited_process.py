@@ -22,7 +22,8 @@ from typing import Any
 SECONDS = 2.0  # of computing for one message
 WAIT_SECONDS = 60  # in all, for work that waits and does not compute
 MEMORY_BYTES = 2 << 30
-STACK_BYTES = 4 << 20  # half of what our own threads have: what passes here passes there, too
+# half of what our own threads have: what passes here passes there, too
+STACK_BYTES = 4 << 20
 ANSWER_BYTES = 16 << 20  # of an answer in JSON
 
 Work = Callable[[Any], Any]
@@ -46,7 +47,10 @@ class LimitedPool:
     """
 
     def __init__(
-        self, build: Callable[[], Work], num_processes: int = 2, seconds: float = SECONDS
+        self,
+        build: Callable[[], Work],
+        num_processes: int = 2,
+        seconds: float = SECONDS,
     ) -> None:
         self._seconds = seconds
         self._num_processes = num_processes
@@ -63,7 +67,8 @@ class LimitedPool:
             ValueError: what the work itself raised, of any type; its text is the same.
             OSError: the process cannot run here.
         """
-        answer = self.ask_all([json.dumps(message)])[0]  # no process is used for what is no JSON
+        # no process is used for what is no JSON
+        answer = self.ask_all([json.dumps(message)])[0]
         if isinstance(answer, Exception):
             raise answer
         return answer
@@ -86,7 +91,8 @@ class LimitedPool:
             if not is_kept:
                 process.wait()
         finally:
-            if process is not None and not is_kept:  # Ctrl-C: its answer is not the next one's
+            # Ctrl-C: its answer is not the next one's
+            if process is not None and not is_kept:
                 process.kill()
                 process.communicate()
             self._free.put(process if is_kept else None)
@@ -94,12 +100,15 @@ class LimitedPool:
         answers = [_read_answer(line) for line in lines]
         if not is_kept and process.returncode >= 0:  # no signal ended it
             answers.append(
-                OSError(f"{sys.executable} cannot import {self._build}. Install what it needs")
+                OSError(
+                    f"{sys.executable} cannot import {self._build}. Install what it needs"
+                )
             )
         elif not is_kept:
             answers.append(
                 LimitError(
-                    f"it takes more than {self._seconds:g} s, or {MEMORY_BYTES >> 30} GB of memory"
+                    f"it takes more than {self._seconds:g} s, or {MEMORY_BYTES >> 30} "
+                    "GB of memory"
                 )
             )
         return answers
@@ -121,19 +130,23 @@ class LimitedPool:
         )
 
 
-def _exchange(process: subprocess.Popen[bytes], messages: Iterable[str]) -> tuple[list[bytes], int]:
+def _exchange(
+    process: subprocess.Popen[bytes], messages: Iterable[str]
+) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
 
     Messages that are sent together fit the pipe, whose pages may be half empty. So sending never
     waits for a process which waits until its answers are read.
     """
     assert process.stdin is not None and process.stdout is not None, "both are pipes"
-    most = fcntl.fcntl(process.stdin, fcntl.F_GETPIPE_SZ) // 2  # a user of many has smaller ones
+    # a user of many has smaller ones
+    most = fcntl.fcntl(process.stdin, fcntl.F_GETPIPE_SZ) // 2
     num_sent = 0
     num_bytes = 0
     with suppress(OSError):  # it has ended
         for message in messages:
-            if num_sent and num_bytes + len(message) >= most:  # with the end of its line
+            # with the end of its line
+            if num_sent and num_bytes + len(message) >= most:
                 break
             num_sent += 1
             num_bytes += len(message) + 1
@@ -159,7 +172,8 @@ def _serve(work: Work, seconds: float) -> None:
         most = most if hard == resource.RLIM_INFINITY else min(most, hard)
         resource.setrlimit(kind, (most, most))
     for number in (signal.SIGPROF, signal.SIGALRM):
-        signal.signal(number, signal.SIG_DFL)  # a parent that ignores them passes that on
+        # a parent that ignores them passes that on
+        signal.signal(number, signal.SIG_DFL)
     replies = sys.stdout.buffer
     sys.stdout = sys.stderr  # what the work prints is no answer
     for line in sys.stdin.buffer:
@@ -174,7 +188,9 @@ def _answer_line(work: Work, line: bytes) -> bytes:
     try:
         reply = json.dumps([work(json.loads(line)), ""])
         if len(reply) > ANSWER_BYTES:
-            raise ValueError(f"it becomes {len(reply):,} bytes; {ANSWER_BYTES:,} are allowed")
+            raise ValueError(
+                f"it becomes {len(reply):,} bytes; {ANSWER_BYTES:,} are allowed"
+            )
     except MemoryError:
         os.abort()
     except BaseException as error:  # such as a panic of Rust

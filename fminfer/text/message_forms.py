@@ -1,8 +1,8 @@
 """Finds the forms of messages that a chat template reads, and converts messages to them.
 
-No template says whether it reads contents as strings or as lists of parts, and arguments of calls
-as objects or as JSON. A conversation of the same structure, whose texts are easy to find, shows
-what arrives in the prompt.
+No template says whether it reads contents as strings or as lists of parts, and
+arguments of calls as objects or as JSON. A conversation of the same structure, whose
+texts are easy to find, shows what arrives in the prompt.
 """
 
 from __future__ import annotations
@@ -28,7 +28,9 @@ ARGUMENT_FORMS: tuple[ArgumentForm, ...] = ("objects", "JSON", "only objects")
 # arguments in their object as JSON or Python writes it.
 _MARKS = re.compile(r"73019\d{10,}?46285|46120\d{5,}?95837")
 _ARGUMENTS = re.compile(r"2864[12]\d{5,}?90753")
-_OBJECTS = re.compile(r"""\{["'](?:value|arguments)["']: ["']2864[12]\d{5,}?90753["']\}""")
+_OBJECTS = re.compile(
+    r"""\{["'](?:value|arguments)["']: ["']2864[12]\d{5,}?90753["']\}"""
+)
 _ID = "a1b2c3d4e"  # Mistral's templates want nine letters or digits
 # What may stand for the content that a message with calls lacks.
 _LACKING: dict[Lacking, ChatMessage] = {
@@ -52,7 +54,9 @@ class Turn:
         """Return the turn of a message."""
         content = message.get("content")
         sent = message.get("tool_calls", ())
-        calls = tuple(_find_object(each["function"]["arguments"]) is not None for each in sent)
+        calls = tuple(
+            _find_object(each["function"]["arguments"]) is not None for each in sent
+        )
         is_empty = content == "" and len(calls) > 0
         num_parts = None if content is None or is_empty else 0
         if isinstance(content, list):
@@ -68,7 +72,11 @@ class Turn:
             message["content"] = parts if self.num_parts else texts[0]
         if self.calls:
             message["tool_calls"] = [
-                {"id": _ID, "type": "function", "function": {"name": "probe", "arguments": each}}
+                {
+                    "id": _ID,
+                    "type": "function",
+                    "function": {"name": "probe", "arguments": each},
+                }
                 for each in self.arguments(number)
             ]
         if self.role == "tool":
@@ -80,12 +88,18 @@ class Turn:
 
         Digits survive a template that trims spaces or changes case.
         """
-        return [f"73019{number:05}{part:05}46285" for part in range(max(1, self.num_parts or 0))]
+        return [
+            f"73019{number:05}{part:05}46285"
+            for part in range(max(1, self.num_parts or 0))
+        ]
 
     def arguments(self, number: int) -> list[ChatMessage | str]:
         """Return the arguments of a probe's calls: objects with a text, or a text alone."""
         texts = f"28642{number:05}90753", f"28641{number:05}90753"
-        return [{"value": texts[1]} if holds_object else texts[0] for holds_object in self.calls]
+        return [
+            {"value": texts[1]} if holds_object else texts[0]
+            for holds_object in self.calls
+        ]
 
 
 @dataclass(slots=True, frozen=True)
@@ -94,7 +108,8 @@ class Forms:
 
     arguments: ArgumentForm = "objects"  # of calls
     lacking: Lacking = "absent"  # the content beside calls
-    of_one_part: frozenset[str] = frozenset()  # roles whose strings become lists of one part
+    # roles whose strings become lists of one part
+    of_one_part: frozenset[str] = frozenset()
     of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
     losses: tuple[str, ...] = ()  # what the prompt lacks all the same, for people
 
@@ -107,14 +122,20 @@ class Forms:
             changed |= _LACKING[self.lacking]  # a key that is there keeps its place
             content = changed.get("content")
             if not changed:
-                message = {name: value for name, value in message.items() if name != "content"}
+                message = {
+                    name: value for name, value in message.items() if name != "content"
+                }
         elif isinstance(content, list) and role not in self.of_parts:
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, str):
             is_part = role in self.of_one_part
-            changed["content"] = [{"type": "text", "text": content}] if is_part else content
+            changed["content"] = (
+                [{"type": "text", "text": content}] if is_part else content
+            )
         if "tool_calls" in message:
-            changed["tool_calls"] = [self._convert_call(call) for call in message["tool_calls"]]
+            changed["tool_calls"] = [
+                self._convert_call(call) for call in message["tool_calls"]
+            ]
         return message | changed
 
     def _convert_call(self, call: ChatMessage) -> ChatMessage:
@@ -124,7 +145,9 @@ class Forms:
     def convert_arguments(self, sent: ChatMessage | str) -> ChatMessage | str:
         """Return a call's arguments in these forms."""
         if self.arguments == "JSON":
-            return sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
+            return (
+                sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
+            )
         found = _find_object(sent)
         if found is None and self.arguments == "only objects":
             return {"arguments": sent}
@@ -152,7 +175,8 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
         in_parts = replace(forms, of_one_part=forms.of_one_part | {role})
         if probe.arriving(forms, role) < probe.arriving(in_parts, role):
             forms = in_parts
-    if seen and forms.of_one_part >= seen.keys():  # so are roles of which nothing can be seen
+    # so are roles of which nothing can be seen
+    if seen and forms.of_one_part >= seen.keys():
         forms = replace(forms, of_one_part=frozenset(turn.role for turn in turns))
     for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts):
         kept = replace(forms, of_parts=forms.of_parts | {role})
@@ -183,7 +207,8 @@ def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
         for arguments, lacking in product(ARGUMENT_FORMS, lackings):
             forms = Forms(arguments, lacking, of_one_part=roles)
             num_written = probe.count_turns_with_calls(forms)
-            is_loss = lacking != lackings[0] and not num_written  # calls would be left out
+            # calls would be left out
+            is_loss = lacking != lackings[0] and not num_written
             if num_written > most and not is_loss:
                 best = forms
                 most = num_written
@@ -219,7 +244,9 @@ class _Probe:
         messages = [forms.convert(message) for message in self._messages]
         for number, message in enumerate(messages):
             if isinstance(content := message.get("content"), list):
-                message["content"] = [part | {_key_of_list(number): 0} for part in content]
+                message["content"] = [
+                    part | {_key_of_list(number): 0} for part in content
+                ]
         return messages
 
     def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
@@ -229,7 +256,8 @@ class _Probe:
             number
             for number, turn in enumerate(self._turns)
             if turn.num_parts is not None and role in (None, turn.role)
-            if _key_of_list(number) not in marks and marks.issuperset(turn.texts(number))
+            if _key_of_list(number) not in marks
+            and marks.issuperset(turn.texts(number))
         }
 
     def count_turns_with_calls(self, forms: Forms) -> int:
@@ -250,7 +278,9 @@ class _Probe:
 
     def _writes_null(self, forms: Forms, text: str) -> bool:
         empty = self.write(replace(forms, lacking="empty"))
-        return empty is not None and any(text.count(w) > empty.count(w) for w in ("None", "null"))
+        return empty is not None and any(
+            text.count(w) > empty.count(w) for w in ("None", "null")
+        )
 
 
 def _is_written(marks: set[str], sent: ChatMessage | str, forms: Forms) -> bool:

@@ -12,7 +12,9 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 def lower_texts(backend: Any) -> None:
     """Make a tokenizer lower texts but not special tokens, as sentence-transformers 6 does."""
     parts = [normalizers.Lowercase(), backend.normalizer]
-    backend.normalizer = normalizers.Sequence([each for each in parts if each is not None])
+    backend.normalizer = normalizers.Sequence(
+        [each for each in parts if each is not None]
+    )
 
 
 def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:
@@ -21,7 +23,9 @@ def as_prompt(encoding: Any, *, has_types: bool) -> EncodedPrompt:
     return EncodedPrompt(encoding.ids, "", [], is_whole_text=True, types=types)
 
 
-def cut_encoding(encoding: Any, room: int, side: str, *, has_types: bool) -> EncodedPrompt:
+def cut_encoding(
+    encoding: Any, room: int, side: str, *, has_types: bool
+) -> EncodedPrompt:
     """Return an encoding cut to so many tokens as transformers' truncation "longest_first" does.
 
     Args:

@@ -34,7 +34,8 @@ def plain_regex(regex: str) -> str:
 def plain_lark(text: str) -> str:
     """Return a Lark grammar whose regexes have no set operators."""
     return _LARK.sub(
-        lambda match: f"/{plain_regex(match[1])}{match[2]}" if match[1] else match[0], text
+        lambda match: f"/{plain_regex(match[1])}{match[2]}" if match[1] else match[0],
+        text,
     )
 
 
@@ -48,5 +49,7 @@ def _rewrite(match: re.Match[str]) -> str:
 
 def _escape_item(match: re.Match[str]) -> str:
     r"""Escape possible operators. Sets such as \d and \p{L} stay; \b is a backspace here."""
-    ends = [rf"\{atom}" if atom in "[]&~-^" else atom for atom in match.groups() if atom]
+    ends = [
+        rf"\{atom}" if atom in "[]&~-^" else atom for atom in match.groups() if atom
+    ]
     return "-".join(ends).replace(r"\b", r"\x08") or match[0]

@@ -36,7 +36,8 @@ MAX_DIGITS = 17  # of a number without bounds: enough to tell all doubles apart
 MOST_PLAIN = 10**17 - 16  # the largest double of 17 digits
 MOST_FINE = 10**11  # a bound that leaves digits for fractions
 MOST_WHOLE = 19  # digits of 64 bits
-MOST_BOUND = 2**63 - 1024  # the largest double below 2^63, for llguidance counts in 64 bits
+# the largest double below 2^63, for llguidance counts in 64 bits
+MOST_BOUND = 2**63 - 1024
 
 
 @lru_cache(4)
@@ -58,7 +59,9 @@ def plain_schema(schema: Any) -> Any:
         return [plain_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    plain = {key: value for key, value in schema.items() if not _asks_nothing(key, value)}
+    plain = {
+        key: value for key, value in schema.items() if not _asks_nothing(key, value)
+    }
     for rewrite in _REWRITES:
         rewrite(plain)
     plain = change_parts(plain, plain_schema)
@@ -107,13 +110,18 @@ def _replace_patterns(schema: dict[str, Any]) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
         schema["pattern"] = plain_pattern(pattern)
     if isinstance(patterns := schema.get("patternProperties"), dict):
-        schema["patternProperties"] = {plain_pattern(key): patterns[key] for key in patterns}
+        schema["patternProperties"] = {
+            plain_pattern(key): patterns[key] for key in patterns
+        }
 
 
 def _list_names(schema: dict[str, Any]) -> None:
     """Rewrite `propertyNames` with an enum as properties, so that no name is repeated."""
     names = schema.get("propertyNames") or {}
-    if names.keys() - {"type"} in ({"enum"}, {"const"}) and "patternProperties" not in schema:
+    if (
+        names.keys() - {"type"} in ({"enum"}, {"const"})
+        and "patternProperties" not in schema
+    ):
         allowed = names.get("enum", [names.get("const")])
         known = schema.get("properties", {})
         other = schema.get("additionalProperties", True)
@@ -133,7 +141,9 @@ def _close_counted(schema: dict[str, Any]) -> None:
 
 def _bound_numbers(schema: dict[str, Any]) -> None:
     """Rewrite bounds as llguidance reads them: 64 bits, and always set beside `multipleOf`."""
-    numbers = [abs(value) for value in schema.values() if isinstance(value, int | float)]
+    numbers = [
+        abs(value) for value in schema.values() if isinstance(value, int | float)
+    ]
     most = MOST_FINE if isinstance(schema.get("multipleOf"), float) else MOST_PLAIN
     most = most if max(numbers, default=0) < most else MOST_BOUND
     for key, exclusive, sign in (
@@ -147,12 +157,17 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
         for name in {key, exclusive} & schema.keys():
             bound = schema[name]
             is_exact = bound == 2**63 - 1 and schema.get("type") == "integer"
-            if isinstance(bound, int | float) and sign * bound > MOST_BOUND and not is_exact:
+            if (
+                isinstance(bound, int | float)
+                and sign * bound > MOST_BOUND
+                and not is_exact
+            ):
                 schema[name] = sign * MOST_BOUND
 
 
 def _exclude_whole(schema: dict[str, Any]) -> None:
-    """Move a whole exclusive bound a little: llguidance takes 0 as above 0, if 0.5 is the maximum.
+    """Move a whole exclusive bound a little: llguidance takes 0 as above 0, if 0.5 is
+    the maximum.
 
     This is done only if the other bound is less than 1 away.
     """
@@ -162,7 +177,9 @@ def _exclude_whole(schema: dict[str, Any]) -> None:
     }
     for key, (exclusive, *ends) in others.items():
         bound = schema.get(exclusive, 0.5)
-        gap = min((schema[end] - bound for end in ends if end in schema), key=abs, default=0)
+        gap = min(
+            (schema[end] - bound for end in ends if end in schema), key=abs, default=0
+        )
         if bound % 1 == 0 and 0 < abs(gap) < 1:
             nearest = schema.pop(exclusive) + gap / 1e6
             schema[key] = (max if gap > 0 else min)(nearest, schema.get(key, nearest))

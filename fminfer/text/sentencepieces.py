@@ -32,7 +32,8 @@ def follow_model_file(backend: BackendTokenizer, folder: Path) -> None:
 
 
 def _read(file: Path) -> Any | None:
-    """Return the model, or None: other things than sentencepiece's are called tokenizer.model."""
+    """Return the model, or None: other things than sentencepiece's are called
+    tokenizer.model."""
     # Imported only where a folder has such a file; neither has types.
     format_of: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     protobuf: Any = importlib.import_module("google.protobuf.message")

@@ -1,4 +1,5 @@
-"""How the logprobs arrays spell a token: by its vocabulary piece, or by the text it stands for."""
+"""How the logprobs arrays spell a token: by its vocabulary piece, or by the text it
+stands for."""
 
 from __future__ import annotations
 
@@ -50,8 +51,12 @@ class Spelling:
 
     def find_first(self, ids: Iterable[int], *, skip_special_tokens: bool) -> int:
         """Return the place of the first id that is text, -1 if none is; behind a BOS it is 1."""
-        special_ids = self._tokenizer.special_ids if skip_special_tokens else frozenset()
-        return next((i for i, token_id in enumerate(ids) if token_id not in special_ids), -1)
+        special_ids = (
+            self._tokenizer.special_ids if skip_special_tokens else frozenset()
+        )
+        return next(
+            (i for i, token_id in enumerate(ids) if token_id not in special_ids), -1
+        )
 
 
 def _show(token: bytes) -> str:

@@ -7,7 +7,8 @@ from __future__ import annotations
 
 from typing import Any
 
-_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"  # leap years of a century, or leap centuries
+# leap years of a century, or leap centuries
+_FOURTH = "(?:0[48]|[2468][048]|[13579][26])"
 _DATE = (
     "(?:(?:000[1-9]|00[1-9][0-9]|0[1-9][0-9]{2}|[1-9][0-9]{3})-"
     "(?:(?:0[13578]|1[02])-(?:0[1-9]|[12][0-9]|3[01])|(?:0[469]|11)-(?:0[1-9]|[12][0-9]|30)"
@@ -23,7 +24,8 @@ _DAYS = f"(?:{_N}Y(?:{_N}M(?:{_N}D)?)?|{_N}M(?:{_N}D)?|{_N}D)"
 _LABEL = "[a-zA-Z0-9](?:[a-zA-Z0-9-]{0,61}[a-zA-Z0-9])?"
 _HOST = rf"{_LABEL}(?:\.{_LABEL})*"
 _BYTE = "(?:25[0-5]|2[0-4][0-9]|1[0-9]{2}|[1-9]?[0-9])"
-_A = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"  # before the @ of an email, in at most 64 characters
+# before the @ of an email, in at most 64 characters
+_A = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _HEX = "[0-9a-fA-F]"
 
 
@@ -55,10 +57,22 @@ FORMATS: dict[str, dict[str, Any]] = {
         f"int{size}": {"minimum": -(2 ** (size - 1)), "maximum": 2 ** (size - 1) - 1}
         for size in (8, 16, 32, 64)
     },
-    **{f"uint{size}": {"minimum": 0, "maximum": 2**size - 1} for size in (8, 16, 32, 64)},
+    **{
+        f"uint{size}": {"minimum": 0, "maximum": 2**size - 1}
+        for size in (8, 16, 32, 64)
+    },
 }
 # Formats of JSON Schema that are left to llguidance, which enforces or refuses them.
 NATIVE_FORMATS = frozenset(
-    {"ipv4", "ipv6", "uuid", "uri", "uri-reference", "uri-template", "iri", "iri-reference"}
+    {
+        "ipv4",
+        "ipv6",
+        "uuid",
+        "uri",
+        "uri-reference",
+        "uri-template",
+        "iri",
+        "iri-reference",
+    }
     | {"idn-email", "idn-hostname", "regex", "json-pointer", "relative-json-pointer"}
 )

@@ -30,7 +30,9 @@ class RenderedTemplate:
         self._text = text
         self._special_tokens = special_tokens
         # By a digest of all that they depend on.
-        self._forms: BoundedCache[bytes, Forms] = BoundedCache(MAX_FORMS, MAX_FORM_BYTES)
+        self._forms: BoundedCache[bytes, Forms] = BoundedCache(
+            MAX_FORMS, MAX_FORM_BYTES
+        )
         self._clock = ""
 
     @cached_property
@@ -55,7 +57,10 @@ class RenderedTemplate:
         return {"text": rendered, "losses": forms.losses, "variables": variables}
 
     def _find_forms(
-        self, messages: list[ChatMessage], tools: list[ChatMessage], args: dict[str, Any]
+        self,
+        messages: list[ChatMessage],
+        tools: list[ChatMessage],
+        args: dict[str, Any],
     ) -> Forms:
         """Return the forms in which the template reads messages of this structure."""
         turns = tuple(map(Turn.of, messages))
@@ -69,10 +74,13 @@ class RenderedTemplate:
             self._forms.put(key, forms, len(described))
         return forms
 
-    def _apply(self, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any) -> str:
+    def _apply(
+        self, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any
+    ) -> str:
         # apply_chat_template would drop nulls, and some templates test for them.
         args = {**self._special_tokens, **args}
-        if "strftime_now" in self._text:  # functions among the arguments would become strings
+        # functions among the arguments would become strings
+        if "strftime_now" in self._text:
             template = self._library._compile_jinja_template(self._text)
             template.globals["strftime_now"] = self._format_time
         rendered, _ = self._library.render_jinja_template(
@@ -101,7 +109,9 @@ class TemplateWorker:
         """
         name = message["name"]
         if "template" in message:
-            self._templates[name] = RenderedTemplate(self._library, *message["template"])
+            self._templates[name] = RenderedTemplate(
+                self._library, *message["template"]
+            )
         elif name not in self._templates:
             return None
         try:
@@ -109,7 +119,9 @@ class TemplateWorker:
         except MemoryError:
             raise
         except Exception as error:  # whatever a template does
-            place = f"{LINE}{line}: " if (line := getattr(error, "lineno", None)) else ""
+            place = (
+                f"{LINE}{line}: " if (line := getattr(error, "lineno", None)) else ""
+            )
             fault = f"{place}{type(error).__name__}: {error}"
             if len(fault) > MAX_FAULT_CHARS:
                 fault = fault[:MAX_FAULT_CHARS] + "…"

@@ -9,8 +9,8 @@ from typing import Any
 
 from tokenizers import Tokenizer as BackendTokenizer
 
-# Unicode's normal forms make a text at most so many times shorter, in bytes: 4 of full width or of
-# mathematics, 3 of composition.
+# Unicode's normal forms make a text at most so many times shorter, in bytes: 4 of full
+# width or of mathematics, 3 of composition.
 NORMAL_FORMS_SHRINK = 12
 NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 # What these leave of a text is all of it; other normalizers and splitters may drop white space.
@@ -24,7 +24,8 @@ class LongestToken:
     """The most that one token can stand for."""
 
     num_bytes: int
-    is_exact: bool  # every byte of a text is in some token; otherwise letters and digits are
+    # every byte of a text is in some token; otherwise letters and digits are
+    is_exact: bool
 
 
 def find_longest(
@@ -39,12 +40,18 @@ def find_longest(
     if not has_all_bytes:
         return None
     # A byte-level piece has a sign for each byte, which UTF-8 writes in one or two.
-    num_bytes = max(len(piece.encode()) for piece in backend.get_vocab(with_added_tokens=True))
+    num_bytes = max(
+        len(piece.encode()) for piece in backend.get_vocab(with_added_tokens=True)
+    )
     parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
-    if any(part["type"] in NORMAL_FORMS or part["type"] not in KEEPS_ALL for part in parts):
+    if any(
+        part["type"] in NORMAL_FORMS or part["type"] not in KEEPS_ALL for part in parts
+    ):
         num_bytes *= NORMAL_FORMS_SHRINK
     takes_spaces = any(token.lstrip or token.rstrip for token in added)
-    return LongestToken(num_bytes, is_exact=not takes_spaces and all(map(_keeps_all, parts)))
+    return LongestToken(
+        num_bytes, is_exact=not takes_spaces and all(map(_keeps_all, parts))
+    )
 
 
 def least_tokens(text: str, longest: LongestToken | None) -> int:
@@ -70,6 +77,8 @@ def _keeps_all(part: dict[str, Any]) -> bool:
     """Tell whether all bytes of a text are left, in whatever form."""
     if part["type"] == "Replace":
         pattern = part["pattern"].get("String")
-        return pattern is not None and len(pattern.encode()) <= len(part["content"].encode())
+        return pattern is not None and len(pattern.encode()) <= len(
+            part["content"].encode()
+        )
     kept = KEEPS_ALL | NORMAL_FORMS
     return part["type"] in kept and part.get("behavior") not in ("Removed", "removed")

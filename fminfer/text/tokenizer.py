@@ -27,7 +27,9 @@ NUM_BYTES = 64  # for a character of them, with its ids; the largest request fit
 class _Panics(AbstractContextManager[object], ContextDecorator):
     """Turns a panic in the tokenizers library, which is no `Exception`, into a RequestError."""
 
-    def __exit__(self, kind: type[BaseException] | None, error: object, trace: object) -> None:
+    def __exit__(
+        self, kind: type[BaseException] | None, error: object, trace: object
+    ) -> None:
         if kind is not None and kind.__name__ == "PanicException":
             raise RequestError(
                 "unsupported_parameter",
@@ -50,12 +52,15 @@ class Tokenizer:
     note = ""  # a line for the user about its files
 
     def __init__(self, hf: Any | None) -> None:
-        backend = _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
-        self.hf = hf
-        self._spelled: BoundedCache[tuple[str, ...], tuple[frozenset[tuple[int, ...]], ...]] = (
-            BoundedCache(16, MAX_KEPT_BYTES)
+        backend = (
+            _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
         )
-        self.backend: BackendTokenizer | None = backend  # None: it is sentencepiece's own
+        self.hf = hf
+        self._spelled: BoundedCache[
+            tuple[str, ...], tuple[frozenset[tuple[int, ...]], ...]
+        ] = BoundedCache(16, MAX_KEPT_BYTES)
+        # None: it is sentencepiece's own
+        self.backend: BackendTokenizer | None = backend
         self._bytes = _bytes_of_byt5(hf) if backend is None else _byte_fallback(backend)
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
@@ -64,13 +69,18 @@ class Tokenizer:
         self.special_ids = frozenset(i for i, token in added.items() if token.special)
         if hf is not None and backend is None:  # ByT5's EOS is not marked
             self.special_ids |= {*hf.all_special_ids}
-        self._is_plain = backend is not None and (hf is None or _encodes_plainly(hf, backend))
+        self._is_plain = backend is not None and (
+            hf is None or _encodes_plainly(hf, backend)
+        )
         decoder = None if backend is None else backend.decoder
-        self._is_byte_level = decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        self._is_byte_level = (
+            decoder is not None and b'"ByteLevel"' in decoder.__getstate__()
+        )
 
     @property
     def num_trained(self) -> int:
-        """The size of its vocabulary without added tokens, for which a model may have no rows."""
+        """The size of its vocabulary without added tokens, for which a model may have
+        no rows."""
         if self.backend is not None:
             return self.backend.get_vocab_size(with_added_tokens=False)
         assert self.hf is not None
@@ -98,7 +108,10 @@ class Tokenizer:
 
     def cannot_appear(self, text: str) -> bool:
         """Tell whether no answer has a text: a special token is in it, with others beside."""
-        return text not in self._special_by_piece and self._any_special.search(text) is not None
+        return (
+            text not in self._special_by_piece
+            and self._any_special.search(text) is not None
+        )
 
     @cached_property
     def _any_special(self) -> re.Pattern[str]:
@@ -110,7 +123,8 @@ class Tokenizer:
 
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
-        """Load the tokenizer of a folder. The model's config tells its kind if the folder has none.
+        """Load the tokenizer of a folder. The model's config tells its kind if the
+        folder has none.
 
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
@@ -135,18 +149,24 @@ class Tokenizer:
                 if start is not None
                 else EncodedPrompt([], text, [])
             )
-        offsets = self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
+        offsets = (
+            self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
+        )
         return EncodedPrompt(ids, text, offsets)
 
     @PANICS
     def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._is_plain and self.backend is not None:
-            own = self.backend.encode_batch_fast([text], add_special_tokens=add_special_tokens)
+            own = self.backend.encode_batch_fast(
+                [text], add_special_tokens=add_special_tokens
+            )
             return own[0].ids
         assert self.hf is not None
         return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def spell_all(self, words: tuple[str, ...]) -> tuple[frozenset[tuple[int, ...]], ...]:
+    def spell_all(
+        self, words: tuple[str, ...]
+    ) -> tuple[frozenset[tuple[int, ...]], ...]:
         """Return `spell` of each word. Recent ones are kept: each request asks three times."""
         spelled = self._spelled.get(words) if words else ()
         if spelled is None:
@@ -157,7 +177,9 @@ class Tokenizer:
     def spell(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the ids of a word at the start of a text, and of one behind a space."""
         word = word.lstrip() or word  # white space has itself
-        return frozenset(tuple(self._ids(form, False)) for form in (word, f" {word}")) - {()}
+        return frozenset(
+            tuple(self._ids(form, False)) for form in (word, f" {word}")
+        ) - {()}
 
     def least_tokens(self, text: str) -> int:
         """Return a number of tokens that a text certainly has; it costs no tokenizing."""
@@ -174,7 +196,11 @@ class Tokenizer:
         return find_longest(self.backend, added, has_all_bytes=has_all_bytes)
 
     def describe_ids(
-        self, ids: list[int], *, with_offsets: bool = False, skip_special_tokens: bool = True
+        self,
+        ids: list[int],
+        *,
+        with_offsets: bool = False,
+        skip_special_tokens: bool = True,
     ) -> EncodedPrompt:
         """Give a prompt of ids its text and, if asked, the offset of each id in it."""
         offsets: list[int] = []
@@ -200,7 +226,9 @@ class Tokenizer:
         if token_id in self._added_ids:
             return piece.encode()
         if self._is_byte_level:
-            return b"".join(_bytes_by_spelling().get(sign, sign.encode()) for sign in piece)
+            return b"".join(
+                _bytes_by_spelling().get(sign, sign.encode()) for sign in piece
+            )
         if token_id in self._bytes:
             return bytes([self._bytes[token_id]])
         return piece.replace("▁", " ").encode()  # sentencepiece's sign for a space
@@ -212,7 +240,9 @@ class Tokenizer:
 
     def _decode(self, ids: list[int], skip_special_tokens: bool) -> str:
         if self.backend is not None and self._bytes.keys().isdisjoint(ids):
-            return str(self.backend.decode(ids, skip_special_tokens=skip_special_tokens))
+            return str(
+                self.backend.decode(ids, skip_special_tokens=skip_special_tokens)
+            )
         has_text = partial(self.has_text, skip_special_tokens=skip_special_tokens)
         shown = list(filter(has_text, ids))
         if self.backend is not None:
@@ -243,11 +273,17 @@ class Tokenizer:
             raw = bytes(self._bytes[token_id] for token_id in run)
             for char in raw.decode("utf-8", "surrogateescape"):
                 is_broken = "\udc80" <= char <= "\udcff"
-                pieces += [BROKEN] if is_broken else [f"<0x{byte:02X}>" for byte in char.encode()]
+                pieces += (
+                    [BROKEN]
+                    if is_broken
+                    else [f"<0x{byte:02X}>" for byte in char.encode()]
+                )
         return str(backend.decoder.decode(pieces))
 
     @PANICS
-    def _text_offsets(self, text: str, ids: list[int], add_special_tokens: bool) -> list[int]:
+    def _text_offsets(
+        self, text: str, ids: list[int], add_special_tokens: bool
+    ) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
         if self.backend is None:
             return self._detokenized_offsets(ids)[0]
@@ -255,7 +291,9 @@ class Tokenizer:
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
         # and transformers may add tokens that the backend does not know of.
-        if encoding.ids != ids or any(a == b for (a, b), is_special in spans if not is_special):
+        if encoding.ids != ids or any(
+            a == b for (a, b), is_special in spans if not is_special
+        ):
             return self._detokenized_offsets(ids)[0]
         offsets = []
         last_end = 0
@@ -285,7 +323,10 @@ def _encodes_plainly(hf: Any, backend: BackendTokenizer) -> bool:
     backend.no_padding()
     backend.encode_special_tokens = hf.split_special_tokens
     methods = (type(hf).__call__, type(hf)._encode_plus)
-    return all(each.__module__.startswith("transformers.tokenization_utils_") for each in methods)
+    return all(
+        each.__module__.startswith("transformers.tokenization_utils_")
+        for each in methods
+    )
 
 
 def _bytes_of_byt5(hf: Any) -> dict[int, int]:
@@ -308,7 +349,9 @@ def _byte_tokenizer() -> BackendTokenizer:
     """Build a tokenizer of the 256 bytes, id = byte."""
     vocab = {spelling: byte[0] for spelling, byte in _bytes_by_spelling().items()}
     tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
-    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     tokenizer.decoder = decoders.ByteLevel()
     return tokenizer
 
@@ -320,7 +363,10 @@ def _bytes_by_spelling() -> dict[str, bytes]:
     others = [byte for byte in range(256) if byte not in printable]
     pairs = [(chr(byte), byte) for byte in printable]
     pairs += [(chr(256 + place), byte) for place, byte in enumerate(others)]
-    return {spelling: bytes([byte]) for spelling, byte in sorted(pairs, key=lambda pair: pair[1])}
+    return {
+        spelling: bytes([byte])
+        for spelling, byte in sorted(pairs, key=lambda pair: pair[1])
+    }
 
 
 class NoTokenizer(Tokenizer):

@@ -1,8 +1,9 @@
 """Makes the tokenizer that transformers builds of a folder follow the folder's tokenizer.json.
 
-transformers builds the class that tokenizer_config.json names anew, from the file's vocabulary. It
-drops the file's other parts, and adds tokens of the class. Other files may change the flags of
-added tokens. A model was trained on the tokens of its tokenizer.json, so that file is followed.
+transformers builds the class that tokenizer_config.json names anew, from the file's
+vocabulary. It drops the file's other parts, and adds tokens of the class. Other files
+may change the flags of added tokens. A model was trained on the tokens of its
+tokenizer.json, so that file is followed.
 """
 
 from __future__ import annotations
@@ -20,14 +21,18 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
-_CHANGING = re.compile(r'"(normalizer|pre_tokenizer|post_processor|decoder)"\s*:\s*(?=\{)')
-MOST_GROWTH = 64  # characters or tokens of one character; published files make three or four
+_CHANGING = re.compile(
+    r'"(normalizer|pre_tokenizer|post_processor|decoder)"\s*:\s*(?=\{)'
+)
+# characters or tokens of one character; published files make three or four
+MOST_GROWTH = 64
 BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
 _PROBE = (
-    " Two  spaces,\ttabs\n\n  and lines. HELLO Hello's don't 'S 12345 in  2024; 1.000,50 x_1=y+2 "
-    "cafe\u0301 café ﬁne ＡＢＣ ½ 你好世界 日本 한국 Привет עברית ไทย \U0001f600 <html>{[(\\/)]}…  "
+    " Two  spaces,\ttabs\n\n  and lines. HELLO Hello's don't 'S 12345 in  2024; "
+    "1.000,50 x_1=y+2 cafe\u0301 café ﬁne ＡＢＣ ½ 你好世界 日本 한국 Привет "
+    "עברית ไทย \U0001f600 <html>{[(\\/)]}…  "
 )
 
 
@@ -43,7 +48,8 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
     Raises:
         CheckpointError: the file is broken, or other files give one of its ids to another token.
     """
-    from transformers import PreTrainedTokenizerFast  # slow to import; only where it is needed
+    # slow to import; only where it is needed
+    from transformers import PreTrainedTokenizerFast
 
     others: list[AddedToken] = [*hf.added_tokens_decoder.values()]
     before = _try_out(hf.backend_tokenizer)
@@ -81,7 +87,10 @@ def _find_growth(part: Any) -> float:
     match part:
         case {"type": "Replace", "pattern": {"String": str(old)}, "content": str(new)}:
             return max(1.0, len(new) / max(1, len(old)))
-        case {"type": "Replace", "content": str(new)} | {"type": "Prepend", "prepend": str(new)}:
+        case {"type": "Replace", "content": str(new)} | {
+            "type": "Prepend",
+            "prepend": str(new),
+        }:
             return 1.0 + len(new)
         case {"type": "TemplateProcessing", "single": list(single)}:
             return max(1.0, len(single))
@@ -97,9 +106,12 @@ def _find_growth(part: Any) -> float:
 def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
     """Return the tokens of the probe and their text; or no tokens and the error."""
     backend.no_padding()  # a file may ask for a billion tokens
-    try:  # the first text, without a space at its end, shows what makes Rust's code panic
+    # the first text, without a space at its end, shows what makes Rust's code panic
+    try:
         encoding = [backend.encode(text) for text in ("a", _PROBE)][-1]
-    except Exception as error:  # the file may lack what a class takes for its unknown token
+    except (
+        Exception
+    ) as error:  # the file may lack what a class takes for its unknown token
         return [], str(error)
     return encoding.tokens, backend.decode(encoding.ids)
 
@@ -120,11 +132,13 @@ def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
+def _put_in(
+    hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: Path
+) -> None:
     """Make `hf` use the file's tokenizer, with added tokens that other files name.
 
-    Tokens that only the class has, such as `<s>`, become text. A class with languages keeps all of
-    its tokens: they are the languages.
+    Tokens that only the class has, such as `<s>`, become text. A class with languages
+    keeps all of its tokens: they are the languages.
     """
     language = getattr(hf, "src_lang", None)
     beside = (file.with_name(name) for name in BESIDE)
@@ -132,7 +146,9 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
 
     def is_named(name: str) -> bool:
         is_kept = language is not None or stored.token_to_id(name) is not None
-        return is_kept or any(f'"{name}"' in text or json.dumps(name) in text for text in texts)
+        return is_kept or any(
+            f'"{name}"' in text or json.dumps(name) in text for text in texts
+        )
 
     _refuse_other_owners(hf, stored, file)
     stored.add_tokens([token for token in others if is_named(token.content)])
@@ -141,7 +157,8 @@ def _put_in(hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: P
     for name, token in hf.special_tokens_map.items():
         if stored.token_to_id(str(token)) is None:
             setattr(hf, name, None)
-    if language is not None:  # the tokens around a text become those of the folder's language
+    # the tokens around a text become those of the folder's language
+    if language is not None:
         hf.src_lang = language
 
 
@@ -152,12 +169,15 @@ def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
         owner = stored.id_to_token(token_id)
         if token_id >= num_trained and owner not in (None, token.content):
             raise CheckpointError(
-                f"{file} gives the id {token_id} to the token {owner!r}, and files beside it give "
-                f"it to {token.content!r}. Put the model's own files there"
+                f"{file} gives the id {token_id} to the token {owner!r}, and files "
+                f"beside it give it to {token.content!r}. Put the model's own files "
+                "there"
             )
 
 
-def _flag_added_tokens(backend: BackendTokenizer, others: list[AddedToken], file: Path) -> None:
+def _flag_added_tokens(
+    backend: BackendTokenizer, others: list[AddedToken], file: Path
+) -> None:
     """Give added tokens the file's flags; what other files make special stays so."""
     special = {token.content for token in others if token.special}
     tokens = []

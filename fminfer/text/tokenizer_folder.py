@@ -12,7 +12,8 @@ from fminfer.core.impostors import naming_faults, refuse_impostor, refuse_specia
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file, refuse_growth
 
-LEGACY_TEMPLATE = "chat_template.json"  # where models that read images, too, kept theirs
+# where models that read images, too, kept theirs
+LEGACY_TEMPLATE = "chat_template.json"
 MAX_FAULT = 200  # characters of what a library says
 BYT5 = "ByT5Tokenizer"  # whose vocabulary is the 256 bytes, in no file
 # Files of vocabularies, beside those whose names end in .model or .tiktoken.
@@ -68,7 +69,9 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     from transformers import AutoTokenizer, PreTrainedTokenizerFast  # slow to import
 
     try:
-        return AutoTokenizer.from_pretrained(folder, config=config, trust_remote_code=False), ""
+        return AutoTokenizer.from_pretrained(
+            folder, config=config, trust_remote_code=False
+        ), ""
     except MemoryError:
         raise
     except Exception as error:  # classes that do not fit their file raise anything
@@ -77,9 +80,14 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
     why = " ".join(str(fault).split())[:MAX_FAULT]
-    with naming_faults(f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"):
+    with naming_faults(
+        f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"
+    ):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
-    return hf, f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})"
+    return (
+        hf,
+        f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})",
+    )
 
 
 def _find_class(folder: Path) -> str | None:

@@ -1,4 +1,5 @@
-"""Tool calls in the text of a chat model: Hermes' tags and Llama 3's JSON, whole or as it streams.
+"""Tool calls in the text of a chat model: Hermes' tags and Llama 3's JSON, whole or as
+it streams.
 
     reader = ToolCallReader("hermes")
     content, calls = reader.feed(piece)  # for each piece, as it comes
@@ -71,7 +72,8 @@ def read_call(text: str) -> ToolCall | None:
 
 
 def load_object(text: str) -> dict[str, object]:
-    """Return the JSON object that a text is; raise ValueError or RecursionError if it is none."""
+    """Return the JSON object that a text is; raise ValueError or RecursionError if it
+    is none."""
     value = json.loads(text, parse_constant=_refuse_constant)
     if not isinstance(value, dict):
         raise ValueError("no object")
@@ -106,7 +108,9 @@ class ToolCallReader:
         self._call: ToolCall | None = None  # a valid one that waits for its closing tag
         self._text = ""
         self._at = 0  # the piece that is read, and how far
-        self._reading = self._read_hermes() if parser == "hermes" else self._read_llama3()
+        self._reading = (
+            self._read_hermes() if parser == "hermes" else self._read_llama3()
+        )
 
     def feed(self, text: str) -> tuple[str, list[ToolCall]]:
         """Read the next piece; return the content and the calls that are certain by now."""
@@ -143,8 +147,8 @@ class ToolCallReader:
     def _read_llama3(self) -> Reading[None]:
         """Read `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`, one or several.
 
-        Semicolons between calls are dropped like white space. From the first text that is no call
-        on, all is content.
+        Semicolons between calls are dropped like white space. From the first text that
+        is no call on, all is content.
         """
         while True:
             yield from self._pass(WHITE, self._held)
@@ -193,7 +197,9 @@ class ToolCallReader:
         if (yield from self._peek()) != "{":
             return False
         while True:
-            yield from self._pass(INSIDE_STRING if is_in_string else OUTSIDE_STRINGS, self._held)
+            yield from self._pass(
+                INSIDE_STRING if is_in_string else OUTSIDE_STRINGS, self._held
+            )
             character = self._text[self._at]
             if character == '"':
                 is_in_string = not is_in_string

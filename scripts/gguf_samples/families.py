@@ -8,7 +8,8 @@ from typing import Any
 
 @dataclass(frozen=True)
 class Sample:
-    """A model to convert. `hparams` are keys that published configs have and transformers drops."""
+    """A model to convert. `hparams` are keys that published configs have and
+    transformers drops."""
 
     name: str
     model_type: str
@@ -93,10 +94,15 @@ SAMPLES = (
     Sample("qwen2", "qwen2", "qwen2", GROUPED, num_unused=6),
     Sample("gemma", "gemma", "gemma", GEMMA | {"num_key_value_heads": 1}),
     Sample("gpt2", "gpt2", "gpt2", GPT2 | TIED),
-    Sample("llama3", "llama", "llama3", GROUPED | TIED | {"rope_parameters": LLAMA3_ROPE}),
+    Sample(
+        "llama3", "llama", "llama3", GROUPED | TIED | {"rope_parameters": LLAMA3_ROPE}
+    ),
     Sample("mistral", "mistral", "small", WIDE_HEADS | {"sliding_window": None}),
     Sample(
-        "mixtral", "mixtral", "small", GROUPED | {"num_local_experts": 4, "intermediate_size": 32}
+        "mixtral",
+        "mixtral",
+        "small",
+        GROUPED | {"num_local_experts": 4, "intermediate_size": 32},
     ),
     Sample("qwen3", "qwen3", "qwen2", WIDE_HEADS | TIED),
     Sample(
@@ -155,9 +161,14 @@ SAMPLES = (
         SHAPE | TIED | {"new_decoder_architecture": True, "num_kv_heads": 2},
     ),
     Sample(
-        "bloom", "bloom", "bloom", {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 128}
+        "bloom",
+        "bloom",
+        "bloom",
+        {"hidden_size": 32, "n_layer": 2, "n_head": 4, "seq_length": 128},
     ),
-    Sample("gpt_neox", "gpt_neox", "neox", NEOX | {"rotary_pct": 0.5}, {"rotary_pct": 0.5}),
+    Sample(
+        "gpt_neox", "gpt_neox", "neox", NEOX | {"rotary_pct": 0.5}, {"rotary_pct": 0.5}
+    ),
     Sample(
         "gpt_neox-serial",
         "gpt_neox",
@@ -165,22 +176,38 @@ SAMPLES = (
         NEOX | {"rotary_pct": 1.0, "use_parallel_residual": False},
         {"rotary_pct": 1.0},
     ),
-    Sample("starcoder2", "starcoder2", "starcoder", GROUPED | TIED | {"sliding_window": None}),
+    Sample(
+        "starcoder2",
+        "starcoder2",
+        "starcoder",
+        GROUPED | TIED | {"sliding_window": None},
+    ),
     Sample("olmo2", "olmo2", "dbrx", GROUPED),
     Sample("granite", "granite", "refact", GROUPED | TIED | MULTIPLIERS),
     Sample("cohere", "cohere", "cohere", GROUPED | {"logit_scale": 0.7}),
     # llama.cpp itself loads it only with 64 layers or more.
-    Sample("cohere-qk", "cohere", "small", GROUPED | {"logit_scale": 0.7, "use_qk_norm": True}),
+    Sample(
+        "cohere-qk",
+        "cohere",
+        "small",
+        GROUPED | {"logit_scale": 0.7, "use_qk_norm": True},
+    ),
     Sample("deepseek_v2", "deepseek_v2", "deepseek", DEEPSEEK_V2 | {"q_lora_rank": 24}),
     # llama.cpp itself loads it only with the 27 layers of the published one.
-    Sample("deepseek_v2-lite", "deepseek_v2", "small", DEEPSEEK_V2 | {"q_lora_rank": None}),
+    Sample(
+        "deepseek_v2-lite", "deepseek_v2", "small", DEEPSEEK_V2 | {"q_lora_rank": None}
+    ),
     Sample(
         "deepseek_v3",
         "deepseek_v3",
         "small",
         LATENT
         | {"q_lora_rank": 24, "n_group": 2, "topk_group": 1, "norm_topk_prob": True}
-        | {"routed_scaling_factor": 2.5, "scoring_func": "sigmoid", "topk_method": "noaux_tc"}
+        | {
+            "routed_scaling_factor": 2.5,
+            "scoring_func": "sigmoid",
+            "topk_method": "noaux_tc",
+        }
         | {"rope_parameters": YARN | {"mscale": 1.0, "mscale_all_dim": 1.0}},
     ),
     Sample("gpt_oss", "gpt_oss", "gpt_oss", OSS),

@@ -42,6 +42,11 @@ class Converter:
 def quantize(quantizer: Path, source: Path, target: Path, form: str) -> None:
     """Run llama-quantize."""
     done = subprocess.run(
-        [quantizer, source, target, form, "1"], capture_output=True, text=True, check=False
+        [quantizer, source, target, form, "1"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
-    assert done.returncode == 0, f"{quantizer} {form} failed:\n{done.stdout}{done.stderr}"
+    assert done.returncode == 0, (
+        f"{quantizer} {form} failed:\n{done.stdout}{done.stderr}"
+    )

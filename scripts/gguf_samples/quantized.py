@@ -73,7 +73,11 @@ def describe(tensors: dict[str, tuple[str, Tensor]]) -> dict[str, dict[str, Any]
 
 def load_weights(model: Any, tensors: dict[str, tuple[str, Tensor]]) -> None:
     """Put a file's weights into a llama or gpt_oss."""
-    weights = {OUTSIDE[name]: values for name, (_, values) in tensors.items() if name in OUTSIDE}
+    weights = {
+        OUTSIDE[name]: values
+        for name, (_, values) in tensors.items()
+        if name in OUTSIDE
+    }
     if model.config.tie_word_embeddings:
         weights["lm_head.weight"] = weights["model.embed_tokens.weight"]
     read = _oss_layer if model.config.model_type == "gpt_oss" else _llama_layer
@@ -85,27 +89,41 @@ def load_weights(model: Any, tensors: dict[str, tuple[str, Tensor]]) -> None:
             if name.startswith(start)
         }
         part = read(inside, model.config)
-        weights |= {f"model.layers.{layer}.{name}": values for name, values in part.items()}
+        weights |= {
+            f"model.layers.{layer}.{name}": values for name, values in part.items()
+        }
     model.load_state_dict(weights)
 
 
 def _llama_layer(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Rename a llama's tensors. A head's two halves stand interleaved in queries and keys."""
-    for name, heads in (("q", config.num_attention_heads), ("k", config.num_key_value_heads)):
+    for name, heads in (
+        ("q", config.num_attention_heads),
+        ("k", config.num_key_value_heads),
+    ):
         pairs = tensors[f"attn_{name}.weight"].unflatten(0, (heads, -1, 2))
         tensors[f"attn_{name}.weight"] = pairs.transpose(1, 2).flatten(0, 2)
-    return {f"{LAYER[name.split('.')[0]]}.weight": values for name, values in tensors.items()}
+    return {
+        f"{LAYER[name.split('.')[0]]}.weight": values
+        for name, values in tensors.items()
+    }
 
 
 def _oss_layer(tensors: dict[str, Tensor], config: Any) -> dict[str, Tensor]:
     """Rename a gpt_oss's tensors. Gates and ups of experts stand in turn, inputs first."""
     weights = {}
     for kind, end in (("weight", ""), ("bias", "_bias")):
-        gate, up, down = (tensors.pop(f"ffn_{part}_exps.{kind}") for part in ("gate", "up", "down"))
+        gate, up, down = (
+            tensors.pop(f"ffn_{part}_exps.{kind}") for part in ("gate", "up", "down")
+        )
         both = torch.stack([gate, up], 2).flatten(1, 2)
         is_matrix = kind == "weight"
-        weights[f"mlp.experts.gate_up_proj{end}"] = both.transpose(1, 2) if is_matrix else both
-        weights[f"mlp.experts.down_proj{end}"] = down.transpose(1, 2) if is_matrix else down
+        weights[f"mlp.experts.gate_up_proj{end}"] = (
+            both.transpose(1, 2) if is_matrix else both
+        )
+        weights[f"mlp.experts.down_proj{end}"] = (
+            down.transpose(1, 2) if is_matrix else down
+        )
     weights["self_attn.sinks"] = tensors.pop("attn_sinks.weight")
     for name, values in tensors.items():
         part, kind = name.split(".")

@@ -53,7 +53,11 @@ def make_model(model_type: str, fields: dict[str, Any], seed: int) -> Any:
 
 
 def _fill(
-    module: nn.Module, name: str, weight: Tensor, config: Any, generator: torch.Generator
+    module: nn.Module,
+    name: str,
+    weight: Tensor,
+    config: Any,
+    generator: torch.Generator,
 ) -> None:
     """Draw a parameter: norms around one, biases that are not zero, products of size one."""
     values = torch.randn(weight.shape, generator=generator)
@@ -67,7 +71,8 @@ def _fill(
     else:
         has_inputs_first = kind in ("Conv1D", "GptOssExperts")
         values /= weight.shape[-2 if has_inputs_first else -1] ** 0.5
-        values *= 2.0 if weight.shape[0] == config.vocab_size else 1.0  # logits that differ
+        # logits that differ
+        values *= 2.0 if weight.shape[0] == config.vocab_size else 1.0
     _set(weight, values)
 
 
@@ -83,7 +88,8 @@ def rounded(values: Tensor) -> list[float]:
 
 
 def scored_prompts(model: Any, num_tokens: int, seed: int) -> list[dict[str, Any]]:
-    """Return prompts of random tokens, with logprobs of what comes next and what is likeliest."""
+    """Return prompts of random tokens, with logprobs of what comes next and what is
+    likeliest."""
     generator = torch.Generator().manual_seed(seed)
     return [
         _scored(model, torch.randint(num_tokens, (length,), generator=generator))
@@ -94,7 +100,9 @@ def scored_prompts(model: Any, num_tokens: int, seed: int) -> list[dict[str, Any
 def _scored(model: Any, ids: Tensor) -> dict[str, Any]:
     with torch.no_grad():
         logits = model(input_ids=ids[None]).logits[0]
-    assert logits.dtype == torch.float32 and logits.isfinite().all(), "a sample has finite logits"
+    assert logits.dtype == torch.float32 and logits.isfinite().all(), (
+        "a sample has finite logits"
+    )
     logprobs = logits.double().log_softmax(-1)
     best = logprobs.max(-1)
     return {
@@ -107,10 +115,16 @@ def _scored(model: Any, ids: Tensor) -> dict[str, Any]:
 
 def slim_config(model: Any) -> dict[str, Any]:
     """Return a config without what every one of transformers has."""
-    return {key: value for key, value in model.config.to_dict().items() if key not in NO_MATTER}
+    return {
+        key: value
+        for key, value in model.config.to_dict().items()
+        if key not in NO_MATTER
+    }
 
 
-def tokenized_texts(folder: Path, special: Sequence[str], is_ascii: bool) -> list[dict[str, Any]]:
+def tokenized_texts(
+    folder: Path, special: Sequence[str], is_ascii: bool
+) -> list[dict[str, Any]]:
     """Return texts and their tokens, without and with what the tokenizer puts around them."""
     tokenizer = PreTrainedTokenizerFast.from_pretrained(folder)
     eos = tokenizer.eos_token

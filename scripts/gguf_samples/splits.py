@@ -36,7 +36,9 @@ def by_patterns(*patterns: str) -> pre_tokenizers.PreTokenizer:
 
 def by_words(*first: pre_tokenizers.PreTokenizer) -> pre_tokenizers.PreTokenizer:
     """Split as GPT-2 does, after what comes first."""
-    return pre_tokenizers.Sequence([*first, pre_tokenizers.ByteLevel(add_prefix_space=False)])
+    return pre_tokenizers.Sequence(
+        [*first, pre_tokenizers.ByteLevel(add_prefix_space=False)]
+    )
 
 
 def by_falcon() -> pre_tokenizers.PreTokenizer:

@@ -39,14 +39,18 @@ CORPUS = (
     "  two spaces first\nthen a new line\n\nand an empty one\tand a tab.",
     "the rain in the north, the wind in the south, the thing and the other thing",
 )
-ASCII_CORPUS = ("the rain in the north the wind in the south and the end of the street",)
+ASCII_CORPUS = (
+    "the rain in the north the wind in the south and the end of the street",
+)
 NUM_PIECES = 28  # pieces beyond bytes and special tokens
 NUM_BYTES_AND_LETTERS = 304  # of a SentencePiece model, with its special tokens
 
 END = "<|endoftext|>"
-UNSTRIPPED = ("<unk>", "<s>", END)  # special tokens of Phi-3 that keep white space behind them
+# special tokens of Phi-3 that keep white space behind them
+UNSTRIPPED = ("<unk>", "<s>", END)
 CHATML = (
-    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content }}<|im_end|>\n"
+    "{% for message in messages %}<|im_start|>{{ message.role }}\n{{ message.content "
+    "}}<|im_end|>\n"
     "{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 
@@ -78,16 +82,21 @@ class BytePairs:
             vocab_size=len(self.special) + len(alphabet) + NUM_PIECES,
             initial_alphabet=sorted(alphabet),
             special_tokens=[
-                AddedToken(each, special=True, normalized=False) for each in self.special
+                AddedToken(each, special=True, normalized=False)
+                for each in self.special
             ],
             show_progress=False,
         )
-        tokenizer.train_from_iterator(ASCII_CORPUS if self.is_ascii else CORPUS, trainer)
+        tokenizer.train_from_iterator(
+            ASCII_CORPUS if self.is_ascii else CORPUS, trainer
+        )
         steps: list[Any] = [processors.ByteLevel(trim_offsets=False)]
         if self.puts_bos:
             steps.append(_bos_first(tokenizer, self.bos))
         tokenizer.post_processor = processors.Sequence(steps)
-        _write_fast(tokenizer, folder, self.bos, self.eos, self.puts_bos, self.chat_template)
+        _write_fast(
+            tokenizer, folder, self.bos, self.eos, self.puts_bos, self.chat_template
+        )
         return int(tokenizer.get_vocab_size())
 
 
@@ -106,11 +115,16 @@ class Pieces:
     strips_right: bool = False  # white space behind special tokens, as Phi-3 does
 
     def write(self, folder: Path) -> int:
-        """Train it and write its files, those of the fast tokenizer too. Return how many tokens."""
+        """Train it and write its files, those of the fast tokenizer too. Return how
+        many tokens."""
         ids: dict[str, Any] = (
-            dict(pad_id=0, eos_id=1, bos_id=2, unk_id=3) if self.is_gemma else dict(pad_id=-1)
+            dict(pad_id=0, eos_id=1, bos_id=2, unk_id=3)
+            if self.is_gemma
+            else dict(pad_id=-1)
         )
-        names: dict[str, Any] = dict(bos_piece="<bos>", eos_piece="<eos>") if self.is_gemma else {}
+        names: dict[str, Any] = (
+            dict(bos_piece="<bos>", eos_piece="<eos>") if self.is_gemma else {}
+        )
         (folder / "corpus.txt").write_text("\n".join(CORPUS))
         sentencepiece.SentencePieceTrainer.train(
             input=str(folder / "corpus.txt"),
@@ -131,9 +145,13 @@ class Pieces:
         )
         (folder / "corpus.txt").unlink()
         (folder / "tokenizer.vocab").unlink()
-        processor = sentencepiece.SentencePieceProcessor(str(folder / "tokenizer.model"))
+        processor = sentencepiece.SentencePieceProcessor(
+            str(folder / "tokenizer.model")
+        )
         bos = "<bos>" if self.is_gemma else "<s>"
-        _write_fast(self._fast(processor, bos), folder, bos, self.eos, self.puts_bos, None)
+        _write_fast(
+            self._fast(processor, bos), folder, bos, self.eos, self.puts_bos, None
+        )
         return int(processor.vocab_size()) + (0 if self.is_gemma else len(self.special))
 
     def _fast(self, processor: Any, bos: str) -> Tokenizer:
@@ -144,28 +162,39 @@ class Pieces:
             processor.id_to_piece(each): processor.get_score(each)
             for each in ids
             if not (
-                processor.is_control(each) or processor.is_unknown(each) or processor.is_byte(each)
+                processor.is_control(each)
+                or processor.is_unknown(each)
+                or processor.is_byte(each)
             )
             and processor.id_to_piece(each) not in self.special
         }
         merges = generate_merges(vocab, scores)
         tokenizer = Tokenizer(
-            models.BPE(vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True)
+            models.BPE(
+                vocab, merges, unk_token="<unk>", fuse_unk=True, byte_fallback=True
+            )
         )
         spaces = normalizers.Replace(" ", "▁")
         if self.is_gemma:
             tokenizer.normalizer = spaces
         else:
-            tokenizer.normalizer = normalizers.Sequence([normalizers.Prepend("▁"), spaces])
+            tokenizer.normalizer = normalizers.Sequence(
+                [normalizers.Prepend("▁"), spaces]
+            )
         steps = [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse()]
         if not self.is_gemma:
             steps.append(decoders.Strip(" ", 1, 0))
         tokenizer.decoder = decoders.Sequence(steps)
         controls = [
-            each for each in ids if processor.is_control(each) or processor.is_unknown(each)
+            each
+            for each in ids
+            if processor.is_control(each) or processor.is_unknown(each)
         ]
         names = [processor.id_to_piece(each) for each in controls]
-        strips = [self.strips_right and name not in UNSTRIPPED for name in (*names, *self.special)]
+        strips = [
+            self.strips_right and name not in UNSTRIPPED
+            for name in (*names, *self.special)
+        ]
         tokenizer.add_special_tokens(
             [
                 AddedToken(name, special=True, normalized=False, rstrip=each)
@@ -224,7 +253,9 @@ VOCABULARIES: dict[str, BytePairs | Pieces] = {
     "phi3": Pieces(
         special=(END, "<|user|>", "<|end|>"), eos=END, puts_bos=False, strips_right=True
     ),
-    "gemma": Pieces(is_gemma=True, special=("<start_of_turn>", "<end_of_turn>"), eos="<eos>"),
+    "gemma": Pieces(
+        is_gemma=True, special=("<start_of_turn>", "<end_of_turn>"), eos="<eos>"
+    ),
     "gpt2": BytePairs("gpt-2", by_words, (END,), END, END),
     "small": BytePairs("gpt-2", by_words, (END,), END, END, is_ascii=True),
     "llama3": BytePairs(
@@ -249,9 +280,15 @@ VOCABULARIES: dict[str, BytePairs | Pieces] = {
     "bloom": BytePairs(
         "bloom", lambda: by_patterns(BLOOM), ("<s>", "</s>", "<pad>"), "<s>", "</s>"
     ),
-    "neox": BytePairs("olmo", by_words, (END, "<|padding|>"), None, END, is_composed=True),
+    "neox": BytePairs(
+        "olmo", by_words, (END, "<|padding|>"), None, END, is_composed=True
+    ),
     "starcoder": BytePairs(
-        "starcoder", lambda: by_words(pre_tokenizers.Digits(True)), (END, "<fim_prefix>"), END, END
+        "starcoder",
+        lambda: by_words(pre_tokenizers.Digits(True)),
+        (END, "<fim_prefix>"),
+        END,
+        END,
     ),
     "refact": BytePairs(
         "refact",
@@ -271,9 +308,17 @@ VOCABULARIES: dict[str, BytePairs | Pieces] = {
         is_composed=True,
     ),
     "deepseek": BytePairs(
-        "deepseek-v3", lambda: by_patterns(*DEEPSEEK_V3), DEEPSEEK_SPECIAL, *DEEPSEEK_SPECIAL, True
+        "deepseek-v3",
+        lambda: by_patterns(*DEEPSEEK_V3),
+        DEEPSEEK_SPECIAL,
+        *DEEPSEEK_SPECIAL,
+        True,
     ),
     "gpt_oss": BytePairs(
-        "gpt-4o", lambda: by_patterns(GPT_4O), OSS_SPECIAL, "<|startoftext|>", "<|return|>"
+        "gpt-4o",
+        lambda: by_patterns(GPT_4O),
+        OSS_SPECIAL,
+        "<|startoftext|>",
+        "<|return|>",
     ),
 }

@@ -1,4 +1,5 @@
-"""Answers that are taken from earlier runs: the very same, for the same request and model only."""
+"""Answers that are taken from earlier runs: the very same, for the same request and
+model only."""
 
 from __future__ import annotations
 
@@ -14,7 +15,12 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.answers.answer_index import AnswerIndex, RecentAnswers, answer_key, open_answers
+from fminfer.answers.answer_index import (
+    AnswerIndex,
+    RecentAnswers,
+    answer_key,
+    open_answers,
+)
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
@@ -51,9 +57,18 @@ OTHER_PREPARED: dict[str, Any] = {
     **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorFacts(8))},
 }
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
-CHAT = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
+CHAT = {
+    "messages": [
+        {"role": "user", "content": "How do you go from the den to the porch?"}
+    ]
+}
 GREEDY: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 8, "temperature": 0}
-DRAWN: dict[str, Any] = {"prompt": QUESTION, "max_tokens": 8, "temperature": 1.5, "seed": 3}
+DRAWN: dict[str, Any] = {
+    "prompt": QUESTION,
+    "max_tokens": 8,
+    "temperature": 1.5,
+    "seed": 3,
+}
 REQUESTS: list[dict[str, Any]] = [
     GREEDY,
     GREEDY | {"logprobs": 3},
@@ -76,8 +91,18 @@ REQUESTS: list[dict[str, Any]] = [
     CHAT | {"max_tokens": 9, "seed": 8, "n": 2},
     {"request": GREEDY | {"top_k": 1}, "id": "wrapped"},
     {"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": GREEDY},
-    {"custom_id": "2", "method": "POST", "url": "/v1/completions", "body": DRAWN | {"logprobs": 1}},
-    {"custom_id": "3", "method": "POST", "url": "/v1/chat/completions", "body": CHAT | {"seed": 1}},
+    {
+        "custom_id": "2",
+        "method": "POST",
+        "url": "/v1/completions",
+        "body": DRAWN | {"logprobs": 1},
+    },
+    {
+        "custom_id": "3",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": CHAT | {"seed": 1},
+    },
 ]
 
 
@@ -114,7 +139,8 @@ def answers(engine: fminfer.Engine, requests: list[dict[str, Any]]) -> list[Reco
 
 
 def without_times(record: Record) -> bytes:
-    """Return the bytes of a record but for what differs between a computed and a taken answer."""
+    """Return the bytes of a record but for what differs between a computed and a taken
+    answer."""
     text = re.sub(rb'"request_time":\{[^}]*\}', b"", record.to_json())
     text = re.sub(rb'"created":\d+', b"", text)
     return re.sub(rb'"cached_tokens":\d+', b"", text)
@@ -144,7 +170,15 @@ def test_answers_of_another_run_are_the_same_to_the_last_bit(
 
 @pytest.mark.parametrize("text", ["half a pair \ud83e", 'a "quote"\n\x00', "é 🤗", ""])
 def test_any_text_and_number_comes_back(text: str, tmp_path: Path) -> None:
-    numbers = [-9999.0, -0.0, 1e-308, -0.1 - 0.2, -1.1754943508222875e-38, -5e-324, None]
+    numbers = [
+        -9999.0,
+        -0.0,
+        1e-308,
+        -0.1 - 0.2,
+        -1.1754943508222875e-38,
+        -5e-324,
+        None,
+    ]
     choices = [{"text": text, "logprobs": {text: numbers}, "index": 2**63}]
     told: list[str] = []
     for _ in range(2):  # before it is written, and from the disk
@@ -156,7 +190,9 @@ def test_any_text_and_number_comes_back(text: str, tmp_path: Path) -> None:
         assert found is not None and repr(found.choices) == repr(choices) and not told
 
 
-def test_a_request_without_a_seed_is_drawn_anew(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_request_without_a_seed_is_drawn_anew(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     drawn = {"prompt": QUESTION, "max_tokens": 12, "temperature": 2}
     with cached(engine, tmp_path) as cache:
         first = answers(engine, [drawn])
@@ -189,16 +225,25 @@ def test_equal_lines_of_a_run_follow_one_that_was_found(
     assert engine.stats.num_kept_requests - kept == 1
 
 
-def test_found_and_computed_lines_together(engine: fminfer.Engine, tmp_path: Path) -> None:
-    requests = [GREEDY | {"prompt": f"{number} of many", "max_tokens": 2} for number in range(300)]
+def test_found_and_computed_lines_together(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    requests = [
+        GREEDY | {"prompt": f"{number} of many", "max_tokens": 2}
+        for number in range(300)
+    ]
     alone = answers(engine, requests)
     with cached(engine, tmp_path):
         answers(engine, requests[::3])
     with cached(engine, tmp_path) as cache:
         together = answers(engine, requests)
     assert (cache.num_asked, cache.num_found) == (300, 100)
-    texts = [[choice["text"] for choice in (r.result or {})["choices"]] for r in together]
-    assert texts == [[choice["text"] for choice in (r.result or {})["choices"]] for r in alone]
+    texts = [
+        [choice["text"] for choice in (r.result or {})["choices"]] for r in together
+    ]
+    assert texts == [
+        [choice["text"] for choice in (r.result or {})["choices"]] for r in alone
+    ]
 
 
 def prepared(params: SamplingParams = SEEDED, **others: Any) -> Prepared:
@@ -229,11 +274,15 @@ def test_all_of_a_request_is_in_the_key() -> None:
     for name, value in OTHER_PREPARED.items():
         assert key(prepared(**{name: value})) != key(prepared())
     sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]
-    assert len({key(prepared(sources=each)) for each in sources}) == 3, "what an encoder reads"
+    assert len({key(prepared(sources=each)) for each in sources}) == 3, (
+        "what an encoder reads"
+    )
     for name, value in OTHER_PREPARED.items():
         if name != "sources":
             both = {"sources": [PROMPT], name: value}
-            assert key(prepared(**both)) != key(prepared(sources=[PROMPT])), f"{name} beside it"
+            assert key(prepared(**both)) != key(prepared(sources=[PROMPT])), (
+                f"{name} beside it"
+            )
     assert answer_key(prepared(), b"other") != answer_key(prepared(), b"terms")
 
 
@@ -241,7 +290,13 @@ def test_where_prompts_end_is_in_the_key() -> None:
     def of(*ids: list[int]) -> bytes:
         return key(Prepared(SEEDED, [EncodedPrompt(each, "", []) for each in ids]))
 
-    cut = [of([1, 2], [3]), of([1], [2, 3]), of([1, 2, 3]), of([1, 2, 3], []), of([], [1, 2, 3])]
+    cut = [
+        of([1, 2], [3]),
+        of([1], [2, 3]),
+        of([1, 2, 3]),
+        of([1, 2, 3], []),
+        of([], [1, 2, 3]),
+    ]
     assert len({*cut}) == len(cut)
     texts = [[("ab", [1]), ("c", [1])], [("a", [1]), ("bc", [1])]]
     keys = [
@@ -261,7 +316,10 @@ def test_what_says_the_same_has_one_key(engine: fminfer.Engine) -> None:
     ]
     assert len({key(engine.prepare(each)) for each in same}) == 1
     chat = CHAT | {"temperature": 0, "max_tokens": 5}
-    same = [chat, CHAT | {"temperature": 0, "max_completion_tokens": 5, "user": "me", "seed": 3}]
+    same = [
+        chat,
+        CHAT | {"temperature": 0, "max_completion_tokens": 5, "user": "me", "seed": 3},
+    ]
     assert len({key(engine.prepare(each)) for each in same}) == 1
     assert len({key(engine.prepare(DRAWN | {"seed": seed})) for seed in (3, 3, 4)}) == 2
 
@@ -269,7 +327,9 @@ def test_what_says_the_same_has_one_key(engine: fminfer.Engine) -> None:
 def test_what_a_chat_may_draw_at_most_is_in_the_key(engine: fminfer.Engine) -> None:
     """Without max_tokens the KV cache limits it, and --budget that."""
     asked = engine.prepare(CHAT | {"temperature": 0})
-    other = replace(asked, params=replace(asked.params, max_tokens=asked.params.max_tokens - 1))
+    other = replace(
+        asked, params=replace(asked.params, max_tokens=asked.params.max_tokens - 1)
+    )
     assert key(asked) != key(other)
 
 
@@ -289,7 +349,9 @@ def terms(**options: Any) -> dict[str, str]:
         {"random_init": "llama-160m"},
     ],
 )
-def test_another_model_or_number_type_has_other_answers(options: dict[str, Any]) -> None:
+def test_another_model_or_number_type_has_other_answers(
+    options: dict[str, Any],
+) -> None:
     assert terms(**{"dtype": "float32"} | options) != terms(dtype="float32")
 
 
@@ -329,13 +391,22 @@ def test_what_shows_in_a_request_does_not_split_answers(tmp_path: Path) -> None:
         {"embeddings": "npy"},
     ):
         assert terms(**options) == terms(), options
-    named = {"--chat-template", "--overwrite-request-args", "--max-model-len", "--embeddings"}
+    named = {
+        "--chat-template",
+        "--overwrite-request-args",
+        "--max-model-len",
+        "--embeddings",
+    }
     always = plan_ahead(EngineConfig(), open_checkpoint(None)).fingerprint().keys()
     elsewhere = {"--tool-call-parser", "--generation-config"}
-    assert always | named | elsewhere >= NOT_OF_ANSWERS, "names that are no longer there"
+    assert always | named | elsewhere >= NOT_OF_ANSWERS, (
+        "names that are no longer there"
+    )
 
 
-def test_another_template_gives_another_answer(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_another_template_gives_another_answer(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     """It writes another prompt. So does --on-too-long, which cuts it."""
     (tmp_path / "template").write_text("{{ messages[0].content }}")
     chat = CHAT | {"temperature": 0, "max_tokens": 4}
@@ -421,7 +492,10 @@ def test_another_model_finds_none_of_them(tmp_path: Path) -> None:
 
 def test_a_folder_that_cannot_be_used_shows_as_trouble(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    for folder, is_trouble in ((tmp_path / "new", False), (tmp_path / "file" / "new", True)):
+    for folder, is_trouble in (
+        (tmp_path / "new", False),
+        (tmp_path / "file" / "new", True),
+    ):
         told: list[str] = []
         cache = open_answers({}, CachePlace(folder, 2**24), told.append)
         assert cache is not None and bool(cache.trouble) == bool(told) == is_trouble

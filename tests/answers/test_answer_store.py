@@ -181,7 +181,10 @@ DAMAGES: dict[str, tuple[Callable[[Path], object], bool]] = {
     "cut to the header": (lambda path: os.truncate(path, 100), True),
     "a wrong header": (lambda path: write_at(path, 0, b"SQLite format 4"), True),
     "a page of zeros": (lambda path: write_at(path, 8192, bytes(4096)), False),
-    "a header that forbids to write": (lambda path: write_at(path, 18, b"\x03\x03"), True),
+    "a header that forbids to write": (
+        lambda path: write_at(path, 18, b"\x03\x03"),
+        True,
+    ),
     "a folder": (lambda path: make_folder(path), True),
     "empty": (lambda path: path.write_bytes(b""), False),
     "gone": (lambda path: path.unlink(), False),
@@ -233,7 +236,8 @@ def test_a_damaged_file_is_put_aside(name: str, tmp_path: Path) -> None:
 
 def test_any_flipped_byte(tmp_path: Path) -> None:
     """No answer that is found is another than was kept, and nothing raises."""
-    from tests.conftest import IS_ALL, num_examples  # imports torch, for which children have no use
+    # imports torch, for which children have no use
+    from tests.conftest import IS_ALL, num_examples
 
     fill(tmp_path / "whole", range(300))
     whole = (tmp_path / "whole" / FILE).read_bytes()
@@ -270,7 +274,9 @@ def test_one_wrong_answer_puts_the_file_aside(tmp_path: Path) -> None:
         run(tmp_path / FILE, statement)
         with opened(tmp_path) as (store, told):
             got = [store.find(key_of(number)) for number in range(2)]
-            assert None in got and all(v in (None, value_of(n)) for n, v in enumerate(got))
+            assert None in got and all(
+                v in (None, value_of(n)) for n, v in enumerate(got)
+            )
             store.keep(key_of(5), value_of(5))
         assert len(told) == 1 and "is damaged" in told[0]
         assert found(tmp_path, range(6)) == [5]
@@ -302,7 +308,9 @@ def test_a_file_that_is_damaged_again_and_again_is_given_up(tmp_path: Path) -> N
         store.keep(key_of(1), b"one")
         assert store.find(key_of(1)) is None
     assert store.trouble == "it is damaged again and again"
-    assert len(told) == answer_store.MAX_SET_ASIDE + 2 and "goes on without it" in told[-1]
+    assert (
+        len(told) == answer_store.MAX_SET_ASIDE + 2 and "goes on without it" in told[-1]
+    )
 
 
 def test_another_process_has_put_it_aside(tmp_path: Path) -> None:
@@ -314,7 +322,9 @@ def test_another_process_has_put_it_aside(tmp_path: Path) -> None:
         with store._file_lock:
             store._note_damage("a test says so")
         store.keep(key_of(40), value_of(40))
-    assert told == [] and not [path for path in tmp_path.iterdir() if "damaged" in path.name]
+    assert told == [] and not [
+        path for path in tmp_path.iterdir() if "damaged" in path.name
+    ]
     assert found(tmp_path, range(50)) == [*range(20, 30), 40]
 
 
@@ -370,7 +380,10 @@ def test_a_locked_file_is_waited_for_and_then_given_up(
     fill(tmp_path, range(5))
     monkeypatch.setattr(answer_store, "READ_S", 0.01)
     monkeypatch.setattr(answer_store, "WRITE_S", 0.01)
-    with opened(tmp_path) as (store, told), closing(sqlite3.connect(tmp_path / FILE)) as other:
+    with (
+        opened(tmp_path) as (store, told),
+        closing(sqlite3.connect(tmp_path / FILE)) as other,
+    ):
         for again in (False, True):
             store.keep(key_of(7 + again), b"new")
             until_s = time.monotonic() + 20
@@ -420,12 +433,15 @@ def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
 
 
 @pytest.mark.usefixtures("quick_writes")
-def test_a_file_that_can_only_be_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_can_only_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Answers are taken from it, and none is added."""
     fill(tmp_path, range(5))
     connect = sqlite3.connect
 
-    def connect_to_read(path: Path, **how: Any) -> sqlite3.Connection:  # root may write anything
+    # root may write anything
+    def connect_to_read(path: Path, **how: Any) -> sqlite3.Connection:
         database: sqlite3.Connection = connect(f"file:{path}?mode=ro", uri=True, **how)
         return database
 
@@ -459,7 +475,9 @@ def test_the_oldest_use_goes_first_and_the_size_holds(tmp_path: Path) -> None:
     with opened(tmp_path, MIB, clock) as (store, _):
         there = [n for n in range(6000) if store.find(key_of(n)) is not None]
     assert there[:10] == [*range(10)] and there[-1] == 5999
-    assert 500 < len(there) < 3000 and there[10:] == [*range(there[10], 6000)], "a part at the end"
+    assert 500 < len(there) < 3000 and there[10:] == [*range(there[10], 6000)], (
+        "a part at the end"
+    )
 
 
 def test_a_smaller_limit_gives_room_back(tmp_path: Path) -> None:
@@ -479,7 +497,9 @@ def test_an_answer_that_is_too_large_is_left_out(tmp_path: Path) -> None:
     assert not told and found(tmp_path, range(5)) == [2]
 
 
-def test_answers_that_wait_are_bounded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_wait_are_bounded(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(answer_store, "MAX_PENDING_BYTES", 1000)
     with opened(tmp_path) as (store, told):
         for number in range(10):
@@ -500,4 +520,6 @@ def test_what_the_options_refuse(tmp_path: Path) -> None:
         with pytest.raises(UsageError, match=says):
             KeptAnswers(result_cache=folder, result_cache_bytes=size)
     assert KeptAnswers().cache_place is None
-    assert KeptAnswers(result_cache=tmp_path).cache_place == CachePlace(tmp_path, DEFAULT_BYTES)
+    assert KeptAnswers(result_cache=tmp_path).cache_place == CachePlace(
+        tmp_path, DEFAULT_BYTES
+    )

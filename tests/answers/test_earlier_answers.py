@@ -31,7 +31,9 @@ def line_of(size: int) -> Line:
     return Line(0, 1, request.replace(b'""', b'"%s"' % (b"x" * (size - len(request)))))
 
 
-@pytest.mark.parametrize("size", [MAX_QUOTED_BYTES - 1, MAX_QUOTED_BYTES, MAX_QUOTED_BYTES + 1])
+@pytest.mark.parametrize(
+    "size", [MAX_QUOTED_BYTES - 1, MAX_QUOTED_BYTES, MAX_QUOTED_BYTES + 1]
+)
 def test_beside_a_long_line_that_failed_only_long_ones_are_unsure(
     size: int, tmp_path: Path
 ) -> None:
@@ -41,18 +43,26 @@ def test_beside_a_long_line_that_failed_only_long_ones_are_unsure(
     line = line_of(size)
     assert len(line.raw) == size
     error = RequestError("out_of_memory", "it failed")
-    errors_path(output).write_bytes(Record(failed, open_envelope(failed), error=error).to_json())
+    errors_path(output).write_bytes(
+        Record(failed, open_envelope(failed), error=error).to_json()
+    )
     result = {"choices": [], "usage": {}}
-    output.write_bytes(Record(line, open_envelope(line), result=result).to_json() + b"\n")
+    output.write_bytes(
+        Record(line, open_envelope(line), result=result).to_json() + b"\n"
+    )
     with output.open("rb") as file:
         found: Any = OutputAnswers(output, file, "", PACE, OneOfEach())  # type: ignore[arg-type]
         assert (found.num_answers, found.num_unsure) == (1, size > MAX_QUOTED_BYTES)
         envelope = open_envelope(line)
-        assert bool(found.find(line, envelope, make_key(envelope, 0))) == (not found.num_unsure)
+        assert bool(found.find(line, envelope, make_key(envelope, 0))) == (
+            not found.num_unsure
+        )
         assert found.num_left_out == found.num_unsure
 
 
-def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(tmp_path: Path) -> None:
+def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(
+    tmp_path: Path,
+) -> None:
     journal = tmp_path / "journal"
     line = line_of(20)
     envelope = open_envelope(line)
@@ -66,5 +76,7 @@ def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(tmp_path: Pa
         assert earlier.find(line, envelope, key) is not None
         journal.write_bytes(head + row.replace(b"choices", b"Choices"))
         what = f"a row is damaged, at byte {len(head)}"
-        with pytest.raises(UsageError, match=f"{re.escape(str(journal))}.*{what}.*--restart"):
+        with pytest.raises(
+            UsageError, match=f"{re.escape(str(journal))}.*{what}.*--restart"
+        ):
             earlier.find(line, envelope, key)

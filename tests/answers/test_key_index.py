@@ -1,4 +1,5 @@
-"""The index of earlier answers: every key at its place, in any order, and what nobody asked for."""
+"""The index of earlier answers: every key at its place, in any order, and what nobody
+asked for."""
 
 from __future__ import annotations
 

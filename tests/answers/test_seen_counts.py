@@ -21,12 +21,16 @@ def test_every_value_is_counted_by_itself(
     for _ in range(2):
         for before in range(3):
             assert [counts.add_text(each) for each in texts] == [before] * 4
-            assert [counts.add(bytes([n]) * 16, 5) for n in range(4)] == [5 * before] * 4
+            assert [counts.add(bytes([n]) * 16, 5) for n in range(4)] == [
+                5 * before
+            ] * 4
         counts.clear()
 
 
 def test_a_disk_without_room_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(seen_counts, "MAX_IN_MEMORY", 0)
     monkeypatch.setattr(seen_counts, "_MAKE", "nonsense")
-    with pytest.raises(MachineError, match=f"make room in {tempfile.gettempdir()}.*TMPDIR"):
+    with pytest.raises(
+        MachineError, match=f"make room in {tempfile.gettempdir()}.*TMPDIR"
+    ):
         SeenCounts().add_text("a")

@@ -1,4 +1,5 @@
-"""The benchmark beside peers: which sides there are, and those that cannot answer are left out."""
+"""The benchmark beside peers: which sides there are, and those that cannot answer are
+left out."""
 
 from __future__ import annotations
 
@@ -19,7 +20,8 @@ from fminfer.machine import processor
 from fminfer.models.config_fields import architecture_of
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
+# scripts, not a package: they find each other like this
+sys.path.insert(0, str(BENCHMARKS))
 
 import limit  # noqa: E402
 import other_work  # noqa: E402
@@ -37,11 +39,20 @@ def test_sides_are_found_by_their_environments(tmp_path: Path) -> None:
 
 
 def test_it_runs_where_the_package_is_not_installed(tmp_path: Path) -> None:
-    """It needed PYTHONPATH or an install, and a machine with a GPU for an hour may have neither."""
+    """It needed PYTHONPATH or an install, and a machine with a GPU for an hour may have
+    neither."""
     sites = [path for path in sys.path if path.endswith("-packages")]
-    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sites)}  # so, no .pth file is followed
-    code = "import importlib.util as u, sys; sys.exit(u.find_spec('fminfer') is not None)"
-    python: Any = {"cwd": tmp_path, "env": environ, "capture_output": True, "text": True}
+    # so, no .pth file is followed
+    environ = os.environ | {"PYTHONPATH": os.pathsep.join(sites)}
+    code = (
+        "import importlib.util as u, sys; sys.exit(u.find_spec('fminfer') is not None)"
+    )
+    python: Any = {
+        "cwd": tmp_path,
+        "env": environ,
+        "capture_output": True,
+        "text": True,
+    }
     if subprocess.run([sys.executable, "-S", "-c", code], **python).returncode:
         pytest.skip("the package is installed as files")
     command = [sys.executable, "-S", str(BENCHMARKS / "peers.py"), "--help"]
@@ -49,7 +60,9 @@ def test_it_runs_where_the_package_is_not_installed(tmp_path: Path) -> None:
     assert found.returncode == 0 and "--workload" in found.stdout, found.stderr
 
 
-def test_its_command_finds_the_package_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_command_finds_the_package_too(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def run(command: list[str], *, env: dict[str, str], check: bool) -> None:
         assert command[1:3] == ["-m", "fminfer"] and check
         assert env["PYTHONPATH"].split(os.pathsep)[0] == str(BENCHMARKS.parent)
@@ -69,7 +82,10 @@ def test_a_side_that_cannot_score_is_left_out(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     job = {"llama.cpp": str(tmp_path), "rows": [{"prompt": [1, 2, 3], "max_tokens": 0}]}
-    assert peers.measure("b", {"llama.cpp": sys.executable}, job, tmp_path, repeats=2) == {}
+    assert (
+        peers.measure("b", {"llama.cpp": sys.executable}, job, tmp_path, repeats=2)
+        == {}
+    )
     assert capfd.readouterr().err.count("gives no logprobs of prompts") == 1
 
 
@@ -101,7 +117,11 @@ def test_on_a_gpu_only_sides_that_use_it(tmp_path: Path) -> None:
         python = tmp_path / name / "bin/python"
         python.parent.mkdir(parents=True)
         python.touch()
-    assert list(peers.find_sides(tmp_path, (), "cuda")) == ["fminfer", "transformers", "vllm"]
+    assert list(peers.find_sides(tmp_path, (), "cuda")) == [
+        "fminfer",
+        "transformers",
+        "vllm",
+    ]
 
 
 def test_prefixes_that_are_shared_count_once() -> None:
@@ -130,10 +150,14 @@ LAYER = 8 * (8 + 4 + 4 + 8) + 3 * 8 * 16  # q, k, v, o; gate, up and down
 def test_the_limit_of_a_run(tmp_path: Path, is_tied: bool) -> None:
     """Counted by hand: 2 × weights × tokens to feed, then steps that multiply or read."""
     folder = write_config(tmp_path, **LLAMA, tie_word_embeddings=is_tied)
-    rows = [{"prompt": [1, 2, 3], "max_tokens": 3}, {"prompt": [1, 2, 4], "max_tokens": 2}]
+    rows = [
+        {"prompt": [1, 2, 3], "max_tokens": 3},
+        {"prompt": [1, 2, 4], "max_tokens": 2},
+    ]
     feed = 2 * (2 * LAYER * 4 + 80 * 2)  # four distinct tokens, two draws
     products = 2 * (2 * LAYER + 80) * (2 + 1)  # two rows, then one
-    reads = 2 * (2 * LAYER + 80) * 2 + 2 * 2 * 4 * 2 * (4 + 4 + 5)  # all weights twice, and keys
+    # all weights twice, and keys
+    reads = 2 * (2 * LAYER + 80) * 2 + 2 * 2 * 4 * 2 * (4 + 4 + 5)
     fast_memory = limit.least_s(folder, "bfloat16", rows, limit.Roof(1e3, 1e12))
     assert fast_memory == pytest.approx((feed + products) / 1e3)
     slow_memory = limit.least_s(folder, "bfloat16", rows, limit.Roof(1e12, 1e3))
@@ -158,7 +182,9 @@ def test_a_token_meets_its_experts_only() -> None:
 
 def children() -> set[int]:
     """List this process's children that run, those that earlier tests left among them."""
-    return set(map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split()))
+    return set(
+        map(int, Path(f"/proc/self/task/{os.getpid()}/children").read_text().split())
+    )
 
 
 @pytest.mark.skipif(not Path("/proc/self/task").exists(), reason="no Linux")
@@ -196,7 +222,9 @@ def test_other_work_is_there_for_every_turn_of_either_side(
         return {"run_s": 1.0, "ready_s": 1.0, "sample": [[1]]}
 
     monkeypatch.setattr(peers, "run_fminfer", lambda job, folder: answer("fminfer"))
-    monkeypatch.setattr(peers, "run_peer", lambda python, side, job, folder: answer(side))
+    monkeypatch.setattr(
+        peers, "run_peer", lambda python, side, job, folder: answer(side)
+    )
     peers.measure("a", {"fminfer": "", "vllm": ""}, {}, tmp_path, 2, "1")
     assert seen == [("fminfer", 1), ("vllm", 1)] * 2
     assert children() == before
@@ -205,12 +233,16 @@ def test_other_work_is_there_for_every_turn_of_either_side(
 def test_what_is_beside_the_sides_is_a_number_or_a_build() -> None:
     for wrong in ("-1", "many", "²"):
         found = CliRunner().invoke(peers.main, ["--busy", wrong])
-        assert found.exit_code == 2 and "a number of processes, or build" in found.output
+        assert (
+            found.exit_code == 2 and "a number of processes, or build" in found.output
+        )
     assert other_work.describe("1") == "beside 1 busy process"
     assert other_work.describe("build") == "beside a build of 4 processes"
 
 
-def test_every_side_stands_for_a_lesser_processor(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_side_stands_for_a_lesser_processor(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     names = [processor.VARIABLE, *processor.LEVELS["avx2"].caps]
     for name in names:
         monkeypatch.setenv(name, "")  # so that what is set is undone

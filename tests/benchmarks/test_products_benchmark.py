@@ -1,4 +1,5 @@
-"""The benchmark of packed products: its roof, whom it times, and that it times right ones only."""
+"""The benchmark of packed products: its roof, whom it times, and that it times right
+ones only."""
 
 from __future__ import annotations
 
@@ -13,14 +14,17 @@ from click.testing import CliRunner
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.machine import processor
 
-sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))  # scripts
+# scripts
+sys.path.insert(0, str(Path(__file__).resolve().parent.parent.parent / "benchmarks"))
 
 import products
 
 ROOF = products.Roof(floats=100.0, pairs=200.0, bytes=10.0)
 
 
-def test_the_least_time_is_of_products_or_of_reads(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_least_time_is_of_products_or_of_reads(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(processor, "has_unit", lambda name: False)
     assert ROOF.least_s(1000.0, torch.float32, 10) == 10.0
     assert ROOF.least_s(1000.0, torch.bfloat16, 10) == 5.0
@@ -31,7 +35,9 @@ def test_the_least_time_is_of_products_or_of_reads(monkeypatch: pytest.MonkeyPat
     assert ROOF.least_s(1000.0, torch.float32, 10) == 10.0
 
 
-def test_a_share_is_of_the_best_roof_that_was_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_share_is_of_the_best_roof_that_was_seen(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Reads ran at half their rate in the second in which the roof was measured: 120 % of it."""
     roof = ROOF.best_with(products.Roof(floats=90.0, pairs=0.0, bytes=20.0))
     assert roof == products.Roof(100.0, 200.0, 20.0)
@@ -45,12 +51,20 @@ def test_a_share_is_of_the_best_roof_that_was_seen(monkeypatch: pytest.MonkeyPat
 def test_wrong_products_are_not_timed() -> None:
     weight = torch.randn(8, 4)
     with pytest.raises(click.ClickException, match="ours is wrong by 0"):
-        products.check({"ours": [lambda x: x @ weight.T * 1.01]}, torch.randn(3, 4), weight)
+        products.check(
+            {"ours": [lambda x: x @ weight.T * 1.01]}, torch.randn(3, 4), weight
+        )
 
 
 def test_a_table_has_medians_over_shapes_and_gaps() -> None:
     records = [
-        {"kind": "k", "shape": shape, "rows": 4, "gflops": {"linear": g}, "share": {"linear": s}}
+        {
+            "kind": "k",
+            "shape": shape,
+            "rows": 4,
+            "gflops": {"linear": g},
+            "share": {"linear": s},
+        }
         for shape, g, s in (("1×1", 1.0, 0.1), ("2×2", 7.0, 0.0), ("3×3", 9.0, 0.5))
     ]
     *_, row = products.table(records, None)
@@ -65,8 +79,20 @@ def test_a_tiny_run(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(products, "ROOF_S", 0.001)
     monkeypatch.setattr(products, "READ_FLOATS", 1 << 16)
     monkeypatch.setattr(products, "cache_bytes", lambda: 1 << 14)
-    flags = ["--rows", "2", "--shape", "64", "128", "--threads", "1", "--seconds", "0.001"]
+    flags = [
+        "--rows",
+        "2",
+        "--shape",
+        "64",
+        "128",
+        "--threads",
+        "1",
+        "--seconds",
+        "0.001",
+    ]
     found = CliRunner().invoke(products.main, flags)
     assert found.exit_code == 0, found.output
     assert "float32 rows, float32 weights, medians over 1 shapes" in found.output
-    assert "bfloat16 rows, bfloat16 weights" in found.output and "\n| 2 | " in found.output
+    assert (
+        "bfloat16 rows, bfloat16 weights" in found.output and "\n| 2 | " in found.output
+    )

@@ -14,7 +14,8 @@ from typing import Any
 import pytest
 
 BENCHMARKS = Path(__file__).resolve().parent.parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
+# scripts, not a package: they find each other like this
+sys.path.insert(0, str(BENCHMARKS))
 
 import serve_client  # noqa: E402
 import serve_figures  # noqa: E402
@@ -59,7 +60,9 @@ class Answers(BaseHTTPRequestHandler):
         self._send(b": waiting\n\n")
         for i in range(num_tokens):
             time.sleep(PAUSE_S)
-            self._send(f"data: {json.dumps({'choices': [{'text': f'{i} '}]})}\n\n".encode())
+            self._send(
+                f"data: {json.dumps({'choices': [{'text': f'{i} '}]})}\n\n".encode()
+            )
         usage = {"choices": [], "usage": {"completion_tokens": num_tokens}}
         self._send(f"data: {json.dumps(usage)}\n\ndata: [DONE]\n\n".encode())
         self._send(b"")
@@ -83,7 +86,9 @@ def port() -> Iterator[int]:
     server.server_close()
 
 
-def _job(port: int, max_tokens: list[int], num_clients: int, is_streamed: bool) -> dict[str, Any]:
+def _job(
+    port: int, max_tokens: list[int], num_clients: int, is_streamed: bool
+) -> dict[str, Any]:
     rows = [{"prompt": [1], "max_tokens": number} for number in max_tokens]
     return {
         "port": port,
@@ -94,7 +99,9 @@ def _job(port: int, max_tokens: list[int], num_clients: int, is_streamed: bool) 
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_each_client_asks_again_when_it_has_its_answer(port: int, is_streamed: bool) -> None:
+def test_each_client_asks_again_when_it_has_its_answer(
+    port: int, is_streamed: bool
+) -> None:
     asked = [3, 1, 2, 4, 1]
     result = serve_client.run_job(_job(port, asked, 2, is_streamed))
     assert [answer["num_tokens"] for answer in result["answers"]] == asked
@@ -106,7 +113,9 @@ def test_each_client_asks_again_when_it_has_its_answer(port: int, is_streamed: b
 def test_events_have_the_times_at_which_they_came(port: int) -> None:
     (answer,) = serve_client.run_job(_job(port, [5], 1, True))["answers"]
     assert len(answer["event_s"]) == 5
-    gaps = [b - a for a, b in zip(answer["event_s"], answer["event_s"][1:], strict=False)]
+    gaps = [
+        b - a for a, b in zip(answer["event_s"], answer["event_s"][1:], strict=False)
+    ]
     assert min(gaps) > PAUSE_S / 2 and answer["event_s"][0] >= PAUSE_S
 
 
@@ -120,7 +129,9 @@ def test_a_stream_without_its_end_is_told() -> None:
     event = b'data: {"choices": [{"text": "x"}]}\n\n'
     raw = head + b"%x\r\n%s\r\n0\r\n\r\n" % (len(event), event)
     with pytest.raises(ValueError, match="without its usage"):
-        serve_client.read_answer(serve_client.Exchange(0, 0.0, [(1.0, raw)]), is_streamed=True)
+        serve_client.read_answer(
+            serve_client.Exchange(0, 0.0, [(1.0, raw)]), is_streamed=True
+        )
 
 
 def test_no_phase_has_the_prompts_of_another() -> None:
@@ -133,16 +144,23 @@ def test_no_phase_has_the_prompts_of_another() -> None:
         ("1 streamed", 16),
     ]
     first = {str(row["prompt"]) for row in phases[0].rows}
-    assert not first & {str(row["prompt"]) for row in phases[1].rows + phases[0].warm_up}
+    assert not first & {
+        str(row["prompt"]) for row in phases[1].rows + phases[0].warm_up
+    }
     assert phases[1].rows[0]["prompt"] == [1, 0]
 
 
 def test_figures_are_of_the_rounds() -> None:
-    phase = serve_figures.Phase("1 streamed", 1, True, [{"prompt": [1], "max_tokens": 3}])
+    phase = serve_figures.Phase(
+        "1 streamed", 1, True, [{"prompt": [1], "max_tokens": 3}]
+    )
     answer = {"number": 0, "text": "abc", "num_tokens": 3, "event_s": [0.5, 0.6, 0.9]}
     silent = answer | {"event_s": []}  # half of a character, again and again
     result = {"wall_s": 2.0, "client_cpu_s": 0.1, "server_cpu_s": 1.0, "num_wrong": 0}
-    rounds = [result | {"answers": [answer]}, result | {"answers": [silent], "wall_s": 4.0}]
+    rounds = [
+        result | {"answers": [answer]},
+        result | {"answers": [silent], "wall_s": 4.0},
+    ]
     found = serve_figures.sum_up(phase, rounds)
     assert found["requests_per_s"] == pytest.approx(1 / 3)
     assert found["tokens_per_s"] == pytest.approx(1)
@@ -156,7 +174,10 @@ def test_ratios_are_those_of_the_targets() -> None:
     rows = [{"prompt": [1], "max_tokens": 3}] * 64
     phases = serve_figures.make_phases(rows, [64])
     figures = {
-        name: {"64": {"requests_per_s": rate}, "64 streamed": {"requests_per_s": rate / 1.1}}
+        name: {
+            "64": {"requests_per_s": rate},
+            "64 streamed": {"requests_per_s": rate / 1.1},
+        }
         for name, rate in (("fminfer", 4.0), ("vllm", 2.0))
     }
     ratios = serve_figures.compare(figures, phases, [8.0])
@@ -178,6 +199,10 @@ def test_a_server_is_started_and_ended(tmp_path: Path) -> None:
 
 
 def test_a_server_that_cannot_start_says_why(tmp_path: Path) -> None:
-    side = serve_sides.Side("own", [sys.executable, "-c", "raise SystemExit('no model')"], {})
-    with pytest.raises(serve_sides.click.ClickException, match=r"own: .*status 1\nno model"):
+    side = serve_sides.Side(
+        "own", [sys.executable, "-c", "raise SystemExit('no model')"], {}
+    )
+    with pytest.raises(
+        serve_sides.click.ClickException, match=r"own: .*status 1\nno model"
+    ):
         serve_sides.running(side, tmp_path).__enter__()

@@ -11,7 +11,8 @@ import pytest
 from click.testing import CliRunner
 
 BENCHMARKS = Path(__file__).parent.parent.parent / "benchmarks"
-sys.path.insert(0, str(BENCHMARKS))  # scripts, not a package: they find each other like this
+# scripts, not a package: they find each other like this
+sys.path.insert(0, str(BENCHMARKS))
 
 from pipeline_clock import (  # noqa: E402
     Driver,
@@ -44,7 +45,8 @@ def simulate(
         stage_s: seconds of each stage's work on a step, or if `is_by_token` on a token.
     """
     stages = [
-        lambda work, each=each: each * (work.num_tokens if is_by_token else 1) for each in stage_s
+        lambda work, each=each: each * (work.num_tokens if is_by_token else 1)
+        for each in stage_s
     ]
     hops = [Link(latency_s, 1e30)] * len(stages)
     pipeline = SimulatedPipeline(stages, hops, driver, token_bytes=2)
@@ -98,10 +100,15 @@ def test_one_micro_batch_more_hides_latency() -> None:
 def test_a_link_carries_one_message_at_a_time() -> None:
     """Two messages of a second each follow one another, though the stages take no time."""
     pipeline = SimulatedPipeline(
-        [lambda work: 0.0, lambda work: 0.0], [Link(0.0, 2.0), Link(0.0, 2.0)], Driver(0, 0), 2
+        [lambda work: 0.0, lambda work: 0.0],
+        [Link(0.0, 2.0), Link(0.0, 2.0)],
+        Driver(0, 0),
+        2,
     )
     run_engine(
-        pipeline, Engine(100, 2, max_rows=4, chunk_size=1, min_share=1), Workload(2, 1, 1, 0.0)
+        pipeline,
+        Engine(100, 2, max_rows=4, chunk_size=1, min_share=1),
+        Workload(2, 1, 1, 0.0),
     )
     assert [step.collected for step in pipeline.steps] == [1.0, 2.0]
 
@@ -109,11 +116,17 @@ def test_a_link_carries_one_message_at_a_time() -> None:
 def test_the_engine_itself_can_set_the_pace() -> None:
     """A round cannot be shorter than the engine needs for its rows' tokens and its steps."""
     found = simulate([0.001] * 4, 4, driver=Driver(0.5, 0.25))
-    assert found.generated_per_s == pytest.approx(NUM_ROWS / (4 * 0.5 + NUM_ROWS * 0.25), rel=0.02)
+    assert found.generated_per_s == pytest.approx(
+        NUM_ROWS / (4 * 0.5 + NUM_ROWS * 0.25), rel=0.02
+    )
 
 
 def test_weights_and_kv_cache_of_known_models() -> None:
-    for name, billions in {"opt-175b": 174.6, "bloom-176b": 176.2, "llama-70b": 70.6}.items():
+    for name, billions in {
+        "opt-175b": 174.6,
+        "bloom-176b": 176.2,
+        "llama-70b": 70.6,
+    }.items():
         shape = SHAPES[name]
         tables = 1 if shape.is_tied else 2
         params = shape.num_layers * shape.layer_params + tables * shape.vocab_params
@@ -129,7 +142,9 @@ def test_a_stage_takes_the_longer_of_reading_and_computing() -> None:
     weights_s = 12 * 12 * 12288**2 * 2 / (2.0e12 * 0.8)
     assert stage.time_s(Work(1, 1, 0, 0)) - fixed_s == pytest.approx(weights_s)
     assert stage.time_s(Work(107, 1, 0, 0)) - fixed_s == pytest.approx(weights_s)
-    assert stage.time_s(Work(215, 1, 0, 0)) - fixed_s == pytest.approx(2 * weights_s, rel=0.01)
+    assert stage.time_s(Work(215, 1, 0, 0)) - fixed_s == pytest.approx(
+        2 * weights_s, rel=0.01
+    )
 
 
 @pytest.mark.parametrize("rule", ["even", "time", "memory"])
@@ -146,7 +161,10 @@ def test_a_split_by_memory_holds_more_tokens_than_one_by_time() -> None:
     shape = SHAPES["bloom-176b"]
     machine = MACHINES["a100-80gb"]
     held = {
-        rule: min(s.kv_tokens for s in build_stages(shape, machine, split(shape, machine, 8, rule)))
+        rule: min(
+            s.kv_tokens
+            for s in build_stages(shape, machine, split(shape, machine, 8, rule))
+        )
         for rule in ("even", "time", "memory")
     }
     assert split(shape, machine, 8, "even") == [9, 9, 9, 9, 9, 9, 9, 7]

@@ -1,4 +1,5 @@
-"""scripts/try_gpu: nothing that a phase finds is lost, and its quick phases pass without a GPU."""
+"""scripts/try_gpu: nothing that a phase finds is lost, and its quick phases pass
+without a GPU."""
 
 from __future__ import annotations
 
@@ -92,7 +93,9 @@ def test_the_next_phase_imports_beside_this_one(tmp_path: Path) -> None:
     unused = [*runner._waiting[first.module]]
     runner.close()
     found = latest(results.read(path), second)
-    assert {line["figures"]["process"] for line in found.values()} == {p.pid for p in waiting}
+    assert {line["figures"]["process"] for line in found.values()} == {
+        p.pid for p in waiting
+    }
     assert [process.returncode for process in waiting] == [0, 0]
     assert [process.returncode for process in unused] == [-signal.SIGKILL] * 2
 
@@ -178,7 +181,9 @@ sys.modules |= dict.fromkeys({LACKING!r})
 for name in {[phase.module for phase in PHASES] + list(machine.OWN)!r}:
     importlib.import_module(name)
 """
-    found = subprocess.run([sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True)
+    found = subprocess.run(
+        [sys.executable, "-c", text], cwd=ROOT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stderr
 
 
@@ -192,7 +197,12 @@ def test_a_phase_for_which_no_time_is_left_is_told(tmp_path: Path) -> None:
 
 def test_half_a_line_loses_no_other(tmp_path: Path) -> None:
     path = tmp_path / "results.jsonl"
-    roof = {"phase": 0, "case": "roof copy", "state": "passed", "figures": {"roof": 3e12}}
+    roof = {
+        "phase": 0,
+        "case": "roof copy",
+        "state": "passed",
+        "figures": {"roof": 3e12},
+    }
     results.append(path, roof)
     with path.open("a") as file:
         file.write('{"phase": 1, "ca')
@@ -205,10 +215,14 @@ def test_a_phase_without_results_has_not_passed() -> None:
     assert not has_passed([], PHASES[:1])
     done = {"phase": 0, "case": "imports", "state": "passed", "figures": {}, "text": ""}
     assert has_passed([done], PHASES[:1])
-    assert not has_passed([done, done | {"state": "not reached", "case": "roof"}], PHASES[:1])
+    assert not has_passed(
+        [done, done | {"state": "not reached", "case": "roof"}], PHASES[:1]
+    )
 
 
-@pytest.mark.skipif(torch.cuda.is_available(), reason="the interpreter is off in this process")
+@pytest.mark.skipif(
+    torch.cuda.is_available(), reason="the interpreter is off in this process"
+)
 @pytest.mark.parametrize(
     ("module", "names"),
     [
@@ -232,11 +246,25 @@ def test_cases_pass_without_a_gpu(
 
 
 def test_a_quick_phase_passes_without_a_gpu(tmp_path: Path) -> None:
-    command = ["-m", "benchmarks.gpu.command", "--cpu", "--out", str(tmp_path), "--phase", "2"]
-    found = subprocess.run([sys.executable, *command], cwd=ROOT, capture_output=True, text=True)
+    command = [
+        "-m",
+        "benchmarks.gpu.command",
+        "--cpu",
+        "--out",
+        str(tmp_path),
+        "--phase",
+        "2",
+    ]
+    found = subprocess.run(
+        [sys.executable, *command], cwd=ROOT, capture_output=True, text=True
+    )
     assert found.returncode == 0, found.stdout + found.stderr
     assert "7 passed" in found.stdout
-    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "summary.txt", "log.txt"}
+    assert {path.name for path in tmp_path.iterdir()} == {
+        "results.jsonl",
+        "summary.txt",
+        "log.txt",
+    }
 
 
 def test_the_phases_are_shown() -> None:

@@ -22,7 +22,10 @@ HEAD = {"method": "POST", "url": "/v1/chat/completions"}
 
 
 def chat(place: str, **fields: Any) -> dict[str, Any]:
-    message = {"role": "user", "content": f"How do you go from the {place} to the attic?"}
+    message = {
+        "role": "user",
+        "content": f"How do you go from the {place} to the attic?",
+    }
     return {"messages": [message], "max_tokens": 12} | fields
 
 
@@ -52,14 +55,20 @@ def test_the_examples(tmp_path: Path) -> None:
     lines = source.read_bytes().splitlines()
     raw = answers_path(source).read_bytes().splitlines()
     answers = read(answers_path(source))
-    assert raw[0].startswith(b'{"request":' + lines[0] + b',"result":{"choices":[{"index":0,')
+    assert raw[0].startswith(
+        b'{"request":' + lines[0] + b',"result":{"choices":[{"index":0,'
+    )
     assert [*answers[0]["result"]] == ["choices", "request_time", "usage"]
     assert choices_of(answers[0])[0]["message"]["content"] == " south"
     assert choices_of(answers[1])[0]["logprobs"]["content"][0]["top_logprobs"][1:]
     body = answers[2]["response"]["body"]
     completion = openai.types.chat.ChatCompletion.model_validate(body)
-    assert completion.object == "chat.completion" and completion.id.startswith("chatcmpl-")
-    assert (completion.choices[0].message.content or "").split() == ["north"] + ["east"] * 5
+    assert completion.object == "chat.completion" and completion.id.startswith(
+        "chatcmpl-"
+    )
+    assert (completion.choices[0].message.content or "").split() == ["north"] + [
+        "east"
+    ] * 5
     assert completion.model == "fminfer-demo" and completion.usage is not None
     strict = openai.types.chat.ChatCompletion.model_json_schema()["required"]
     assert set(strict) <= body.keys()
@@ -69,14 +78,18 @@ def test_a_run_that_goes_on_gives_the_same(tmp_path: Path) -> None:
     """Unseeded equal lines are counted, also those that an earlier run has answered."""
     hot = chat("den", temperature=2)
     lines = [hot, hot, chat("porch", n=2, logprobs=True), hot] * 4
-    lines += [HEAD | {"custom_id": str(i), "body": chat("study", seed=i)} for i in range(4)]
+    lines += [
+        HEAD | {"custom_id": str(i), "body": chat("study", seed=i)} for i in range(4)
+    ]
     source = write(tmp_path / "a.jsonl", lines)
     small = [*FLAGS, "--max-rows", 2]
     assert call("run", "-q", *small, "--num-iters", 9, source).exit_code == 1
     assert call("run", "-q", *small, source).exit_code == 0
     whole = tmp_path / "whole.jsonl"
     assert call("run", "-q", *small, source, "--output", whole).exit_code == 0
-    found = [list(map(choices_of, read(path))) for path in (answers_path(source), whole)]
+    found = [
+        list(map(choices_of, read(path))) for path in (answers_path(source), whole)
+    ]
     assert rounded(found[0]) == rounded(found[1])
     assert len({choices[0]["message"]["content"] for choices in found[0][:16:4]}) > 1
 
@@ -100,7 +113,9 @@ def test_arguments_take_the_place_of_lines_own(tmp_path: Path) -> None:
     fields = {"max_tokens": None, "max_completion_tokens": 9, "temperature": 1}
     source = write(tmp_path / "a.jsonl", [chat("kitchen", **fields), chat("kitchen")])
     flags = ["--overwrite-request-args", "--temperature", 0, "--generate-seq-length", 1]
-    assert call("run", "-q", *FLAGS, *flags, "--top-k-per-token", 2, source).exit_code == 0
+    assert (
+        call("run", "-q", *FLAGS, *flags, "--top-k-per-token", 2, source).exit_code == 0
+    )
     first, second = map(choices_of, read(answers_path(source)))
     assert first == second and first[0]["message"]["content"] == " north"
     assert len(first[0]["logprobs"]["content"][0]["top_logprobs"]) == 2
@@ -125,14 +140,19 @@ def test_check_shows_the_rendered_prompt(tmp_path: Path) -> None:
 def test_split_and_merge(tmp_path: Path, chunk: int) -> None:
     """Chat has parts of its own; long messages come first; merged it is the whole run's."""
     lines = [chat("den", temperature=0), chat("balcony", temperature=0)]
-    lines += [{"prompt": "Question:", "max_tokens": 12, "temperature": 0}, {"messages": []}]
+    lines += [
+        {"prompt": "Question:", "max_tokens": 12, "temperature": 0},
+        {"messages": []},
+    ]
     lines += [HEAD | {"custom_id": "a", "body": chat("study", temperature=0)}]
     lines += [HEAD | {"custom_id": "b", "body": {"messages": 5}}]
     source = write(tmp_path / "all.jsonl", lines)
     folder = tmp_path / "parts"
     split_file(source, folder, SplitOptions(1, chunk))
     parts = sorted(folder.rglob("request_*.jsonl"))
-    kinds = [{"prompt" in line.get("body", line) for line in read(part)} for part in parts]
+    kinds = [
+        {"prompt" in line.get("body", line) for line in read(part)} for part in parts
+    ]
     assert {True} in kinds and {True, False} not in kinds
     if chunk > 1000:
         (first, *_) = (read(part) for part in parts if "balcony" in part.read_text())
@@ -144,5 +164,10 @@ def test_split_and_merge(tmp_path: Path, chunk: int) -> None:
     merged = read(tmp_path / "m.jsonl")
     whole = read(answers_path(source))
     assert list(map(choices_of, merged)) == list(map(choices_of, whole))
-    errors = [read(tmp_path / "m.errors.jsonl"), read(tmp_path / "output_all.errors.jsonl")]
-    assert [each.get("line") for each in errors[0]] == [each.get("line") for each in errors[1]]
+    errors = [
+        read(tmp_path / "m.errors.jsonl"),
+        read(tmp_path / "output_all.errors.jsonl"),
+    ]
+    assert [each.get("line") for each in errors[0]] == [
+        each.get("line") for each in errors[1]
+    ]

@@ -39,7 +39,9 @@ def read(path: Path) -> list[dict[str, Any]]:
 def answered(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, str]:
     """Answer all example queries in one run; return the output folder and what stderr said."""
     folder = tmp_path_factory.mktemp("answers")
-    found = run("--infer-data", QUERIES, "--output", folder, "--stats", folder / "stats.json")
+    found = run(
+        "--infer-data", QUERIES, "--output", folder, "--stats", folder / "stats.json"
+    )
     assert found.returncode == 3, found.stderr
     assert found.stdout == "", "stdout is for records only"
     return folder, found.stderr
@@ -55,7 +57,9 @@ def test_plain_answers_are_right(answered: tuple[Path, str]) -> None:
     lines = (answered[0] / "output_plain.jsonl").read_text().splitlines()
     assert len(records) == len(requests) == 8
     for record, line, request in zip(records, lines, requests, strict=True):
-        assert line.startswith('{"request":' + request + ',"result":{'), "verbatim, in order"
+        assert line.startswith('{"request":' + request + ',"result":{'), (
+            "verbatim, in order"
+        )
         (choice,) = record["result"]["choices"]
         assert choice["text"] == right_answer(record["request"]["prompt"])
         assert choice["finish_reason"] == "stop"
@@ -66,11 +70,15 @@ def test_the_demo_model_is_as_good_as_its_card_says(tmp_path: Path) -> None:
     path = tmp_path / "all.jsonl"
     request = {"max_tokens": 12, "temperature": 0, "stop": "\n"}
     examples = all_examples()
-    path.write_text("".join(json.dumps({"prompt": q} | request) + "\n" for q, _ in examples))
+    path.write_text(
+        "".join(json.dumps({"prompt": q} | request) + "\n" for q, _ in examples)
+    )
     assert run(path).returncode == 0
     records = read(tmp_path / "output_all.jsonl")
     texts = [record["result"]["choices"][0]["text"] for record in records]
-    right = sum(text == answer for text, (_, answer) in zip(texts, examples, strict=True))
+    right = sum(
+        text == answer for text, (_, answer) in zip(texts, examples, strict=True)
+    )
     assert right / len(examples) >= 0.9
     size = (DEMO_MODEL / "model.safetensors").stat().st_size
     assert size <= 4 * 2**20 and sum(len(row) for row in HOUSE) == 24
@@ -78,11 +86,18 @@ def test_the_demo_model_is_as_good_as_its_card_says(tmp_path: Path) -> None:
 
 def test_other_examples(answered: tuple[Path, str]) -> None:
     folder = answered[0]
-    for record, k in zip(read(folder / "output_logprobs.jsonl"), (0, 1, 5, 1), strict=True):
+    for record, k in zip(
+        read(folder / "output_logprobs.jsonl"), (0, 1, 5, 1), strict=True
+    ):
         found = record["result"]["choices"][0]["logprobs"]
-        assert len(found["tokens"]) == len(found["token_logprobs"]) == len(found["text_offset"])
         assert (
-            "".join(found["tokens"]).replace("Ġ", " ") == (record["result"]["choices"][0]["text"])
+            len(found["tokens"])
+            == len(found["token_logprobs"])
+            == len(found["text_offset"])
+        )
+        assert (
+            "".join(found["tokens"]).replace("Ġ", " ")
+            == (record["result"]["choices"][0]["text"])
         )
         assert (found["top_logprobs"] is None) == (k == 0)
     echo = read(folder / "output_echo.jsonl")
@@ -137,12 +152,20 @@ def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:
     rows: list[dict[str, Any]] = [
         {"temperature": 0, "max_tokens": 3},
         {"temperature": 0, "stop": "\n", "logprobs": 2},
-        {"temperature": 1.9, "seed": 3, "n": 4, "max_tokens": 5, "prompt": "Once upon a time"},
+        {
+            "temperature": 1.9,
+            "seed": 3,
+            "n": 4,
+            "max_tokens": 5,
+            "prompt": "Once upon a time",
+        },
         {"temperature": 2, "top_k": 1, "max_tokens": 4},
         {"temperature": 2, "top_p": 0, "echo": True, "max_tokens": 2},
     ]
     path = tmp_path / "mixed.jsonl"
-    path.write_text("".join(json.dumps({"prompt": prompt} | row) + "\n" for row in rows * 3))
+    path.write_text(
+        "".join(json.dumps({"prompt": prompt} | row) + "\n" for row in rows * 3)
+    )
     assert run(path).returncode == 0
     records = read(tmp_path / "output_mixed.jsonl")
     results = [record["result"]["choices"] for record in records]
@@ -154,7 +177,9 @@ def test_five_sets_of_hyperparameters_in_one_file(tmp_path: Path) -> None:
         assert results[i + 3][0]["text"] == " north east east east"
         assert results[i + 4][0]["text"] == prompt + " north east"
         texts = [choice["text"] for choice in results[i + 2]]
-        assert texts == [choice["text"] for choice in results[2]], "equal seeds, equal texts"
+        assert texts == [choice["text"] for choice in results[2]], (
+            "equal seeds, equal texts"
+        )
 
 
 def test_the_seeds_own_sample_on_gpt_j(tmp_path: Path) -> None:
@@ -176,7 +201,12 @@ def test_the_seeds_own_sample_on_gpt_j(tmp_path: Path) -> None:
     assert list(record["result"]) == ["choices", "request_time", "usage"]
     (choice,) = record["result"]["choices"]
     assert list(choice) == ["text", "index", "logprobs", "finish_reason"]
-    assert list(choice["logprobs"]) == ["tokens", "token_logprobs", "top_logprobs", "text_offset"]
+    assert list(choice["logprobs"]) == [
+        "tokens",
+        "token_logprobs",
+        "top_logprobs",
+        "text_offset",
+    ]
     assert len(choice["logprobs"]["text_offset"]) == 2
     assert list(record["result"]["request_time"])[:2] == ["batch_time", "batch_size"]
 
@@ -193,7 +223,10 @@ def test_wrong_usage_is_status_2_and_says_what_to_do(tmp_path: Path) -> None:
         ([path, "--stats", tmp_path / "no" / "stats.json"], "no folder"),
         ([path, "--seed", 10**40], "64 bits"),
         ([path, "--device", "meta"], "not one that fminfer runs on"),
-        ([path, tmp_path / "b.jsonl", "--output", tmp_path / "c.jsonl"], "give a folder"),
+        (
+            [path, tmp_path / "b.jsonl", "--output", tmp_path / "c.jsonl"],
+            "give a folder",
+        ),
         ([path, "--fp16", "--dtype", "float32"], "contradict"),
         ([path, "--no-such-flag"], "No such option"),
         ([path, "--model-type", "opt"], "clashes"),
@@ -218,15 +251,21 @@ def test_an_output_that_exists_is_kept_unless_told(tmp_path: Path) -> None:
     assert run(path, "--restart", "--seed", 7).returncode == 0
     (tmp_path / "output_a.status.json").unlink()
     refused = run(path)
-    assert refused.returncode == 2 and "nothing tells which run wrote it" in refused.stderr
+    assert (
+        refused.returncode == 2 and "nothing tells which run wrote it" in refused.stderr
+    )
 
 
 def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
     for number in range(120):
-        (tmp_path / f"request_{number}.jsonl").write_text('{"prompt": "x", "max_tokens": 1}\n')
+        (tmp_path / f"request_{number}.jsonl").write_text(
+            '{"prompt": "x", "max_tokens": 1}\n'
+        )
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    resource.setrlimit(resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard))
+    resource.setrlimit(
+        resource.RLIMIT_NOFILE, (len(os.listdir("/proc/self/fd")) + 80, hard)
+    )
     try:
         done = CliRunner().invoke(main, ["run", "-q", str(tmp_path)])
         assert done.exit_code == 0, done.output
@@ -237,7 +276,8 @@ def test_more_files_than_may_be_open_at_once(tmp_path: Path) -> None:
 
 
 def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> None:
-    """It used to end in SIGABRT: the stage's thread was inside torch at the interpreter's exit."""
+    """It used to end in SIGABRT: the stage's thread was inside torch at the
+    interpreter's exit."""
     path = tmp_path / "a.jsonl"
     row = '{"prompt": "x", "max_tokens": %d, "ignore_eos": true}\n'
     path.write_text(row % 1 + row % 400 * 3000)
@@ -245,7 +285,8 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
     command = [sys.executable, "-m", "fminfer", "run", str(path), "--max-rows", "8"]
     command += ["--grace", "0.2"]
 
-    def mind_interrupts() -> None:  # a shell's background jobs are started with SIGINT ignored
+    # a shell's background jobs are started with SIGINT ignored
+    def mind_interrupts() -> None:
         signal.signal(signal.SIGINT, signal.SIG_DFL)
 
     process = subprocess.Popen(
@@ -266,7 +307,10 @@ def test_an_interrupted_run_is_status_130_and_keeps_its_rows(tmp_path: Path) -> 
     assert process.returncode == 130, said
     assert "Interrupted" in said and "terminate" not in said
     assert len(read(journal)) > 1
-    assert json.loads((tmp_path / "output_a.status.json").read_text())["status"] == "cancelled"
+    assert (
+        json.loads((tmp_path / "output_a.status.json").read_text())["status"]
+        == "cancelled"
+    )
 
 
 def test_an_empty_file_gives_an_empty_output(tmp_path: Path) -> None:
@@ -317,7 +361,11 @@ def test_a_run_says_why_its_attention_is_slow(
     stats = tmp_path / "stats.json"
     found = run(queries, "--output", tmp_path / "out.jsonl", "--stats", stats)
     assert found.returncode == 0, found.stderr
-    assert "The run is slower than it could be: there is no C++ compiler" in found.stderr
+    assert (
+        "The run is slower than it could be: there is no C++ compiler" in found.stderr
+    )
     assert "there is no C++ compiler" in json.loads(stats.read_text())["why_slower"]
     for record in read(tmp_path / "out.jsonl"):
-        assert record["result"]["choices"][0]["text"] == right_answer(record["request"]["prompt"])
+        assert record["result"]["choices"][0]["text"] == right_answer(
+            record["request"]["prompt"]
+        )

@@ -18,11 +18,15 @@ from fminfer.core.errors import UsageError
 
 ROOT = Path(__file__).parent.parent.parent
 TEXT = (ROOT / "docs" / "coming_from.md").read_text()
-COMMANDS = sorted(set(re.findall(r"`fminfer ([^`]+)`", TEXT)) - {"run", "run --infer-data"})
+COMMANDS = sorted(
+    set(re.findall(r"`fminfer ([^`]+)`", TEXT)) - {"run", "run --infer-data"}
+)
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_its_flags_are_taken(command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_its_flags_are_taken(
+    command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "fminfer.toml").write_text('model_class = "opt_125M"\n')
     name, *words = shlex.split(command)
@@ -54,18 +58,26 @@ def test_there_are_rows_of_every_command() -> None:
 
 def left_sides() -> str:
     """Return what stands in the first columns: what others have."""
-    return "\n".join(line.split(" | ")[0] for line in TEXT.splitlines() if line.startswith("| `"))
+    return "\n".join(
+        line.split(" | ")[0] for line in TEXT.splitlines() if line.startswith("| `")
+    )
 
 
 def test_every_old_flag_of_serve_has_a_row() -> None:
-    options = [param for param in main.commands["serve"].params if isinstance(param, click.Option)]
+    options = [
+        param
+        for param in main.commands["serve"].params
+        if isinstance(param, click.Option)
+    ]
     old = {option.opts[0] for option in options if option.hidden}
     assert len(old) > 8
     assert not old - set(re.findall(r"--[a-z0-9_-]+", left_sides()))
 
 
 def test_every_old_key_of_the_file_has_a_row() -> None:
-    assert not (ALIASES.keys() - {*OLD_FLAGS}) - set(re.findall(r"[a-z_]+", left_sides()))
+    assert not (ALIASES.keys() - {*OLD_FLAGS}) - set(
+        re.findall(r"[a-z_]+", left_sides())
+    )
 
 
 def test_every_flag_of_the_old_runner_has_a_row() -> None:

@@ -60,22 +60,41 @@ def context(command: str, flags: str = "") -> click.Context:
 def params(command: str, flags: str = "--config fminfer.toml") -> dict[str, Any]:
     """Return what a command has from its file, variables and flags, defaults left out."""
     found = context(command, flags)
-    given = {name for name in found.params if found.get_parameter_source(name) is not None}
+    given = {
+        name for name in found.params if found.get_parameter_source(name) is not None
+    }
     default = ParameterSource.DEFAULT
-    return {n: found.params[n] for n in given if found.get_parameter_source(n) is not default}
+    return {
+        n: found.params[n]
+        for n in given
+        if found.get_parameter_source(n) is not default
+    }
 
 
 def test_flags_of_every_kind(file: Path) -> None:
     file.write_text(
-        'model-name = "m"\nmax_rows = 4\nrank-timeout = 1.5\nstrict = true\ncheck_model = false\n'
+        'model-name = "m"\nmax_rows = 4\nrank-timeout = 1.5\nstrict = '
+        "true\ncheck_model = false\n"
         'cuda-id = [0, 2]\nstage_layers = "3,4"\ngrace = "0:00:30"\ndtype = "bf16"\n'
-        'prefix-cache = false\n[serve]\nport = 8123\napi-key = ["a", "b,c"]\nallow-origin = "*"\n'
+        'prefix-cache = false\n[serve]\nport = 8123\napi-key = ["a", '
+        '"b,c"]\nallow-origin = "*"\n'
         'max-body-size = "2M"\n[run]\ninfer-data = ["x.jsonl", "y.jsonl"]\nstop = "\\n, "\n'
         "quiet = true\ntop-k = 3\n"
     )
     both = {
-        **{"model": "m", "max_rows": 4, "rank_timeout_s": 1.5, "strict": True, "grace_s": 30.0},
-        **{"check_model": False, "cuda_ids": (0, 2), "stage_layers": (3, 4), "dtype": "bfloat16"},
+        **{
+            "model": "m",
+            "max_rows": 4,
+            "rank_timeout_s": 1.5,
+            "strict": True,
+            "grace_s": 30.0,
+        },
+        **{
+            "check_model": False,
+            "cuda_ids": (0, 2),
+            "stage_layers": (3, 4),
+            "dtype": "bfloat16",
+        },
         "prefix_cache": False,
     }
     assert params("serve") == both | {
@@ -105,7 +124,9 @@ def test_every_flag_of_both_commands_is_a_key() -> None:
 def test_the_command_line_goes_before_variables_and_these_before_the_file(
     file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    file.write_text("port = 1\nqueue-size = 1\nmax-rows = 1\nseed = 1\n[serve]\nqueue-size = 2\n")
+    file.write_text(
+        "port = 1\nqueue-size = 1\nmax-rows = 1\nseed = 1\n[serve]\nqueue-size = 2\n"
+    )
     monkeypatch.setenv("FMINFER_PORT", "3")
     monkeypatch.setenv("FMINFER_MAX_ROWS", "3")
     monkeypatch.setenv("FMINFER_SEED", "")  # as if it were not set
@@ -120,7 +141,12 @@ def test_the_command_line_goes_before_variables_and_these_before_the_file(
 def test_variables_of_every_kind(monkeypatch: pytest.MonkeyPatch) -> None:
     for name, value in {
         **{"MODEL_NAME": "m", "API_KEY": "a, b,", "CUDA_ID": "0,1", "STRICT": "1"},
-        **{"NO_PREFIX_CACHE": "true", "STOP": "a, b", "INFER_DATA": "s3://x/y,z", "FP16": "yes"},
+        **{
+            "NO_PREFIX_CACHE": "true",
+            "STOP": "a, b",
+            "INFER_DATA": "s3://x/y,z",
+            "FP16": "yes",
+        },
         **{"ATTENTION": "eager", "GRACE": "1m", "QUIET": "no"},
     }.items():
         monkeypatch.setenv(f"FMINFER_{name}", value)
@@ -169,12 +195,24 @@ def test_a_variable_goes_before_what_it_contradicts_in_the_file(
 @pytest.mark.parametrize(
     ("text", "says"),
     [
-        ("modle-name = 1", "modle-name in fminfer.toml is no flag .*; did you mean model-name"),
+        (
+            "modle-name = 1",
+            "modle-name in fminfer.toml is no flag .*; did you mean model-name",
+        ),
         ("zzz = 1", "zzz in fminfer.toml is no flag of fminfer run or serve$"),
         ("config = 'x'", "config in fminfer.toml is no flag"),
-        ("[server]\nport = 1", r"\[server\] in fminfer.toml is no table of ours; there are \[run"),
-        ("[run]\nport = 1", r"port in \[run\] of fminfer.toml is a flag of the other command"),
-        ("[serve]\noutput = 'x'", r"output in \[serve\] of .* is a flag of the other command"),
+        (
+            "[server]\nport = 1",
+            r"\[server\] in fminfer.toml is no table of ours; there are \[run",
+        ),
+        (
+            "[run]\nport = 1",
+            r"port in \[run\] of fminfer.toml is a flag of the other command",
+        ),
+        (
+            "[serve]\noutput = 'x'",
+            r"output in \[serve\] of .* is a flag of the other command",
+        ),
         ("[run]\nprot = 1", r"prot in \[run\] of fminfer.toml is no flag"),
         ("max-rows = 1.5", "max-rows in fminfer.toml: '1.5' is not a valid integer"),
         ("max_rows = true", "max_rows in fminfer.toml: 'true' is not a valid integer"),
@@ -182,9 +220,15 @@ def test_a_variable_goes_before_what_it_contradicts_in_the_file(
         ("max-rows = 2020-01-01", "max-rows in fminfer.toml is of type date"),
         ("strict = 'maybe'", "strict in fminfer.toml is 'maybe'; give true or false"),
         ("dtype = 'int3'", r"dtype in fminfer.toml: 'int3' is not one of"),
-        ("max-rows = 1\nmax_rows = 1", "max-rows and max_rows in fminfer.toml are one flag"),
+        (
+            "max-rows = 1\nmax_rows = 1",
+            "max-rows and max_rows in fminfer.toml are one flag",
+        ),
         ("model = 'a'\nmodel-name = 'b'", "contradict each other; give one of them"),
-        ("fp16 = true\ndtype = 'float32'", "fp16 in fminfer.toml and dtype in .* contradict"),
+        (
+            "fp16 = true\ndtype = 'float32'",
+            "fp16 in fminfer.toml and dtype in .* contradict",
+        ),
         ("a = = 1", "--config fminfer.toml is no TOML: .* line 1"),
     ],
 )
@@ -197,32 +241,48 @@ def test_mistakes_in_the_file(command: str, text: str, says: str, file: Path) ->
     assert re.search(says, message), message
 
 
-def test_a_file_that_cannot_be_read(file: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_cannot_be_read(
+    file: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     done = CliRunner().invoke(main, ["run", "--config", "fminfer.toml"])
     assert done.exit_code == 2
     assert "Error: --config fminfer.toml cannot be read: No such file" in done.stderr
     monkeypatch.setenv("FMINFER_CONFIG", str(file.parent))
-    with pytest.raises(UsageError, match=r"FMINFER_CONFIG .* cannot be read: Is a directory"):
+    with pytest.raises(
+        UsageError, match=r"FMINFER_CONFIG .* cannot be read: Is a directory"
+    ):
         params("run", "")
     file.write_bytes(b"a = '\xff'")
     with pytest.raises(UsageError, match=r"--config fminfer.toml is no TOML: .*utf-8"):
         params("run")
-    assert CliRunner().invoke(main, ["run", "--config", "fminfer.toml", "--help"]).exit_code == 0
+    assert (
+        CliRunner()
+        .invoke(main, ["run", "--config", "fminfer.toml", "--help"])
+        .exit_code
+        == 0
+    )
 
 
 def test_a_wrong_value_of_a_variable_names_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FMINFER_MAX_ROWS", "many")
     done = CliRunner().invoke(main, ["run"])
     assert done.exit_code == 2
-    assert "Invalid value for FMINFER_MAX_ROWS: 'many' is not a valid integer" in done.stderr
+    assert (
+        "Invalid value for FMINFER_MAX_ROWS: 'many' is not a valid integer"
+        in done.stderr
+    )
     monkeypatch.setenv("FMINFER_MAX_ROWS", "1")
     monkeypatch.setenv("FMINFER_STRICT", "perhaps")
-    with pytest.raises(UsageError, match="FMINFER_STRICT is 'perhaps'; give true or false"):
+    with pytest.raises(
+        UsageError, match="FMINFER_STRICT is 'perhaps'; give true or false"
+    ):
         params("serve", "")
 
 
 @pytest.mark.parametrize("value", ["", ",", " ", " , ,"])
-def test_a_variable_of_keys_that_holds_none(value: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_variable_of_keys_that_holds_none(
+    value: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The server started without a key, and so open to all."""
     monkeypatch.setenv("FMINFER_API_KEY", value)
     with pytest.raises(UsageError, match="FMINFER_API_KEY is set, and holds no value"):
@@ -239,7 +299,8 @@ def test_an_unknown_variable_is_only_warned_of(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.delenv("FMINFER_CPU")
     done = CliRunner().invoke(main, ["run"])
     told = (
-        "FMINFER_MODELNAME is no flag of fminfer, and is ignored; did you mean FMINFER_MODEL_NAME?"
+        "FMINFER_MODELNAME is no flag of fminfer, and is ignored; did you mean "
+        "FMINFER_MODEL_NAME?"
     )
     assert done.exit_code == 2 and f"{told}\n" in done.stderr  # there is no input
     assert f"{told}\n" in CliRunner().invoke(main, ["check"]).stderr
@@ -251,7 +312,9 @@ def test_check_and_bench_take_what_run_takes(
     command: str, file: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """`check` told of the demo model where FMINFER_MODEL_NAME named another."""
-    file.write_text('limit = 3\nport = 1\nmax-rows = 5\n[run]\nmodel-name = "in-file"\n')
+    file.write_text(
+        'limit = 3\nport = 1\nmax-rows = 5\n[run]\nmodel-name = "in-file"\n'
+    )
     assert params(command) == {"model": "in-file", "max_rows": 5}
     monkeypatch.setenv("FMINFER_MODEL_NAME", "in-variable")
     assert params(command, "")["model"] == "in-variable"
@@ -267,7 +330,13 @@ def test_keys_of_energonai(file: Path) -> None:
     assert params("serve") == {
         **{"model_config": "opt-6.7b", "model": "/c", "tokenizer": "t"},
         **{"tensor_parallel_size": 2, "pipeline_group_size": 3},
-        **{"dtype": "float16", "host": "0.0.0.0", "port": 8020, "max_rows": 16, "queue_size": 0},
+        **{
+            "dtype": "float16",
+            "host": "0.0.0.0",
+            "port": 8020,
+            "max_rows": 16,
+            "queue_size": 0,
+        },
         **{"log_level": "info", "allowed_origins": ("*",), "keep_alive_s": 180.0},
         **{"cache_size": 50, "cache_list_size": 2},
     }
@@ -286,8 +355,14 @@ def test_keys_of_energonai(file: Path) -> None:
     ("text", "says"),
     [
         ("half = 'no way'", "half in fminfer.toml is 'no way'; give true or false"),
-        ("model_class = 'bert_large'", "whose shape is not known. .* one of bert-base, bloom-"),
-        ("port = 1\nserver_port = 2", "port in .* and server_port in .* contradict each other"),
+        (
+            "model_class = 'bert_large'",
+            "whose shape is not known. .* one of bert-base, bloom-",
+        ),
+        (
+            "port = 1\nserver_port = 2",
+            "port in .* and server_port in .* contradict each other",
+        ),
         ("tp_init_size = 2\ntp = 4", "tp_init_size in .* and tp in .* contradict"),
         ("attention = 'off'", "attention in fminfer.toml is 'off'; give kernels"),
     ],
@@ -309,7 +384,9 @@ def test_a_python_file_is_refused_with_the_toml_to_write(file: Path) -> None:
     """It is read, never executed."""
     python = file.with_name("opt_config.py")
     python.write_text(PYTHON)
-    with pytest.raises(UsageError, match=r"opt_config.py is Python, which is never executed") as e:
+    with pytest.raises(
+        UsageError, match=r"opt_config.py is Python, which is never executed"
+    ) as e:
         params("serve", "--config opt_config.py")
     assert not (file.parent / "touched").exists()
     text = str(e.value)
@@ -322,8 +399,18 @@ def test_a_python_file_is_refused_with_the_toml_to_write(file: Path) -> None:
     assert params("serve") == {
         **{"model_config": "opt-125m", "model": "/model_checkpoint"},
         **{"tensor_parallel_size": 2, "pipeline_group_size": 2},
-        **{"tokenizer": "facebook/opt-125m", "dtype": "float16", "host": "0.0.0.0", "port": 8020},
-        **{"max_rows": 16, "queue_size": 0, "allowed_origins": ("*",), "keep_alive_s": 180.0},
+        **{
+            "tokenizer": "facebook/opt-125m",
+            "dtype": "float16",
+            "host": "0.0.0.0",
+            "port": 8020,
+        },
+        **{
+            "max_rows": 16,
+            "queue_size": 0,
+            "allowed_origins": ("*",),
+            "keep_alive_s": 180.0,
+        },
         **{"cache_size": 50, "cache_list_size": 1},
     }
 

@@ -25,14 +25,25 @@ SUM = "cat setup.cfg pyproject.toml constraints.txt | cksum | cut -d' ' -f1"
 def clone(tmp_path: Path) -> Path:
     clone = tmp_path / "clone"
     (clone / ".venv" / "bin").mkdir(parents=True)
-    for name in ("scripts", "examples", "setup.cfg", "pyproject.toml", "constraints.txt"):
+    for name in (
+        "scripts",
+        "examples",
+        "setup.cfg",
+        "pyproject.toml",
+        "constraints.txt",
+    ):
         (clone / name).symlink_to(ROOT / name)
-    for name, start in (("fminfer", f"{sys.executable} -m fminfer"), ("python", sys.executable)):
+    for name, start in (
+        ("fminfer", f"{sys.executable} -m fminfer"),
+        ("python", sys.executable),
+    ):
         path = clone / ".venv" / "bin" / name
         path.write_text(f'#!/bin/sh\nexec {start} "$@"\n')
         path.chmod(0o755)
     for extra in ("core", "serve"):
-        subprocess.run(f"touch .venv/.fminfer-{extra}-$({SUM})", shell=True, cwd=clone, check=True)
+        subprocess.run(
+            f"touch .venv/.fminfer-{extra}-$({SUM})", shell=True, cwd=clone, check=True
+        )
     (tmp_path / "temporary").mkdir()
     return clone
 
@@ -44,7 +55,8 @@ def demo_of(clone: Path, *words: str) -> Iterator[subprocess.Popen[str]]:
         stdout=subprocess.PIPE,
         stderr=subprocess.STDOUT,
         text=True,
-        env=os.environ | {"TMPDIR": str(clone.parent / "temporary"), "PYTHONPATH": str(ROOT)},
+        env=os.environ
+        | {"TMPDIR": str(clone.parent / "temporary"), "PYTHONPATH": str(ROOT)},
         start_new_session=True,
     )
     try:
@@ -70,7 +82,8 @@ def test_it_shows_answers_of_every_kind(clone: Path) -> None:
     assert named and all((clone / path).is_file() for path in named)
 
 
-# Stands in for the Python of .venv: notes what pip is to install, and reaches the address or not.
+# Stands in for the Python of .venv: notes what pip is to install, and reaches the
+# address or not.
 PYTHON = """#!/bin/sh
 case "$1" in
     -c) exit $UNREACHED ;;
@@ -80,14 +93,22 @@ esac
 GPU = "#!/bin/sh\nexit $NO_GPU\n"
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="PyPI's build has CUDA on Linux only")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="PyPI's build has CUDA on Linux only"
+)
 @pytest.mark.parametrize(
     ("no_gpu", "unreached", "failed", "has_torch", "says"),
     [
         (1, 0, 0, False, "about 260 MB into .venv: PyTorch without CUDA"),
         (1, 0, 1, False, "That failed; pip goes on with the PyTorch that it finds"),
         (1, 1, 0, False, "about 3060 MB into .venv: PyTorch with CUDA, since https://"),
-        (0, 0, 0, False, "about 3060 MB into .venv: PyTorch with CUDA, for the GPU here"),
+        (
+            0,
+            0,
+            0,
+            False,
+            "about 3060 MB into .venv: PyTorch with CUDA, for the GPU here",
+        ),
         (1, 0, 0, True, "at most 60 MB into .venv; PyTorch is there"),
     ],
 )
@@ -119,7 +140,9 @@ def test_a_set_up_takes_the_small_torch_without_a_gpu(
     first, *rest = (clone / "pip_calls").read_text().splitlines()
     is_small = "without CUDA, as" in done.stderr
     assert [first, *rest][-1].endswith("--constraint constraints.txt -e .")
-    assert ("--extra-index-url https://download.pytorch.org/whl/cpu torch" in first) is is_small
+    assert (
+        "--extra-index-url https://download.pytorch.org/whl/cpu torch" in first
+    ) is is_small
     assert len(rest) == is_small
 
 
@@ -128,7 +151,9 @@ def test_whoever_ends_it_ends_the_server(clone: Path) -> None:
     with demo_of(clone, "serve", "--port", "0") as demo:
         assert demo.stdout is not None
         lines = iter(demo.stdout.readline, "")
-        url = next(line for line in lines if " at http" in line).split(" at ")[1].strip()
+        url = (
+            next(line for line in lines if " at http" in line).split(" at ")[1].strip()
+        )
         assert urllib.request.urlopen(f"{url}/health", timeout=30).status == 200
         assert any(line == "Try:\n" for line in lines)
         demo.send_signal(signal.SIGTERM)

@@ -13,7 +13,8 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from tests.faults.torture import is_alive
 
-# Two processes, of one import: one ends by an error of its own; the other tells how, and ends, too.
+# Two processes, of one import: one ends by an error of its own; the other tells how,
+# and ends, too.
 OPEN_RUN = """
 import os
 import signal
@@ -41,8 +42,9 @@ if not other:
 
 
 def test_a_run_that_is_open_at_exit_does_not_hang_or_crash() -> None:
-    """The run used to wait for its thread while Python was ending, which had stopped that thread:
-    the program hung for ever, or died with `terminate called` in place of the user's own error.
+    """The run used to wait for its thread while Python was ending, which had stopped
+    that thread: the program hung for ever, or died with `terminate called` in place of
+    the user's own error.
     """
     command = [sys.executable, "-c", OPEN_RUN]
     done = subprocess.run(command, capture_output=True, text=True, timeout=120)
@@ -55,16 +57,22 @@ def test_a_rank_ends_after_who_started_it() -> None:
     rank = "import os, time; from fminfer.runtime.launch.processes import end_after; "
     rank += "end_after(os.getppid()); "
     rank += "print(os.getpid(), flush=True); time.sleep(100)"
-    launcher = "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
+    launcher = (
+        "import subprocess as s, sys; r = s.Popen([sys.executable, '-c', sys.argv[1]], "
+    )
     launcher += "stdout=s.PIPE, text=True); print(r.stdout.readline())"
-    told = subprocess.run([sys.executable, "-c", launcher, rank], capture_output=True, timeout=60)
+    told = subprocess.run(
+        [sys.executable, "-c", launcher, rank], capture_output=True, timeout=60
+    )
     until_s = time.monotonic() + 30
     while is_alive(int(told.stdout)):
         assert time.monotonic() < until_s
         time.sleep(0.02)
 
 
-def test_ctrl_c_ends_every_command_alike(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_ctrl_c_ends_every_command_alike(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """But for `run` and `serve` they said Aborted, with the status of a failure."""
 
     def interrupt(_: object) -> None:

@@ -19,24 +19,38 @@ PAGE = Path(__file__).parent.parent.parent / "docs" / "large_models.md"
 def test_a_table_is_what_check_predicts(table: str) -> None:
     """All tables take minutes: the script writes them. These two hold memory, load and time."""
     text = PAGE.read_text()
-    assert large_model_tables.fill(text, [table]) == text, f"run {large_model_tables.__file__}"
+    assert large_model_tables.fill(text, [table]) == text, (
+        f"run {large_model_tables.__file__}"
+    )
 
 
-def test_load_and_time_of_one_row_are_what_check_predicts(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_load_and_time_of_one_row_are_what_check_predicts(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The first and the last column of a table whose others have more rows in flight."""
-    shown = PAGE.read_text().partition("<!-- table: published -->\n")[2].partition("<!-- end")[0]
+    shown = (
+        PAGE.read_text()
+        .partition("<!-- table: published -->\n")[2]
+        .partition("<!-- end")[0]
+    )
     monkeypatch.setattr(large_model_tables, "BATCHES", [1])
     found = []
     for table in (shown, large_model_tables.published_table()):
-        rows = [row.split(" | ") for row in table.splitlines() if ", predicted | " in row]
+        rows = [
+            row.split(" | ") for row in table.splitlines() if ", predicted | " in row
+        ]
         found.append([(name, first, last) for name, first, *_, last in rows])
-    assert found[0] == found[1] and len(found[0]) == 3, f"run {large_model_tables.__file__}"
+    assert found[0] == found[1] and len(found[0]) == 3, (
+        f"run {large_model_tables.__file__}"
+    )
 
 
 def test_every_table_is_there_and_its_commands_are_taken() -> None:
     text = PAGE.read_text()
     for name in re.findall(r"<!-- table: (.*) -->", text):
-        table = text.partition(f"<!-- table: {name} -->\n")[2].partition("<!-- end -->")[0]
+        table = text.partition(f"<!-- table: {name} -->\n")[2].partition(
+            "<!-- end -->"
+        )[0]
         assert table.count("\n") >= 3, name
     commands = re.findall(r"^    fminfer check (.*)$", text, flags=re.M)
     assert len(commands) == 5

@@ -48,7 +48,9 @@ def test_the_loops_flags_are_those_of_run(runner: Any) -> None:
 def test_booleans_take_a_value_and_stop_several(runner: Any) -> None:
     """`--use-cuda true` was an extra argument to click, and `--stop A B` a file called B."""
     words = "--use-cuda false --share-prefix True --echo-prompt false --stop A B --infer-data="
-    flags, unused = runner.translate([*words.split(), "--overwrite-request-args", "true"])
+    flags, unused = runner.translate(
+        [*words.split(), "--overwrite-request-args", "true"]
+    )
     assert flags == [
         "--device",
         "cpu",
@@ -60,7 +62,9 @@ def test_booleans_take_a_value_and_stop_several(runner: Any) -> None:
         "--overwrite-request-args",
     ]
     assert not unused
-    assert runner.translate(["--echo-prompt=true", "--use-cuda", "true"])[0] == ["--echo-prompt"]
+    assert runner.translate(["--echo-prompt=true", "--use-cuda", "true"])[0] == [
+        "--echo-prompt"
+    ]
     assert runner.translate(["--output-path", "a.jsonl"])[0] == ["--output", "a.jsonl"]
 
 
@@ -101,7 +105,9 @@ def test_any_old_schedule_is_the_one_there_is() -> None:
 def test_it_answers(tmp_path: Path) -> None:
     source = tmp_path / "request_0.jsonl"
     source.write_text("".join(QUERIES.read_text().splitlines(keepends=True)[:2]))
-    words = "--world-size 1 --pipeline-group-size 1 --rank 0 --cuda-id 0 --use-cuda false"
+    words = (
+        "--world-size 1 --pipeline-group-size 1 --rank 0 --cuda-id 0 --use-cuda false"
+    )
     words += " --dist-url tcp://127.0.0.1:9031 --debug-mem false --cuda-num 1 --seed 42"
     done = subprocess.run(
         [sys.executable, SCRIPT, *words.split(), "--infer-data", source],
@@ -110,6 +116,9 @@ def test_it_answers(tmp_path: Path) -> None:
         cwd=tmp_path,
     )
     assert done.returncode == 0, done.stderr
-    assert "Without a meaning here, left out: --debug-mem, --cuda-num, --cuda-id\n" in done.stderr
+    assert (
+        "Without a meaning here, left out: --debug-mem, --cuda-num, --cuda-id\n"
+        in done.stderr
+    )
     answers = (tmp_path / "output_request_0.jsonl").read_text().splitlines()
     assert len([json.loads(line)["result"] for line in answers]) == 2

@@ -33,7 +33,11 @@ from fminfer.core.option import (
 )
 
 ROOT = Path(__file__).parent.parent.parent
-ALL = [each for table in option_table.TABLES for each in options_of(table, is_own=True).values()]
+ALL = [
+    each
+    for table in option_table.TABLES
+    for each in options_of(table, is_own=True).values()
+]
 
 
 @dataclass(frozen=True)
@@ -43,7 +47,9 @@ class MadeUp(Options):
     depth: Count | None = option("How deep.", group="Model", commands=("run",))
     is_deep: bool = option("Whether it is deep.", group="Model", commands=("run",))
     deep_words: tuple[str, ...] = option("Words.", group="Model", commands=("run",))
-    deep_kind: Literal["a", "b"] = option("Kind.", default="a", group="Model", commands=("run",))
+    deep_kind: Literal["a", "b"] = option(
+        "Kind.", default="a", group="Model", commands=("run",)
+    )
     lapse_s: Seconds = option("Time.", default=75.0, group="Model", commands=("run",))
     deep_bytes: Bytes = option("Size.", default=2**24, group="Model", commands=("run",))
     deepest: tuple[int, ...] = option(
@@ -76,7 +82,9 @@ def test_every_option_reaches_its_commands(command: Command) -> None:
     meant = {each.name: each for each in ALL if command in each.commands}
     assert meant, "the command takes its options from the table"
     assert meant.keys() <= shown.keys()
-    others = {name for name in shown.keys() - meant.keys() if name and name[:4] != "old_"}
+    others = {
+        name for name in shown.keys() - meant.keys() if name and name[:4] != "old_"
+    }
     assert others <= {"config"}
     for name, each in meant.items():
         assert each.told in shown[name].opts and shown[name].group in GROUPS
@@ -90,7 +98,9 @@ def test_no_option_goes_without_its_value(command: str) -> None:
         if isinstance(param, click.Option) and not (param.is_flag or param.count):
             words = [*given.get(command, []), param.opts[0]]
             found = CliRunner().invoke(main, [command, *words])
-            assert found.exit_code == 2 and "requires an argument" in found.stderr, words
+            assert found.exit_code == 2 and "requires an argument" in found.stderr, (
+                words
+            )
 
 
 def test_old_flags_are_named_in_errors() -> None:
@@ -108,7 +118,9 @@ def test_an_option_is_declared_once() -> None:
         flags = [f for each in ALL if command in each.commands for f in each.all_flags]
         assert sorted(flags) == sorted(set(flags)), command
     names = [each.name for each in ALL if each.name in options_of(EngineConfig)]
-    assert sorted(names) == sorted(options_of(EngineConfig)), "each part is in the table"
+    assert sorted(names) == sorted(options_of(EngineConfig)), (
+        "each part is in the table"
+    )
 
 
 def test_every_option_has_a_help() -> None:
@@ -117,7 +129,9 @@ def test_every_option_has_a_help() -> None:
 
 
 def test_the_docs_have_the_table_of_flags() -> None:
-    found = subprocess.run([sys.executable, ROOT / "scripts" / "option_tables.py", "--check"])
+    found = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "option_tables.py", "--check"]
+    )
     assert found.returncode == 0
 
 
@@ -146,7 +160,9 @@ def test_a_row_has_its_default_in_the_help(with_more: None) -> None:
     text = " ".join(command.get_help(click.Context(command)).split())
     assert "--depth INTEGER How deep. --deep Whether" in text
     assert "[a|b] Kind. [default: a]" in text
-    assert "H:MM:SS Time. [default: 75 s]" in text and "SIZE Size. [default: 16M]" in text
+    assert (
+        "H:MM:SS Time. [default: 75 s]" in text and "SIZE Size. [default: 16M]" in text
+    )
 
 
 def test_a_row_becomes_a_key_and_a_variable(

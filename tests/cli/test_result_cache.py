@@ -14,7 +14,10 @@ from fminfer.answers.answer_store import FILE
 from fminfer.cli.app import main
 from tests.forked import run_forked
 
-GREEDY = {"prompt": "Question: How do you go from the den to the porch?\nAnswer:", "temperature": 0}
+GREEDY = {
+    "prompt": "Question: How do you go from the den to the porch?\nAnswer:",
+    "temperature": 0,
+}
 REQUESTS: list[dict[str, Any]] = [
     *(GREEDY | {"max_tokens": number} for number in range(4, 10)),
     GREEDY | {"temperature": 1, "max_tokens": 5},  # drawn anew
@@ -39,13 +42,24 @@ def choices(path: Path) -> list[Any]:
 
 
 @pytest.mark.parametrize("flags", [[], ["--data-group-size", 2]])
-def test_another_run_takes_the_answers(source: Path, tmp_path: Path, flags: list[Any]) -> None:
+def test_another_run_takes_the_answers(
+    source: Path, tmp_path: Path, flags: list[Any]
+) -> None:
     """Also over several pipelines, of which only the first process has the folder."""
     cache = tmp_path / "cache"
     outputs = [tmp_path / name for name in ("one.jsonl", "two.jsonl")]
     stats = tmp_path / "stats.json"
     for output, num_kept in zip(outputs, (0, 6), strict=True):
-        words = [source, "--result-cache", cache, "--output", output, "--stats", stats, *flags]
+        words = [
+            source,
+            "--result-cache",
+            cache,
+            "--output",
+            output,
+            "--stats",
+            stats,
+            *flags,
+        ]
         done = run_forked(["run", "--dtype", "float32", *words])
         assert done.returncode == 3, done.stderr
         assert f"cache     {num_kept} requests had an answer in {cache}" in done.stderr
@@ -57,14 +71,21 @@ def test_another_run_takes_the_answers(source: Path, tmp_path: Path, flags: list
 
 def test_a_damaged_cache_costs_no_row(source: Path, tmp_path: Path) -> None:
     cache = tmp_path / "cache"
-    assert run(source, "--result-cache", cache, "--output", tmp_path / "one.jsonl").exit_code == 3
+    assert (
+        run(
+            source, "--result-cache", cache, "--output", tmp_path / "one.jsonl"
+        ).exit_code
+        == 3
+    )
     (cache / FILE).write_bytes(os.urandom(5000))
     done = run(source, "--result-cache", cache, "--output", tmp_path / "two.jsonl")
     assert done.exit_code == 3 and f"{FILE} is damaged" in done.stderr
     assert choices(tmp_path / "one.jsonl") == choices(tmp_path / "two.jsonl")
 
 
-def test_a_cache_that_cannot_be_made_costs_a_warning(source: Path, tmp_path: Path) -> None:
+def test_a_cache_that_cannot_be_made_costs_a_warning(
+    source: Path, tmp_path: Path
+) -> None:
     (tmp_path / "file").write_text("")
     stats = tmp_path / "stats.json"
     done = run(source, "--result-cache", tmp_path / "file" / "cache", "--stats", stats)
@@ -77,7 +98,10 @@ def test_a_cache_that_cannot_be_made_costs_a_warning(source: Path, tmp_path: Pat
     ("flags", "says"),
     [
         ("--batch-size 2 --result-cache .", "--result-cache with made-up requests"),
-        ("in.jsonl --result-cache-size 1G", "has no effect without --result-cache FOLDER"),
+        (
+            "in.jsonl --result-cache-size 1G",
+            "has no effect without --result-cache FOLDER",
+        ),
         ("in.jsonl --result-cache s3://b/c", "--result-cache s3://b/c is a URL"),
         ("in.jsonl --result-cache in.jsonl", "--result-cache in.jsonl is a file"),
         ("in.jsonl --result-cache . --result-cache-size 9K", "give at least 1 MiB"),

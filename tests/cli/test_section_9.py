@@ -1,4 +1,5 @@
-"""Section 9 of the contract: each of its items is one test here, by its name, on the demo model."""
+"""Section 9 of the contract: each of its items is one test here, by its name, on the
+demo model."""
 
 from __future__ import annotations
 
@@ -27,7 +28,9 @@ def engine() -> Iterator[fminfer.Engine]:
 
 def answer(engine: fminfer.Engine, **fields: Any) -> dict[str, Any]:
     """Answer one greedy request about the way; return its result."""
-    (record,) = engine.run([{"prompt": WAY, "temperature": 0, "max_tokens": 12} | fields])
+    (record,) = engine.run(
+        [{"prompt": WAY, "temperature": 0, "max_tokens": 12} | fields]
+    )
     assert record.error is None, record.error
     result: dict[str, Any] = record.to_dict()["result"]
     return result
@@ -41,12 +44,17 @@ def choice(engine: fminfer.Engine, **fields: Any) -> dict[str, Any]:
 def pieces(engine: fminfer.Engine) -> tuple[str, list[str]]:
     """Return the text that the model answers, and the text of its tokens."""
     found = choice(engine, logprobs=0)
-    tokens = [token.replace("Ġ", " ").replace("Ċ", "\n") for token in found["logprobs"]["tokens"]]
+    tokens = [
+        token.replace("Ġ", " ").replace("Ċ", "\n")
+        for token in found["logprobs"]["tokens"]
+    ]
     assert "".join(tokens) == found["text"] and len(tokens) >= 4
     return found["text"], tokens
 
 
-def check_stop(engine: fminfer.Engine, stop: Any, expected: str, num_listed: int) -> None:
+def check_stop(
+    engine: fminfer.Engine, stop: Any, expected: str, num_listed: int
+) -> None:
     found = choice(engine, stop=stop, logprobs=0)
     assert (found["text"], found["finish_reason"]) == (expected, "stop")
     assert len(found["logprobs"]["tokens"]) == num_listed
@@ -75,7 +83,9 @@ def test_stop_equal_to_the_first_token(engine: fminfer.Engine) -> None:
     check_stop(engine, tokens[0], "", 0)
 
 
-def test_two_stops_the_later_listed_one_earlier_in_the_text(engine: fminfer.Engine) -> None:
+def test_two_stops_the_later_listed_one_earlier_in_the_text(
+    engine: fminfer.Engine,
+) -> None:
     text, tokens = pieces(engine)
     late = tokens[2][-3:]
     early = tokens[1][-3:]
@@ -94,10 +104,17 @@ def test_a_stop_inside_the_echoed_prompt_does_not_stop(engine: fminfer.Engine) -
 
 
 @pytest.mark.parametrize("echo", [True, False])
-def test_eos_as_first_token_under_echo_and_max_tokens_1(engine: fminfer.Engine, echo: bool) -> None:
+def test_eos_as_first_token_under_echo_and_max_tokens_1(
+    engine: fminfer.Engine, echo: bool
+) -> None:
     """lm-eval slices [ctxlen:-1]; it needs EOS to be an entry of the arrays."""
     ids = engine.tokenizer.encode(WAY).ids
-    forced = {"prompt": ids, "max_tokens": 1, "logit_bias": {str(EOS): 100}, "logprobs": 1}
+    forced = {
+        "prompt": ids,
+        "max_tokens": 1,
+        "logit_bias": {str(EOS): 100},
+        "logprobs": 1,
+    }
     found = choice(engine, echo=echo, **forced)
     assert (found["text"], found["finish_reason"]) == (WAY if echo else "", "stop")
     for key in ARRAYS:
@@ -105,12 +122,17 @@ def test_eos_as_first_token_under_echo_and_max_tokens_1(engine: fminfer.Engine, 
 
 
 @pytest.mark.parametrize("echo", [True, False])
-def test_max_tokens_0_with_and_without_echo_n_3(engine: fminfer.Engine, echo: bool) -> None:
+def test_max_tokens_0_with_and_without_echo_n_3(
+    engine: fminfer.Engine, echo: bool
+) -> None:
     result = answer(engine, max_tokens=0, echo=echo, n=3, temperature=1, logprobs=2)
     num_prompt = len(engine.tokenizer.encode(WAY).ids)
     assert [found["index"] for found in result["choices"]] == [0, 1, 2]
     for found in result["choices"]:
-        assert (found["text"], found["finish_reason"]) == (WAY if echo else "", "length")
+        assert (found["text"], found["finish_reason"]) == (
+            WAY if echo else "",
+            "length",
+        )
         for key in ARRAYS:
             assert len(found["logprobs"][key]) == (num_prompt if echo else 0), key
     assert result["usage"]["completion_tokens"] == 0
@@ -141,9 +163,14 @@ def test_a_prompt_of_context_and_of_context_and_1_tokens(
     drawn = {"prompt": ids, "max_tokens": 1}
     records = sorted(engine.run([scored, drawn]), key=lambda record: record.line.number)
     errors = [record.error.code if record.error else None for record in records]
-    assert errors == ["context_length_exceeded" if extra > 1 else None, "context_length_exceeded"]
+    assert errors == [
+        "context_length_exceeded" if extra > 1 else None,
+        "context_length_exceeded",
+    ]
     if extra < 2:
-        logprobs = records[0].to_dict()["result"]["choices"][0]["logprobs"]["token_logprobs"]
+        logprobs = records[0].to_dict()["result"]["choices"][0]["logprobs"][
+            "token_logprobs"
+        ]
         assert len(logprobs) == CONTEXT + extra and None not in logprobs[1:]
 
 
@@ -158,7 +185,9 @@ def test_ids_that_already_start_with_bos_get_no_other(
     assert result["usage"]["prompt_tokens"] == 3
 
 
-def test_an_emoji_split_over_several_tokens_with_logprobs(engine: fminfer.Engine) -> None:
+def test_an_emoji_split_over_several_tokens_with_logprobs(
+    engine: fminfer.Engine,
+) -> None:
     prompt = "a🙂b"
     found = choice(engine, prompt=prompt, max_tokens=0, echo=True, logprobs=2)
     assert found["text"] == prompt
@@ -168,7 +197,9 @@ def test_an_emoji_split_over_several_tokens_with_logprobs(engine: fminfer.Engine
 def test_logit_bias_that_bans_eos(engine: fminfer.Engine) -> None:
     plain = choice(engine, max_tokens=60)
     assert plain["finish_reason"] == "stop", "the demo model ends its answers"
-    banned = choice(engine, max_tokens=60, logit_bias={str(EOS): -100}, return_token_ids=True)
+    banned = choice(
+        engine, max_tokens=60, logit_bias={str(EOS): -100}, return_token_ids=True
+    )
     assert banned["finish_reason"] == "length" and EOS not in banned["token_ids"]
     assert banned["text"].startswith(plain["text"])
 
@@ -190,7 +221,9 @@ def test_n_4_with_best_of_3_is_best_of_4_with_a_warning(engine: fminfer.Engine) 
 def test_greedy_best_of_5(engine: fminfer.Engine) -> None:
     alone = answer(engine)
     result = answer(engine, best_of=5)
-    assert [found["text"] for found in result["choices"]] == [alone["choices"][0]["text"]]
+    assert [found["text"] for found in result["choices"]] == [
+        alone["choices"][0]["text"]
+    ]
     drawn = alone["usage"]["completion_tokens"]
     assert result["usage"]["completion_tokens"] == 5 * drawn, "all of them count"
 
@@ -202,14 +235,18 @@ def sampled(index: int) -> dict[str, Any]:
 
 def answers(engine: fminfer.Engine, requests: list[dict[str, Any]]) -> list[Any]:
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
-    return [[c["text"] for c in record.to_dict()["result"]["choices"]] for record in records]
+    return [
+        [c["text"] for c in record.to_dict()["result"]["choices"]] for record in records
+    ]
 
 
 def test_the_same_prompt_alone_and_among_32_others_gives_the_same_text(
     engine: fminfer.Engine,
 ) -> None:
     (alone,) = answers(engine, [sampled(0)])
-    among = answers(engine, [*map(sampled, range(1, 17)), sampled(0), *map(sampled, range(17, 33))])
+    among = answers(
+        engine, [*map(sampled, range(1, 17)), sampled(0), *map(sampled, range(17, 33))]
+    )
     assert among[16] == alone
 
 
@@ -250,7 +287,9 @@ def test_one_very_long_line(engine: fminfer.Engine) -> None:
     """Ten megabytes cost only their own line."""
     long = {"prompt": "x", "max_tokens": 1, "padding": "é" * 5_000_000}
     too_long = {"prompt": "word " * 200_000, "max_tokens": 1}
-    records = sorted(engine.run([long, too_long, {"prompt": "x"}]), key=lambda r: r.line.number)
+    records = sorted(
+        engine.run([long, too_long, {"prompt": "x"}]), key=lambda r: r.line.number
+    )
     codes = [record.error.code if record.error else None for record in records]
     assert codes == [None, "context_length_exceeded", None]
 

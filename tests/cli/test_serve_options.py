@@ -36,7 +36,9 @@ def parse(flags: str | list[str]) -> dict[str, Any]:
 
 
 def notices(flags: str) -> list[str]:
-    told: list[str] = main.commands["serve"].make_context("serve", flags.split()).meta[NOTICES]
+    told: list[str] = (
+        main.commands["serve"].make_context("serve", flags.split()).meta[NOTICES]
+    )
     return told
 
 
@@ -60,7 +62,11 @@ def test_the_old_line_with_int8_starts_a_server_of_8_bits(started: list[Any]) ->
     done = serve(OLD.format(tp=1).replace("fp16", "int8"))
     assert done.exit_code == 0, done.output
     _, config, *_ = started
-    assert (config.quantized_to, config.random_init, config.max_rows) == ("int8", "7b1", 4)
+    assert (config.quantized_to, config.random_init, config.max_rows) == (
+        "int8",
+        "7b1",
+        4,
+    )
 
 
 def test_every_setting_has_a_flag_and_reaches_the_server(
@@ -105,8 +111,14 @@ def test_every_setting_has_a_flag_and_reaches_the_server(
         is_verbose=True,
     )
     default = ServerSettings()
-    assert not [f for f in fields(default) if getattr(settings, f.name) == getattr(default, f.name)]
-    assert config == EngineConfig("m", dtype="float16", max_rows=3, strict=True, check_model=True)
+    assert not [
+        f
+        for f in fields(default)
+        if getattr(settings, f.name) == getattr(default, f.name)
+    ]
+    assert config == EngineConfig(
+        "m", dtype="float16", max_rows=3, strict=True, check_model=True
+    )
     assert role.kind == "alone"
 
 
@@ -114,14 +126,25 @@ def test_the_model_is_an_argument_or_a_flag() -> None:
     assert parse("m")["model"] == parse("--model m")["model"] == "m"
     assert parse("m --model-name m")["model"] == "m"
     assert parse("")["model"] is None
-    with pytest.raises(click.UsageError, match="m and --model-name n contradict each other"):
+    with pytest.raises(
+        click.UsageError, match="m and --model-name n contradict each other"
+    ):
         parse("m --model-name n")
 
 
 def test_flags_of_files_are_not_there() -> None:
     """Nor what a server has no use for."""
     names = {param.name for param in main.commands["serve"].params}
-    files = {"paths", "infer_data", "output", "restart", "limit", "stats", "trace", "prompt"}
+    files = {
+        "paths",
+        "infer_data",
+        "output",
+        "restart",
+        "limit",
+        "stats",
+        "trace",
+        "prompt",
+    }
     assert not names & (files | {"temperature", "max_steps", "pp_mode", "deadline_s"})
 
 
@@ -133,10 +156,16 @@ def test_flags_of_files_are_not_there() -> None:
         ("--grace -1", "'--grace'"),
         ("--max-body-size 0", "'0' is no size"),
         ("--ssl-certfile setup.cfg", "without ssl_keyfile; give both, or neither"),
-        ("--ssl-certfile no --ssl-keyfile setup.cfg", "ssl_certfile is no, where there is no file"),
+        (
+            "--ssl-certfile no --ssl-keyfile setup.cfg",
+            "ssl_certfile is no, where there is no file",
+        ),
         ("--log-level loud", "'loud' is not one of"),
         ("--allow-origin example.org", "give scheme, host and port without a path"),
-        ("--allow-origin https://example.org/", "give scheme, host and port without a path"),
+        (
+            "--allow-origin https://example.org/",
+            "give scheme, host and port without a path",
+        ),
         ("--allow-host https://x.org", "give a name, or name:port, such as"),
         ("--allow-host *", "give a name, or name:port, such as"),
         ("--max-rows 0", "max_rows is 0; it must be at least 1"),
@@ -199,12 +228,16 @@ def test_what_is_looked_for_is_what_the_extra_installs() -> None:
     assert tuple(name.replace("-", "_") for name in packages) == serve_command.EXTRA
 
 
-def test_the_start_line_of_the_bloom_service_starts_it_whole(started: list[Any]) -> None:
+def test_the_start_line_of_the_bloom_service_starts_it_whole(
+    started: list[Any],
+) -> None:
     done = serve(OLD.format(tp=1))
     assert done.exit_code == 0, done.output
     settings, config, role, _ = started
     assert (settings.host, settings.port) == ("H", 7070)
-    assert config == EngineConfig(random_init="7b1", tokenizer="M", dtype="float16", max_rows=4)
+    assert config == EngineConfig(
+        random_init="7b1", tokenizer="M", dtype="float16", max_rows=4
+    )
     assert role.kind == "alone" and "tensor" not in done.stderr
 
 
@@ -220,7 +253,11 @@ def test_tp_is_so_many_ranks_that_share_each_layer(started: list[Any]) -> None:
 def test_its_booleans_take_a_value() -> None:
     assert parse("--name M --random_init False")["model"] == "M"
     found = parse("--name M --random_init true")
-    assert (found["random_init"], found["tokenizer"], found["model"]) == ("560m", "M", None)
+    assert (found["random_init"], found["tokenizer"], found["model"]) == (
+        "560m",
+        "M",
+        None,
+    )
     assert notices("--name M --random_model_size 7b1") == [
         "--random_model_size means nothing without --random_init True"
     ]
@@ -238,9 +275,18 @@ def test_its_other_names() -> None:
     ("flags", "says"),
     [
         ("--http_port 1 --port 2", "--http_port 1 and --port 2 contradict each other"),
-        ("--name M --model-name N", "--name M and --model-name N contradict each other"),
-        ("--name M --random_init True --model-name N", "--random_init True and --model-name"),
-        ("--name M --random-init llama-160m", "--name and --random-init contradict each other"),
+        (
+            "--name M --model-name N",
+            "--name M and --model-name N contradict each other",
+        ),
+        (
+            "--name M --random_init True --model-name N",
+            "--random_init True and --model-name",
+        ),
+        (
+            "--name M --random-init llama-160m",
+            "--name and --random-init contradict each other",
+        ),
     ],
 )
 def test_an_old_and_a_new_flag_may_not_differ(flags: str, says: str) -> None:
@@ -274,7 +320,11 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
     name, *flags = done.stdout.splitlines()
     assert name == "serve"
     found = parse(flags)
-    assert found["queue_size"] == 7 and found["port"] == 7070 and found["host"] == "127.0.0.1"
+    assert (
+        found["queue_size"] == 7
+        and found["port"] == 7070
+        and found["host"] == "127.0.0.1"
+    )
     body = json.loads((ROOT / "examples" / "test.json").read_text())
     assert body["max_new_tokens"] == 60 and body.keys() == {
         "prompt",
@@ -294,10 +344,19 @@ def test_the_example_starts_a_server_whose_flags_are_known(tmp_path: Path) -> No
         ({"served_model_names": ("",)}, "served_model_names: the value is empty"),
         ({"cache_size": -1}, "cache_size is -1; it must be at least 0"),
         ({"cache_list_size": 0}, "cache_list_size is 0; it must be at least 1"),
-        ({"cache_list_size": 2}, "cache_size is 0: no answer is kept. Give --cache-size"),
+        (
+            {"cache_list_size": 2},
+            "cache_size is 0: no answer is kept. Give --cache-size",
+        ),
         ({"result_cache_bytes": 2**30}, "has no effect without --result-cache"),
-        ({"max_upload_bytes": 2**20}, "--max-upload-size and --max-batch-lines have no effect"),
-        ({"max_batch_lines": 7}, "--max-upload-size and --max-batch-lines have no effect"),
+        (
+            {"max_upload_bytes": 2**20},
+            "--max-upload-size and --max-batch-lines have no effect",
+        ),
+        (
+            {"max_batch_lines": 7},
+            "--max-upload-size and --max-batch-lines have no effect",
+        ),
         ({"result_cache": "s3://a/b"}, "is a URL"),
     ],
 )

@@ -1,4 +1,5 @@
-"""Before its first step the command imports little, which changes no answer, and touches memory."""
+"""Before its first step the command imports little, which changes no answer, and
+touches memory."""
 
 from __future__ import annotations
 
@@ -30,7 +31,12 @@ import fminfer
 from fminfer.cli import app, process
 from fminfer.core.config import ComputeOptions
 from fminfer.machine import control_groups, host_memory, library_imports
-from fminfer.machine.host_memory import free_host_bytes, read_mapped, reading_files, touching_memory
+from fminfer.machine.host_memory import (
+    free_host_bytes,
+    read_mapped,
+    reading_files,
+    touching_memory,
+)
 from fminfer.models.model_folder import find_weight_files
 from tests.conftest import FEW, FIELDS, IS_ALL, family_config
 
@@ -52,7 +58,8 @@ def unused_modules() -> list[str]:
     return [
         name
         for name in sys.modules
-        if name in UNUSED or re.match(r"transformers\.models\.(?!auto).*\.modeling_", name)
+        if name in UNUSED
+        or re.match(r"transformers\.models\.(?!auto).*\.modeling_", name)
     ]
 
 
@@ -73,11 +80,16 @@ def answers_of(config: str) -> list[Any]:
     request = {"prompt": list(range(40)), "max_tokens": 4, "logprobs": 2, "echo": True}
     records = list(engine.run([request]))
     engine.close()
-    return [record.result["choices"] if record.result else str(record.error) for record in records]
+    return [
+        record.result["choices"] if record.result else str(record.error)
+        for record in records
+    ]
 
 
 def run_python(code: str, *arguments: str) -> str:
-    done = subprocess.run([sys.executable, "-c", code, *arguments], capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code, *arguments], capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     return done.stdout
 
@@ -96,7 +108,9 @@ def test_every_family_answers_the_same_without_what_no_run_uses(tmp_path: Path) 
     assert unused == "[]"
 
 
-def test_the_command_imports_no_model_no_compiler_and_no_sharded_tensors(tmp_path: Path) -> None:
+def test_the_command_imports_no_model_no_compiler_and_no_sharded_tensors(
+    tmp_path: Path,
+) -> None:
     """They are half of what is imported; `check` had them all."""
     rows = tmp_path / "rows.jsonl"
     answers = tmp_path / "answers.jsonl"
@@ -120,7 +134,9 @@ for words in (["check", rows], ["run", rows, "-q", "--output", answers]):
 def test_help_waits_for_nothing_that_only_runs_need() -> None:
     """tqdm and importlib.metadata, which reads e-mails, took a third of `fminfer --help`."""
     heavy = {"torch", "numpy", "tqdm", "email", "sqlite3", "fsspec", "jinja2"}
-    run_python(f"import sys, fminfer.cli.app; assert not {heavy} & sys.modules.keys(), sys.modules")
+    run_python(
+        f"import sys, fminfer.cli.app; assert not {heavy} & sys.modules.keys(), sys.modules"
+    )
 
 
 # Prints how often transformers' folders were read for the list of its models.
@@ -170,7 +186,8 @@ class Planted:
 def test_a_planted_or_damaged_list_of_models_is_found_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """It was unpickled without a look: a planted file ran code, a damaged one failed every run."""
+    """It was unpickled without a look: a planted file ran code, a damaged one failed
+    every run."""
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "models"
@@ -180,14 +197,25 @@ def test_a_planted_or_damaged_list_of_models_is_found_again(
     (kept,) = tmp_path.iterdir()
     ran = tmp_path / "ran"
     whole = kept.read_bytes()
-    texts = ['[["no", "list"]]', "3", "[", '{"items": [[["a"], "b"]]}', '{"items": [[1, ["b"]]]}']
-    signed = [f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode() for text in texts]
+    texts = [
+        '[["no", "list"]]',
+        "3",
+        "[",
+        '{"items": [[["a"], "b"]]}',
+        '{"items": [[1, ["b"]]]}',
+    ]
+    signed = [
+        f"{hashlib.sha256(text.encode()).hexdigest()}\n{text}".encode()
+        for text in texts
+    ]
     torn = [whole[:-1] + b" ", whole[: len(whole) // 2], b""]
     for damaged in (pickle.dumps(Planted(ran)), pickle.dumps({1: 2}), *torn, *signed):
         kept.write_bytes(damaged)
         assert library_imports._KeptList(folder, lambda path: right)(folder) == right
         assert not ran.exists() and kept.read_bytes() == whole, damaged
-    assert library_imports._KeptList(folder, lambda path: {})(folder) == right, "this one is taken"
+    assert library_imports._KeptList(folder, lambda path: {})(folder) == right, (
+        "this one is taken"
+    )
 
 
 def test_without_a_cache_the_list_of_models_is_read_once(
@@ -201,8 +229,11 @@ def test_without_a_cache_the_list_of_models_is_read_once(
     assert kept(folder) == kept(str(folder / "__init__.py")) == {"llama": {}}
 
 
-def test_the_collector_looks_now_and_then_and_what_stood_aside_is_there_for_who_asks() -> None:
-    """Rows' tokens stay until their row ends: to look at them every 700 costs a third of a step."""
+def test_the_collector_looks_now_and_then_and_what_stood_aside_is_there_for_who_asks() -> (
+    None
+):
+    """Rows' tokens stay until their row ends: to look at them every 700 costs a third
+    of a step."""
     code = """
 import gc, sys
 from fminfer.machine.library_imports import importing
@@ -269,7 +300,9 @@ def two_cores(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
 
 
-def test_memory_is_touched_meanwhile_and_free_afterwards(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_touched_meanwhile_and_free_afterwards(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     two_cores(monkeypatch)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 1 << 30)
     size = 200 << 20
@@ -281,7 +314,9 @@ def test_memory_is_touched_meanwhile_and_free_afterwards(monkeypatch: pytest.Mon
     assert own_bytes() - before < 0.2 * size
 
 
-def test_no_more_than_a_quarter_of_free_memory_is_touched(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_more_than_a_quarter_of_free_memory_is_touched(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     two_cores(monkeypatch)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 400 << 20)
     before = own_bytes()
@@ -291,15 +326,20 @@ def test_no_more_than_a_quarter_of_free_memory_is_touched(monkeypatch: pytest.Mo
         assert own_bytes() - before < 120 << 20
 
 
-def test_touching_ends_when_what_it_is_for_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_touching_ends_when_what_it_is_for_ends(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     two_cores(monkeypatch)
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 2 << 30)
-    monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.1))  # a slow host: 6 s for all
+    # a slow host: 6 s for all
+    monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.1))
     began = time.monotonic()
     with pytest.raises(KeyError), touching_memory(1 << 40):
         raise KeyError
     assert time.monotonic() - began < 1.0
-    assert not [thread for thread in threading.enumerate() if thread.name == "fminfer memory"]
+    assert not [
+        thread for thread in threading.enumerate() if thread.name == "fminfer memory"
+    ]
 
 
 @pytest.mark.parametrize(
@@ -323,7 +363,9 @@ def test_nothing_is_touched_for_nothing(
 ) -> None:
     """Nor beside the only core's own work, nor where memory is gone or counted when reserved."""
     touched: list[int] = []
-    monkeypatch.setattr(host_memory, "_touch", lambda memory, _: touched.append(len(memory)))
+    monkeypatch.setattr(
+        host_memory, "_touch", lambda memory, _: touched.append(len(memory))
+    )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free << 30)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
@@ -339,7 +381,9 @@ def test_free_memory_is_what_the_control_groups_leave(
     """A job's limit may be that of its own group or of one above; cached files can go."""
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
     (tmp_path / "proc/self").mkdir(parents=True)
-    (tmp_path / "proc/meminfo").write_text("MemTotal: 9000 kB\nMemAvailable:    8000 kB\n")
+    (tmp_path / "proc/meminfo").write_text(
+        "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"
+    )
     assert free_host_bytes() == 8000 << 10, "no groups"
     names = host_memory.NAMES[version]
     top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
@@ -378,9 +422,12 @@ def test_weight_files_are_found_in_a_folder_and_in_the_hubs_cache(
     (here / "config.json").write_text("{}")
     for number in (1, 2):
         (here / f"model-{number}.safetensors").write_bytes(b"1" * number)
-    (here / "consolidated.safetensors").write_bytes(b"1" * 100)  # the same weights once more
+    # the same weights once more
+    (here / "consolidated.safetensors").write_bytes(b"1" * 100)
     index = here / "model.safetensors.index.json"
-    index.write_text('{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}')
+    index.write_text(
+        '{"weight_map": {"a": "model-1.safetensors", "b": "model-2.safetensors"}}'
+    )
     expected = {here / f"model-{number}.safetensors": number for number in (1, 2)}
     assert find_weight_files("some/model") == find_weight_files(str(here)) == expected
     for broken in ("[]", "{", '{"weight_map": {"a": "model-3.safetensors"}}'):
@@ -393,7 +440,8 @@ def test_weight_files_are_found_in_a_folder_and_in_the_hubs_cache(
 def test_a_run_reads_its_weights_and_touches_twice_as_much(
     tmp_path: Path, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Once packed, and as much for the KV cache; nothing for another device or what is not here."""
+    """Once packed, and as much for the KV cache; nothing for another device or what is
+    not here."""
     folder, _ = llama_checkpoint
     rows = tmp_path / "rows.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 1}\n')
@@ -416,7 +464,12 @@ def test_a_run_reads_its_weights_and_touches_twice_as_much(
     monkeypatch.setattr(process, "touching_memory", record)
     monkeypatch.setattr(process, "reading_files", record_files)
     here = ["--model-name", str(folder)]
-    for more in (here, [*here, "--device", "cuda"], ["--model-name", "no/such/model"], []):
+    for more in (
+        here,
+        [*here, "--device", "cuda"],
+        ["--model-name", "no/such/model"],
+        [],
+    ):
         CliRunner().invoke(app.main, ["run", "-q", "--restart", str(rows), *more])
     driver.touch()  # of a GPU
     CliRunner().invoke(app.main, ["run", "-q", "--restart", str(rows), *here])
@@ -444,7 +497,9 @@ def test_files_are_read_meanwhile_as_far_as_memory_allows(
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
     monkeypatch.setattr(os, "readv", count)
     with reading_files([*files, tmp_path / "missing"]):
-        wait_until(lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"])
+        wait_until(
+            lambda: not [t for t in threading.enumerate() if t.name == "fminfer files"]
+        )
     assert sum(given) == expected
 
 
@@ -487,7 +542,9 @@ def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
         assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
 
 
-def test_the_cpus_kernels_are_not_built_for_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_cpus_kernels_are_not_built_for_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With --device cuda a compiler ran for half a minute beside the loading, for nothing."""
     built: list[str] = []
     monkeypatch.setattr(process, "start_build", lambda: built.append("built"))

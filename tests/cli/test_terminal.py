@@ -17,7 +17,15 @@ from tests.forked import programs
 
 LINE = '{"prompt": "a", "max_tokens": 1, "temperature": 0}\n'
 BAD = '{"prompt": "a", "temperature": 9}\n'
-PLAN = ["--random-init", "opt-125m", "--plan", "--device-kind", "h200", "--num-devices", "2"]
+PLAN = [
+    "--random-init",
+    "opt-125m",
+    "--plan",
+    "--device-kind",
+    "h200",
+    "--num-devices",
+    "2",
+]
 
 
 def show_on(columns: int, folder: Path, path: str, *words: str) -> list[str]:
@@ -40,7 +48,9 @@ def show_on(columns: int, folder: Path, path: str, *words: str) -> list[str]:
     return [line.split("\r")[-1].rstrip() for line in lines]
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="the end of a terminal is told otherwise")
+@pytest.mark.skipif(
+    sys.platform != "linux", reason="the end of a terminal is told otherwise"
+)
 @pytest.mark.parametrize("columns", [60, 200])
 def test_reports_fit_the_terminal(tmp_path: Path, columns: int) -> None:
     """Lines broke in the middle of words, and the cells of tables stood below each other."""
@@ -53,11 +63,15 @@ def test_reports_fit_the_terminal(tmp_path: Path, columns: int) -> None:
         ["check", "r.jsonl", "--kernels", "off"],
         ["check", "r.jsonl", *PLAN],
     )
-    shown = {" ".join(words): show_on(columns, tmp_path, path, *words) for words in commands}
+    shown = {
+        " ".join(words): show_on(columns, tmp_path, path, *words) for words in commands
+    }
     for command, lines in shown.items():
         assert len(lines) > 3, (command, lines)
         assert [line for line in lines if len(line) > columns] == [], command
-    memory = next(line for line in shown["check r.jsonl --kernels off"] if line[:6] == "memory")
+    memory = next(
+        line for line in shown["check r.jsonl --kernels off"] if line[:6] == "memory"
+    )
     assert ("rank 0, layers 2, libraries " in memory) == (columns == 60)
 
 
@@ -80,4 +94,7 @@ def test_a_table_that_is_too_wide_is_sentences() -> None:
     rows = [["rank", "KV cache"], ["0", "1.00 GiB"], ["11", "2 MiB"]]
     table = ["rank  KV cache", "   0  1.00 GiB", "  11     2 MiB"]
     assert show_table(rows) == show_table(rows, 14) == table
-    assert show_table(rows, 13) == ["rank 0, KV cache 1.00 GiB", "rank 11, KV cache 2 MiB"]
+    assert show_table(rows, 13) == [
+        "rank 0, KV cache 1.00 GiB",
+        "rank 11, KV cache 2 MiB",
+    ]

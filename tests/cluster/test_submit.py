@@ -27,7 +27,16 @@ from tests.forked import programs
 
 FAKES = Path(__file__).parent.parent / "fakes"
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries" / "plain.jsonl"
-HOSTILE = ["two words", "it's", 'a "b"', "$(touch never)", "`x`; & |", "größe", "a\nb", "a[1]%j\\"]
+HOSTILE = [
+    "two words",
+    "it's",
+    'a "b"',
+    "$(touch never)",
+    "`x`; & |",
+    "größe",
+    "a\nb",
+    "a[1]%j\\",
+]
 Submit = Callable[..., Result]
 
 
@@ -69,16 +78,26 @@ def names(queue: Path) -> list[str]:
 def ran(queue: Path) -> list[list[str]]:
     """Return the arguments of each program that jobs have run."""
     path = queue / "ran.jsonl"
-    return [json.loads(line) for line in path.read_text().splitlines()] if path.exists() else []
+    return (
+        [json.loads(line) for line in path.read_text().splitlines()]
+        if path.exists()
+        else []
+    )
 
 
 both = pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
 
 
 def both_in_modes(*names: str, modes: str = "each array ranks") -> pytest.MarkDecorator:
-    """Mark a test of every scheduler in every mode; pairs without a name are more of the same."""
-    pairs = [(scheduler, mode) for scheduler in ("slurm", "lsf") for mode in modes.split()]
-    marked = [pytest.param(*pair, marks=[] if " ".join(pair) in names else more) for pair in pairs]
+    """Mark a test of every scheduler in every mode; pairs without a name are more of
+    the same."""
+    pairs = [
+        (scheduler, mode) for scheduler in ("slurm", "lsf") for mode in modes.split()
+    ]
+    marked = [
+        pytest.param(*pair, marks=[] if " ".join(pair) in names else more)
+        for pair in pairs
+    ]
     return pytest.mark.parametrize(("scheduler", "mode"), marked)
 
 
@@ -90,9 +109,15 @@ def test_a_job_a_file_under_the_old_tools_name(
     model.mkdir()
     (model / "config.json").write_text("{}")
     flags = ["--", "--model-name", str(model), "--seed", "7"]
-    result = submit("--scheduler", scheduler, "--infer-data", shards, "--time", "4:00:00", *flags)
-    assert names(queue) == [f"lsf_my-llama#{shards}/request_{i}.jsonl" for i in range(4)]
-    assert "4 files: 0 finished, 0 already queued or running, 4 jobs sent" in result.stderr
+    result = submit(
+        "--scheduler", scheduler, "--infer-data", shards, "--time", "4:00:00", *flags
+    )
+    assert names(queue) == [
+        f"lsf_my-llama#{shards}/request_{i}.jsonl" for i in range(4)
+    ]
+    assert (
+        "4 files: 0 finished, 0 already queued or running, 4 jobs sent" in result.stderr
+    )
     assert cluster.run_queue() == [0, 0, 0, 0]
     assert ran(queue) == [
         [
@@ -109,12 +134,19 @@ def test_a_job_a_file_under_the_old_tools_name(
 
 
 @both
-def test_an_array_with_a_list_of_its_files(scheduler: str, queue: Path, shards: Path) -> None:
+def test_an_array_with_a_list_of_its_files(
+    scheduler: str, queue: Path, shards: Path
+) -> None:
     options = ["--mode", "array", "--gpus", 2, "--queue", "gpu", "--max-running", 3]
     submit(
         "--scheduler", scheduler, "--infer-data", shards, *options, "--directive=-P lab"
     ) if scheduler == "lsf" else submit(
-        "--scheduler", scheduler, "--infer-data", shards, *options, "--directive=--account=lab"
+        "--scheduler",
+        scheduler,
+        "--infer-data",
+        shards,
+        *options,
+        "--directive=--account=lab",
     )
     (name,) = set(names(queue))
     assert is_of(name, "demo") and len(names(queue)) == 4
@@ -123,15 +155,25 @@ def test_an_array_with_a_list_of_its_files(scheduler: str, queue: Path, shards: 
     (_, task), *_ = cluster.tasks()
     if scheduler == "slurm":
         expected = {"--array": "1-4%3", "--gpus-per-node": "2", "--partition": "gpu"}
-        assert expected.items() <= task["values"].items() and task["values"]["--ntasks"] == "1"
+        assert (
+            expected.items() <= task["values"].items()
+            and task["values"]["--ntasks"] == "1"
+        )
     else:
-        assert task["values"]["-J"] == f"{name}[1-4]%3" and task["values"]["-gpu"] == "num=2"
+        assert (
+            task["values"]["-J"] == f"{name}[1-4]%3"
+            and task["values"]["-gpu"] == "num=2"
+        )
     assert cluster.run_queue() == [0, 0, 0, 0]
-    assert ran(queue) == [["run", "--world-size", "2", "--infer-data", str(f)] for f in files]
+    assert ran(queue) == [
+        ["run", "--world-size", "2", "--infer-data", str(f)] for f in files
+    ]
 
 
 @both
-def test_a_task_without_a_list_answers_nothing(scheduler: str, queue: Path, shards: Path) -> None:
+def test_a_task_without_a_list_answers_nothing(
+    scheduler: str, queue: Path, shards: Path
+) -> None:
     """An empty path would be the folder in which the job runs, and all files there."""
     submit("--scheduler", scheduler, "--infer-data", shards, "--mode", "array")
     for path in shards.rglob("*.files"):
@@ -152,13 +194,22 @@ def test_one_job_of_ranks(scheduler: str, queue: Path, shards: Path) -> None:
     options = ["--mode", "ranks", "--gpus", 4, "--nodes", 2, "--", *model]
     submit("--scheduler", scheduler, "--infer-data", shards, *options)
     ((_, task),) = cluster.tasks()
-    wanted = {"--nodes": "2", "--ntasks": "4", "--ntasks-per-node": "2", "--gpus-per-node": "2"}
+    wanted = {
+        "--nodes": "2",
+        "--ntasks": "4",
+        "--ntasks-per-node": "2",
+        "--gpus-per-node": "2",
+    }
     if scheduler == "lsf":
         wanted = {"-n": "4", "-R": "span[ptile=2]", "-gpu": "num=2"}
     assert wanted.items() <= task["values"].items()
-    assert submit("--scheduler", scheduler, "--infer-data", shards, *options).stdout == ""
+    assert (
+        submit("--scheduler", scheduler, "--infer-data", shards, *options).stdout == ""
+    )
     assert cluster.run_queue() == [0]
-    assert ran(queue) == [["run", *model, "--infer-data", str(shards)]] * 4, "a rank a task"
+    assert ran(queue) == [["run", *model, "--infer-data", str(shards)]] * 4, (
+        "a rank a task"
+    )
 
 
 @both_in_modes("slurm each", "lsf array", "slurm ranks")
@@ -173,13 +224,22 @@ def test_only_what_is_missing_is_submitted_again(
     given = ["--scheduler", scheduler, "--infer-data"]
     submit(*given, shards / "request_3.jsonl", "--mode", mode)
     result = submit(*given, shards, "--mode", mode)
-    assert "4 files: 1 finished, 1 already queued or running, 1" in result.stderr or mode == "each"
-    assert submit(*given, shards, "--mode", "each").stdout == "", "in whatever mode it waits"
+    assert (
+        "4 files: 1 finished, 1 already queued or running, 1" in result.stderr
+        or mode == "each"
+    )
+    assert submit(*given, shards, "--mode", "each").stdout == "", (
+        "in whatever mode it waits"
+    )
     assert len(names(queue)) == (2 if mode == "ranks" else 3)
     cluster.run_queue()
     assert "4 finished" in submit(*given, shards, "--mode", mode).stderr
     if mode != "ranks":
-        assert sorted(arguments[-1][-7:-6] for arguments in ran(queue)) == ["1", "2", "3"]
+        assert sorted(arguments[-1][-7:-6] for arguments in ran(queue)) == [
+            "1",
+            "2",
+            "3",
+        ]
 
 
 def test_an_output_that_was_edited_is_refused(queue: Path, shards: Path) -> None:
@@ -188,7 +248,11 @@ def test_an_output_that_was_edited_is_refused(queue: Path, shards: Path) -> None
     output.touch()
     written = {"output": {"bytes": 7, "blake2b": ""}, "errors": None}
     counts = {"total": 1, "completed": 1, "failed": 0}
-    status = {"status": "completed", "request_counts": counts, "fminfer": {"written": written}}
+    status = {
+        "status": "completed",
+        "request_counts": counts,
+        "fminfer": {"written": written},
+    }
     status_path(output).write_text(json.dumps(status))
     found = submit("--scheduler", "slurm", "--infer-data", shards, fails=2)
     assert "output_request_0.jsonl is not as it was written" in found.output
@@ -197,7 +261,11 @@ def test_an_output_that_was_edited_is_refused(queue: Path, shards: Path) -> None
 
 @both_in_modes("slurm each", "slurm array", "lsf each", "lsf ranks")
 def test_a_job_out_of_time_requeues_itself(
-    scheduler: str, mode: str, queue: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: str,
+    mode: str,
+    queue: Path,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Also of an array: of Slurm's, the first task's number alone would requeue all."""
     monkeypatch.setenv("STUB_STOPS", "2")
@@ -223,7 +291,11 @@ def test_no_job_requeues_itself_for_ever(
 
 @both_in_modes("slurm each", "lsf array", modes="each array")
 def test_submit_waits_for_room(
-    scheduler: str, mode: str, queue: Path, shards: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: str,
+    mode: str,
+    queue: Path,
+    shards: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     most = []
 
@@ -235,11 +307,15 @@ def test_submit_waits_for_room(
         shutil.copy(shards / "request_0.jsonl", shards / f"request_{number}.jsonl")
     monkeypatch.setattr("fminfer.cluster.submission.time.sleep", run_one)
     monkeypatch.setenv("FAKE_BUSY", "")
-    cluster.submit("slurm", "other", "#!/bin/bash", str(queue / "a.log"), "", {"--ntasks": "1"})
+    cluster.submit(
+        "slurm", "other", "#!/bin/bash", str(queue / "a.log"), "", {"--ntasks": "1"}
+    )
     options = ["--mode", mode, "--max-queued", 3]
     result = submit("--scheduler", scheduler, "--infer-data", shards, *options)
     cluster.run_queue()
-    assert len(ran(queue)) == 10 and max(most) == 4, "three, and another one of this user"
+    assert len(ran(queue)) == 10 and max(most) == 4, (
+        "three, and another one of this user"
+    )
     assert "waiting for room" in result.stderr
     assert len(set(names(queue))) == 0
 
@@ -296,7 +372,16 @@ def test_a_dry_run_prints_what_is_sent(
     """A shell that carries out what is printed does what submit does."""
     for name in [*HOSTILE, "END_OF_SCRIPT\nEND_OF_SCRIPT_"]:
         (shards / f"{name}.jsonl").write_text('{"prompt":"b"}\n')
-    given = ["--scheduler", scheduler, "--infer-data", shards, "--mode", mode, "--time", "2:00"]
+    given = [
+        "--scheduler",
+        scheduler,
+        "--infer-data",
+        shards,
+        "--mode",
+        mode,
+        "--time",
+        "2:00",
+    ]
     if mode == "ranks":
         (shards / "a'b").mkdir()
         given += ["--job-dir", shards / "a'b"]
@@ -314,7 +399,11 @@ def test_a_dry_run_prints_what_is_sent(
 
 @both_in_modes("lsf each", "slurm array", modes="each array")
 def test_odd_names(
-    scheduler: str, mode: str, queue: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    scheduler: str,
+    mode: str,
+    queue: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     folder = tmp_path / "odd $(touch never) '\""
     folder.mkdir()
@@ -323,7 +412,16 @@ def test_odd_names(
     for name in [*HOSTILE, not_utf8]:
         (folder / f"{name}.jsonl").write_text('{"prompt":"b"}\n')
     flags = ["--model-name", "$(touch never) 'x'\n\"", "--model-type", "`a`"]
-    given = ["--scheduler", scheduler, "--infer-data", folder, "--mode", mode, "--", *flags]
+    given = [
+        "--scheduler",
+        scheduler,
+        "--infer-data",
+        folder,
+        "--mode",
+        mode,
+        "--",
+        *flags,
+    ]
     submit(*given)
     assert "9 already queued or running, 0 jobs" in submit(*given).stderr
     assert set(cluster.run_queue()) == {0}
@@ -340,7 +438,10 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
     """The demo model answered them in the job, and the job ended well."""
     (shards / "request_0.jsonl").write_text('{"prompt": "a", "engine": "opt-175b"}\n')
     found = submit("--job-name", f"lsf_opt-175b#{shards}", fails=2)
-    assert "request_0.jsonl: engine is" in found.output and "--model-name demo" in found.output
+    assert (
+        "request_0.jsonl: engine is" in found.output
+        and "--model-name demo" in found.output
+    )
     submit("--job-name", f"lsf_opt-175b#{shards}", "--", "--model-name", "demo")
 
 
@@ -386,7 +487,10 @@ def test_a_job_without_a_model_is_not_sent_for_lines_that_name_one(
             ],
             "3 ranks on each of --nodes 2 are no multiple of --tensor-parallel-size 2",
         ),
-        (["--gpus", "3", "--", "--tp", "2"], "--gpus 3 is no multiple of --tensor-parallel-size 2"),
+        (
+            ["--gpus", "3", "--", "--tp", "2"],
+            "--gpus 3 is no multiple of --tensor-parallel-size 2",
+        ),
         (["--queue", "a\nrm -rf /"], "no line of a script may hold"),
         (["--directive", "-P x\nrm -rf /"], "no line of a script may hold"),
         (["--name", "a#b"], "letters, digits"),
@@ -402,8 +506,18 @@ def test_mistakes_are_told_before_anything_is_sent(
     assert not cluster.tasks()
 
 
-def test_ranks_that_share_layers_fill_one_node_before_the_next(queue: Path, shards: Path) -> None:
-    given = ["--scheduler", "slurm", "--infer-data", shards, "--mode", "ranks", "--dry-run"]
+def test_ranks_that_share_layers_fill_one_node_before_the_next(
+    queue: Path, shards: Path
+) -> None:
+    given = [
+        "--scheduler",
+        "slurm",
+        "--infer-data",
+        shards,
+        "--mode",
+        "ranks",
+        "--dry-run",
+    ]
     given += ["--nodes", "2", "--gpus"]
     assert "srun --distribution=block " in submit(*given, 4, "--", "--tp", 2).stdout
     assert "--distribution" not in submit(*given, 2).stdout
@@ -438,7 +552,9 @@ def test_logs_of_an_engine_whose_folder_has_a_percent_sign(
 def test_the_old_tools_way_to_submit(queue: Path, shards: Path) -> None:
     """`--job-name "lsf_X#PATH"` named script and input at once; X stays in the jobs' names."""
     submit("--job-name", f"lsf_opt-175b#{shards}", "--", "--random-init", "llama-160m")
-    assert names(queue) == [f"lsf_opt-175b#{shards}/request_{i}.jsonl" for i in range(4)]
+    assert names(queue) == [
+        f"lsf_opt-175b#{shards}/request_{i}.jsonl" for i in range(4)
+    ]
     assert {task["kind"] for _, task in cluster.tasks()} == {"lsf"}
     assert cluster.run_queue() == [0] * 4
 
@@ -470,11 +586,17 @@ def test_names_of_jobs() -> None:
     assert infer_data_of({"SLURM_JOB_NAME": "lsf_x#shards/"}) == Path("shards/")
     for other in ({}, {"LSB_JOBNAME": "lsf_x#"}, {"SLURM_JOB_NAME": "job#/a.jsonl"}):
         assert infer_data_of(other) is None
-    assert infer_data_of({"LSB_JOBNAME": "x", "SLURM_JOB_NAME": "lsf_y#/z"}) == Path("/z")
+    assert infer_data_of({"LSB_JOBNAME": "x", "SLURM_JOB_NAME": "lsf_y#/z"}) == Path(
+        "/z"
+    )
     assert name_of_file("m", Path("/a[1]\n.jsonl")) == "lsf_m#/a?1??.jsonl"
     one = name_of_list("m", [Path("/a"), Path("/b")])
     assert is_of(one, "m") and one != name_of_list("m", [Path("/a/b")])
-    assert not is_of(one, "n") and not is_of("m.1234567", "m") and not is_of("lsf_mm#/a", "m")
+    assert (
+        not is_of(one, "n")
+        and not is_of("m.1234567", "m")
+        and not is_of("lsf_mm#/a", "m")
+    )
 
 
 def test_run_finds_its_file_in_the_jobs_name(tmp_path: Path) -> None:

@@ -24,8 +24,8 @@ from tests.fuzz.scripts import check_scripts
 ROOT = Path(__file__).parent.parent.parent
 FAKES = Path(__file__).parent.parent / "fakes"
 DOCS = ROOT / "docs" / "clusters.md"
-# Anything but a NUL, which neither a file's name nor an argument can hold; also bytes that are no
-# text, as os.fsdecode gives them.
+# Anything but a NUL, which neither a file's name nor an argument can hold; also bytes
+# that are no text, as os.fsdecode gives them.
 PIECES = st.sampled_from(
     ["'", '"', "$(false)", "`", "\\", "\n", "\r", "#", "{{", "%}", "~", "*", "\udcff"]
 )
@@ -43,7 +43,8 @@ NAME = TEXT.map(lambda text: text.replace("/", "_")).filter(
 )
 @given(name=NAME, flags=st.lists(TEXT, max_size=3))
 @example(name="a\nEOF\n'", flags=["", "-", "'\n'", "$HOME"])
-@example(name="\x01\udcec\x01", flags=[])  # bash's read drops a byte of it where it expects UTF-8
+# bash's read drops a byte of it where it expects UTF-8
+@example(name="\x01\udcec\x01", flags=[])
 def test_bash_reads_what_was_meant(name: str, flags: list[str], tmp_path: Path) -> None:
     check_scripts(tmp_path, name, flags)
 
@@ -58,15 +59,33 @@ def test_quoted_words_are_read_back(words: list[str]) -> None:
 
 @pytest.mark.parametrize("scheduler", ["slurm", "lsf"])
 @pytest.mark.parametrize("mode", ["each", "array", "ranks"])
-def test_no_name_is_an_order_to_the_scheduler(scheduler: str, mode: str, tmp_path: Path) -> None:
-    """A newline in a file's name or a flag made the rest a line of the script: `#BSUB -q other`."""
+def test_no_name_is_an_order_to_the_scheduler(
+    scheduler: str, mode: str, tmp_path: Path
+) -> None:
+    """A newline in a file's name or a flag made the rest a line of the script: `#BSUB
+    -q other`."""
     sign = "#SBATCH" if scheduler == "slurm" else "#BSUB"
     (tmp_path / f"a\n{sign} -q other\n'.jsonl").touch()
     data = tmp_path / f"x\n{sign} -P paid"
     data.mkdir()
     shutil.copy(next(tmp_path.glob("a*")), data)
-    arguments = ["submit", "--scheduler", scheduler, "--mode", mode, "--infer-data", str(data)]
-    flags = ["--dry-run", "--job-dir", str(tmp_path), "--", "--model-type", f"y\n{sign} -P free"]
+    arguments = [
+        "submit",
+        "--scheduler",
+        scheduler,
+        "--mode",
+        mode,
+        "--infer-data",
+        str(data),
+    ]
+    flags = [
+        "--dry-run",
+        "--job-dir",
+        str(tmp_path),
+        "--",
+        "--model-type",
+        f"y\n{sign} -P free",
+    ]
     shown = CliRunner().invoke(main, [*arguments, *flags])
     assert shown.exit_code == 0, shown.output
     script = shown.stdout[shown.stdout.index("#!/bin/bash") :]
@@ -75,8 +94,20 @@ def test_no_name_is_an_order_to_the_scheduler(scheduler: str, mode: str, tmp_pat
 
 
 VALUES = {
-    **{"command": ["fminfer", "run", "a b"], "mode": "each", "queue": None, "time": "4:00"},
-    **{"gpus": 2, "nodes": 1, "tasks": 1, "launcher": ["srun"], "directives": (), "job_dir": "/j"},
+    **{
+        "command": ["fminfer", "run", "a b"],
+        "mode": "each",
+        "queue": None,
+        "time": "4:00",
+    },
+    **{
+        "gpus": 2,
+        "nodes": 1,
+        "tasks": 1,
+        "launcher": ["srun"],
+        "directives": (),
+        "job_dir": "/j",
+    },
     **{"max_requeues": 20, "file_list": "/list"},
 }
 
@@ -114,11 +145,19 @@ def test_a_template_of_ones_own(tmp_path: Path) -> None:
         "#!/bin/sh\n{% if queue %}no{% endif %}\nmodule load x\n{{ command | quote }}\n"
     )
     (tmp_path / "a b.jsonl").touch()
-    arguments = ["submit", "--scheduler", "lsf", "--infer-data", str(tmp_path), "--dry-run"]
+    arguments = [
+        "submit",
+        "--scheduler",
+        "lsf",
+        "--infer-data",
+        str(tmp_path),
+        "--dry-run",
+    ]
     shown = CliRunner().invoke(main, [*arguments, "--template", str(path)])
     assert shown.exit_code == 0, shown.output
     assert re.search(
-        rf"\nmodule load x\n.*fminfer run --infer-data '{tmp_path}/a b.jsonl'\n", shown.stdout
+        rf"\nmodule load x\n.*fminfer run --infer-data '{tmp_path}/a b.jsonl'\n",
+        shown.stdout,
     )
     path.write_text("\n{{ accoount }}")
     wrong = CliRunner().invoke(main, [*arguments, "--template", str(path)])
@@ -133,7 +172,9 @@ def test_templates_are_installed_with_the_package() -> None:
 
 def examples() -> list[tuple[str, str]]:
     """Return the commands of the docs and what they print, up to a line of three dots."""
-    blocks = re.findall(r"^```console\n\$ (.*)\n([^`]*?)\n?```$", DOCS.read_text(), re.MULTILINE)
+    blocks = re.findall(
+        r"^```console\n\$ (.*)\n([^`]*?)\n?```$", DOCS.read_text(), re.MULTILINE
+    )
     return [(command, said) for command, said in blocks]
 
 
@@ -145,8 +186,11 @@ def run_example(command: str, root: Path) -> str:
     command = command.replace("/models/llama-70b", str(model))
     shown = CliRunner().invoke(main, shlex.split(command)[1:])
     assert shown.exit_code == 0, shown.output
-    text = shown.stdout.replace(str(model), "/models/llama-70b").replace(str(root), "/data")
-    return re.sub(r"(llama-70b\.)[0-9a-f]{8}", r"\g<1>5f0c21ab", text)  # a digest of paths
+    text = shown.stdout.replace(str(model), "/models/llama-70b").replace(
+        str(root), "/data"
+    )
+    # a digest of paths
+    return re.sub(r"(llama-70b\.)[0-9a-f]{8}", r"\g<1>5f0c21ab", text)
 
 
 @pytest.mark.parametrize(("command", "said"), examples())
@@ -164,7 +208,9 @@ def test_the_docs_show_what_is_sent(
     printed = run_example(command, tmp_path)
     beginning, _, rest = said.partition("\n…")
     assert "#!/bin/bash" in beginning and "fminfer run" in beginning and not rest
-    assert printed.startswith(beginning) and (said.endswith("\n…") or printed.strip() == said)
+    assert printed.startswith(beginning) and (
+        said.endswith("\n…") or printed.strip() == said
+    )
 
 
 def test_the_docs_show_every_kind_for_both() -> None:
@@ -172,7 +218,9 @@ def test_the_docs_show_every_kind_for_both() -> None:
     for scheduler in ("slurm", "lsf"):
         own = [command for command in commands if f"--scheduler {scheduler}" in command]
         assert len(own) == 3 and sum("--mode " not in command for command in own) == 1
-        assert any("--mode array" in c for c in own) and any("--mode ranks" in c for c in own)
+        assert any("--mode array" in c for c in own) and any(
+            "--mode ranks" in c for c in own
+        )
 
 
 def steps() -> list[str]:
@@ -204,7 +252,9 @@ def test_the_docs_way_from_one_file_to_one_file(
     monkeypatch.setattr(
         "fminfer.cli.submit_command._program", lambda: [str(FAKES / "stub_fminfer")]
     )
-    requests = [{"engine": "llama-70b", "prompt": f"{i}", "max_tokens": 1 + i} for i in range(4)]
+    requests = [
+        {"engine": "llama-70b", "prompt": f"{i}", "max_tokens": 1 + i} for i in range(4)
+    ]
     lines = [json.dumps(request) for request in requests]
     Path("requests.jsonl").write_text("\n".join(lines))
 
@@ -227,6 +277,8 @@ def test_the_docs_way_from_one_file_to_one_file(
                 arguments = json.loads(text)
                 assert arguments[1:3] == ["--world-size", "4"]
                 run("run", *arguments[3:], "--quiet", "--kernels", "off")
-    answers = [json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in Path("answers.jsonl").read_text().splitlines()
+    ]
     assert [answer["request"] for answer in answers] == requests
     assert "4 of 4 files done" in said["status"] and "shards/llama-70b" in said["check"]

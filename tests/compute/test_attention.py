@@ -13,7 +13,11 @@ import pytest
 import torch
 
 from fminfer.compute.attention import paged_attention
-from fminfer.compute.attention.kernel_attention import KernelAttention, plan_rows, skip_tokens
+from fminfer.compute.attention.kernel_attention import (
+    KernelAttention,
+    plan_rows,
+    skip_tokens,
+)
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
@@ -94,7 +98,8 @@ def plain(
     softcap: float | None,
     sinks: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """Attend as a textbook does: (new, heads, dim) to keys and values of (all, kv_heads, dim)."""
+    """Attend as a textbook does: (new, heads, dim) to keys and values of (all,
+    kv_heads, dim)."""
     num_new, heads, dim = query.shape
     keys, values = (x.repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
     scores = torch.einsum("ihd,jhd->hij", query, keys) * dim**-0.5
@@ -111,7 +116,8 @@ def plain(
     weights = torch.softmax(scores, -1)[..., : len(keys)]
     if values.isfinite().all():
         return torch.einsum("hij,jhd->ihd", weights, values)
-    rows = []  # a value that is no number must reach only who sees it, and 0 times nan is nan
+    # a value that is no number must reach only who sees it, and 0 times nan is nan
+    rows = []
     for i, is_seen in enumerate(~is_hidden):
         rows.append(torch.einsum("hj,jhd->hd", weights[:, i, is_seen], values[is_seen]))
     return torch.stack(rows)
@@ -140,7 +146,8 @@ def check_every_kind_of_row(
     Args:
         kv_dtype: of the cache, which rounds what is kept; None: dtype.
         piece: how many keys the body has at a time; the longest row has more than two of them.
-        before: so many tokens of the longest row, and half as many of the next, lie there already.
+        before: so many tokens of the longest row, and half as many of the next, lie
+        there already.
         is_shared: values are the keys, and lie where these do.
     """
     torch.manual_seed(0)
@@ -163,7 +170,8 @@ def check_every_kind_of_row(
         for cache, new in ((paged.keys, k), (paged.values, v)):
             cache[at] = new[r][:num].to(device, kept)
 
-    def run(parts: list[tuple[int, int, int]]) -> None:  # (row, first token, last token)
+    # (row, first token, last token)
+    def run(parts: list[tuple[int, int, int]]) -> None:
         rows = Rows.of(*((a, b - a, tables[r]) for r, a, b in parts))
         plan = paged.body.plan(rows, block)
         packed = [
@@ -186,7 +194,8 @@ def check_every_kind_of_row(
     run([(0, 13, 28), (2, middle, long - 1), (1, 0, 7), (3, 0, 16)])
     run([(6, 0, 40), (0, 28, 29), (1, 7, 8), (2, long - 1, long), (3, 16, 17)])
     run([(7, before // 2, piece - 2), (8, 0, 2)])
-    run([(7, piece - 2, piece + 1), (8, 2, 3)])  # the last of three sees a key more than a piece
+    # the last of three sees a key more than a piece
+    run([(7, piece - 2, piece + 1), (8, 2, 3)])
     run([(7, piece + 1, piece + 3)])
 
 
@@ -194,14 +203,18 @@ def check_every_kind_of_row(
 @pytest.mark.parametrize("window", [None, 6])
 @pytest.mark.parametrize("has_alibi", [False, True])
 @pytest.mark.parametrize("softcap", [None, 0.7])
-def test_every_kind_of_row(body: str, window: int, has_alibi: bool, softcap: float | None) -> None:
+def test_every_kind_of_row(
+    body: str, window: int, has_alibi: bool, softcap: float | None
+) -> None:
     slopes = torch.rand(HEADS) if has_alibi else None
     check_every_kind_of_row(body, window=window, slopes=slopes, softcap=softcap)
 
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize("window", [None, 6])
-@pytest.mark.parametrize(("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 0.03)])
+@pytest.mark.parametrize(
+    ("dtype", "tolerance"), [(torch.float32, 5e-5), (torch.bfloat16, 0.03)]
+)
 def test_a_score_of_no_key_is_in_the_sum(
     body: str, window: int | None, dtype: torch.dtype, tolerance: float
 ) -> None:
@@ -230,8 +243,15 @@ def test_values_that_are_the_keys_lie_there_once(body: str, dtype: torch.dtype) 
         (4, 2, 7, 5),
     ],
 )
-def test_the_kernel_with_every_shape(heads: int, kv_heads: int, dim: int, block: int) -> None:
-    how: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": max(block, 8)}
+def test_the_kernel_with_every_shape(
+    heads: int, kv_heads: int, dim: int, block: int
+) -> None:
+    how: Any = {
+        "heads": heads,
+        "kv_heads": kv_heads,
+        "dim": dim,
+        "block": max(block, 8),
+    }
     check_every_kind_of_row("compiled", **how)
     check_every_kind_of_row("compiled", **how, window=11, slopes=torch.rand(heads))
 
@@ -240,7 +260,9 @@ def test_the_kernel_with_every_shape(heads: int, kv_heads: int, dim: int, block:
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_a_cache_of_16_bits(body: str, dtype: torch.dtype) -> None:
     check_every_kind_of_row(body, dtype=dtype, tolerance=0.03)
-    check_every_kind_of_row(body, dtype=dtype, tolerance=0.03, window=9, heads=12, dim=64)
+    check_every_kind_of_row(
+        body, dtype=dtype, tolerance=0.03, window=9, heads=12, dim=64
+    )
 
 
 OF_CACHES = [
@@ -264,8 +286,12 @@ def test_a_cache_of_another_type(
     """
     types: Any = {"dtype": dtype, "kv_dtype": kv_dtype, "tolerance": tolerance}
     check_every_kind_of_row(body, **types)
-    check_every_kind_of_row(body, **types, window=9, heads=12, kv_heads=12, dim=64, block=32)
-    check_every_kind_of_row(body, **types, slopes=torch.rand(9), heads=9, kv_heads=1, dim=80)
+    check_every_kind_of_row(
+        body, **types, window=9, heads=12, kv_heads=12, dim=64, block=32
+    )
+    check_every_kind_of_row(
+        body, **types, slopes=torch.rand(9), heads=9, kv_heads=1, dim=80
+    )
     check_every_kind_of_row(body, **types, softcap=0.7, heads=3, kv_heads=3, dim=65)
     for dim, block in ((16, 8), (64, 32), (7, 5)):
         shape: Any = {"heads": 4, "kv_heads": 2, "dim": dim, "block": block}
@@ -284,7 +310,9 @@ def test_the_kernel_in_random_shapes_and_types(seed: int) -> None:
         heads = group * kv_heads
         dim = draw.randint(3, 140)
         block = draw.randint(8, 40)
-        dtype, kv_dtype, tolerance = draw.choice([*OF_CACHES, (torch.float32, None, 5e-5)])
+        dtype, kv_dtype, tolerance = draw.choice(
+            [*OF_CACHES, (torch.float32, None, 5e-5)]
+        )
         check_every_kind_of_row(
             "compiled",
             heads=heads,
@@ -305,17 +333,22 @@ def test_the_kernel_in_random_shapes_and_types(seed: int) -> None:
 @needs_compiler
 @pytest.mark.parametrize("kv_dtype", [torch.bfloat16, torch.float16])
 def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
-    """Ties, subnormal numbers and those beyond the largest too, in whole vectors and their rest."""
+    """Ties, subnormal numbers and those beyond the largest too, in whole vectors and
+    their rest."""
     bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
     exact = bits.view(kv_dtype).float()
-    numbers = torch.cat([exact, (exact + exact.roll(-1)) / 2, exact * 1.0001, exact * 0.9999])
+    numbers = torch.cat(
+        [exact, (exact + exact.roll(-1)) / 2, exact * 1.0001, exact * 0.9999]
+    )
     numbers = numbers[~numbers.isnan()]
     numbers = numbers[: len(numbers) // 69 * 69].view(-1, 1, 1, 69)
     rows = Rows.of(*((0, 1, [block]) for block in range(len(numbers))))
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
     plan = plan_rows(rows, 1)
-    compiled_kernel()(AttentionCall(given, given, given, keys, values, plan, Scoring(1.0)))
+    compiled_kernel()(
+        AttentionCall(given, given, given, keys, values, plan, Scoring(1.0))
+    )
     for found in (keys, values):
         assert found.view(torch.int16).equal(numbers.to(kv_dtype).view(torch.int16))
 
@@ -340,14 +373,17 @@ def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
 ) -> None:
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     for how in ({}, {"window": 45, "slopes": torch.rand(heads)}, {"softcap": 0.7}):
-        check_every_kind_of_row("compiled", dtype=torch.bfloat16, tolerance=0.02, **shape, **how)
+        check_every_kind_of_row(
+            "compiled", dtype=torch.bfloat16, tolerance=0.02, **shape, **how
+        )
 
 
 def test_rows_attend_from_the_first_token_that_is_kept() -> None:
     plan = plan_rows(Rows.of((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
     for tokens, expected in (
         ([2, 5, 9], [[2, 3, 12], [5, 1, 3], [9, 1, 3]]),
-        ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),  # of the first none: its last
+        # of the first none: its last
+        ([5, 6, 7, 8, 9], [[4, 1, 14], [5, 1, 3], [6, 4, 0]]),
         ([9], [[4, 1, 14], [5, 1, 3], [9, 1, 3]]),
     ):
         kept = skip_tokens(plan, torch.tensor(tokens))
@@ -385,17 +421,26 @@ def check_rows_that_share(
     rows.insert(7, (block + 3, 1, take(2)))
     rows.append((block + 3, 1, all_share[:1] + take(1)))
     kept = kv_dtype or dtype
-    paged = paged_layer(160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel)
+    paged = paged_layer(
+        160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel
+    )
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
     total = sum(tokens for _, tokens, _ in rows)
     query, new_keys, new_values = (
-        torch.randn(1, num, total, dim).to(device, dtype) for num in (heads, kv_heads, kv_heads)
+        torch.randn(1, num, total, dim).to(device, dtype)
+        for num in (heads, kv_heads, kv_heads)
     )
-    used = {(table[i // block], i % block) for before, _, table in rows for i in range(before)}
+    used = {
+        (table[i // block], i % block)
+        for before, _, table in rows
+        for i in range(before)
+    }
     blocks, places = torch.tensor(sorted(used)).unbind(1)
     for cache in (paged.keys, paged.values):
-        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(device, kept)
+        cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(
+            device, kept
+        )
     plan = paged.body.plan(Rows.of(*rows), block)
     if body == "compiled":
         counts = sorted(run[1] for run in plan.runs.tolist())
@@ -435,7 +480,9 @@ def check_rows_that_share(
         (4, 2, 7, 5),
     ],
 )
-def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: int) -> None:
+def test_rows_that_share(
+    body: str, heads: int, kv_heads: int, dim: int, block: int
+) -> None:
     if body == "plain" and heads > 4 and not IS_ALL:
         pytest.skip("plain torch computes all shapes alike; scripts/test --all")
     shape = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
@@ -443,8 +490,11 @@ def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: 
     kinds.append({"sinks": 6 * torch.rand(heads) - 3})
     for how in [*kinds, {"window": 2 * block + 3}]:
         check_rows_that_share(body, **shape, **how)
-        check_rows_that_share(body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03)
-    for num_rows in (32, 34, 66):  # of which some are left over when 32 are taken at a time
+        check_rows_that_share(
+            body, **shape, **how, dtype=torch.bfloat16, tolerance=0.03
+        )
+    # of which some are left over when 32 are taken at a time
+    for num_rows in (32, 34, 66):
         for dtype, tolerance in ((torch.float32, 5e-5), (torch.bfloat16, 0.03)):
             check_rows_that_share(
                 body, **shape, num_rows=num_rows, dtype=dtype, tolerance=tolerance
@@ -453,14 +503,20 @@ def test_rows_that_share(body: str, heads: int, kv_heads: int, dim: int, block: 
 
 
 def test_rows_that_share_ever_more_are_in_few_runs() -> None:
-    """Each row a prefix of the next: what is kept of every run would need memory by the square."""
+    """Each row a prefix of the next: what is kept of every run would need memory by the
+    square."""
     blocks = list(range(100))
     rows = Rows.of(*((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80)))
     plan = plan_rows(rows, BLOCK)
     assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
     for _, _, position, _, start, count, own in plan.rows.tolist():
         places = plan.entries[start : start + count].tolist()
-        runs = [run for run in plan.runs.tolist() for p in places if 0 <= p - run[0] < run[1]]
+        runs = [
+            run
+            for run in plan.runs.tolist()
+            for p in places
+            if 0 <= p - run[0] < run[1]
+        ]
         ends = [0] + [end for _, _, _, end in runs]
         assert [first for _, _, first, _ in runs] == ends[:-1], "one behind the other"
         assert own == ends[-1] <= position
@@ -468,7 +524,8 @@ def test_rows_that_share_ever_more_are_in_few_runs() -> None:
 
 @needs_compiler
 def test_the_kernel_reads_16_bits_as_they_are() -> None:
-    """Subnormal, infinite and nan too: one key and one value at a time come out as they went in."""
+    """Subnormal, infinite and nan too: one key and one value at a time come out as they
+    went in."""
     kernel = compiled_kernel()
     assert kernel is not None
     for dtype in (torch.float16, torch.bfloat16):
@@ -492,7 +549,9 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
 
 @needs_compiler
 @pytest.mark.parametrize("num_queries", [1, 3, 5, 20, 40])
-def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(num_queries: int) -> None:
+def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(
+    num_queries: int,
+) -> None:
     kernel = compiled_kernel()
     paged = paged_layer(8, BLOCK, 1, DIM, kernel=kernel)
     for value in (float("nan"), float("inf")):
@@ -530,7 +589,9 @@ def check_odd_values(
     paged = paged_layer(num_blocks, block, kv_heads, dim, **where, kernel=kernel)
     paged.keys.zero_()
     paged.values.fill_(odd)
-    q, k, v = (torch.randn(60, num, dim).to(dtype) for num in (heads, kv_heads, kv_heads))
+    q, k, v = (
+        torch.randn(60, num, dim).to(dtype) for num in (heads, kv_heads, kv_heads)
+    )
     v[23] = odd
     table = list(range(num_blocks))[::-1]
     for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
@@ -550,11 +611,18 @@ def check_odd_values(
 def test_a_value_that_is_no_number_reaches_those_that_see_it_and_no_others(
     body: str, odd: float, window: int | None
 ) -> None:
-    """A nan of a later token, or of one behind the window, reached others: 0 times nan is nan."""
+    """A nan of a later token, or of one behind the window, reached others: 0 times nan
+    is nan."""
     check_odd_values(body, odd, window)
     check_odd_values(body, odd, window, heads=3, kv_heads=3, dim=33)
-    for dim, block in ((64, 32), (16, 8)):  # the former in pairs and tiles, where these are
-        shape: Any = {"dim": dim, "block": block, "dtype": torch.bfloat16, "tolerance": 0.03}
+    # the former in pairs and tiles, where these are
+    for dim, block in ((64, 32), (16, 8)):
+        shape: Any = {
+            "dim": dim,
+            "block": block,
+            "dtype": torch.bfloat16,
+            "tolerance": 0.03,
+        }
         check_odd_values(body, odd, window, **shape)
 
 
@@ -624,10 +692,14 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
     plan = plan_rows(Rows.of((0, 5, [1])), BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
-        paged(plan, torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0))
+        paged(
+            plan, torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0)
+        )
 
 
-def test_a_context_too_long_for_one_product_is_split(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_context_too_long_for_one_product_is_split(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     torch.manual_seed(0)
     query = torch.randn(HEADS, 20, DIM)
     keys = torch.randn(KV_HEADS, 50, DIM)
@@ -669,7 +741,9 @@ def test_the_cache_takes_memory_in_small_pages() -> None:
         for place in (1 << 20, tensor.nbytes // 2, tensor.nbytes - (1 << 20)):
             assert "nh" in flags_of(tensor.data_ptr() + place)
     mib = 1 << 20
-    with closing(mmap.mmap(-1, 32 * mib, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)) as memory:
+    with closing(
+        mmap.mmap(-1, 32 * mib, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    ) as memory:
         byte = ctypes.c_char.from_buffer(memory)
         address = ctypes.addressof(byte)
         del byte  # it would keep the memory from closing
@@ -677,4 +751,6 @@ def test_the_cache_takes_memory_in_small_pages() -> None:
         use_small_pages(address + 8 * mib, 16 * mib)
         assert "nh" in flags_of(address + 16 * mib)
         for place in (mib, 31 * mib):
-            assert ("nh" in flags_of(address + place)) == is_small, "others are left alone"
+            assert ("nh" in flags_of(address + place)) == is_small, (
+                "others are left alone"
+            )

@@ -28,7 +28,8 @@ from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight
 
 CPU = torch.device("cpu")
-SAMPLES = Path(__file__).parent.parent / "data/gguf"  # with what llama.cpp makes of their bytes
+# with what llama.cpp makes of their bytes
+SAMPLES = Path(__file__).parent.parent / "data/gguf"
 FLOATS = Dense(torch.float32)
 HALVES = Dense(torch.bfloat16)
 SYMMETRIC = ("int4-symmetric", "int4-symmetric-128")
@@ -41,7 +42,8 @@ def test_numbers_are_those_of_llama_cpps_package(form: Blocks) -> None:
     gguf = pytest.importorskip("gguf")
     torch.manual_seed(1)
     packed = random_blocks(form, 256, 4 * form.block)
-    if form.name == "MXFP4":  # whose first byte is a power of 2; the last ones are beyond float32
+    # whose first byte is a power of 2; the last ones are beyond float32
+    if form.name == "MXFP4":
         packed[:, 0] = torch.arange(256).clamp(0, 250)
         packed[:, :: form.block_bytes].clamp_(0, 250)
     found = form.dequantize((packed,), torch.float32)
@@ -52,7 +54,8 @@ def test_numbers_are_those_of_llama_cpps_package(form: Blocks) -> None:
 
 
 def test_numbers_are_those_of_llama_cpp() -> None:
-    """Of files that its own tools quantized; all that its package cannot write are among them."""
+    """Of files that its own tools quantized; all that its package cannot write are
+    among them."""
     seen = set()
     for path in sorted(SAMPLES.glob("*.gguf")):
         content = path.read_bytes()
@@ -75,7 +78,9 @@ def test_numbers_are_those_of_llama_cpp() -> None:
             found = form.dequantize((packed,), torch.float32)
             assert [*found.shape] == told["shape"]
             expected = torch.tensor(told["values"])
-            torch.testing.assert_close(found.flatten()[told["at"]], expected, rtol=1e-6, atol=0)
+            torch.testing.assert_close(
+                found.flatten()[told["at"]], expected, rtol=1e-6, atol=0
+            )
     assert len(seen) >= 12
     gguf = pytest.importorskip("gguf")
     for form in GGUF_FORMS:
@@ -102,7 +107,9 @@ def limits(form: Blocks, packed: torch.Tensor, numbers: torch.Tensor) -> torch.T
     if form.name in SYMMETRIC:
         most = numbers.gather(-1, numbers.abs().argmax(-1, keepdim=True))
         half = torch.maximum(scale / 2, torch.tensor(8 * LOST))
-        beyond = (numbers.abs() - 7 * scale).clamp(0, None).minimum(1.005 * scale + 8 * LOST)
+        beyond = (
+            (numbers.abs() - 7 * scale).clamp(0, None).minimum(1.005 * scale + 8 * LOST)
+        )
         return torch.where(numbers * most < 0, torch.maximum(half, beyond), half)
     half = torch.maximum(scale / 2, torch.tensor(MOST[form.name[:4]] * LOST))
     if form.name.startswith("int8"):
@@ -124,7 +131,9 @@ CASES: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "far from 0": lambda x: x * 0.01 + 5,
     "constant": lambda x: torch.full_like(x, -0.37),
     "of two signs": lambda x: torch.sign(x) * 0.2,
-    "one number": lambda x: torch.nn.functional.one_hot(x.argmax(-1), x.shape[-1]) * 0.7,
+    "one number": lambda x: (
+        torch.nn.functional.one_hot(x.argmax(-1), x.shape[-1]) * 0.7
+    ),
 }
 
 
@@ -150,14 +159,21 @@ def test_steps_are_as_short_as_can_be(form: Blocks) -> None:
     least, most = numbers.aminmax(dim=-1)
     largest = torch.maximum(most, -least)
     is_of_range = form.name in ("int4", "int4-128")
-    exact = (most - least) / 15 if is_of_range else largest / (8 if form.name in SYMMETRIC else 127)
+    exact = (
+        (most - least) / 15
+        if is_of_range
+        else largest / (8 if form.name in SYMMETRIC else 127)
+    )
     torch.testing.assert_close(scale, exact, rtol=5e-3, atol=0)
 
 
 @of_own_forms
-@pytest.mark.parametrize("value", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30])
+@pytest.mark.parametrize(
+    "value", [float("nan"), float("inf"), -float("inf"), 1e30, -1e30]
+)
 def test_what_no_scale_holds_is_not_finite(form: Blocks, value: float) -> None:
-    """It became 8 million, and its neighbours 0. As nan it is seen in what is computed with it."""
+    """It became 8 million, and its neighbours 0. As nan it is seen in what is computed
+    with it."""
     numbers = torch.randn(2, 256)
     numbers[1, 70] = value
     found = form.dequantize((form.quantize(numbers),), torch.float32)
@@ -194,7 +210,9 @@ def test_our_own_blocks_of_8_bits_are_llama_cpps() -> None:
 def test_a_weight_has_the_bytes_that_are_foreseen(form: Blocks) -> None:
     for shape in ((6, 512), (2, 6, 512)):
         (tensor,) = form.empty(shape, CPU)
-        assert tensor.nbytes == form.num_bytes(shape) and tensor.shape[:-1] == shape[:-1]
+        assert (
+            tensor.nbytes == form.num_bytes(shape) and tensor.shape[:-1] == shape[:-1]
+        )
         assert tensor.shape == random_blocks(form, *shape).shape
         numbers = form.dequantize((random_blocks(form, *shape),), torch.bfloat16)
         assert numbers.shape == shape and numbers.dtype == torch.bfloat16
@@ -220,7 +238,9 @@ def test_a_weight_has_the_bytes_that_are_foreseen(form: Blocks) -> None:
         ("int4-symmetric-128", 33, ""),
     ],
 )
-def test_what_a_matrix_becomes_by_its_rows(name: str, inputs: int, expected: str) -> None:
+def test_what_a_matrix_becomes_by_its_rows(
+    name: str, inputs: int, expected: str
+) -> None:
     """Rows that no form takes stay floats, and so does what is quantized already as it is."""
     holding = Holding(torch.float32, keeps_bfloat16=True, quantized=name)
     for stored in ([], [(FLOATS, 4)], [(HALVES, 3), (FLOATS, 1)]):
@@ -229,7 +249,9 @@ def test_what_a_matrix_becomes_by_its_rows(name: str, inputs: int, expected: str
     assert holding.of(TensorSpec((2, 4, inputs), "product"), [(HALVES, 8)]).name == (
         expected or "bfloat16"
     )
-    assert holding.of(TensorSpec((4, 256), "product"), [(FORMS["Q6_K"], 4)]).name == "Q6_K"
+    assert (
+        holding.of(TensorSpec((4, 256), "product"), [(FORMS["Q6_K"], 4)]).name == "Q6_K"
+    )
     for use in ("embedding", "head"):
         held = holding.of(TensorSpec((4, inputs), use), [])
         of_8_bits = "int8" if inputs % 128 == 0 else "int8-32"
@@ -242,7 +264,11 @@ def test_what_a_matrix_becomes_by_its_rows(name: str, inputs: int, expected: str
 def test_only_rows_in_floats_are_quantized() -> None:
     """Queries and keys of a Q3_K_M file stayed in 16 bits, for its values were in Q5_K."""
     holding = Holding(torch.bfloat16, quantized="int4")
-    stored: list[tuple[Format, int]] = [(FORMS["Q3_K"], 6), (FLOATS, 2), (FORMS["Q5_K"], 4)]
+    stored: list[tuple[Format, int]] = [
+        (FORMS["Q3_K"], 6),
+        (FLOATS, 2),
+        (FORMS["Q5_K"], 4),
+    ]
     assert holding.of(TensorSpec((12, 512), "product"), stored) == join(
         [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
     )
@@ -262,15 +288,23 @@ def test_every_form_has_those_that_take_shorter_rows(name: str) -> None:
 
 
 def test_joined_rows_are_those_of_their_parts() -> None:
-    parts: list[tuple[Format, int]] = [(FORMS["Q4_K"], 6), (FORMS["Q6_K"], 2), (HALVES, 4)]
+    parts: list[tuple[Format, int]] = [
+        (FORMS["Q4_K"], 6),
+        (FORMS["Q6_K"], 2),
+        (HALVES, 4),
+    ]
     held = join(parts)
     assert isinstance(held, Joined) and held.name == "Q4_K + Q6_K + bfloat16"
     assert held.starts() == [0, 6, 8, 12]
     weight = random_weight(held, 12, 512)
-    assert [t.shape for t in held.empty((12, 512), CPU)] == [t.shape for t in weight.tensors]
+    assert [t.shape for t in held.empty((12, 512), CPU)] == [
+        t.shape for t in weight.tensors
+    ]
     assert held.num_bytes((12, 512)) == weight.num_bytes
     numbers = weight.dequantized(torch.float32)
-    for (form, num), tensor, start in zip(parts, weight.tensors, held.starts(), strict=False):
+    for (form, num), tensor, start in zip(
+        parts, weight.tensors, held.starts(), strict=False
+    ):
         own = form.dequantize((tensor,), torch.float32)
         assert torch.equal(numbers[start : start + num], own)
 
@@ -279,6 +313,8 @@ def test_neighbours_that_are_alike_are_one_part() -> None:
     same: list[tuple[Format, int]] = [(INT4, 6), (INT4, 2)]
     assert join(same) == INT4
     found: Any = join([*same, (INT8, 1), (INT4, 3)])
-    assert found.parts == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
+    assert (
+        found.parts == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
+    )
     assert join([(INT8, 2), (replace(INT8, name="other"), 2)]) != INT8
     assert join([(HALVES, 6), (HALVES, 2)]) == HALVES

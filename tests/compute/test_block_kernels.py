@@ -27,7 +27,9 @@ from tests.compute.test_experts import choose, expected_of
 from tests.conftest import built_library
 from tests.random_blocks import FORMS, random_weight, summed_sizes
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 KINDS = [form for form in FORMS.values() if form.kind is not None]
 ROWS = [*range(1, 10), 13, 100]
 OUTPUTS = (5, 64, 70, 130)  # less than a panel, whole ones, some more
@@ -60,7 +62,9 @@ def inputs_of(form: Blocks) -> tuple[int, ...]:
     return block, 3 * block, 2304
 
 
-def assert_near(found: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor) -> None:
+def assert_near(
+    found: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor
+) -> None:
     """See that sums are what they are in float64, up to float32's rounding of each term."""
     numbers = weight.dequantized(FLOATS)
     exact = x.double() @ numbers.double().t() + bias.double()
@@ -87,14 +91,18 @@ def test_products_are_right_and_a_row_is_the_same_beside_any_others(
                 product = kernel.pack(weight, bias)
                 set_threads(3)
                 sums = product.unrounded(x)
-                assert_near(sums, x, weight, torch.zeros(outputs) if bias is None else bias)
+                assert_near(
+                    sums, x, weight, torch.zeros(outputs) if bias is None else bias
+                )
                 set_threads(1)
                 assert torch.equal(product(x), sums.to(of_rows))
                 for rows in ROWS:
                     set_threads(1 + 2 * (rows % 2))
                     first = 7 * rows % 200
                     found = product.unrounded(x[first : first + rows])
-                    assert torch.equal(found, sums[first : first + rows]), f"{rows} rows"
+                    assert torch.equal(found, sums[first : first + rows]), (
+                        f"{rows} rows"
+                    )
 
 
 @of_kinds
@@ -108,14 +116,21 @@ def test_rows_are_found_in_the_packed_form(
         product = kernel.pack(weight, None)
         for num_threads in (1, 3):
             set_threads(num_threads)
-            for ids in (torch.arange(outputs).flip(0), torch.tensor([outputs - 1, 0, 0])):
+            for ids in (
+                torch.arange(outputs).flip(0),
+                torch.tensor([outputs - 1, 0, 0]),
+            ):
                 assert torch.equal(product.rows(ids), numbers[ids])
-                assert torch.equal(product.rows(ids.repeat(2)[::2]), numbers[ids.repeat(2)[::2]])
+                assert torch.equal(
+                    product.rows(ids.repeat(2)[::2]), numbers[ids.repeat(2)[::2]]
+                )
         assert product.rows(torch.arange(0)).shape == (0, inputs)
 
 
 @of_kinds
-def test_what_is_packed_takes_what_the_blocks_took(form: Blocks, kernel: ProductKernel) -> None:
+def test_what_is_packed_takes_what_the_blocks_took(
+    form: Blocks, kernel: ProductKernel
+) -> None:
     """But for scales of K forms, which have 8 bits there instead of 6."""
     weight = random_weight(form, 4 * kernel.panel, 512)
     (part,) = kernel.pack(weight, None).parts
@@ -140,7 +155,9 @@ def test_parts_of_several_formats_are_what_each_is_alone(
     bias = torch_bias[:outputs]
     product = kernel.pack(weight, bias)
     alone = []
-    for (each, num), tensor, start in zip(parts, weight.tensors, held.starts(), strict=False):
+    for (each, num), tensor, start in zip(
+        parts, weight.tensors, held.starts(), strict=False
+    ):
         own = replace(random_weight(each, num, 512), tensors=(tensor,))
         alone.append(kernel.pack(own, bias[start : start + num]))
     x = torch.randn(100, 512).to(of_rows)
@@ -175,7 +192,9 @@ def test_a_row_that_is_not_finite_costs_no_other(of_rows: torch.dtype) -> None:
             x[3, 17] = float("nan")
             found = product(x)
             others = torch.arange(rows) != 3
-            assert torch.equal(found[others], expected[others]) and found[3].isnan().all()
+            assert (
+                torch.equal(found[others], expected[others]) and found[3].isnan().all()
+            )
 
 
 @pytest.mark.parametrize("place", [0, 255])
@@ -227,7 +246,8 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     set_threads: Callable[[int], None],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(products, "has_unit", lambda name: False)  # tiles are left to oneDNN
+    # tiles are left to oneDNN
+    monkeypatch.setattr(products, "has_unit", lambda name: False)
     how = Moe(5, 2, expert)
     hidden = 256
     torch.manual_seed(4)
@@ -255,7 +275,9 @@ def registry_of(dtype: torch.dtype, asked: Any = "auto") -> Registry:
     return registry
 
 
-def test_what_the_kernel_serves(kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_the_kernel_serves(
+    kernel: ProductKernel, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Blocks on every processor; forms without a kind are not in it."""
     for has_tiles in (False, True):
         monkeypatch.setattr(products, "has_unit", lambda name, tiles=has_tiles: tiles)
@@ -263,12 +285,16 @@ def test_what_the_kernel_serves(kernel: ProductKernel, monkeypatch: pytest.Monke
             for dtype in (FLOATS, HALVES):
                 assert kernel_takes(form, dtype) == (form.kind is not None)
             assert head_takes(form) == (form.kind is not None)
-            assert kernel.can_pack(random_weight(form, 3, 256)) == (form.kind is not None)
+            assert kernel.can_pack(random_weight(form, 3, 256)) == (
+                form.kind is not None
+            )
             assert not kernel_takes(form, torch.float16)
         for parts in MIXED:
             held = join(parts)
             assert kernel_takes(held, FLOATS) and kernel_takes(held, HALVES)
-            assert kernel.can_pack(random_weight(held, sum(num for _, num in parts), 256))
+            assert kernel.can_pack(
+                random_weight(held, sum(num for _, num in parts), 256)
+            )
             assert not head_takes(held), "a head is one part"
         assert not kernel_takes(join([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS)
         assert not kernel_takes(join([(INT8, 4), (Dense(FLOATS), 4)]), HALVES)
@@ -279,7 +305,9 @@ def test_a_model_gets_the_kernels_products(of_rows: torch.dtype) -> None:
     """Each form and each mixture passes its trial, for products and for heads."""
     registry = registry_of(of_rows, "require")
     for form in KINDS:
-        product = registry.product(random_weight(form, 200, 256), torch.randn(200).to(of_rows))
+        product = registry.product(
+            random_weight(form, 200, 256), torch.randn(200).to(of_rows)
+        )
         head = registry.head(random_weight(form, 200, 256, use="head"), None)
         assert isinstance(product, PackedProduct) and isinstance(head, PackedProduct)
     for parts in MIXED:
@@ -296,7 +324,9 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     x = torch.randn(5, 256).to(of_rows)
     weight = random_weight(wrong, 70, 256)
     plain = torch.nn.functional.linear(x, weight.dequantized(of_rows))
-    assert plain.isfinite().all() and torch.equal(registry.product(weight, None)(x), plain)
+    assert plain.isfinite().all() and torch.equal(
+        registry.product(weight, None)(x), plain
+    )
     assert "products of 70 × 256: the kernel cannot be used (what it gives is off" in (
         registry.why_plain
     )

@@ -100,7 +100,8 @@ SETTINGS = [
 
 
 def exact_probs(logits: np.ndarray, how: Setting) -> np.ndarray:
-    """Return each id's probability by the definition: temperature, top_k, min_p, top_p in turn."""
+    """Return each id's probability by the definition: temperature, top_k, min_p, top_p
+    in turn."""
     edited = logits.astype(np.float64)
     edited[::3] += how.bias
     fourth = edited[::4]
@@ -126,7 +127,8 @@ def chi_square_limit(degrees: int) -> float:
 
 
 def check_counts(counts: np.ndarray, probs: np.ndarray, what: object) -> None:
-    """Compare counts with probabilities; ids that are expected fewer than 10 times are one bin."""
+    """Compare counts with probabilities; ids that are expected fewer than 10 times are
+    one bin."""
     assert counts[probs == 0].sum() == 0, f"{what} drew what has no probability"
     expected = probs * counts.sum()
     is_rare = expected < 10
@@ -169,7 +171,9 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
     ids = torch.arange(VOCAB)
 
     def column(values: list[float], every: int, otherwise: float) -> torch.Tensor:
-        return torch.where(ids % every == 0, torch.tensor(values)[:, None], otherwise).flatten()
+        return torch.where(
+            ids % every == 0, torch.tensor(values)[:, None], otherwise
+        ).flatten()
 
     return LogitEditTensors(
         torch.arange(len(settings)).repeat_interleave(VOCAB),
@@ -200,7 +204,8 @@ def noise_of_steps() -> list[list[int]]:
 
 @pytest.fixture(scope="module", params=["plain", "compiled"])
 def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]]:
-    """Draw for all settings, mixed in each batch; return the logits and each setting's counts."""
+    """Draw for all settings, mixed in each batch; return the logits and each setting's
+    counts."""
     drawer: Drawer = draw
     if request.param == "compiled":
         if find_compiler() is None:
@@ -272,7 +277,9 @@ def test_draws_through_the_engine(llama_checkpoint: tuple[Path, Any]) -> None:
     with torch.no_grad():
         logits = model(torch.tensor([request["prompt"]])).logits[0, -1].numpy()
     assert len(drawn) == 5120
-    check_counts(np.bincount(drawn, minlength=len(logits)), exact_probs(logits, how), how)
+    check_counts(
+        np.bincount(drawn, minlength=len(logits)), exact_probs(logits, how), how
+    )
 
 
 def test_draws_through_the_engine_are_unrelated(
@@ -309,14 +316,18 @@ def test_draws_through_the_engine_are_unrelated(
         ]
     )
     assert draws.shape == (64, 32, 8)
-    check_counts(np.bincount(draws.ravel(), minlength=vocab), np.full(vocab, 1 / vocab), "all")
+    check_counts(
+        np.bincount(draws.ravel(), minlength=vocab), np.full(vocab, 1 / vocab), "all"
+    )
     bins = draws * 16 // vocab
     share = np.bincount(np.arange(vocab) * 16 // vocab) / vocab
     for axis, name in enumerate(("requests", "choices", "steps")):
         moved = np.moveaxis(bins, axis, 0)
         pairs = moved[:-1:2] * 16 + moved[1::2]
         check_counts(
-            np.bincount(pairs.ravel(), minlength=256), np.outer(share, share).ravel(), name
+            np.bincount(pairs.ravel(), minlength=256),
+            np.outer(share, share).ravel(),
+            name,
         )
 
 
@@ -337,12 +348,15 @@ def test_noise_is_uniform_and_neighbours_are_unrelated(name: str) -> None:
     noise = torch.tensor([STREAMS[name](i) for i in range(count)])
     for token in (0, 41):
         values = (
-            token_bits(noise, torch.arange(42))[:, token].numpy().astype(np.int64) % 2**32
+            token_bits(noise, torch.arange(42))[:, token].numpy().astype(np.int64)
+            % 2**32
         ) / 2**32
         bins = (values * 200).astype(int)
         check_counts(np.bincount(bins, minlength=200), np.full(200, 1 / 200), name)
         pairs = (values[::2] * 20).astype(int) * 20 + (values[1::2] * 20).astype(int)
-        check_counts(np.bincount(pairs, minlength=400), np.full(400, 1 / 400), f"pairs of {name}")
+        check_counts(
+            np.bincount(pairs, minlength=400), np.full(400, 1 / 400), f"pairs of {name}"
+        )
         for lag in (1, 2, 3):
             correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
             assert abs(correlation) < NORMAL_QUANTILE / count**0.5, (name, lag)

@@ -25,11 +25,14 @@ from fminfer.plan.expected_bytes import HOLE_BYTES
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import built_library, make_model
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 FLOATS = torch.float32
 HALVES = torch.bfloat16
-WAYS = [(FLOATS, FLOATS), (HALVES, FLOATS), (HALVES, HALVES)]  # of weights, of hidden states
+# of weights, of hidden states
+WAYS = [(FLOATS, FLOATS), (HALVES, FLOATS), (HALVES, HALVES)]
 of_all_ways = pytest.mark.parametrize(("of_weight", "of_rows"), WAYS)
 SILU = Mlp("silu", 48)
 # (experts, chosen of each token, an expert, hidden size): tails of panels, more than one panel.
@@ -68,7 +71,9 @@ class Maker(Registry):
 make = Maker
 
 
-def draw(how: Moe, hidden: int, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def draw(
+    how: Moe, hidden: int, dtype: torch.dtype
+) -> tuple[torch.Tensor, torch.Tensor]:
     torch.manual_seed(hidden)
     expert = how.expert
     up = torch.randn(how.num_experts, expert.up_size, hidden) * hidden**-0.5
@@ -80,7 +85,9 @@ def choose(how: Moe, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(reversed(torch.rand(tokens, how.num_experts).topk(how.top_k)))  # type: ignore[return-value]
 
 
-def expected_of(how: Moe, x: Any, up: Any, down: Any, chosen: Any, shares: Any) -> torch.Tensor:
+def expected_of(
+    how: Moe, x: Any, up: Any, down: Any, chosen: Any, shares: Any
+) -> torch.Tensor:
     """Return the mixture, choice by choice, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
     name = how.expert.activation
@@ -125,7 +132,8 @@ def test_what_they_give(
 def test_a_token_is_the_same_beside_any_others(
     of_weight: torch.dtype, of_rows: torch.dtype, set_threads: Callable[[int], None]
 ) -> None:
-    """Also where an expert has more tokens than a piece takes, and where all go to the same two."""
+    """Also where an expert has more tokens than a piece takes, and where all go to the
+    same two."""
     how = Moe(5, 2, Mlp("silu", 80))
     mix = make(of_rows).make(how, *draw(how, 768, of_weight))
     assert mix is not None
@@ -135,12 +143,17 @@ def test_a_token_is_the_same_beside_any_others(
     chosen[:300] = torch.tensor([3, 1])
     set_threads(1)
     alone = torch.cat(
-        [mix(*each) for each in zip(x.split(1), chosen.split(1), shares.split(1), strict=True)]
+        [
+            mix(*each)
+            for each in zip(x.split(1), chosen.split(1), shares.split(1), strict=True)
+        ]
     )
     for num_threads in (1, 2, 5):
         set_threads(num_threads)
         for tokens in (2, 6, 61, 400):
-            assert torch.equal(mix(x[:tokens], chosen[:tokens], shares[:tokens]), alone[:tokens])
+            assert torch.equal(
+                mix(x[:tokens], chosen[:tokens], shares[:tokens]), alone[:tokens]
+            )
 
 
 def test_weights_of_16_bits_give_what_floats_do() -> None:
@@ -174,7 +187,11 @@ def test_a_token_that_is_not_finite_costs_no_other(
 
 def test_what_the_kernel_serves() -> None:
     assert serves(Moe(4, 2, SILU)) and serves(Moe(4, 2, Mlp("relu", 8, is_gated=False)))
-    for other in ({"activation": "quick_gelu"}, {"activation": "relu"}, {"has_bias": True}):
+    for other in (
+        {"activation": "quick_gelu"},
+        {"activation": "relu"},
+        {"has_bias": True},
+    ):
         assert not serves(Moe(4, 2, replace(SILU, **other)))
 
 
@@ -184,7 +201,10 @@ def test_what_is_left_to_single_products() -> None:
     made = make(FLOATS)
     assert made.make(how, up, down) is None, "half a unit"
     assert made.make(how, up.half(), down.half()) is None
-    assert made.make(replace(how, expert=Mlp("quick_gelu", 48)), up.float(), down.float()) is None
+    assert (
+        made.make(replace(how, expert=Mlp("quick_gelu", 48)), up.float(), down.float())
+        is None
+    )
     assert not made.why_plain, "nothing is wrong with any of them"
 
 
@@ -222,7 +242,9 @@ def test_packed_experts_take_what_the_plain_ones_took() -> None:
 def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> None:
     bodies = {}
     for kernels in ("require", "off"):
-        engine = fminfer.Engine(str(family_checkpoint[0]), dtype=dtype, kernels=kernels, budget=256)
+        engine = fminfer.Engine(
+            str(family_checkpoint[0]), dtype=dtype, kernels=kernels, budget=256
+        )
         stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
         mlps = [layer.mlp for layer in stage._network.layers]
         bodies[kernels] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
@@ -238,7 +260,11 @@ def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
     weights = {}
     for kernels in ("require", "off"):
         config = EngineConfig(
-            model=str(tmp_path), dtype="float32", device="cpu", kernels=kernels, budget=1024
+            model=str(tmp_path),
+            dtype="float32",
+            device="cpu",
+            kernels=kernels,
+            budget=1024,
         )
         weights[kernels] = plan_ahead(config, checkpoint).own.takes.weights
     of_head = HOLE_BYTES["float32"]  # which the kernels pack, and MKL does not

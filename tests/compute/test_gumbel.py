@@ -42,11 +42,14 @@ def test_bits_and_noise_are_as_defined() -> None:
             right = mix(mix(token ^ number & WORD) ^ number >> 32 & WORD)
             assert int(bits[row, token]) & WORD == right
             uniform = (right + 0.5) / 2**32
-            assert values[row, token].item() == pytest.approx(-math.log(-math.log1p(-uniform)))
+            assert values[row, token].item() == pytest.approx(
+                -math.log(-math.log1p(-uniform))
+            )
 
 
 def test_the_mixer_spreads_each_bit() -> None:
-    """Each bit of a token's id and of the noise flips each bit of the outcome half of the time."""
+    """Each bit of a token's id and of the noise flips each bit of the outcome half of
+    the time."""
     count = 20_000
     noise = torch.tensor([step_noise(KEY, i) for i in range(count)])
     ids = torch.tensor([0, *(1 << bit for bit in range(10))])
@@ -78,8 +81,11 @@ def test_noise_of_tokens_and_of_steps_is_unrelated(lag: int) -> None:
         values = (bits.numpy().astype(np.int64) & WORD) / 2**32
         bins = (values * 20).astype(int)
         pairs = bins[:-lag].reshape(-1) * 20 + bins[lag:]
-        pairs = pairs[np.arange(len(pairs)) // lag % 2 == 0]  # each number is in one pair
-        check_counts(np.bincount(pairs, minlength=400), np.full(400, 1 / 400), (name, lag))
+        # each number is in one pair
+        pairs = pairs[np.arange(len(pairs)) // lag % 2 == 0]
+        check_counts(
+            np.bincount(pairs, minlength=400), np.full(400, 1 / 400), (name, lag)
+        )
         correlation = np.corrcoef(values[:-lag], values[lag:])[0, 1]
         assert abs(correlation) < NORMAL_QUANTILE / count**0.5, (name, lag)
 
@@ -94,7 +100,9 @@ def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     counts = torch.bincount(is_small.sum(-1), minlength=6).numpy()
     probs = np.array([math.exp(-1) / math.factorial(k) for k in range(5)])
     check_counts(
-        np.append(counts[:5], counts[5:].sum()), np.append(probs, 1 - probs.sum()), "in a row"
+        np.append(counts[:5], counts[5:].sum()),
+        np.append(probs, 1 - probs.sum()),
+        "in a row",
     )
     together = is_small.float().T @ is_small.float()  # counts, which it holds
     pairs = int(together.triu(1).sum())

@@ -22,7 +22,14 @@ from fminfer.models.transformer import Head
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.
-SHAPES = [(1, 32, 64), (3, 1, 40), (5, 33, 1), (16, 100, 31), (17, 96, 33), (33, 768, 97)]
+SHAPES = [
+    (1, 32, 64),
+    (3, 1, 40),
+    (5, 33, 1),
+    (16, 100, 31),
+    (17, 96, 33),
+    (33, 768, 97),
+]
 SHAPES += [(70, 64, 300), (13, 300, 130)]
 TYPES = [torch.float32, torch.bfloat16]
 PAIRS = [(of_rows, of_weight) for of_rows in TYPES for of_weight in TYPES]
@@ -42,7 +49,9 @@ def set_threads() -> Iterator[Callable[[int], None]]:
     torch.set_num_threads(before)
 
 
-def make_layer(inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool) -> nn.Linear:
+def make_layer(
+    inputs: int, outputs: int, dtype: torch.dtype, *, has_bias: bool
+) -> nn.Linear:
     torch.manual_seed(outputs)
     return nn.Linear(inputs, outputs, bias=has_bias).to(dtype).requires_grad_(False)
 
@@ -52,7 +61,9 @@ def make_head(
 ) -> Head:
     """Return the head of a network whose weights are a layer's, packed if they can be."""
     library = None if kernel is None else built_library()
-    registry = Registry("auto", library, of_rows or layer.weight.dtype, torch.device("cpu"))
+    registry = Registry(
+        "auto", library, of_rows or layer.weight.dtype, torch.device("cpu")
+    )
     bias = None if layer.bias is None else layer.bias.detach()
     weight = dense(layer.weight.detach(), "head")
     head = Head(weight, bias, registry)
@@ -158,7 +169,8 @@ def test_a_row_that_is_not_finite_costs_no_other(
 def test_plain_torch_keeps_float32(
     dtype: torch.dtype, has_bias: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(head_module, "WIDENED_BYTES", 4 * 96 * 7)  # some outputs at a time
+    # some outputs at a time
+    monkeypatch.setattr(head_module, "WIDENED_BYTES", 4 * 96 * 7)
     layer = make_layer(96, 33, dtype, has_bias=has_bias)
     x = torch.randn(5, 96).to(dtype)
     assert_exact(make_head(layer, None)(x), x, layer)
@@ -182,7 +194,9 @@ def test_a_gpu_is_asked_for_float32(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "mm", mm)
     layer = make_layer(96, 33, torch.bfloat16, has_bias=True)
     on_gpu = make_layer(96, 33, torch.bfloat16, has_bias=True)
-    on_gpu.weight = nn.Parameter(on_gpu.weight.data.as_subclass(OnGpu), requires_grad=False)
+    on_gpu.weight = nn.Parameter(
+        on_gpu.weight.data.as_subclass(OnGpu), requires_grad=False
+    )
     x = torch.randn(5, 96).bfloat16()
     assert on_gpu.weight.is_cuda
     assert_exact(make_head(on_gpu, None)(x), x, layer)
@@ -220,9 +234,13 @@ def test_logprobs_in_bfloat16_are_finer_than_transformers(
     folder, model = certain_model
     prompts = [[(7 * i + 31 * row) % 300 for i in range(12)] for row in range(6)]
     exact = torch.log_softmax(model.float()(torch.tensor(prompts)).logits.double(), -1)
-    theirs = torch.log_softmax(model.bfloat16()(torch.tensor(prompts)).logits.float(), -1)
+    theirs = torch.log_softmax(
+        model.bfloat16()(torch.tensor(prompts)).logits.float(), -1
+    )
     engine = fminfer.Engine(str(folder), dtype="bfloat16", kernels=kernels)
-    rows = [{"prompt": p, "echo": True, "max_tokens": 0, "logprobs": 5} for p in prompts]
+    rows = [
+        {"prompt": p, "echo": True, "max_tokens": 0, "logprobs": 5} for p in prompts
+    ]
     records = sorted(engine.run(rows), key=lambda record: record.line.number)
     engine.close()
     errors = []

@@ -67,7 +67,9 @@ def test_other_devices_have_no_library() -> None:
 
 
 @needs_compiler
-def test_it_is_built_once_and_kept(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_is_built_once_and_kept(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     first = KernelBuild()
     beside = KernelBuild()  # two processes may build it at once
     assert first._process is not None and beside._process is not None
@@ -84,7 +86,10 @@ def compute_none(*_: object) -> OnePipeline:
 
 
 def test_who_waits_for_a_build_is_told(
-    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    cache: Path,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """The first run was silent for a quarter of a minute."""
     gate = tmp_path / "gate"
@@ -101,7 +106,9 @@ def test_who_waits_for_a_build_is_told(
             start_engine(run, demo, compute_none)
         return capfd.readouterr().err
 
-    assert "Building kernels for this machine; this takes some seconds, once." in start()
+    assert (
+        "Building kernels for this machine; this takes some seconds, once." in start()
+    )
     assert "Building" not in start(is_quiet=True)
     gate.write_text("go\n")
     assert kernel_build.start_build().library() is None and "Building" not in start()
@@ -122,7 +129,9 @@ def test_an_updated_compiler_builds_anew(
 
 
 @needs_compiler
-def test_a_torn_library_is_built_anew(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_torn_library_is_built_anew(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """To load one ended the process by SIGBUS, and every later one."""
     assert answers(KernelBuild())
     (library,) = cache.iterdir()
@@ -153,7 +162,9 @@ def test_a_folder_that_cannot_be_used_costs_only_the_build(
     assert mode is None or not list(cache.iterdir())
 
 
-def test_a_full_disk_costs_only_the_kernel(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_costs_only_the_kernel(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The run ended with a traceback."""
 
     def fail(*args: Any, **kwargs: Any) -> None:
@@ -192,7 +203,10 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(
 
 def is_alive(pid: int) -> bool:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return (
+            "Z"
+            not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        )
     except OSError:
         return False
 
@@ -206,11 +220,15 @@ def test_a_build_that_nobody_waits_for(cache: Path, tmp_path: Path) -> None:
         compiler = tmp_path / f"cxx{seconds}"
         write_compiler(compiler, script)
         environ = os.environ | {"CXX": str(compiler)}
-        subprocess.run([sys.executable, "-c", code, str(seconds)], env=environ, check=True)
+        subprocess.run(
+            [sys.executable, "-c", code, str(seconds)], env=environ, check=True
+        )
         assert [path.suffix for path in cache.iterdir()] == [".so"]
 
 
-def test_parts_of_killed_builds_are_removed(cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_parts_of_killed_builds_are_removed(
+    cache: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     cache.mkdir()
     old = cache / "a.so.part"
     new = cache / "b.so.part"
@@ -228,7 +246,9 @@ def test_the_package_holds_all_of_the_sources() -> None:
     config.read(Path(__file__).parent.parent.parent / "setup.cfg")
     patterns = config["options.package_data"]["fminfer"].split(", ")
     folder = Path(fminfer.__file__).parent
-    sources = [path for path in kernel_build.SOURCES.iterdir() if path.suffix in (".cpp", ".h")]
+    sources = [
+        path for path in kernel_build.SOURCES.iterdir() if path.suffix in (".cpp", ".h")
+    ]
     assert len(sources) > 10
     for path in sources:
         name = path.relative_to(folder).as_posix()

@@ -13,7 +13,11 @@ import torch
 from torch import nn
 
 import fminfer
-from fminfer.compute.layers.products import Linear, library_products, onednn_packs_bfloat16
+from fminfer.compute.layers.products import (
+    Linear,
+    library_products,
+    onednn_packs_bfloat16,
+)
 from fminfer.compute.registry import Registry
 from fminfer.compute.trial import Candidate
 from fminfer.compute.weights import Function, Weight, dense
@@ -23,7 +27,9 @@ from tests.conftest import plain_registry
 needs_packed_bfloat16 = pytest.mark.skipif(
     not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
-needs_mkl = pytest.mark.skipif(not torch.backends.mkl.is_available(), reason="torch without MKL")
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="torch without MKL"
+)
 
 CPU = torch.device("cpu")
 
@@ -44,7 +50,9 @@ def registry_of_wrong_products(asked: Any = "auto") -> Registry:
         return lambda x: x @ asked.weight.plain.t() + 1
 
     registry = Registry(asked, None, torch.float32, CPU)
-    registry.of_products[:] = [Candidate(make, lambda asked: asked.trial(torch.float32))]
+    registry.of_products[:] = [
+        Candidate(make, lambda asked: asked.trial(torch.float32))
+    ]
     return registry
 
 
@@ -57,8 +65,12 @@ def is_packed(product: Function, x: torch.Tensor) -> bool:
 
 @needs_mkl
 @pytest.mark.parametrize("num_threads", [1, 2])
-@pytest.mark.parametrize(("outputs", "inputs"), [(768, 96), (96, 768), (1, 64), (300, 17), (33, 1)])
-def test_any_number_of_rows_is_right(outputs: int, inputs: int, num_threads: int) -> None:
+@pytest.mark.parametrize(
+    ("outputs", "inputs"), [(768, 96), (96, 768), (1, 64), (300, 17), (33, 1)]
+)
+def test_any_number_of_rows_is_right(
+    outputs: int, inputs: int, num_threads: int
+) -> None:
     """The weight is packed for 512 rows; torch's operator is told the number that there are."""
     before = torch.get_num_threads()
     linear = nn.Linear(inputs, outputs, bias=outputs % 2 == 0).requires_grad_(False)
@@ -66,7 +78,11 @@ def test_any_number_of_rows_is_right(outputs: int, inputs: int, num_threads: int
     assert is_packed(product, torch.ones(1, inputs))
     torch.set_num_threads(num_threads)
     try:
-        for rows in [*range(1, 70), *random.Random(1).choices(range(70, 1500), k=40), 512]:
+        for rows in [
+            *range(1, 70),
+            *random.Random(1).choices(range(70, 1500), k=40),
+            512,
+        ]:
             x = torch.randn(rows, inputs)
             expected = linear(x)
             error = (product(x) - expected).abs().max() / expected.abs().max()
@@ -84,11 +100,15 @@ def test_bfloat16_is_packed_where_the_machine_is_fast_in_it() -> None:
     torch.testing.assert_close(product(x), linear(x), atol=0.02, rtol=0.02)
 
 
-def test_bfloat16_is_left_plain_where_onednn_refuses_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_left_plain_where_onednn_refuses_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On a processor without AVX-512 oneDNN raises an error, which ended the run."""
 
     def refuse(*_: Any) -> torch.Tensor:
-        raise RuntimeError("bf16 path needs the cpu support avx_ne_convert or avx512bw, …")
+        raise RuntimeError(
+            "bf16 path needs the cpu support avx_ne_convert or avx512bw, …"
+        )
 
     monkeypatch.setattr(torch.ops.mkldnn, "_reorder_linear_weight", refuse)
     onednn_packs_bfloat16.cache_clear()
@@ -129,7 +149,10 @@ def test_what_packs_wrong_is_left_plain() -> None:
     weight = dense(linear.weight.detach(), "product")
     packed = registry_of_wrong_products()
     torch.testing.assert_close(packed.product(weight, None)(x), linear(x))
-    assert "products of 16 × 16: the kernel cannot be used (what it gives is" in packed.why_plain
+    assert (
+        "products of 16 × 16: the kernel cannot be used (what it gives is"
+        in packed.why_plain
+    )
     packed = registry_of_wrong_products("require")
     with pytest.raises(UsageError, match="--kernels require: products of 16 × 16"):
         packed.product(weight, None)
@@ -137,7 +160,9 @@ def test_what_packs_wrong_is_left_plain() -> None:
 
 def test_nan_in_one_weight_does_not_vouch_for_the_others() -> None:
     """What cannot be compared was taken for right, and so was the next of its shape."""
-    first, second = (nn.Linear(16, 16, bias=False).requires_grad_(False) for _ in range(2))
+    first, second = (
+        nn.Linear(16, 16, bias=False).requires_grad_(False) for _ in range(2)
+    )
     first.weight[:] = float("nan")
     packed = registry_of_wrong_products()
     found = packed.product(dense(first.weight, "product"), None)
@@ -163,7 +188,9 @@ def test_the_next_candidate_is_tried_where_the_first_fails() -> None:
     weight = dense(torch.randn(16, 16), "product")
     x = torch.randn(3, 16)
     for _ in range(2):
-        torch.testing.assert_close(registry.product(weight, None)(x), x @ weight.tensors[0].t())
+        torch.testing.assert_close(
+            registry.product(weight, None)(x), x @ weight.tensors[0].t()
+        )
     assert calls == ["first", "second", "second"], "the first is tried once"
     assert registry.why_plain.count("products of 16 × 16") == 1
 

@@ -28,12 +28,20 @@ from fminfer.models.layer_source import open_weights
 from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.tensor_specs import Weights
 from fminfer.models.transformer import Transformer
-from tests.conftest import VOCAB, built_library, make_model, plain_registry, some_families
+from tests.conftest import (
+    VOCAB,
+    built_library,
+    make_model,
+    plain_registry,
+    some_families,
+)
 from tests.models.test_transformer import CPU, Dense, logits_of, one_stage
 
 ALONE: Any = SimpleNamespace(shards=None)  # of a step
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 needs_packed_bfloat16 = pytest.mark.skipif(
     not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
@@ -79,12 +87,16 @@ class Counting(LayerKernels):
 def test_kernels_compute_what_they_can(name: str, tmp_path: Path) -> None:
     make_model(name).save_pretrained(tmp_path)
     kernels = Counting()
-    found = logits_of(tmp_path, one_stage(), [[3, 4, 5]], bodies=lambda: bodies_of(kernels))
+    found = logits_of(
+        tmp_path, one_stage(), [[3, 4, 5]], bodies=lambda: bodies_of(kernels)
+    )
     assert tuple(kernels.calls[each] for each in NAMES) == CALLS[name]
     torch.testing.assert_close(found, logits_of(tmp_path, one_stage(), [[3, 4, 5]]))
 
 
-def bodies_of(kernels: PartKernels | None = None, dtype: torch.dtype = torch.float32) -> Bodies:
+def bodies_of(
+    kernels: PartKernels | None = None, dtype: torch.dtype = torch.float32
+) -> Bodies:
     return Bodies(plain_registry(dtype, kernels), 256)
 
 
@@ -94,16 +106,24 @@ def logprobs_in_bfloat16(
 ) -> torch.Tensor:
     checkpoint = open_checkpoint(str(folder))
     dtype = torch.bfloat16
-    tensors = open_weights(checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0)
+    tensors = open_weights(
+        checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0
+    )
     network = Transformer(checkpoint.model, tensors, bodies=bodies_of(kernels, dtype))
     dense = Dense(checkpoint.model, [len(row) for row in rows])
 
     def attend(
-        layer: int, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, how: Scoring
+        layer: int,
+        query: torch.Tensor,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        how: Scoring,
     ) -> torch.Tensor:
         return dense(layer, query.float(), key.float(), value.float(), how).to(dtype)
 
-    x = network.embed(torch.tensor([each for row in rows for each in row]), dense.positions)
+    x = network.embed(
+        torch.tensor([each for row in rows for each in row]), dense.positions
+    )
     x = network.run(x, LayerStep(dense.positions, attend))
     assert network.head is not None
     logits = network.head(x)
@@ -127,7 +147,9 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, tmp_path: Path) -> N
     for parameter in model.parameters():
         parameter.data = parameter.data.bfloat16().float()
     model.save_pretrained(tmp_path)
-    rows = torch.randint(VOCAB, (4, 60), generator=torch.Generator().manual_seed(3)).tolist()
+    rows = torch.randint(
+        VOCAB, (4, 60), generator=torch.Generator().manual_seed(3)
+    ).tolist()
     truth = own_logprobs(model, rows)
     layers = open_checkpoint(str(tmp_path)).model.layers
     has_experts = any(isinstance(layer.mlp, Moe) for layer in layers)
@@ -151,7 +173,9 @@ def make_experts(dtype: torch.dtype) -> tuple[Moe, Weights]:
     shapes |= {"experts.down": (EXPERTS, WIDTH, 48)}
     torch.manual_seed(5)
     drawn = {n: torch.randn(s).mul(0.3).to(dtype) for n, s in shapes.items()}
-    return how, {f"{name}.weight": dense(each, "product") for name, each in drawn.items()}
+    return how, {
+        f"{name}.weight": dense(each, "product") for name, each in drawn.items()
+    }
 
 
 @torch.inference_mode()
@@ -165,7 +189,9 @@ def expected_of(how: Moe, given: Weights, x: torch.Tensor) -> torch.Tensor:
         for weight, number in zip(weights[token], chosen[token], strict=True):
             both = given["experts.up.weight"].plain[number].double() @ row
             gated = torch.nn.functional.silu(both[:48]) * both[48:]
-            out[token] += weight * (given["experts.down.weight"].plain[number].double() @ gated)
+            out[token] += weight * (
+                given["experts.down.weight"].plain[number].double() @ gated
+            )
     return out
 
 
@@ -189,7 +215,9 @@ def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
         expected = expected_of(how, tensors, x)
         for found in (packed(x, ALONE), plain(x, ALONE)):
             assert found.dtype == dtype
-            assert (found.double() - expected).abs().max() <= limit * expected.abs().max()
+            assert (
+                found.double() - expected
+            ).abs().max() <= limit * expected.abs().max()
 
 
 def test_a_router_stays_plain() -> None:

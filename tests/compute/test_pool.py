@@ -15,7 +15,9 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from tests.conftest import more
 
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 
 # Multiplies with five threads and then with two; tells of each thread that the kernels started
@@ -60,9 +62,13 @@ print(json.dumps([
 
 
 def use_threads(**variables: str) -> list[Any]:
-    environ = {name: value for name, value in os.environ.items() if not name.startswith("OMP_")}
+    environ = {
+        name: value for name, value in os.environ.items() if not name.startswith("OMP_")
+    }
     command = [sys.executable, "-c", USE]
-    done = subprocess.run(command, env=environ | variables, capture_output=True, text=True)
+    done = subprocess.run(
+        command, env=environ | variables, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     found: list[Any] = json.loads(done.stdout)
     return found
@@ -77,7 +83,9 @@ def test_threads_that_are_not_in_use_are_not_woken() -> None:
 
 
 @pytest.mark.skipif(NUM_CORES < 2, reason="needs two cores")
-@pytest.mark.parametrize("where", [{"OMP_PLACES": "cores"}, pytest.param({}, marks=more)])
+@pytest.mark.parametrize(
+    "where", [{"OMP_PLACES": "cores"}, pytest.param({}, marks=more)]
+)
 def test_threads_use_all_cores_where_openmp_is_bound(where: dict[str, str]) -> None:
     """OpenMP binds the first thread to one core, on which all of ours then computed."""
     cores = sorted(os.sched_getaffinity(0))

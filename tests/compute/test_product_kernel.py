@@ -24,12 +24,24 @@ from fminfer.compute.registry import Registry
 from fminfer.compute.weights import Dense, Weight, dense
 from tests.conftest import built_library
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 needs_onednn = pytest.mark.skipif(
     not onednn_packs_bfloat16(), reason="on this processor oneDNN packs no bfloat16"
 )
-# Less than a panel, whole ones, one output more; a step of the transpose, two, many; tails of it.
-SHAPES = [(1, 32), (15, 64), (64, 32), (65, 96), (130, 1024), (256, 3072), (33, 2), (70, 50)]
+# Less than a panel, whole ones, one output more; a step of the transpose, two, many;
+# tails of it.
+SHAPES = [
+    (1, 32),
+    (15, 64),
+    (64, 32),
+    (65, 96),
+    (130, 1024),
+    (256, 3072),
+    (33, 2),
+    (70, 50),
+]
 FLOATS = torch.float32
 HALVES = torch.bfloat16
 WAYS = [(FLOATS, FLOATS), (HALVES, FLOATS), (HALVES, HALVES)]  # of weights, of rows
@@ -55,7 +67,9 @@ def random_layer(
     return torch.randn(outputs, inputs).to(dtype), torch.randn(outputs).to(dtype)
 
 
-def pack(kernel: ProductKernel, weight: torch.Tensor, bias: torch.Tensor | None) -> PackedProduct:
+def pack(
+    kernel: ProductKernel, weight: torch.Tensor, bias: torch.Tensor | None
+) -> PackedProduct:
     return kernel.pack(dense(weight, "product"), bias)
 
 
@@ -164,7 +178,9 @@ def test_sums_of_16_bit_products_may_stay_float32(
 
 
 @pytest.mark.parametrize("value", [float("nan"), float("inf")])
-def test_a_row_that_is_not_finite_costs_no_other(value: float, kernel: ProductKernel) -> None:
+def test_a_row_that_is_not_finite_costs_no_other(
+    value: float, kernel: ProductKernel
+) -> None:
     weight, bias = random_layer(65, 64)
     product = pack(kernel, weight, bias)
     x = torch.randn(8, 64).bfloat16()
@@ -182,7 +198,10 @@ def test_it_packs_what_it_can_multiply(kernel: ProductKernel) -> None:
     assert can_pack(3, 33, dtype=FLOATS)
     assert not can_pack(0, 4, dtype=FLOATS)
     assert not can_pack(3, 64, dtype=torch.float16)
-    for wrong in (torch.empty(1, 32, dtype=HALVES), torch.empty(1, 64, dtype=torch.float16)):
+    for wrong in (
+        torch.empty(1, 32, dtype=HALVES),
+        torch.empty(1, 64, dtype=torch.float16),
+    ):
         with pytest.raises(AssertionError, match="rows"):
             pack(kernel, *random_layer(3, 64))(wrong)
     with pytest.raises(AssertionError, match="rows"):
@@ -219,7 +238,10 @@ def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
         registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
         registry.of_products[1:] = library_products(HALVES, is_fast=True)
-        packed = [registry.product(dense(layer.weight, "product"), layer.bias) for layer in layers]
+        packed = [
+            registry.product(dense(layer.weight, "product"), layer.bias)
+            for layer in layers
+        ]
         with torch.profiler.profile() as seen:
             found = [product(x) for product, x in zip(packed, xs, strict=True)]
     torch.testing.assert_close(found, expected, atol=0.02, rtol=0.02)
@@ -246,10 +268,14 @@ def test_a_model_answers_with_it(
     scores = {}
     monkeypatch.setattr(products, "has_unit", lambda name: False)
     for body in ("off", "require"):
-        engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="bfloat16", kernels=body)
+        engine = fminfer.Engine(
+            str(llama_checkpoint[0]), dtype="bfloat16", kernels=body
+        )
         results = [record.result for record in engine.run(rows)]
         engine.close()
-        scores[body] = [r["choices"][0]["logprobs"]["token_logprobs"][1:] for r in results if r]
+        scores[body] = [
+            r["choices"][0]["logprobs"]["token_logprobs"][1:] for r in results if r
+        ]
         assert len(scores[body]) == len(rows)
         # The weights of three layers; the head's, and as many of it as its trial takes.
         assert len(packed) == (3 * 4 + 2 if body == "require" else 0)

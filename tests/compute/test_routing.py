@@ -20,7 +20,13 @@ from fminfer.models.transformer import Transformer
 from tests.conftest import make_model, plain_registry
 
 # The last two keep their routers in float32 in any dtype.
-IN_FLOAT32 = ("deepseek_v2", "deepseek_v3", "glm4_moe", "ernie4_5_moe", "hunyuan_v1_moe")
+IN_FLOAT32 = (
+    "deepseek_v2",
+    "deepseek_v3",
+    "glm4_moe",
+    "ernie4_5_moe",
+    "hunyuan_v1_moe",
+)
 ROUNDED = ("mixtral", "qwen2_moe", "granitemoe", "phimoe")
 
 
@@ -29,7 +35,9 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     checkpoint = open_checkpoint(str(folder))
     part = Part(0, 1, 0, len(checkpoint.model.layers))
     where = torch.device("cpu")
-    tensors = open_weights(checkpoint, part, holding=Holding(torch.bfloat16), device=where, seed=0)
+    tensors = open_weights(
+        checkpoint, part, holding=Holding(torch.bfloat16), device=where, seed=0
+    )
     bodies = Bodies(plain_registry(torch.bfloat16), checkpoint.context_length)
     layers = Transformer(checkpoint.model, tensors, bodies=bodies).layers
     return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]
@@ -38,7 +46,9 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
 def choose_theirs(block: Any, x: torch.Tensor) -> torch.Tensor:
     """Return the experts that a mixture of transformers gives to its experts' module."""
     seen: list[torch.Tensor] = []
-    hook = block.experts.register_forward_pre_hook(lambda _, given: seen.append(given[1]))
+    hook = block.experts.register_forward_pre_hook(
+        lambda _, given: seen.append(given[1])
+    )
     with torch.no_grad():
         block(x[None])
     hook.remove()
@@ -47,7 +57,8 @@ def choose_theirs(block: Any, x: torch.Tensor) -> torch.Tensor:
 
 @pytest.mark.parametrize("name", [*IN_FLOAT32, *ROUNDED])
 def test_experts_in_bfloat16(name: str, tmp_path: Path) -> None:
-    """Scores that were rounded gave some tokens other experts, where the model has precise ones."""
+    """Scores that were rounded gave some tokens other experts, where the model has
+    precise ones."""
     own = make_model(name)
     if name not in IN_FLOAT32[-2:]:
         own = own.to(torch.bfloat16)

@@ -31,7 +31,9 @@ from tests.conftest import built_library, span
 from tests.steps import make_draws
 
 VOCAB = 50
-NEEDS_COMPILER = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+NEEDS_COMPILER = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture(params=["plain", "compiled"])
@@ -51,7 +53,9 @@ def how(rows: list[tuple[float, float, int, int]]) -> SamplingTensors:
     return SamplingTensors.of(make_draws(range(len(rows)), **how), torch.device("cpu"))
 
 
-def plain_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: int) -> list[float]:
+def plain_probs(
+    logits: torch.Tensor, temperature: float, top_p: float, top_k: int
+) -> list[float]:
     """Filter one row by sorting it: the definition, slowly."""
     probs = torch.softmax(logits.double() / temperature, -1)
     order = sorted(range(len(probs)), key=lambda i: (-probs[i].item(), i))
@@ -68,26 +72,45 @@ def plain_probs(logits: torch.Tensor, temperature: float, top_p: float, top_k: i
     return [probs[i].item() / total if i in chosen else 0.0 for i in range(len(probs))]
 
 
-def test_every_row_has_its_own_parameters_and_the_right_distribution(drawer: Drawer) -> None:
+def test_every_row_has_its_own_parameters_and_the_right_distribution(
+    drawer: Drawer,
+) -> None:
     """Chi-square over 4,000 draws a setting, all settings mixed in every batch."""
     torch.manual_seed(3)
     logits = torch.randn(VOCAB) * 2
-    settings = [(1.0, 1.0, 0), (0.7, 1.0, 5), (1.3, 0.8, 0), (1.0, 0.6, 20), (0.5, 0.95, 3)]
+    settings = [
+        (1.0, 1.0, 0),
+        (0.7, 1.0, 5),
+        (1.3, 0.8, 0),
+        (1.0, 0.6, 20),
+        (0.5, 0.95, 3),
+    ]
     counts = torch.zeros(len(settings), VOCAB)
     for start in range(0, 20_000, 500):
-        rows = [(*s, start + 5 * i + j) for i in range(100) for j, s in enumerate(settings)]
+        rows = [
+            (*s, start + 5 * i + j) for i in range(100) for j, s in enumerate(settings)
+        ]
         ids = sample(
-            logits.expand(len(rows), -1), how(rows), 0, tokens=span(logits, drawer=drawer)
+            logits.expand(len(rows), -1),
+            how(rows),
+            0,
+            tokens=span(logits, drawer=drawer),
         ).ids.view(100, -1)
         for j in range(len(settings)):
             counts[j] += torch.bincount(ids[:, j], minlength=VOCAB)
     for j, setting in enumerate(settings):
         expected = torch.tensor(plain_probs(logits, *setting)) * 4000
-        assert counts[j][expected == 0].sum() == 0, f"{setting} drew a token that is filtered out"
+        assert counts[j][expected == 0].sum() == 0, (
+            f"{setting} drew a token that is filtered out"
+        )
         large = expected >= 5
         chi_square = ((counts[j] - expected)[large] ** 2 / expected[large]).sum().item()
         degrees = int(large.sum()) - 1
-        assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 4, (setting, chi_square, degrees)
+        assert chi_square < degrees + 4 * (2 * degrees) ** 0.5 + 4, (
+            setting,
+            chi_square,
+            degrees,
+        )
 
 
 def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
@@ -96,32 +119,49 @@ def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
     rows = [(0.1 * i, 1 - 0.1 * i, i, i) for i in range(8)]
     together = sample(logits, how(rows), 3, tokens=span(logits, drawer=drawer))
     for i, row in enumerate(rows):
-        alone = sample(logits[i : i + 1], how([row]), 3, tokens=span(logits, drawer=drawer))
+        alone = sample(
+            logits[i : i + 1], how([row]), 3, tokens=span(logits, drawer=drawer)
+        )
         assert alone.ids[0] == together.ids[i]
         assert torch.equal(alone.top_ids[0], together.top_ids[i])
 
 
-def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(drawer: Drawer) -> None:
+def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(
+    drawer: Drawer,
+) -> None:
     logits = torch.zeros(4, VOCAB)
     logits[:, [7, 30]] = 5.0
     rows = [(0.0, 1.0, 0, 9), (1.0, 0.0, 0, 9), (1.0, 1.0, 1, 9), (0.0, 1.0, 5, 2)]
-    assert sample(logits, how(rows), 0, tokens=span(logits, drawer=drawer)).ids.tolist() == [
+    assert sample(
+        logits, how(rows), 0, tokens=span(logits, drawer=drawer)
+    ).ids.tolist() == [
         7,
         7,
         7,
         7,
     ]
     rows = [(1e-6, 1.0, 0, i) for i in range(100)]
-    equals = sample(logits[:1].expand(100, -1), how(rows), 0, tokens=span(logits, drawer=drawer))
+    equals = sample(
+        logits[:1].expand(100, -1), how(rows), 0, tokens=span(logits, drawer=drawer)
+    )
     assert set(equals.ids.tolist()) == {7, 30}
 
 
-def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids(drawer: Drawer) -> None:
+def test_ties_at_the_edge_of_top_k_and_top_p_go_to_the_lowest_ids(
+    drawer: Drawer,
+) -> None:
     logits = torch.full((1, VOCAB), -20.0)
     logits[0, [3, 9, 21, 40]] = 1.0
-    for top_p, top_k, expected in ((1.0, 2, {3, 9}), (0.7, 0, {3, 9, 21}), (0.3, 3, {3})):
+    for top_p, top_k, expected in (
+        (1.0, 2, {3, 9}),
+        (0.7, 0, {3, 9, 21}),
+        (0.3, 3, {3}),
+    ):
         rows = how([(1.0, top_p, top_k, u) for u in range(100)])
-        assert set(drawer(logits.expand(100, -1), rows, torch.arange(100)).tolist()) == expected
+        assert (
+            set(drawer(logits.expand(100, -1), rows, torch.arange(100)).tolist())
+            == expected
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -133,7 +173,9 @@ def test_zeros_of_either_sign_are_equals(dtype: torch.dtype, drawer: Drawer) -> 
         assert set(drawer(logits, rows, torch.arange(100)).tolist()) == {0, 16}
 
 
-def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(drawer: Drawer) -> None:
+def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(
+    drawer: Drawer,
+) -> None:
     """With more tokens than are tried first, plain torch sorts the whole row."""
     logits = torch.zeros(201, 4000)
     logits[200, 7] = 30.0  # a row that needs no sorting
@@ -144,7 +186,9 @@ def test_top_p_over_a_flat_vocabulary_larger_than_the_candidates(drawer: Drawer)
 
 
 @pytest.mark.parametrize("vocab", [1, 5, 16, 33, 2048, 2049, 32003])
-def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer: Drawer) -> None:
+def test_draws_lie_where_the_definition_in_float64_puts_them(
+    vocab: int, drawer: Drawer
+) -> None:
     """Of the tokens that are kept, the drawn one has the highest log-probability + noise."""
     generator = torch.Generator().manual_seed(vocab)
 
@@ -164,11 +208,15 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(vocab: int, drawer:
         columns = {
             "temperature": 0.2 + 1.5 * random(count),
             "top_p": torch.where(random(count) < 0.5, 1.0, 0.05 + 0.94 * random(count)),
-            "top_k": torch.where(random(count) < 0.5, 0, (random(count) * 60).long() + 2),
+            "top_k": torch.where(
+                random(count) < 0.5, 0, (random(count) * 60).long() + 2
+            ),
             "min_p": torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
             "noise": torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
         }
-        settings = SamplingTensors.of(make_draws(range(count), **columns), torch.device("cpu"))
+        settings = SamplingTensors.of(
+            make_draws(range(count), **columns), torch.device("cpu")
+        )
         noise = gumbel(settings.noise, torch.arange(vocab))
         rows = torch.arange(count)[random(count) < 0.8]
         with torch.inference_mode():
@@ -196,7 +244,9 @@ def kept_probs(logits: torch.Tensor, how: SamplingTensors, row: int) -> torch.Te
 
 @NEEDS_COMPILER
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("kind", ["flat", "normal", "steep", "ascending", "hidden", "odd"])
+@pytest.mark.parametrize(
+    "kind", ["flat", "normal", "steep", "ascending", "hidden", "odd"]
+)
 def test_the_compiled_draw_is_the_plain_one(kind: str, dtype: torch.dtype) -> None:
     """The same tokens of equal logits, whatever vectors the processor has."""
     kernel = DrawKernel(built_library())
@@ -224,7 +274,9 @@ def test_the_compiled_draw_is_the_plain_one(kind: str, dtype: torch.dtype) -> No
                 logits[6 + i, vocab // 2] = value
         every = torch.arange(count)
         logits = logits.to(dtype)
-        assert torch.equal(kernel(logits, rows, every), draw(logits, rows, every)), vocab
+        assert torch.equal(kernel(logits, rows, every), draw(logits, rows, every)), (
+            vocab
+        )
 
 
 def test_a_draw_is_hard_to_tip(drawer: Drawer) -> None:
@@ -241,12 +293,16 @@ def test_a_draw_is_hard_to_tip(drawer: Drawer) -> None:
     tokens = drawer(before, rows, every)
     rounded = before.bfloat16().float()
     nudged = [
-        before + step * torch.randn(before[:40].shape, generator=generator).repeat(count // 40, 1)
+        before
+        + step
+        * torch.randn(before[:40].shape, generator=generator).repeat(count // 40, 1)
         for step in (0.003, 0.03, 0.3)
     ]
     for after in (rounded, *nudged):
         changed = (drawer(after, rows, every) != tokens).double().mean().item()
-        variation = (before.softmax(-1) - after.softmax(-1)).abs().sum(-1).mean().item() / 2
+        variation = (before.softmax(-1) - after.softmax(-1)).abs().sum(
+            -1
+        ).mean().item() / 2
         assert changed <= 2 * variation + 3 * (2 * variation / count) ** 0.5
     assert changed > 0, "the test looks at nothing"
 
@@ -305,7 +361,8 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
     torch.manual_seed(1)
     for logits in (
         torch.randn(7, vocab) * 5,
-        torch.randn(7, 2 * vocab)[:, :vocab] * 30,  # rows that do not follow one another
+        # rows that do not follow one another
+        torch.randn(7, 2 * vocab)[:, :vocab] * 30,
         torch.randn(7, vocab).round(),  # of equals the lowest ids come first
         torch.randn(7, vocab).sort(-1)[0],
         torch.zeros(7, vocab),
@@ -319,7 +376,9 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
             found = kernel(logits, num_top)
             plain = rank(logits, num_top)
             exact = logits.double().logsumexp(-1)
-            torch.testing.assert_close(found.normalizer.double(), exact, rtol=1e-6, atol=1e-6)
+            torch.testing.assert_close(
+                found.normalizer.double(), exact, rtol=1e-6, atol=1e-6
+            )
             assert torch.equal(found.best, plain.best)
             assert torch.equal(logits.gather(-1, found.best_ids).float(), found.best)
             if num_top <= 64:
@@ -345,7 +404,9 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert kernel(logits, 2).normalizer.isnan().tolist() == [False, True, False]
 
 
-@pytest.mark.parametrize("is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)])
+@pytest.mark.parametrize(
+    "is_compiled", [False, pytest.param(True, marks=NEEDS_COMPILER)]
+)
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
     is_compiled: bool, dtype: torch.dtype
@@ -390,7 +451,9 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
         torch.tensor([3]),
     )
     for changes in (None, edits):
-        ours, expected = (sample(each, how(rows), 3, changes) for each in (logits, wide))
+        ours, expected = (
+            sample(each, how(rows), 3, changes) for each in (logits, wide)
+        )
         for name in ("ids", "logprobs", "top_ids", "top_logprobs"):
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
     assert torch.equal(logits.float(), wide)
@@ -401,19 +464,31 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     step = Step(
         0,
         draws=make_draws(
-            range(4), num_edits=[1, 0, 3, 1], num_banned=[0, 2, 0, 1], mask=[0, 1, -1, 1]
+            range(4),
+            num_edits=[1, 0, 3, 1],
+            num_banned=[0, 2, 0, 1],
+            mask=[0, 1, -1, 1],
         ),
         edit_ids=np.arange(10, 15),
-        **{f"edit_{name}": np.ones(5, np.float32) for name in ("bias", "factor", "minus")},
+        **{
+            f"edit_{name}": np.ones(5, np.float32)
+            for name in ("bias", "factor", "minus")
+        },
         banned_ids=np.array([20, 21, 22]),
-        **mask_columns([make_mask(pack_ids([3, 7], 8)), make_mask(invert(pack_ids([1], 8)))]),
+        **mask_columns(
+            [make_mask(pack_ids([3, 7], 8)), make_mask(invert(pack_ids([1], 8)))]
+        ),
     )
     for device in ("meta", "cpu"):
         part = StepEdits(step, VOCAB, torch.device(device)).part(slice(1, 3))
         assert part is not None and part.masks is not None
         assert [len(part.ids), len(part.bias), len(part.banned_ids)] == [3, 3, 2]
         assert len(part.masks.mask_of) == 2
-        found = [getattr(own, each.name) for own in (part, part.masks) for each in fields(own)]
+        found = [
+            getattr(own, each.name)
+            for own in (part, part.masks)
+            for each in fields(own)
+        ]
         tensors = [each for each in found if isinstance(each, torch.Tensor)]
         assert len(tensors) == 11 and {each.device.type for each in tensors} == {device}
     assert (part.rows.tolist(), part.ids.tolist()) == ([1, 1, 1], [11, 12, 13])
@@ -431,7 +506,10 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
         top_ids = torch.tensor([[9, 2**33], [0, 1]])[:, :top]
         best = torch.tensor([[-1e-30, float("-inf")], [-0.3, -7.7]])[:, :top]
         found = to_host(TokenLogprobs(ids, logprobs, top_ids, best))
-        assert found.ids.tolist() == ids.tolist() and found.top_ids.tolist() == top_ids.tolist()
+        assert (
+            found.ids.tolist() == ids.tolist()
+            and found.top_ids.tolist() == top_ids.tolist()
+        )
         assert repr(found.logprobs.tolist()) == repr(logprobs.tolist())
         assert found.top_logprobs.tolist() == best.tolist()
 
@@ -439,12 +517,16 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
 @pytest.mark.parametrize(
     "temperature", [[0.0, 0.0, 0.0], [1.0, 0.5, 2.0], [1.0, 0.0, 0.7]], ids=str
 )
-@pytest.mark.parametrize("filters", [{}, {"top_k": [0, 5, 9], "min_p": [0.1, 0, 0]}], ids=str)
+@pytest.mark.parametrize(
+    "filters", [{}, {"top_k": [0, 5, 9], "min_p": [0.1, 0, 0]}], ids=str
+)
 def test_rows_without_top_p_read_nothing_from_the_device(
     temperature: list[float], filters: dict[str, list[float]]
 ) -> None:
     """The host knows which of them draw, and asked the GPU. A "meta" tensor fails on reads."""
-    draws = make_draws(range(3), temperature=temperature, noise=[3, -(2**63), 7], **filters)
+    draws = make_draws(
+        range(3), temperature=temperature, noise=[3, -(2**63), 7], **filters
+    )
     how = SamplingTensors.of(draws, torch.device("meta"))
     assert {each.device.type for each in (how.temperature, how.noise)} == {"meta"}
     found = sample(torch.empty(3, 50, device="meta"), how, 1)
@@ -456,8 +538,13 @@ def masked(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """Put -inf by hand where a row's mask has no bit."""
     left = logits.float().clone()
     for place, mask in enumerate(masks_of(step)):
-        number = int.from_bytes(mask.bits, "little", signed=True)  # its sign stands for all behind
-        banned = [token_id for token_id in range(logits.shape[-1]) if not number >> token_id & 1]
+        # its sign stands for all behind
+        number = int.from_bytes(mask.bits, "little", signed=True)
+        banned = [
+            token_id
+            for token_id in range(logits.shape[-1])
+            if not number >> token_id & 1
+        ]
         own = torch.from_numpy(np.flatnonzero(step.draws["mask"] == place))
         left[own[:, None], torch.tensor(banned)] = float("-inf")
     return left
@@ -483,9 +570,9 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
     two, last = (make_mask(pack_ids(each, 88)) for each in ([5, 300], [699]))
     but = make_mask(invert(pack_ids([1, 2, 650], 88)))
     low = make_mask(invert(pack_ids(range(320), 48)))
-    assert [each.few is None for each in (few, two, last, bits, but, low)] == [False] * 3 + [
-        True
-    ] * 3
+    assert [each.few is None for each in (few, two, last, bits, but, low)] == [
+        False
+    ] * 3 + [True] * 3
     number = np.arange(count)
     draws = make_draws(number, mask=number % 7 - 1, temperature=0.3 + number % 11 / 8)
     draws["noise"] = [step_noise(b"rows", each) for each in range(count)]
@@ -509,12 +596,17 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: torch.dtype) -> None:
-    """After penalties and bias, before temperature; behind a mask's end, what its last bit says."""
+def test_masked_draws_are_those_of_what_the_masks_leave(
+    drawer: Drawer, dtype: torch.dtype
+) -> None:
+    """After penalties and bias, before temperature; behind a mask's end, what its last
+    bit says."""
     count = 840
     vocab = VARIED_VOCAB
     step = varied(count)
-    logits = (3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))).to(dtype)
+    logits = (
+        3 * torch.randn(count, vocab, generator=torch.Generator().manual_seed(2))
+    ).to(dtype)
     edits = edits_of(step, vocab)
     rows_how = how_of(step)
     draws = sample(logits, rows_how, 2, edits, tokens=span(logits, drawer=drawer))
@@ -522,7 +614,9 @@ def test_masked_draws_are_those_of_what_the_masks_leave(drawer: Drawer, dtype: t
     expected = sample(left, rows_how, 0)
     assert torch.equal(draws.ids, expected.ids)
     raw = logits.float().log_softmax(-1).gather(-1, draws.ids[:, None])[:, 0]
-    assert torch.allclose(draws.logprobs, raw, atol=1e-5), "logprobs are of the raw logits"
+    assert torch.allclose(draws.logprobs, raw, atol=1e-5), (
+        "logprobs are of the raw logits"
+    )
     for part in (slice(0, 7), slice(7, 8), slice(100, 230), slice(800, 840)):
         own = sample(
             logits[part],
@@ -554,11 +648,15 @@ def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         for share in (0.002, 0.5, 1.0):
             logits = torch.where(odd < share, value, normal)
-            ids = sample(logits, rows_how, 1, edits, tokens=span(logits, drawer=drawer)).ids
+            ids = sample(
+                logits, rows_how, 1, edits, tokens=span(logits, drawer=drawer)
+            ).ids
             left = masked(torch.zeros(count, vocab), step)
             assert torch.equal(left.gather(-1, ids[:, None]), torch.zeros(count, 1))
     all_low = torch.full((count, vocab), float("-inf"))
-    ids = sample(all_low, rows_how, 1, edits, tokens=span(all_low, drawer=drawer)).ids.tolist()
+    ids = sample(
+        all_low, rows_how, 1, edits, tokens=span(all_low, drawer=drawer)
+    ).ids.tolist()
     firsts = [3, 3, 5, 699, 0, 320, 0]  # the last is of rows without a mask
     assert ids == [firsts[place] for place in step.draws["mask"]]
 
@@ -568,14 +666,18 @@ def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
     logits = torch.zeros(3, VOCAB)
     logits[:, 7] = 9.0
     masks = mask_columns([make_mask(pack_ids([3, 7], 8))])
-    edits = edits_of(Step(0, draws=make_draws(range(3), mask=[0, -1, 0]), **masks), VOCAB)
+    edits = edits_of(
+        Step(0, draws=make_draws(range(3), mask=[0, -1, 0]), **masks), VOCAB
+    )
     assert edits.apply(logits) is logits
 
     def refuse(*_given: object) -> torch.Tensor:
         raise AssertionError("nothing is drawn again")
 
     greedy = how([(0.0, 1.0, 0, 5)] * 3)
-    assert sample(logits, greedy, 0, edits, tokens=span(logits, drawer=refuse)).ids.tolist() == [
+    assert sample(
+        logits, greedy, 0, edits, tokens=span(logits, drawer=refuse)
+    ).ids.tolist() == [
         7,
         7,
         7,
@@ -601,6 +703,8 @@ def test_equals_among_the_best_come_by_their_ids() -> None:
     for num_top in (2, 5, 13, VOCAB):
         found = rank(logits, num_top)
         for row in range(len(logits)):
-            order = sorted(range(VOCAB), key=lambda i, row=row: (-logits[row, i].item(), i))
+            order = sorted(
+                range(VOCAB), key=lambda i, row=row: (-logits[row, i].item(), i)
+            )
             assert found.best_ids[row].tolist() == order[:num_top]
             assert torch.equal(found.best[row], logits[row, order[:num_top]])

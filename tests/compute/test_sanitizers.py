@@ -18,7 +18,8 @@ from tests.conftest import IS_ALL, more
 from tests.random_blocks import FORMS, NEAR, halves_of
 
 STRESS = Path(__file__).parent.parent / "kernels"  # stress.cpp says what it runs
-INCLUDED = ("pool.cpp", "whole_layers.cpp")  # in files of STRESS, which try what is theirs alone
+# in files of STRESS, which try what is theirs alone
+INCLUDED = ("pool.cpp", "whole_layers.cpp")
 KERNELS = [path for path in sorted(SOURCES.glob("*.cpp")) if path.name not in INCLUDED]
 FLAGS = ["-std=gnu++17", "-g1", "-Wno-psabi", "-pthread", f"-I{SOURCES}"]
 OWN = "own"  # what the run of the tests may use of the processor
@@ -26,11 +27,13 @@ LEAST = "x86-64"  # vectors of four numbers, as on ARM
 # With each how much the compiler optimizes the kernels: what takes least to build and run.
 SANITIZERS = {"address,undefined": "-O0", "thread": "-O1" if IS_ALL else "-O0"}
 FIRST = {"address,undefined": (OWN, "avx2"), "thread": (LEAST,)}  # without --all
-OF_CALLERS = ["-O1"] if IS_ALL else ["-O0", "-DSHARE=4"]  # a fourth of the random shapes
+# a fourth of the random shapes
+OF_CALLERS = ["-O1"] if IS_ALL else ["-O0", "-DSHARE=4"]
 
 
 def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
-    """Return the compiler's flags for a processor; the test is skipped where that cannot be had."""
+    """Return the compiler's flags for a processor; the test is skipped where that
+    cannot be had."""
     if level == LEAST:
         return [f"-march={LEAST}"] if platform.machine() == "x86_64" else []
     if level != OWN:
@@ -70,7 +73,8 @@ def _kinds() -> Iterator[str]:
         scale = 1 / float(form.unpack(blocks).abs().max())
         size = form.block_bytes
         bits = 0
-        if form.pack is not None:  # one of fminfer's own, whose block may be of any size
+        # one of fminfer's own, whose block may be of any size
+        if form.pack is not None:
             size = 2 * len(halves)
             bits = (form.row_bytes(block) - size) * 8 // block
             block = 0
@@ -87,8 +91,11 @@ def callers(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], list[Pa
         if sanitizer not in folders:
             folder = tmp_path_factory.mktemp("callers")
             (folder / "kinds.h").write_text("\n".join(_kinds()))
-            files = "".join(f'#include "{path}"\n' for path in sorted(STRESS.glob("*.cpp")))
-            (folder / "all.cpp").write_text(files)  # in one, whose headers are read once
+            files = "".join(
+                f'#include "{path}"\n' for path in sorted(STRESS.glob("*.cpp"))
+            )
+            # in one, whose headers are read once
+            (folder / "all.cpp").write_text(files)
             _compile([*OF_CALLERS, "-c", "-I.", "all.cpp"], sanitizer, folder)
             folders[sanitizer] = folder
         return [folders[sanitizer] / "all.o"]
@@ -122,7 +129,9 @@ def test_kernels_under_a_sanitizer(
     _compile([*flags, "-o", "stress", *files], sanitizer, tmp_path)
     environ = os.environ | {"TSAN_OPTIONS": "halt_on_error=1:die_after_fork=0"}
     program = tmp_path / "stress"
-    ran = subprocess.run([program], capture_output=True, text=True, env=environ, timeout=120)
+    ran = subprocess.run(
+        [program], capture_output=True, text=True, env=environ, timeout=120
+    )
     if "unexpected memory mapping" in ran.stderr:
         pytest.skip("this kernel places memory where the sanitizer cannot have it")
     assert ran.returncode == 0, ran.stderr[-2000:]

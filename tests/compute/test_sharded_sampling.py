@@ -65,14 +65,20 @@ def check_same(found: list[TokenLogprobs], whole: TokenLogprobs) -> None:
         assert torch.equal(each.ids, whole.ids)
         assert torch.equal(each.top_ids, whole.top_ids)
         torch.testing.assert_close(each.logprobs, whole.logprobs, atol=2e-6, rtol=1e-6)
-        torch.testing.assert_close(each.top_logprobs, whole.top_logprobs, atol=2e-6, rtol=1e-6)
+        torch.testing.assert_close(
+            each.top_logprobs, whole.top_logprobs, atol=2e-6, rtol=1e-6
+        )
     for each in found[1:]:  # to the last bit: ranks must decide the same
-        assert all(torch.equal(getattr(each, n), getattr(found[0], n)) for n in ("ids", "logprobs"))
+        assert all(
+            torch.equal(getattr(each, n), getattr(found[0], n))
+            for n in ("ids", "logprobs")
+        )
 
 
 @pytest.mark.parametrize("count", [2, 3, 7, 26])
 def test_draws_are_those_of_one_rank(bodies: tuple[Ranker, Drawer], count: int) -> None:
-    """With each filter and all together, edits of logits, bans, masks of many and of few tokens."""
+    """With each filter and all together, edits of logits, bans, masks of many and of
+    few tokens."""
     for number in range(num_examples(24 if count < 10 else 12)):
         check_draws(random.Random(number), count, *bodies)
 
@@ -106,15 +112,21 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
     num_edits = sum(counts[:ROWS])
 
     def ids_of(counts: list[int]) -> np.ndarray:
-        return np.array([i for n in counts for i in rng.sample(range(VOCAB), n)], np.int64)
+        return np.array(
+            [i for n in counts for i in rng.sample(range(VOCAB), n)], np.int64
+        )
 
     step = Step(
         0,
         draws=draws,
         edit_ids=ids_of(counts[:ROWS]),
         edit_bias=np.array([rng.gauss(0, 3) for _ in range(num_edits)], np.float32),
-        edit_factor=np.array([rng.choice([1, 1.3]) for _ in range(num_edits)], np.float32),
-        edit_minus=np.array([rng.choice([0, 1.5]) for _ in range(num_edits)], np.float32),
+        edit_factor=np.array(
+            [rng.choice([1, 1.3]) for _ in range(num_edits)], np.float32
+        ),
+        edit_minus=np.array(
+            [rng.choice([0, 1.5]) for _ in range(num_edits)], np.float32
+        ),
         banned_ids=ids_of(counts[ROWS:]),
         **mask_columns(masks),
     )
@@ -141,7 +153,10 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
             part = logits[:, own.own.start : own.own.stop].contiguous()
             return score_whole(part, targets, num_top, replace(own, ranker=ranker))
 
-        check_same(on_all(3, score), score_whole(logits, targets, num_top, span(logits, ranker)))
+        check_same(
+            on_all(3, score),
+            score_whole(logits, targets, num_top, span(logits, ranker)),
+        )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -164,11 +179,15 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
         assert 0 <= int(found.ids[5]) < VOCAB
 
 
-def test_a_draw_from_the_best_tokens_is_told_once(bodies: tuple[Ranker, Drawer]) -> None:
+def test_a_draw_from_the_best_tokens_is_told_once(
+    bodies: tuple[Ranker, Drawer],
+) -> None:
     """Of rows that are drawn, none is left for the draw from all tokens, which tells more."""
     ranker, drawer = bodies
     logits = 9 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(3))
-    draws = make_draws(range(ROWS), temperature=1.0, top_p=0.7, top_k=40, noise=range(ROWS))
+    draws = make_draws(
+        range(ROWS), temperature=1.0, top_p=0.7, top_k=40, noise=range(ROWS)
+    )
     how = SamplingTensors.of(draws, CPU)
     rows = torch.arange(ROWS)
 
@@ -192,13 +211,22 @@ def test_top_p_takes_its_part_of_all_tokens_that_other_filters_leave(
     logits = 0.3 * torch.randn(ROWS, VOCAB, generator=torch.Generator().manual_seed(4))
     for top_k, min_p in ((150, 0.0), (0, 0.01)):
         draws = make_draws(
-            range(ROWS), temperature=1.0, top_p=0.6, top_k=top_k, min_p=min_p, noise=range(ROWS)
+            range(ROWS),
+            temperature=1.0,
+            top_p=0.6,
+            top_k=top_k,
+            min_p=min_p,
+            noise=range(ROWS),
         )
         how = SamplingTensors.of(draws, CPU)
         rows = torch.arange(ROWS)
 
         def take(own: TokenShard, how: SamplingTensors = how) -> torch.Tensor:
             part = logits[:, own.own.start : own.own.stop].contiguous()
-            return replace(own, ranker=ranker, drawer=drawer).draw(part, how, torch.arange(ROWS))
+            return replace(own, ranker=ranker, drawer=drawer).draw(
+                part, how, torch.arange(ROWS)
+            )
 
-        assert all(torch.equal(each, drawer(logits, how, rows)) for each in on_all(2, take))
+        assert all(
+            torch.equal(each, drawer(logits, how, rows)) for each in on_all(2, take)
+        )

@@ -19,7 +19,9 @@ from tests.conftest import built_library
 from tests.random_blocks import random_blocks
 from tests.shard_threads import make_shards
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 
 def on_each(count: int, work: Any) -> list[Any]:
@@ -29,11 +31,16 @@ def on_each(count: int, work: Any) -> list[Any]:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("count", [2, 3, 8])
-def test_all_ranks_get_the_sum_in_the_order_of_ranks(count: int, dtype: torch.dtype) -> None:
+def test_all_ranks_get_the_sum_in_the_order_of_ranks(
+    count: int, dtype: torch.dtype
+) -> None:
     """Also of odd sizes, of none, and of more than fits at once; whoever comes first."""
     generator = torch.Generator().manual_seed(0)
     sizes = [(1,), (7, 13), (0, 5), (64, 768), (CAPACITY // 4 + 3,), (3, CAPACITY // 2)]
-    given = [[torch.randn(s, generator=generator).to(dtype) for s in sizes] for _ in range(count)]
+    given = [
+        [torch.randn(s, generator=generator).to(dtype) for s in sizes]
+        for _ in range(count)
+    ]
 
     def work(shards: Any) -> list[torch.Tensor]:
         found = []
@@ -89,7 +96,9 @@ def test_blocks_are_cut_along_their_inputs(form: Blocks) -> None:
         cut = form.cut(packed, columns)
         assert cut.shape[-1] == form.row_bytes(len(columns))
         found = form.dequantize((cut,), torch.float32)
-        whole = form.dequantize((packed,), torch.float32)[..., columns.start : columns.stop]
+        whole = form.dequantize((packed,), torch.float32)[
+            ..., columns.start : columns.stop
+        ]
         assert torch.equal(found.nan_to_num(), whole.nan_to_num())
 
 

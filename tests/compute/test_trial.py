@@ -30,7 +30,9 @@ from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import built_library, plain_registry
 from tests.models.test_oracle import Oracle, check_all, mixed_requests
 
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 PARTS = ["norm", "add_and_norm", "rotate", "gate"]
 EVERY = [(LayerKernels, name) for name in (*PARTS, "gelu")]
 EVERY += [(KernelAttention, "__call__"), (PackedProduct, "unrounded")]
@@ -62,13 +64,18 @@ def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
-    owner: type, name: str, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    owner: type,
+    name: str,
+    llama_checkpoint: tuple[Path, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Only a GPU's kernels were tried: of the CPU's, such a one gave wrong answers."""
     make_wrong(owner, name, monkeypatch)
     folder, model = llama_checkpoint
     engine = check_all(folder, Oracle(model), mixed_requests()[:12], {"block_size": 16})
-    assert "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
+    assert (
+        "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
+    )
     with pytest.raises(UsageError, match=r"--kernels require: .* is off by"):
         fminfer.Engine(str(folder), kernels="require")
 
@@ -91,7 +98,11 @@ def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
     registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
     how = open_random("llama-160m").model.layers[0].attention
     head = registry.head(dense(torch.randn(200, 96).to(dtype), "head"), None)
-    return [registry.attention([how], 16, dtype), registry.parts.kernels, head], registry.why_plain
+    return [
+        registry.attention([how], 16, dtype),
+        registry.parts.kernels,
+        head,
+    ], registry.why_plain
 
 
 @needs_compiler
@@ -114,18 +125,23 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp: Any = how.mlp
     sizes |= {"up": (mlp.up_size, size), "down": (size, mlp.size)}
     weights = {
-        f"{k}.weight": dense((torch.randn(v) / 30).bfloat16(), "product") for k, v in sizes.items()
+        f"{k}.weight": dense((torch.randn(v) / 30).bfloat16(), "product")
+        for k, v in sizes.items()
     }
     norms = (f"before_{k}.weight" for k in ("attention", "mlp"))
     weights |= {name: dense(torch.ones(size).bfloat16(), "norm") for name in norms}
     layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
     nothing: Any = None
     layer.products = {
-        k: PackedProduct(nothing, (), None, v[1], v[0], (PackedCall * 0)(), torch.bfloat16)
+        k: PackedProduct(
+            nothing, (), None, v[1], v[0], (PackedCall * 0)(), torch.bfloat16
+        )
         for k, v in sizes.items()
     }
     for off in (0.0, 1.0):
-        registry = Registry("auto", built_library(), torch.bfloat16, torch.device("cpu"))
+        registry = Registry(
+            "auto", built_library(), torch.bfloat16, torch.device("cpu")
+        )
         whole = WholeLayers(registry)
         for _ in range(2):
             joined = whole.join(layer)
@@ -142,13 +158,17 @@ def test_what_is_compared() -> None:
     compare([(one, one), (nan, nan), (one, nan), (one * 0, one * 0)], 0.0)
     compare([(one + 0.1, one)], 0.06)
     for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):
-        with pytest.raises(ValueError, match=r"what it gives is off by (nan|0\.05|inf)"):
+        with pytest.raises(
+            ValueError, match=r"what it gives is off by (nan|0\.05|inf)"
+        ):
             compare([(found, expected)], 0.01)
     trial: Trial[int] = Trial("sums", lambda body: [(one * body, one)], 0.01)
     registry = plain_registry()
     assert registry.find([Candidate(lambda asked: 1, lambda asked: trial)], None) == 1
     assert not registry.why_plain
-    assert registry.find([Candidate(lambda asked: 3, lambda asked: trial)], None) is None
+    assert (
+        registry.find([Candidate(lambda asked: 3, lambda asked: trial)], None) is None
+    )
     said = "sums: the kernel cannot be used (what it gives is off by 2)"
     assert registry.why_plain == said
 
@@ -160,7 +180,9 @@ def test_a_product_that_is_wrong_for_one_number_of_rows_is_refused(
     fault: str, rows: int, dtype: torch.dtype
 ) -> None:
     """Rows that were nearly the same hid that the last one had some inputs of another."""
-    weight = dense(torch.randn(64, 288, generator=torch.Generator().manual_seed(1)), "product")
+    weight = dense(
+        torch.randn(64, 288, generator=torch.Generator().manual_seed(1)), "product"
+    )
     asked = Linear(weight, None)
 
     def product(x: torch.Tensor) -> torch.Tensor:
@@ -195,11 +217,16 @@ def test_memory_that_runs_out_in_a_trial_ends_loading() -> None:
 
 
 @needs_compiler
-def test_a_quiet_run_says_that_a_kernel_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quiet_run_says_that_a_kernel_is_not_used(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """With -q nobody was told but --stats."""
     make_wrong(LayerKernels, "norm", monkeypatch)
     given = ["run", "--prompt", "How do I get", "-q", "--kernels"]
     found = CliRunner().invoke(main, [*given, "auto"])
-    assert "slower than it could be: norms and activations: the kernel cannot" in found.stderr
+    assert (
+        "slower than it could be: norms and activations: the kernel cannot"
+        in found.stderr
+    )
     found = CliRunner().invoke(main, [*given, "off"])
     assert found.stderr == ""

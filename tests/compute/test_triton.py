@@ -68,7 +68,13 @@ PIECE = 64  # keys at a time, at most
 LESS: Any = {"piece": PIECE, "before": 100 if IS_SLOW else 0}
 HEADS = 2 if IS_SLOW else 4
 FEW_HEADS: Any = {"heads": HEADS, "kv_heads": HEADS // 2}
-SHARED: Any = {"heads": 4, "kv_heads": 2, "dim": 16, "block": 8, "num_rows": 6 if IS_SLOW else 38}
+SHARED: Any = {
+    "heads": 4,
+    "kv_heads": 2,
+    "dim": 16,
+    "block": 8,
+    "num_rows": 6 if IS_SLOW else 38,
+}
 SLOW = more if IS_SLOW else []
 interpreted = pytest.mark.usefixtures("interpreter")
 SHAPES = [
@@ -85,7 +91,12 @@ def test_every_kind_of_row(heads: int, kv_heads: int, dim: int, block: int) -> N
     shape: Any = {"heads": heads, "kv_heads": kv_heads, "dim": dim, "block": block}
     if not IS_SLOW or heads == SHAPES[0][0]:  # below each part is alone for one shape
         check_every_kind_of_row("triton", **shape, **LESS)
-    together: Any = {"window": 11, "slopes": torch.rand(heads), "softcap": 0.7, "tolerance": 1e-4}
+    together: Any = {
+        "window": 11,
+        "slopes": torch.rand(heads),
+        "softcap": 0.7,
+        "tolerance": 1e-4,
+    }
     check_every_kind_of_row("triton", **shape, **LESS, **together)
 
 
@@ -141,12 +152,15 @@ def test_rows_that_share() -> None:
 
 
 def test_tiles() -> None:
-    """Chunks are cut where a product's rows are full; a row of one token has a tile of its own."""
+    """Chunks are cut where a product's rows are full; a row of one token has a tile of
+    its own."""
     kernel = TritonAttention(8, 2, 128, dtype=torch.float16, device=DEVICE)
     rows = Rows.of((10, 35, [7, 3, 9, 8]), (16, 1, [5, 2]))
     plan = kernel.plan(rows, 16)
     longest_first = [[32, 3, 42, 0, 45], [16, 16, 26, 0, 45], [0, 16, 10, 0, 45]]
-    assert plan.prompt_tiles.tolist() == longest_first, "short ones fill the end of a step"
+    assert plan.prompt_tiles.tolist() == longest_first, (
+        "short ones fill the end of a step"
+    )
     assert plan.decode_tiles.tolist() == [[35, 1, 16, 3, 17]]
     assert plan.blocks.tolist() == [7, 3, 9, 5, 2], "only those that hold keys"
     assert plan.slots.tolist()[:7] == [122, 123, 124, 125, 126, 127, 48]
@@ -158,13 +172,17 @@ def test_padded_tiles() -> None:
     kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
     rows = Rows.of((16, 1, [5, 2, 8]), (3, 1, [9]), (31, 1, [1, 7]))
     right = kernel.plan(rows, 16)
-    numbers = torch.cat([torch.from_numpy(each) for each in kernel.decode_numbers(rows, 16, 8)])
+    numbers = torch.cat(
+        [torch.from_numpy(each) for each in kernel.decode_numbers(rows, 16, 8)]
+    )
     found = kernel.decode_plan(numbers.to(DEVICE), 8)
     assert not len(found.prompt_tiles)
     assert torch.equal(found.decode_tiles[:3], right.decode_tiles)
     assert torch.equal(found.slots[:3], right.slots)
     assert torch.equal(found.blocks, right.blocks)
-    assert found.decode_tiles[3:].tolist() == [[place, 0, 0, 0, 0] for place in range(3, 8)]
+    assert found.decode_tiles[3:].tolist() == [
+        [place, 0, 0, 0, 0] for place in range(3, 8)
+    ]
     assert (found.slots[3:] == -1).all()
 
 
@@ -172,7 +190,10 @@ def test_padded_tiles() -> None:
 @interpreted
 @pytest.mark.parametrize(
     "family",
-    ["gemma2", *(pytest.param(each, marks=SLOW) for each in ("llama", "bloom", "falcon"))],
+    [
+        "gemma2",
+        *(pytest.param(each, marks=SLOW) for each in ("llama", "bloom", "falcon")),
+    ],
 )
 def test_greedy_equals_transformers_alone(
     family: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -197,7 +218,9 @@ def test_greedy_equals_transformers_alone(
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     """Have the GPU's kernels used on the CPU, in triton's interpreter."""
 
-    def open_interpreted(kernels: Kernels, dtype: torch.dtype, device: torch.device) -> Registry:
+    def open_interpreted(
+        kernels: Kernels, dtype: torch.dtype, device: torch.device
+    ) -> Registry:
         registry = Registry(kernels, None, dtype, device)
         registry.have_triton()
         registry.of_draws.clear()
@@ -212,12 +235,20 @@ def try_parts(dtype: torch.dtype) -> TritonLayers:
     return kernels
 
 
-def test_triton_is_tested_on_a_gpu_where_there_is_one(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The tests passed tensors of the CPU, so that on a GPU they showed nothing of its kernels."""
+def test_triton_is_tested_on_a_gpu_where_there_is_one(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The tests passed tensors of the CPU, so that on a GPU they showed nothing of its
+    kernels."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
-    monkeypatch.setattr(triton_attention, "TritonAttention", lambda *shape, **where: where)
+    monkeypatch.setattr(
+        triton_attention, "TritonAttention", lambda *shape, **where: where
+    )
     kernel, device = make_kernel("triton", 4, 2, 16, torch.float16)
-    assert device == torch.device("cuda") and kernel == {"dtype": torch.float16, "device": device}
+    assert device == torch.device("cuda") and kernel == {
+        "dtype": torch.float16,
+        "device": device,
+    }
 
 
 @interpreted
@@ -241,7 +272,9 @@ def test_draws_are_those_of_the_cpu() -> None:
             min_p=[0.0] * 10 + [0.1] * 2,
             noise=noise,
         )
-        how, moved = (SamplingTensors.of(ways, each) for each in (torch.device("cpu"), DEVICE))
+        how, moved = (
+            SamplingTensors.of(ways, each) for each in (torch.device("cpu"), DEVICE)
+        )
         rows = torch.arange(count)
         found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
         assert torch.equal(found, draw(logits, how, rows)), vocab
@@ -277,10 +310,18 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
             noise=[step_noise(b"rows", i) for i in range(count)],
         )
         how = SamplingTensors.of(ways, device)
-        drawer = draw if device.type == "cpu" and not found else partial(draw, racer=triton_race)
-        draws = sample(logits.to(device), how, 1, edits, tokens=span(logits, drawer=drawer))
+        drawer = (
+            draw
+            if device.type == "cpu" and not found
+            else partial(draw, racer=triton_race)
+        )
+        draws = sample(
+            logits.to(device), how, 1, edits, tokens=span(logits, drawer=drawer)
+        )
         found.append((draws.ids.cpu(), draws.logprobs.cpu()))
-    assert torch.equal(found[0][0], found[1][0]) and torch.allclose(found[0][1], found[1][1])
+    assert torch.equal(found[0][0], found[1][0]) and torch.allclose(
+        found[0][1], found[1][1]
+    )
     for place, token_id in zip(places, found[0][0].tolist(), strict=True):
         assert place < 0 or (bits, few)[place].bits[token_id >> 3] >> (token_id & 7) & 1
 
@@ -295,22 +336,29 @@ def test_a_race_that_gives_something_else_is_refused() -> None:
 
 @interpreted
 def test_blocks_behind_2_to_31_elements() -> None:
-    """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for 32 bits."""
+    """70,000 blocks of llama-8B's keys have 2.3 thousand million elements: too many for
+    32 bits."""
     pool = 70_000
     kv_heads = 8
     block = 32
     dim = 128
     assert pool * kv_heads * block * dim > 2**31
-    kernel = TritonAttention(kv_heads, kv_heads, dim, dtype=torch.float16, device=DEVICE)
+    kernel = TritonAttention(
+        kv_heads, kv_heads, dim, dtype=torch.float16, device=DEVICE
+    )
     # Only the pages that are written to become memory.
     size = 2 * pool * kv_heads * block * dim
     maps = [mmap.mmap(-1, size, flags=mmap.MAP_PRIVATE | NO_RESERVE) for _ in "kv"]
     keys, values = (
-        torch.frombuffer(each, dtype=torch.float16).view(pool, kv_heads, block, dim).to(DEVICE)
+        torch.frombuffer(each, dtype=torch.float16)
+        .view(pool, kv_heads, block, dim)
+        .to(DEVICE)
         for each in maps
     )
     table = [pool - 1, 3, pool - 2]
-    query, key, value = (torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3))
+    query, key, value = (
+        torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3)
+    )
     rows = kernel.plan(Rows.of((0, query.shape[2], table)), block)
     asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
     found = (
@@ -323,11 +371,15 @@ def test_blocks_behind_2_to_31_elements() -> None:
     )[0]
     torch.testing.assert_close(found.double(), expected, rtol=0.01, atol=0.01)
     last = keys[pool - 1].cpu()
-    assert torch.equal(last, key[0, :, :block]), "the first block's keys are where they belong"
+    assert torch.equal(last, key[0, :, :block]), (
+        "the first block's keys are where they belong"
+    )
 
 
 @interpreted
-def test_a_kernel_that_gives_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_kernel_that_gives_something_else_is_refused(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """As a compiler's fault on some GPU would: one number of all is off.
 
     The fixture has tried the right one.
@@ -384,7 +436,9 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
         assert re.search(f"{name}: .*({NO_GPU})", registry.why_plain)
         registry = on_gpu("off")
         assert find(registry) is plain and registry.why_plain == ""
-        with pytest.raises(UsageError, match=f"--kernels require: {name}: .*({NO_GPU})"):
+        with pytest.raises(
+            UsageError, match=f"--kernels require: {name}: .*({NO_GPU})"
+        ):
             find(on_gpu("require"))
 
 
@@ -402,14 +456,19 @@ def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) ->
 
     monkeypatch.setattr(torch.cuda, "is_initialized", lambda: True)
     monkeypatch.setattr(torch.cuda, "synchronize", fail)
-    with pytest.raises(UsageError, match=r"norms and activations: .* Use --kernels off"):
+    with pytest.raises(
+        UsageError, match=r"norms and activations: .* Use --kernels off"
+    ):
         _ = on_gpu("auto").parts
 
 
 @pytest.mark.parametrize(
     ("error", "told"),
     [
-        (RuntimeError("CUDA error: no kernel image\nFor debugging consider"), r"no kernel image\)"),
+        (
+            RuntimeError("CUDA error: no kernel image\nFor debugging consider"),
+            r"no kernel image\)",
+        ),
         (
             RuntimeError("at 3:12:\n    x = y + z\n    ^\ninvalid operands"),
             "at 3:12: invalid operands",
@@ -418,7 +477,10 @@ def test_a_trial_that_breaks_the_gpu_is_told(monkeypatch: pytest.MonkeyPatch) ->
             AssertionError("keys of a step"),
             "a fault of fminfer's, please report it: AssertionError: keys",
         ),
-        (KeyError(torch.float8_e5m2), "a fault of fminfer's, please report it: KeyError"),
+        (
+            KeyError(torch.float8_e5m2),
+            "a fault of fminfer's, please report it: KeyError",
+        ),
     ],
 )
 def test_why_a_kernel_is_not_used_is_told(
@@ -510,7 +572,8 @@ for name in ("*bf16", "*fp32", "*fp16")[:count]:
         add(ASTSource(function, types, constants, {}), {"num_warps": 4})
 types = {"scaled": "*fp32", "noise": "*i64", "scores": "*fp64", "winners": "*i64"}
 types |= {"vocab": "i32", "first_id": "i32"}
-add(ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {}), {"num_warps": 8})
+race = ASTSource(race_kernel, types | {"SIZE": "constexpr"}, {"SIZE": TOKENS}, {})
+add(race, {"num_warps": 8})
 print(json.dumps(found))
 """
 
@@ -519,14 +582,21 @@ print(json.dumps(found))
     ("capability", "room", "count"),  # shapes and types, at most
     [
         (90, 163, 3),
-        *(pytest.param(*each, 8, marks=more) for each in ((80, 163), (86, 99), (90, 163))),
+        *(
+            pytest.param(*each, 8, marks=more)
+            for each in ((80, 163), (86, 99), (90, 163))
+        ),
     ],
 )
 def test_the_kernels_compile_for_gpus(
     capability: int, room: int, count: int, tmp_path: Path
 ) -> None:
     """Programs fit the KB of A100, of small Amperes and Adas, and of Hopper."""
-    environment = {**os.environ, "TRITON_CACHE_DIR": str(tmp_path), "TRITON_INTERPRET": "0"}
+    environment = {
+        **os.environ,
+        "TRITON_CACHE_DIR": str(tmp_path),
+        "TRITON_INTERPRET": "0",
+    }
     command = [sys.executable, "-c", COMPILE, *map(str, (room, capability, count))]
     said = subprocess.run(command, env=environment, capture_output=True, text=True)
     assert said.returncode == 0, said.stderr[-2000:]
@@ -549,7 +619,9 @@ def test_tiles_are_as_large_as_registers_and_shared_memory_hold(
         (256, torch.float16, 99, TileShape(64, 32, 8, 1), TileShape(16, 32, 4, 2)),
         (128, torch.float32, 99, TileShape(16, 32, 4, 1), TileShape(16, 32, 4, 2)),
     ):
-        monkeypatch.setattr(triton_attention, "_shared_bytes", lambda device, kb=room: kb << 10)
+        monkeypatch.setattr(
+            triton_attention, "_shared_bytes", lambda device, kb=room: kb << 10
+        )
         kernel = TritonAttention(8, 2, dim, dtype=dtype, device=cpu)
         assert (kernel.prompt, kernel.decode) == (prompt, decode), (dim, dtype, room)
 
@@ -560,7 +632,10 @@ def test_tiles_are_as_large_as_registers_and_shared_memory_hold(
     [
         {},
         {"window": 170, "sinks": True, "slopes": True},
-        *(pytest.param(each, marks=SLOW) for each in ({"slopes": True, "softcap": 0.7},)),
+        *(
+            pytest.param(each, marks=SLOW)
+            for each in ({"slopes": True, "softcap": 0.7},)
+        ),
     ],
 )
 def test_a_row_has_the_same_result_in_any_number_of_programs(
@@ -574,13 +649,20 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     lengths = [180, 300, 64, 65]
     block = 16
     count = 3 + kernel.full_rows
-    tables = [[*range(20 * row, 20 * row + -(-size // block))] for row, size in enumerate(lengths)]
+    tables = [
+        [*range(20 * row, 20 * row + -(-size // block))]
+        for row, size in enumerate(lengths)
+    ]
     long = ((len_ - 1, 1, table) for len_, table in zip(lengths, tables, strict=True))
     rows = Rows.of(*long, *((number % 16, 1, [80 + number]) for number in range(count)))
     torch.manual_seed(0)
     keys, values = (torch.randn(80 + count, 2, block, 24).to(DEVICE) for _ in "kv")
-    query, key, value = (torch.randn(1, heads, len(rows), 24).to(DEVICE) for heads in (4, 2, 2))
-    names = {name: torch.rand(4).to(DEVICE) for name in ("slopes", "sinks") if name in limits}
+    query, key, value = (
+        torch.randn(1, heads, len(rows), 24).to(DEVICE) for heads in (4, 2, 2)
+    )
+    names = {
+        name: torch.rand(4).to(DEVICE) for name in ("slopes", "sinks") if name in limits
+    }
     how = Scoring(0.2, **(limits | names))
 
     def attend(picked: list[int]) -> torch.Tensor:
@@ -597,10 +679,15 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
         assert torch.equal(alone, together[number]), lengths[number]
     assert len(joins) == len(lengths)
     # The split row is right, too.
-    seen = (cache[tables[1]].transpose(0, 1).flatten(1, 2)[:, :300] for cache in (keys, values))
+    seen = (
+        cache[tables[1]].transpose(0, 1).flatten(1, 2)[:, :300]
+        for cache in (keys, values)
+    )
     if not limits:
         expected = scaled_dot_product_attention(
-            query[0, :, 1:2], *(each.repeat_interleave(2, 0) for each in seen), scale=0.2
+            query[0, :, 1:2],
+            *(each.repeat_interleave(2, 0) for each in seen),
+            scale=0.2,
         )
         torch.testing.assert_close(together[1], expected[:, 0], atol=1e-5, rtol=1e-5)
 
@@ -626,7 +713,9 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
     given = [torch.randn(1, heads, 2, 16).to(DEVICE) for heads in (4, 2, 2)]
     how = Scoring(0.25)
     rows = Rows.of((20, 1, [1, 2]), (5, 1, [3]))
-    expected = kernel(AttentionCall(*given, keys, values, kernel.plan(rows, block), how))
+    expected = kernel(
+        AttentionCall(*given, keys, values, kernel.plan(rows, block), how)
+    )
     for size in (3, 2 + kernel.full_rows):
         plan = kernel.plan(rows, block)
         padded = plan.decode_tiles.new_zeros(size, 5)
@@ -649,7 +738,8 @@ def test_keys_too_wide_for_a_gpu_are_refused_at_once() -> None:
 
 
 def test_models_are_tried_only_with_what_their_layers_have() -> None:
-    """A GPU compiled attention with windows, slopes and sinks, of which most models have none."""
+    """A GPU compiled attention with windows, slopes and sinks, of which most models
+    have none."""
     tried: list[tuple[bool, ...]] = []
 
     class Kernel:

@@ -35,11 +35,17 @@ def body(request: pytest.FixtureRequest) -> str:
 
 
 def formula(
-    query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scoring, first: int
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    how: Scoring,
+    first: int,
 ) -> torch.Tensor:
     """Attend as a textbook does: (new, heads, dim) from position `first` on."""
     heads = query.shape[1]
-    keys, values = (x.float().repeat_interleave(heads // x.shape[1], 1) for x in (keys, values))
+    keys, values = (
+        x.float().repeat_interleave(heads // x.shape[1], 1) for x in (keys, values)
+    )
     scores = torch.einsum("ihd,jhd->hij", query.float(), keys) * how.scaling
     distance = first + torch.arange(len(query))[:, None] - torch.arange(len(keys))
     if how.relative is not None:
@@ -57,7 +63,9 @@ def dim_of(dtype: torch.dtype) -> int:
     return 64 if dtype == torch.bfloat16 else DIM
 
 
-def make_how(kv_heads: int, dtype: torch.dtype = torch.float32, **changes: Any) -> Attention:
+def make_how(
+    kv_heads: int, dtype: torch.dtype = torch.float32, **changes: Any
+) -> Attention:
     dim = dim_of(dtype)
     return replace(Attention(4, kv_heads, dim, dim**-0.5, is_causal=False), **changes)
 
@@ -83,7 +91,8 @@ def some_biases(how: Attention, dtype: torch.dtype) -> torch.Tensor | None:
 def test_prompts_see_themselves_alone(
     body: str, dtype: torch.dtype, kv_heads: int, changes: dict[str, Any]
 ) -> None:
-    """A second layer overwrites what the first one has kept, and smaller prompts lie in it, too."""
+    """A second layer overwrites what the first one has kept, and smaller prompts lie in
+    it, too."""
     if body == "triton" and dtype == torch.bfloat16:
         pytest.skip("the interpreter multiplies no bfloat16")
     is_slow = body == "triton" and triton_device().type == "cpu" and not IS_ALL
@@ -93,23 +102,32 @@ def test_prompts_see_themselves_alone(
     how = make_how(kv_heads, dtype, **changes)
     kernel, device = make_kernel(body, how.heads, kv_heads, how.head_dim, dtype)
     biases = some_biases(how, dtype)
-    scoring = scoring_of(how, device, None, None if biases is None else biases.to(device))
-    own = replace(scoring, relative=None if scoring.relative is None else scoring.relative.cpu())
-    whole = KvCache([how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel)
+    scoring = scoring_of(
+        how, device, None, None if biases is None else biases.to(device)
+    )
+    own = replace(
+        scoring, relative=None if scoring.relative is None else scoring.relative.cpu()
+    )
+    whole = KvCache(
+        [how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel
+    )
     some = (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5])
     for lengths in some[2 if changes else 0 :: 2] if is_slow else some:
         attend = whole.plan_whole(lengths, 2, None)
         for layer in range(2):
             tokens = int(lengths.sum())
             parts = (
-                torch.randn(tokens, n, how.head_dim).to(dtype) for n in (4, kv_heads, kv_heads)
+                torch.randn(tokens, n, how.head_dim).to(dtype)
+                for n in (4, kv_heads, kv_heads)
             )
             q, k, v = parts
             found = attend(layer, *(x.to(device) for x in (q, k, v)), scoring).cpu()
             split = (x.split(lengths.tolist()) for x in (found, q, k, v))
             for each, *given in zip(*split, strict=True):
                 expected = formula(*given, own, 0)
-                assert torch.allclose(each.float(), expected, atol=ERRORS[dtype], rtol=0.02)
+                assert torch.allclose(
+                    each.float(), expected, atol=ERRORS[dtype], rtol=0.02
+                )
 
 
 def test_without_memory_for_more_blocks_those_of_before_stay(
@@ -119,7 +137,12 @@ def test_without_memory_for_more_blocks_those_of_before_stay(
     how = make_how(2)
     kernel, device = make_kernel(BODIES[-1], how.heads, 2, DIM, torch.float32)
     whole = KvCache(
-        [how], num_blocks=0, block_size=8, dtype=torch.float32, device=device, kernel=kernel
+        [how],
+        num_blocks=0,
+        block_size=8,
+        dtype=torch.float32,
+        device=device,
+        kernel=kernel,
     )
 
     def fail(*_: Any, **__: Any) -> torch.Tensor:
@@ -139,7 +162,12 @@ def test_only_kept_tokens_have_outputs(body: str) -> None:
     how = make_how(2)
     kernel, device = make_kernel(body, how.heads, 2, DIM, torch.float32)
     whole = KvCache(
-        [how], num_blocks=0, block_size=8, dtype=torch.float32, device=device, kernel=kernel
+        [how],
+        num_blocks=0,
+        block_size=8,
+        dtype=torch.float32,
+        device=device,
+        kernel=kernel,
     )
     parts = [torch.randn(int(LENGTHS.sum()), n, DIM).to(device) for n in (4, 2, 2)]
     kept = torch.from_numpy(LENGTHS.cumsum() - LENGTHS).to(device)
@@ -157,7 +185,9 @@ def test_decode_rows_have_biases_by_distance(body: str, dtype: torch.dtype) -> N
     torch.manual_seed(0)
     how = make_how(4, dtype, is_causal=True, relative=Relative(16, 25, is_causal=True))
     kernel, device = make_kernel(body, 4, 4, how.head_dim, dtype)
-    cache = KvCache([how], num_blocks=12, block_size=16, dtype=dtype, device=device, kernel=kernel)
+    cache = KvCache(
+        [how], num_blocks=12, block_size=16, dtype=dtype, device=device, kernel=kernel
+    )
     biases = some_biases(how, dtype)
     assert biases is not None
     scoring = scoring_of(how, device, None, biases.to(device))
@@ -166,13 +196,19 @@ def test_decode_rows_have_biases_by_distance(body: str, dtype: torch.dtype) -> N
     tables = ([0, 2, 4, 6, 8], [1, 3, 5])
     q, k, v = (torch.randn(2, 80, 4, how.head_dim).to(dtype) for _ in "qkv")
     for parts in ([(0, 30), (0, 11)], [(30, 49), (11, 1)], [(79, 1), (12, 28)]):
-        order = sorted(range(2), key=lambda n: parts[n][1] == 1)  # rows of one token come last
+        # rows of one token come last
+        order = sorted(range(2), key=lambda n: parts[n][1] == 1)
         rows = [(parts[n][0], parts[n][1], tables[n]) for n in order]
         of = [(n, slice(parts[n][0], sum(parts[n]))) for n in order]
         step = [torch.cat([x[n, part] for n, part in of]).to(device) for x in (q, k, v)]
         found = cache.plan(Rows.of(*rows))(0, *step, scoring).cpu()
-        expected = [formula(q[n, p], k[n, : p.stop], v[n, : p.stop], own, p.start) for n, p in of]
-        assert torch.allclose(found.float(), torch.cat(expected), atol=ERRORS[dtype], rtol=0.02)
+        expected = [
+            formula(q[n, p], k[n, : p.stop], v[n, : p.stop], own, p.start)
+            for n, p in of
+        ]
+        assert torch.allclose(
+            found.float(), torch.cat(expected), atol=ERRORS[dtype], rtol=0.02
+        )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
@@ -183,12 +219,16 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
     torch.manual_seed(0)
     how = make_how(4, dtype, is_causal=True)
     kernel, device = make_kernel(body, 4, 4, how.head_dim, dtype)
-    cache = KvCache([how], num_blocks=9, block_size=16, dtype=dtype, device=device, kernel=kernel)
+    cache = KvCache(
+        [how], num_blocks=9, block_size=16, dtype=dtype, device=device, kernel=kernel
+    )
     scoring = scoring_of(how, device)
     sizes = np.array([35, 35, 70, 35])
     memories = [torch.randn(2, n, 4, how.head_dim).to(dtype) for n in (35, 70)]
     blocks = [[0, 4, 2], [1, 3, 5, 7, 8]]
-    new = [(slot, i, b) for slot, t in ((4, 0), (5, 1)) for i, b in enumerate(blocks[t])]
+    new = [
+        (slot, i, b) for slot, t in ((4, 0), (5, 1)) for i, b in enumerate(blocks[t])
+    ]
     tables = BlockTables()
     for number, lengths in enumerate(([3, 1, 7, 2], [1, 1, 1, 1], [1, 4, 1, 1])):
         step = Step(
@@ -199,7 +239,9 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
             token_ids=np.zeros(sum(lengths), np.int64),
             cross_slots=np.array([4, 4, 5, 4], np.int32),
             cross_lengths=sizes,
-            memory_lengths=np.array([35, 0, 70, 0]) if number == 0 else np.zeros(4, np.int64),
+            memory_lengths=np.array([35, 0, 70, 0])
+            if number == 0
+            else np.zeros(4, np.int64),
             new_blocks=np.array(new if number == 0 else [], np.int32).reshape(-1, 3),
         )
         tables.take(step)
@@ -216,7 +258,9 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
             kept = np.arange(1, last - first, 2) if last - first > 2 else None
             attend = cache.plan_cross(tables.cross(step, first, last), kept)
             given = q if kept is None else q[kept]
-            found = attend(0, *(x.to(device) for x in (given, keys, values)), scoring).cpu()
+            found = attend(
+                0, *(x.to(device) for x in (given, keys, values)), scoring
+            ).cpu()
             token_rows = np.repeat(np.arange(4), lengths)[first:last]
             for token, row in enumerate(token_rows):
                 if kept is not None and token not in kept:
@@ -225,7 +269,9 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
                 every = replace(scoring, ahead=1000)
                 expected = formula(q[token : token + 1], *memory, every, 0)[0]
                 place = token if kept is None else int((kept == token).argmax())
-                assert torch.allclose(found[place].float(), expected, atol=ERRORS[dtype], rtol=0.02)
+                assert torch.allclose(
+                    found[place].float(), expected, atol=ERRORS[dtype], rtol=0.02
+                )
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
@@ -239,7 +285,12 @@ def test_a_value_that_is_no_number_reaches_those_that_see_it(
         how = make_how(4, dtype, window=4)
         kernel, device = make_kernel(body, 4, 4, how.head_dim, dtype)
         whole = KvCache(
-            [how], num_blocks=0, block_size=16, dtype=dtype, device=device, kernel=kernel
+            [how],
+            num_blocks=0,
+            block_size=16,
+            dtype=dtype,
+            device=device,
+            kernel=kernel,
         )
         q, k, v = (torch.randn(num + 5, 4, how.head_dim).to(dtype) for _ in "qkv")
         v[num // 2] = odd
@@ -265,7 +316,9 @@ def test_buckets_are_those_of_transformers() -> None:
 
 
 @pytest.mark.parametrize("is_causal", [True, False])
-@pytest.mark.parametrize(("buckets", "most"), [(64, 20), (65, 31), (32, 9), (16, 3), (128, 1)])
+@pytest.mark.parametrize(
+    ("buckets", "most"), [(64, 20), (65, 31), (32, 9), (16, 3), (128, 1)]
+)
 def test_buckets_reach_beyond_the_largest_distance(
     buckets: int, most: int, is_causal: bool
 ) -> None:
@@ -281,9 +334,14 @@ def test_buckets_reach_beyond_the_largest_distance(
         reach = most
     elif reach < MOST_RELATIVE - 1:
         beyond = torch.tensor([-reach - 1])
-        assert T5Attention._relative_position_bucket(beyond, not is_causal, buckets, most) < 0
+        assert (
+            T5Attention._relative_position_bucket(beyond, not is_causal, buckets, most)
+            < 0
+        )
     distance = torch.arange(-reach, reach + 1)
-    expected = T5Attention._relative_position_bucket(-distance, not is_causal, buckets, most)
+    expected = T5Attention._relative_position_bucket(
+        -distance, not is_causal, buckets, most
+    )
     assert torch.equal(relative_buckets(how), expected)
 
 

@@ -14,7 +14,10 @@ from fminfer.contract.request import DEFAULTS
 from fminfer.core.errors import ErrorCode, RequestError
 
 HELLO = {"role": "user", "content": "Hello"}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 
 
 def parse(*messages: object, is_strict: bool = False, **fields: Any) -> ChatRequest:
@@ -44,18 +47,37 @@ def test_max_tokens_has_two_names() -> None:
         chat = parse(**fields)
         assert chat.params.max_tokens == 5 and not chat.fills_context
     assert parse(max_tokens=5, max_completion_tokens=5).params.max_tokens == 5
-    assert "they mean the same" in refused(max_tokens=5, max_completion_tokens=6).message
+    assert (
+        "they mean the same" in refused(max_tokens=5, max_completion_tokens=6).message
+    )
 
 
 def test_sampling_params_are_those_of_completions() -> None:
     fields = {"top_p": 0.5, "top_k": 3, "min_p": 0.1, "seed": 7, "n": 2, "stop": ["x"]}
     fields |= {"repetition_penalty": 1.1, "logit_bias": {"5": 1}, "stop_token_ids": [4]}
-    fields |= {"allowed_token_ids": [5, 6], "bad_words": ["y"], "truncate_prompt_tokens": 7}
-    fields |= {"ignore_eos": True, "skip_special_tokens": False, "return_token_ids": True}
+    fields |= {
+        "allowed_token_ids": [5, 6],
+        "bad_words": ["y"],
+        "truncate_prompt_tokens": 7,
+    }
+    fields |= {
+        "ignore_eos": True,
+        "skip_special_tokens": False,
+        "return_token_ids": True,
+    }
     params = parse(max_tokens=9, min_tokens=3, **fields).params
     assert (params.top_p, params.top_k, params.min_p, params.seed) == (0.5, 3, 0.1, 7)
-    assert (params.n, params.best_of, params.stop, params.min_tokens) == (2, 2, ("x",), 3)
-    assert params.logit_bias == ((5, 1.0),) and params.ignore_eos and params.return_token_ids
+    assert (params.n, params.best_of, params.stop, params.min_tokens) == (
+        2,
+        2,
+        ("x",),
+        3,
+    )
+    assert (
+        params.logit_bias == ((5, 1.0),)
+        and params.ignore_eos
+        and params.return_token_ids
+    )
     assert (params.allowed_token_ids, params.bad_words) == ((5, 6), ("y",))
     assert (params.truncate_prompt_tokens, params.truncation_side) == (7, "left")
     assert refused(temperature=3).param == "temperature"
@@ -92,12 +114,28 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ({"function_call": {"name": "f"}}, "function_call", "tool_choice"),
         ({"modalities": ["text", "audio"]}, "modalities", "Answers are text"),
         ({"audio": {"voice": "x"}}, "audio", "Answers are text"),
-        ({"tool_choice": "required", "tools": [TOOL]}, "tool_choice", "by response_format"),
-        ({"tool_choice": {"type": "function"}}, "tool_choice", 'Set it to "auto" or "none"'),
+        (
+            {"tool_choice": "required", "tools": [TOOL]},
+            "tool_choice",
+            "by response_format",
+        ),
+        (
+            {"tool_choice": {"type": "function"}},
+            "tool_choice",
+            'Set it to "auto" or "none"',
+        ),
         ({"tool_choice": "any"}, "tool_choice", 'one of "auto", "none"'),
-        ({"tools": [TOOL], "parallel_tool_calls": 0}, "parallel_tool_calls", "true, false or null"),
+        (
+            {"tools": [TOOL], "parallel_tool_calls": 0},
+            "parallel_tool_calls",
+            "true, false or null",
+        ),
         ({"chat_template": "{{ 1 }}"}, "chat_template", "--chat-template FILE"),
-        ({"chat_template_kwargs": {"messages": []}}, "chat_template_kwargs", "sets messages"),
+        (
+            {"chat_template_kwargs": {"messages": []}},
+            "chat_template_kwargs",
+            "sets messages",
+        ),
         ({"chat_template_kwargs": []}, "chat_template_kwargs", "an object"),
         ({"documents": [{}]}, "documents", "chat_template_kwargs"),
         ({"add_special_tokens": True}, "add_special_tokens", "template"),
@@ -108,7 +146,11 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
             "tools[0].type",
             'is "web_search"; only tools of type "function"',
         ),
-        ({"tools": [{"type": "function", "function": {}}]}, "tools[0].function.name", "not empty"),
+        (
+            {"tools": [{"type": "function", "function": {}}]},
+            "tools[0].function.name",
+            "not empty",
+        ),
         (
             {"continue_final_message": True, "add_generation_prompt": True},
             "add_generation_prompt",
@@ -116,26 +158,51 @@ def test_logprobs(fields: dict[str, Any], expected: int | None) -> None:
         ),
     ],
 )
-def test_wishes_that_an_answer_would_ignore(fields: dict[str, Any], param: str, hint: str) -> None:
+def test_wishes_that_an_answer_would_ignore(
+    fields: dict[str, Any], param: str, hint: str
+) -> None:
     error = refused(**fields)
     assert error.param == param and hint in error.message, error.message
     assert error.type == "invalid_request_error"
 
 
 def test_fields_that_change_no_answer_pass() -> None:
-    fields: dict[str, Any] = {"user": "u", "store": True, "metadata": {}, "service_tier": "auto"}
-    fields |= {"safety_identifier": "s", "prompt_cache_key": "k", "model": "m", "echo": False}
-    fields |= {"response_format": {"type": "text"}, "stream": False, "modalities": ["text"]}
-    fields |= {"parallel_tool_calls": True, "tool_choice": "auto", "tools": [], "functions": None}
+    fields: dict[str, Any] = {
+        "user": "u",
+        "store": True,
+        "metadata": {},
+        "service_tier": "auto",
+    }
+    fields |= {
+        "safety_identifier": "s",
+        "prompt_cache_key": "k",
+        "model": "m",
+        "echo": False,
+    }
+    fields |= {
+        "response_format": {"type": "text"},
+        "stream": False,
+        "modalities": ["text"],
+    }
+    fields |= {
+        "parallel_tool_calls": True,
+        "tool_choice": "auto",
+        "tools": [],
+        "functions": None,
+    }
     assert not parse(**fields).warnings
-    assert not parse(parallel_tool_calls=False).warnings, "without tools it asks for nothing"
+    assert not parse(parallel_tool_calls=False).warnings, (
+        "without tools it asks for nothing"
+    )
 
 
 def test_unknown_names_are_warned_of() -> None:
     (warning,) = parse(max_completion_token=5).warnings
     assert "did you mean max_completion_tokens" in str(warning)
     assert refused(is_strict=True, verbosity="low").param == "verbosity"
-    assert refused(is_strict=True, max_completion_token=5).param == "max_completion_token"
+    assert (
+        refused(is_strict=True, max_completion_token=5).param == "max_completion_token"
+    )
     tool = {"type": "function", "function": {"name": "f", "strict": True}}
     (warning,) = parse(tools=[tool]).warnings
     assert "not enforced" in str(warning)
@@ -144,31 +211,49 @@ def test_unknown_names_are_warned_of() -> None:
 def test_tool_choice_none_keeps_tools_from_the_template() -> None:
     assert parse(tools=[TOOL]).tools == [TOOL]
     assert parse(tools=[TOOL], tool_choice="none").tools == []
-    assert parse(tools=[TOOL], tool_choice="none", parallel_tool_calls=False).tools == []
+    assert (
+        parse(tools=[TOOL], tool_choice="none", parallel_tool_calls=False).tools == []
+    )
 
 
 def test_a_message_is_begun_or_continued() -> None:
-    chat = parse(HELLO, {"role": "assistant", "content": "Hi"}, continue_final_message=True)
+    chat = parse(
+        HELLO, {"role": "assistant", "content": "Hi"}, continue_final_message=True
+    )
     assert chat.continues_final_message and not chat.adds_generation_prompt
     assert not parse(add_generation_prompt=False).adds_generation_prompt
 
 
 def test_template_args() -> None:
-    chat = parse(chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low")
+    chat = parse(
+        chat_template_kwargs={"enable_thinking": False}, reasoning_effort="low"
+    )
     assert chat.template_args == {"enable_thinking": False, "reasoning_effort": "low"}
-    assert parse(reasoning_effort="").template_args == {"reasoning_effort": ""}, "it is no null"
+    assert parse(reasoning_effort="").template_args == {"reasoning_effort": ""}, (
+        "it is no null"
+    )
     assert parse(reasoning_effort=None).template_args == {}
 
 
 def test_messages_stay_as_they_were_sent_without_nulls() -> None:
-    call = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": [1]}'}}
+    call = {
+        "id": "c",
+        "type": "function",
+        "function": {"name": "f", "arguments": '{"a": [1]}'},
+    }
     plain = {"id": "d", "function": {"name": "g", "arguments": {}}}
     parts = [{"type": "text", "text": "a"}, {"type": "text", "text": "b"}]
-    table = [part | {"image": None} for part in parts]  # whose rows have a column for images
+    # whose rows have a column for images
+    table = [part | {"image": None} for part in parts]
     found = parse(
         {"role": "developer", "content": "d", "name": "n"},
         {"role": "user", "content": table},
-        {"role": "assistant", "content": None, "tool_calls": [call, plain], "refusal": None},
+        {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": [call, plain],
+            "refusal": None,
+        },
         {"role": "tool", "content": "1", "tool_call_id": "c"},
         {"role": "assistant", "content": "", "tool_calls": [], "audio": None},
     ).messages
@@ -179,7 +264,9 @@ def test_messages_stay_as_they_were_sent_without_nulls() -> None:
     assert found[2]["tool_calls"][1]["type"] == "function"
     assert found[3] == {"role": "tool", "content": "1", "tool_call_id": "c"}
     assert found[4] == {"role": "assistant", "content": ""}
-    assert call["function"]["arguments"] == '{"a": [1]}', "the caller's own stays as it was"
+    assert call["function"]["arguments"] == '{"a": [1]}', (
+        "the caller's own stays as it was"
+    )
 
 
 def test_the_past_is_taken_as_it_was() -> None:
@@ -200,13 +287,19 @@ def test_the_past_is_taken_as_it_was() -> None:
             (found,) = parse({"role": role, "tool_call_id": "c"} | empty).messages
             assert (found["role"], found["content"]) == ("tool", "")
     found = parse({"role": "assistant", "content": "a", "refusal": "b"}).messages[0]
-    assert (found["content"], found["refusal"]) == ("a", "b"), "the template may read both"
+    assert (found["content"], found["refusal"]) == ("a", "b"), (
+        "the template may read both"
+    )
     asked, answer = parse(
         {"role": "assistant", "content": None, "function_call": call},
         {"role": "function", "name": "f", "content": "1"},
     ).messages
     (written,) = asked["tool_calls"]
-    assert written["function"] == call and "function_call" not in asked and "content" not in asked
+    assert (
+        written["function"] == call
+        and "function_call" not in asked
+        and "content" not in asked
+    )
     assert answer == {
         **{"role": "tool", "name": "f", "content": "1", "tool_call_id": written["id"]}
     }
@@ -247,14 +340,26 @@ CALLS = "messages[0].tool_calls"
             "messages[0].content[0]",
             "only text is read",
         ),
-        ({"role": "user", "content": "", "audio": {"id": "a"}}, "messages[0].audio", "content"),
+        (
+            {"role": "user", "content": "", "audio": {"id": "a"}},
+            "messages[0].audio",
+            "content",
+        ),
         (
             {"role": "user", "content": "", "function_call": {}},
             "messages[0].function_call",
             "tool_calls",
         ),
-        ({"role": "assistant", "function_call": {}}, "messages[0].function_call", "name"),
-        ({"role": "assistant", "function_call": "f"}, "messages[0].function_call", "function"),
+        (
+            {"role": "assistant", "function_call": {}},
+            "messages[0].function_call",
+            "name",
+        ),
+        (
+            {"role": "assistant", "function_call": "f"},
+            "messages[0].function_call",
+            "function",
+        ),
         ({"role": "assistant", "tool_calls": 5}, CALLS, "a list"),
         ({"role": "assistant", "tool_calls": [{"id": "a"}]}, f"{CALLS}[0]", "function"),
         (
@@ -263,13 +368,18 @@ CALLS = "messages[0].tool_calls"
             "a string",
         ),
         (
-            {"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": [1]}}]},
+            {
+                "role": "assistant",
+                "tool_calls": [{"function": {"name": "f", "arguments": [1]}}],
+            },
             f"{CALLS}[0].function.arguments",
             "a string",
         ),
     ],
 )
-def test_wrong_messages_are_named_by_their_place(message: object, param: str, hint: str) -> None:
+def test_wrong_messages_are_named_by_their_place(
+    message: object, param: str, hint: str
+) -> None:
     error = refused(message)
     assert error.param == param and hint in error.message, error.message
 
@@ -282,16 +392,27 @@ def test_messages_that_are_none(messages: object) -> None:
 def test_which_endpoint_a_request_is_for() -> None:
     for fields in ({"messages": []}, {"messages": [], "prompt": None}):
         assert tell_endpoint(fields) == "chat"
-    for fields in ({"prompt": "x"}, {"messages": [], "prompt": "x"}, {"messages": None}):
+    for fields in (
+        {"prompt": "x"},
+        {"messages": [], "prompt": "x"},
+        {"messages": None},
+    ):
         assert tell_endpoint(fields) == "completions"
-    asked = {"input": "embeddings", "query": "rerank", "text_1": "score", "queries": "score"}
+    asked = {
+        "input": "embeddings",
+        "query": "rerank",
+        "text_1": "score",
+        "queries": "score",
+    }
     for name, endpoint in asked.items():
         assert tell_endpoint({name: "x", "documents": ["y"]}) == endpoint
 
 
 def test_shapes_of_chat_lines() -> None:
     chat = b'{"messages": [{"role": "user", "content": "Hello"}]}'
-    head = b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": '
+    head = (
+        b'{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": '
+    )
     for line, shape, says in (
         (chat, "bare", None),
         (chat[:-1] + b', "custom_id": "a"}', "bare", None),
@@ -300,12 +421,21 @@ def test_shapes_of_chat_lines() -> None:
         (head.replace(b"/chat", b"") + chat + b"}", "batch", "completions"),
     ):
         envelope = open_envelope(Line(0, 1, line))
-        assert (envelope.shape, envelope.endpoint, envelope.error) == (shape, says, None)
+        assert (envelope.shape, envelope.endpoint, envelope.error) == (
+            shape,
+            says,
+            None,
+        )
         assert envelope.fields["messages"] == [HELLO]
 
 
 def test_arguments_of_the_command_line_take_the_place_of_chats_own() -> None:
-    fields = {"messages": [HELLO], "max_completion_tokens": 5, "logprobs": False, "temperature": 1}
+    fields = {
+        "messages": [HELLO],
+        "max_completion_tokens": 5,
+        "logprobs": False,
+        "temperature": 1,
+    }
     found = overwrite(fields, {"max_tokens": 3, "temperature": 0, "logprobs": 2})
     params = parse_chat(found, max_logprobs=5).params
     assert (params.max_tokens, params.temperature, params.logprobs) == (3, 0, 2)
@@ -323,12 +453,17 @@ def test_defaults_of_a_model() -> None:
     assert params.max_tokens == 64 and chat.fills_context
 
 
-@pytest.mark.parametrize("key", ["images", "image_url", "video", "attachments", "file_ids"])
+@pytest.mark.parametrize(
+    "key", ["images", "image_url", "video", "attachments", "file_ids"]
+)
 def test_media_of_messages_are_refused(key: str) -> None:
     """Ollama's `images` of a message went to the template, which dropped them."""
     for role in ("user", "assistant"):
         error = refused(HELLO, {"role": role, "content": "What is this?", key: ["x"]})
-        assert (error.code, error.param) == ("unsupported_parameter", f"messages[1].{key}")
+        assert (error.code, error.param) == (
+            "unsupported_parameter",
+            f"messages[1].{key}",
+        )
     part = {"type": "text", "text": "What is this?", key: "x"}
     error = refused({"role": "user", "content": [part]})
     assert error.param == f"messages[0].content[0].{key}"
@@ -359,5 +494,7 @@ def test_an_object_of_tool_choice_that_forces_nothing() -> None:
 
 def test_other_services_requests_are_told_what_their_fields_are_called() -> None:
     for fields in ({"contents": [{"parts": []}]}, {"message": "x", "chat_history": []}):
-        with pytest.raises(RequestError, match=f"{next(iter(fields))} is no field.*messages"):
+        with pytest.raises(
+            RequestError, match=f"{next(iter(fields))} is no field.*messages"
+        ):
             parse_chat(fields, max_logprobs=5)

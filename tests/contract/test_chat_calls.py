@@ -18,7 +18,11 @@ def read(call: dict[str, object]) -> dict[str, object]:
 
 def test_names_stay_in_their_order() -> None:
     """A template that writes a whole call wrote its type first, unlike transformers."""
-    call = {"id": "a", "type": "function", "function": {"name": "f", "arguments": {"b": 1}}}
+    call = {
+        "id": "a",
+        "type": "function",
+        "function": {"name": "f", "arguments": {"b": 1}},
+    }
     assert json.dumps(read(call)) == json.dumps(call)
     assert read({"function": {"name": "f"}, "type": None})["type"] == "function"
     assert read({"function": {"name": "f"}})["type"] == "function"

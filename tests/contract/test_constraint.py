@@ -41,7 +41,10 @@ AS_JSON = Constraint("json", TEXT)
 ANY_OBJECT = Constraint("json", '{"type":"object"}')
 COMPACT = Constraint("json", TEXT, "none")
 SPACED = Constraint("json", TEXT, r"[ \n]?")
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 HELLO = [{"role": "user", "content": "Hello"}]
 
 
@@ -57,7 +60,9 @@ def read(fields: Fields) -> Constraint | None:
     """Return the constraint of a request, which is that of chat, too."""
     found = parse_request({"prompt": "x"} | fields, max_logprobs=5, is_strict=True)
     chat = parse_chat({"messages": HELLO} | fields, max_logprobs=5, is_strict=True)
-    assert chat.params.constraint is found.params.constraint, "equal ones are one object"
+    assert chat.params.constraint is found.params.constraint, (
+        "equal ones are one object"
+    )
     assert not found.warnings and not chat.warnings
     return found.params.constraint
 
@@ -90,10 +95,22 @@ FORMS: list[tuple[Fields, Constraint | None]] = [
     ({"response_format": {"type": "text", "json_schema": None}}, None),
     ({"response_format": {"type": "json_object"}}, ANY_OBJECT),
     ({"response_format": {"type": "json_object", "schema": SCHEMA}}, AS_JSON),
-    ({"response_format": {"type": "json_schema", "schema": SCHEMA, "json_schema": None}}, AS_JSON),
+    (
+        {
+            "response_format": {
+                "type": "json_schema",
+                "schema": SCHEMA,
+                "json_schema": None,
+            }
+        },
+        AS_JSON,
+    ),
     (as_format(schema=SCHEMA), AS_JSON),
     (as_format(name="n", schema=SCHEMA, strict=True, description="d"), AS_JSON),
-    (as_format(name=None, schema=SCHEMA, strict=False, description=None, x=None), AS_JSON),
+    (
+        as_format(name=None, schema=SCHEMA, strict=False, description=None, x=None),
+        AS_JSON,
+    ),
     (as_format(schema={}), Constraint("json", "{}")),
     (as_format(schema=True), Constraint("json", "{}")),
     (structured(json=SCHEMA), AS_JSON),
@@ -103,7 +120,10 @@ FORMS: list[tuple[Fields, Constraint | None]] = [
     (structured(choice=["b", "a", "é", "b"]), Constraint("choice", '["b","a","é"]')),
     (structured(grammar='root ::= "a"\n'), Constraint("grammar", 'root ::= "a"\n')),
     (structured(json=SCHEMA, disable_any_whitespace=True), COMPACT),
-    (structured(json=SCHEMA, disable_any_whitespace=False, disable_fallback=True), AS_JSON),
+    (
+        structured(json=SCHEMA, disable_any_whitespace=False, disable_fallback=True),
+        AS_JSON,
+    ),
     (structured(json=SCHEMA, whitespace_pattern=r"[ \n]?"), SPACED),
     (structured(json=SCHEMA, disable_additional_properties=False), AS_JSON),
     (structured(regex="a+", disable_any_whitespace=False), Constraint("regex", "a+")),
@@ -111,16 +131,29 @@ FORMS: list[tuple[Fields, Constraint | None]] = [
     ({"guided_json": json.dumps(SCHEMA)}, AS_JSON),
     ({"guided_json": SCHEMA, "guided_whitespace_pattern": r"[ \n]?"}, SPACED),
     (as_format(schema=SCHEMA) | {"guided_whitespace_pattern": r"[ \n]?"}, SPACED),
-    ({"guided_regex": "a+", "guided_decoding_backend": "outlines"}, Constraint("regex", "a+")),
+    (
+        {"guided_regex": "a+", "guided_decoding_backend": "outlines"},
+        Constraint("regex", "a+"),
+    ),
     ({"guided_choice": ["a"], "response_format": None}, Constraint("choice", '["a"]')),
     ({"guided_grammar": "start: A"}, Constraint("grammar", "start: A")),
     ({"json_schema": SCHEMA, "response_format": {"type": "text"}}, AS_JSON),
-    ({"grammar": "root ::= A", "ignore_eos": False}, Constraint("grammar", "root ::= A")),
     (
-        dict.fromkeys(("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ""),
+        {"grammar": "root ::= A", "ignore_eos": False},
+        Constraint("grammar", "root ::= A"),
+    ),
+    (
+        dict.fromkeys(
+            ("structured_outputs", "guided_json", "guided_regex", "guided_choice"), ""
+        ),
         None,
     ),
-    (dict.fromkeys(("guided_grammar", "guided_whitespace_pattern", "json_schema"), ""), None),
+    (
+        dict.fromkeys(
+            ("guided_grammar", "guided_whitespace_pattern", "json_schema"), ""
+        ),
+        None,
+    ),
     (dict.fromkeys(("grammar", "structural_tag", "regex", "ebnf"), ""), None),
 ]
 
@@ -162,12 +195,24 @@ def test_what_is_as_large_as_it_may_be() -> None:
 REFUSED: list[tuple[Fields, str, str]] = [
     # response_format
     ({"response_format": "json"}, "response_format", "a string; it must be an object"),
-    ({"response_format": {}}, "response_format", 'one of "text", "json_object", "json_schema"'),
+    (
+        {"response_format": {}},
+        "response_format",
+        'one of "text", "json_object", "json_schema"',
+    ),
     ({"response_format": {"type": ["text"]}}, "response_format", "structured_outputs"),
     ({"response_format": {"type": "regex"}}, "response_format", "choices or a grammar"),
     ({"response_format": {"type": "grammar"}}, "response_format", "structured_outputs"),
-    ({"response_format": {"type": "structural_tag"}}, "response_format", "structured_outputs"),
-    ({"response_format": {"type": "text", "schema": {}}}, "response_format", '"schema"'),
+    (
+        {"response_format": {"type": "structural_tag"}},
+        "response_format",
+        "structured_outputs",
+    ),
+    (
+        {"response_format": {"type": "text", "schema": {}}},
+        "response_format",
+        '"schema"',
+    ),
     *(  # the advice was to leave the schema out
         (
             {"response_format": {"type": kind, "json_schema": {"schema": {}}}},
@@ -179,11 +224,21 @@ REFUSED: list[tuple[Fields, str, str]] = [
     ({"response_format": {"type": "json_schema"}}, "response_format", "no schema"),
     (as_format(name="n"), "response_format.json_schema", "no schema"),
     (as_format(schema=SCHEMA, strikt=True), "response_format.json_schema", '"strikt"'),
-    (as_format(schema=SCHEMA, strict="yes"), "response_format.json_schema.strict", "true, false"),
+    (
+        as_format(schema=SCHEMA, strict="yes"),
+        "response_format.json_schema.strict",
+        "true, false",
+    ),
     (as_format(schema=SCHEMA, name=5), "response_format.json_schema.name", "a string"),
     (as_format(schema=[1]), "response_format.json_schema.schema", "a list"),
     (
-        {"response_format": {"type": "json_schema", "schema": {}, "json_schema": {"schema": {}}}},
+        {
+            "response_format": {
+                "type": "json_schema",
+                "schema": {},
+                "json_schema": {"schema": {}},
+            }
+        },
         "response_format",
         "keep one of the two",
     ),
@@ -191,7 +246,11 @@ REFUSED: list[tuple[Fields, str, str]] = [
     (structured(), "structured_outputs", "exactly one of json, regex, choice, grammar"),
     (structured(regex=None), "structured_outputs", "exactly one of"),
     (structured(regex="a", choice=["a"]), "structured_outputs", "exactly one of"),
-    (structured(structural_tag="x"), "structured_outputs", 'Leave "structural_tag" out'),
+    (
+        structured(structural_tag="x"),
+        "structured_outputs",
+        'Leave "structural_tag" out',
+    ),
     (structured(jsn={}), "structured_outputs", '"jsn"; it may have json, regex'),
     (structured(regex=""), "structured_outputs.regex", "not empty"),
     (structured(regex=5), "structured_outputs.regex", "a number"),
@@ -228,7 +287,8 @@ REFUSED: list[tuple[Fields, str, str]] = [
         "the white space in JSON",
     ),
     (
-        structured(json=SCHEMA, whitespace_pattern=" ") | {"guided_whitespace_pattern": " "},
+        structured(json=SCHEMA, whitespace_pattern=" ")
+        | {"guided_whitespace_pattern": " "},
         "guided_whitespace_pattern",
         "another field",
     ),
@@ -238,8 +298,16 @@ REFUSED: list[tuple[Fields, str, str]] = [
     ({"guided_json": "false"}, "guided_json", "false allows nothing"),
     ({"guided_json": "5"}, "guided_json", "a JSON Schema"),
     ({"json_schema": []}, "json_schema", "a JSON Schema"),
-    ({"grammar": {"type": "json", "value": {}}}, "grammar", "an object; it must be a string"),
-    ({"guided_whitespace_pattern": " "}, "guided_whitespace_pattern", "without a JSON schema"),
+    (
+        {"grammar": {"type": "json", "value": {}}},
+        "grammar",
+        "an object; it must be a string",
+    ),
+    (
+        {"guided_whitespace_pattern": " "},
+        "guided_whitespace_pattern",
+        "without a JSON schema",
+    ),
     (
         {"guided_whitespace_pattern": " ", "guided_choice": ["a"]},
         "guided_whitespace_pattern",
@@ -253,10 +321,18 @@ REFUSED: list[tuple[Fields, str, str]] = [
     # sizes, and what is no text
     ({"guided_json": deep(MAX_DEPTH + 1)}, "guided_json", f"at most {MAX_DEPTH} deep"),
     ({"guided_json": deep(900)}, "guided_json", f"at most {MAX_DEPTH} deep"),
-    ({"guided_json": long(MAX_BYTES + 1)}, "guided_json", "262,145 bytes; at most 262,144"),
+    (
+        {"guided_json": long(MAX_BYTES + 1)},
+        "guided_json",
+        "262,145 bytes; at most 262,144",
+    ),
     ({"guided_grammar": "a" * (MAX_BYTES + 1)}, "guided_grammar", "262,145 bytes"),
     ({"guided_regex": "a" * (MAX_REGEX_BYTES + 1)}, "guided_regex", "16,385 bytes"),
-    ({"guided_choice": [*map(str, range(MAX_CHOICES + 1))]}, "guided_choice", "10,001 choices"),
+    (
+        {"guided_choice": [*map(str, range(MAX_CHOICES + 1))]},
+        "guided_choice",
+        "10,001 choices",
+    ),
     ({"guided_choice": ["a" * MAX_BYTES]}, "guided_choice", "262,148 bytes"),
     ({"guided_json": {"maximum": float("inf")}}, "guided_json", "1e400"),
     ({"guided_json": {"const": "\ud800"}}, "guided_json", "surrogate"),
@@ -266,7 +342,9 @@ REFUSED: list[tuple[Fields, str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("fields", "param", "told"), REFUSED, ids=lambda each: str(each)[:60])
+@pytest.mark.parametrize(
+    ("fields", "param", "told"), REFUSED, ids=lambda each: str(each)[:60]
+)
 def test_each_refusal(fields: Fields, param: str, told: str) -> None:
     """A schema beside the type text, a wrong `strict` and two patterns of space were ignored."""
     error = refused(fields)
@@ -341,7 +419,9 @@ def test_equal_constraints_are_one_object() -> None:
     other = read(as_format(schema=dict(SCHEMA)))
     assert one is other
     turned = {name: SCHEMA[name] for name in reversed(SCHEMA)}
-    assert read({"guided_json": turned}) != one, "the order of keys is that of the answer"
+    assert read({"guided_json": turned}) != one, (
+        "the order of keys is that of the answer"
+    )
 
 
 def test_a_constraint_is_of_the_meaning_and_of_no_draw() -> None:
@@ -354,7 +434,9 @@ def test_a_constraint_is_of_the_meaning_and_of_no_draw() -> None:
     some = params(guided_regex="a")
     others = (params(guided_regex="b"), params(grammar="a"), params(json_schema=SCHEMA))
     spaced = params(json_schema=SCHEMA, guided_whitespace_pattern=" ")
-    assert len({meaning_of(["x"], each) for each in (plain, some, *others, spaced)}) == 6
+    assert (
+        len({meaning_of(["x"], each) for each in (plain, some, *others, spaced)}) == 6
+    )
     assert draw_key([[5]], some, 7, 0, b"") == draw_key([[5]], plain, 7, 0, b"")
     assert "constraint" not in DRAW_FIELDS
     groups = Groups()

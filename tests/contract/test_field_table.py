@@ -25,14 +25,15 @@ ROOT = Path(__file__).parents[2]
 # goes into the table first: is it acted on, refused, or does it change no answer?
 OF_BOTH = """
 allowed_token_ids bad_words add_special_tokens cache_salt ec_transfer_params echo
-frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params length_penalty
-logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens model n presence_penalty
-priority prompt_logprobs repetition_detection repetition_penalty request_id response_format
-return_mm_kwargs return_token_ids return_token_offsets return_tokens_as_token_ids
-routed_experts_prompt_start seed session_id skip_special_tokens spaces_between_special_tokens stop
-stop_token_ids stream stream_interval stream_options structured_outputs temperature
-thinking_token_budget top_k top_p truncate_prompt_tokens truncation_side use_beam_search user
-vllm_xargs watermarking
+frequency_penalty ignore_eos include_stop_str_in_output kv_transfer_params
+length_penalty logit_bias logprob_token_ids logprobs max_tokens min_p min_tokens model n
+presence_penalty priority prompt_logprobs repetition_detection repetition_penalty
+request_id response_format return_mm_kwargs return_token_ids return_token_offsets
+return_tokens_as_token_ids routed_experts_prompt_start seed session_id
+skip_special_tokens spaces_between_special_tokens stop stop_token_ids stream
+stream_interval stream_options structured_outputs temperature thinking_token_budget
+top_k top_p truncate_prompt_tokens truncation_side use_beam_search user vllm_xargs
+watermarking
 """
 OF_COMPLETIONS = """
 best_of prompt prompt_embeds suffix
@@ -50,7 +51,9 @@ service_tier store tool_choice tools top_logprobs verbosity web_search_options
     "endpoint, names",
     [("completions", OF_BOTH + OF_COMPLETIONS), ("chat", OF_BOTH + OF_CHAT)],
 )
-def test_every_field_of_openai_and_vllm_is_known(endpoint: Endpoint, names: str) -> None:
+def test_every_field_of_openai_and_vllm_is_known(
+    endpoint: Endpoint, names: str
+) -> None:
     """Some were taken for unknown names, and answered as if they were not there."""
     assert not set(names.split()) - FIELDS[endpoint].keys()
 
@@ -63,28 +66,31 @@ def test_both_endpoints_know_the_same_names() -> None:
 # Of vectors: what vLLM, text-embeddings-inference, Infinity, Cohere, Jina, Voyage, Gemini and
 # sentence-transformers call their wishes. Each endpoint acts on one, refuses it, or records it.
 OF_VECTORS = """
-activation add_special_tokens candidate_labels dimension dimensions embed_dtype embedding_types
-encoding_format endianness extra_body function_to_apply input_type instruction late_chunking
-max_chunks_per_doc max_length max_tokens max_tokens_per_doc messages model normalize normalized
-options output_dimension output_dimensionality output_dtype parameters pooling_task precision
-priority prompt prompt_name query_prefix rank_fields raw_scores return_documents return_text
-return_multivector score_function score_threshold stream task task_type texts top_k top_n truncate
-truncate_dim truncate_prompt_tokens truncation truncation_direction use_activation user
+activation add_special_tokens candidate_labels dimension dimensions embed_dtype
+embedding_types encoding_format endianness extra_body function_to_apply input_type
+instruction late_chunking max_chunks_per_doc max_length max_tokens max_tokens_per_doc
+messages model normalize normalized options output_dimension output_dimensionality
+output_dtype parameters pooling_task precision priority prompt prompt_name query_prefix
+rank_fields raw_scores return_documents return_text return_multivector score_function
+score_threshold stream task task_type texts top_k top_n truncate truncate_dim
+truncate_prompt_tokens truncation truncation_direction use_activation user
 """
 # Of completions and chat: wishes in the wrong place, and other tools' names.
 MISPLACED = """
 begin_suppress_tokens extra_body forced_decoder_ids format generation_config
-guided_decoding images input instructions json_mode keep_alive lora_request max_output_tokens
-max_length mirostat mirostat_tau no_repeat_ngram_size num_beams num_ctx num_predict options
-parameters random_seed reasoning repeat_penalty response_mime_type response_schema sampling_params
-seed stop_sequences suppress_tokens system system_instruction text think thinking top_n_sigma
-typical_p xtc_probability
+guided_decoding images input instructions json_mode keep_alive lora_request
+max_output_tokens max_length mirostat mirostat_tau no_repeat_ngram_size num_beams
+num_ctx num_predict options parameters random_seed reasoning repeat_penalty
+response_mime_type response_schema sampling_params seed stop_sequences suppress_tokens
+system system_instruction text think thinking top_n_sigma typical_p xtc_probability
 """
 
 
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
 def test_the_url_that_a_message_names_is_taken(endpoint: Endpoint) -> None:
-    assert endpoint_of(URL_OF[endpoint]) == endpoint_of(f"{URL_OF[endpoint]}/") == endpoint
+    assert (
+        endpoint_of(URL_OF[endpoint]) == endpoint_of(f"{URL_OF[endpoint]}/") == endpoint
+    )
 
 
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
@@ -111,7 +117,9 @@ def in_camel_case(name: str) -> str:
     return first + "".join(map(str.capitalize, others))
 
 
-@pytest.mark.parametrize("spell", [in_camel_case, str.upper, lambda name: name.replace("_", "-")])
+@pytest.mark.parametrize(
+    "spell", [in_camel_case, str.upper, lambda name: name.replace("_", "-")]
+)
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
 def test_a_field_in_any_spelling_is_no_unknown_name(
     endpoint: Endpoint, spell: Callable[[str], str]
@@ -122,20 +130,35 @@ def test_a_field_in_any_spelling_is_no_unknown_name(
         spelling = spell(name)
         if spelling in FIELDS[endpoint] or name in ("model", "engine"):
             continue
-        fields = {spelling: [{}] if each.only is list else "x" if each.only is str else {"a": [{}]}}
+        fields = {
+            spelling: [{}]
+            if each.only is list
+            else "x"
+            if each.only is str
+            else {"a": [{}]}
+        }
         if each.fate == "recorded":
-            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == ({}, [])
+            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
+                {},
+                [],
+            )
             continue
         with pytest.raises(RequestError) as caught:
             read_fields(fields, endpoint, max_logprobs=5, is_strict=False)
-        assert (caught.value.code, caught.value.param) == ("unsupported_parameter", spelling)
+        assert (caught.value.code, caught.value.param) == (
+            "unsupported_parameter",
+            spelling,
+        )
         ours = each.ours or (name if each.fate in ("acted on", "served") else "")
         remedy = f"calls that {ours}. Rename it" if ours else each.help
         assert remedy in caught.value.message
         num_refused += 1
         for value in (None, *each.neutral):
             fields = {spelling: value}
-            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == ({}, [])
+            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
+                {},
+                [],
+            )
     assert num_refused > 50
 
 
@@ -190,14 +213,15 @@ def test_a_column_of_data_stays_and_is_named(
 # Of llama.cpp, text-generation-webui, TGIS, NVIDIA's NIM, Cohere, Mistral, Gemini and others.
 NEWER_WISHES = """
 response_json_schema guided_json_schema response_model format_schema nvext grammar_lazy
-grammar_triggers antiprompt ignore_eos_token ban_tokens eos_token input_prefix input_suffix greedy
-decoding_method max_generated_tokens adapters lora_name extra_json prefill response_prefix
-assistant_prefix data_sources file_ids attachments search_queries_only cachedContent config sampling
-kwargs constraint constraints chat_history history message guidedJson structuredOutputs
-responseFormat repetitionPenalty repeatPenalty logitBias maxNewTokens maxCompletionTokens nPredict
+grammar_triggers antiprompt ignore_eos_token ban_tokens eos_token input_prefix
+input_suffix greedy decoding_method max_generated_tokens adapters lora_name extra_json
+prefill response_prefix assistant_prefix data_sources file_ids attachments
+search_queries_only cachedContent config sampling kwargs constraint constraints
+chat_history history message guidedJson structuredOutputs responseFormat
+repetitionPenalty repeatPenalty logitBias maxNewTokens maxCompletionTokens nPredict
 negativePrompt systemPrompt toolChoice reasoningEffort enableThinking thinkingBudget
-generationConfig topK maxTokens maxOutputTokens responseSchema
-safetySettings stopSequences candidateCount
+generationConfig topK maxTokens maxOutputTokens responseSchema safetySettings
+stopSequences candidateCount
 """
 NEWER_WISHES_OF_VECTORS = """
 dim dims embed_dim matryoshka_dim quantization l2_normalize normalise multi_vector sparse
@@ -214,7 +238,8 @@ def test_newer_wishes_of_other_services_are_refused(endpoint: Endpoint) -> None:
     for name in names.split():
         known = find_field(name, endpoint)
         assert known is not None, name
-        if known.fate != "acted on":  # normalise is no name of ours, and topN of a ranking is
+        # normalise is no name of ours, and topN of a ranking is
+        if known.fate != "acted on":
             value = {list: ["x"], str: "x"}.get(known.only, {"a": 1})  # type: ignore[arg-type]
             with pytest.raises(RequestError) as caught:
                 read_fields({name: value}, endpoint, max_logprobs=5, is_strict=False)
@@ -222,7 +247,8 @@ def test_newer_wishes_of_other_services_are_refused(endpoint: Endpoint) -> None:
 
 
 def test_what_a_refusal_of_vectors_says() -> None:
-    """top_k of classes was sent to rankings, and embd_normalize 2 to a field that is a switch."""
+    """top_k of classes was sent to rankings, and embd_normalize 2 to a field that is a
+    switch."""
     for endpoint, name, value, remedy in (
         ("classify", "top_k", 3, "Each class has its probability"),
         ("embeddings", "embd_normalize", 2, '"normalize": true'),
@@ -235,7 +261,10 @@ def test_what_a_refusal_of_vectors_says() -> None:
 @pytest.mark.parametrize("value", ["A or B", ["A", "B"], 3, True])
 def test_columns_of_data_are_no_wishes(value: object) -> None:
     """`options` of a question with choices is no object of Ollama's."""
-    assert parse_request({"prompt": "x", "options": value}, max_logprobs=5).params == DEFAULTS
+    assert (
+        parse_request({"prompt": "x", "options": value}, max_logprobs=5).params
+        == DEFAULTS
+    )
     with pytest.raises(RequestError, match="Put its fields into the request itself"):
         parse_request({"prompt": "x", "options": {"num_predict": 1}}, max_logprobs=5)
 
@@ -243,13 +272,17 @@ def test_columns_of_data_are_no_wishes(value: object) -> None:
 def test_each_field_is_told() -> None:
     for table in FIELDS.values():
         for each in table.values():
-            assert not each.help or each.fate == "refused" or each.help.endswith("."), each.name
+            assert not each.help or each.fate == "refused" or each.help.endswith("."), (
+                each.name
+            )
             if each.ours:
                 assert each.ours in table and table[each.ours].fate == "acted on"
 
 
 def test_the_docs_have_the_table() -> None:
-    found = subprocess.run([sys.executable, ROOT / "scripts" / "field_tables.py", "--check"])
+    found = subprocess.run(
+        [sys.executable, ROOT / "scripts" / "field_tables.py", "--check"]
+    )
     assert found.returncode == 0
 
 

@@ -33,7 +33,8 @@ from tests.conftest import IS_ALL, more
 COUNTS = count(1)
 Fields = dict[str, Any]
 SIZE = 1 << 20 if IS_ALL else 1 << 17  # bytes of the larger of two texts
-MOST_RATIO = 9.0  # of the times of a text and of one four times as long; 16 is quadratic
+# of the times of a text and of one four times as long; 16 is quadratic
+MOST_RATIO = 9.0
 FLOOR_S = 0.05  # what takes less at the larger size is quick enough
 CONTEXT = 1 << 22
 BY_DEFAULT = ("line", "fields", "answer", "prompt: combining", "chat: words")
@@ -46,7 +47,9 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def intake(kind: str = "") -> Intake:
-    facts = {"vectors": VectorFacts(8), "scores": VectorFacts(1, is_scored=True)}.get(kind)
+    facts = {"vectors": VectorFacts(8), "scores": VectorFacts(1, is_scored=True)}.get(
+        kind
+    )
     config = EngineConfig(on_too_long="truncate-left" if kind == "cut" else "error")
     context = 2048 if kind == "cut" else CONTEXT
     limits = RequestLimits(context, 2048, config=config, vectors=facts)
@@ -91,24 +94,37 @@ TEXTS: dict[str, Callable[[int], str]] = {
 # Lines of a file.
 LINES: dict[str, Callable[[int], bytes]] = {
     "brackets": lambda size: b'{"a":' + b"[" * size,
-    "balanced brackets": lambda size: b'{"prompt":"x","a":' + b"[" * 900 + b"]" * 900 + b"}",
+    "balanced brackets": lambda size: (
+        b'{"prompt":"x","a":' + b"[" * 900 + b"]" * 900 + b"}"
+    ),
     "objects": lambda size: b'{"a":' * (size // 5),
     "one key": lambda size: b'{"prompt":"x"' + b',"a":1' * (size // 6) + b"}",
-    "many keys": lambda size: json.dumps(dict.fromkeys(names(size), 1) | {"prompt": "x"}).encode(),
+    "many keys": lambda size: json.dumps(
+        dict.fromkeys(names(size), 1) | {"prompt": "x"}
+    ).encode(),
     "wrapped beside keys": lambda size: json.dumps(
         {"request": {"prompt": "x"}, **dict.fromkeys(names(size), 1)}
     ).encode(),
     "Batch beside keys": lambda size: json.dumps(
-        {"custom_id": "a", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/completions",
+            "body": {"prompt": "x"},
+        }
         | dict.fromkeys(names(size), 1)
     ).encode(),
-    "quotes": lambda size: b'{"request":{"prompt":"' + b'\\"' * (size // 2) + b'"},"a":1}',
+    "quotes": lambda size: (
+        b'{"request":{"prompt":"' + b'\\"' * (size // 2) + b'"},"a":1}'
+    ),
     "no end": lambda size: b'{"prompt":"' + b'\\"' * (size // 2),
     "a number": lambda size: b'{"prompt":"x","n":' + b"9" * size + b"}",
     "numbers": lambda size: b'{"prompt":[' + b"1e400," * (size // 6) + b"1]}",
     "surrogates": lambda size: b'{"prompt":"' + b"\\ud800" * (size // 6) + b'"}',
     "white space": lambda size: b'{"prompt":' + b" " * size + b'"x"}',
-    "white space in a Batch line": lambda size: b'{"custom_id":' + b" \t" * (size // 2) + b"}",
+    "white space in a Batch line": lambda size: (
+        b'{"custom_id":' + b" \t" * (size // 2) + b"}"
+    ),
     "line breaks": lambda size: b'{"prompt":' + b"\r\n " * (size // 3) + b'"x"}',
     "wrapped arrays": lambda size: (
         b'{"request":{"prompt":"x"},"a":[' + b"[]," * (size // 3) + b"0]}"
@@ -123,7 +139,10 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
         "stop": names(size // 2),
     },
     "a long stop string": lambda size: {"prompt": "x", "stop": "a" * size},
-    "signs as stop strings": lambda size: {"prompt": "x", "stop": ["<" * size, "<|" * size]},
+    "signs as stop strings": lambda size: {
+        "prompt": "x",
+        "stop": ["<" * size, "<|" * size],
+    },
     "stop token ids": lambda size: {"prompt": "x", "stop_token_ids": [5] * (size // 2)},
     "bad words": lambda size: {"prompt": "x", "bad_words": names(size)[:2000]},
     "a long bad word": lambda size: {
@@ -131,14 +150,19 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
         "bad_words": [f"{next(COUNTS)} " + "ab " * (size // 4)],
     },
     "biases": lambda size: {"prompt": "x", "logit_bias": dict.fromkeys(names(size), 1)},
-    "allowed ids": lambda size: {"prompt": "x", "allowed_token_ids": [*range(size // 8)]},
+    "allowed ids": lambda size: {
+        "prompt": "x",
+        "allowed_token_ids": [*range(size // 8)],
+    },
     "unknown fields": lambda size: {"prompt": "x", **dict.fromkeys(names(size), 1)},
     "like a field": lambda size: {
         "prompt": "x",
         **dict.fromkeys(["max_tokenz" + name for name in names(size, 20)], 1),
     },
     "a long name": lambda size: {"prompt": "x", "max_tokens" * (size // 10): 1},
-    "names without a prompt": lambda size: dict.fromkeys(["promt" + n for n in names(size)], 1),
+    "names without a prompt": lambda size: dict.fromkeys(
+        ["promt" + n for n in names(size)], 1
+    ),
     "a long name without a prompt": lambda size: {"prompt" * (size // 6): 1},
     "a wrong value": lambda size: {"prompt": "x", "n": "1" * size},
     "a wrong list": lambda size: {"prompt": "x", "n": [[1]] * (size // 4)},
@@ -146,10 +170,16 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
     "too many prompts": lambda size: {"prompt": ["x"] * (size // 4)},
     "lists of ids": lambda size: {"prompt": [[5]] * min(4000, size // 4)},
     "ids": lambda size: {"prompt": [5] * (size // 2), "echo": True, "logprobs": 1},
-    "ids of bytes": lambda size: {"prompt": [200] * (size // 8), "echo": True, "logprobs": 1},
+    "ids of bytes": lambda size: {
+        "prompt": [200] * (size // 8),
+        "echo": True,
+        "logprobs": 1,
+    },
     "special ids": lambda size: {"prompt": [0] * (size // 2), "logprobs": 1},
     "a model": lambda size: {"prompt": "x", "model": "m" * size},
-    "messages": lambda size: {"messages": [{"role": "user", "content": "x"}] * (size // 40)},
+    "messages": lambda size: {
+        "messages": [{"role": "user", "content": "x"}] * (size // 40)
+    },
     "turns": lambda size: {
         "messages": [
             {"role": role, "content": "x"}
@@ -158,14 +188,18 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
         ]
     },
     "parts": lambda size: {
-        "messages": [{"role": "user", "content": [{"type": "text", "text": "x"}] * (size // 32)}]
+        "messages": [
+            {"role": "user", "content": [{"type": "text", "text": "x"}] * (size // 32)}
+        ]
     },
     "calls": lambda size: {
         "messages": [
             {"role": "user", "content": "x"},
             {
                 "role": "assistant",
-                "tool_calls": [{"id": "a", "function": {"name": "f", "arguments": "{}"}}]
+                "tool_calls": [
+                    {"id": "a", "function": {"name": "f", "arguments": "{}"}}
+                ]
                 * (size // 60),
             },
         ],
@@ -180,7 +214,9 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
         ],
     },
     "keys of messages": lambda size: {
-        "messages": [{"role": "user", "content": "x", **dict.fromkeys(names(size), "x")}]
+        "messages": [
+            {"role": "user", "content": "x", **dict.fromkeys(names(size), "x")}
+        ]
     },
     "keys of parts": lambda size: {
         "messages": [
@@ -200,7 +236,9 @@ FIELDS: dict[str, Callable[[int], Fields]] = {
         "messages": [{"role": "user", "content": "x"}],
         "chat_template_kwargs": {"x" * size: 1},
     },
-    "a long role": lambda size: {"messages": [{"role": "user" * (size // 4), "content": "x"}]},
+    "a long role": lambda size: {
+        "messages": [{"role": "user" * (size // 4), "content": "x"}]
+    },
 }
 VECTORS: dict[str, Callable[[int], Fields]] = {
     "inputs": lambda size: {"input": ["ab"] * min(4000, size // 6)},
@@ -208,7 +246,10 @@ VECTORS: dict[str, Callable[[int], Fields]] = {
     "ids": lambda size: {"input": [[5]] * min(4000, size // 4)},
     "a prompt's name": lambda size: {"input": "x", "prompt_name": "p" * size},
     "pairs": lambda size: {"text_1": "a" * 500, "text_2": ["b" * 500] * (size // 500)},
-    "a long query": lambda size: {"query": "a" * (size // 2), "documents": ["b"] * (size // 500)},
+    "a long query": lambda size: {
+        "query": "a" * (size // 2),
+        "documents": ["b"] * (size // 500),
+    },
     "documents": lambda size: {
         "query": "x",
         "documents": [{"text": "x", name: 1} for name in names(size, 20)],
@@ -240,15 +281,23 @@ ANSWERS: dict[str, Callable[[int], object]] = {
     "opened calls": lambda size: read_calls("<tool_call>" * (size // 11), "hermes"),
     "signs": lambda size: read_calls("<" * size, "hermes"),
     "white space": lambda size: read_calls(" \n" * (size // 2), "hermes"),
-    "a call without end": lambda size: read_calls('<tool_call>{"name":"' + "a" * size, "hermes"),
+    "a call without end": lambda size: read_calls(
+        '<tool_call>{"name":"' + "a" * size, "hermes"
+    ),
     "quotes": lambda size: read_calls('<tool_call>{"' + '\\"' * (size // 2), "hermes"),
     "braces": lambda size: read_calls('{"a":' * (size // 5), "llama3_json"),
-    "calls": lambda size: read_calls('{"name":"f","parameters":{}};' * (size // 29), "llama3_json"),
-    "tags of Python": lambda size: read_calls("<|python_tag|>" * (size // 14), "llama3_json"),
+    "calls": lambda size: read_calls(
+        '{"name":"f","parameters":{}};' * (size // 29), "llama3_json"
+    ),
+    "tags of Python": lambda size: read_calls(
+        "<|python_tag|>" * (size // 14), "llama3_json"
+    ),
     "bytes": lambda size: detokenize([200] * (size // 16)),
     "spaces": lambda size: detokenize([221] * (size // 16)),
     "special tokens": lambda size: detokenize([0] * (size // 8)),
-    "a long stop string": lambda size: stop_answer("ab" * (size // 32), ["b" * (size // 16)]),
+    "a long stop string": lambda size: stop_answer(
+        "ab" * (size // 32), ["b" * (size // 16)]
+    ),
     "a stop string that is nearly there": lambda size: stop_answer(
         "a" * (size // 16), ["a" * (size // 16) + "b"]
     ),
@@ -270,8 +319,16 @@ def partial_of(work: Callable[[Any], object], value: Any) -> Callable[[], object
 SCORED = {"echo": True, "logprobs": 1, "max_tokens": 1}
 add_rows("prompt", TEXTS, lambda text: prepare({"prompt": text}))
 add_rows("cut prompt", TEXTS, lambda text: prepare({"prompt": text}, "cut"))
-add_rows("scored prompt", TEXTS, lambda text: prepare({"prompt": text[: len(text) // 4]} | SCORED))
-add_rows("chat", TEXTS, lambda text: prepare({"messages": [{"role": "user", "content": text}]}))
+add_rows(
+    "scored prompt",
+    TEXTS,
+    lambda text: prepare({"prompt": text[: len(text) // 4]} | SCORED),
+)
+add_rows(
+    "chat",
+    TEXTS,
+    lambda text: prepare({"messages": [{"role": "user", "content": text}]}),
+)
 add_rows("embedding", TEXTS, lambda text: prepare({"input": text}, "vectors"))
 add_rows("stop", TEXTS, lambda text: prepare({"prompt": "x", "stop": text}))
 add_rows("line", LINES, open_line)
@@ -282,7 +339,9 @@ for name, answer in ANSWERS.items():
     ROWS[f"answer: {name}"] = lambda size, answer=answer: partial_of(answer, size)
 
 
-def best_time(row: Callable[[int], Callable[[], object]], size: int, times: int) -> float:
+def best_time(
+    row: Callable[[int], Callable[[], object]], size: int, times: int
+) -> float:
     seconds = []
     for _ in range(times):
         work = row(size)
@@ -302,13 +361,16 @@ def best_time(row: Callable[[int], Callable[[], object]], size: int, times: int)
     ],
 )
 def test_work_is_linear(name: str) -> None:
-    """A grammar of 24 KB held a server up for 12 s: its time grew with the square of its length."""
+    """A grammar of 24 KB held a server up for 12 s: its time grew with the square of
+    its length."""
     row = ROWS[name]
     row(1000)()  # what is built once
     if best_time(row, SIZE, 1) < FLOOR_S:
         return
     short, long = (best_time(row, size, 2) for size in (SIZE // 4, SIZE))
-    assert long < MOST_RATIO * short + FLOOR_S, f"{short:.3f} s, four times as long {long:.3f} s"
+    assert long < MOST_RATIO * short + FLOOR_S, (
+        f"{short:.3f} s, four times as long {long:.3f} s"
+    )
 
 
 def test_one_text_before_many_others_has_a_bound() -> None:

@@ -49,7 +49,9 @@ def engine() -> Iterator[fminfer.Engine]:
 @st.composite
 def requests(draw: st.DrawFn) -> dict[str, Any]:
     request: dict[str, Any] = {
-        "prompt": draw(st.one_of(TEXTS, WHOLE_IDS, st.lists(TEXTS, min_size=1, max_size=2))),
+        "prompt": draw(
+            st.one_of(TEXTS, WHOLE_IDS, st.lists(TEXTS, min_size=1, max_size=2))
+        ),
         "max_tokens": draw(st.integers(0, 12)),
         "temperature": draw(st.sampled_from([0, 1, 2.0, None])),
         "echo": draw(st.booleans()),
@@ -63,7 +65,9 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     if draw(st.booleans()):
         request["ignore_eos"] = True
         request["frequency_penalty"] = draw(st.floats(-2, 2))
-        request["logit_bias"] = {str(draw(st.integers(1, 406))): draw(st.floats(-100, 100))}
+        request["logit_bias"] = {
+            str(draw(st.integers(1, 406))): draw(st.floats(-100, 100))
+        }
     return request
 
 
@@ -73,25 +77,35 @@ def requests(draw: st.DrawFn) -> dict[str, Any]:
     derandomize=True,
     suppress_health_check=[HealthCheck.function_scoped_fixture, HealthCheck.too_slow],
 )
-@given(batch=st.lists(st.tuples(requests(), st.booleans(), st.sampled_from([None, 1])), max_size=4))
+@given(
+    batch=st.lists(
+        st.tuples(requests(), st.booleans(), st.sampled_from([None, 1])), max_size=4
+    )
+)
 def test_every_answer_holds_together(engine: fminfer.Engine, batch: list[Any]) -> None:
     raws = [
-        json.dumps(request, ensure_ascii=ascii, indent=None if indent is None else " " * 0).replace(
-            "\n", " "
-        )
+        json.dumps(
+            request, ensure_ascii=ascii, indent=None if indent is None else " " * 0
+        ).replace("\n", " ")
         for request, ascii, indent in batch
     ]
     lines = [Line(0, i, raw.encode()) for i, raw in enumerate(raws, start=1)]
     records = sorted(engine.run(lines), key=lambda record: record.line.number)
     for (request, _, _), raw, record in zip(batch, raws, records, strict=True):
         assert record.error is None, record.error
-        assert record.to_json().startswith(b'{"request":' + raw.encode() + b',"result":')
+        assert record.to_json().startswith(
+            b'{"request":' + raw.encode() + b',"result":'
+        )
         prompts = request["prompt"]
         num_prompts = (
-            len(prompts) if isinstance(prompts, list) and "str" in str(type(prompts[0])) else 1
+            len(prompts)
+            if isinstance(prompts, list) and "str" in str(type(prompts[0]))
+            else 1
         )
         choices = record.to_dict()["result"]["choices"]
-        assert [choice["index"] for choice in choices] == list(range(num_prompts * request["n"]))
+        assert [choice["index"] for choice in choices] == list(
+            range(num_prompts * request["n"])
+        )
         for choice in choices:
             check_choice(request, choice)
 
@@ -102,19 +116,28 @@ def check_choice(request: dict[str, Any], choice: dict[str, Any]) -> None:
     assert len(lengths) == 1
     if request["logprobs"]:
         for token, logprob, top in zip(
-            logprobs["tokens"], logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+            logprobs["tokens"],
+            logprobs["token_logprobs"],
+            logprobs["top_logprobs"],
+            strict=True,
         ):
             assert (logprob is None and top is None) or top[token] == logprob
     check_text(request, choice["text"], logprobs["tokens"], logprobs["text_offset"])
 
 
-def check_text(request: dict[str, Any], text: str, tokens: list[str], offsets: list[int]) -> None:
+def check_text(
+    request: dict[str, Any], text: str, tokens: list[str], offsets: list[int]
+) -> None:
     pieces = [
-        b"" if token == "<|endoftext|>" else b"".join(map(_bytes_by_spelling().__getitem__, token))
+        b""
+        if token == "<|endoftext|>"
+        else b"".join(map(_bytes_by_spelling().__getitem__, token))
         for token in tokens
     ]
     joined = b"".join(pieces)
-    assert joined.decode(errors="replace").startswith(text) or text.endswith("\ufffd"), tokens
+    assert joined.decode(errors="replace").startswith(text) or text.endswith(
+        "\ufffd"
+    ), tokens
     assert offsets == sorted(offsets)
     base = 0 if request["echo"] or not offsets else offsets[0]
     for i, offset in enumerate(offsets):
@@ -169,16 +192,24 @@ FRAGMENTS += [b"\xff", b"\x00", b"\xef\xbb\xbf", b"\xc3", b"\r", b"\t", b"[" * 3
 
 
 def odd_line(rng: random.Random) -> bytes:
-    """Make one line: a request with odd values, bytes cut, doubled or thrown in, or pure noise."""
+    """Make one line: a request with odd values, bytes cut, doubled or thrown in, or
+    pure noise."""
     kind = rng.random()
     if kind < 0.03:
-        return bytes(rng.randrange(256) for _ in range(rng.randrange(40))).replace(b"\n", b"")
+        return bytes(rng.randrange(256) for _ in range(rng.randrange(40))).replace(
+            b"\n", b""
+        )
     request: dict[str, Any] = {"prompt": "x", "max_tokens": rng.randrange(3)}
     for _ in range(rng.randrange(4)):
         request[rng.choice(FIELDS)] = rng.choice(ODD_VALUES)
     if rng.random() < 0.1:
-        request = {rng.choice(["request", "body", "x"]): request, "custom_id": rng.choice("ab")}
-    raw = json.dumps(request, ensure_ascii=rng.random() < 0.5).encode("utf-8", "surrogatepass")
+        request = {
+            rng.choice(["request", "body", "x"]): request,
+            "custom_id": rng.choice("ab"),
+        }
+    raw = json.dumps(request, ensure_ascii=rng.random() < 0.5).encode(
+        "utf-8", "surrogatepass"
+    )
     for _ in range(rng.choice([0, 0, 0, 1, 2])):
         place = rng.randrange(len(raw) + 1)
         change = rng.randrange(3)
@@ -211,8 +242,14 @@ def test_thousands_of_odd_lines_cost_only_themselves(
         shown = record.to_json()
         assert b"\n" not in shown
         json.loads(shown)
-    answers = [r.to_dict()["result"]["choices"][0]["text"] for r in records if r.line.raw == good]
+    answers = [
+        r.to_dict()["result"]["choices"][0]["text"]
+        for r in records
+        if r.line.raw == good
+    ]
     answers += [
-        r.to_dict()["result"]["choices"][0]["text"] for r in records if r.line.raw.strip() == good
+        r.to_dict()["result"]["choices"][0]["text"]
+        for r in records
+        if r.line.raw.strip() == good
     ]
     assert len(answers) >= 200 and len(set(answers)) == 1

@@ -7,7 +7,13 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Envelope, Line, as_text, find_custom_id, open_envelope
+from fminfer.contract.envelope import (
+    Envelope,
+    Line,
+    as_text,
+    find_custom_id,
+    open_envelope,
+)
 from fminfer.contract.record import (
     Choice,
     Record,
@@ -25,7 +31,12 @@ USAGE = {
     "prompt_tokens_details": {"cached_tokens": 2},
 }
 BODY = b'{"prompt":"a \\"result\\": \\\\", "x":{"y":1,"result":{"z":2}}}'
-HEAD = {"id": "cmpl-" + "0" * 32, "object": "text_completion", "created": 1, "model": "m"}
+HEAD = {
+    "id": "cmpl-" + "0" * 32,
+    "object": "text_completion",
+    "created": 1,
+    "model": "m",
+}
 
 
 def line_of(number: int, raw: bytes) -> Line:
@@ -46,7 +57,10 @@ def record_of(line: Line, repeat: int = 0, text: str = "t") -> bytes:
 
 LINES = {
     "bare": (BODY, BODY),
-    "other keys": (b'{"request":%s, "a":[1,{"result":2}]}' % BODY, b'{"a":7,"request":%s}' % BODY),
+    "other keys": (
+        b'{"request":%s, "a":[1,{"result":2}]}' % BODY,
+        b'{"a":7,"request":%s}' % BODY,
+    ),
     "no keys": (b'{"request":%s,"a":1}' % BODY, b'{"request":%s}' % BODY),
     "bare to wrapped": (BODY, b'{"request":%s,"a":",\\"result\\":"}' % BODY),
     "batch": (batch('a","response":{"\\'), batch("\ud800 b")),
@@ -57,7 +71,9 @@ LINES = {
 @pytest.mark.parametrize("kind", LINES)
 def test_an_answer_moves_to_another_line(kind: str, text: str) -> None:
     """The record is the one that the other line would have got with this answer."""
-    old, new = (line_of(number, raw) for number, raw in zip((3, 8), LINES[kind], strict=True))
+    old, new = (
+        line_of(number, raw) for number, raw in zip((3, 8), LINES[kind], strict=True)
+    )
     record = record_of(old, 2, text)
     envelope = open_envelope(new)
     key = make_key(envelope, 2)
@@ -99,7 +115,9 @@ def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
         for repeat in (0, 1)
     }
     assert len(keys) == 6
-    assert make_key(open_envelope(line_of(9, batch("d"))), 0) in keys, "whatever its custom_id"
+    assert make_key(open_envelope(line_of(9, batch("d"))), 0) in keys, (
+        "whatever its custom_id"
+    )
 
 
 @pytest.mark.parametrize(
@@ -136,7 +154,10 @@ def test_a_custom_id_is_found_in_any_shape(raw: bytes, custom_id: bytes) -> None
 
 def test_a_record_without_a_request_has_none() -> None:
     assert read_request(b'{"result":{}}') == b""
-    assert read_request(b'{"a":1,"request":{"prompt":"x"},"result":{}}') == b'{"prompt":"x"}'
+    assert (
+        read_request(b'{"a":1,"request":{"prompt":"x"},"result":{}}')
+        == b'{"prompt":"x"}'
+    )
 
 
 @pytest.mark.parametrize(

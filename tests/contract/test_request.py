@@ -38,8 +38,15 @@ def refused(line: bytes | dict[str, object]) -> RequestError:
 
 def test_defaults_are_those_of_openai() -> None:
     found = params()
-    assert (found.max_tokens, found.temperature, found.top_p, found.n) == (16, 1.0, 1.0, 1)
-    assert found == params(max_tokens=None, temperature=None, stop=None, best_of=None, echo=None)
+    assert (found.max_tokens, found.temperature, found.top_p, found.n) == (
+        16,
+        1.0,
+        1.0,
+        1,
+    )
+    assert found == params(
+        max_tokens=None, temperature=None, stop=None, best_of=None, echo=None
+    )
 
 
 def test_integral_floats_pass_for_integers_and_booleans_do_not() -> None:
@@ -78,7 +85,9 @@ def test_prompts(prompt: object, expected: object) -> None:
     assert parse_request(line, max_logprobs=100).prompts == expected
 
 
-@pytest.mark.parametrize("prompt", [5, True, {"a": 1}, [1, "a"], [[1], "a"], [None], [True]])
+@pytest.mark.parametrize(
+    "prompt", [5, True, {"a": 1}, [1, "a"], [[1], "a"], [None], [True]]
+)
 def test_prompts_of_a_wrong_type(prompt: object) -> None:
     assert refused({"prompt": prompt}).code == "invalid_type"
 
@@ -128,7 +137,11 @@ def test_prompts_of_a_wrong_type(prompt: object) -> None:
         ({"truncate_prompt_tokens": 0}, "out_of_range", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": -2}, "out_of_range", "truncate_prompt_tokens"),
         ({"truncate_prompt_tokens": 2.5}, "invalid_type", "truncate_prompt_tokens"),
-        ({"truncate_prompt_tokens": 5, "truncation_side": "up"}, "out_of_range", "truncation_side"),
+        (
+            {"truncate_prompt_tokens": 5, "truncation_side": "up"},
+            "out_of_range",
+            "truncation_side",
+        ),
         ({"truncation_side": "right"}, "out_of_range", "truncation_side"),
         ({"return_token_ids": 1}, "invalid_type", "return_token_ids"),
         ({"top_k": -2}, "out_of_range", "top_k"),
@@ -160,7 +173,9 @@ def test_refused_values(fields: dict[str, object], code: str, param: str) -> Non
         ("truncation_side", "left"),
     ],
 )
-def test_neutral_values_of_what_is_not_supported_pass(name: str, neutral: object) -> None:
+def test_neutral_values_of_what_is_not_supported_pass(
+    name: str, neutral: object
+) -> None:
     assert params(**{name: neutral}) == params()
 
 
@@ -181,7 +196,9 @@ def test_lists_of_one_meaning_are_equal() -> None:
         ({"n": 129}, "from 1 to 128"),
     ],
 )
-def test_a_number_is_told_the_limit_that_it_breaks(fields: dict[str, object], limit: str) -> None:
+def test_a_number_is_told_the_limit_that_it_breaks(
+    fields: dict[str, object], limit: str
+) -> None:
     """A seed of 2^63 was told that it must be at least -2^63; -2^63 - 1 passed for -2^63."""
     assert limit in refused({"prompt": "x"} | fields).message
     assert params(seed=-(2**63)).seed == -(2**63)
@@ -247,7 +264,9 @@ def test_lines_that_are_no_request(line: bytes, code: str, hint: str) -> None:
 
 def test_a_lone_surrogate_outside_the_prompt_is_no_error() -> None:
     """orjson refuses lone surrogates everywhere; JSON allows them, and only a prompt is text."""
-    assert parse_request(b'{"prompt": "x", "id": "\\ud800"}', max_logprobs=5).prompts == ["x"]
+    assert parse_request(
+        b'{"prompt": "x", "id": "\\ud800"}', max_logprobs=5
+    ).prompts == ["x"]
 
 
 def test_best_of_below_n_is_n_with_a_warning() -> None:
@@ -261,7 +280,9 @@ def test_best_of_below_n_is_n_with_a_warning() -> None:
 
 def test_unknown_keys_are_kept_with_a_warning() -> None:
     request = parse_request(b'{"prompt": "x", "foo": 1, "engine": "e"}', max_logprobs=5)
-    assert [*map(str, request.warnings)] == ["unknown parameters are kept and not acted on: foo"]
+    assert [*map(str, request.warnings)] == [
+        "unknown parameters are kept and not acted on: foo"
+    ]
 
 
 def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:
@@ -269,9 +290,15 @@ def test_a_misspelt_parameter_is_told_the_nearest_name() -> None:
     request = parse_request(b'{"prompt": "x", "temprature": 0}', max_logprobs=5)
     assert "temprature (did you mean temperature?)" in str(request.warnings[0])
     with pytest.raises(RequestError, match="did you mean max_tokens"):
-        parse_request(b'{"prompt": "x", "max_token": 0}', max_logprobs=5, is_strict=True)
-    (warning,) = parse_request(b'{"prompt": "x", "sampler_prioritty": 0}', max_logprobs=5).warnings
-    assert str(warning).endswith(": sampler_prioritty"), "no name that is refused is the nearest"
+        parse_request(
+            b'{"prompt": "x", "max_token": 0}', max_logprobs=5, is_strict=True
+        )
+    (warning,) = parse_request(
+        b'{"prompt": "x", "sampler_prioritty": 0}', max_logprobs=5
+    ).warnings
+    assert str(warning).endswith(": sampler_prioritty"), (
+        "no name that is refused is the nearest"
+    )
 
 
 def test_greedy_candidates_are_computed_once() -> None:
@@ -287,12 +314,16 @@ def test_what_is_drawn_by_chance_and_what_is_fed() -> None:
     for greedy in ({"temperature": 0}, {"top_p": 0}, {"top_k": 1}, {"max_tokens": 0}):
         found = params(seed=1, **greedy)
         assert not found.is_random and not found.is_by_chance and found.own_seed is None
-    assert [params(max_tokens=most, echo=True, logprobs=1).num_to_feed(5) for most in (1, 0)] == [
+    assert [
+        params(max_tokens=most, echo=True, logprobs=1).num_to_feed(5) for most in (1, 0)
+    ] == [
         5,
         4,
     ]
     assert (
-        params(max_tokens=0).num_to_feed(5) == params(max_tokens=0, echo=True).num_to_feed(5) == 0
+        params(max_tokens=0).num_to_feed(5)
+        == params(max_tokens=0, echo=True).num_to_feed(5)
+        == 0
     )
     assert not params().has_penalties and params(presence_penalty=0.5).has_penalties
 
@@ -316,7 +347,9 @@ def test_a_wish_of_other_tools_is_refused_on_both_endpoints(name: str) -> None:
         parse_chat({"messages": messages} | wish, max_logprobs=5)
     assert caught.value.message == error.message
     for neutral in (None, *WISHES[name]):
-        found = parse_request(json.dumps({"prompt": "x", name: neutral}).encode(), max_logprobs=5)
+        found = parse_request(
+            json.dumps({"prompt": "x", name: neutral}).encode(), max_logprobs=5
+        )
         assert found.params == params() and not found.warnings
 
 
@@ -342,7 +375,8 @@ def test_fields_of_chat_are_refused_in_completions(wish: dict[str, object]) -> N
 
 
 @pytest.mark.parametrize(
-    "neutral", [{"top_k": -1}, {"stop": ""}, {"stop": [""]}, {"logprobs": False}, {"suffix": ""}]
+    "neutral",
+    [{"top_k": -1}, {"stop": ""}, {"stop": [""]}, {"logprobs": False}, {"suffix": ""}],
 )
 def test_what_other_tools_call_off_is_off(neutral: dict[str, object]) -> None:
     """vLLM's own default for top_k was out of range."""
@@ -356,5 +390,7 @@ def test_do_sample_false_is_no_wish_where_nothing_is_sampled() -> None:
 def test_no_unknown_name_is_left_out() -> None:
     """A line with more than five told the first five."""
     line = {f"unknown_{number}": 1 for number in range(50)}
-    (warning,) = parse_request(json.dumps({"prompt": "x"} | line).encode(), max_logprobs=5).warnings
+    (warning,) = parse_request(
+        json.dumps({"prompt": "x"} | line).encode(), max_logprobs=5
+    ).warnings
     assert sorted(name.split(" ")[0] for name in warning.names) == sorted(line)

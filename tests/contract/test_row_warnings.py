@@ -16,7 +16,11 @@ def test_what_is_new_is_told_once() -> None:
     assert counts.add(RowWarning("cut", ())) == "cut"
     assert counts.add(RowWarning("unknown", ("a", "b", "a"))) == "unknown: a, b"
     assert counts.add(RowWarning("unknown", ("b", "c"))) == "unknown: c"
-    assert counts.add(RowWarning("unknown", ("a",))) == counts.add(RowWarning("cut", ())) == ""
+    assert (
+        counts.add(RowWarning("unknown", ("a",)))
+        == counts.add(RowWarning("cut", ()))
+        == ""
+    )
     assert counts.to_dict() == {"cut": 2, "unknown: a, b, c": 3}
     counts.clear()
     assert counts.to_dict() == {}
@@ -26,7 +30,10 @@ def test_names_beyond_the_most_are_others_and_told_once() -> None:
     counts = WarningCounts()
     names = tuple(f"n{number}" for number in range(MAX_NAMES))
     assert "others" not in counts.add(RowWarning("unknown", names))
-    assert counts.add(RowWarning("unknown", ("x",))) == "unknown: others, which are not named"
+    assert (
+        counts.add(RowWarning("unknown", ("x",)))
+        == "unknown: others, which are not named"
+    )
     assert counts.add(RowWarning("unknown", ("y", "n0"))) == ""
     (told,) = counts.to_dict()
     assert told == f"unknown: {', '.join(names)} and others"

@@ -21,7 +21,9 @@ BATCH = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
 
 
 def run(*lines: bytes | dict[str, Any], bench: Bench | None = None) -> list[Record]:
-    raws = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    raws = [
+        line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines
+    ]
     records = (bench or Bench()).run_lines(
         [Line(0, number, raw) for number, raw in enumerate(raws, start=1)]
     )
@@ -40,7 +42,13 @@ def strict_bench(**limits: Any) -> Bench:
 
 def test_a_wrapped_request_and_its_other_keys_are_verbatim() -> None:
     scenario = b'"scenario":{"name" : "x","a":[1.0,null,"\\u00e9"]}'
-    line = b"{" + scenario + b', "request" : ' + REQUEST + b' ,"z": 0.0,"b\\u0061d":"\\/" }'
+    line = (
+        b"{"
+        + scenario
+        + b', "request" : '
+        + REQUEST
+        + b' ,"z": 0.0,"b\\u0061d":"\\/" }'
+    )
     (record,) = run(line + b"\r\n")
     out = record.to_json()
     assert out.startswith(b'{"request":' + REQUEST + b',"result":{"choices":[')
@@ -48,7 +56,9 @@ def test_a_wrapped_request_and_its_other_keys_are_verbatim() -> None:
     assert list(record.to_dict()) == ["request", "result", "scenario", "z", "bad"]
 
 
-@pytest.mark.parametrize("url", ["/v1/completions/", "//v1/completions", "/v1//completions//"])
+@pytest.mark.parametrize(
+    "url", ["/v1/completions/", "//v1/completions", "/v1//completions//"]
+)
 def test_a_batch_lines_url_may_have_slashes_to_spare(url: str) -> None:
     """HTTP passed them over, and the same url in a line was refused."""
     plain, slashed = run(batch(), batch() | {"custom_id": "b", "url": url})
@@ -68,7 +78,9 @@ def test_all_shapes_of_a_request_are_answered_alike() -> None:
         choices = (answer.get("result") or answer["response"]["body"])["choices"]
         texts = [choice["text"] for choice in choices]
         (bare,) = run(request)
-        assert texts == [choice["text"] for choice in bare.to_dict()["result"]["choices"]]
+        assert texts == [
+            choice["text"] for choice in bare.to_dict()["result"]["choices"]
+        ]
 
 
 def test_a_key_that_comes_twice_counts_the_last_time() -> None:
@@ -76,7 +88,9 @@ def test_a_key_that_comes_twice_counts_the_last_time() -> None:
     line = b'{"request":{"prompt":"no"},"x":1,"request":' + REQUEST + b',"x": 2.0}'
     (record,) = run(line)
     out = record.to_json()
-    assert out.startswith(b'{"request":' + REQUEST + b',"result"') and out.endswith(b'},"x":2.0}')
+    assert out.startswith(b'{"request":' + REQUEST + b',"result"') and out.endswith(
+        b'},"x":2.0}'
+    )
     twice = b'{"prompt":"a","prompt":">","max_tokens":1,"temperature":0}'
     (bare,) = run(twice)
     assert bare.to_json().startswith(b'{"request":' + twice)
@@ -85,7 +99,9 @@ def test_a_key_that_comes_twice_counts_the_last_time() -> None:
 
 def test_an_old_result_gives_way_to_the_new_one_with_a_warning() -> None:
     bench = Bench()
-    (record,) = run(b'{"request":' + REQUEST + b',"result":{"old":1},"x":1}', bench=bench)
+    (record,) = run(
+        b'{"request":' + REQUEST + b',"result":{"old":1},"x":1}', bench=bench
+    )
     answer = record.to_dict()
     assert list(answer) == ["request", "result", "x"] and "choices" in answer["result"]
     assert record.to_json().count(b'"result"') == 1
@@ -110,7 +126,10 @@ def test_columns_beside_a_request_do_not_take_its_place() -> None:
 
 def test_a_line_with_two_requests_is_refused() -> None:
     (record,) = run({"request": {"prompt": "a"}, "body": {"prompt": "b"}})
-    assert record.error is not None and "request and body are both objects" in record.error.message
+    assert (
+        record.error is not None
+        and "request and body are both objects" in record.error.message
+    )
     assert (record.error.code, record.error.param) == ("unsupported_parameter", "body")
     assert record.to_dict()["request"]["body"] == {"prompt": "b"}
 
@@ -118,7 +137,12 @@ def test_a_line_with_two_requests_is_refused() -> None:
 @pytest.mark.parametrize("is_strict", [False, True])
 def test_a_null_is_absent_whatever_its_name(is_strict: bool) -> None:
     """pandas' to_json(lines=True) writes a null for each column that a row lacks."""
-    lines = [{"prompt": ">", "max_tokens": 1}, {"request": {"prompt": ">"}}, batch(), {"note": 1}]
+    lines = [
+        {"prompt": ">", "max_tokens": 1},
+        {"request": {"prompt": ">"}},
+        batch(),
+        {"note": 1},
+    ]
     names = sorted({name for line in lines for name in line})
     full = [{name: line.get(name) for name in names} for line in lines]
     bench = strict_bench(strict=is_strict)
@@ -133,15 +157,24 @@ def test_a_null_is_absent_whatever_its_name(is_strict: bool) -> None:
 def test_a_request_that_is_no_object_is_named() -> None:
     (record,) = run({"request": "hello", "x": 1})
     answer = record.to_dict()
-    assert (answer["error"]["code"], answer["error"]["param"]) == ("invalid_type", "request")
+    assert (answer["error"]["code"], answer["error"]["param"]) == (
+        "invalid_type",
+        "request",
+    )
     assert answer["request"] == "hello" and answer["x"] == 1
 
 
 @pytest.mark.parametrize(
     ("request_", "fault"),
-    [(5, "request 3 is a int"), (None, "is a NoneType"), ({"a": {1}}, "request 3 is no JSON")],
+    [
+        (5, "request 3 is a int"),
+        (None, "is a NoneType"),
+        ({"a": {1}}, "request 3 is no JSON"),
+    ],
 )
-def test_what_a_program_gives_and_is_no_request_fails_alone(request_: Any, fault: str) -> None:
+def test_what_a_program_gives_and_is_no_request_fails_alone(
+    request_: Any, fault: str
+) -> None:
     line = as_line(3, request_)
     assert (line.source, line.number, line.raw) == (0, 3, repr(request_).encode())
     assert fault in line.fault and not line.damage
@@ -151,7 +184,9 @@ def test_what_a_program_gives_and_is_no_request_fails_alone(request_: Any, fault
 
 
 def test_a_batch_line_gives_what_openai_gives() -> None:
-    line = batch(custom_id="é/\u2028", body={"prompt": ">", "max_tokens": 2, "temperature": 0})
+    line = batch(
+        custom_id="é/\u2028", body={"prompt": ">", "max_tokens": 2, "temperature": 0}
+    )
     raw = json.dumps(line, ensure_ascii=False).encode()
     (record,) = run(raw)
     answer = record.to_dict()
@@ -171,7 +206,9 @@ def test_a_batch_line_gives_what_openai_gives() -> None:
 
 
 def test_logprobs_of_a_batch_line_are_what_openai_reads() -> None:
-    (record,) = run(batch(body={"prompt": ">", "temperature": 0, "logprobs": 2, "model": "mine"}))
+    (record,) = run(
+        batch(body={"prompt": ">", "temperature": 0, "logprobs": 2, "model": "mine"})
+    )
     body = record.to_dict()["response"]["body"]
     completion = openai.types.Completion.model_validate(body)
     assert completion.model == "mine" and completion.choices[0].logprobs is not None
@@ -182,7 +219,9 @@ def test_logprobs_of_a_batch_line_are_what_openai_reads() -> None:
 def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
     lines = [batch(custom_id="a"), batch(custom_id="b"), batch(custom_id="c", body={})]
     runs = [[record.to_dict() for record in run(*lines)] for _ in range(2)]
-    ids = [[(r["id"], r["response"]["request_id"]) for r in answers] for answers in runs]
+    ids = [
+        [(r["id"], r["response"]["request_id"]) for r in answers] for answers in runs
+    ]
     assert ids[0] == ids[1] and len(set(ids[0])) == 3
     assert runs[0][0]["response"]["body"]["id"].startswith("cmpl-")
     assert runs[0][0]["response"]["body"]["id"] == runs[1][0]["response"]["body"]["id"]
@@ -191,7 +230,12 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
 @pytest.mark.parametrize(
     "changes, code, param, hint",
     [
-        ({"custom_id": 5}, "invalid_type", "custom_id", "line 1 is 5; it must be a string"),
+        (
+            {"custom_id": 5},
+            "invalid_type",
+            "custom_id",
+            "line 1 is 5; it must be a string",
+        ),
         ({"custom_id": None}, "invalid_type", "custom_id", "line 1 is null"),
         ({"custom_id": ...}, "invalid_type", "custom_id", "line 1 is absent"),
         (
@@ -201,7 +245,12 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
             'method is "GET"; it must be "POST". Write that',
         ),
         ({"method": ...}, "unsupported_parameter", "method", "absent"),
-        ({"url": "/v1/images"}, "unsupported_parameter", "url", '"/v1/chat/completions"'),
+        (
+            {"url": "/v1/images"},
+            "unsupported_parameter",
+            "url",
+            '"/v1/chat/completions"',
+        ),
         ({"url": "/v1/chat/completions"}, "missing_prompt", "messages", "absent"),
         ({"url": ...}, "unsupported_parameter", "url", "absent"),
         ({"body": ...}, "invalid_type", "body", "absent; it must be an object"),
@@ -210,8 +259,12 @@ def test_ids_are_the_same_in_every_run_and_differ_between_lines() -> None:
         ({"body": {"prompt": ">", "n": 0}}, "out_of_range", "n", "from 1 to 128"),
     ],
 )
-def test_rejected_batch_lines(changes: dict[str, Any], code: str, param: str, hint: str) -> None:
-    line = {key: value for key, value in (batch() | changes).items() if value is not ...}
+def test_rejected_batch_lines(
+    changes: dict[str, Any], code: str, param: str, hint: str
+) -> None:
+    line = {
+        key: value for key, value in (batch() | changes).items() if value is not ...
+    }
     (record,) = run(line)
     answer = record.to_dict()
     assert list(answer) == ["id", "custom_id", "response", "error", "line"]
@@ -219,7 +272,9 @@ def test_rejected_batch_lines(changes: dict[str, Any], code: str, param: str, hi
     of_server = replace(record, is_of_batch=True).to_dict()
     assert list(of_server) == ["id", "custom_id", "response", "error"], "as OpenAI's"
     if answer["custom_id"] is not None:
-        assert of_server == {name: value for name, value in answer.items() if name != "line"}
+        assert of_server == {
+            name: value for name, value in answer.items() if name != "line"
+        }
     assert answer["custom_id"] == line.get("custom_id") and answer["error"] is None
     assert answer["response"]["status_code"] == 400
     error = answer["response"]["body"]["error"]
@@ -230,7 +285,10 @@ def test_rejected_batch_lines(changes: dict[str, Any], code: str, param: str, hi
 
 def test_a_custom_id_may_come_once_in_a_file() -> None:
     bench = Bench()
-    lines = [json.dumps(batch(custom_id=custom_id)).encode() for custom_id in ("é", "b", "é", "é ")]
+    lines = [
+        json.dumps(batch(custom_id=custom_id)).encode()
+        for custom_id in ("é", "b", "é", "é ")
+    ]
     lines.append(json.dumps(batch(custom_id="b"), ensure_ascii=False).encode())
     numbered = [Line(0, number, raw) for number, raw in enumerate(lines, start=1)]
     other_file = [Line(1, 1, lines[0])]
@@ -263,7 +321,10 @@ def test_our_own_faults_are_status_500() -> None:
 
 
 def test_errors_of_wrapped_lines_keep_what_they_are_joined_by() -> None:
-    line = b'{"id":{"x":1.0},"request": {"prompt": 5.0, "n":1},"custom_id":"k","line":3,"error":1}'
+    line = (
+        b'{"id":{"x":1.0},"request": {"prompt": 5.0, '
+        b'"n":1},"custom_id":"k","line":3,"error":1}'
+    )
     (record,) = run(line)
     assert record.to_json().endswith(
         b'"retryable":false,"request":{"prompt": 5.0, "n":1},"id":{"x":1.0}}'
@@ -276,7 +337,9 @@ def test_errors_of_wrapped_lines_keep_what_they_are_joined_by() -> None:
 
 def test_no_line_break_comes_out_whatever_came_in() -> None:
     """A reader with universal newlines would take a bare \\r for the end of the line."""
-    bare = b'{"prompt":">",\r"max_tokens":1,"temperature":0,"user":"\xe2\x80\xa8\xc2\x85"}'
+    bare = (
+        b'{"prompt":">",\r"max_tokens":1,"temperature":0,"user":"\xe2\x80\xa8\xc2\x85"}'
+    )
     wrapped = b'{"request":\r{"prompt":">",\r\r"temperature":0},"x":[\r1,\r  2]}'
     array = b"[\r1,\r2]"
     broken = b'{"prompt":\r'
@@ -285,7 +348,9 @@ def test_no_line_break_comes_out_whatever_came_in() -> None:
     assert outs[0].startswith(b'{"request":' + bare.replace(b"\r", b"") + b',"result"')
     assert outs[1].startswith(b'{"request":{"prompt":">","temperature":0},"result"')
     assert outs[1].endswith(b',"x":[1,2]}')
-    assert b'"request":[1,2]}' in outs[2] and outs[3].endswith(b'"request":"{\\"prompt\\":"}')
+    assert b'"request":[1,2]}' in outs[2] and outs[3].endswith(
+        b'"request":"{\\"prompt\\":"}'
+    )
 
 
 def test_half_a_surrogate_pair_costs_nothing_but_itself() -> None:
@@ -301,7 +366,9 @@ def test_half_a_surrogate_pair_costs_nothing_but_itself() -> None:
     answers = [record.to_dict() for record in records]
     assert answers[0]["error"]["param"] == "\ud800"
     assert answers[1]["response"]["body"]["model"] == "\ud800"
-    assert answers[2]["request"] == {"prompt": "\ud800", "user": "\udfff"}, "JSON, and so shown"
+    assert answers[2]["request"] == {"prompt": "\ud800", "user": "\udfff"}, (
+        "JSON, and so shown"
+    )
 
 
 def test_strict_makes_warnings_errors() -> None:
@@ -331,11 +398,17 @@ def test_strict_makes_warnings_errors() -> None:
 def test_request_args_replace_each_lines_own() -> None:
     """--overwrite-request-args: the line is echoed as it is, and answered as the run says."""
     args = {"max_tokens": 3, "temperature": 0, "n": 2}
-    lines = [{"prompt": ">", "max_tokens": 9, "temperature": "hot"}, batch(), {"prompt": ">"}]
+    lines = [
+        {"prompt": ">", "max_tokens": 9, "temperature": "hot"},
+        batch(),
+        {"prompt": ">"},
+    ]
     for record in run(*lines, bench=strict_bench(request_args=args)):
         assert record.error is None and record.result is not None
         assert record.num_completion_tokens == 6 and len(record.result["choices"]) == 2
-    (record,) = run({"prompt": ">", "n": 1}, bench=strict_bench(request_args={"n": 500}))
+    (record,) = run(
+        {"prompt": ">", "n": 1}, bench=strict_bench(request_args={"n": 500})
+    )
     assert record.error is not None and record.error.param == "n"
 
 
@@ -352,7 +425,9 @@ def test_check_model_refuses_lines_for_another_model() -> None:
     ]
     lines = [{"prompt": ">", "max_tokens": 1} | fields for fields in asked]
     records = run(*lines, batch(body=lines[4]), bench=strict_bench(model_names=names))
-    found = [record.error and (record.error.code, record.error.param) for record in records]
+    found = [
+        record.error and (record.error.code, record.error.param) for record in records
+    ]
     model = ("unsupported_parameter", "model")
     engine = ("unsupported_parameter", "engine")
     assert found == [None, None, None, None, model, engine, model, model]
@@ -375,11 +450,20 @@ def fail_to_encode(bench: Bench) -> Bench:
 
 # What makes each error, and what its message must name: the value found, the limit, the remedy.
 EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
-    "invalid_json": (b'{"prompt": "x",}', ["character 15", "comma before the last brace; remove"]),
-    "invalid_utf8": (b'{"prompt": "\xff"}', ["byte 12", "0xff", "not UTF-8", "save the file as"]),
+    "invalid_json": (
+        b'{"prompt": "x",}',
+        ["character 15", "comma before the last brace; remove"],
+    ),
+    "invalid_utf8": (
+        b'{"prompt": "\xff"}',
+        ["byte 12", "0xff", "not UTF-8", "save the file as"],
+    ),
     "not_an_object": (b"[1]", ["list", "JSON object", 'such as {"prompt"']),
     "missing_prompt": (b'{"max_tokens": 1}', ["absent", "give a string", "list of"]),
-    "invalid_type": (b'{"prompt": ">", "n": "5"}', ['"5"', "string", "an integer or null"]),
+    "invalid_type": (
+        b'{"prompt": ">", "n": "5"}',
+        ['"5"', "string", "an integer or null"],
+    ),
     "out_of_range": (b'{"prompt": ">", "n": 129}', ["129", "from 1 to 128"]),
     "context_length_exceeded": (
         b'{"prompt": ">", "max_tokens": 50}',
@@ -395,7 +479,10 @@ EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
         b'{"prompt": [1, 999]}',
         ["999", "index 1", "0 to 255", "another model"],
     ),
-    "unsupported_parameter": (b'{"prompt": ">", "stream": true}', ["true", "remove", "or false"]),
+    "unsupported_parameter": (
+        b'{"prompt": ">", "stream": true}',
+        ["true", "remove", "or false"],
+    ),
     "duplicate_custom_id": (
         json.dumps(batch(custom_id="k")).encode(),
         ['"k"', "line 2", "one of its own", "Change or remove"],
@@ -404,8 +491,14 @@ EVERY_ERROR: dict[str, tuple[bytes, list[str]]] = {
         b'{"prompt": ">", "n": 9, "best_of": 9}',
         ["9 candidates", "allows 8", "Raise it, or lower n"],
     ),
-    "nan_logits": (b'{"prompt": ">>", "temperature": 0}', ["nan", "generated token 1", "--dtype"]),
-    "internal_error": (b'{"prompt": "y"}', ["ValueError: boom", "this line", "please report"]),
+    "nan_logits": (
+        b'{"prompt": ">>", "temperature": 0}',
+        ["nan", "generated token 1", "--dtype"],
+    ),
+    "internal_error": (
+        b'{"prompt": "y"}',
+        ["ValueError: boom", "this line", "please report"],
+    ),
 }
 
 
@@ -421,11 +514,19 @@ def test_every_error_names_value_limit_and_remedy(code: str) -> None:
         bench = fail_to_encode(bench)
     record = run(raw, raw, bench=bench)[1]
     assert record.error is not None and record.error.code == code
-    assert not [hint for hint in hints if hint not in record.error.message], record.error.message
+    assert not [hint for hint in hints if hint not in record.error.message], (
+        record.error.message
+    )
 
 
 def test_the_shape_is_told_line_by_line() -> None:
-    raws = [REQUEST, b'{"request":' + REQUEST + b"}", json.dumps(batch()).encode(), b"[]", b"{}"]
+    raws = [
+        REQUEST,
+        b'{"request":' + REQUEST + b"}",
+        json.dumps(batch()).encode(),
+        b"[]",
+        b"{}",
+    ]
     shapes = [open_envelope(Line(0, 1, raw)).shape for raw in raws]
     assert shapes == ["bare", "wrapped", "batch", "bare", "bare"]
 
@@ -440,8 +541,16 @@ def test_the_examples_are_of_all_shapes() -> None:
 @pytest.mark.parametrize(
     ("line", "param", "told"),
     [
-        ({"inputs": "x", "parameters": {"max_new_tokens": 2}}, "prompt", "inputs is no field"),
-        ({"recordId": "a", "modelInput": {"prompt": "x"}}, "prompt", "modelInput is no field"),
+        (
+            {"inputs": "x", "parameters": {"max_new_tokens": 2}},
+            "prompt",
+            "inputs is no field",
+        ),
+        (
+            {"recordId": "a", "modelInput": {"prompt": "x"}},
+            "prompt",
+            "modelInput is no field",
+        ),
         ({"key": "a", "request": {"contents": [{}]}}, "prompt", "contents is no field"),
         ({"custom_id": "a", "params": {"messages": []}}, "body", "params is no field"),
         ({"message": "x", "chat_history": []}, "prompt", "Cohere"),
@@ -460,8 +569,18 @@ def test_parameters_beside_a_request_are_named() -> None:
     """They had no effect, and nothing said so."""
     kind = "parameters that stand beside request have no effect"
     request = {"prompt": ">", "max_tokens": 1, "temperature": 0}
-    beside = {"temperature": 1, "max_tokens": 5, "response_format": {"type": "json_object"}}
-    columns = {"prompt": "a question", "messages": [], "model": "m", "note": 1, "seed": None}
+    beside = {
+        "temperature": 1,
+        "max_tokens": 5,
+        "response_format": {"type": "json_object"},
+    }
+    columns = {
+        "prompt": "a question",
+        "messages": [],
+        "model": "m",
+        "note": 1,
+        "seed": None,
+    }
     bench = Bench()
     (record,) = run({"request": request} | beside | columns, bench=bench)
     assert record.error is None and record.to_dict()["max_tokens"] == 5
@@ -473,6 +592,10 @@ def test_parameters_beside_a_request_are_named() -> None:
     assert not bench.intake.warnings.to_dict()
     chat = {"messages": [{"role": "user", "content": "x"}]}
     envelope = open_envelope(
-        Line(0, 1, json.dumps({"request": chat, "top_logprobs": 3, "echo": True}).encode())
+        Line(
+            0,
+            1,
+            json.dumps({"request": chat, "top_logprobs": 3, "echo": True}).encode(),
+        )
     )
     assert [warning.names for warning in envelope.warnings] == [("top_logprobs",)]

@@ -1,6 +1,8 @@
-"""Splitting JSON without parsing it: members of an object, values of a file. Checked against json.
+"""Splitting JSON without parsing it: members of an object, values of a file. Checked
+against json.
 
-What comes out must be the very bytes that went in, whatever the text and wherever chunks are cut.
+What comes out must be the very bytes that went in, whatever the text and wherever
+chunks are cut.
 """
 
 from __future__ import annotations
@@ -22,7 +24,9 @@ TEXTS = st.text(st.sampled_from('"\\{}[],: é\u2028\n\ud800a'), max_size=6)
 SCALARS = st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False) | TEXTS
 VALUES: st.SearchStrategy[Any] = st.recursive(
     SCALARS,
-    lambda inner: st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4),
+    lambda inner: (
+        st.lists(inner, max_size=4) | st.dictionaries(TEXTS, inner, max_size=4)
+    ),
     max_leaves=12,
 )
 
@@ -36,7 +40,9 @@ def test_members_are_those_that_json_finds(value: dict[str, Any], indent: Any) -
     members = find_members(raw)
     assert list(members) == list(value)
     for name, member in members.items():
-        assert json.loads(member.key) == name and json.loads(member.value) == value[name]
+        assert (
+            json.loads(member.key) == name and json.loads(member.value) == value[name]
+        )
         assert member.key in raw and member.value in raw, "verbatim"
 
 
@@ -50,7 +56,10 @@ def test_one_line_holds_the_same_value(value: Any, indent: Any) -> None:
 
 
 def test_only_line_breaks_and_indents_are_left_out() -> None:
-    assert on_one_line(b'{\n  "a" : "x  y",\r\n\t"b": [1,  2]\r}') == b'{"a" : "x  y","b": [1,  2]}'
+    assert (
+        on_one_line(b'{\n  "a" : "x  y",\r\n\t"b": [1,  2]\r}')
+        == b'{"a" : "x  y","b": [1,  2]}'
+    )
 
 
 def test_spellings_are_kept() -> None:
@@ -93,17 +102,25 @@ def cut(raw: bytes, size: int) -> Any:
 
 @settings(max_examples=num_examples(150), deadline=None)
 @given(st.lists(VALUES, max_size=5), INDENTS, st.integers(1, 9))
-def test_elements_of_an_array_wherever_it_is_cut(values: list[Any], indent: Any, size: int) -> None:
+def test_elements_of_an_array_wherever_it_is_cut(
+    values: list[Any], indent: Any, size: int
+) -> None:
     raw = json.dumps(values, indent=indent).encode()[1:]
     found = [json.loads(value) for value in split_values(cut(raw, size), is_array=True)]
     assert found == values
 
 
 @settings(max_examples=num_examples(100), deadline=None)
-@given(st.lists(st.dictionaries(TEXTS, VALUES, max_size=3), max_size=4), INDENTS, st.integers(1, 9))
+@given(
+    st.lists(st.dictionaries(TEXTS, VALUES, max_size=3), max_size=4),
+    INDENTS,
+    st.integers(1, 9),
+)
 def test_objects_one_after_another(values: list[Any], indent: Any, size: int) -> None:
     raw = " \n".join(json.dumps(value, indent=indent) for value in values).encode()
-    found = [json.loads(value) for value in split_values(cut(raw, size), is_array=False)]
+    found = [
+        json.loads(value) for value in split_values(cut(raw, size), is_array=False)
+    ]
     assert found == values
 
 

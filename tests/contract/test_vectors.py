@@ -22,7 +22,9 @@ def parse(endpoint: Endpoint, facts: VectorFacts = EMBEDDER, **fields: Any) -> R
     return parse_vectors(fields, endpoint, facts, is_strict=False)
 
 
-def refused(endpoint: Endpoint, facts: VectorFacts = EMBEDDER, **fields: Any) -> RequestError:
+def refused(
+    endpoint: Endpoint, facts: VectorFacts = EMBEDDER, **fields: Any
+) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse(endpoint, facts, **fields)
     return caught.value
@@ -38,8 +40,17 @@ def test_a_model_answers_its_own_endpoints_and_names_them_for_others(
     if facts is not None:
         served = {"embeddings": "/v1/embeddings"} | compared
         if facts.is_scored:
-            served = {"classify": "/v1/classify"} | (compared if facts.size == 1 else {})
-    endpoints: list[Endpoint] = ["completions", "chat", "embeddings", "score", "rerank", "classify"]
+            served = {"classify": "/v1/classify"} | (
+                compared if facts.size == 1 else {}
+            )
+    endpoints: list[Endpoint] = [
+        "completions",
+        "chat",
+        "embeddings",
+        "score",
+        "rerank",
+        "classify",
+    ]
     for endpoint in endpoints:
         if endpoint in served:
             check_model(endpoint, facts)
@@ -62,9 +73,17 @@ def test_texts_and_names_of_each_endpoint() -> None:
         request = parse("score", **fields)
         wish = request.vectors
         assert wish is not None and wish.names == names
-        assert (request.prompts, wish.seconds, request.endpoint) == (["a"], ("b",), "score")
+        assert (request.prompts, wish.seconds, request.endpoint) == (
+            ["a"],
+            ("b",),
+            "score",
+        )
     wish = parse("rerank", RANKER, query="a", documents=["b", {"text": "c"}]).vectors
-    assert wish is not None and wish.seconds == ("b", "c") and wish.names == ("query", "documents")
+    assert (
+        wish is not None
+        and wish.seconds == ("b", "c")
+        and wish.names == ("query", "documents")
+    )
     assert wish.returns_documents and wish.top_n is None and not wish.is_raw
     assert request.params.max_tokens == 0 and request.params.truncation_side == "right"
 
@@ -93,7 +112,10 @@ def test_fields_say_what_is_made_of_vectors() -> None:
     )
     assert not parse("score", RANKER, **PAIR, use_activation=True).vectors.is_raw  # type: ignore[union-attr]
     assert (
-        parse("embeddings", input="a", truncate_prompt_tokens=3).params.truncate_prompt_tokens == 3
+        parse(
+            "embeddings", input="a", truncate_prompt_tokens=3
+        ).params.truncate_prompt_tokens
+        == 3
     )
     assert "no_such" in str(parse("embeddings", input="a", no_such=1).warnings)
 
@@ -112,8 +134,22 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
     [
         ("embeddings", EMBEDDER, {}, "missing_prompt", "input", "absent"),
         ("rerank", RANKER, {"documents": ["b"]}, "missing_prompt", "query", "absent"),
-        ("rerank", RANKER, {"query": "a", "documents": []}, "out_of_range", "documents", "empty"),
-        ("rerank", RANKER, RANKED | {"query": 5}, "invalid_type", "query", "query is 5"),
+        (
+            "rerank",
+            RANKER,
+            {"query": "a", "documents": []},
+            "out_of_range",
+            "documents",
+            "empty",
+        ),
+        (
+            "rerank",
+            RANKER,
+            RANKED | {"query": 5},
+            "invalid_type",
+            "query",
+            "query is 5",
+        ),
         (
             "rerank",
             RANKER,
@@ -122,8 +158,22 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
             "documents",
             "strings",
         ),
-        ("rerank", RANKER, RANKED | {"query": ["a", "b"]}, "out_of_range", "query", "2 texts"),
-        ("score", RANKER, PAIR | {"queries": "c"}, "unsupported_parameter", "queries", "the same"),
+        (
+            "rerank",
+            RANKER,
+            RANKED | {"query": ["a", "b"]},
+            "out_of_range",
+            "query",
+            "2 texts",
+        ),
+        (
+            "score",
+            RANKER,
+            PAIR | {"queries": "c"},
+            "unsupported_parameter",
+            "queries",
+            "the same",
+        ),
         (
             "score",
             RANKER,
@@ -140,7 +190,14 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
             "documents.image",
             "only text is read",
         ),
-        ("embeddings", EMBEDDER, {"dimensions": 9}, "out_of_range", "dimensions", "have 8 numbers"),
+        (
+            "embeddings",
+            EMBEDDER,
+            {"dimensions": 9},
+            "out_of_range",
+            "dimensions",
+            "have 8 numbers",
+        ),
         (
             "embeddings",
             VectorFacts(8, is_normalized=True),
@@ -185,7 +242,12 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
     ids=lambda each: str(each)[:40],
 )
 def test_each_refusal_names_its_field(
-    endpoint: Endpoint, facts: VectorFacts, fields: Any, code: str, param: str, told: str
+    endpoint: Endpoint,
+    facts: VectorFacts,
+    fields: Any,
+    code: str,
+    param: str,
+    told: str,
 ) -> None:
     if endpoint == "embeddings" and fields:
         fields = {"input": "a"} | fields

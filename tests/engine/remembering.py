@@ -14,7 +14,14 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.step import BlockTables, Results, Step, StepResult, TokenLogprobs, masks_of
+from fminfer.compute.step import (
+    BlockTables,
+    Results,
+    Step,
+    StepResult,
+    TokenLogprobs,
+    masks_of,
+)
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask, StageSpan
 from fminfer.machine.out_of_memory import SizeLimit
@@ -23,7 +30,8 @@ from tests.steps import Row, StepReader, make_logprobs
 VOCAB = 256
 NAN = -(2**62) - 7  # in place of a hash: what was computed is not a number
 MEMORY_BYTES = 8  # of what an encoder gives for a token
-Edits = tuple[tuple[int, float, float, float], ...]  # (token, bias, factor, minus), by token
+# (token, bias, factor, minus), by token
+Edits = tuple[tuple[int, float, float, float], ...]
 NO_SPAN = StageSpan(0.0, 0.0)
 
 
@@ -55,7 +63,8 @@ def draw_of(
     allows: Callable[[int], bool],
     vocab: int,
 ) -> int:
-    """Return the token that is drawn: a hash of all that may change it, then the next allowed."""
+    """Return the token that is drawn: a hash of all that may change it, then the next
+    allowed."""
     if seen == NAN:
         return 0
     place = hash((seen, noise, columns, edits)) if noise or edits else seen
@@ -178,7 +187,9 @@ class RememberingStage:
         if step.is_whole:
             return {"vectors": self._vectors(step, seen)}
         results: Results = {}
-        wanted = {token: seen[place] for place, token in enumerate(step.wanted.tolist())}
+        wanted = {
+            token: seen[place] for place, token in enumerate(step.wanted.tolist())
+        }
         if len(step.draws):
             of_draws = [wanted[token] for token in step.draws["token_index"].tolist()]
             ids = self._draw(step, of_draws)
@@ -186,13 +197,17 @@ class RememberingStage:
         if len(step.scores):
             of_scores = [wanted[token] for token in step.scores["token_index"].tolist()]
             ids = step.scores["target_id"].tolist()
-            results["prompt scores"] = self._report(of_scores, ids, step.scores["num_top"])
+            results["prompt scores"] = self._report(
+                of_scores, ids, step.scores["num_top"]
+            )
         return results
 
     def _copy(self, step: Step) -> None:
         copies = step.block_copies.tolist()
         targets = [target for _, target in copies]
-        assert len(set(targets)) == len(targets), "two copies into one block: which one wins?"
+        assert len(set(targets)) == len(targets), (
+            "two copies into one block: which one wins?"
+        )
         self.cache |= {
             (target, i): self.cache[source, i]
             for source, target in copies
@@ -207,9 +222,14 @@ class RememberingStage:
         brought = step.memory.view(np.int64).tolist()
         memories = []
         columns = (step.cross_slots, step.cross_lengths, step.memory_lengths)
-        for slot, length, num_brought in zip(*(each.tolist() for each in columns), strict=True):
+        for slot, length, num_brought in zip(
+            *(each.tolist() for each in columns), strict=True
+        ):
             table = self._reader.table(slot)
-            places = [(table[i // self.block_size], i % self.block_size) for i in range(length)]
+            places = [
+                (table[i // self.block_size], i % self.block_size)
+                for i in range(length)
+            ]
             if num_brought:
                 assert num_brought == length, "a memory comes whole"
                 self.cache.update(zip(places, brought[:length], strict=True))
@@ -232,7 +252,9 @@ class RememberingStage:
             until = min(end, last)
             if begin < until:
                 length = row.position + until - start
-                whole = tuple(cache[row.block_table[i // size], i % size] for i in range(length))
+                whole = tuple(
+                    cache[row.block_table[i // size], i % size] for i in range(length)
+                )
                 memory = memories[place] if memories else ()
                 ends = range(row.position + begin - start, length)
                 seen += [hash_of(whole[: each + 1], memory) for each in ends]
@@ -241,7 +263,10 @@ class RememberingStage:
 
     def _encode(self, step: Step, given: list[int]) -> list[int]:
         ends = step.lengths.cumsum().tolist()
-        prompts = [given[end - size : end] for end, size in zip(ends, step.lengths, strict=True)]
+        prompts = [
+            given[end - size : end]
+            for end, size in zip(ends, step.lengths, strict=True)
+        ]
         return [value for prompt in prompts for value in encode_prompt(prompt)]
 
     def _vectors(self, step: Step, hidden: list[int]) -> np.ndarray:
@@ -253,7 +278,12 @@ class RememberingStage:
         return vectors.view(np.uint8)
 
     def _draw(self, step: Step, seen: list[int]) -> list[int]:
-        edit_columns = (step.edit_ids, step.edit_bias, step.edit_factor, step.edit_minus)
+        edit_columns = (
+            step.edit_ids,
+            step.edit_bias,
+            step.edit_factor,
+            step.edit_minus,
+        )
         edits = [*zip(*(each.tolist() for each in edit_columns), strict=True)]
         banned = step.banned_ids.tolist()
         masks = masks_of(step)
@@ -265,16 +295,22 @@ class RememberingStage:
             banned = banned[draw["num_banned"] :]
             mask = masks[draw["mask"]] if draw["mask"] >= 0 else None
 
-            def allows(token: int, held: list[int] = held, mask: Mask | None = mask) -> bool:
+            def allows(
+                token: int, held: list[int] = held, mask: Mask | None = mask
+            ) -> bool:
                 return token not in held and (mask is None or has_bit(mask, token))
 
             columns = tuple(float(draw[name]) for name in COLUMNS)
             noise = int(draw["noise"])
-            ids.append(draw_of(value, noise, columns, tuple(sorted(own)), allows, self._vocab))
+            ids.append(
+                draw_of(value, noise, columns, tuple(sorted(own)), allows, self._vocab)
+            )
         assert not (edits or banned), "all of these are some draw's"
         return ids
 
-    def _report(self, seen: list[int], ids: list[int], num_top: np.ndarray) -> TokenLogprobs:
+    def _report(
+        self, seen: list[int], ids: list[int], num_top: np.ndarray
+    ) -> TokenLogprobs:
         tops = [top_of(value, int(num_top.max()), self._vocab) for value in seen]
         return make_logprobs(
             ids,

@@ -31,7 +31,9 @@ class Wires:
     def __init__(self, num_ranks: int, rng: random.Random) -> None:
         ranks = range(num_ranks)
         self._queues: dict[tuple[int, int], queue.SimpleQueue[RankMessage | None]] = {
-            (sender, receiver): queue.SimpleQueue() for sender in ranks for receiver in ranks
+            (sender, receiver): queue.SimpleQueue()
+            for sender in ranks
+            for receiver in ranks
         }
         self._dead: set[int] = set()
         self._rng = rng
@@ -80,14 +82,19 @@ def _receive(rank: int, form: HiddenForm) -> RankMessage:
 @contextlib.contextmanager
 def wires_are_queues() -> Iterator[None]:
     """Let rings of this process send through queues."""
-    with mock.patch.object(ring, "send", _send), mock.patch.object(ring, "receive", _receive):
+    with (
+        mock.patch.object(ring, "send", _send),
+        mock.patch.object(ring, "receive", _receive),
+    ):
         yield
 
 
 class ThreadRing:
     """A ring of stages, each of which one rank or several compute; rank 0 is the caller's."""
 
-    def __init__(self, stages: Sequence[Sequence[StageWork]], rng: random.Random) -> None:
+    def __init__(
+        self, stages: Sequence[Sequence[StageWork]], rng: random.Random
+    ) -> None:
         num_shards = len(stages[0])
         self.num_ranks = len(stages) * num_shards
         self._wires = Wires(self.num_ranks, rng)
@@ -100,14 +107,18 @@ class ThreadRing:
                     first_part = part
                     continue
                 arguments = (stage, part, self._form(part.rank))
-                thread = threading.Thread(target=self._serve, args=arguments, daemon=True)
+                thread = threading.Thread(
+                    target=self._serve, args=arguments, daemon=True
+                )
                 self._threads.append(thread)
         self.pipeline = RingPipeline(first, first_part, self._form(0), explain)
         for thread in self._threads:
             thread.start()
 
     def _form(self, rank: int) -> RankForm:
-        return RankForm(1, torch.int64, torch.device("cpu"), rank=rank, wires=self._wires)
+        return RankForm(
+            1, torch.int64, torch.device("cpu"), rank=rank, wires=self._wires
+        )
 
     def _serve(self, stage: StageWork, part: Part, form: RankForm) -> None:
         try:

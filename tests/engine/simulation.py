@@ -1,9 +1,11 @@
-"""Whole engines over a model without weights, drawn by a seed, through all that may happen to one.
+"""Whole engines over a model without weights, drawn by a seed, through all that may
+happen to one.
 
-A seed draws the engine (its KV cache, its steps, its stages and ranks), requests of all kinds, and
-events: requests come and are cancelled, runs drain, results come late, memory runs out, values are
-spoiled, steps fail, ranks die. What a request is answered depends on none of that. `Expected` says
-it without an engine, and the books are proved behind each step.
+A seed draws the engine (its KV cache, its steps, its stages and ranks), requests of all
+kinds, and
+events: requests come and are cancelled, runs drain, results come late, memory runs out,
+values are spoiled, steps fail, ranks die. What a request is answered depends on none of that.
+`Expected` says it without an engine, and the books are proved behind each step.
 
     scripts/simulate --runs 10000
 """
@@ -61,7 +63,8 @@ EOS = 0
 BAD = 127  # a token whose hidden states are nan
 RUN_SEED = 1
 START_ID = 5  # that a decoder behind an encoder begins with
-TOYS = [bytes([number]) * 16 for number in range(1, 4)]  # meanings of requests with a toy's masks
+# meanings of requests with a toy's masks
+TOYS = [bytes([number]) * 16 for number in range(1, 4)]
 MOST_STEPS = 4000
 TOKENIZER = Tokenizer(None)
 
@@ -79,8 +82,12 @@ class ToyMatcher:
         if seen % 9 < 5:
             return make_mask(pack_ids([1 + seen % 120], 16))
         if seen % 9 < 7:
-            return make_mask(pack_ids({1 + (seen >> 8) % 120, 1 + (seen >> 20) % 120}, 16))
-        return make_mask(pack_ids({EOS, *range(3, 40)} if seen % 9 == 7 else range(1, 127), 16))
+            return make_mask(
+                pack_ids({1 + (seen >> 8) % 120, 1 + (seen >> 20) % 120}, 16)
+            )
+        return make_mask(
+            pack_ids({EOS, *range(3, 40)} if seen % 9 == 7 else range(1, 127), 16)
+        )
 
     def take(self, token_id: int) -> None:
         assert has_bit(self.mask, token_id) and token_id != EOS
@@ -131,13 +138,17 @@ class Expected:
         self._num_stages = num_stages
         self.num_drawn = 0
         prompts = range(len(prepared.prompts))
-        listed = [self._pooled(i) if prepared.is_pooled else self._drawn(i) for i in prompts]
+        listed = [
+            self._pooled(i) if prepared.is_pooled else self._drawn(i) for i in prompts
+        ]
         self.choices: list[dict[str, Any]] | None = None
         if None not in listed:
             choices = [choice for each in listed for choice in each or []]
             self.choices = [choice | {"index": i} for i, choice in enumerate(choices)]
         if prepared.is_pooled:
-            self.usage = {"prompt_tokens": sum(len(each.ids) for each in prepared.prompts)}
+            self.usage = {
+                "prompt_tokens": sum(len(each.ids) for each in prepared.prompts)
+            }
             return
         num_read = sum(len(each.ids) for each in (*prepared.prompts, *prepared.sources))
         num_read -= prepared.num_start * len(prepared.prompts)
@@ -158,20 +169,27 @@ class Expected:
     def _drawn(self, index: int) -> list[dict[str, Any]] | None:
         prepared = self._prepared
         params = self._prepared.params
-        memory = tuple(self._encode(prepared.sources[index].ids)) if prepared.sources else ()
+        memory = (
+            tuple(self._encode(prepared.sources[index].ids)) if prepared.sources else ()
+        )
         prompt = prepared.prompts[index]
         sequences = list[Choice]()
         scores = list[int]()
         for candidate in range(params.num_candidates):
             model = ModelAlone(self._num_stages, memory)
             num_fed = params.num_to_feed(len(prompt.ids))
-            seen = [model.feed(NAN if each == BAD else each) for each in prompt.ids[:num_fed]]
+            seen = [
+                model.feed(NAN if each == BAD else each)
+                for each in prompt.ids[:num_fed]
+            ]
             scores = seen[: len(prompt.ids) - 1]
             sequences.append(self._draw(index, candidate, model, seen))
         copies = params.best_of if len(sequences) == 1 else 1
         self.num_drawn += copies * sum(len(each.ids) for each in sequences)
         is_scored = params.echo and params.logprobs is not None
-        if not all(each.is_sound for each in sequences) or (is_scored and NAN in scores):
+        if not all(each.is_sound for each in sequences) or (
+            is_scored and NAN in scores
+        ):
             return None
         if len(sequences) == 1:
             sequences *= params.n
@@ -179,7 +197,9 @@ class Expected:
             sequences.sort(key=lambda each: each.mean_logprob, reverse=True)
         return [self._show(prompt, each, scores) for each in sequences[: params.n]]
 
-    def _draw(self, index: int, candidate: int, model: ModelAlone, seen: list[int]) -> Choice:
+    def _draw(
+        self, index: int, candidate: int, model: ModelAlone, seen: list[int]
+    ) -> Choice:
         prepared = self._prepared
         params = self._prepared.params
         choice = Choice()
@@ -187,12 +207,20 @@ class Expected:
         if not params.is_greedy:
             ids = [each.ids for each in prepared.prompts]
             if prepared.sources:
-                ids = [s.ids + own for s, own in zip(prepared.sources, ids, strict=True)]
+                ids = [
+                    s.ids + own for s, own in zip(prepared.sources, ids, strict=True)
+                ]
             seed = RUN_SEED if params.seed is None else params.seed
             request_key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
             key = noise_key(request_key, index, candidate)
-        matcher = ToyMatcher(TOYS.index(prepared.meaning)) if prepared.meaning in TOYS else None
-        columns = tuple(float(np.dtype(COLUMNS[n]).type(getattr(params, n))) for n in COLUMNS)
+        matcher = (
+            ToyMatcher(TOYS.index(prepared.meaning))
+            if prepared.meaning in TOYS
+            else None
+        )
+        columns = tuple(
+            float(np.dtype(COLUMNS[n]).type(getattr(params, n))) for n in COLUMNS
+        )
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else {EOS})
         while len(choice.ids) < params.max_tokens:
             mask = None if matcher is None else matcher.mask
@@ -202,7 +230,9 @@ class Expected:
                 step_noise(key, len(choice.ids)) if key else 0,
                 columns,
                 _edits(params, choice.ids),
-                lambda token: token not in held and (mask is None or has_bit(mask, token)),  # noqa: B023
+                lambda token, held=held, mask=mask: (
+                    token not in held and (mask is None or has_bit(mask, token))
+                ),
                 VOCAB,
             )
             choice.seen.append(seen[-1])
@@ -233,7 +263,8 @@ class Expected:
         hits = [
             (at, stop)
             for stop in params.stop
-            if may_stop and (at := choice.text.find(stop, max(0, first - len(stop) + 1))) >= 0
+            if may_stop
+            and (at := choice.text.find(stop, max(0, first - len(stop) + 1))) >= 0
         ]
         if hits:
             cut, choice.stop_reason = min(hits, key=lambda hit: hit[0])
@@ -243,7 +274,9 @@ class Expected:
             choice.finish_reason = "stop"
         return choice.finish_reason == "stop"
 
-    def _show(self, prompt: EncodedPrompt, choice: Choice, scores: list[int]) -> dict[str, Any]:
+    def _show(
+        self, prompt: EncodedPrompt, choice: Choice, scores: list[int]
+    ) -> dict[str, Any]:
         params = self._prepared.params
         num_start = self._prepared.num_start
         shown: dict[str, Any] = {
@@ -270,14 +303,17 @@ class Expected:
         shown["logprobs"] = {
             "tokens": [chr(token_id) for token_id, _ in pairs],
             "token_logprobs": [
-                None if value is None else logprob_of(value, token_id) for token_id, value in pairs
+                None if value is None else logprob_of(value, token_id)
+                for token_id, value in pairs
             ],
             "top_logprobs": None,
             "text_offset": places[skip:],
         }
         if params.logprobs:
             shown["logprobs"]["top_logprobs"] = [
-                None if value is None else _alternatives(value, token_id, params.logprobs)
+                None
+                if value is None
+                else _alternatives(value, token_id, params.logprobs)
                 for token_id, value in pairs
             ]
         return shown
@@ -285,12 +321,17 @@ class Expected:
 
 def _alternatives(seen: int, token_id: int, count: int) -> dict[str, float]:
     shown: dict[str, float] = {}
-    for each, logprob in (*top_of(seen, count, VOCAB), (token_id, logprob_of(seen, token_id))):
+    for each, logprob in (
+        *top_of(seen, count, VOCAB),
+        (token_id, logprob_of(seen, token_id)),
+    ):
         shown.setdefault(chr(each), logprob)
     return shown
 
 
-def _edits(params: SamplingParams, drawn: list[int]) -> tuple[tuple[int, float, float, float], ...]:
+def _edits(
+    params: SamplingParams, drawn: list[int]
+) -> tuple[tuple[int, float, float, float], ...]:
     """Return the changes of logits behind these tokens, by the contract."""
     if not (params.logit_bias or params.has_penalties):
         return ()
@@ -368,7 +409,8 @@ class Faults:
         return self._rng.random() < self.share_of_failures
 
 
-# What is for thousands of rows, as small as what is simulated: its name, and values to choose from.
+# What is for thousands of rows, as small as what is simulated: its name, and values to
+# choose from.
 CONSTANTS: dict[str, list[int]] = {
     "packing.MIN_SHARE": [1, 3, 64],
     "packing.MIXED_STEP": [4, 128],
@@ -415,11 +457,15 @@ class Simulation:
         self.max_rows = rng.choice([2, 4, 12])
         self.shares = rng.random() < 0.75
         self.max_steps = rng.choice([None] * 9 + [7])
-        self.priorities = rng.choice([[0], [0], [0, 0, 0, 1], [-1, 0, 5], [BEHIND_ALL] * 2 + [0]])
+        self.priorities = rng.choice(
+            [[0], [0], [0, 0, 0, 1], [-1, 0, 5], [BEHIND_ALL] * 2 + [0]]
+        )
         self.share_of_cancels = rng.choice([0.0, 0.0, 0.05, 0.3])
         self.share_of_interrupts = rng.choice([0.0] * 6 + [0.02])
         self.faults = Faults(rng)
-        self.death = rng.choice([None, rng.randrange(60)]) if self.mode == "ring" else None
+        self.death = (
+            rng.choice([None, rng.randrange(60)]) if self.mode == "ring" else None
+        )
         self.is_crowd = rng.random() < 0.3  # of rows that are preempted one by one
         num_requests = rng.randint(8, 20) if self.is_crowd else rng.randint(3, 12)
         self.requests = [self._draw_request() for _ in range(num_requests)]
@@ -451,7 +497,9 @@ class Simulation:
             self._step()
         if rng.random() < 0.3:
             self.engine.loop.expect_no_more()
-        while self.engine.loop.has_work or any(request.is_open for request in self.requests):
+        while self.engine.loop.has_work or any(
+            request.is_open for request in self.requests
+        ):
             self._disturb()
             self._step()
         self._check_end()
@@ -473,7 +521,9 @@ class Simulation:
             for stage in range(self.num_stages)
         ]
         stages = [each[0] for each in shards]
-        here = RememberingPipeline(self.block_size, stages, is_ready=self.faults.is_ready)
+        here = RememberingPipeline(
+            self.block_size, stages, is_ready=self.faults.is_ready
+        )
         pipeline: Any = here
         close: Callable[[], None] = lambda: None  # noqa: E731
         if self.mode == "thread":
@@ -510,7 +560,11 @@ class Simulation:
         def forward_or_fail(step: Any, hidden: Any) -> Any:
             nonlocal num_done
             num_done += 1
-            if self.death is not None and rank and self.death == num_done * num_ranks + rank:
+            if (
+                self.death is not None
+                and rank
+                and self.death == num_done * num_ranks + rank
+            ):
                 self.death = None
                 raise Death
             if self.mode != "ring" and rank == 0 and self.faults.fails():
@@ -547,7 +601,9 @@ class Simulation:
     def _draw_request(self) -> Request:
         rng = self._rng
         if not hasattr(self, "_stems"):
-            self._stems = [[rng.randrange(1, 126) for _ in range(rng.randint(1, 50))] for _ in "ab"]
+            self._stems = [
+                [rng.randrange(1, 126) for _ in range(rng.randint(1, 50))] for _ in "ab"
+            ]
         params = self._draw_params()
         prompts = [
             self._draw_prompt(params)
@@ -562,9 +618,14 @@ class Simulation:
             params = replace(params, ignore_eos=False)
         prepared = Prepared(params, prompts, repeat=rng.choice([0, 1]), meaning=meaning)
         if self.kind == "pooled":
-            prepared = replace(prepared, kind="embeddings", vectors=VectorWish(VectorFacts(2)))
+            prepared = replace(
+                prepared, kind="embeddings", vectors=VectorWish(VectorFacts(2))
+            )
         elif self.kind == "both":
-            starts = [_encoded([START_ID, *rng.choice([[], [9], [9, 8, 7]])], 1) for _ in prompts]
+            starts = [
+                _encoded([START_ID, *rng.choice([[], [9], [9, 8, 7]])], 1)
+                for _ in prompts
+            ]
             prepared = replace(prepared, prompts=starts, sources=prompts, num_start=1)
         return Request(
             prepared,
@@ -587,17 +648,23 @@ class Simulation:
             top_k=rng.choice([0, 0, 4]),
             n=n,
             best_of=n + (0 if self.is_crowd else rng.choice([0, 0, 0, 1])),
-            logprobs=rng.choice([0, 2]) if is_scored else rng.choice([None, None, 0, 2]),
+            logprobs=rng.choice([0, 2])
+            if is_scored
+            else rng.choice([None, None, 0, 2]),
             echo=is_scored or rng.random() < 0.1,
             stop=rng.choice([(), (), ("a", "bc"), ("ab", "b", "\n")]),
-            stop_token_ids=rng.choice([(), (), tuple(range(40, 44)), tuple(range(2, 30))]),
+            stop_token_ids=rng.choice(
+                [(), (), tuple(range(40, 44)), tuple(range(2, 30))]
+            ),
             include_stop_str_in_output=rng.random() < 0.2,
             ignore_eos=rng.random() < 0.3,
             seed=rng.choice([None, 7]),
             return_token_ids=True,
         )
         if rng.random() < 0.15:
-            params = replace(params, frequency_penalty=0.5, presence_penalty=rng.choice([0.0, 1.0]))
+            params = replace(
+                params, frequency_penalty=0.5, presence_penalty=rng.choice([0.0, 1.0])
+            )
         if rng.random() < 0.1:
             params = replace(params, logit_bias=((3, 1.5), (50, -2.0)))
         return params
@@ -618,7 +685,9 @@ class Simulation:
         request.is_cancelled = False
         try:
             request_id = self.engine.loop.add(
-                request.prepared, priority=request.priority, is_streamed=request.is_streamed
+                request.prepared,
+                priority=request.priority,
+                is_streamed=request.is_streamed,
             )
         except RequestError as error:
             assert error.code == "out_of_memory", error
@@ -647,7 +716,11 @@ class Simulation:
             num_to_feed = params.num_to_feed(len(prompt.ids))
             if num_to_feed == 0 or prepared.is_pooled:
                 continue
-            own = len(prompt.ids) + params.max_tokens - 1 if params.max_tokens else num_to_feed
+            own = (
+                len(prompt.ids) + params.max_tokens - 1
+                if params.max_tokens
+                else num_to_feed
+            )
             shared = num_to_feed // size
             needed = shared + params.num_candidates * (-(-own // size) - shared)
             if prepared.sources:
@@ -689,7 +762,9 @@ class Simulation:
             self._begin_again(error)
             return
         for event in events:
-            assert event.request_id not in self._gone, "it was cancelled, or answered before"
+            assert event.request_id not in self._gone, (
+                "it was cancelled, or answered before"
+            )
             request = self._by_id[event.request_id]
             request.events.append(event)
             if not isinstance(event, Delta):
@@ -701,11 +776,14 @@ class Simulation:
         """Add all requests without an answer once more, perhaps to another engine."""
         loop = self.engine.loop
         self.counts[f"ended by {type(error).__name__}"] += 1
-        assert not loop.has_work and not loop._open and not loop._streams, "all is forgotten"
+        assert not loop.has_work and not loop._open and not loop._streams, (
+            "all is forgotten"
+        )
         self.engine.scheduler.check_idle()
         if isinstance(error, StepLimitError):
             assert self.max_steps is not None
-            self.max_steps = loop._max_steps = 2 * self.max_steps  # else the longest never ends
+            # else the longest never ends
+            self.max_steps = loop._max_steps = 2 * self.max_steps
             loop.start_run()
         elif isinstance(error, FminferError | Death):
             assert self.mode == "ring", error
@@ -717,7 +795,9 @@ class Simulation:
             self._gone.clear()
         is_open = [request for request in self._by_id.values() if request.is_open]
         if not self._by_id:
-            is_open = [request for request in self.requests if request.ids and request.is_open]
+            is_open = [
+                request for request in self.requests if request.ids and request.is_open
+            ]
         self._gone.update(self._by_id)
         if self.faults.share_of_failures:
             self.faults.share_of_failures /= 2
@@ -738,7 +818,9 @@ class Simulation:
             events = loop.step()
         except type(error):
             return
-        assert all(isinstance(event, Finished) for event in events), "nothing was computed"
+        assert all(isinstance(event, Finished) for event in events), (
+            "nothing was computed"
+        )
         assert loop.stats.num_steps == num_before or not events
 
     # What must be so
@@ -748,7 +830,9 @@ class Simulation:
         assert step.num_tokens > 0 and (step.lengths > 0).all()
         num_tokens = step.num_tokens
         if step.is_whole:
-            assert num_tokens <= self.chunk or len(step.lengths) == 1, "more than a step may have"
+            assert num_tokens <= self.chunk or len(step.lengths) == 1, (
+                "more than a step may have"
+            )
         else:
             assert num_tokens <= self.chunk, "more than a step may have"
             assert len(step.lengths) <= self.max_rows, "more rows than may run"
@@ -761,7 +845,10 @@ class Simulation:
         assert isinstance(event, Finished)
         assert expected.choices is not None, "it has an answer, and its numbers are nan"
         if request.prepared.is_pooled:
-            shown = [each | {"embedding": each["embedding"].tolist()} for each in event.choices]
+            shown = [
+                each | {"embedding": each["embedding"].tolist()}
+                for each in event.choices
+            ]
             assert shown == expected.choices
         else:
             assert event.choices == expected.choices
@@ -771,7 +858,8 @@ class Simulation:
         assert usage == expected.usage
         num_cached = event.usage["prompt_tokens_details"]["cached_tokens"]
         num_most = sum(
-            len(each.ids) for each in (*request.prepared.prompts, *request.prepared.sources)
+            len(each.ids)
+            for each in (*request.prepared.prompts, *request.prepared.sources)
         )
         assert 0 <= num_cached <= num_most
 
@@ -787,15 +875,23 @@ class Simulation:
             for sequence in prompt.sequences
             if sequence.block_table
         ]
-        held = Counter(block for each in running for block in each.block_table + each.cross_table)
+        held = Counter(
+            block for each in running for block in each.block_table + each.cross_table
+        )
         holders = enumerate(pool._num_holders)
-        assert {block: count for block, count in holders if count} == dict(held), "holders"
+        assert {block: count for block, count in holders if count} == dict(held), (
+            "holders"
+        )
         assert scheduler.kv.num_sequences == len(running) <= self.max_rows
-        kept = Counter(block for node in _nodes(scheduler.kv.prefixes) for block in node.blocks)
+        kept = Counter(
+            block for node in _nodes(scheduler.kv.prefixes) for block in node.blocks
+        )
         keeps = enumerate(pool._num_keeps)
         assert {block: count for block, count in keeps if count} == dict(kept), "keeps"
         free = sorted(pool._free)
-        assert free == [b for b in range(pool.num_blocks) if not (held[b] or kept[b])], "free"
+        assert free == [
+            b for b in range(pool.num_blocks) if not (held[b] or kept[b])
+        ], "free"
         assert pool.num_idle == sum(not held[block] for block in kept)
         slots = [each.slot for each in running]
         slots += [each.cross_slot for each in running if each.cross_table]
@@ -812,7 +908,9 @@ class Simulation:
         num_failed = 0
         for request in self.requests:
             ends = [each for each in request.events if not isinstance(each, Delta)]
-            assert len(ends) == (not (request.is_cancelled or request.is_refused)), "one each"
+            assert len(ends) == (not (request.is_cancelled or request.is_refused)), (
+                "one each"
+            )
             self.counts["answered"] += isinstance(request.end, Finished)
             self.counts["nan"] += isinstance(request.end, Failed)
             if isinstance(request.end, Failed):
@@ -840,7 +938,9 @@ class Simulation:
             for place, token_id in enumerate(node.tokens, node.start):
                 block = node.blocks[place // size - node.start // size]
                 found = cache[block, place % size]
-                assert found in (token_id, NAN) or token_id < 0, "a block holds other tokens"
+                assert found in (token_id, NAN) or token_id < 0, (
+                    "a block holds other tokens"
+                )
 
 
 def _nodes(prefixes: PrefixCache) -> Iterator[_Node]:
@@ -862,7 +962,9 @@ def simulate(seed: int) -> Counter[str]:
     with wires_are_queues(), small_constants(seed):
         simulation = Simulation(seed)
         simulation.run()
-    return simulation.counts + Counter({f"with {simulation.mode}": 1, f"of {simulation.kind}": 1})
+    return simulation.counts + Counter(
+        {f"with {simulation.mode}": 1, f"of {simulation.kind}": 1}
+    )
 
 
 @click.command()
@@ -884,7 +986,9 @@ def main(runs: int, seed: int) -> None:
             reason = f"{type(error).__name__}: {str(error)[:200]} ({place.name}: {place.line})"
             print(f"seed {number}: {reason}", flush=True)
     print("; ".join(f"{name}: {count:,}" for name, count in counts.items()))
-    print(f"{runs} simulations in {time.perf_counter() - began_s:.0f} s; {num_failed} failed")
+    print(
+        f"{runs} simulations in {time.perf_counter() - began_s:.0f} s; {num_failed} failed"
+    )
     sys.exit(num_failed > 0)
 
 

@@ -28,7 +28,10 @@ from tests.line_bench import over_lines, with_options
 from tests.streams import check_stream, events_of, of_request
 
 # Renders as ">", behind which the script begins; a message named more makes it longer.
-TEMPLATE = "{{ '>' }}{% for m in messages %}{{ m.name or '' }}{% endfor %}{# tools <tool_call> #}"
+TEMPLATE = (
+    "{{ '>' }}{% for m in messages %}{{ m.name or '' }}{% endfor %}{# tools "
+    "<tool_call> #}"
+)
 HELLO = [{"role": "user", "content": "Hello"}]
 TOOLS = [{"type": "function", "function": {"name": "look"}}]
 CALL = b'<tool_call>\n{"name": "look", "arguments": {"at": "map"}}\n</tool_call>'
@@ -44,7 +47,8 @@ class ChatBench(Bench):
 
     @property
     def warnings(self) -> list[str]:
-        """What was warned of, beside what each line is that has no max_tokens and this template."""
+        """What was warned of, beside what each line is that has no max_tokens and this
+        template."""
         always = str(FILLS), "the chat template writes no text of the messages"
         return [text for text in self.intake.warnings.to_dict() if text not in always]
 
@@ -86,7 +90,9 @@ def test_logprobs_are_entries_of_text() -> None:
     (choice,) = ChatBench(b"a\xe2\0").choices(logprobs=True, top_logprobs=2)
     first, second = choice["logprobs"]["content"]  # EOS is not listed
     assert first["token"] == "a" and first["bytes"] == [97] and first["logprob"] == -1.5
-    assert [each["logprob"] for each in first["top_logprobs"]] == [-0.125, -0.25], "best first"
+    assert [each["logprob"] for each in first["top_logprobs"]] == [-0.125, -0.25], (
+        "best first"
+    )
     assert [each["bytes"] for each in first["top_logprobs"]] == [[200], [201]]
     assert set(first["top_logprobs"][0]) == {"token", "logprob", "bytes"}
     assert second["token"] == "bytes:\\xe2" and second["bytes"] == [0xE2]
@@ -98,7 +104,9 @@ def test_logprobs_are_entries_of_text() -> None:
 def test_tool_calls_are_read_out_of_the_text() -> None:
     (choice,) = ChatBench(CALL + b"\0").choices(tools=TOOLS)
     (call,) = choice["message"]["tool_calls"]
-    assert choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+    assert (
+        choice["message"]["content"] is None and choice["finish_reason"] == "tool_calls"
+    )
     assert call["type"] == "function" and call["function"]["name"] == "look"
     assert json.loads(call["function"]["arguments"]) == {"at": "map"}
     (choice,) = ChatBench(b"I look." + CALL + CALL + b"\0").choices(tools=TOOLS)
@@ -130,16 +138,18 @@ def test_calls_stay_text_without_tools_or_a_parser() -> None:
     ):
         bench = ChatBench(CALL + b"\0", **limits)
         (choice,) = bench.choices(**fields)
-        assert choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+        assert (
+            choice["message"]["content"] == text and choice["finish_reason"] == "stop"
+        )
         assert not bench.warnings
     bench = ChatBench(CALL + b"\0", chat_template=">{# tools #}")
     (choice,) = bench.choices(tools=TOOLS)
     (warning,) = bench.warnings
     assert choice["message"]["content"] == text and "--tool-call-parser" in warning
     assert "does not write tools" in str(
-        ChatBench(b"a\0", chat_template=">", strict=True, tool_call_parser="hermes").error(
-            tools=TOOLS
-        )
+        ChatBench(
+            b"a\0", chat_template=">", strict=True, tool_call_parser="hermes"
+        ).error(tools=TOOLS)
     )
 
 
@@ -147,11 +157,18 @@ def test_a_call_that_is_cut_off_is_content() -> None:
     (choice,) = ChatBench(CALL).choices(tools=TOOLS, max_tokens=20)
     assert choice["finish_reason"] == "length"
     assert choice["message"]["content"] == CALL[:20].decode()
-    (choice,) = ChatBench(CALL + b"<tool").choices(tools=TOOLS, max_tokens=len(CALL) + 5)
-    assert choice["finish_reason"] == "length" and len(choice["message"]["tool_calls"]) == 1
+    (choice,) = ChatBench(CALL + b"<tool").choices(
+        tools=TOOLS, max_tokens=len(CALL) + 5
+    )
+    assert (
+        choice["finish_reason"] == "length"
+        and len(choice["message"]["tool_calls"]) == 1
+    )
 
 
-@pytest.mark.parametrize("behind", [CALL, b"And: " + CALL, CALL[:-30], b"Done.", b"<tool_", b""])
+@pytest.mark.parametrize(
+    "behind", [CALL, b"And: " + CALL, CALL[:-30], b"Done.", b"<tool_", b""]
+)
 def test_one_call_is_kept_if_no_more_are_wanted(behind: bytes) -> None:
     """`parallel_tool_calls: false` was refused, and LlamaIndex sends it with all tools."""
     one: dict[str, Any] = {"tools": TOOLS, "parallel_tool_calls": False}
@@ -159,9 +176,12 @@ def test_one_call_is_kept_if_no_more_are_wanted(behind: bytes) -> None:
     (first,) = ChatBench(b"I look.\n" + CALL + b"\0").choices(tools=TOOLS)
     assert ChatBench(script).choices(**one) == [first]
     assert [
-        len(each["message"]["tool_calls"]) for each in ChatBench(script).choices(**one, n=2)
+        len(each["message"]["tool_calls"])
+        for each in ChatBench(script).choices(**one, n=2)
     ] == [1, 1]
-    deltas = [each for each in ChatBench(script).stream(**one) if isinstance(each, Delta)]
+    deltas = [
+        each for each in ChatBench(script).stream(**one) if isinstance(each, Delta)
+    ]
     assert "".join(each.text for each in deltas) == "I look."
     assert sum(len(each.tool_calls) for each in deltas) == 1
     assert deltas[-1].finish_reason == "tool_calls"
@@ -169,17 +189,33 @@ def test_one_call_is_kept_if_no_more_are_wanted(behind: bytes) -> None:
     (choice,) = ChatBench(
         llama3 + b"; " + llama3 + behind + b"\0", tool_call_parser="llama3_json"
     ).choices(**one)
-    assert len(choice["message"]["tool_calls"]) == 1 and choice["message"]["content"] is None
+    assert (
+        len(choice["message"]["tool_calls"]) == 1
+        and choice["message"]["content"] is None
+    )
 
 
 @pytest.mark.parametrize("parser", ["hermes", "llama3_json", "none"])
 @pytest.mark.parametrize(
-    "fields", [{}, {"n": 2}, {"parallel_tool_calls": False}, {"logprobs": True, "top_logprobs": 1}]
+    "fields",
+    [
+        {},
+        {"n": 2},
+        {"parallel_tool_calls": False},
+        {"logprobs": True, "top_logprobs": 1},
+    ],
 )
 def test_joined_deltas_are_the_answer(parser: str, fields: dict[str, Any]) -> None:
     llama3 = b'{"name": "look", "parameters": {"at": "map"}}'
     odd = "Grüße 🙂 <tool".encode()
-    for script in (b"Hi", b"\0", CALL, odd + CALL * 2 + b" and", llama3 + b";" + llama3, odd):
+    for script in (
+        b"Hi",
+        b"\0",
+        CALL,
+        odd + CALL * 2 + b" and",
+        llama3 + b";" + llama3,
+        odd,
+    ):
         for more in ({}, {"stop": ["map"]}, {"max_tokens": 30}):
             bench = ChatBench(script + b"\0", tool_call_parser=parser)
             bench.stream(tools=TOOLS, **fields, **more)
@@ -187,9 +223,19 @@ def test_joined_deltas_are_the_answer(parser: str, fields: dict[str, Any]) -> No
 
 def test_random_texts_stream_as_they_are_answered() -> None:
     source = random.Random(5)
-    pieces = [b"<tool_call>", b"</tool_call>", b'{"name": "f"', b', "arguments": {}}', b" ", b"<"]
+    pieces = [
+        b"<tool_call>",
+        b"</tool_call>",
+        b'{"name": "f"',
+        b', "arguments": {}}',
+        b" ",
+        b"<",
+    ]
     for _ in range(60):
-        script = b"".join(source.choices([*pieces, CALL, b"text", "é".encode()], k=6)) + b"\0"
+        script = (
+            b"".join(source.choices([*pieces, CALL, b"text", "é".encode()], k=6))
+            + b"\0"
+        )
         for parallel in (True, False):
             asked = {"tools": TOOLS, "logprobs": True, "stop": ["xt"]}
             ChatBench(script).stream(parallel_tool_calls=parallel, **asked)
@@ -201,7 +247,9 @@ def test_content_comes_early_and_calls_whole() -> None:
     assert deltas[0].text == "L" and len(deltas) >= 6
     assert sum(len(delta.tool_calls) for delta in deltas) == 1
     assert not any("tool_call>" in delta.text for delta in deltas)
-    assert all(delta.text or delta.tool_calls or delta.finish_reason for delta in deltas)
+    assert all(
+        delta.text or delta.tool_calls or delta.finish_reason for delta in deltas
+    )
     assert deltas[-1].finish_reason == "tool_calls"
 
 
@@ -244,7 +292,13 @@ def test_a_default_makes_no_request_impossible() -> None:
             with pytest.raises(RequestError, match="KV cache"):
                 small.loop.open(replace(prepared, params=wider))
     bench = ChatBench(b"a", context=10**6)
-    fields = {"messages": HELLO, "n": 128, "logprobs": True, "top_logprobs": 9, "seed": 1}
+    fields = {
+        "messages": HELLO,
+        "n": 128,
+        "logprobs": True,
+        "top_logprobs": 9,
+        "seed": 1,
+    }
     prepared = bench.intake.prepare(bench.intake.parse(fields))
     assert prepared.params.max_tokens == MAX_ENTRIES // 1280
 
@@ -257,37 +311,58 @@ def test_too_long() -> None:
     assert "maximum context length is 50 tokens" in error.message
     error = ChatBench(b"a", context=50).error(max_tokens=50)
     assert "max_tokens is 50, 51 in all" in error.message
-    assert "min_tokens is 50" in ChatBench(b"a", context=50).error(min_tokens=50).message
+    assert (
+        "min_tokens is 50" in ChatBench(b"a", context=50).error(min_tokens=50).message
+    )
     bench = ChatBench(b"a" * 100, context=50, on_too_long="truncate-left")
     (record,) = bench.run({"messages": long, "temperature": 0})
     assert record.result is not None
-    assert record.result["usage"]["prompt_tokens_details"]["truncated_tokens"] == 61 - 34
+    assert (
+        record.result["usage"]["prompt_tokens_details"]["truncated_tokens"] == 61 - 34
+    )
     fields = {"messages": long, "temperature": 0, "truncate_prompt_tokens": -1}
     (wished,) = ChatBench(b"a" * 100, context=50).run(fields)
-    assert wished.result is not None and wished.result["usage"] == record.result["usage"]
+    assert (
+        wished.result is not None and wished.result["usage"] == record.result["usage"]
+    )
     assert record.result["usage"]["completion_tokens"] == 16
 
 
-def test_a_giant_chat_is_refused_without_tokenizing_it(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_chat_is_refused_without_tokenizing_it(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     bench = ChatBench(b"a")
     monkeypatch.setattr(bench.tokenizer, "encode", None)
-    error = bench.error(messages=[{"role": "user", "content": "x", "name": "y" * 100_000}])
+    error = bench.error(
+        messages=[{"role": "user", "content": "x", "name": "y" * 100_000}]
+    )
     assert "at least 100,001" in error.message
 
 
 def test_equal_lines_share_an_answer_only_in_one_form() -> None:
     """A completion of the rendered text, and a chat with and without tools, differ in form."""
     chat = {"messages": HELLO, "temperature": 0, "max_tokens": 160}
-    plain = {"prompt": ">", "add_special_tokens": False, "temperature": 0, "max_tokens": 160}
+    plain = {
+        "prompt": ">",
+        "add_special_tokens": False,
+        "temperature": 0,
+        "max_tokens": 160,
+    }
     bench = ChatBench(CALL + CALL + b"\0", context=300)
     runner = over_lines(bench.loop, bench.intake, joins_equal=True)
     tools = chat | {"tools": TOOLS}
     asked = [chat, plain, tools, tools | {"parallel_tool_calls": False}] * 2
     lines = [Line(0, i, json.dumps(each).encode()) for i, each in enumerate(asked, 1)]
     records = sorted(runner.run(lines), key=lambda record: record.line.number)
-    results = [record.result["choices"] for record in records if record.result is not None]
+    results = [
+        record.result["choices"] for record in records if record.result is not None
+    ]
     assert results[:4] == results[4:] and bench.loop.stats.num_copied_requests == 4
-    assert results[0][0]["message"]["content"] == results[1][0]["text"] == CALL.decode() * 2
+    assert (
+        results[0][0]["message"]["content"]
+        == results[1][0]["text"]
+        == CALL.decode() * 2
+    )
     assert [len(each[0]["message"]["tool_calls"]) for each in results[2:4]] == [2, 1]
 
 
@@ -314,17 +389,24 @@ def test_what_a_template_does_not_look_at_is_told() -> None:
 def test_variables_and_keys_that_a_template_does_not_read_are_told() -> None:
     """A misspelled chat_template_kwargs was dropped, under --strict too."""
     template = (
-        ">{% if thinks is defined %}{% endif %}{% for m in messages %}{{ m.hint }}{% endfor %}"
+        ">{% if thinks is defined %}{% endif %}{% for m in messages %}{{ m.hint "
+        "}}{% endfor %}"
     )
     parts = [{"type": "text", "text": "", "cache": 1}]
     messages = [{"role": "user", "content": parts, "hint": "", "name": "Ann"}]
-    asked = {"messages": messages, "chat_template_kwargs": {"thinsk": 1, "thinks": 0, "no": None}}
+    asked = {
+        "messages": messages,
+        "chat_template_kwargs": {"thinsk": 1, "thinks": 0, "no": None},
+    }
     bench = ChatBench(b"a\0", chat_template=template)
     bench.choices(**asked)
     assert bench.warnings == [
         "the chat template does not read these variables, which have no effect: thinsk (did you "
         "mean thinks?)",
-        "the chat template does not read these keys of messages, which have no effect: cache, name",
+        (
+            "the chat template does not read these keys of messages, which have no "
+            "effect: cache, name"
+        ),
     ]
     error = ChatBench(b"a\0", chat_template=template, strict=True).error(**asked)
     assert error.code == "unsupported_parameter" and "thinsk" in error.message
@@ -335,7 +417,9 @@ FINAL = {"continue_final_message": True, "add_generation_prompt": False}
 
 
 def continuing(content: Any, **more: Any) -> dict[str, Any]:
-    return {"messages": [*HELLO, {"role": "assistant", "content": content}]} | FINAL | more
+    return (
+        {"messages": [*HELLO, {"role": "assistant", "content": content}]} | FINAL | more
+    )
 
 
 @pytest.mark.parametrize(
@@ -347,10 +431,22 @@ def continuing(content: Any, **more: Any) -> dict[str, Any]:
         ("{{ messages }}<think>\n\n</think>\n\n", JSON, []),
         ("{{ messages }}<think>\n", {}, []),
         ("What is <think>? {{ messages }}", JSON, []),
-        ("{{ messages[-1].content }}", continuing("<think>\nLet me", **JSON), ["thought"]),
+        (
+            "{{ messages[-1].content }}",
+            continuing("<think>\nLet me", **JSON),
+            ["thought"],
+        ),
         ("{{ messages[-1].content }}", continuing("<think>So.</think>", **JSON), []),
-        ("{{ messages[-1].content }}", continuing('{"v": ', **JSON), ["continue_final_message"]),
-        ("{{ messages[-1].content }}", continuing("```json\n[1,", **JSON), ["continue_final"]),
+        (
+            "{{ messages[-1].content }}",
+            continuing('{"v": ', **JSON),
+            ["continue_final_message"],
+        ),
+        (
+            "{{ messages[-1].content }}",
+            continuing("```json\n[1,", **JSON),
+            ["continue_final"],
+        ),
         ("{{ messages[-1].content }}", continuing("Here it is: ", **JSON), []),
         (
             "{{ messages[-1].content[0].text }}",
@@ -365,9 +461,13 @@ def test_constraints_that_begin_inside_of_something(
 ) -> None:
     """JSON stood inside a thought, or a second object behind the begun one, without a word."""
     bench = ChatBench(b"{}", chat_template=template)
-    bench.intake.note(*bench.intake.parse({"messages": HELLO, "max_tokens": 9} | fields).warnings)
+    bench.intake.note(
+        *bench.intake.parse({"messages": HELLO, "max_tokens": 9} | fields).warnings
+    )
     told = [text for text in bench.warnings if "constraint" in text]
-    assert len(told) == len(kinds) and all(k in t for k, t in zip(kinds, told, strict=True))
+    assert len(told) == len(kinds) and all(
+        k in t for k, t in zip(kinds, told, strict=True)
+    )
 
 
 def test_a_completion_that_begins_inside_a_thought() -> None:
@@ -446,7 +546,9 @@ def test_a_cancelled_chat_says_nothing_more() -> None:
     events = bench.loop.step()
     bench.loop.cancel(request_id)
     events += events_of(bench.loop)
-    assert not any(isinstance(each, Finished) for each in of_request(events, request_id))
+    assert not any(
+        isinstance(each, Finished) for each in of_request(events, request_id)
+    )
     bench.scheduler.check_idle()
 
 
@@ -456,7 +558,8 @@ def test_a_tag_that_is_a_special_token_is_read_all_the_same(is_special: bool) ->
     hf = transformers.AutoTokenizer.from_pretrained(DEMO_MODEL)
     hf.add_tokens(["<tool_call>", "</tool_call>"], special_tokens=is_special)
     intake = Intake(
-        Tokenizer(hf), RequestLimits(100, len(hf), config=EngineConfig(tool_call_parser="hermes"))
+        Tokenizer(hf),
+        RequestLimits(100, len(hf), config=EngineConfig(tool_call_parser="hermes")),
     )
     asked = {"messages": HELLO, "tools": TOOLS}
     assert intake.parse(asked).params.skip_special_tokens is not is_special

@@ -15,7 +15,9 @@ GREEDY = {"messages": HELLO, "temperature": 0}
 
 
 def run_joined(bench: ChatBench, *requests: dict[str, Any]) -> list[Record]:
-    lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
+    lines = [
+        Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)
+    ]
     records = over_lines(bench.loop, bench.intake, joins_equal=True).run(lines)
     return sorted(records, key=lambda record: record.line.number)
 
@@ -35,14 +37,18 @@ def test_ids_of_calls_are_the_same_with_company_and_alone() -> None:
     together = run_joined(ChatBench(CALL + b"\0"), first, second)
     (alone,) = run_joined(ChatBench(CALL + b"\0"), second)
     assert call_id(together[1]) == call_id(alone)
-    drawn = [GREEDY | {"tools": TOOLS, "temperature": 1, "seed": seed} for seed in (1, 2)]
+    drawn = [
+        GREEDY | {"tools": TOOLS, "temperature": 1, "seed": seed} for seed in (1, 2)
+    ]
     ids = {call_id(record) for record in run_joined(ChatBench(CALL + b"\0"), *drawn)}
     assert len(ids) == 2, "seeds count where chance has a part"
 
 
 def test_a_default_that_fits_takes_no_error_of_one_that_does_not() -> None:
     """A run's default max_tokens is lowered to the KV cache; the same number written is not."""
-    bench = ChatBench(b"a" * 3000, context=2000, max_new_tokens=1800, kv_size=KvSize(400, 4))
+    bench = ChatBench(
+        b"a" * 3000, context=2000, max_new_tokens=1800, kv_size=KvSize(400, 4)
+    )
     written, left_out = run_joined(bench, GREEDY | {"max_tokens": 1800}, GREEDY)
     assert written.error is not None and written.error.code == "out_of_memory"
     assert left_out.result is not None
@@ -67,7 +73,8 @@ def test_an_argument_of_the_run_leaves_nothing_of_what_it_replaces() -> None:
         ({"logprobs": None}, {"logprobs": True, "top_logprobs": 2}),
         ({"max_completion_tokens": 3}, {"max_tokens": 8}),
         ({"max_tokens": 3}, {"max_completion_tokens": 8}),
-        ({"best_of": 1}, {}),  # the old command's flag, for a file with both kinds of lines
+        # the old command's flag, for a file with both kinds of lines
+        ({"best_of": 1}, {}),
     ):
         (choice,) = ChatBench(b"abcdefgh", request_args=args).choices(**fields)
         assert choice["logprobs"] is None

@@ -1,7 +1,7 @@
 """What a request means: stops, lengths, echo, logprobs, choices (docs/contract.md).
 
-The model is a stub that draws what a test scripts, so that every case is exact: its "logits" put a
-given id first at each position, and everything else is the engine's own code.
+The model is a stub that draws what a test scripts, so that every case is exact: its
+"logits" put a given id first at each position, and everything else is the engine's own code.
 """
 
 from __future__ import annotations
@@ -32,7 +32,8 @@ VOCAB = 256
 
 
 class ScriptedPipeline:
-    """Draws the script's byte for each position after the prompt `>`; checks every step it gets."""
+    """Draws the script's byte for each position after the prompt `>`; checks every step
+    it gets."""
 
     def __init__(self, script: bytes, block_size: int) -> None:
         self.script = script
@@ -65,7 +66,9 @@ class ScriptedPipeline:
         self.num_in_flight = 0
 
     def _answer(self, step: Step, rows: list[Row]) -> StepResult:
-        positions = [row.position + i for row in rows for i in range(len(row.token_ids))]
+        positions = [
+            row.position + i for row in rows for i in range(len(row.token_ids))
+        ]
         ids = []
         for place, draw in enumerate(step.draws):
             token = self.script[positions[draw["token_index"]] % len(self.script)]
@@ -121,9 +124,15 @@ class Bench(LineBench):
             self.pipeline,
         )
 
-    def run(self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD) -> list[Record]:
-        lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
-        return sorted(self.run_lines(lines, read_ahead), key=lambda record: record.line.number)
+    def run(
+        self, *requests: dict[str, Any], read_ahead: int = LOOKAHEAD
+    ) -> list[Record]:
+        lines = [
+            Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)
+        ]
+        return sorted(
+            self.run_lines(lines, read_ahead), key=lambda record: record.line.number
+        )
 
     def result(self, **request: Any) -> dict[str, Any]:
         (record,) = self.run({"prompt": ">", "temperature": 0} | request)
@@ -150,7 +159,9 @@ def test_eos_is_not_in_the_text_nor_listed_without_echo() -> None:
 
 def test_eos_first_under_echo_with_one_token() -> None:
     """lm-eval slices [ctxlen:-1] and so always drops one generated entry: EOS must be one."""
-    choice = Bench(b"..\0").choice(prompt=list(b"xyz"), max_tokens=1, echo=True, logprobs=1)
+    choice = Bench(b"..\0").choice(
+        prompt=list(b"xyz"), max_tokens=1, echo=True, logprobs=1
+    )
     assert choice["text"] == "xyz" and choice["finish_reason"] == "stop"
     for key in ("tokens", "token_logprobs", "top_logprobs", "text_offset"):
         assert len(choice["logprobs"][key]) == 4, key
@@ -173,13 +184,17 @@ def test_ignore_eos() -> None:
     ],
 )
 @pytest.mark.parametrize("echo", [False, True])
-def test_stop_strings(stop: str | list[str], text: str, tokens: str, echo: bool) -> None:
+def test_stop_strings(
+    stop: str | list[str], text: str, tokens: str, echo: bool
+) -> None:
     choice = Bench().choice(stop=stop, max_tokens=8, logprobs=0, echo=echo)
     prompt = ">" if echo else ""
     assert choice["text"] == prompt + text
     assert choice["finish_reason"] == ("length" if stop == "xyz" else "stop")
     assert "".join(choice["logprobs"]["tokens"]) == prompt + tokens
-    assert choice["logprobs"]["text_offset"] == list(range(1 - len(prompt), len(text) + 1))
+    assert choice["logprobs"]["text_offset"] == list(
+        range(1 - len(prompt), len(text) + 1)
+    )
 
 
 def test_stop_wins_over_length_and_its_tokens_count() -> None:
@@ -206,7 +221,12 @@ def test_offsets_behind_bytes_that_are_no_character() -> None:
     assert (cut["text"], cut["logprobs"]["text_offset"]) == ("\ufffd", [2])
     whole = bench.choice(**request, stop="a", include_stop_str_in_output=True)
     assert (whole["text"], whole["logprobs"]["text_offset"]) == ("\ufffda", [2, 3])
-    echoed = {"prompt": [97, 0xE5, 97, 97], "max_tokens": 0, "logprobs": 0, "echo": True}
+    echoed = {
+        "prompt": [97, 0xE5, 97, 97],
+        "max_tokens": 0,
+        "logprobs": 0,
+        "echo": True,
+    }
     assert bench.choice(**echoed)["logprobs"]["text_offset"] == [0, 1, 2, 3]
     ended = Bench(b"_\xe5\0").choice(**request, include_stop_str_in_output=True)
     assert ended["text"] == "\ufffd\0" and ended["logprobs"]["text_offset"] == [2, 3]
@@ -234,24 +254,40 @@ def test_max_tokens_0(echo: bool, logprobs: int | None) -> None:
     assert len(result["choices"]) == 3
     assert [choice["index"] for choice in result["choices"]] == [0, 1, 2]
     choice = result["choices"][2]
-    assert (choice["text"], choice["finish_reason"]) == ("xyz" if echo else "", "length")
+    assert (choice["text"], choice["finish_reason"]) == (
+        "xyz" if echo else "",
+        "length",
+    )
     assert ("logprobs" in choice) == (logprobs is not None)
     if logprobs is not None:
-        assert choice["logprobs"]["token_logprobs"] == ([None, -1.5, -1.5] if echo else [])
+        assert choice["logprobs"]["token_logprobs"] == (
+            [None, -1.5, -1.5] if echo else []
+        )
     assert result["usage"] == usage(3, 0)
     fed = sum(step.num_tokens for step in bench.pipeline.steps)
-    assert fed == (2 if echo and logprobs is not None else 0), "what nobody asks for is not run"
+    assert fed == (2 if echo and logprobs is not None else 0), (
+        "what nobody asks for is not run"
+    )
 
 
 def test_a_prompt_of_context_and_one_more() -> None:
     whole = "x" * CONTEXT
-    assert Bench().choice(prompt=whole, max_tokens=0, echo=True, logprobs=0)["text"] == whole
+    assert (
+        Bench().choice(prompt=whole, max_tokens=0, echo=True, logprobs=0)["text"]
+        == whole
+    )
     more = whole + "y"
     found = Bench().choice(prompt=more, max_tokens=0, echo=True, logprobs=0)["logprobs"]
     assert found["token_logprobs"] == [None] + [-1.5] * CONTEXT
-    for request in ({"max_tokens": 1}, {"max_tokens": 0}, {"max_tokens": 1, "echo": True}):
+    for request in (
+        {"max_tokens": 1},
+        {"max_tokens": 0},
+        {"max_tokens": 1, "echo": True},
+    ):
         (record,) = Bench().run({"prompt": more} | request)
-        assert record.error is not None and record.error.code == "context_length_exceeded"
+        assert (
+            record.error is not None and record.error.code == "context_length_exceeded"
+        )
     assert Bench().choice(prompt=whole[:-3], max_tokens=3)["finish_reason"] == "length"
     (record,) = Bench().run({"prompt": whole[:-3], "max_tokens": 4})
     assert record.error is not None and "41 in all" in record.error.message
@@ -305,7 +341,10 @@ def test_greedy_candidates_are_computed_once_and_counted() -> None:
 
 
 def test_request_is_verbatim_and_order_of_lines_is_known() -> None:
-    raw = b'{"engine":"e", "prompt" : ">","temperature":0.0, "x":{"y":[1.0,null]}, "max_tokens":1}'
+    raw = (
+        b'{"engine":"e", "prompt" : ">","temperature":0.0, "x":{"y":[1.0,null]}, '
+        b'"max_tokens":1}'
+    )
     (record,) = Bench().run_lines([Line(3, 7, raw + b"\n")])
     assert record.to_json().startswith(b'{"request":' + raw + b',"result":{"choices":[')
     assert (record.line.source, record.line.number) == (3, 7)
@@ -346,7 +385,10 @@ def test_what_can_never_fit_is_an_error_of_its_row() -> None:
     )
     codes = [record.error.code if record.error else None for record in records]
     assert codes == ["out_of_memory", None, "out_of_memory"]
-    assert records[2].error is not None and "--max-rows allows 8" in records[2].error.message
+    assert (
+        records[2].error is not None
+        and "--max-rows allows 8" in records[2].error.message
+    )
     assert records[2].error.param == "n" and "best_of" not in records[2].error.message
     chat, drawn, memory = Bench(num_blocks=4).run(
         {"prompt": ">", "max_tokens": 2, "n": 9, "best_of": 9},
@@ -362,7 +404,9 @@ def test_what_can_never_fit_is_an_error_of_its_row() -> None:
 
 @pytest.mark.parametrize("num_blocks", [20, 26, 64])
 @pytest.mark.parametrize("chunk_size", [1, 3, 16])
-def test_any_budget_and_chunk_size_gives_the_same(num_blocks: int, chunk_size: int) -> None:
+def test_any_budget_and_chunk_size_gives_the_same(
+    num_blocks: int, chunk_size: int
+) -> None:
     """Forty rows of all kinds through a cache that holds few of them; the books end even."""
     requests = [
         {
@@ -378,7 +422,10 @@ def test_any_budget_and_chunk_size_gives_the_same(num_blocks: int, chunk_size: i
 
     def texts(records: list[Record]) -> list[Any]:
         assert not [record.error for record in records if record.error]
-        return [[c["finish_reason"] for c in r.to_dict()["result"]["choices"]] for r in records]
+        return [
+            [c["finish_reason"] for c in r.to_dict()["result"]["choices"]]
+            for r in records
+        ]
 
     bench = Bench(num_blocks=num_blocks, chunk_size=chunk_size)
     found = bench.run(*requests)
@@ -468,7 +515,8 @@ def test_times_add_up() -> None:
 
 
 def test_prompts_that_cannot_be_fed_yet_hold_no_blocks() -> None:
-    """Ninety-six prompts let in at once held 2 GB of KV cache while one of them was being fed."""
+    """Ninety-six prompts let in at once held 2 GB of KV cache while one of them was
+    being fed."""
     bench = Bench(num_blocks=1000, max_rows=100, prefix_cache=False)
     scored = {"prompt": "x" * 16, "max_tokens": 0, "echo": True, "logprobs": 0}
     bench.run(*[scored] * 50)

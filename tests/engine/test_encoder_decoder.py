@@ -58,7 +58,9 @@ def answer(folder: str, requests: Requests, **options: Any) -> list[Any]:
 
 def random_prompts(count: int, seed: int = 0) -> list[list[int]]:
     rng = random.Random(seed)
-    return [[rng.randrange(3, 200) for _ in range(rng.randint(1, 60))] for _ in range(count)]
+    return [
+        [rng.randrange(3, 200) for _ in range(rng.randint(1, 60))] for _ in range(count)
+    ]
 
 
 def some_requests() -> Requests:
@@ -68,10 +70,17 @@ def some_requests() -> Requests:
     drawn = how | {"temperature": 0.8, "seed": 3}
     rows = [how | {"prompt": prompt} for prompt in prompts]
     rows += [drawn | {"prompt": prompt, "n": 3, "top_p": 0.9} for prompt in prompts[:3]]
-    rows += [how | {"prompt": prompts[0], "decoder_prompt": prompts[n]} for n in range(1, 4)]
+    rows += [
+        how | {"prompt": prompts[0], "decoder_prompt": prompts[n]} for n in range(1, 4)
+    ]
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
-    rows += [scored | {"prompt": prompts[n], "decoder_prompt": prompts[n + 1]} for n in range(3)]
-    rows.append(drawn | {"prompt": prompts[:3], "best_of": 3, "repetition_penalty": 1.3})
+    rows += [
+        scored | {"prompt": prompts[n], "decoder_prompt": prompts[n + 1]}
+        for n in range(3)
+    ]
+    rows.append(
+        drawn | {"prompt": prompts[:3], "best_of": 3, "repetition_penalty": 1.3}
+    )
     return [each | {"return_token_ids": True, "ignore_eos": True} for each in rows]
 
 
@@ -94,47 +103,67 @@ def oracle_logprobs(model: Any, prompt: list[int], fed: list[int]) -> torch.Tens
 
 
 @pytest.mark.parametrize("kernels", ["off", "auto"])
-def test_greedy_and_drawn_texts_are_those_of_transformers(t5: Any, kernels: str) -> None:
+def test_greedy_and_drawn_texts_are_those_of_transformers(
+    t5: Any, kernels: str
+) -> None:
     """30 prompts: greedy ids are `generate`'s; each drawn token's logprob is the model's."""
     model, folder = t5
     prompts = random_prompts(30, seed=1)
     how = {"max_tokens": NEW, "logprobs": 1, "return_token_ids": True}
     rows = [how | {"prompt": p, "temperature": 0} for p in prompts]
-    rows += [how | {"prompt": p, "temperature": 0.9, "seed": n} for n, p in enumerate(prompts)]
+    rows += [
+        how | {"prompt": p, "temperature": 0.9, "seed": n}
+        for n, p in enumerate(prompts)
+    ]
     results = answer(folder, rows, kernels=kernels)
     for prompt, result in zip(prompts * 2, results, strict=True):
         (choice,) = result["choices"]
         ids = choice["token_ids"]
         logprobs = oracle_logprobs(model, prompt, ids[:-1])
         told = choice["logprobs"]["token_logprobs"]
-        expected = [logprobs[place, token_id].item() for place, token_id in enumerate(ids)]
+        expected = [
+            logprobs[place, token_id].item() for place, token_id in enumerate(ids)
+        ]
         assert told == pytest.approx(expected[: len(told)], abs=1e-4)
         if result in results[:30]:
             given = torch.tensor([prompt])
-            made = model.generate(given, max_new_tokens=NEW, do_sample=False, num_beams=1)
+            made = model.generate(
+                given, max_new_tokens=NEW, do_sample=False, num_beams=1
+            )
             assert ids == made[0, 1:].tolist()
     lengths = [result["usage"]["completion_tokens"] for result in results]
     assert len(set(lengths)) > 1, "some end by themselves"
 
 
 @pytest.mark.parametrize("options", MODES, ids=str)
-def test_no_mode_changes_an_answer(t5: Any, expected: list[Any], options: dict[str, Any]) -> None:
+def test_no_mode_changes_an_answer(
+    t5: Any, expected: list[Any], options: dict[str, Any]
+) -> None:
     _, folder = t5
     requests = some_requests()
     compare(answer(folder, requests, **options), expected)
 
 
 def test_bart_starts_with_what_it_is_forced_to(tmp_path: Path) -> None:
-    """A decoder prompt takes the place of the forced BOS; `generate` forces it as a first draw."""
+    """A decoder prompt takes the place of the forced BOS; `generate` forces it as a
+    first draw."""
     model = save_sequence_model("bart", tmp_path)
     model.generation_config.forced_bos_token_id = 7
     model.save_pretrained(tmp_path)
     prompts = random_prompts(6)
-    how = {"max_tokens": NEW, "temperature": 0, "return_token_ids": True, "ignore_eos": True}
+    how = {
+        "max_tokens": NEW,
+        "temperature": 0,
+        "return_token_ids": True,
+        "ignore_eos": True,
+    }
     results = answer(str(tmp_path), [how | {"prompt": prompt} for prompt in prompts])
     for prompt, result in zip(prompts, results, strict=True):
         made = model.generate(
-            torch.tensor([prompt]), max_new_tokens=NEW + 1, min_new_tokens=NEW + 1, num_beams=1
+            torch.tensor([prompt]),
+            max_new_tokens=NEW + 1,
+            min_new_tokens=NEW + 1,
+            num_beams=1,
         )
         assert [7, *result["choices"][0]["token_ids"]] == made[0, 1:].tolist()
         assert result["usage"]["prompt_tokens"] == len(prompt)
@@ -147,11 +176,18 @@ def test_texts_sentinels_and_scores(t5: Any) -> None:
     model, folder = t5
     with open_engine(folder) as engine:
         hf = engine.tokenizer.hf
-        rows = [{"prompt": t, "max_tokens": NEW, "temperature": 0, "logprobs": 0} for t in TEXTS]
+        rows = [
+            {"prompt": t, "max_tokens": NEW, "temperature": 0, "logprobs": 0}
+            for t in TEXTS
+        ]
         rows.append({"prompt": TEXTS[0], "decoder_prompt": TEXTS[1], "max_tokens": 0})
         rows[-1] |= {"echo": True, "logprobs": 2}
-        rows.append({"prompt": TEXTS[0], "max_tokens": 3, "echo": True, "temperature": 0})
-        results = [r.result for r in sorted(engine.run(rows), key=lambda r: r.line.number)]
+        rows.append(
+            {"prompt": TEXTS[0], "max_tokens": 3, "echo": True, "temperature": 0}
+        )
+        results = [
+            r.result for r in sorted(engine.run(rows), key=lambda r: r.line.number)
+        ]
     for text, result in zip(TEXTS, results, strict=False):
         assert result is not None
         ids = hf(text).input_ids
@@ -164,7 +200,9 @@ def test_texts_sentinels_and_scores(t5: Any) -> None:
     logprobs = oracle_logprobs(model, hf(TEXTS[0]).input_ids, ids[:-1])
     told = scored["choices"][0]["logprobs"]
     expected = [logprobs[place, token_id].item() for place, token_id in enumerate(ids)]
-    assert told["token_logprobs"] == pytest.approx(expected, abs=1e-4), "each token has one"
+    assert told["token_logprobs"] == pytest.approx(expected, abs=1e-4), (
+        "each token has one"
+    )
     assert scored["choices"][0]["text"] == TEXTS[1]
     assert [*map(len, told.values())] == [len(ids)] * 4
     assert echoed["choices"][0]["text"].startswith(TEXTS[0])
@@ -172,7 +210,12 @@ def test_texts_sentinels_and_scores(t5: Any) -> None:
 
 def test_stops_and_streams(t5: Any) -> None:
     _, folder = t5
-    how: dict[str, Any] = {"max_tokens": 20, "temperature": 2, "seed": 1, "ignore_eos": True}
+    how: dict[str, Any] = {
+        "max_tokens": 20,
+        "temperature": 2,
+        "seed": 1,
+        "ignore_eos": True,
+    }
     rows = [how | {"prompt": text} for text in TEXTS]
     texts = [result["choices"][0]["text"] for result in answer(folder, rows)]
     whole = max(texts, key=len)
@@ -185,20 +228,28 @@ def test_stops_and_streams(t5: Any) -> None:
         events = []
         while engine.has_work:
             events += engine.step()
-    assert "".join(event.text for event in events if not isinstance(event, Finished)) == whole
+    assert (
+        "".join(event.text for event in events if not isinstance(event, Finished))
+        == whole
+    )
 
 
 def test_a_prompt_is_read_once(t5: Any) -> None:
     """However many choices it has, and however often it comes, while there is room for it."""
     _, folder = t5
     prompt = random_prompts(1)[0] * 2
-    rows: Requests = [{"prompt": prompt, "max_tokens": NEW, "n": 4, "seed": n} for n in range(5)]
+    rows: Requests = [
+        {"prompt": prompt, "max_tokens": NEW, "n": 4, "seed": n} for n in range(5)
+    ]
     with open_engine(folder, kernels="off") as engine:
         results = [record.result for record in engine.run(rows)]
         assert engine.stats.num_cached_tokens == 4 * len(prompt)
-        read = engine.stats.num_prompt_tokens - 5  # each row's first token is the decoder's
+        # each row's first token is the decoder's
+        read = engine.stats.num_prompt_tokens - 5
         assert read == len(prompt)
-    cached = [r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in results if r]
+    cached = [
+        r["usage"]["prompt_tokens_details"]["cached_tokens"] for r in results if r
+    ]
     assert sorted(cached) == [0] + [len(prompt)] * 4
 
 
@@ -212,7 +263,9 @@ def test_rows_that_lost_their_blocks_read_again_or_find_their_memory(t5: Any) ->
     with open_engine(folder, budget=256, block_size=8) as engine:
         # It expects short rows, for all that ended so far were: then some must give way.
         engine_rows = [row | {"max_tokens": 40, "stop_token_ids": []} for row in rows]
-        learned = [row | {"ignore_eos": False, "prompt": [n]} for n, row in enumerate(rows, 3)]
+        learned = [
+            row | {"ignore_eos": False, "prompt": [n]} for n, row in enumerate(rows, 3)
+        ]
         list(engine.run([row | {"stop_token_ids": [*range(300)]} for row in learned]))
         found = sorted(engine.run(engine_rows), key=lambda record: record.line.number)
         assert engine.stats.num_put_back > 0
@@ -231,7 +284,9 @@ def test_rows_that_lost_their_blocks_read_again_or_find_their_memory(t5: Any) ->
 def test_weights_of_few_bits(t5: Any, value: str, kernels: str) -> None:
     """Answers are near those of floats, and two ranks give the same."""
     _, folder = t5
-    rows = [row | {"temperature": 0, "n": 1, "best_of": 1} for row in some_requests()[:12]]
+    rows = [
+        row | {"temperature": 0, "n": 1, "best_of": 1} for row in some_requests()[:12]
+    ]
     some = answer(folder, rows, quantize=value, kernels=kernels)
     other = answer(folder, rows, quantize=value, kernels=kernels, world_size=2)
     compare(some, other)
@@ -262,7 +317,9 @@ def test_what_is_refused(t5: Any) -> None:
     with open_engine(folder, max_model_len=64, on_too_long="truncate-left") as engine:
         (record,) = engine.run([{"prompt": [*range(3, 103)], "max_tokens": 64 - 1}])
         assert record.error is None
-        assert record.result is not None and record.result["usage"]["prompt_tokens"] == 64
+        assert (
+            record.result is not None and record.result["usage"]["prompt_tokens"] == 64
+        )
     with fminfer.Engine(dtype="float32") as engine:
         (record,) = engine.run([{"prompt": "a", "decoder_prompt": "b"}])
         assert record.error is not None and "no encoder" in record.error.message
@@ -272,7 +329,10 @@ def test_what_is_too_long_for_the_memory_is_refused_with_what_there_is(t5: Any) 
     _, folder = t5
     with open_engine(folder) as engine:
         engine.pipeline.core._scheduler.most_read = 20
-        found = {r.line.number: r for r in engine.run([{"prompt": [5] * n} for n in (20, 21)])}
+        found = {
+            r.line.number: r
+            for r in engine.run([{"prompt": [5] * n} for n in (20, 21)])
+        }
     assert found[1].error is None and found[2].error is not None
     assert found[2].error.code == "out_of_memory" and "for 20" in found[2].error.message
 
@@ -292,7 +352,9 @@ def test_a_cancelled_request_leaves_nothing_behind(t5: Any) -> None:
             events = []
             while engine.has_work:
                 events += engine.step()
-            assert [type(event) for event in events if event.request_id == ids[2]] == [Finished]
+            assert [type(event) for event in events if event.request_id == ids[2]] == [
+                Finished
+            ]
             engine.pipeline.core.check_idle()
 
 
@@ -301,21 +363,27 @@ def test_a_prompt_whose_memory_is_nan_spoils_no_other(t5: Any, tmp_path: Path) -
     model = save_sequence_model("t5", tmp_path)
     with torch.no_grad():
         model.shared.weight[77] = float("nan")
-        model.lm_head.weight = torch.nn.Parameter(model.shared.weight.nan_to_num(0.1).clone())
+        model.lm_head.weight = torch.nn.Parameter(
+            model.shared.weight.nan_to_num(0.1).clone()
+        )
     model.config.tie_word_embeddings = False
     model.save_pretrained(tmp_path)
-    rows: Requests = [{"prompt": [5, 77, 6], "max_tokens": 3, "seed": n} for n in range(3)]
+    rows: Requests = [
+        {"prompt": [5, 77, 6], "max_tokens": 3, "seed": n} for n in range(3)
+    ]
     rows += [{"prompt": [5, 78, 6], "max_tokens": 3, "seed": n} for n in range(3)]
-    assert [isinstance(each, dict) for each in answer(str(tmp_path), rows)] == [False] * 3 + [
-        True
-    ] * 3
+    assert [isinstance(each, dict) for each in answer(str(tmp_path), rows)] == [
+        False
+    ] * 3 + [True] * 3
 
 
 def test_ranks_have_layers_of_both(t5: Any) -> None:
     _, folder = t5
     with open_engine(folder, world_size=2) as engine:
         parts = [rank.part for rank in engine.pipeline.plan.ranks]
-    assert [part.numbers for part in parts] == [[0, 2], [1, 3, 4]], "the decoder's come first"
+    assert [part.numbers for part in parts] == [[0, 2], [1, 3, 4]], (
+        "the decoder's come first"
+    )
     with pytest.raises(FminferError, match="2 layers"):
         open_engine(folder, world_size=3)
 
@@ -328,15 +396,26 @@ def test_in_float16_what_overflows_stays_finite(tmp_path: Path) -> None:
             if name.endswith("wo.weight"):
                 parameter *= 3e4
     model.save_pretrained(tmp_path)
-    rows: Requests = [{"prompt": prompt, "max_tokens": 3} for prompt in random_prompts(3)]
-    assert all(isinstance(each, dict) for each in answer(str(tmp_path), rows, dtype="float16"))
+    rows: Requests = [
+        {"prompt": prompt, "max_tokens": 3} for prompt in random_prompts(3)
+    ]
+    assert all(
+        isinstance(each, dict) for each in answer(str(tmp_path), rows, dtype="float16")
+    )
 
 
-def finish_beside_others(engine: fminfer.Engine, first: list[int], second: list[int]) -> set[str]:
-    """Return which end beside 40 live rows: a batch's prompt, and a live one that comes later."""
+def finish_beside_others(
+    engine: fminfer.Engine, first: list[int], second: list[int]
+) -> set[str]:
+    """Return which end beside 40 live rows: a batch's prompt, and a live one that comes
+    later."""
     rng = random.Random(0)
     for number in range(40):
-        how = {"max_tokens": rng.randint(200, 300), "temperature": 0, "ignore_eos": True}
+        how = {
+            "max_tokens": rng.randint(200, 300),
+            "temperature": 0,
+            "ignore_eos": True,
+        }
         engine.add({"prompt": [3 + number, 5, 7]} | how)
     for _ in range(15):
         engine.step()
@@ -352,7 +431,8 @@ def finish_beside_others(engine: fminfer.Engine, first: list[int], second: list[
 
 @pytest.mark.parametrize("second", [[9, 9, 9], [8, 9]])
 def test_prompts_behind_all_are_read_in_their_turn(t5: Any, second: list[int]) -> None:
-    """They never were while two steps of live rows were in flight; nor was an equal live prompt."""
+    """They never were while two steps of live rows were in flight; nor was an equal
+    live prompt."""
     with open_engine(t5[1], chunk_size=32) as engine:
         assert not finish_beside_others(engine, [9, 9, 9], second)
 
@@ -374,16 +454,23 @@ def test_the_last_rank_has_the_encoders_final_norm(tmp_path: Path) -> None:
     with torch.no_grad():
         model.model.encoder.layer_norm.weight *= 3
     model.save_pretrained(tmp_path)
-    rows: Requests = [{"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "logprobs": 0}]
+    rows: Requests = [
+        {"prompt": [5, 6, 7], "max_tokens": 3, "temperature": 0, "logprobs": 0}
+    ]
     how: dict[str, Any] = {"skip_tokenizer_init": True}
     rows[0]["return_token_ids"] = True
-    compare(answer(str(tmp_path), rows, **how, world_size=2), answer(str(tmp_path), rows, **how))
+    compare(
+        answer(str(tmp_path), rows, **how, world_size=2),
+        answer(str(tmp_path), rows, **how),
+    )
 
 
 def test_a_source_is_as_long_as_its_positions(tmp_path: Path) -> None:
     """With echo one token more was read, for which BART has no position: that ended the run."""
     save_sequence_model("bart", tmp_path)
-    rows: Requests = [{"prompt": [5] * n, "max_tokens": 2, "echo": True} for n in (128, 129)]
+    rows: Requests = [
+        {"prompt": [5] * n, "max_tokens": 2, "echo": True} for n in (128, 129)
+    ]
     first, second = answer(str(tmp_path), rows)
     assert isinstance(first, dict) and second == "context_length_exceeded"
 
@@ -391,7 +478,9 @@ def test_a_source_is_as_long_as_its_positions(tmp_path: Path) -> None:
 def test_an_empty_decoder_prompt_is_none_and_a_cut_text_keeps_its_end(t5: Any) -> None:
     _, folder = t5
     how: dict[str, Any] = {"max_tokens": 4, "temperature": 0, "return_token_ids": True}
-    rows: Requests = [{"prompt": [5, 6], "decoder_prompt": each} | how for each in ("", [], None)]
+    rows: Requests = [
+        {"prompt": [5, 6], "decoder_prompt": each} | how for each in ("", [], None)
+    ]
     ids = [result["choices"][0]["token_ids"] for result in answer(folder, rows)]
     assert ids[0] == ids[1] == ids[2]
     with open_engine(folder, max_model_len=9, on_too_long="truncate-right") as engine:

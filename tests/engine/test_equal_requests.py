@@ -16,7 +16,11 @@ from fminfer.models.transformer import Head
 from fminfer.runtime.lines import equal_requests
 from fminfer.runtime.lines.line_intake import MAX_CHATS
 
-GREEDY: dict[str, Any] = {"prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}
+GREEDY: dict[str, Any] = {
+    "prompt": "Once upon a time",
+    "max_tokens": 12,
+    "temperature": 0,
+}
 
 
 @pytest.fixture(scope="module")
@@ -26,7 +30,9 @@ def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
     engine.close()
 
 
-def answers(engine: fminfer.Engine, requests: list[dict[str, Any]]) -> list[dict[str, Any]]:
+def answers(
+    engine: fminfer.Engine, requests: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
     return [record.to_dict() for record in records]
 
@@ -45,7 +51,9 @@ def test_equal_greedy_requests_are_computed_once(engine: fminfer.Engine) -> None
     assert engine.stats.num_generated_tokens - before == 12
     assert engine.stats.num_copied_requests - copied == 9
     assert all(choices(answer) == choices(found[0]) for answer in found)
-    assert [answer["request"] for answer in found] == requests, "each with its own request"
+    assert [answer["request"] for answer in found] == requests, (
+        "each with its own request"
+    )
     assert found[0]["result"]["usage"]["prompt_tokens_details"]["cached_tokens"] == 0
     usage = found[9]["result"]["usage"]
     assert usage["prompt_tokens_details"]["cached_tokens"] == usage["prompt_tokens"]
@@ -76,7 +84,9 @@ def test_what_changes_an_answer_makes_another_request(
     together = answers(engine, [GREEDY, GREEDY | other])
     assert engine.stats.num_copied_requests == copied
     alone = answers(engine, [GREEDY | other])[0]
-    assert [c["text"] for c in choices(together[1])] == [c["text"] for c in choices(alone)]
+    assert [c["text"] for c in choices(together[1])] == [
+        c["text"] for c in choices(alone)
+    ]
 
 
 def test_draws_are_copied_only_with_a_seed_of_their_own(engine: fminfer.Engine) -> None:
@@ -85,7 +95,9 @@ def test_draws_are_copied_only_with_a_seed_of_their_own(engine: fminfer.Engine) 
     unseeded = answers(engine, [draw] * 4)
     assert engine.stats.num_copied_requests == copied
     assert len({choices(answer)[0]["text"] for answer in unseeded}) == 4
-    seeded = answers(engine, [draw | {"seed": 3}] * 4 + [draw | {"seed": 3, "user": "me"}])
+    seeded = answers(
+        engine, [draw | {"seed": 3}] * 4 + [draw | {"seed": 3, "user": "me"}]
+    )
     assert engine.stats.num_copied_requests == copied + 4, "the last says the same"
     assert len({choices(answer)[0]["text"] for answer in seeded[:4]}) == 1
 
@@ -107,7 +119,9 @@ def test_a_finished_answer_is_taken_later(engine: fminfer.Engine) -> None:
     assert choices(found[0]) == choices(found[-1])
 
 
-def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_is_bounded(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(equal_requests, "MAX_KEPT_ENTRIES", 250)
     requests = [GREEDY | {"prompt": f"{i} more"} for i in range(200)]
     list(engine.run(requests))
@@ -116,7 +130,9 @@ def test_what_is_kept_is_bounded(engine: fminfer.Engine, monkeypatch: pytest.Mon
     kept = runner._equal
     entries = kept._finished._answers
     assert 0 < entries.num_bytes <= 250 and len(entries._entries) < 10
-    assert not kept._followers and kept._num_followers.total() == kept._follower_bytes == 0
+    assert (
+        not kept._followers and kept._num_followers.total() == kept._follower_bytes == 0
+    )
 
 
 def test_equal_lines_without_end_are_read_lazily(engine: fminfer.Engine) -> None:
@@ -157,9 +173,13 @@ def test_an_error_is_each_lines_own(
     """A nan of the request that is computed is told to all that wait for it, and not kept."""
     multiply = Head.__call__
     with monkeypatch.context() as patch:
-        patch.setattr(Head, "__call__", lambda head, x: multiply(head, x) * float("nan"))
+        patch.setattr(
+            Head, "__call__", lambda head, x: multiply(head, x) * float("nan")
+        )
         records = list(engine.run([GREEDY] * 3))
-    assert [record.error and record.error.code for record in records] == ["nan_logits"] * 3
+    assert [record.error and record.error.code for record in records] == [
+        "nan_logits"
+    ] * 3
     assert not any(record.error for record in engine.run([GREEDY] * 3))
 
 
@@ -168,6 +188,9 @@ def test_it_can_be_turned_off(llama_checkpoint: tuple[Path, Any]) -> None:
         str(llama_checkpoint[0]), dtype="float32", kernels="off", prefix_cache=False
     )
     found = answers(engine, [GREEDY] * 3)
-    assert engine.stats.num_generated_tokens == 36 and engine.stats.num_copied_requests == 0
+    assert (
+        engine.stats.num_generated_tokens == 36
+        and engine.stats.num_copied_requests == 0
+    )
     assert all(choices(answer) == choices(found[0]) for answer in found)
     engine.close()

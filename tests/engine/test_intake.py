@@ -38,7 +38,9 @@ def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> Pr
     return intake.prepare(intake.parse({"prompt": prompt, "echo": True}))
 
 
-def refused(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> RequestError:
+def refused(
+    tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error"
+) -> RequestError:
     with pytest.raises(RequestError) as caught:
         prepare(tokenizer, prompt, on_too_long)
     assert caught.value.code == "context_length_exceeded"
@@ -71,13 +73,17 @@ def test_a_cut_prompt_has_the_ids_of_the_whole_text(demo: Tokenizer, side: str) 
     assert prompt.ids == (ids[:room] if side == "truncate-right" else ids[-room:])
 
 
-def test_a_giant_prompt_is_not_cut(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_prompt_is_not_cut(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(prompt_fit, "MAX_CUT_CHARS", 2**20)
     monkeypatch.setattr(demo, "encode", None)
     assert "1,048,576" in refused(demo, GIANT, "truncate-left").message
 
 
-def truncated(tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any) -> Prepared:
+def truncated(
+    tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any
+) -> Prepared:
     intake = Intake(
         tokenizer, RequestLimits(512, 407, config=EngineConfig(on_too_long=on_too_long))
     )
@@ -95,7 +101,15 @@ def test_a_request_cuts_its_own_prompt(demo: Tokenizer) -> None:
         ({"truncate_prompt_tokens": -1}, ids[-496:]),
         ({"truncate_prompt_tokens": -1, "truncation_side": "right"}, ids[:496]),
         ({"truncate_prompt_tokens": -1, "max_tokens": 500}, ids[-12:]),
-        ({"truncate_prompt_tokens": -1, "max_tokens": 0, "echo": True, "logprobs": 1}, ids[-513:]),
+        (
+            {
+                "truncate_prompt_tokens": -1,
+                "max_tokens": 0,
+                "echo": True,
+                "logprobs": 1,
+            },
+            ids[-513:],
+        ),
         ({"truncate_prompt_tokens": 9, "prompt": ids[:600]}, ids[591:600]),
         ({"truncate_prompt_tokens": -1, "prompt": [*range(5, 9)]}, [*range(5, 9)]),
     ]
@@ -114,7 +128,9 @@ def test_a_request_cuts_its_own_prompt(demo: Tokenizer) -> None:
         truncated(demo, truncate_prompt_tokens=-1, max_tokens=512)
 
 
-def test_a_giant_prompt_is_not_truncated(demo: Tokenizer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_giant_prompt_is_not_truncated(
+    demo: Tokenizer, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Any client could have four million characters tokenized, which held up all others."""
     monkeypatch.setattr(prompt_fit, "MAX_OWN_CUT_CHARS", 2**16)
     monkeypatch.setattr(demo, "encode", None)
@@ -134,7 +150,9 @@ def test_texts_have_at_least_so_many_tokens(demo: Tokenizer) -> None:
     "line",
     [
         json.dumps({"prompt": "x" * 45_000}).encode(),
-        json.dumps({"request": {"prompt": "x" * 45_000}, "scenario": "y" * 45_000}).encode(),
+        json.dumps(
+            {"request": {"prompt": "x" * 45_000}, "scenario": "y" * 45_000}
+        ).encode(),
         b'{"prompt": "' + b"\x01" * 45_000,
     ],
 )
@@ -164,12 +182,16 @@ def test_logprobs_of_a_line_have_a_joint_limit(
         return intake.prepare(intake.parse({"prompt": [5] * 10} | fields))
 
     large = {"n": 128, "max_tokens": 100_000}
-    with pytest.raises(RequestError, match=r"268,800,000 .*128 choices .* at most 16,777,216") as e:
+    with pytest.raises(
+        RequestError, match=r"268,800,000 .*128 choices .* at most 16,777,216"
+    ) as e:
         ask(logprobs=20, **large)
     assert (e.value.code, e.value.param) == ("out_of_range", "logprobs")
     assert ask(**large) and ask(logprobs=100, max_tokens=150_000)
     monkeypatch.setattr("fminfer.contract.prompts.MAX_ENTRIES", 120)
-    assert ask(logprobs=5, max_tokens=10, n=2) and ask(logprobs=5, max_tokens=10, echo=True)
+    assert ask(logprobs=5, max_tokens=10, n=2) and ask(
+        logprobs=5, max_tokens=10, echo=True
+    )
     scored = {"logprobs": 5, "max_tokens": 0, "echo": True}
     assert ask(prompt=[[5] * 10, [5] * 10], **scored)
     for fields in (
@@ -187,17 +209,25 @@ def test_warnings_do_not_grow_with_the_file() -> None:
     told: list[str] = []
     bench = Bench()
     bench.intake.on_warning = told.append
-    rows = [{"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(MAX_NAMES + 20)]
+    rows = [
+        {"prompt": ">", "max_tokens": 1, f"key_{i}": i} for i in range(MAX_NAMES + 20)
+    ]
     rows += [{"prompt": ">", "max_tokens": 1, "n": i, "best_of": 1} for i in (2, 3, 4)]
     assert not [record.error for record in run(*rows, bench=bench) if record.error]
     names = ", ".join(f"key_{i}" for i in range(MAX_NAMES))
     assert bench.intake.warnings.to_dict() == {
-        f"unknown parameters are kept and not acted on: {names} and others": MAX_NAMES + 20,
+        f"unknown parameters are kept and not acted on: {names} and others": MAX_NAMES
+        + 20,
         "best_of is below n and is taken as n: best_of 1 with n 2, best_of 1 with n 3, "
         "best_of 1 with n 4": 3,
     }
-    assert len(told) == MAX_NAMES + 4 and told[MAX_NAMES].endswith("others, which are not named")
-    assert told[1] == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
+    assert len(told) == MAX_NAMES + 4 and told[MAX_NAMES].endswith(
+        "others, which are not named"
+    )
+    assert (
+        told[1]
+        == "Warning: line 2: unknown parameters are kept and not acted on: key_1"
+    )
     run({"prompt": ">", "max_tokens": 1, "x" * 10_000: 1}, bench=bench)
     assert len(told[-1]) < 200
 
@@ -205,7 +235,9 @@ def test_warnings_do_not_grow_with_the_file() -> None:
 def test_a_prompt_that_is_too_long_is_named(demo: Tokenizer) -> None:
     """Of several prompts, the error did not say which one is too long."""
     for long in (GIANT, "north " * 900, [5] * 900):
-        error = refused(demo, ["a", "b", long] if isinstance(long, str) else [[5], [6], long])
+        error = refused(
+            demo, ["a", "b", long] if isinstance(long, str) else [[5], [6], long]
+        )
         assert error.message.startswith("prompt[2]: the prompt has ")
         assert refused(demo, long).message.startswith("the prompt has ")
 

@@ -20,8 +20,18 @@ from tests.engine import test_contract
 from tests.engine.test_prefix import Bench
 from tests.streams import answer_in, check_stream, events_of, of_request, within
 
-SIZES: dict[str, Any] = {"has_cache": True, "block_size": 4, "num_blocks": 60, "chunk": 16}
-LONG = {"prompt": [5] * 40, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+SIZES: dict[str, Any] = {
+    "has_cache": True,
+    "block_size": 4,
+    "num_blocks": 60,
+    "chunk": 16,
+}
+LONG = {
+    "prompt": [5] * 40,
+    "max_tokens": 12,
+    "temperature": 0,
+    "return_token_ids": True,
+}
 
 
 def make_rows(seed: int, count: int) -> list[dict[str, Any]]:
@@ -70,7 +80,9 @@ def check_idle(bench: Any) -> None:
         {"prompt": [[5] * 40, [6] * 30, [7]]},
     ],
 )
-def test_a_cancelled_request_leaves_nothing_behind(at: int, fields: dict[str, Any]) -> None:
+def test_a_cancelled_request_leaves_nothing_behind(
+    at: int, fields: dict[str, Any]
+) -> None:
     """While it waits, is fed, is between steps or in one, and once it is finished."""
     others = [LONG | {"prompt": [5] * (30 + i)} for i in range(4)]
     bench = Bench(**SIZES)
@@ -84,7 +96,9 @@ def test_a_cancelled_request_leaves_nothing_behind(at: int, fields: dict[str, An
     bench.loop.cancel(victim)
     bench.loop.cancel(10**6)
     assert bench.loop.has_work
-    has_ended = any(not isinstance(event, Delta) for event in of_request(events, victim))
+    has_ended = any(
+        not isinstance(event, Delta) for event in of_request(events, victim)
+    )
     later = bench.loop.step()
     later += events_of(bench.loop)
     assert not of_request(later, victim), "it is told nothing more"
@@ -132,7 +146,11 @@ def test_other_threads_may_ask_how_busy_it_is() -> None:
     def ask() -> None:
         while not is_over.is_set():
             asked.append(
-                (bench.loop.num_waiting, bench.loop.num_running, bench.loop.state.kv_usage)
+                (
+                    bench.loop.num_waiting,
+                    bench.loop.num_running,
+                    bench.loop.state.kv_usage,
+                )
             )
 
     thread = threading.Thread(target=ask)
@@ -180,7 +198,9 @@ def test_any_order_of_calls(
     for turn in range(41):
         if turn % every == 0 and len(ids) < 20:
             number = len(ids)
-            ids.append(bench.add(priorities[number], is_streamed=True, **requests[number]))
+            ids.append(
+                bench.add(priorities[number], is_streamed=True, **requests[number])
+            )
         if cancels.get(turn, 20) < len(ids):
             bench.loop.cancel(ids[cancels[turn]])
             cancelled.add(ids[cancels[turn]])
@@ -236,7 +256,9 @@ def test_adders_and_cancellers_in_eight_threads() -> None:
     for number, request_id in ids.items():
         if request_id not in cancelled:
             assert answer_in(events, request_id) == alone(requests[number])
-    assert {e.request_id for e in events if isinstance(e, Finished)} <= set(ids.values())
+    assert {e.request_id for e in events if isinstance(e, Finished)} <= set(
+        ids.values()
+    )
     check_idle(bench)
 
 
@@ -315,7 +337,12 @@ def test_lines_that_ask_for_no_computing_are_answered() -> None:
 
 def test_what_can_never_run_is_refused_at_once() -> None:
     bench = Bench(**SIZES)
-    for fields in ({"max_tokens": 10**6}, {"n": 13, "temperature": 1}, {"n": 0}, {"prompt": [999]}):
+    for fields in (
+        {"max_tokens": 10**6},
+        {"n": 13, "temperature": 1},
+        {"n": 0},
+        {"prompt": [999]},
+    ):
         with pytest.raises(RequestError):
             bench.add(**LONG | fields)
     assert not bench.loop.has_work
@@ -335,7 +362,12 @@ def test_a_loop_goes_on_after_a_failure() -> None:
         bench.loop.step()
     assert not bench.loop.has_work
     bench.pipeline.fails = False
-    request = {"prompt": ">", "max_tokens": 3, "temperature": 0, "return_token_ids": True}
+    request = {
+        "prompt": ">",
+        "max_tokens": 3,
+        "temperature": 0,
+        "return_token_ids": True,
+    }
     request_id = bench.add(is_streamed=True, **request)
     events = events_of(bench.loop)
     assert {event.request_id for event in events} == {request_id}

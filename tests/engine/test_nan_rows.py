@@ -1,4 +1,5 @@
-"""Rows whose logits are nan, beside rows that share their prefix: each has a verdict of its own."""
+"""Rows whose logits are nan, beside rows that share their prefix: each has a verdict of
+its own."""
 
 from __future__ import annotations
 
@@ -70,7 +71,9 @@ def run(
     pipeline = SpoiledPipeline(bench.pipeline.script, bench.pipeline.block_size)
     pipeline.num_faults = num_faults
     bench.pipeline = bench.loop._pipeline = pipeline
-    return bench, bench.run(*({"temperature": 0, "max_tokens": 3} | each for each in requests))
+    return bench, bench.run(
+        *({"temperature": 0, "max_tokens": 3} | each for each in requests)
+    )
 
 
 def codes(records: list[Record]) -> list[str | None]:
@@ -84,8 +87,12 @@ ROWS = {
         {"prompt": [*PREFIX, 20 + i], "max_tokens": 0, "echo": True, "logprobs": 1}
         for i in range(4)
     ],
-    "both": [{"prompt": [*PREFIX, 20 + i], "echo": True, "logprobs": 1} for i in range(4)],
-    "candidates": [{"prompt": [*PREFIX, 20 + i], "n": 3, "temperature": 1} for i in range(4)],
+    "both": [
+        {"prompt": [*PREFIX, 20 + i], "echo": True, "logprobs": 1} for i in range(4)
+    ],
+    "candidates": [
+        {"prompt": [*PREFIX, 20 + i], "n": 3, "temperature": 1} for i in range(4)
+    ],
 }
 
 
@@ -99,7 +106,8 @@ def test_a_spoiled_prefix_costs_the_row_that_computed_it_and_no_other(
     assert sorted(map(str, codes(records))) == ["None"] * 3 + ["nan_logits"]
     _, sound = run(0, ROWS[kind], chunk_size=chunk_size)
     for record, expected in zip(records, sound, strict=True):
-        if record.error is None and kind != "candidates":  # whose draws hang on their place
+        # whose draws hang on their place
+        if record.error is None and kind != "candidates":
             assert _choices(record) == _choices(expected)
     assert 0 < bench.loop.stats.num_apart <= 3
     later = bench.run({"prompt": [*PREFIX, 50], "temperature": 0, "max_tokens": 3})
@@ -121,7 +129,11 @@ def test_a_row_that_lost_its_blocks_keeps_the_scores_of_its_prompt() -> None:
     """Fed again after a spoiled prefix, it was answered without the logprobs of its prompt."""
     reports = [TokenReport(2, -1.5)]
     prompt = PromptState(
-        cast(RequestState, None), 0, EncodedPrompt([1, 2], "", []), reports=reports, again=[1, 2, 3]
+        cast(RequestState, None),
+        0,
+        EncodedPrompt([1, 2], "", []),
+        reports=reports,
+        again=[1, 2, 3],
     )
     prompt.num_fed = 3
     prompt.nan_at = "generated token 1"
@@ -167,5 +179,7 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
     for record, expected in zip(together[1:], alone[1:], strict=True):
         found, wanted = (_choices(each)[0] for each in (record, expected))
         assert found["text"] == wanted["text"]
-        pairs = (each["logprobs"]["token_logprobs"][is_scored:] for each in (found, wanted))
+        pairs = (
+            each["logprobs"]["token_logprobs"][is_scored:] for each in (found, wanted)
+        )
         torch.testing.assert_close(*map(torch.tensor, pairs), atol=1e-5, rtol=0)

@@ -52,7 +52,8 @@ def test_prefixes_that_do_not_fit_together_are_shared_all_the_same() -> None:
 def test_long_rows_do_not_run_alone_at_the_end() -> None:
     lengths = [2] * 60 + [60] * 4  # the file ends with the long ones
     rows = [
-        {"prompt": prefix(i, 4), "max_tokens": n, "ignore_eos": True} for i, n in enumerate(lengths)
+        {"prompt": prefix(i, 4), "max_tokens": n, "ignore_eos": True}
+        for i, n in enumerate(lengths)
     ]
     steps = []
     for in_order in (rows, rows[::-1]):
@@ -130,9 +131,14 @@ def test_no_more_is_read_than_allowed(read_ahead: int) -> None:
 
 def test_a_run_that_is_told_to_stop_does_not_call_itself_complete() -> None:
     """What was read and does not wait yet is left over, too."""
-    rows = [{"prompt": prefix(i, 20), "max_tokens": 2, "ignore_eos": True} for i in range(1300)]
+    rows = [
+        {"prompt": prefix(i, 20), "max_tokens": 2, "ignore_eos": True}
+        for i in range(1300)
+    ]
     bench = Bench(context=200)
-    lines = [Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, start=1)]
+    lines = [
+        Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, start=1)
+    ]
     runner = bench.start_run(WINDOW)
     run = runner.run(lines)
     next(run)

@@ -57,9 +57,13 @@ class Bench(LineBench):
         )
 
     def answers(self, requests: list[dict[str, Any]]) -> list[Any]:
-        lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
+        lines = [
+            Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)
+        ]
         records = sorted(self.run_lines(lines), key=lambda record: record.line.number)
-        assert [record.line.number for record in records] == list(range(1, len(requests) + 1))
+        assert [record.line.number for record in records] == list(
+            range(1, len(requests) + 1)
+        )
         return [_shown(record) for record in records]
 
 
@@ -70,13 +74,18 @@ def _shown(record: Record) -> Any:
 def random_requests(seed: int, count: int) -> list[dict[str, Any]]:
     """Draw requests whose prompts share prefixes of all lengths, repeats among them."""
     rng = random.Random(seed)
-    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)]
+    stems = [
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)
+    ]
     requests: list[dict[str, Any]] = []
     for _ in range(count):
         stem = rng.choice(stems)
         ids = stem[: rng.randint(1, len(stem))]
         ids = ids + [rng.randrange(3) for _ in range(rng.choice([0, 0, 1, 5, 20]))]
-        request: dict[str, Any] = {"prompt": ids, "max_tokens": rng.choice([0, 1, 4, 9])}
+        request: dict[str, Any] = {
+            "prompt": ids,
+            "max_tokens": rng.choice([0, 1, 4, 9]),
+        }
         request["temperature"] = rng.choice([0, 1])
         request["logprobs"] = rng.choice([None, 0, 2, 5])
         request["echo"] = rng.random() < 0.5
@@ -112,7 +121,9 @@ def test_answers_are_the_same_with_the_cache_on_or_off(
     assert forgetful.answers(requests) == expected
     forgetful.pool.check_idle()
     assert cached.answers(requests) == expected
-    assert cached.answers(requests) == expected, "and on what the first run left in the cache"
+    assert cached.answers(requests) == expected, (
+        "and on what the first run left in the cache"
+    )
     fed = plain.loop.stats.num_prompt_tokens
     cached_fed = cached.loop.stats.num_prompt_tokens
     assert cached_fed + cached.loop.stats.num_cached_tokens == 2 * fed
@@ -147,7 +158,8 @@ def test_nothing_is_forgotten_that_a_waiting_prompt_shares(seed: int) -> None:
     requests = random_requests(seed, 60)
     assert forgetting.answers(requests) == keeping.answers(requests)
     cached = [bench.loop.stats.num_cached_tokens for bench in (keeping, forgetting)]
-    assert cached[1] >= cached[0]  # one more where a prefix without scores stood in the way of one
+    # one more where a prefix without scores stood in the way of one
+    assert cached[1] >= cached[0]
     assert forgetting.pool.num_idle == 0 < keeping.pool.num_idle, "nobody waits"
 
 
@@ -172,7 +184,9 @@ def test_how_much_a_waiting_prompt_shares() -> None:
     for _ in range(400):
         ids = [rng.randrange(2) for _ in range(rng.randrange(9))]
         lengths = range(len(ids), -1, -1)
-        shared = [next(n for n in lengths if other.ids[:n] == ids[:n]) for other in prompts]
+        shared = [
+            next(n for n in lengths if other.ids[:n] == ids[:n]) for other in prompts
+        ]
         assert waiting.num_shared(ids) == max(shared, default=0)
         if prompts and rng.random() < 0.4:
             waiting.discard(prompts.pop(rng.randrange(len(prompts))))
@@ -201,15 +215,24 @@ def test_scores_with_more_alternatives_are_not_taken_from_fewer() -> None:
     alone = Bench(has_cache=False, block_size=8, num_blocks=2000, chunk=64)
     for k, num_cached in [(1, 0), (5, 0), (3, 48), (0, 48), (5, 48)]:
         before = bench.loop.stats.num_cached_tokens
-        assert bench.answers([asked | {"logprobs": k}]) == alone.answers([asked | {"logprobs": k}])
+        assert bench.answers([asked | {"logprobs": k}]) == alone.answers(
+            [asked | {"logprobs": k}]
+        )
         assert bench.loop.stats.num_cached_tokens - before == num_cached
 
 
 def test_cached_blocks_make_room_and_the_prompts_own_prefix_never_blocks_it() -> None:
-    """A prefix that is kept twice, cut in a block, must not stand in the way of its own prompt."""
+    """A prefix that is kept twice, cut in a block, must not stand in the way of its own
+    prompt."""
     bench = Bench(has_cache=True, block_size=4, num_blocks=10, chunk=64)
     first = list(range(22))
-    for ids in (first, [*first[:10], 99, 98], first[:10], [*first, *range(100, 116)], first):
+    for ids in (
+        first,
+        [*first[:10], 99, 98],
+        first[:10],
+        [*first, *range(100, 116)],
+        first,
+    ):
         (choices,) = bench.answers([{"prompt": ids, "max_tokens": 1}])
         assert choices[0]["finish_reason"] == "length"
     bench.pool.check_idle()
@@ -221,11 +244,18 @@ def test_a_block_given_on_is_not_filled_for_its_former_owner() -> None:
     Both copies went into one block in one step, and threads decided which of them won.
     """
     stem = list(range(10))
-    ending = {"prompt": stem, "max_tokens": 2, "n": 2, "stop_token_ids": list(range(VOCAB))}
+    ending = {
+        "prompt": stem,
+        "max_tokens": 2,
+        "n": 2,
+        "stop_token_ids": list(range(VOCAB)),
+    }
     after = {"prompt": [*stem, 77, 78, 79], "max_tokens": 3, "n": 2, "logprobs": 0}
     found = []
     for has_cache in (True, False):
-        bench = Bench(has_cache=has_cache, block_size=4, num_blocks=40, chunk=64, max_rows=2)
+        bench = Bench(
+            has_cache=has_cache, block_size=4, num_blocks=40, chunk=64, max_rows=2
+        )
         found.append(bench.answers([ending, after]))
     assert found[0] == found[1]
 
@@ -257,23 +287,32 @@ def test_many_matches_do_not_pile_up() -> None:
 
 def test_shared_tokens_are_those_of_a_trie() -> None:
     shared = SharedTokens()
-    found = [shared.add(ids) for ids in ([1, 2, 3], [1, 2, 4], [2], [1, 2, 3, 4], [1, 2, 3])]
+    found = [
+        shared.add(ids) for ids in ([1, 2, 3], [1, 2, 4], [2], [1, 2, 3, 4], [1, 2, 3])
+    ]
     assert found == [0, 2, 0, 3, 3]
 
 
 @pytest.mark.parametrize("has_cache", [True, False])
 def test_cached_tokens_are_told(has_cache: bool) -> None:
     bench = Bench(has_cache=has_cache, block_size=4, num_blocks=100, chunk=64)
-    line = Line(0, 1, json.dumps({"prompt": list(range(30)), "max_tokens": 2, "n": 2}).encode())
+    line = Line(
+        0, 1, json.dumps({"prompt": list(range(30)), "max_tokens": 2, "n": 2}).encode()
+    )
     told = []
     for _ in range(2):
         (record,) = bench.run_lines([line])
-        told.append(record.to_dict()["result"]["usage"]["prompt_tokens_details"]["cached_tokens"])
+        told.append(
+            record.to_dict()["result"]["usage"]["prompt_tokens_details"][
+                "cached_tokens"
+            ]
+        )
     assert told == ([0, 29] if has_cache else [0, 0])
 
 
 def steps_of(num_stages: int, num_rows: int) -> list[tuple[int, int]]:
-    """Run short prompts and, once they decode, one of 150 tokens; return each step's token counts.
+    """Run short prompts and, once they decode, one of 150 tokens; return each step's
+    token counts.
 
     Returns:
         (prompt tokens, decode rows) a step.
@@ -287,7 +326,9 @@ def steps_of(num_stages: int, num_rows: int) -> list[tuple[int, int]]:
         num_stages=num_stages,
     )
     steps: list[tuple[int, int]] = []
-    bench.loop.on_step = lambda s: steps.append((s.num_prompt_tokens, s.num_decode_rows))
+    bench.loop.on_step = lambda s: steps.append(
+        (s.num_prompt_tokens, s.num_decode_rows)
+    )
     rows = [{"prompt": [i % VOCAB], "max_tokens": 12 + i % 2} for i in range(num_rows)]
     bench.answers([*rows, {"prompt": [1] * 150, "max_tokens": 2}])
     return steps
@@ -300,7 +341,9 @@ def test_running_rows_are_spread_over_the_stages() -> None:
         largest = max(num_rows for _, num_rows in steps)
         assert largest <= share + 1
         decoding = [num_rows for _, num_rows in steps if num_rows]
-        assert sum(decoding) / len(decoding) > 0.7 * share, "no micro-batch of leftovers"
+        assert sum(decoding) / len(decoding) > 0.7 * share, (
+            "no micro-batch of leftovers"
+        )
 
 
 def test_many_rows_of_one_stage_run_together() -> None:
@@ -311,6 +354,7 @@ def test_many_rows_of_one_stage_run_together() -> None:
 
 
 def test_in_a_pipeline_prompts_come_in_pieces_while_rows_decode() -> None:
-    """A long step between short ones makes every stage wait; alone, one rank has nobody to wait."""
+    """A long step between short ones makes every stage wait; alone, one rank has nobody
+    to wait."""
     assert max(tokens for tokens, _ in steps_of(1, 12)) == 150
     assert max(tokens for tokens, _ in steps_of(2, 12)) <= 128

@@ -58,7 +58,9 @@ def cut(tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any) -> list
 
 @pytest.mark.parametrize("side", ["left", "right"])
 @pytest.mark.parametrize("name", TEMPLATES)
-def test_tokens_of_no_text_stay_at_both_ends(name: str, side: str, tmp_path: Path) -> None:
+def test_tokens_of_no_text_stay_at_both_ends(
+    name: str, side: str, tmp_path: Path
+) -> None:
     """Cuts kept one BOS in front, and one EOS behind what an encoder reads, and nothing else."""
     hf = make_tokenizer(tmp_path, TEMPLATES[name])
     hf.truncation_side = side
@@ -73,7 +75,11 @@ def test_tokens_of_no_text_stay_at_both_ends(name: str, side: str, tmp_path: Pat
     assert cut(tokenizer, f"truncate-{side}", **both) == expected, "cut twice"
 
     bare = hf(TEXT, truncation=True, max_length=9, add_special_tokens=False).input_ids
-    fields = {"truncate_prompt_tokens": 9, "truncation_side": side, "add_special_tokens": False}
+    fields = {
+        "truncate_prompt_tokens": 9,
+        "truncation_side": side,
+        "add_special_tokens": False,
+    }
     assert cut(tokenizer, **fields) == bare
 
 

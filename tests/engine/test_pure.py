@@ -26,11 +26,15 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 
 def test_blocks_are_shared_and_come_back() -> None:
     pool = BlockPool(4, block_size=8)
-    assert pool.blocks_for(0) == 0 and pool.blocks_for(8) == 1 and pool.blocks_for(9) == 2
+    assert (
+        pool.blocks_for(0) == 0 and pool.blocks_for(8) == 1 and pool.blocks_for(9) == 2
+    )
     first = pool.allocate(2)
     pool.share(first[:1])
     pool.release(first)
-    assert pool.num_free == 3, "a shared block is free only when its last holder lets go"
+    assert pool.num_free == 3, (
+        "a shared block is free only when its last holder lets go"
+    )
     with pytest.raises(AssertionError, match="has a holder"):
         pool.check_idle()
     pool.release(first[:1])
@@ -44,10 +48,12 @@ def test_blocks_are_shared_and_come_back() -> None:
     [
         ("one two", ("two",), 3, (4, "two")),
         ("one two", ("e t",), 3, (2, "e t")),  # begins before the new characters
-        ("one two", ("three", "two", "o"), 7, (0, "o")),  # the earliest wins, not the first listed
+        # the earliest wins, not the first listed
+        ("one two", ("three", "two", "o"), 7, (0, "o")),
         ("one two", ("one",), 3, None),  # was searched before, when it was new
         ("one two", ("a long one", "one"), 3, None),
-        ("one two", ("tw", "two"), 3, (4, "tw")),  # of two at one place the first listed
+        # of two at one place the first listed
+        ("one two", ("tw", "two"), 3, (4, "tw")),
         ("one two", (), 3, None),
     ],
 )
@@ -61,7 +67,8 @@ def test_find_stop(
     "allowed, never, bits, few",
     [
         ((3, 63, 64, 149), (), pack_ids([3, 63, 64, 149], 24), (3, 63, 64, 149)),
-        ((3, 63), (), pack_ids([3, 63], 16), (3, 63)),  # its last bit is of no token's behind
+        # its last bit is of no token's behind
+        ((3, 63), (), pack_ids([3, 63], 16), (3, 63)),
         ((3, 9, 64), (9,), pack_ids([3, 64], 16), (3, 64)),
         ((), (7, 63), invert(pack_ids([7, 63], 16)), None),
         (tuple(range(300)), (), pack_ids(range(300), 40), None),
@@ -69,7 +76,10 @@ def test_find_stop(
     ],
 )
 def test_bans_are_a_mask(
-    allowed: tuple[int, ...], never: tuple[int, ...], bits: bytes, few: tuple[int, ...] | None
+    allowed: tuple[int, ...],
+    never: tuple[int, ...],
+    bits: bytes,
+    few: tuple[int, ...] | None,
 ) -> None:
     """A banned first token of a longer word is none of it."""
     words = [*((token_id,) for token_id in never), (8, 9)]
@@ -90,8 +100,11 @@ def test_bans_are_a_mask(
 def test_where_nothing_else_is_left_an_answer_may_end(
     bits: list[int], few: tuple[int, ...]
 ) -> None:
-    """Its constraint left 3, which stops it and is not among the allowed, or the held 2 and EOS."""
-    params = SamplingParams(allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4)
+    """Its constraint left 3, which stops it and is not among the allowed, or the held 2
+    and EOS."""
+    params = SamplingParams(
+        allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4
+    )
     bans = Bans(params, frozenset([5]), [], frozenset([2, 3]))
     assert bans.narrow(make_mask(pack_ids(bits, 8)), bans.find(1, [7])).few == few
 
@@ -110,7 +123,9 @@ def test_rows_that_may_draw_the_same_share_a_mask() -> None:
 
     step = pack(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
     assert step.draws["mask"].tolist() == [0, -1, 1, 0, 1]
-    assert masks_of(step) == [make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])]
+    assert masks_of(step) == [
+        make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])
+    ]
     none = pack(0, [row(), row()], [], slots).step
     assert (masks_of(none), none.draws["mask"].tolist()) == ([], [-1, -1])
 
@@ -159,7 +174,9 @@ def test_noise_belongs_to_the_request() -> None:
         key_of(allowed_token_ids=(5,)),
         key_of(bad_words=("x",)),
     ]
-    draws = [step_noise(each, 3) for each in (key_of(), *others)] + [step_noise(key_of(), 4)]
+    draws = [step_noise(each, 3) for each in (key_of(), *others)] + [
+        step_noise(key_of(), 4)
+    ]
     assert len(set(draws)) == len(draws)
 
 
@@ -181,11 +198,21 @@ def test_what_only_shows_or_ends_an_answer_changes_no_draw() -> None:
 def test_draws_are_those_of_earlier_versions() -> None:
     """A new field of requests would change all of them, were its default part of the key."""
     some = SamplingParams(temperature=0.7, top_p=0.9, logit_bias=((5, 1.0),))
-    others = SamplingParams(min_tokens=3, stop=("x",), presence_penalty=0.5, max_tokens=99, top_k=7)
+    others = SamplingParams(
+        min_tokens=3, stop=("x",), presence_penalty=0.5, max_tokens=99, top_k=7
+    )
     for params, draws, meaning in (
-        (SamplingParams(), "b594cfb8cee0ef73e7e3d8319d40b0a1", "5389065fb5d50960fbbec4d6643adb57"),
+        (
+            SamplingParams(),
+            "b594cfb8cee0ef73e7e3d8319d40b0a1",
+            "5389065fb5d50960fbbec4d6643adb57",
+        ),
         (some, "aec8a36bc5bf320b9aef8c08bfc15c29", "2d414c0c1cad9cf797225cf4c60aa523"),
-        (others, "48f2ebe2654cac85d315936f16f8b523", "c3f3ea87f5355367300aaa9b218cd888"),
+        (
+            others,
+            "48f2ebe2654cac85d315936f16f8b523",
+            "c3f3ea87f5355367300aaa9b218cd888",
+        ),
     ):
         assert draw_key([[5, 6]], params, 7, 0, b"").hex() == draws
         assert meaning_of(["x"], params).hex() == meaning
@@ -222,7 +249,11 @@ def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
         (tmp_path / name).touch()
     assert [p.name for p in find_inputs([tmp_path])] == ["a.jsonl", "b.jsonl"]
     (tmp_path / "empty").mkdir()
-    for path, hint in [("no.jsonl", "does not exist"), ("c.txt", "jsonl"), ("empty", "holds no")]:
+    for path, hint in [
+        ("no.jsonl", "does not exist"),
+        ("c.txt", "jsonl"),
+        ("empty", "holds no"),
+    ]:
         with pytest.raises(UsageError, match=hint):
             find_inputs([tmp_path / path])
     with pytest.raises(UsageError, match="twice"):
@@ -230,7 +261,8 @@ def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
 
 
 def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
-    """The errors of `a` and the answers of `a.errors` would share a name; inputs were deleted."""
+    """The errors of `a` and the answers of `a.errors` would share a name; inputs were
+    deleted."""
     from fminfer.files.output_paths import plan_outputs
 
     first = tmp_path / "a.jsonl"

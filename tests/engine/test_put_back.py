@@ -1,4 +1,5 @@
-"""Rows enter with room for what they will likely draw, and are fed again if that was too little."""
+"""Rows enter with room for what they will likely draw, and are fed again if that was
+too little."""
 
 from __future__ import annotations
 
@@ -22,7 +23,9 @@ from tests.engine.remembering import VOCAB
 from tests.engine.test_prefix import Bench
 
 
-def rows(seed: int, count: int, max_tokens: int, share_of_ends: float) -> list[dict[str, Any]]:
+def rows(
+    seed: int, count: int, max_tokens: int, share_of_ends: float
+) -> list[dict[str, Any]]:
     """Draw requests that each token ends with the given probability, at the latest after all."""
     rng = random.Random(seed)
     ends = list(range(round(share_of_ends * VOCAB)))
@@ -47,7 +50,9 @@ def test_lengths_are_learned_for_rows_of_about_the_same_limit() -> None:
     lengths.learn(512, 20)
     assert lengths.expect(512) == lengths.expect(700) == 20
     assert lengths.expect(100) == 100, "rows of another kind"
-    assert lengths.expect(100_000) == 1024, "a chat that may fill the context takes not all of it"
+    assert lengths.expect(100_000) == 1024, (
+        "a chat that may fill the context takes not all of it"
+    )
     for _ in range(500):
         lengths.learn(600, 300)
     assert 300 <= lengths.expect(512) <= 310, "what is long ago is forgotten"
@@ -66,9 +71,12 @@ def test_early_ends_let_more_rows_run_and_change_no_answer(
     assert roomy.answers(requests) == answers
     assert roomy.loop.stats.num_put_back == 0
     stats = tight.loop.stats
-    assert stats.max_rows_running > 2 * (200 * 4 // 115), "as many as fit with all they may draw"
+    assert stats.max_rows_running > 2 * (200 * 4 // 115), (
+        "as many as fit with all they may draw"
+    )
     assert 0 < stats.num_put_back < 30
-    monkeypatch.setattr(reservation, "MIN_SEEN", 10**9)  # as if nothing could be learned
+    # as if nothing could be learned
+    monkeypatch.setattr(reservation, "MIN_SEEN", 10**9)
     careful = Bench(has_cache=True, block_size=4, num_blocks=200, chunk=64, max_rows=64)
     assert careful.answers(requests) == answers
     assert careful.loop.stats.num_put_back == 0
@@ -87,7 +95,9 @@ def test_rows_that_outgrow_what_was_learned_are_fed_again_once() -> None:
     assert 5 < stats.num_put_back <= 40, "each at most once"
     assert stats.num_again_tokens <= stats.num_put_back * 90
     fed = stats.num_prompt_tokens - stats.num_again_tokens + stats.num_cached_tokens
-    assert fed == sum(len(request["prompt"]) for request in requests), "the prompts themselves"
+    assert fed == sum(len(request["prompt"]) for request in requests), (
+        "the prompts themselves"
+    )
 
 
 def test_a_prompt_is_reported_as_cached_only_if_it_was() -> None:
@@ -99,7 +109,9 @@ def test_a_prompt_is_reported_as_cached_only_if_it_was() -> None:
     stats = bench.loop.stats
     assert stats.num_put_back > 0 and stats.num_cached_tokens == 0
     again = sum(len(r["prompt"]) for r in requests) + stats.num_again_tokens
-    assert stats.num_prompt_tokens == again, "what was found of them in the cache was not fed"
+    assert stats.num_prompt_tokens == again, (
+        "what was found of them in the cache was not fed"
+    )
 
 
 def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
@@ -108,7 +120,9 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
     """No line is taken in any more, and still it enters again."""
     requests = rows(2, 40, 60, 0.9) + rows(3, 200, 60, 0.0)
     bench = Bench(has_cache=True, block_size=4, num_blocks=100, chunk=64, max_rows=64)
-    lines = [Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)]
+    lines = [
+        Line(0, i, json.dumps(r).encode()) for i, r in enumerate(requests, start=1)
+    ]
     scheduler = bench.loop._scheduler
     victims = list[int]()
     found = list[int]()
@@ -116,7 +130,8 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
 
     def stop_then(sequence: Sequence) -> None:
         preempt(sequence)
-        victims.append(sequence.prompt.owner.id + 1)  # lines of one length keep their order
+        # lines of one length keep their order
+        victims.append(sequence.prompt.owner.id + 1)
         runner.stop(60)
 
     monkeypatch.setattr(scheduler, "_preempt", stop_then)
@@ -159,7 +174,12 @@ def test_answers_do_not_depend_on_the_room(
         request["n"] = rng.choice([1, 1, 1, 2]) if num_tokens > 200 else 1
         if rng.random() < 0.2:
             request["prompt"] = requests[0]["prompt"] + request["prompt"][:5]
-    shape = {"block_size": block_size, "chunk": chunk, "num_stages": num_stages, "max_rows": 30}
+    shape = {
+        "block_size": block_size,
+        "chunk": chunk,
+        "num_stages": num_stages,
+        "max_rows": 30,
+    }
     tight = Bench(has_cache=has_cache, num_blocks=-(-num_tokens // block_size), **shape)
     roomy = Bench(has_cache=False, num_blocks=5000, **shape)
     assert tight.answers(requests) == roomy.answers(requests)
@@ -187,7 +207,11 @@ def test_a_row_that_is_fed_again_goes_on_where_it_was(
 
     def answers(budget: int) -> tuple[list[Any], int]:
         engine = fminfer.Engine(
-            str(llama_checkpoint[0]), dtype="float32", budget=budget, block_size=8, **options
+            str(llama_checkpoint[0]),
+            dtype="float32",
+            budget=budget,
+            block_size=8,
+            **options,
         )
         records = sorted(engine.run(requests), key=lambda record: record.line.number)
         engine.close()

@@ -1,4 +1,5 @@
-"""The scheduler without an engine: priorities, preemption and cancels, and the books at each step.
+"""The scheduler without an engine: priorities, preemption and cancels, and the books at
+each step.
 
 The model is one that draws a hash of all tokens it sees in the KV cache: a block that is wrong,
 stale or given away too early shows in what a prompt draws.
@@ -22,27 +23,39 @@ from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.reservation import first_to_go
 from fminfer.engine.scheduler import MAX_LOOKS, Scheduler
-from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence, TokenReport
+from fminfer.engine.sequence import (
+    Prepared,
+    PromptState,
+    RequestState,
+    Sequence,
+    TokenReport,
+)
 from fminfer.engine.waiting import TURN
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import IS_ALL
 from tests.engine.remembering import VOCAB, RememberingPipeline, logprob_of
 
 
-def make_prompt(ids: list[int], priority: int = 0, n: int = 1, **fields: Any) -> PromptState:
+def make_prompt(
+    ids: list[int], priority: int = 0, n: int = 1, **fields: Any
+) -> PromptState:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | fields))
     encoded = EncodedPrompt(ids, "", [])
     owner = RequestState(0, Prepared(params, [encoded]), added_s=0.0, priority=priority)
     ends = frozenset(params.stop_token_ids)
     prompt = PromptState(owner, 0, encoded, end_ids=ends)
-    prompt.sequences = [Sequence(prompt, noise_key=b"", detokenizer=None) for _ in range(n)]
+    prompt.sequences = [
+        Sequence(prompt, noise_key=b"", detokenizer=None) for _ in range(n)
+    ]
     return prompt
 
 
 def drawn_alone(prompt: PromptState) -> list[int]:
     """Return the tokens that the model draws after a prompt."""
     tokens: list[int] = []
-    while len(tokens) < prompt.params.max_tokens and not prompt.end_ids.intersection(tokens):
+    while len(tokens) < prompt.params.max_tokens and not prompt.end_ids.intersection(
+        tokens
+    ):
         tokens.append(hash((*prompt.ids, *tokens)) % VOCAB)
     return tokens
 
@@ -85,7 +98,8 @@ class Driver:
         self.micro_batches = num_stages + 1
         self.in_flight: deque[PlannedStep] = deque()
         self.prompts: list[PromptState] = []
-        self.admitted: list[PromptState] = []  # in order, also those that were preempted
+        # in order, also those that were preempted
+        self.admitted: list[PromptState] = []
 
     def add(self, *prompts: PromptState) -> None:
         for prompt in prompts:
@@ -96,7 +110,9 @@ class Driver:
     def cancel(self, prompt: PromptState) -> None:
         prompt.owner.is_cancelled = True
         self.scheduler.cancel(prompt)
-        assert not any(each.block_table for each in prompt.sequences), "blocks are given back"
+        assert not any(each.block_table for each in prompt.sequences), (
+            "blocks are given back"
+        )
         self.check_books()
 
     def waiting(self) -> list[PromptState]:
@@ -110,7 +126,8 @@ class Driver:
             self.check_books()
             lowest = min((prompt.priority for prompt in admitted), default=10**9)
             for prompt in self.waiting():
-                stands_back = self.scheduler.kv.shares  # perhaps: its prefix is being fed
+                # perhaps: its prefix is being fed
+                stands_back = self.scheduler.kv.shares
                 assert prompt.priority <= lowest or stands_back or is_stopping
             planned = self.scheduler.schedule()
             if planned is None:
@@ -128,7 +145,11 @@ class Driver:
             prompt.take_shared_scores()
             prompt.reports.append(TokenReport(0, logprob))
             is_whole = len(prompt.reports) == len(prompt.ids) - 1
-            if is_whole and prompt.params.max_tokens == 0 and not prompt.owner.is_cancelled:
+            if (
+                is_whole
+                and prompt.params.max_tokens == 0
+                and not prompt.owner.is_cancelled
+            ):
                 self.end(prompt.sequences[0])
         drawn = result.of("tokens").ids.tolist()
         for sequence, token_id in zip(planned.sequences, drawn, strict=True):
@@ -166,9 +187,13 @@ class Driver:
         for prompt in self.prompts:
             if not prompt.owner.is_cancelled:
                 assert prompt.is_finished
-                assert [report.logprob for report in prompt.reports] == scored_alone(prompt)
+                assert [report.logprob for report in prompt.reports] == scored_alone(
+                    prompt
+                )
                 expected = drawn_alone(prompt)
-                assert [ids_of(s) for s in prompt.sequences] == [expected] * len(prompt.sequences)
+                assert [ids_of(s) for s in prompt.sequences] == [expected] * len(
+                    prompt.sequences
+                )
 
     def check_books(self) -> None:
         """Free, idle and held blocks are all blocks, and just those hold that run."""
@@ -178,10 +203,14 @@ class Driver:
         assert self.scheduler.kv.num_sequences <= self.scheduler.max_rows
         holders = enumerate(self.pool._num_holders)
         assert {block: count for block, count in holders if count} == dict(held)
-        assert self.pool.num_free + self.pool.num_idle + len(held) == self.pool.num_blocks
+        assert (
+            self.pool.num_free + self.pool.num_idle + len(held) == self.pool.num_blocks
+        )
 
 
-def random_prompt(rng: random.Random, stems: list[list[int]], priorities: list[int]) -> PromptState:
+def random_prompt(
+    rng: random.Random, stems: list[list[int]], priorities: list[int]
+) -> PromptState:
     stem = rng.choice(stems)
     ids = stem[: rng.randint(1, len(stem))] + [rng.randrange(3)] * rng.choice([0, 1, 9])
     max_tokens = rng.choice([0, 1, 2, 30, 60])
@@ -232,8 +261,12 @@ def test_every_prompt_draws_what_it_would_alone(
         max_rows=max_rows,
         num_stages=num_stages,
     )
-    stems = [[rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)]
-    priorities = rng.choice([[0], [0, 0, 0, 1], [-1, 0, 5, 9], [BEHIND_ALL, BEHIND_ALL, 0, 1]])
+    stems = [
+        [rng.randrange(VOCAB) for _ in range(rng.randint(1, 60))] for _ in range(3)
+    ]
+    priorities = rng.choice(
+        [[0], [0, 0, 0, 1], [-1, 0, 5, 9], [BEHIND_ALL, BEHIND_ALL, 0, 1]]
+    )
     share_of_cancels = rng.choice([0.0, 0.05, 0.3])
     for _ in range(60):
         while rng.random() < 0.4:
@@ -250,8 +283,11 @@ def test_every_prompt_draws_what_it_would_alone(
 
 @pytest.mark.parametrize("num_stages", [1, 2, 3])
 @pytest.mark.parametrize("room", ["blocks", "rows"])
-def test_the_highest_priority_never_waits_for_lower_rows(num_stages: int, room: str) -> None:
-    """It enters as soon as the steps that were in flight are back, though it needs all the room."""
+def test_the_highest_priority_never_waits_for_lower_rows(
+    num_stages: int, room: str
+) -> None:
+    """It enters as soon as the steps that were in flight are back, though it needs all
+    the room."""
     driver = Driver(
         num_blocks=40 if room == "blocks" else 1000,
         max_rows=8 if room == "rows" else 50,
@@ -269,7 +305,9 @@ def test_the_highest_priority_never_waits_for_lower_rows(num_stages: int, room: 
         driver.step()
         num_waits += 1
     assert num_waits <= num_stages + 1
-    assert driver.scheduler.kv.num_sequences == 8 and any(prompt.again for prompt in low)
+    assert driver.scheduler.kv.num_sequences == 8 and any(
+        prompt.again for prompt in low
+    )
     driver.run()
     assert low[0].priority == 0 and driver.admitted.count(high) == 1
 
@@ -283,20 +321,37 @@ def running(driver: Driver, *prompts: PromptState) -> None:
         driver.collect()
 
 
-def test_the_lowest_priority_and_the_latest_goes_first_and_no_more_than_needed() -> None:
+def test_the_lowest_priority_and_the_latest_goes_first_and_no_more_than_needed() -> (
+    None
+):
     driver = Driver(num_blocks=20)
     first, second, third, fourth = (
-        make_prompt([i], priority, max_tokens=20) for i, priority in enumerate([1, 0, 0, 1])
+        make_prompt([i], priority, max_tokens=20)
+        for i, priority in enumerate([1, 0, 0, 1])
     )
     running(driver, first, second, third, fourth)
     driver.add(make_prompt([9], priority=2, max_tokens=20))
     driver.fill()
-    assert [bool(p.again) for p in (first, second, third, fourth)] == [False, False, True, False]
+    assert [bool(p.again) for p in (first, second, third, fourth)] == [
+        False,
+        False,
+        True,
+        False,
+    ]
     driver.add(make_prompt([10], priority=2, max_tokens=40))
     driver.run()
-    assert [bool(p.again) for p in (first, second, third, fourth)] == [False, True, True, True]
-    order = [prompt for prompt in driver.admitted[6:] if prompt in (second, third, fourth)]
-    assert order == [fourth, second, third], "by priority; who was preempted last enters first"
+    assert [bool(p.again) for p in (first, second, third, fourth)] == [
+        False,
+        True,
+        True,
+        True,
+    ]
+    order = [
+        prompt for prompt in driver.admitted[6:] if prompt in (second, third, fourth)
+    ]
+    assert order == [fourth, second, third], (
+        "by priority; who was preempted last enters first"
+    )
 
 
 def test_nobody_is_preempted_in_vain() -> None:
@@ -342,14 +397,17 @@ def test_a_step_that_feeds_a_prompt_has_no_rows_behind_all() -> None:
     driver.add(waiting, late := make_prompt([9] * 12, max_tokens=2))
     driver.fill()
     first, second = driver.in_flight
-    assert late.num_unfed == 0 and first.num_prompt_tokens + second.num_prompt_tokens >= 12
+    assert (
+        late.num_unfed == 0 and first.num_prompt_tokens + second.num_prompt_tokens >= 12
+    )
     assert [each.prompt for each in first.sequences] == [live], "rows of no batch"
     driver.run()
     assert all(len(prompt.sequences[0].tokens) == 30 for prompt in behind), "they go on"
 
 
 def test_rows_behind_all_run_beside_many_short_requests() -> None:
-    """Each step fed another live prompt, so that a batch stood still for as long as they came."""
+    """Each step fed another live prompt, so that a batch stood still for as long as
+    they came."""
     driver = Driver(num_blocks=200, chunk=8)
     behind = [make_prompt([i], BEHIND_ALL, max_tokens=30) for i in range(3)]
     running(driver, *behind)
@@ -360,7 +418,9 @@ def test_rows_behind_all_run_beside_many_short_requests() -> None:
         before = len(behind[0].sequences[0].tokens)
         driver.step()
         left_out.append(len(behind[0].sequences[0].tokens) == before)
-    waits = [len(run) for run in "".join("x" if each else " " for each in left_out).split()]
+    waits = [
+        len(run) for run in "".join("x" if each else " " for each in left_out).split()
+    ]
     assert 8 <= max(waits) <= 9 and len(waits) >= 8, waits
     driver.run()
     driver.add(*(make_prompt([200 + i] * 12, max_tokens=1) for i in range(20)))
@@ -439,7 +499,10 @@ def test_idle_blocks_between_a_prefix_and_those_who_go_on_from_it_are_room(
 def test_who_is_preempted_may_enter_though_nothing_new_may() -> None:
     """A run that is told to stop lets its rows end: also those that wait behind a new prompt."""
     driver = Driver(num_blocks=10)
-    low, high = make_prompt([1], max_tokens=40), make_prompt([2], priority=1, max_tokens=40)
+    low, high = (
+        make_prompt([1], max_tokens=40),
+        make_prompt([2], priority=1, max_tokens=40),
+    )
     running(driver, low)
     driver.add(high)
     driver.step()
@@ -462,7 +525,8 @@ def test_a_prompt_is_cancelled_wherever_it_is() -> None:
     driver.add(drawing, fed, waiting)
     driver.fill()
     driver.collect()
-    for prompt in (waiting, fed, fed):  # the second time it is gone, and nothing happens
+    # the second time it is gone, and nothing happens
+    for prompt in (waiting, fed, fed):
         driver.cancel(prompt)
     driver.fill()
     assert len(driver.scheduler.waiting) == 0 and driver.scheduler.kv.num_sequences == 1
@@ -501,7 +565,8 @@ def test_one_of_two_equal_prompts_is_preempted() -> None:
 def test_who_goes_when_no_block_is_left_for_the_next_token() -> None:
     """The lowest priority, then the latest; once only, or for a row of higher priority."""
     rows = [
-        make_prompt([i], priority).sequences[0] for i, priority in enumerate([1, 0, 0, 0, 0, 1])
+        make_prompt([i], priority).sequences[0]
+        for i, priority in enumerate([1, 0, 0, 0, 0, 1])
     ]
     for number, row in enumerate(rows):
         row.prompt.number = number
@@ -528,7 +593,9 @@ def test_who_waits_for_the_prefix_of_a_cancelled_prompt_goes_on() -> None:
     driver.cancel(feeding)
     driver.collect()
     driver.fill()
-    assert standing in driver.admitted and standing.num_cached == 48, "what was fed is shared"
+    assert standing in driver.admitted and standing.num_cached == 48, (
+        "what was fed is shared"
+    )
     driver.run()
 
 
@@ -545,7 +612,9 @@ def test_scores_of_a_cancelled_prompt_are_complete_for_those_who_share_them() ->
     driver.fill()
     assert sharing.num_cached == 39 and sharing.shared_scores
     driver.cancel(scored)
-    in_flight = [each for planned in driver.in_flight for each in planned.scored_prompts]
+    in_flight = [
+        each for planned in driver.in_flight for each in planned.scored_prompts
+    ]
     assert scored in in_flight, "its scores are in flight"
     driver.run()
     assert len(scored.reports) < 80, "what was not fed is not scored"
@@ -554,7 +623,10 @@ def test_scores_of_a_cancelled_prompt_are_complete_for_those_who_share_them() ->
 def test_only_new_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each step told the whole table of each row, which stages knew but for its last block."""
     driver = Driver(num_blocks=100)
-    ending = [make_prompt([i], max_tokens=30, stop_token_ids=tuple(range(VOCAB))) for i in range(9)]
+    ending = [
+        make_prompt([i], max_tokens=30, stop_token_ids=tuple(range(VOCAB)))
+        for i in range(9)
+    ]
     running(driver, *ending)  # from which it learns that few blocks are enough at first
     steps: list[Step] = []
     submit = driver.pipeline.submit
@@ -573,7 +645,9 @@ def test_only_new_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
         driver.collect()
     driver.run()
     first, *others = steps
-    assert [step.positions.tolist() for step in others] == [[each] for each in range(6, 35)]
+    assert [step.positions.tolist() for step in others] == [
+        [each] for each in range(6, 35)
+    ]
     assert [step.num_tokens for step in others] == [1] * 29
     new = [step.new_blocks.tolist() for step in steps]
     assert len(new[0]) == 2, "of the prompt's six tokens"
@@ -589,7 +663,10 @@ def test_only_new_blocks_travel(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_who_runs_again_has_its_table_told_whole() -> None:
     """It has other blocks, and perhaps another slot, of which stages know an older table."""
     driver = Driver(num_blocks=10)
-    low, high = make_prompt([1] * 5, max_tokens=30), make_prompt([2], priority=1, max_tokens=30)
+    low, high = (
+        make_prompt([1] * 5, max_tokens=30),
+        make_prompt([2], priority=1, max_tokens=30),
+    )
     running(driver, low)
     driver.add(high)
     driver.fill()
@@ -615,7 +692,8 @@ def test_cancelled_rows_do_not_teach_how_long_rows_are() -> None:
 
 
 def test_the_verdict_on_a_cancelled_prompt_feeds_and_keeps_nothing() -> None:
-    """It came too late: the prompt waited again, or blocks that were others' by then were kept."""
+    """It came too late: the prompt waited again, or blocks that were others' by then
+    were kept."""
     driver = Driver(has_cache=True, num_blocks=40)
     stem = list(range(40))
     running(driver, make_prompt(stem, max_tokens=1))
@@ -670,7 +748,9 @@ def test_requests_take_turns() -> None:
 
 
 @pytest.mark.parametrize(("max_rows", "num_blocks"), [(40, 4000), (400, 80)])
-def test_a_request_leaves_rows_and_blocks_to_others(max_rows: int, num_blocks: int) -> None:
+def test_a_request_leaves_rows_and_blocks_to_others(
+    max_rows: int, num_blocks: int
+) -> None:
     """Others waited for one of its rows to end."""
     driver = Driver(max_rows=max_rows, num_blocks=num_blocks, chunk=1000)
     for place, prompt in enumerate(many := make_request(300, max_tokens=8)):
@@ -679,7 +759,11 @@ def test_a_request_leaves_rows_and_blocks_to_others(max_rows: int, num_blocks: i
     driver.scheduler.schedule()
     driver.scheduler.admit()
     num_running = many[0].owner.num_running
-    assert num_running == driver.scheduler.kv.num_sequences >= 0.85 * min(max_rows, num_blocks / 3)
+    assert (
+        num_running
+        == driver.scheduler.kv.num_sequences
+        >= 0.85 * min(max_rows, num_blocks / 3)
+    )
     late = make_prompt([9], max_tokens=2)
     driver.scheduler.add(late)
     assert driver.scheduler.admit() == [late]

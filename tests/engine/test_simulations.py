@@ -1,4 +1,5 @@
-"""Simulated engines: thousands of seeds are right, and each of some plausible faults is found."""
+"""Simulated engines: thousands of seeds are right, and each of some plausible faults is
+found."""
 
 from __future__ import annotations
 
@@ -26,9 +27,13 @@ MOST_TRIED = 400  # seeds until a fault is found
 Patch = pytest.MonkeyPatch
 
 
-@pytest.mark.parametrize("first", range(0, NUM_SEEDS, NUM_SEEDS // PARTS if IS_ALL else 50))
+@pytest.mark.parametrize(
+    "first", range(0, NUM_SEEDS, NUM_SEEDS // PARTS if IS_ALL else 50)
+)
 def test_simulated_engines_answer_each_request_once_and_right(first: int) -> None:
-    for seed in range(first, min(NUM_SEEDS, first + (NUM_SEEDS // PARTS if IS_ALL else 50))):
+    for seed in range(
+        first, min(NUM_SEEDS, first + (NUM_SEEDS // PARTS if IS_ALL else 50))
+    ):
         simulate(seed)
 
 
@@ -68,7 +73,9 @@ def forget_a_memorys_slot(patch: Patch) -> None:
 
 def feed_more_than_there_is_room_for(patch: Patch) -> None:
     next_chunk = PrefillLine.next_chunk
-    patch.setattr(PrefillLine, "next_chunk", lambda line, room: next_chunk(line, room + 1))
+    patch.setattr(
+        PrefillLine, "next_chunk", lambda line, room: next_chunk(line, room + 1)
+    )
 
 
 def feed_a_preempted_row_without_its_newest_token(patch: Patch) -> None:
@@ -94,7 +101,8 @@ def leave_a_cancelled_row_among_those_that_run(patch: Patch) -> None:
 
 
 def tell_a_cancelled_answer(patch: Patch) -> None:
-    """As it was: a request that ended as it was taken in was answered, though it was cancelled."""
+    """As it was: a request that ended as it was taken in was answered, though it was
+    cancelled."""
     take_in = EngineLoop._take_in
 
     def take_in_twice(loop: EngineLoop) -> None:
@@ -120,7 +128,9 @@ def lose_the_block_that_is_cut(patch: Patch) -> None:
 
 
 def score_with_too_few_alternatives(patch: Patch) -> None:
-    patch.setattr(prefix, "_has_scores", lambda node, num_top: num_top is None or node.reports)
+    patch.setattr(
+        prefix, "_has_scores", lambda node, num_top: num_top is None or node.reports
+    )
 
 
 def believe_a_result_that_is_nan(patch: Patch) -> None:
@@ -128,7 +138,9 @@ def believe_a_result_that_is_nan(patch: Patch) -> None:
 
 
 def deliver_steps_that_were_dropped(patch: Patch) -> None:
-    patch.setattr(QueuedPipeline, "drop", lambda pipeline: setattr(pipeline, "num_in_flight", 0))
+    patch.setattr(
+        QueuedPipeline, "drop", lambda pipeline: setattr(pipeline, "num_in_flight", 0)
+    )
 
 
 SELDOM = (  # after 100 seeds

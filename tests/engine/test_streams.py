@@ -89,7 +89,9 @@ def test_what_may_become_a_stop_string_is_held_back_and_no_more() -> None:
     assert texts(stream(Bench(), stop=["bcd!", "ef?"])) == ["a", "bcd", "efg", "h"]
     assert texts(stream(Bench(), stop=["bcd"])) == ["a"]
     late = stream(Bench(), stop=["bc", "xyz"], min_tokens=8)
-    assert texts(late) == ["a", "bc", *"defgh"], "a whole one that does not count is none"
+    assert texts(late) == ["a", "bc", *"defgh"], (
+        "a whole one that does not count is none"
+    )
     assert texts(stream(Bench(b"aab"), stop=["aax"], max_tokens=3)) == ["aab"]
 
 
@@ -101,7 +103,10 @@ def test_the_best_of_several_are_told_at_the_end() -> None:
 
 def test_only_who_asks_for_it_has_a_stream() -> None:
     bench = Bench()
-    ids = [bench.add(**ASKED | {"is_streamed": is_streamed}) for is_streamed in (False, True)]
+    ids = [
+        bench.add(**ASKED | {"is_streamed": is_streamed})
+        for is_streamed in (False, True)
+    ]
     events = events_of(bench.loop)
     assert len(of_request(events, ids[0])) == 1
     check_stream(events, ids[1])
@@ -145,13 +150,19 @@ STOPS = st.lists(st.text(st.sampled_from(ALPHABET), min_size=1, max_size=4), max
             "include_stop_str_in_output": st.booleans(),
             "ignore_eos": st.booleans(),
             "stop_token_ids": st.sampled_from([[], [98], [0x9F]]),
-            "prompt": st.sampled_from([">", ">🙂", [62, 0xF0], [0xF0, 0x9F], [62, 0x9F]]),
+            "prompt": st.sampled_from(
+                [">", ">🙂", [62, 0xF0], [0xF0, 0x9F], [62, 0x9F]]
+            ),
         }
     ),
     min_tokens=st.integers(0, 30),
 )
 def test_random_streams(
-    script: bytes, stop: list[str], max_tokens: int, fields: dict[str, Any], min_tokens: int
+    script: bytes,
+    stop: list[str],
+    max_tokens: int,
+    fields: dict[str, Any],
+    min_tokens: int,
 ) -> None:
     """No delta takes text back, and what is held back could become a stop or a character."""
     bench = Bench(script, context=100)
@@ -162,7 +173,9 @@ def test_random_streams(
     held: list[tuple[int, str]] = []  # characters told, and all that was drawn
     while bench.loop.has_work:
         events += bench.loop.step()
-        sequences = [s for r in bench.loop._open.values() for p in r.prompts for s in p.sequences]
+        sequences = [
+            s for r in bench.loop._open.values() for p in r.prompts for s in p.sequences
+        ]
         for sequence in sequences:
             told = "".join(texts(events))
             ids = bytes(token.token_id for token in sequence.tokens)
@@ -170,7 +183,8 @@ def test_random_streams(
     (choice,) = check_stream(events, request_id)
     bench.scheduler.check_idle()
     prompt = request["prompt"] if isinstance(request["prompt"], str) else None
-    if prompt is None:  # broken bytes at its end may become a character with the first tokens
+    # broken bytes at its end may become a character with the first tokens
+    if prompt is None:
         return
     for num_told, text in held:
         text = (prompt if fields["echo"] and num_told else "") + text
@@ -178,7 +192,9 @@ def test_random_streams(
         rest = text[num_told:]
         broken = rest[-3:]
         rest = rest[: len(rest) - len(broken)] + broken.rstrip("\ufffd")
-        assert not rest or any(each.startswith(rest) and each != rest for each in stop), rest
+        assert not rest or any(
+            each.startswith(rest) and each != rest for each in stop
+        ), rest
 
 
 @pytest.fixture(scope="module")
@@ -199,14 +215,24 @@ def scripted(tokenizer: Tokenizer, ids: list[int]) -> LineBench:
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("skips", [True, False])
-def test_streams_of_sentencepiece(llama_tokenizer: Tokenizer, text: str, skips: bool) -> None:
+def test_streams_of_sentencepiece(
+    llama_tokenizer: Tokenizer, text: str, skips: bool
+) -> None:
     """Leading spaces, bytes in the place of tokens, and special tokens between them."""
     ids = [1, *llama_tokenizer.encode(text, add_special_tokens=False).ids]
     ids = [*ids[:3], 1, 0, *ids[3:]]
     for first in (ids, ids[1:]):
-        for fields in ({}, {"stop": ["he", "or x"]}, {"ignore_eos": True, "echo": True}):
+        for fields in (
+            {},
+            {"stop": ["he", "or x"]},
+            {"ignore_eos": True, "echo": True},
+        ):
             bench = scripted(llama_tokenizer, [*first, 2])
-            request = {"prompt": [1], "max_tokens": len(first) + 1, "logprobs": 2} | fields
+            request = {
+                "prompt": [1],
+                "max_tokens": len(first) + 1,
+                "logprobs": 2,
+            } | fields
             events = stream(bench, **request, skip_special_tokens=skips)
             assert len(texts(events)) > 1 or len(ids) < 12
 
@@ -219,7 +245,8 @@ def test_streams_of_sentencepiece(llama_tokenizer: Tokenizer, text: str, skips: 
 )
 @given(data=st.data())
 def test_streams_of_random_ids(llama_tokenizer: Tokenizer, data: st.DataObject) -> None:
-    known = st.integers(0, 359).filter(lambda token_id: token_id != 255)  # of which 255 gives nan
+    # of which 255 gives nan
+    known = st.integers(0, 359).filter(lambda token_id: token_id != 255)
     ids = data.draw(st.lists(known, min_size=1, max_size=15))
     fields = {
         "prompt": data.draw(st.lists(st.integers(0, 359), min_size=1, max_size=1)),
@@ -241,7 +268,12 @@ def test_rows_that_lose_their_blocks_go_on_with_their_streams() -> None:
         request | {"max_tokens": 60, "return_token_ids": True, "is_streamed": True}
         for request in requests
     ]
-    sizes: dict[str, Any] = {"has_cache": True, "block_size": 4, "chunk": 64, "max_rows": 64}
+    sizes: dict[str, Any] = {
+        "has_cache": True,
+        "block_size": 4,
+        "chunk": 64,
+        "max_rows": 64,
+    }
     roomy = test_prefix.Bench(num_blocks=9000, **sizes)
     ids = [roomy.add(**request) for request in asked]
     events = events_of(roomy.loop)
@@ -269,7 +301,12 @@ def test_a_stream_that_begins_anew_tells_nothing_twice(
     script: bytes, stop: list[str], data: st.DataObject
 ) -> None:
     """As often as the pipeline dies, and whatever of it was heard."""
-    asked = {"stop": stop, "logprobs": 1, "max_tokens": 12, "echo": data.draw(st.booleans())}
+    asked = {
+        "stop": stop,
+        "logprobs": 1,
+        "max_tokens": 12,
+        "echo": data.draw(st.booleans()),
+    }
     *deltas, answer = stream(Bench(script), **asked, n=2)
     heard: dict[int, StreamPosition] = {}
     told: list[Event] = []

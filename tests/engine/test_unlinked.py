@@ -47,7 +47,9 @@ def test_nothing_is_left_for_the_collector(
         gc.enable()
 
 
-def test_only_runs_over_lines_count_what_could_be_shared(engine: fminfer.Engine) -> None:
+def test_only_runs_over_lines_count_what_could_be_shared(
+    engine: fminfer.Engine,
+) -> None:
     """That takes a hash of each token, for a figure that only a run's summary has."""
     counted = engine.stats.num_counted_tokens
     engine.add(LONG)

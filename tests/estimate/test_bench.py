@@ -59,7 +59,9 @@ def test_the_figures_of_the_scripts(flag: str) -> None:
     status, output, told = bench("--batch-sizes", "3,1", "--new-tokens", 7, *flags)
     assert status == 0, output
     num_pipelines = 2 if flag == "--data-group-size" else 1
-    assert [row["batch_size"] for row in told["batches"]] == [1, 3], "the smaller ones first"
+    assert [row["batch_size"] for row in told["batches"]] == [1, 3], (
+        "the smaller ones first"
+    )
     for row, each in zip(told["batches"], figures(output), strict=True):
         size = row["batch_size"]
         tokens = row["num_tokens"]
@@ -81,13 +83,27 @@ def test_the_figures_of_the_scripts(flag: str) -> None:
         assert re.search(row, output, re.M), output
 
 
-def test_a_batch_that_does_not_fit_is_oom_and_the_others_are_timed(tmp_path: Path) -> None:
+def test_a_batch_that_does_not_fit_is_oom_and_the_others_are_timed(
+    tmp_path: Path,
+) -> None:
     """The largest of the sizes ended the command before one was timed."""
     picture = tmp_path / "bench.svg"
-    flags = ["--batch-sizes", "1,4", "--budget", 96, "--new-tokens", 20, "--plot", picture]
+    flags = [
+        "--batch-sizes",
+        "1,4",
+        "--budget",
+        96,
+        "--new-tokens",
+        20,
+        "--plot",
+        picture,
+    ]
     status, output, told = bench(*flags)
     assert status == 0, output
-    assert f"*** oom (bs=4): {TOO_SMALL}\nIt takes a KV cache of 128 tokens; there are 96" in output
+    assert (
+        f"*** oom (bs=4): {TOO_SMALL}\nIt takes a KV cache of 128 tokens; there are 96"
+        in output
+    )
     assert re.search(r"^batch size +1 +4\nmsecs a token +[\d.]+ +oom$", output, re.M)
     assert len(figures(output)) == 1
     no_room = told["batches"][1]
@@ -105,10 +121,20 @@ def test_status_1_if_no_batch_fits() -> None:
 def test_a_rank_without_memory_is_oom_too(tmp_path: Path) -> None:
     """Rank 0 was told of a failed rank, not of why, and the process was aborted at its end."""
     (tmp_path / "sitecustomize.py").write_text(NO_MEMORY)
-    command = ["bench", "--world-size", "2", "--new-tokens", "9", "--batch-sizes", "16,1,8"]
+    command = [
+        "bench",
+        "--world-size",
+        "2",
+        "--new-tokens",
+        "9",
+        "--batch-sizes",
+        "16,1,8",
+    ]
     done = run_forked(command, environ=os.environ | {"PYTHONPATH": str(tmp_path)})
     assert done.returncode == 0, done.stderr
-    assert re.search(r"^msecs a token +[\d.]+ +oom +oom$", done.stdout, re.M), done.stdout
+    assert re.search(r"^msecs a token +[\d.]+ +oom +oom$", done.stdout, re.M), (
+        done.stdout
+    )
     told = json.loads(done.stdout.splitlines()[-1])
     assert "rank 1: there is no memory for" in told["batches"][1]["why"]
     assert told["batches"][2]["why"] == "a smaller batch ran out of memory"
@@ -157,13 +183,23 @@ def test_batches_larger_than_one_without_memory_are_not_tried() -> None:
 
 def test_each_pipeline_has_a_batch_of_its_own() -> None:
     """One of two pipelines was given all rows of a small batch: up to four that waited."""
-    with closing(fminfer.Engine(dtype="float32", data_group_size=2, max_rows=8)) as engine:
-        assert [each.rank for each in engine.memory] == [0, 1], "known before the first request"
+    with closing(
+        fminfer.Engine(dtype="float32", data_group_size=2, max_rows=8)
+    ) as engine:
+        assert [each.rank for each in engine.memory] == [0, 1], (
+            "known before the first request"
+        )
         for size in (1, 2, 8):
-            before = [each.stats.num_generated_tokens for each in engine._core._pipelines]  # type: ignore[attr-defined]
+            before = [
+                each.stats.num_generated_tokens for each in engine._core._pipelines
+            ]  # type: ignore[attr-defined]
             time_all(engine, [size], Spread(num_pipelines=2))
-            after = [each.stats.num_generated_tokens for each in engine._core._pipelines]  # type: ignore[attr-defined]
-            assert [b - a for a, b in zip(before, after, strict=True)] == [4 + 7 * size] * 2
+            after = [
+                each.stats.num_generated_tokens for each in engine._core._pipelines
+            ]  # type: ignore[attr-defined]
+            assert [b - a for a, b in zip(before, after, strict=True)] == [
+                4 + 7 * size
+            ] * 2
 
 
 def test_vectors_over_ranks() -> None:

@@ -49,7 +49,9 @@ from tests.steps import Row, make_draws, make_step
 QUERIES = Path(__file__).parent.parent.parent / "examples" / "queries"
 FLAGS = ["--dtype", "float32", "--kernels", "off"]
 OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "off"}
-ROW: dict[str, Any] = {"prompt": "Question: How do you go from the porch to the den?\nAnswer:"}
+ROW: dict[str, Any] = {
+    "prompt": "Question: How do you go from the porch to the den?\nAnswer:"
+}
 
 
 @pytest.fixture(autouse=True)
@@ -81,19 +83,29 @@ def mixed_rows(count: int, **more: Any) -> list[dict[str, Any]]:
     heads = [rng.choices(range(300), k=90) for _ in range(3)]
     rows: list[dict[str, Any]] = []
     for number in range(count):
-        ids = heads[number % 3][: rng.choice([0, 40, 90])] + rng.choices(range(300), k=1 + number)
-        row = {"prompt": ids, "max_tokens": rng.randint(0, 30), "temperature": number % 2}
+        ids = heads[number % 3][: rng.choice([0, 40, 90])] + rng.choices(
+            range(300), k=1 + number
+        )
+        row = {
+            "prompt": ids,
+            "max_tokens": rng.randint(0, 30),
+            "temperature": number % 2,
+        }
         row |= {"n": 1 + number % 3} if number % 4 == 0 else {}
         row |= {"echo": True, "logprobs": 2} if number % 5 == 0 else {}
         rows.append(row | more)
     return rows + rows[:4]
 
 
-@pytest.mark.parametrize("flags", [[], ["--strict", "--max-logprobs", "2", "--budget", "64"]])
+@pytest.mark.parametrize(
+    "flags", [[], ["--strict", "--max-logprobs", "2", "--budget", "64"]]
+)
 def test_wrong_lines_are_those_of_a_run(tmp_path: Path, flags: list[str]) -> None:
     path = tmp_path / "all.jsonl"
     parts = [file.read_text() for file in sorted(QUERIES.glob("*.jsonl"))]
-    path.write_text("".join(part if part.endswith("\n") else part + "\n" for part in parts))
+    path.write_text(
+        "".join(part if part.endswith("\n") else part + "\n" for part in parts)
+    )
     run = CliRunner().invoke(main, ["run", "-q", *FLAGS, *flags, str(path)])
     assert run.exit_code == 3, run.output
     errors = (tmp_path / "output_all.errors.jsonl").read_text().splitlines()
@@ -111,16 +123,25 @@ def test_wrong_lines_are_those_of_a_run(tmp_path: Path, flags: list[str]) -> Non
 def test_exit_status_and_what_is_told(tmp_path: Path) -> None:
     good = write(tmp_path / "good.jsonl", [ROW | {"temperature": 0}] * 2)
     found = check(good)
-    assert found.exit_code == 0 and "2 right; 1 have the answer of an equal one" in found.output
-    told = (
-        "time      not predicted: first time the model's steps on this machine, in about a minute: "
+    assert (
+        found.exit_code == 0
+        and "2 right; 1 have the answer of an equal one" in found.output
     )
-    assert f"{told}fminfer bench --calibrate --dtype float32 --kernels off" in found.output
+    told = (
+        "time      not predicted: first time the model's steps on this machine, in "
+        "about a minute: "
+    )
+    assert (
+        f"{told}fminfer bench --calibrate --dtype float32 --kernels off" in found.output
+    )
     assert "good.jsonl:1, 16 tokens:\n    Question: How do" in found.output
     bad = write(tmp_path / "bad.jsonl", [ROW, *([{"prompt": 5}] * 25)])
     found = check(good, bad)
     assert found.exit_code == 3
-    assert found.output.count("prompt is 5") == 1 and f"{bad}:2: prompt is 5" in found.output
+    assert (
+        found.output.count("prompt is 5") == 1
+        and f"{bad}:2: prompt is 5" in found.output
+    )
     assert "; 25 lines alike: 2-26\n" in found.output
     assert check(bad, "--all").output.count("prompt is 5") == 25
     assert len(check_json(bad)["errors"]) == 25
@@ -140,7 +161,9 @@ def test_wrong_lines_are_told_by_reason(tmp_path: Path) -> None:
     assert sentences[0].startswith(f"{first}:1: temperature is 9; ")
     assert sentences[0].endswith("(out_of_range); 6 lines alike: 1-3, 5-7")
     assert sentences[1].startswith(f"{first}:8: n is 0; ")
-    places = ", ".join(["8", *(f"{second}:{number}" for number in range(1, 22, 2)), "…"])
+    places = ", ".join(
+        ["8", *(f"{second}:{number}" for number in range(1, 22, 2)), "…"]
+    )
     assert sentences[1].endswith(f"(out_of_range); 21 lines alike: {places}")
     assert len(check_json(first, second)["errors"]) == 27
     assert check(first, second, "--all").output.count("(out_of_range)") == 27
@@ -186,7 +209,9 @@ def test_no_weights_are_needed_to_plan(tmp_path: Path, weights: bytes | None) ->
     assert process["weights"] > len(data) and report["counts"]["num_lines"] == 8
 
 
-@pytest.mark.parametrize("flags", [{}, {"budget": 320, "max_rows": 7}, {"prefix_cache": False}])
+@pytest.mark.parametrize(
+    "flags", [{}, {"budget": 320, "max_rows": 7}, {"prefix_cache": False}]
+)
 def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None:
     """Every row draws all that it may: nothing that the pretended tokens spell ends a row."""
     path = write(tmp_path / "a.jsonl", mixed_rows(40, ignore_eos=True))
@@ -196,7 +221,12 @@ def test_steps_are_those_of_a_run(tmp_path: Path, flags: dict[str, Any]) -> None
     stats = engine.stats
     engine.close()
     names = {"budget": "--budget", "max_rows": "--max-rows"}
-    given = [str(part) for name in flags if name in names for part in (names[name], flags[name])]
+    given = [
+        str(part)
+        for name in flags
+        if name in names
+        for part in (names[name], flags[name])
+    ]
     given += ["--no-prefix-cache"] if "prefix_cache" in flags else []
     report = check_json(path, *given)
     counts = report["counts"]
@@ -224,9 +254,15 @@ def test_the_cache_is_as_large_as_what_runs_or_is_shared(tmp_path: Path) -> None
 
 
 def test_stops_do_not_shorten_what_is_promised(tmp_path: Path) -> None:
-    rows = [{"prompt": [n], "max_tokens": 9, "temperature": 1, "stop": ["a"]} for n in range(20)]
+    rows = [
+        {"prompt": [n], "max_tokens": 9, "temperature": 1, "stop": ["a"]}
+        for n in range(20)
+    ]
     stopping = [row | {"stop_token_ids": list(range(300))} for row in rows]
-    free = [{k: v for k, v in row.items() if k != "stop"} | {"ignore_eos": True} for row in rows]
+    free = [
+        {k: v for k, v in row.items() if k != "stop"} | {"ignore_eos": True}
+        for row in rows
+    ]
     found = [
         check_json(write(tmp_path / f"{name}.jsonl", each))["work"]
         for name, each in {"stopping": stopping, "free": free}.items()
@@ -236,7 +272,8 @@ def test_stops_do_not_shorten_what_is_promised(tmp_path: Path) -> None:
 
 def test_tokens_are_counted(tmp_path: Path) -> None:
     rows = [
-        {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "n": 5},  # one is computed
+        # one is computed
+        {"prompt": [1, 2, 3], "max_tokens": 4, "temperature": 0, "n": 5},
         {"prompt": [[1, 2, 3], [9]], "max_tokens": 6, "n": 2, "best_of": 3},
         {"prompt": [7] * 40, "max_tokens": 0, "echo": True, "logprobs": 0},
     ]
@@ -244,12 +281,17 @@ def test_tokens_are_counted(tmp_path: Path) -> None:
     assert counts["num_prompts"] == 4 and counts["num_sequences"] == 1 + 3 + 3 + 1
     assert counts["prompt_tokens"] == 3 + 3 + 1 + 40
     assert counts["max_drawn_tokens"] == 4 + 6 * 3 + 6 * 3
-    assert counts["reserved_tokens"] == counts["prompt_tokens"] + counts["max_drawn_tokens"]
+    assert (
+        counts["reserved_tokens"]
+        == counts["prompt_tokens"] + counts["max_drawn_tokens"]
+    )
     assert counts["longest_row"] == 40
     assert counts["num_shared_tokens"] == 2  # of three, the last is fed to draw from
 
 
-def test_the_first_prompt_shows_its_bos(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_first_prompt_shows_its_bos(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     words = ["<s>", "one", "two", "three"]
     vocab = {word: i for i, word in enumerate(words)}
     backend = tokenizers.Tokenizer(tokenizers.models.WordLevel(vocab, unk_token="one"))
@@ -258,10 +300,17 @@ def test_the_first_prompt_shows_its_bos(tmp_path: Path, monkeypatch: pytest.Monk
         single="<s> $A", special_tokens=[("<s>", 0)]
     )
     hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, bos_token="<s>")
-    monkeypatch.setattr("fminfer.estimate.checking.load_tokenizer", lambda *_: Tokenizer(hf))
+    monkeypatch.setattr(
+        "fminfer.estimate.checking.load_tokenizer", lambda *_: Tokenizer(hf)
+    )
     path = write(tmp_path / "a.jsonl", [{"prompt": 5}, {"prompt": "two three"}])
     first = check_json(path)["first_prompt"]
-    assert first == {"file": str(path), "line": 2, "text": "<s> two three", "num_ids": 3}
+    assert first == {
+        "file": str(path),
+        "line": 2,
+        "text": "<s> two three",
+        "num_ids": 3,
+    }
 
 
 def test_of_a_long_file_only_the_beginning_is_kept(
@@ -286,7 +335,9 @@ def test_steps_of_a_long_file_without_prompts_are_foreseen(
     if kind == "one prompt":  # found in the prefix cache but for its last token
         rows = [{"prompt": [*range(60)], "max_tokens": 20, "temperature": 1}] * 2000
     else:  # that ends before the others have come
-        rows = [{"prompt": [n % 300] * 20, "max_tokens": 40, "seed": n} for n in range(2000)]
+        rows = [
+            {"prompt": [n % 300] * 20, "max_tokens": 40, "seed": n} for n in range(2000)
+        ]
         rows[0]["max_tokens"] = 1
     path = write(tmp_path / "a.jsonl", rows)
     whole = check_json(path)["work"]
@@ -300,29 +351,50 @@ def test_steps_of_a_long_file_without_prompts_are_foreseen(
 def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", [ROW])
     (whole,) = check_json(path, "--random-init", "llama-160m")["memory"]["processes"]
-    flags = ["--random-init", "llama-160m", "--world-size", "3", "--stage-layers", "5,4,3"]
+    flags = [
+        "--random-init",
+        "llama-160m",
+        "--world-size",
+        "3",
+        "--stage-layers",
+        "5,4,3",
+    ]
     report = check_json(path, *flags)
     parts = report["memory"]["processes"]
     assert [part["num_layers"] for part in parts] == [5, 4, 3]
     assert sum(part["weights"] for part in parts) == whole["weights"] > 162e6 * 4
-    assert sum(part["kv_token"] for part in parts) == whole["kv_token"] == 2 * 12 * 768 * 4
-    assert report["work"]["seconds"] is None and "several processes" in report["work"]["why_not"]
+    assert (
+        sum(part["kv_token"] for part in parts) == whole["kv_token"] == 2 * 12 * 768 * 4
+    )
+    assert (
+        report["work"]["seconds"] is None
+        and "several processes" in report["work"]["why_not"]
+    )
     assert check(path, "--stage-layers", "1,2").exit_code == 2
 
 
 def test_the_weights_are_those_of_an_engine() -> None:
     config = EngineConfig(random_init="llama-160m", dtype="float16", device="cpu")
     plan = plan_ahead(config, open_model(config))
-    assert plan.own.takes.weights == 162_417_408 * 2 and plan.dtype not in HOLE_BYTES, "no holes"
+    assert plan.own.takes.weights == 162_417_408 * 2 and plan.dtype not in HOLE_BYTES, (
+        "no holes"
+    )
 
 
 @settings(deadline=None, max_examples=num_examples(20))
-@given(st.lists(st.floats(0, 1e-2), min_size=len(COSTS), max_size=len(COSTS)), st.randoms())
+@given(
+    st.lists(st.floats(0, 1e-2), min_size=len(COSTS), max_size=len(COSTS)), st.randoms()
+)
 def test_costs_are_found_again(seconds: list[float], rng: random.Random) -> None:
     """Whatever the costs are, steps like the measured ones are predicted."""
     truth = CostModel((seconds[0] + 1e-3, *seconds[1:]), 0.0)
     some = [
-        StepWork(*(rng.randrange(limit) for limit in (512, 10**5, 10**4, 128, 10**5, 128, 64)))
+        StepWork(
+            *(
+                rng.randrange(limit)
+                for limit in (512, 10**5, 10**4, 128, 10**5, 128, 64)
+            )
+        )
         for _ in range(60)
     ]
     found = fit([(shape, truth.predict_s(shape.counts)) for shape in some])
@@ -346,7 +418,9 @@ def test_calibrated_costs_are_used_for_that_work_only(
 ) -> None:
     monkeypatch.setattr(calibration, "ENOUGH_S", 0.0)
     monkeypatch.setattr(calibration, "WHOLE_RUNS", calibration.WHOLE_RUNS[-1:])
-    monkeypatch.setattr(calibration, "TRIALS", calibration.TRIALS[:3] + calibration.TRIALS[-2:])
+    monkeypatch.setattr(
+        calibration, "TRIALS", calibration.TRIALS[:3] + calibration.TRIALS[-2:]
+    )
     found = CliRunner().invoke(main, ["bench", "--calibrate", *FLAGS])
     assert found.exit_code == 0, found.output
     assert "left 0:" in found.stderr and "times what was predicted" in found.stdout
@@ -365,11 +439,14 @@ def test_calibrated_costs_are_used_for_that_work_only(
 
 
 def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
-    """One row of 4 tokens that draws 3: a step of 4 tokens, and two of 1 that see 5 and 6 keys."""
+    """One row of 4 tokens that draws 3: a step of 4 tokens, and two of 1 that see 5 and
+    6 keys."""
     config = EngineConfig(**OPTIONS)
     path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
     assert path is not None and load_costs(path) is None
-    costs = CostModel((1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5)
+    costs = CostModel(
+        (1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5
+    )
     keep_costs(path, costs, "demo")
     assert load_costs(path) == costs
     row = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "temperature": 1}
@@ -378,7 +455,8 @@ def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
 
 
 def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) -> None:
-    """ "At most 21.5 s" was promised of a run that took 27.6: a sum of fitted steps is no bound."""
+    """ "At most 21.5 s" was promised of a run that took 27.6: a sum of fitted steps is
+    no bound."""
     config = EngineConfig(**OPTIONS)
     path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
     assert path is not None
@@ -391,7 +469,8 @@ def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) ->
         keep_costs(path, CostModel((1.0, *[0.0] * (len(COSTS) - 1)), 0.5, runs), "demo")
         output = check(source).output
         assert (
-            f"time      {text} {told}" in output and "at most 1" not in output.partition("time")[2]
+            f"time      {text} {told}" in output
+            and "at most 1" not in output.partition("time")[2]
         )
     fields = json.loads(path.read_text())
     del fields["whole_runs"]  # as versions before wrote it
@@ -404,7 +483,9 @@ def test_costs_are_those_of_so_many_threads() -> None:
     paths = []
     for threads in (1, 2):
         config = EngineConfig(**OPTIONS, threads=threads)
-        paths.append(find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False))
+        paths.append(
+            find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
+        )
     assert None not in paths and paths[0] != paths[1]
 
 
@@ -426,10 +507,16 @@ def test_how_long_calibration_takes_is_known_after_its_first_round(
 ) -> None:
     """It went on for 40 s without a word of how long."""
     monkeypatch.setattr(calibration, "ENOUGH_S", 20.0)
-    assert [calibration.rounds_of(seconds) for seconds in (15.0, 2.0, 0.01)] == [2, 10, 50]
+    assert [calibration.rounds_of(seconds) for seconds in (15.0, 2.0, 0.01)] == [
+        2,
+        10,
+        50,
+    ]
 
 
-def test_a_model_of_the_hub_is_fetched_without_its_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_model_of_the_hub_is_fetched_without_its_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[list[str]] = []
 
     def download(name: str, allow_patterns: list[str], revision: str | None) -> str:
@@ -437,11 +524,18 @@ def test_a_model_of_the_hub_is_fetched_without_its_weights(monkeypatch: pytest.M
         return str(DEMO_MODEL)
 
     def list_files(self: Any, name: str, revision: str | None) -> Any:
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename="model.safetensors")])
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename="model.safetensors")]
+        )
 
     monkeypatch.setattr("huggingface_hub.snapshot_download", download)
     monkeypatch.setattr("huggingface_hub.HfApi.model_info", list_files)
     open_model(EngineConfig(model="some/model"), has_weights=False)
-    assert not [pattern for patterns in asked for pattern in patterns if "safetensors" in pattern]
+    assert not [
+        pattern
+        for patterns in asked
+        for pattern in patterns
+        if "safetensors" in pattern
+    ]
     open_model(EngineConfig(model="some/model"))
     assert any("safetensors" in pattern for pattern in asked[-1])

@@ -37,7 +37,9 @@ def rows(tmp_path: Path) -> Path:
     """Have eight different prompts of 20 tokens, each to be continued by 30."""
     rng = random.Random(3)
     path = tmp_path / "a.jsonl"
-    lines = [{"prompt": rng.choices(range(300), k=20), "max_tokens": 30} for _ in range(8)]
+    lines = [
+        {"prompt": rng.choices(range(300), k=20), "max_tokens": 30} for _ in range(8)
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -54,16 +56,26 @@ def plans_of(*arguments: object) -> dict[str, Any]:
 
 
 def roofs_of(num_devices: int, num_nodes: int = 1) -> Roofs:
-    return Roofs(80 << 30, 1e12, 1e14, 1e11, 1e10, num_devices=num_devices, num_nodes=num_nodes)
+    return Roofs(
+        80 << 30, 1e12, 1e14, 1e11, 1e10, num_devices=num_devices, num_nodes=num_nodes
+    )
 
 
 def test_spreads_use_all_devices_and_keep_shards_on_a_node() -> None:
     found = [*find_spreads(roofs_of(8, 2), GroupSizes())]
     assert len(found) == len(set(found)) == 14
     assert all(d * s * t == 16 and t <= 8 for d, s, t in found)
-    assert {*find_spreads(roofs_of(6), GroupSizes())} >= {(1, 2, 3), (3, 2, 1), (6, 1, 1)}
+    assert {*find_spreads(roofs_of(6), GroupSizes())} >= {
+        (1, 2, 3),
+        (3, 2, 1),
+        (6, 1, 1),
+    }
     # Three nodes of two: a pipeline of four ranks would lie on one node and a half of the next.
-    assert {s * t for _, s, t in find_spreads(roofs_of(2, 3), GroupSizes())} == {1, 2, 6}
+    assert {s * t for _, s, t in find_spreads(roofs_of(2, 3), GroupSizes())} == {
+        1,
+        2,
+        6,
+    }
     kept = [*find_spreads(roofs_of(8), GroupSizes(tensor_parallel_size=2))]
     assert {t for _, _, t in kept} == {2} and len(kept) == 3
     ones = [*find_spreads(roofs_of(8), GroupSizes(), {"tensor_parallel_size"})]
@@ -81,7 +93,9 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
     together = [run["load_s"] + run["run_s"] for run in fitting]
     assert together == sorted(together)
     assert {run["why_not"] for run in others} == {"more memory is needed"}
-    assert all("--offload" not in run["flags"] for run in others), "layers are streamed instead"
+    assert all("--offload" not in run["flags"] for run in others), (
+        "layers are streamed instead"
+    )
     by_flags = {run["flags"]: run for run in fitting}
     streamed = by_flags["--data-group-size 8 --offload auto"]
     assert streamed["streamed"][0]["place"] == "disk" and streamed["bound"] == "disk"
@@ -91,19 +105,27 @@ def test_a_large_model_on_eight_gpus(rows: Path) -> None:
     assert half["rank_bytes"] == pytest.approx(whole["rank_bytes"], rel=0.02)
     blocks = by_flags["--data-group-size 2 --tp 4 --quantize int8"]
     assert blocks["weight_dtype"] == "int8" and "at each use" in blocks["why_slower"][0]
-    assert 0.9 < blocks["rank_bytes"] / whole["rank_bytes"] < 1.1, "half of twice as much"
+    assert 0.9 < blocks["rank_bytes"] / whole["rank_bytes"] < 1.1, (
+        "half of twice as much"
+    )
     for run in fitting:
         assert run["ms_token"] == pytest.approx(1e3 * run["run_s"] / (8 * 30))
         assert run["rank_bytes"] < KINDS["a100-80gb"].device_bytes
 
 
 def test_the_table_says_that_it_is_predicted(rows: Path) -> None:
-    found = check(rows, "--random-init", "opt-175b", "--plan", "--offload", "off", *NODE)
+    found = check(
+        rows, "--random-init", "opt-175b", "--plan", "--offload", "off", *NODE
+    )
     assert found.exit_code == 0, found.output
     assert (
-        "PREDICTED for 8 × a100-80gb: 79.00 GiB, 312 TFLOP/s, memory 2,039.0 GB/s" in found.output
+        "PREDICTED for 8 × a100-80gb: 79.00 GiB, 312 TFLOP/s, memory 2,039.0 GB/s"
+        in found.output
     )
-    assert "\nfastest   --" in found.output and "more that fit; --all shows" in found.output
+    assert (
+        "\nfastest   --" in found.output
+        and "more that fit; --all shows" in found.output
+    )
     assert re.search(r"not +\d+ ways: more memory is needed", found.output)
     assert "KV cache  " not in found.output, "no single plan is told"
     two = (*NODE[:2], "--num-devices", "2")
@@ -137,9 +159,12 @@ def test_nothing_fits(rows: Path) -> None:
     flags = ("--device-memory", "3G", "--no-weights")
     found = check(rows, "--random-init", "opt-30b", "--plan", *NODE[:2], *flags)
     assert found.exit_code == 1 and "fastest" not in found.output
-    (nearest,) = [line for line in found.output.splitlines() if line.startswith("nearest ")]
+    (nearest,) = [
+        line for line in found.output.splitlines() if line.startswith("nearest ")
+    ]
     assert (
-        "--quantize int4 --offload auto: random opt-30b does not fit: rank 0 would take" in nearest
+        "--quantize int4 --offload auto: random opt-30b does not fit: rank 0 would take"
+        in nearest
     )
 
 
@@ -159,9 +184,15 @@ def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
     assert "--arithmetic-rate, --link-bandwidth, --host-bandwidth" in found.output
     assert "--device-memory," not in found.output, "it was given"
     found = check(rows, *flags, "--num-devices", "8")
-    assert found.exit_code == 2 and "--num-devices and --num-nodes need --plan" in found.output
+    assert (
+        found.exit_code == 2
+        and "--num-devices and --num-nodes need --plan" in found.output
+    )
     found = check(rows, *flags, "--disk-bandwidth", "2G", "--link-bandwidth", "50G")
-    assert found.exit_code == 2 and "--link-bandwidth, --disk-bandwidth: rates" in found.output
+    assert (
+        found.exit_code == 2
+        and "--link-bandwidth, --disk-bandwidth: rates" in found.output
+    )
     found = check(rows, *flags, "--offload", "disk", "--disk-bandwidth", "2G")
     assert found.exit_code == 2 and "too little is known of the devices" in found.output
     found = check(rows, "--plan", *flags, "--device-kind", "this")
@@ -169,9 +200,20 @@ def test_devices_without_a_kind_are_told_by_flags(rows: Path) -> None:
     found = check(rows, "--plan", *flags, "--memory-bandwidth", "fast")
     assert found.exit_code == 2 and "'fast' is no rate" in found.output
     rates = ["--memory-bandwidth", "1T", "--arithmetic-rate", "100T"]
-    rates += ["--link-bandwidth", "50G", "--host-bandwidth", "25G", "--host-memory", "64G"]
-    slow, fast = (plans_of(rows, *flags, *rates, "--disk-bandwidth", d) for d in ("1G", "2.5G"))
-    assert slow["roofs"]["host_bytes"] == 64 << 30 and slow["roofs"]["memory_rate"] == 1e12
+    rates += [
+        "--link-bandwidth",
+        "50G",
+        "--host-bandwidth",
+        "25G",
+        "--host-memory",
+        "64G",
+    ]
+    slow, fast = (
+        plans_of(rows, *flags, *rates, "--disk-bandwidth", d) for d in ("1G", "2.5G")
+    )
+    assert (
+        slow["roofs"]["host_bytes"] == 64 << 30 and slow["roofs"]["memory_rate"] == 1e12
+    )
     loads = [plans["runs"][0]["load_s"] - 10 for plans in (slow, fast)]
     assert loads[0] == pytest.approx(2.5 * loads[1])
 
@@ -191,21 +233,30 @@ def test_this_machine_is_measured_and_its_calibration_is_used(rows: Path) -> Non
     keep_costs(path, CostModel((7.0, *[0.0] * (len(COSTS) - 1)), 0.0), "demo")
     runs = {run["flags"]: run for run in plans_of(rows, *words)["runs"]}
     # Seven seconds a step: the prompts' step draws each row's first token, and 29 more follow.
-    assert runs[""]["bound"] == "as calibrated" and runs[""]["run_s"] == pytest.approx(7 * 30)
+    assert runs[""]["bound"] == "as calibrated" and runs[""]["run_s"] == pytest.approx(
+        7 * 30
+    )
 
 
-def test_a_folder_with_an_index_alone_has_plans_here(rows: Path, tmp_path: Path) -> None:
-    """Its disk cannot be measured: --plan and --offload asked for weights in spite of the flag."""
+def test_a_folder_with_an_index_alone_has_plans_here(
+    rows: Path, tmp_path: Path
+) -> None:
+    """Its disk cannot be measured: --plan and --offload asked for weights in spite of
+    the flag."""
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
     with safe_open(folder / "model.safetensors", "pt") as file:
         homes = dict.fromkeys(file.keys(), "model-00001-of-00002.safetensors")
     (folder / "model.safetensors").unlink()
-    (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+    (folder / "model.safetensors.index.json").write_text(
+        json.dumps({"weight_map": homes})
+    )
     plans = plans_of(rows, "--model-name", folder, "--no-weights")
     assert plans["runs"] and plans["roofs"]["disk_rate"] == KINDS["h200"].disk_rate
     assert "its disk is assumed" in plans["kind"]
-    told = plans_of(rows, "--model-name", folder, "--no-weights", "--disk-bandwidth", "7G")
+    told = plans_of(
+        rows, "--model-name", folder, "--no-weights", "--disk-bandwidth", "7G"
+    )
     assert "assumed" not in told["kind"], "the flag says it"
 
 
@@ -233,8 +284,13 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     """--offload tells the streamed layers, and what a pass takes if the devices are known."""
     found = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *NODE[:2])
     assert found.exit_code == 0, found.output
-    assert "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each" in found.output
-    assert re.search(r"predicted: \d+\.\d s a full pass, .* bound by disk", found.output)
+    assert (
+        "passes    64 of 70 layers, 294.02 GiB, are read from the disk in each"
+        in found.output
+    )
+    assert re.search(
+        r"predicted: \d+\.\d s a full pass, .* bound by disk", found.output
+    )
     sizes = ("--device-memory", "80G", "--host-memory", "1T")
     unknown = check(rows, "--random-init", "bloom-176b", "--offload", "auto", *sizes)
     assert "wait in the host's memory" in unknown.output
@@ -243,7 +299,9 @@ def test_check_tells_what_offload_does(rows: Path) -> None:
     assert "passes    2 of 2 layers" in here.output and "bound by" in here.output
     assert "calibration times no steps with --offload" in here.output
     plain = check(rows, "--random-init", "opt-125m", "--device-kind", "l4")
-    assert "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output
+    assert (
+        "passes" not in plain.output and "22.00 GiB for each of 1 ranks" in plain.output
+    )
 
 
 def test_a_cpu_is_measured_in_the_type_that_it_multiplies_in() -> None:
@@ -259,7 +317,9 @@ def test_a_cpu_is_measured_in_the_type_that_it_multiplies_in() -> None:
 def test_each_node_has_the_memory_of_this_machine(rows: Path) -> None:
     """Two pipelines on two nodes were planned as if both took this one's memory."""
     one, two = (
-        plans_of(rows, "--device", "cpu", "--random-init", "opt-1.3b", "--num-nodes", number)
+        plans_of(
+            rows, "--device", "cpu", "--random-init", "opt-1.3b", "--num-nodes", number
+        )
         for number in (1, 2)
     )
     alone = next(run for run in one["runs"] if run["flags"] == "")
@@ -268,7 +328,8 @@ def test_each_node_has_the_memory_of_this_machine(rows: Path) -> None:
 
 
 def test_offload_off_and_a_wide_tp_are_kept(rows: Path) -> None:
-    """`--offload off` listed streamed layers; a --tp that cannot be gave a table without rows."""
+    """`--offload off` listed streamed layers; a --tp that cannot be gave a table
+    without rows."""
     words = ("--random-init", "llama-70b", "--plan", "--device-kind", "l4")
     streamed = check(rows, *words)
     assert streamed.exit_code == 0 and "--offload auto" in streamed.output

@@ -1,7 +1,8 @@
 """A cluster that is a folder: what the fake sbatch, squeue, bsub, bjobs … have in common.
 
-$FAKE_CLUSTER holds a JSON file for each task in the queue. The programs refuse every flag and every
-line of a script that they do not know. `run_queue` runs the queued scripts one after the other.
+$FAKE_CLUSTER holds a JSON file for each task in the queue. The programs refuse every
+flag and every line of a script that they do not know. `run_queue` runs the queued
+scripts one after the other.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ import sys
 from pathlib import Path
 from typing import Any, NoReturn
 
-Options = dict[str, str | None]  # a flag → what its value must match; None: it takes none
+# a flag → what its value must match; None: it takes none
+Options = dict[str, str | None]
 SLURM_FLAGS: Options = {
     "--parsable": None,
     "--job-name": r"(?s).+",
@@ -71,7 +73,9 @@ def parse(words: list[str], known: Options) -> dict[str, str]:
             if flag.startswith("--") or not words:
                 fail(f"option {flag!r} requires an argument")
             value = words.pop(0)
-        if (pattern is None and has_value) or (pattern and not re.fullmatch(pattern, value)):
+        if (pattern is None and has_value) or (
+            pattern and not re.fullmatch(pattern, value)
+        ):
             fail(f"invalid value {value!r} of {flag}")
         if flag in found:
             fail(f"{flag} is given twice")
@@ -111,14 +115,22 @@ def submit(
     counter.write_text(str(job))
     last = re.match(r"1-(\d+)", indices)
     for index in range(1, int(last[1]) + 1) if last else [None]:
-        task = {"kind": kind, "job": job, "index": index, "name": name, "script": script}
+        task = {
+            "kind": kind,
+            "job": job,
+            "index": index,
+            "name": name,
+            "script": script,
+        }
         task |= {"log": log, "values": values, "restarts": 0, "state": "PENDING"}
         (folder() / f"{job}_{index or 0:05}.task").write_text(json.dumps(task))
     return job
 
 
 def tasks() -> list[tuple[Path, dict[str, Any]]]:
-    return [(path, json.loads(path.read_text())) for path in sorted(folder().glob("*.task"))]
+    return [
+        (path, json.loads(path.read_text())) for path in sorted(folder().glob("*.task"))
+    ]
 
 
 def environment(task: dict[str, Any]) -> dict[str, str]:
@@ -128,10 +140,16 @@ def environment(task: dict[str, Any]) -> dict[str, str]:
     if task["kind"] == "lsf":
         name = task["name"] + (f"[{index}]" if index else "")
         hosts = " ".join(["127.0.0.1"] * int(values.get("-n", 1)))
-        return {"LSB_JOBID": job, "LSB_JOBINDEX": str(index or 0), "LSB_JOBNAME": name} | {
-            "LSB_HOSTS": hosts
-        }
-    own = {"SLURM_JOB_ID": job, "SLURM_JOB_NAME": task["name"], "SLURM_JOB_NODELIST": "127.0.0.1"}
+        return {
+            "LSB_JOBID": job,
+            "LSB_JOBINDEX": str(index or 0),
+            "LSB_JOBNAME": name,
+        } | {"LSB_HOSTS": hosts}
+    own = {
+        "SLURM_JOB_ID": job,
+        "SLURM_JOB_NAME": task["name"],
+        "SLURM_JOB_NODELIST": "127.0.0.1",
+    }
     own |= {"SLURM_NTASKS": values["--ntasks"]}
     if task["restarts"]:
         own |= {"SLURM_RESTART_COUNT": str(task["restarts"])}
@@ -183,7 +201,9 @@ def _finish(path: Path, task: dict[str, Any], status: int) -> None:
 def run_ranks(command: list[str], num_ranks: int, names: tuple[str, str]) -> NoReturn:
     """Be srun or mpirun: start the ranks, wait for all, and end with the highest status."""
     ranks = [
-        subprocess.Popen(command, env=os.environ | {names[0]: str(rank), names[1]: str(num_ranks)})
+        subprocess.Popen(
+            command, env=os.environ | {names[0]: str(rank), names[1]: str(num_ranks)}
+        )
         for rank in range(num_ranks)
     ]
     sys.exit(max(rank.wait() for rank in ranks))

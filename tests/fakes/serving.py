@@ -18,7 +18,8 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from fminfer.server.asgi_app import page_routes
 
-Token = tuple[str, float, dict[str, float]]  # spelling, probability, those of the alternatives
+# spelling, probability, those of the alternatives
+Token = tuple[str, float, dict[str, float]]
 Chunk = tuple[str, list[Token]]  # text, tokens
 
 ROUTE = "Question: How do you go from the attic to the den?\nAnswer:"
@@ -32,15 +33,27 @@ ANSWERS: dict[str, list[Chunk]] = {
     ],
     "markup": [
         ("<script>", [("<script>", 0.9, {"<script>": 0.9, "<b>": 0.1})]),
-        ("alert(1)</script>", [("alert(1)</script>", 0.5, {"<img src=x onerror=alert(2)>": 0.3})]),
-        ("<img src=x onerror=alert(3)>", [("<img src=x onerror=alert(3)>", 0.5, {"&amp;": 0.3})]),
+        (
+            "alert(1)</script>",
+            [("alert(1)</script>", 0.5, {"<img src=x onerror=alert(2)>": 0.3})],
+        ),
+        (
+            "<img src=x onerror=alert(3)>",
+            [("<img src=x onerror=alert(3)>", 0.5, {"&amp;": 0.3})],
+        ),
     ],
-    # As the engine sends them: text comes late or early, a character's pieces together; the end's
-    # token has no text.
+    # As the engine sends them: text comes late or early, a character's pieces together;
+    # the end's token has no text.
     "pieces": [
         ("a", [("a", 0.9, {"a": 0.9})]),
         ("", []),
-        (" 🤗", [(r"bytes: \xf0\x9f", 0.5, {"b": 0.2}), (r"bytes:\xa4\x97", 0.5, {"c": 0.1})]),
+        (
+            " 🤗",
+            [
+                (r"bytes: \xf0\x9f", 0.5, {"b": 0.2}),
+                (r"bytes:\xa4\x97", 0.5, {"c": 0.1}),
+            ],
+        ),
         ("", [("ST", 0.6, {"ST": 0.6})]),
         ("STone", [("one", 0.6, {"one": 0.6})]),
         (" of", []),
@@ -65,7 +78,10 @@ class Fake:
 
 def _completion(chunk: Chunk, reason: str | None) -> dict[str, Any]:
     text, tokens = chunk
-    logs = [{spelling: math.log(p) for spelling, p in others.items()} for _, _, others in tokens]
+    logs = [
+        {spelling: math.log(p) for spelling, p in others.items()}
+        for _, _, others in tokens
+    ]
     listed = {
         "tokens": [spelling for spelling, _, _ in tokens],
         "token_logprobs": [math.log(p) for _, p, _ in tokens],
@@ -82,15 +98,23 @@ def _chat(chunk: Chunk, reason: str | None) -> dict[str, Any]:
         return {"token": spelling, "logprob": math.log(p), "bytes": None}
 
     listed = [
-        entry(spelling, p) | {"top_logprobs": [entry(*other) for other in others.items()]}
+        entry(spelling, p)
+        | {"top_logprobs": [entry(*other) for other in others.items()]}
         for spelling, p, others in tokens
     ]
     logprobs = {"content": listed, "refusal": None}
-    return {"index": 0, "delta": {"content": text}, "logprobs": logprobs, "finish_reason": reason}
+    return {
+        "index": 0,
+        "delta": {"content": text},
+        "logprobs": logprobs,
+        "finish_reason": reason,
+    }
 
 
 async def _tool_call() -> AsyncIterator[dict[str, Any]]:
-    for index, part in enumerate([{"name": "look_up", "arguments": ""}, {"arguments": '{"a": 1}'}]):
+    for index, part in enumerate(
+        [{"name": "look_up", "arguments": ""}, {"arguments": '{"a": 1}'}]
+    ):
         call = {"index": 0, "function": part} | ({"id": "c1"} if not index else {})
         yield {"index": 0, "delta": {"tool_calls": [call]}, "finish_reason": None}
     yield {"index": 0, "delta": {}, "finish_reason": "tool_calls"}
@@ -99,7 +123,11 @@ async def _tool_call() -> AsyncIterator[dict[str, Any]]:
 async def _choices(prompt: str, is_chat: bool) -> AsyncIterator[dict[str, Any]]:
     shape = _chat if is_chat else _completion
     if is_chat:
-        yield {"index": 0, "delta": {"role": "assistant", "content": ""}, "finish_reason": None}
+        yield {
+            "index": 0,
+            "delta": {"role": "assistant", "content": ""},
+            "finish_reason": None,
+        }
     if prompt == "tools":
         async for choice in _tool_call():
             yield choice
@@ -142,7 +170,10 @@ def fake_app(fake: Fake) -> FastAPI:
     app.include_router(page_routes())
 
     def refusal(request: Request) -> Response | None:
-        if fake.key is None or request.headers.get("authorization") == f"Bearer {fake.key}":
+        if (
+            fake.key is None
+            or request.headers.get("authorization") == f"Bearer {fake.key}"
+        ):
             return None
         return _refuse("Give the server's API key as a bearer token", 401)
 
@@ -153,8 +184,12 @@ def fake_app(fake: Fake) -> FastAPI:
         fake.bodies.append(body)
         prompt = body["messages"][-1]["content"] if is_chat else body["prompt"]
         if prompt == "too long":
-            return _refuse("maximum context length is 8 tokens, and this has <b>9</b>", 400)
-        return StreamingResponse(_events(fake, prompt, is_chat), media_type="text/event-stream")
+            return _refuse(
+                "maximum context length is 8 tokens, and this has <b>9</b>", 400
+            )
+        return StreamingResponse(
+            _events(fake, prompt, is_chat), media_type="text/event-stream"
+        )
 
     @app.post("/v1/completions")
     async def complete(request: Request) -> Response:
@@ -166,7 +201,11 @@ def fake_app(fake: Fake) -> FastAPI:
 
     @app.get("/v1/models")
     async def models(request: Request) -> Response:
-        model = {"id": "fake", "max_model_len": 8, "has_chat_template": fake.has_chat_template}
+        model = {
+            "id": "fake",
+            "max_model_len": 8,
+            "has_chat_template": fake.has_chat_template,
+        }
         return refusal(request) or JSONResponse({"object": "list", "data": [model]})
 
     @app.get("/stats")
@@ -185,7 +224,9 @@ def serve_fake(**options: Any) -> Iterator[Fake]:
     fake = Fake(**options)
     with socket.create_server(("127.0.0.1", 0)) as listener:
         fake.url = f"http://127.0.0.1:{listener.getsockname()[1]}/"
-        config = uvicorn.Config(fake_app(fake), log_level="error", timeout_graceful_shutdown=1)
+        config = uvicorn.Config(
+            fake_app(fake), log_level="error", timeout_graceful_shutdown=1
+        )
         server = uvicorn.Server(config)
         thread = threading.Thread(target=server.run, kwargs={"sockets": [listener]})
         thread.start()

@@ -68,7 +68,11 @@ def outputs(folder: Path) -> Result:
         name = str(path.relative_to(folder))
         if path.name.endswith(".status.json"):
             status = json.loads(path.read_bytes())
-            found[name] = [status["status"], status["request_counts"], status["fminfer"]["limit"]]
+            found[name] = [
+                status["status"],
+                status["request_counts"],
+                status["fminfer"]["limit"],
+            ]
         elif path.suffix == ".jsonl":
             found[name] = records(path)
         elif path.suffix == ".npy":
@@ -85,7 +89,9 @@ def line_of(number: int) -> dict[str, Any]:
 def write_lines(path: Path, num_lines: int, *, has_errors: bool = True) -> None:
     """Write lines, of which two are wrong."""
     lines = [json.dumps(line_of(number)) for number in range(num_lines)]
-    path.write_text("\n".join([*lines, *(['{"prompt": 5}', "no json"] * has_errors)]) + "\n")
+    path.write_text(
+        "\n".join([*lines, *(['{"prompt": 5}', "no json"] * has_errors)]) + "\n"
+    )
 
 
 def _ok(warm: Warm, words: Words, *statuses: int) -> None:
@@ -129,7 +135,8 @@ def _write_folder(warm: Warm) -> None:
 
 def _folder_outputs(folder: Path) -> Result:
     return outputs(folder / "outs") | {
-        str(path.relative_to(folder)): records(path) for path in folder.glob("outs/*.jsonl")
+        str(path.relative_to(folder)): records(path)
+        for path in folder.glob("outs/*.jsonl")
     }
 
 
@@ -139,8 +146,21 @@ def _kill_folder(warm: Warm) -> None:
 
 
 def _split(folder: Path) -> Words:
-    words: Words = ["split", "--input-file", folder / "in.jsonl", "--output-dir", folder / "parts"]
-    return [*words, "--generate-token-chunk-size", "12", "--min-generate-token", "1", "--flat"]
+    words: Words = [
+        "split",
+        "--input-file",
+        folder / "in.jsonl",
+        "--output-dir",
+        folder / "parts",
+    ]
+    return [
+        *words,
+        "--generate-token-chunk-size",
+        "12",
+        "--min-generate-token",
+        "1",
+        "--flat",
+    ]
 
 
 def _read_parts(folder: Path) -> Result:
@@ -148,10 +168,13 @@ def _read_parts(folder: Path) -> Result:
     found = {
         str(path.relative_to(folder)): path.read_bytes()
         for path in files
-        if path.parent.suffix != ".claim" and path.suffix != ".new"  # the repeat removes them
+        # the repeat removes them
+        if path.parent.suffix != ".claim" and path.suffix != ".new"
     }
     manifest = json.loads(found.pop("parts/manifest.json"))
-    return found | {"manifest": {key: manifest[key] for key in manifest if "time" not in key}}
+    return found | {
+        "manifest": {key: manifest[key] for key in manifest if "time" not in key}
+    }
 
 
 def _prepare_merge(warm: Warm) -> None:
@@ -174,7 +197,11 @@ def _quantize(folder: Path) -> Words:
 
 def _read_small(folder: Path) -> Result:
     paths = sorted((folder / "small").rglob("*"))
-    return {str(path.relative_to(folder)): path.read_bytes() for path in paths if path.is_file()}
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in paths
+        if path.is_file()
+    }
 
 
 def _prepare_load(warm: Warm) -> None:
@@ -196,7 +223,9 @@ def _save_bert(folder: Path) -> NoReturn:
 def _prepare_embeddings(warm: Warm) -> None:
     model = warm.scratch / "bert"
     if not model.exists():
-        assert warm.wait(warm.fork(lambda: _save_bert(model), warm.scratch / "said")) == 0
+        assert (
+            warm.wait(warm.fork(lambda: _save_bert(model), warm.scratch / "said")) == 0
+        )
     shutil.copytree(model, warm.folder / "model")
     lines = [{"input": f"w{number} w{number % 7}"} for number in range(9)]
     text = "\n".join(map(json.dumps, lines))
@@ -215,7 +244,14 @@ def _prepare_cache(warm: Warm) -> None:
     _write_input(warm)
     other = warm.scratch / "other.jsonl"
     write_lines(other, 5, has_errors=False)
-    words: Words = ["run", other, "--output", warm.scratch / "answers.jsonl", "--restart", *FLAGS]
+    words: Words = [
+        "run",
+        other,
+        "--output",
+        warm.scratch / "answers.jsonl",
+        "--restart",
+        *FLAGS,
+    ]
     _ok(warm, [*words, "--result-cache", warm.folder / "kept"])
 
 
@@ -265,7 +301,9 @@ COMMANDS: Sequence[Command] = (
     Command("run", _write_input, _run, outputs, (3,)),
     Command("resume", _kill_run, _run, outputs, (3,)),
     Command("grown", _grow, _run, outputs, (3,)),
-    Command("workers", _write_folder, _run_folder, _folder_outputs, (0, 3), _run_folder),
+    Command(
+        "workers", _write_folder, _run_folder, _folder_outputs, (0, 3), _run_folder
+    ),
     Command("claims", _kill_folder, _run_folder, _folder_outputs, (0, 3), _run_folder),
     Command("load", _prepare_load, _load, outputs, (3,)),
     Command("embeddings", _prepare_embeddings, _embed, outputs, (3,)),

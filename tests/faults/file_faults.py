@@ -1,9 +1,9 @@
 """Fails calls on files, one by one, and sees that nothing is lost: `scripts/torture --faults`.
 
-A command is run once to count its calls of each kind. Then each case is a kind of call, the number
-of the call, an error, and whether the error lasts. The command must end by a sentence. What it
-calls done must be right. The same command without a fault must then give what an undisturbed one
-gives.
+A command is run once to count its calls of each kind. Then each case is a kind of call,
+the number of the call, an error, and whether the error lasts. The command must end by a
+sentence. What it calls done must be right. The same command without a fault must then
+give what an undisturbed one gives.
 """
 
 from __future__ import annotations
@@ -21,7 +21,9 @@ from fminfer.files.journal_rows import read_row
 from tests.faults.commands import Command, Result
 from tests.faults.preload import ERRORS_OF, KINDS, ONCE_ONLY, Outcome, Plan, Warm
 
-RAW = re.compile(r"Traceback|panicked at|Exception ignored|Exception in thread|Error: \[")
+RAW = re.compile(
+    r"Traceback|panicked at|Exception ignored|Exception in thread|Error: \["
+)
 KNOWN = (0, 1, 2, 3, 75)  # exit statuses after a fault
 
 
@@ -81,7 +83,11 @@ class Loop:
         done = self.run(command)
         assert done.status in command.statuses, done
         return Ready(
-            command, template, command.read(self.folder), self._names(command), done.counts
+            command,
+            template,
+            command.read(self.folder),
+            self._names(command),
+            done.counts,
         )
 
     def run(self, command: Command, plan: Plan | None = None) -> Outcome:
@@ -102,7 +108,9 @@ class Loop:
         if found.status in ready.command.statuses:
             self.check_result(ready, "it ended well, and", found)
         # What another process seems to have locked is its own, and stays.
-        self.repeat(ready, found, is_shared=(plan.kind, plan.error) == ("lock", "EAGAIN"))
+        self.repeat(
+            ready, found, is_shared=(plan.kind, plan.error) == ("lock", "EAGAIN")
+        )
         return found
 
     def repeat(
@@ -113,7 +121,8 @@ class Loop:
         kept = {path: kept_records(path) for path in self._outputs()}
         is_whole = self._is_whole(ready)
         for claim in self.folder.rglob("*.claim/*"):
-            if not claim.read_bytes().endswith(b"\n"):  # who repeats a command takes a second
+            # who repeats a command takes a second
+            if not claim.read_bytes().endswith(b"\n"):
                 os.utime(claim, (claim.stat().st_mtime - 2 * WRITING_S,) * 2)
         again = self.run(command)
         said = f"{before.text if before else ''}\nREPEAT: {again.text}"
@@ -127,12 +136,16 @@ class Loop:
         for output, rows in kept.items():
             if not output.exists():
                 continue  # the command only looks, or what it has left is wrong anyway
-            errors = output.with_name(output.name.removesuffix(".jsonl") + ".errors.jsonl")
+            errors = output.with_name(
+                output.name.removesuffix(".jsonl") + ".errors.jsonl"
+            )
             finished = set(output.read_bytes().splitlines())
             if errors.exists():
                 finished |= set(errors.read_bytes().splitlines())
             if command.name != "grown" and not rows <= finished:
-                raise WrongError(f"rows that were in {output.name}.journal have changed: {said}")
+                raise WrongError(
+                    f"rows that were in {output.name}.journal have changed: {said}"
+                )
         more = self._names(command) - ready.names
         if more and not is_shared:
             raise WrongError(f"left over: {sorted(more)}: {said}")
@@ -156,10 +169,14 @@ class Loop:
         try:
             result = ready.command.read(self.folder)
         except (OSError, ValueError, KeyError, AssertionError) as error:
-            raise WrongError(f"{when} {type(error).__name__}: {error}: {text}") from error
+            raise WrongError(
+                f"{when} {type(error).__name__}: {error}: {text}"
+            ) from error
         if result != ready.result:
             keys = result.keys() | ready.result.keys()
-            others = sorted(key for key in keys if result.get(key) != ready.result.get(key))
+            others = sorted(
+                key for key in keys if result.get(key) != ready.result.get(key)
+            )
             raise WrongError(f"{when} {others} differ: {text}")
 
     def _is_whole(self, ready: Ready) -> bool:
@@ -174,4 +191,6 @@ class Loop:
 
     def _names(self, command: Command) -> set[str]:
         paths = (str(path.relative_to(self.folder)) for path in self.folder.rglob("*"))
-        return {name for name in paths if not name.startswith(command.leaves or ("\0",))}
+        return {
+            name for name in paths if not name.startswith(command.leaves or ("\0",))
+        }

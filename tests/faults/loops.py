@@ -1,4 +1,5 @@
-"""Fails calls on files, or the power, over all commands: `scripts/torture --faults`, `--cuts`."""
+"""Fails calls on files, or the power, over all commands: `scripts/torture --faults`,
+`--cuts`."""
 
 from __future__ import annotations
 
@@ -41,10 +42,14 @@ class Target(Protocol):
 class CommandTarget:
     """A command."""
 
-    def __init__(self, loop: Loop, command: Command, seed: int, *, is_new_boot: bool) -> None:
+    def __init__(
+        self, loop: Loop, command: Command, seed: int, *, is_new_boot: bool
+    ) -> None:
         self._loop = loop
         self._ready: Ready = loop.make_ready(command)
-        self._open_cuts = partial(CutLoop, loop, self._ready, seed, is_new_boot=is_new_boot)
+        self._open_cuts = partial(
+            CutLoop, loop, self._ready, seed, is_new_boot=is_new_boot
+        )
         self._cuts: CutLoop | None = None
         self.plans = self._ready.plans
 
@@ -88,7 +93,9 @@ class Table:
                 keys = [key for key in self.tried if value in (None, key[place])]
                 if not keys:
                     continue
-                cells = [self._cell(key for key in keys if key[0] == name) for name in names]
+                cells = [
+                    self._cell(key for key in keys if key[0] == name) for name in names
+                ]
                 tried, failed = self._sums(keys)
                 sums = f"{tried:,} | {tried - failed:,} | {failed:,}"
                 yield f"| {value or 'sum'} | " + " | ".join(cells) + f" | {sums} |"
@@ -96,14 +103,25 @@ class Table:
 
     def _cell(self, keys: Iterable[tuple[str, ...]]) -> str:
         tried, failed = self._sums(list(keys))
-        return f"{tried:,} ({failed:,} failed)" if failed else f"{tried:,}" if tried else ""
+        return (
+            f"{tried:,} ({failed:,} failed)"
+            if failed
+            else f"{tried:,}"
+            if tried
+            else ""
+        )
 
     def _sums(self, keys: list[tuple[str, ...]]) -> tuple[int, int]:
-        return sum(self.tried[key] for key in keys), sum(self.failed[key] for key in keys)
+        return sum(self.tried[key] for key in keys), sum(
+            self.failed[key] for key in keys
+        )
 
 
 def choose(
-    cases: Iterable[Case], num_cases: int, seed: int, group_of: Callable[[Case], Hashable]
+    cases: Iterable[Case],
+    num_cases: int,
+    seed: int,
+    group_of: Callable[[Case], Hashable],
 ) -> list[Case]:
     """Draw cases by a seed, of each group about as many as of others."""
     source = random.Random(seed)
@@ -164,7 +182,9 @@ def go_over(wish: Wish) -> tuple[Table, list[str]]:
             if wish.is_loud:
                 took_s = time.monotonic() - started_s
                 num_failed = len(failures) - before
-                click.echo(f"{name}: {num_tried:,} in {took_s:.0f} s, {num_failed:,} failed")
+                click.echo(
+                    f"{name}: {num_tried:,} in {took_s:.0f} s, {num_failed:,} failed"
+                )
     return table, failures
 
 
@@ -182,7 +202,10 @@ def _cases_of(
     plans = list(target.plans())
     if wish.num_cases is not None:
         plans = choose(
-            plans, wish.num_cases, wish.seed, lambda plan: (plan.kind, plan.error, plan.is_lasting)
+            plans,
+            wish.num_cases,
+            wish.seed,
+            lambda plan: (plan.kind, plan.error, plan.is_lasting),
         )
     for plan in plans:
         key = (plan.kind, plan.error)
@@ -214,9 +237,15 @@ def try_one(wish: Wish, text: str) -> bool:
 @click.option("--seed", default=1, show_default=True)
 @click.option("--cases", default=40, show_default=True, help="Of each command.")
 @click.option("--all", "is_all", is_flag=True, help="All cases: hours.")
-@click.option("--case", "text", help="This one, such as open:3:EIO, write:1:ENOSPC:on; 12:zeros.")
+@click.option(
+    "--case", "text", help="This one, such as open:3:EIO, write:1:ENOSPC:on; 12:zeros."
+)
 @click.option("--minutes", default=1e6, help="End after so long.")
-@click.option("--same-boot", is_flag=True, help="After a cut, claims are whole, and of this start.")
+@click.option(
+    "--same-boot",
+    is_flag=True,
+    help="After a cut, claims are whole, and of this start.",
+)
 def main(
     names: tuple[str, ...],
     is_cuts: bool,
@@ -227,16 +256,19 @@ def main(
     minutes: float,
     same_boot: bool,
 ) -> None:
-    """Fail calls on files; end with status 1 if something is lost, wrong, or told by a traceback.
+    """Fail calls on files; end with status 1 if something is lost, wrong, or told by a
+    traceback.
 
-    Commands are run, resume (a killed run), grown (a changed input), workers (two over a folder),
-    claims (two over what a killed run left), load (a model in the folder), embeddings, kept
-    (answers), told (--stats, --trace, --report), split, merge, quantize, report, status, check and
-    server.
+    Commands are run, resume (a killed run), grown (a changed input), workers (two over
+    a folder), claims (two over what a killed run left), load (a model in the folder),
+    embeddings, kept (answers), told (--stats, --trace, --report), split, merge,
+    quantize, report, status, check and server.
     """
     become_preloaded()
     if unknown := set(names) - set(NAMES):
-        raise click.UsageError(f"no such command: {min(unknown)}; there are {', '.join(NAMES)}")
+        raise click.UsageError(
+            f"no such command: {min(unknown)}; there are {', '.join(NAMES)}"
+        )
     chosen = [name for name in names or NAMES if not (is_cuts and name in READERS)]
     wish = Wish(
         chosen,
@@ -250,7 +282,9 @@ def main(
         raise SystemExit(not try_one(wish, text))
     table, failures = go_over(wish)
     errors = sorted({key[-1] for key in table.tried})
-    titles = [("after a cut", MODES)] if is_cuts else [("call", KINDS), ("error", errors)]
+    titles = (
+        [("after a cut", MODES)] if is_cuts else [("call", KINDS), ("error", errors)]
+    )
     click.echo("\n" + "\n".join(table.lines(titles)))
     raise SystemExit(bool(failures))
 

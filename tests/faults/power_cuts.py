@@ -79,7 +79,8 @@ class Disk:
     begun: dict[str, int] = field(default_factory=dict)
     changes: dict[int, list[Change]] = field(default_factory=dict)
     namings: list[Naming] = field(default_factory=list)
-    numbers: dict[int, int | str] = field(default_factory=dict)  # of descriptors; a folder's path
+    # of descriptors; a folder's path
+    numbers: dict[int, int | str] = field(default_factory=dict)
 
     @classmethod
     def of(cls, folder: Path, seen_as: Path) -> Disk:
@@ -152,14 +153,19 @@ class Disk:
             return
         for naming in self.namings:
             folders = {naming.path.rpartition("/")[0], naming.other.rpartition("/")[0]}
-            is_above = naming.what == "mkdir" and f"{synced}/".startswith(f"{naming.path}/")
+            is_above = naming.what == "mkdir" and f"{synced}/".startswith(
+                f"{naming.path}/"
+            )
             naming.is_synced |= synced in folders or is_above
 
 
 def apply_naming(names: dict[str, int], naming: Naming) -> None:
     """Change names, if a disk that lost others can."""
     target = naming.other or naming.path
-    if target.rpartition("/")[0] not in names and naming.what not in ("unlink", "rmdir"):
+    if target.rpartition("/")[0] not in names and naming.what not in (
+        "unlink",
+        "rmdir",
+    ):
         return
     match naming.what:
         case "create" | "mkdir":
@@ -174,7 +180,9 @@ def apply_naming(names: dict[str, int], naming: Naming) -> None:
                 names[naming.other] = names[naming.path]
         case "rename":
             start = f"{naming.path}/"
-            inside = [name for name in names if name == naming.path or name.startswith(start)]
+            inside = [
+                name for name in names if name == naming.path or name.startswith(start)
+            ]
             for name in inside:
                 names[naming.other + name.removeprefix(naming.path)] = names.pop(name)
 
@@ -234,14 +242,21 @@ def bytes_after(disk: Disk, number: int, mode: str, source: random.Random) -> by
             elif fate == "torn":
                 write_at(data, torn(change, source))
             elif fate == "zeros" and change.data is not None:
-                start = min(change.place // PAGE * PAGE + PAGE, change.place + len(change.data))
+                start = min(
+                    change.place // PAGE * PAGE + PAGE, change.place + len(change.data)
+                )
                 page = start if source.random() < 0.5 else change.place
                 zeros = bytes(change.place + len(change.data) - page)
-                write_at(data, Change(change.place, change.data[: page - change.place] + zeros))
+                write_at(
+                    data,
+                    Change(change.place, change.data[: page - change.place] + zeros),
+                )
     return bytes(data)
 
 
-def build(disk: Disk, folder: Path, mode: str, source: random.Random, *, is_new_boot: bool) -> None:
+def build(
+    disk: Disk, folder: Path, mode: str, source: random.Random, *, is_new_boot: bool
+) -> None:
     """Write a folder as it may be after a power cut."""
     names = dict(disk.begun)
     for naming in disk.namings:
@@ -285,18 +300,25 @@ class Cut:
 def cuts_of(entries: list[Entry]) -> Iterator[Cut]:
     """Yield a cut before the first change, after each, and at the end, for each mode."""
     # Opening to read, closing and copies of descriptors change nothing.
-    points = [place for place, entry in enumerate(entries, 1) if entry.what in "WTSRLUDM"]
+    points = [
+        place for place, entry in enumerate(entries, 1) if entry.what in "WTSRLUDM"
+    ]
     for num_changes in sorted({0, *points, len(entries)}):
         for mode in MODES:
             yield Cut(num_changes, mode)
 
 
-def with_unseen_renames(entries: list[Entry], disk: Disk, folder: Path) -> Iterator[Entry]:
-    """Yield entries, and the renames of a library that asks the kernel by itself, as Rust's does.
+def with_unseen_renames(
+    entries: list[Entry], disk: Disk, folder: Path
+) -> Iterator[Entry]:
+    """Yield entries, and the renames of a library that asks the kernel by itself, as
+    Rust's does.
 
     The command has just ended: its folder tells the new names, which are known by their bytes.
     """
-    left = {path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    left = {
+        path.name: path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
     moved = {entry.path for entry in entries if entry.what in "RUL"}
     for entry in entries:
         number = disk.numbers.get(entry.fd)
@@ -318,7 +340,9 @@ def with_unseen_renames(entries: list[Entry], disk: Disk, folder: Path) -> Itera
 class CutLoop:
     """Tries power cuts of one command."""
 
-    def __init__(self, loop: Loop, ready: Ready, seed: int, *, is_new_boot: bool) -> None:
+    def __init__(
+        self, loop: Loop, ready: Ready, seed: int, *, is_new_boot: bool
+    ) -> None:
         self.loop = loop
         self.ready = ready
         self.seed = seed

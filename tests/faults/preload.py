@@ -42,14 +42,24 @@ SHORT = -1
 KILL = -2
 ERRORS = {"short": SHORT, "kill": KILL} | {
     name: getattr(errno, name)
-    for name in ("EIO", "ENOSPC", "EINTR", "EAGAIN", "ESTALE", "EDQUOT", "ENOMEM", "ENOLCK")
+    for name in (
+        "EIO",
+        "ENOSPC",
+        "EINTR",
+        "EAGAIN",
+        "ESTALE",
+        "EDQUOT",
+        "ENOMEM",
+        "ENOLCK",
+    )
 }
 WRITING = ("EIO", "ENOSPC", "EINTR", "EAGAIN", "ESTALE", "EDQUOT")
 NAMING = ("EIO", "ENOSPC", "ESTALE", "EDQUOT")
 # What each kind of call can say; all can be the last call before a kill.
 ERRORS_OF: dict[str, tuple[str, ...]] = {
     "open": WRITING,
-    "read": ("EIO", "EINTR", "ESTALE", "short"),  # EAGAIN is only said where O_NONBLOCK is set
+    # EAGAIN is only said where O_NONBLOCK is set
+    "read": ("EIO", "EINTR", "ESTALE", "short"),
     "pread": ("EIO", "EINTR", "EAGAIN", "ESTALE", "short"),
     "write": (*WRITING, "short"),
     "pwrite": (*WRITING, "short"),
@@ -104,7 +114,9 @@ def library_path() -> Path:
     if not path.exists():
         draft = path.with_suffix(f".{os.getpid()}")
         flags = ["-O2", "-fPIC", "-shared", "-Wall", "-Wextra", "-Werror"]
-        subprocess.run(["gcc", *flags, "-o", str(draft), str(SOURCE), "-ldl"], check=True)
+        subprocess.run(
+            ["gcc", *flags, "-o", str(draft), str(SOURCE), "-ldl"], check=True
+        )
         draft.replace(path)
     return path
 
@@ -141,7 +153,10 @@ class Warm:
         self._library = ctypes.CDLL(str(library_path()))
         self._library.fault_count.restype = ctypes.c_long
         (scratch / "tmp").mkdir(exist_ok=True)
-        self._environ = dict(os.environ) | {"TMPDIR": str(scratch / "tmp"), "HF_HUB_OFFLINE": "1"}
+        self._environ = dict(os.environ) | {
+            "TMPDIR": str(scratch / "tmp"),
+            "HF_HUB_OFFLINE": "1",
+        }
         assert len(os.listdir("/proc/self/task")) == 1, "a fork would lose threads"
 
     def run(
@@ -168,7 +183,9 @@ class Warm:
 
     def counts(self) -> dict[str, int]:
         """Return how many calls of each kind the last fork with a plan has made."""
-        return {kind: self._library.fault_count(place) for place, kind in enumerate(KINDS)}
+        return {
+            kind: self._library.fault_count(place) for place, kind in enumerate(KINDS)
+        }
 
     def num_faults(self) -> int:
         """Return how many of them failed."""
@@ -191,7 +208,9 @@ class Warm:
         if pid:
             return pid
         output = os.open(said, os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
-        for target, descriptor in enumerate((os.open(os.devnull, os.O_RDONLY), output, output)):
+        for target, descriptor in enumerate(
+            (os.open(os.devnull, os.O_RDONLY), output, output)
+        ):
             os.dup2(descriptor, target)
         if plan is not None:
             kind = KINDS.index(plan.kind) if plan.nth else -1
@@ -223,7 +242,9 @@ def _hangs(pid: int) -> bool:
     before = -1
     for _ in range(10):
         time.sleep(0.2)
-        stats = [path.read_text().rpartition(")")[2].split() for path in _threads_of(pid)]
+        stats = [
+            path.read_text().rpartition(")")[2].split() for path in _threads_of(pid)
+        ]
         before = num_ticks
         num_ticks = sum(int(stat[11]) + int(stat[12]) for stat in stats)
         is_running = num_ticks != before or any(stat[0] in "RD" for stat in stats)

@@ -1,8 +1,8 @@
 """A server whose state folder fails: what a client was told must hold at the next server.
 
 A client uploads a file, sends one batch that is to be answered, one that expires and one that it
-cancels, deletes a file, and notes each promise. Then the server is ended. The next one, without a
-fault, must know all that was promised, and must end each batch with right answers.
+cancels, deletes a file, and notes each promise. Then the server is ended. The next one,
+without a fault, must know all that was promised, and must end each batch with right answers.
 """
 
 from __future__ import annotations
@@ -29,7 +29,9 @@ from tests.faults.preload import Outcome, Plan
 from tests.faults.torture_server import BOUNDARY, OVER, URL
 
 # A traceback of a batch that pauses is for the server's log alone, if it is one of ours.
-RAW = re.compile(r"panicked at|Exception ignored|Exception in thread|internal_error|Traceback")
+RAW = re.compile(
+    r"panicked at|Exception ignored|Exception in thread|internal_error|Traceback"
+)
 READY_S = 30.0
 PATIENCE_S = 3.0
 RESTART_S = 30.0
@@ -42,7 +44,8 @@ class Promises:
     """What a server has told its client, and where the recording was then."""
 
     files: dict[str, int] = field(default_factory=dict)
-    batches: dict[str, tuple[str, int]] = field(default_factory=dict)  # and what each is for
+    # and what each is for
+    batches: dict[str, tuple[str, int]] = field(default_factory=dict)
     ended: dict[str, int] = field(default_factory=dict)  # with all of its lines
     deleted: dict[str, int] = field(default_factory=dict)
 
@@ -94,7 +97,9 @@ class Client:
     def create(self, file_id: str, window: str) -> str | None:
         """Make a batch; return its id."""
         wish = {"input_file_id": file_id, "endpoint": URL, "completion_window": window}
-        found = self.call("POST", "/v1/batches", json.dumps(wish).encode(), "application/json")
+        found = self.call(
+            "POST", "/v1/batches", json.dumps(wish).encode(), "application/json"
+        )
         return found and str(found["id"])
 
     def now(self) -> int:
@@ -132,11 +137,17 @@ class ServerLoop:
         self._clear()
         self.log.unlink(missing_ok=True)
         self.promises, found = self.serve(None, self.log)
-        if (found.status, len(self.promises.ended), len(self.promises.deleted)) != (0, 3, 1):
+        if (found.status, len(self.promises.ended), len(self.promises.deleted)) != (
+            0,
+            3,
+            1,
+        ):
             raise AssertionError(f"{self.promises} {found}")
         self.counts = found.counts
         self.answers = self._check(self.promises, found.text, None)
-        self.entries: list[Entry] = [entry for entry in read_log(self.log) if entry.what != "m"]
+        self.entries: list[Entry] = [
+            entry for entry in read_log(self.log) if entry.what != "m"
+        ]
         return self
 
     def plans(self) -> Iterator[Plan]:
@@ -174,12 +185,18 @@ class ServerLoop:
             disk.take(entry)
             size = entry.end
         self._clear()
-        build(disk, self.loop.folder, cut.mode, random.Random(str(cut)), is_new_boot=True)
+        build(
+            disk, self.loop.folder, cut.mode, random.Random(str(cut)), is_new_boot=True
+        )
         # What was told before this change, which was recorded before it returned.
         promises = self.promises
         told = Promises(
             {name: at for name, at in promises.files.items() if at <= size},
-            {name: (use, at) for name, (use, at) in promises.batches.items() if at <= size},
+            {
+                name: (use, at)
+                for name, (use, at) in promises.batches.items()
+                if at <= size
+            },
             {name: at for name, at in promises.ended.items() if at <= size},
             {name: at for name, at in promises.deleted.items() if at <= size},
         )
@@ -196,7 +213,16 @@ class ServerLoop:
         with socket.socket() as free:
             free.bind(("127.0.0.1", 0))
             port = int(free.getsockname()[1])
-        words = ["serve", "-q", "--port", str(port), "--state", str(self.state), "--max-rows", "8"]
+        words = [
+            "serve",
+            "-q",
+            "--port",
+            str(port),
+            "--state",
+            str(self.state),
+            "--max-rows",
+            "8",
+        ]
         run = self.warm.runner([*words, "--dtype", "float32"])
         pid = self.warm.fork(run, said, plan or Plan("none", 0, "EIO"), log)
         try:
@@ -206,7 +232,9 @@ class ServerLoop:
                 os.kill(pid, signal.SIGKILL)
                 os.waitpid(pid, 0)
 
-    def serve(self, plan: Plan | None, log: Path | None = None) -> tuple[Promises, Outcome]:
+    def serve(
+        self, plan: Plan | None, log: Path | None = None
+    ) -> tuple[Promises, Outcome]:
         """Do all that a client does; return what it was told, and how the server ended."""
         said = self.warm.scratch / "server"
         promises = Promises()
@@ -222,7 +250,11 @@ class ServerLoop:
         return promises, Outcome(status, text, self.warm.num_faults(), counts)
 
     def _talk(self, client: Client, promises: Promises) -> None:
-        for use, window in (("answered", "24h"), ("cancelled", "24h"), ("expired", "1s")):
+        for use, window in (
+            ("answered", "24h"),
+            ("cancelled", "24h"),
+            ("expired", "1s"),
+        ):
             file_id = client.upload(use)
             if file_id is None:
                 continue
@@ -237,7 +269,10 @@ class ServerLoop:
             if client.wait_for(batch_id, PATIENCE_S):
                 promises.ended[batch_id] = client.now()
         spare = client.upload("spare")
-        if spare is not None and client.call("DELETE", f"/v1/files/{spare}") is not None:
+        if (
+            spare is not None
+            and client.call("DELETE", f"/v1/files/{spare}") is not None
+        ):
             promises.deleted[spare] = client.now()
 
     def _check(
@@ -295,13 +330,17 @@ class ServerLoop:
                     raise WrongError(f"the {name} of {batch['id']} is not there")
                 found += [_without_ids(json.loads(line)) for line in raw.splitlines()]
         counts = batch["request_counts"]
-        if batch["status"] != "failed" and len(found) != counts["completed"] + counts["failed"]:
+        if (
+            batch["status"] != "failed"
+            and len(found) != counts["completed"] + counts["failed"]
+        ):
             raise WrongError(f"{counts} and {len(found)} records")
         return found
 
 
 def _without_ids(record: dict[str, Any]) -> Any:
-    """Return a record without what differs between servers; a line's error is compared by code."""
+    """Return a record without what differs between servers; a line's error is compared
+    by code."""
     record = plain(record)
     record.pop("id", None)
     if record.get("response"):

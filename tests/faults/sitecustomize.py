@@ -1,8 +1,8 @@
 """Makes one rank of a run fail at a chosen moment; Python imports it from a folder in its path.
 
-FAULT is "kind rank phase": raise, kill, stop or hang; which rank; during load, prefill or decode.
-One that hangs still beats. In decode it waits until a row is finished, which the journal FAULT_ROWS
-holds. FAULT_TIME is told when it happens.
+FAULT is "kind rank phase": raise, kill, stop or hang; which rank; during load, prefill
+or decode. One that hangs still beats. In decode it waits until a row is finished, which the
+journal FAULT_ROWS holds. FAULT_TIME is told when it happens.
 """
 
 import os
@@ -24,7 +24,8 @@ def _fail() -> None:
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 
 
-def _is_here() -> bool:  # asked late: a rank may be a fork of the one that imported this
+# asked late: a rank may be a fork of the one that imported this
+def _is_here() -> bool:
     kinds = ("rank ", "pipeline ")
     own = [argument for argument in sys.orig_argv if argument.startswith(kinds)]
     return rank == (own[0].rpartition(" ")[2] if own else "0")
@@ -46,7 +47,8 @@ if kind and "-m" in sys.orig_argv:
     def forward_or_fail(self, step, hidden):
         is_prefill = step.lengths.max() > 1
         rows = Path(os.environ["FAULT_ROWS"])
-        is_late = rows.exists() and rows.read_bytes().count(b"\n") > 1  # the first is no row
+        # the first is no row
+        is_late = rows.exists() and rows.read_bytes().count(b"\n") > 1
         is_now = (phase == "prefill" and is_prefill) or (phase == "decode" and is_late)
         if is_now and _is_here():
             _fail()

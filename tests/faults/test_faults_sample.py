@@ -1,4 +1,5 @@
-"""A sample of the fault loops: `scripts/torture --faults` and `--cuts` try thousands of cases."""
+"""A sample of the fault loops: `scripts/torture --faults` and `--cuts` try thousands of
+cases."""
 
 from __future__ import annotations
 
@@ -48,15 +49,24 @@ def child(folder: Path, plan: str) -> tuple[int, list[str]]:
 def test_faults_hit_the_call_of_the_plan(tmp_path: Path) -> None:
     whole = ["wrote 8"] * 3
     assert child(tmp_path, "rename:9:EIO") == (0, whole)
-    assert child(tmp_path, "rename:2:EIO") == (0, [*whole[:2], "1 Input/output error", whole[0]])
-    full = ["0 No space left on device", "1 No space left on device", "2 No space left on device"]
+    assert child(tmp_path, "rename:2:EIO") == (
+        0,
+        [*whole[:2], "1 Input/output error", whole[0]],
+    )
+    full = [
+        "0 No space left on device",
+        "1 No space left on device",
+        "2 No space left on device",
+    ]
     assert child(tmp_path, "open:1:ENOSPC:on") == (0, full)
     assert child(tmp_path, "write:3:short") == (0, ["wrote 8", "wrote 8", "wrote 4"])
     assert child(tmp_path, "fsync:1:kill")[0] == -9
     assert (tmp_path / "a").read_bytes() == b"12345678", "killed before the rename"
 
 
-def entry(what: str, fd: int = 3, place: int = 0, path: str = "", other: str = "") -> Entry:
+def entry(
+    what: str, fd: int = 3, place: int = 0, path: str = "", other: str = ""
+) -> Entry:
     return Entry(what, fd, place, path, other, b"x" * 1000 if what == "W" else b"")
 
 
@@ -117,7 +127,9 @@ def test_what_was_synced_is_there_after_every_cut(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("kind", SAMPLES)
 def test_a_sample_of_commands_holds(kind: str) -> None:
-    names = [name for name in (NAMES if IS_ALL else SAMPLES[kind]) if name not in READERS]
+    names = [
+        name for name in (NAMES if IS_ALL else SAMPLES[kind]) if name not in READERS
+    ]
     words = ["--cases", CASES, *(["--cuts"] if kind == "--cuts" else []), *names]
     command = [sys.executable, "-m", "tests.faults.loops", *words]
     done = subprocess.run(command, capture_output=True, text=True)

@@ -39,7 +39,9 @@ def test_an_error_of_the_system_ends_a_command_by_a_sentence(
     assert "/data/answers.jsonl: Stale file handle" in done.stderr
 
 
-def test_only_a_verbose_run_shows_the_traceback(capsys: pytest.CaptureFixture[str]) -> None:
+def test_only_a_verbose_run_shows_the_traceback(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert process.tell(STALE) == process.EXIT_FAILED
     assert "Traceback" not in capsys.readouterr().err
     process.tell(OSError(errno.EIO, "Input/output error"), is_verbose=True)
@@ -100,7 +102,9 @@ def test_vectors_get_their_name_once_the_status_file_owns_them(
         yield io.BytesIO()
 
     monkeypatch.setattr(status_file, "replacing", replacing)
-    status = StatusFile(tmp_path / "a.jsonl", tmp_path / "out.jsonl", "model", {}, Counts())
+    status = StatusFile(
+        tmp_path / "a.jsonl", tmp_path / "out.jsonl", "model", {}, Counts()
+    )
     status.has_vectors = has_vectors
     status.move("finalizing")
     status.move("completed")
@@ -121,7 +125,10 @@ def test_a_report_without_what_its_status_tells_is_none(tmp_path: Path) -> None:
     output.write_text('{"request":{"prompt":"x"},"result":{"choices":[]}}\n')
     (tmp_path / "out.status.json").write_text('{"object": "batch", "status"')
     done = CliRunner().invoke(main, ["report", str(output)])
-    assert done.exit_code == 2 and "out.status.json cannot be read, or is damaged" in done.stderr
+    assert (
+        done.exit_code == 2
+        and "out.status.json cannot be read, or is damaged" in done.stderr
+    )
     assert not output.with_name("out.report.html").exists()
 
 

@@ -2,9 +2,9 @@
 
 Each round repeats one command. Three times it is killed with SIGKILL: rank 0, one of its
 ranks, or all of them; while it loads, after some rows, or about when it finishes. The fourth is
-left alone, and then every row must be there once, in the order of the input, with the text of a run
-that was never disturbed; and every record that was on disk at a kill must be in the output in the
-very same bytes.
+left alone, and then every row must be there once, in the order of the input, with the
+text of a run that was never disturbed; and every record that was on disk at a kill must
+be in the output in the very same bytes.
 """
 
 from __future__ import annotations
@@ -34,23 +34,45 @@ def write_rows(path: Path) -> None:
     """Write rows of many kinds; equal unseeded ones draw by their number, so order matters."""
     with path.open("w") as file:
         for number in range(NUM_ROWS):
-            row: dict[str, Any] = {"prompt": f"room {number % 5}", "max_tokens": 8 + number % 40}
+            row: dict[str, Any] = {
+                "prompt": f"room {number % 5}",
+                "max_tokens": 8 + number % 40,
+            }
             row |= {"ignore_eos": True, "temperature": 0.9 if number % 2 else 0}
             if number % 7 == 3:
-                rooms = {"type": "array", "items": {"enum": ["den", "attic"]}, "minItems": 9}
+                rooms = {
+                    "type": "array",
+                    "items": {"enum": ["den", "attic"]},
+                    "minItems": 9,
+                }
                 row |= {"ignore_eos": False, "guided_json": rooms}
             file.write(json.dumps(row) + "\n")
         file.write('{"prompt": 5}\n\nno json\n')
 
 
 def command(source: Path, output: Path, num_ranks: int) -> list[str]:
-    start = [sys.executable, "-m", "fminfer", "run", str(source), "--output", str(output)]
-    return [*start, "--max-rows", "8", *(["--world-size", "2"] if num_ranks == 2 else [])]
+    start = [
+        sys.executable,
+        "-m",
+        "fminfer",
+        "run",
+        str(source),
+        "--output",
+        str(output),
+    ]
+    return [
+        *start,
+        "--max-rows",
+        "8",
+        *(["--world-size", "2"] if num_ranks == 2 else []),
+    ]
 
 
 def texts(output: Path) -> list[Any]:
     records = map(json.loads, output.read_text().splitlines())
-    return [(r["request"], [c["text"] for c in r["result"]["choices"]]) for r in records]
+    return [
+        (r["request"], [c["text"] for c in r["result"]["choices"]]) for r in records
+    ]
 
 
 def kept_records(output: Path) -> set[bytes]:
@@ -59,7 +81,11 @@ def kept_records(output: Path) -> set[bytes]:
     if not journal.exists():
         return set()
     lines = journal.read_bytes().splitlines(keepends=True)[1:]
-    return {line[line.index(b'"record":') + 9 : -2] for line in lines if line.endswith(b"}\n")}
+    return {
+        line[line.index(b'"record":') + 9 : -2]
+        for line in lines
+        if line.endswith(b"}\n")
+    }
 
 
 @dataclass(slots=True)
@@ -89,14 +115,18 @@ def run_alone(folder: Path, num_ranks: int) -> Reference:
     output = folder / "whole.jsonl"
     write_rows(source)
     started = time.monotonic()
-    done = subprocess.run(command(source, output, num_ranks), capture_output=True, text=True)
+    done = subprocess.run(
+        command(source, output, num_ranks), capture_output=True, text=True
+    )
     assert done.returncode == 3, done.stderr
     return Reference(source, output, time.monotonic() - started)
 
 
 def children_of(pid: int) -> list[int]:
     try:
-        return [int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()]
+        return [
+            int(p) for p in Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
+        ]
     except OSError:
         return []
 
@@ -138,14 +168,17 @@ def wait_for_phase(run: subprocess.Popen[bytes], moment: Moment, output: Path) -
 
 
 def choose_moment(source: random.Random, num_kept: int, took_s: float) -> Moment:
-    """Choose when to kill: while it loads, after a number of new rows, or about when all are in."""
+    """Choose when to kill: while it loads, after a number of new rows, or about when
+    all are in."""
     phase = source.choice(("loading", "answering", "finishing"))
     if phase == "loading":
         return Moment(phase, 0, source.uniform(0, took_s))
     most = NUM_ROWS + 2  # with the errors
     first = min(num_kept + 1, most)
     num_rows = source.randint(first, most) if phase == "answering" else most
-    return Moment(phase, num_rows, source.uniform(0, 0.05 if phase == "answering" else 0.3))
+    return Moment(
+        phase, num_rows, source.uniform(0, 0.05 if phase == "answering" else 0.3)
+    )
 
 
 def one_round(
@@ -163,7 +196,9 @@ def one_round(
     for _ in range(NUM_KILLS):
         victim = source.choice(VICTIMS)
         moment = choose_moment(source, len(kept), whole.took_s)
-        run = subprocess.Popen(command(whole.source, output, num_ranks), stderr=subprocess.DEVNULL)
+        run = subprocess.Popen(
+            command(whole.source, output, num_ranks), stderr=subprocess.DEVNULL
+        )
         wait_for_phase(run, moment, output)
         phase = moment.phase if run.poll() is None else "over"
         kill(run, victim, source)
@@ -173,7 +208,10 @@ def one_round(
         if output.exists() and not Path(f"{output}.journal").exists():
             break  # it was complete
     last = subprocess.run(
-        command(whole.source, output, num_ranks), capture_output=True, text=True, timeout=120
+        command(whole.source, output, num_ranks),
+        capture_output=True,
+        text=True,
+        timeout=120,
     )
     said = f"round {number}: {'; '.join(done)}"
     assert last.returncode == 3, f"{said}: {last.stderr}"
@@ -191,7 +229,9 @@ def one_round(
 @click.command()
 @click.option("--rounds", default=100, show_default=True)
 @click.option("--ranks", default=1, show_default=True, type=click.IntRange(1, 2))
-@click.option("--first", default=0, help="Number of the first round.", show_default=True)
+@click.option(
+    "--first", default=0, help="Number of the first round.", show_default=True
+)
 def main(rounds: int, ranks: int, first: int) -> None:
     """Kill runs at random moments; end with status 1 at the first row that is lost."""
     met: Counter[str] = Counter()
@@ -201,7 +241,8 @@ def main(rounds: int, ranks: int, first: int) -> None:
             print(one_round(number, whole, Path(folder), ranks, met), flush=True)
     print(f"{rounds} of {rounds} rounds lost nothing ({ranks} rank{'s' * (ranks > 1)})")
     print(
-        "kills met runs that were " + "; ".join(f"{name}: {count}" for name, count in met.items())
+        "kills met runs that were "
+        + "; ".join(f"{name}: {count}" for name, count in met.items())
     )
 
 

@@ -1,13 +1,13 @@
 """Kills servers in the middle of batches, and sees that nothing is lost.
 
-`scripts/torture_server` calls it. A round sends three batches to a server: sampled lines with equal
-ones among them, scored lines, and lines of which some are wrong. Several times the server is killed
-with SIGKILL, at a random moment, and another one goes on in the same state folder. One batch is
-cancelled in some rounds.
+`scripts/torture_server` calls it. A round sends three batches to a server: sampled
+lines with equal ones among them, scored lines, and lines of which some are wrong.
+Several times the server is killed with SIGKILL, at a random moment, and another one
+goes on in the same state folder. One batch is cancelled in some rounds.
 
 In the end every line must be there once, in the order of the input, with the record of a server
-that was never disturbed; and every record that was on disk at a kill must be in the output in the
-very same bytes.
+that was never disturbed; and every record that was on disk at a kill must be in the
+output in the very same bytes.
 """
 
 from __future__ import annotations
@@ -46,11 +46,15 @@ class Served:
     process: Forked
     port: int
 
-    def call(self, path: str, body: bytes | None = None, content_type: str = "") -> bytes:
+    def call(
+        self, path: str, body: bytes | None = None, content_type: str = ""
+    ) -> bytes:
         """Send a request, a POST if it has a body; return what came."""
         headers = {"Content-Type": content_type} if content_type else {}
         url = f"http://127.0.0.1:{self.port}{path}"
-        with urllib.request.urlopen(urllib.request.Request(url, body, headers), timeout=30) as got:
+        with urllib.request.urlopen(
+            urllib.request.Request(url, body, headers), timeout=30
+        ) as got:
             found: bytes = got.read()
         return found
 
@@ -66,7 +70,16 @@ def serving(state: Path) -> Iterator[Served]:
     with socket.socket() as free:
         free.bind(("127.0.0.1", 0))
         port = free.getsockname()[1]
-    flags = ["--port", str(port), "--state", str(state), "--max-rows", "8", "--dtype", "float32"]
+    flags = [
+        "--port",
+        str(port),
+        "--state",
+        str(state),
+        "--max-rows",
+        "8",
+        "--dtype",
+        "float32",
+    ]
     process = Forked(["serve", "-q", *flags])
     server = Served(process, port)
     try:
@@ -89,7 +102,9 @@ def send_batch(server: Served, lines: list[bytes]) -> str:
     head = f'--{BOUNDARY}\r\nContent-Disposition: form-data; name="'
     form = f'{head}purpose"\r\n\r\nbatch\r\n{head}file"; filename="a"\r\n\r\n'.encode()
     form += b"\n".join(lines) + f"\r\n--{BOUNDARY}--\r\n".encode()
-    file = json.loads(server.call("/v1/files", form, f"multipart/form-data; boundary={BOUNDARY}"))
+    file = json.loads(
+        server.call("/v1/files", form, f"multipart/form-data; boundary={BOUNDARY}")
+    )
     wish = {"input_file_id": file["id"], "endpoint": URL, "completion_window": "24h"}
     return str(json.loads(server.call("/v1/batches", json.dumps(wish).encode()))["id"])
 
@@ -111,10 +126,14 @@ def read_file(server: Served, file_id: str | None) -> list[bytes]:
 
 
 def make_lines(kind: int) -> list[bytes]:
-    """Return lines: sampled ones that are equal in groups, scored ones, or some that are wrong."""
+    """Return lines: sampled ones that are equal in groups, scored ones, or some that
+    are wrong."""
     lines = []
     for number in range(NUM_LINES):
-        body: dict[str, Any] = {"prompt": f"room {number % 5}", "max_tokens": 8 + number % 40}
+        body: dict[str, Any] = {
+            "prompt": f"room {number % 5}",
+            "max_tokens": 8 + number % 40,
+        }
         body |= {"ignore_eos": True, "temperature": 0.9 if number % 2 else 0}
         if kind == 1:
             body |= {"echo": True, "logprobs": 1, "max_tokens": 4}
@@ -145,7 +164,9 @@ def kept_records(state: Path) -> set[bytes]:
     for journal in state.glob("batches/*/*.journal"):
         lines = journal.read_bytes().splitlines(keepends=True)[1:]
         found |= {
-            line[line.index(b'"record":') + 9 : -2] for line in lines if line.endswith(b"}\n")
+            line[line.index(b'"record":') + 9 : -2]
+            for line in lines
+            if line.endswith(b"}\n")
         }
     return found
 
@@ -184,13 +205,19 @@ def one_round(
             if life == num_kills:
                 check(server, batches, whole, kept, number)
                 break
-            time.sleep(source.choice((0.0, source.uniform(0, 0.3), source.uniform(0, 1.2))))
+            time.sleep(
+                source.choice((0.0, source.uniform(0, 0.3), source.uniform(0, 1.2)))
+            )
             server.process.send_signal(signal.SIGKILL)
             server.process.wait()
         kept |= kept_records(state)
         num_open = len([*state.glob("batches/*/*.journal")])
         met[f"with {num_open} of 3 journals"] += 1
-    left = [path for path in state.rglob("*") if path.suffix in (".journal", ".ordered", ".new")]
+    left = [
+        path
+        for path in state.rglob("*")
+        if path.suffix in (".journal", ".ordered", ".new")
+    ]
     assert not left, f"round {number}: {left}"
     return met
 
@@ -211,12 +238,21 @@ def check(
         refused = read_file(server, batch["error_file_id"])
         finished |= {*answers, *refused}
         counts = batch["request_counts"]
-        assert (len(answers), len(refused)) == (counts["completed"], counts["failed"]), batch
+        assert (len(answers), len(refused)) == (
+            counts["completed"],
+            counts["failed"],
+        ), batch
         if batch["status"] == "cancelled":
-            assert is_part(plain(answers), output) and is_part(plain(refused), errors), batch_id
+            assert is_part(plain(answers), output) and is_part(
+                plain(refused), errors
+            ), batch_id
         else:
-            assert plain(answers) == output, f"round {number}: {batch_id} has other answers"
-            assert plain(refused) == errors, f"round {number}: {batch_id} has other errors"
+            assert plain(answers) == output, (
+                f"round {number}: {batch_id} has other answers"
+            )
+            assert plain(refused) == errors, (
+                f"round {number}: {batch_id} has other errors"
+            )
     assert kept <= finished, f"round {number}: a row that was on disk has changed"
 
 
@@ -229,7 +265,9 @@ def is_part(some: list[Any], whole: list[Any]) -> bool:
 @click.command()
 @click.option("--rounds", default=20, show_default=True)
 @click.option("--kills", default=3, show_default=True, help="In each round.")
-@click.option("--first", default=0, help="Number of the first round.", show_default=True)
+@click.option(
+    "--first", default=0, help="Number of the first round.", show_default=True
+)
 def main(rounds: int, kills: int, first: int) -> None:
     """Kill servers at random moments; end with status 1 at the first line that is lost."""
     met: Counter[str] = Counter()
@@ -241,7 +279,10 @@ def main(rounds: int, kills: int, first: int) -> None:
             met += found
             print(f"round {number}: kills {dict(found)}", flush=True)
     print(f"{rounds} of {rounds} rounds lost nothing")
-    print("kills met servers " + "; ".join(f"{name}: {count}" for name, count in met.items()))
+    print(
+        "kills met servers "
+        + "; ".join(f"{name}: {count}" for name, count in met.items())
+    )
 
 
 if __name__ == "__main__":

@@ -1,4 +1,5 @@
-"""Machines that share a folder, in one process: their clocks, their views of the disk, their stops.
+"""Machines that share a folder, in one process: their clocks, their views of the disk,
+their stops.
 
 Each worker answers files as a run does, with a word instead of a model. A seed says when one is
 stopped, for how long, and at which step of its work; who dies; how far clocks are off; how late
@@ -61,7 +62,8 @@ class Host:
         self.files: SharedFiles | None = None
         self.journals: list[Journal] = []  # that it has opened
         self.is_stopped = self.is_running = False
-        self.seen: dict[tuple[str, Path], tuple[float, Any]] = {}  # until when, and what
+        # until when, and what
+        self.seen: dict[tuple[str, Path], tuple[float, Any]] = {}
 
     def start(self) -> None:
         self.work = self._work()
@@ -77,7 +79,8 @@ class Host:
             try:
                 for line in file.lines(lambda line: None):
                     yield
-                    # What two machines say differs, so that none may write into the other's rows.
+                    # What two machines say differs, so that none may write into the
+                    # other's rows.
                     by = "x" * self.world.rng.randint(0, 9)
                     result = {"said": line.number, "by": by, "choices": []}
                     file.add(Record(line, open_envelope(line), result=result))
@@ -156,12 +159,18 @@ class World:
         self.num_rows = self.rng.randint(1, 6)
         self.ends: list[str] = []
         self.depth = 0
-        self.hosts = [Host(self, number) for number in range(self.rng.choice([2, 2, 3]))]
+        self.hosts = [
+            Host(self, number) for number in range(self.rng.choice([2, 2, 3]))
+        ]
         self.host = self.hosts[0]
         folder.mkdir()
         for number in range(self.rng.randint(1, 3)):
-            rows = (orjson.dumps({"prompt": [number, row]}) for row in range(self.num_rows))
-            (folder / f"{number}.jsonl").write_bytes(b"".join(row + b"\n" for row in rows))
+            rows = (
+                orjson.dumps({"prompt": [number, row]}) for row in range(self.num_rows)
+            )
+            (folder / f"{number}.jsonl").write_bytes(
+                b"".join(row + b"\n" for row in rows)
+            )
 
     def run(self) -> None:
         while not all(map(real_exists, self.outputs)):
@@ -184,7 +193,11 @@ class World:
             if not host.is_stopped and self.rng.random() < 0.5:
                 host.beat()
         is_over = all(map(real_exists, self.outputs))
-        able = [each for each in self.hosts if not (each.is_stopped or (is_over and not each.work))]
+        able = [
+            each
+            for each in self.hosts
+            if not (each.is_stopped or (is_over and not each.work))
+        ]
         if able:
             self.rng.choice(able).go_on()
 
@@ -194,7 +207,9 @@ class World:
             return  # its claims are touched
         if self.rng.random() < self.share_of_deaths:
             raise Killed
-        others = [host for host in self.hosts if not host.is_stopped and host is not self.host]
+        others = [
+            host for host in self.hosts if not host.is_stopped and host is not self.host
+        ]
         if self.rng.random() >= self.share_of_stops or not others or self.depth > 3:
             return
         host = self.host
@@ -221,7 +236,11 @@ class World:
             assert said == [*range(1, self.num_rows + 1)], f"{output.name}: {said}"
             request = orjson.loads(output.open("rb").readline())["request"]["prompt"]
             assert request == [int(output.name[7]), 0], "another file's rows"
-        left = [name for name in real_listdir(self.folder) if JOURNAL in name or ".ordered" in name]
+        left = [
+            name
+            for name in real_listdir(self.folder)
+            if JOURNAL in name or ".ordered" in name
+        ]
         assert not left, left
 
     def check_claim(self, claim: Claim) -> None:
@@ -230,11 +249,16 @@ class World:
             if host is self.host or host.files is None or host.work is None:
                 continue
             for other in host.files._terms.claims._held:
-                if other.path.parent != claim.path.parent or not real_exists(other.path):
+                if other.path.parent != claim.path.parent or not real_exists(
+                    other.path
+                ):
                     continue
-                if other.path.read_bytes() == other._data:  # and not a later owner's of this name
+                # and not a later owner's of this name
+                if other.path.read_bytes() == other._data:
                     age_s = self.now_s - real_stat(other.path).st_mtime
-                    assert age_s > claims.STALE_S, "two that live have claimed one output"
+                    assert age_s > claims.STALE_S, (
+                        "two that live have claimed one output"
+                    )
 
     # The disk, as the machine that works sees it
 
@@ -324,7 +348,11 @@ class World:
             (claims, "every", lambda *arguments, **options: None),
             (claims, "create_once", create_once),
             (claims, "os", _Os(listdir=listdir, utime=utime)),
-            (shared_folder, "time", SimpleNamespace(time=clock, monotonic=lambda: self.now_s)),
+            (
+                shared_folder,
+                "time",
+                SimpleNamespace(time=clock, monotonic=lambda: self.now_s),
+            ),
             (ordered_output, "os", _Os(replace=replace)),
             (disk, "os", _Os(replace=replace, fsync=fsync)),
             (journaled_input, "put_in_order", put_in_order),
@@ -358,7 +386,10 @@ class _Os(SimpleNamespace):
 
 def simulate(seed: int) -> list[str]:
     """Run one simulation; return why workers ended before their work was done."""
-    with tempfile.TemporaryDirectory() as folder, World(seed, Path(folder, "in")) as world:
+    with (
+        tempfile.TemporaryDirectory() as folder,
+        World(seed, Path(folder, "in")) as world,
+    ):
         world.run()
     return world.ends
 

@@ -1,4 +1,5 @@
-"""A broken line costs its own line: each of 1 MB, of its worst shapes, is read in little time."""
+"""A broken line costs its own line: each of 1 MB, of its worst shapes, is read in
+little time."""
 
 import gzip
 import time
@@ -15,7 +16,10 @@ LEAST_S = 2.0  # of CPU for each file; the slowest takes 0.6 s
 GOOD = b'{"prompt": "a", "max_tokens": 1}\n'
 STAIRS = b"".join(b" " * step + b'{"a": [\n' for step in range(990))
 SHAPES = {
-    "quotes that are escaped": b'{"prompt": "' + b'\\"' * (MEGABYTE // 2) + b"\n" + b"text}\n" * 8,
+    "quotes that are escaped": b'{"prompt": "'
+    + b'\\"' * (MEGABYTE // 2)
+    + b"\n"
+    + b"text}\n" * 8,
     "backslashes": b'{"prompt": "' + b"\\" * MEGABYTE + b"\n" + b"text}\n" * 8,
     "braces": b"{" * MEGABYTE + b"\n" + b"}\n" * 8,
     "brackets": b'{"a":' + b"[" * MEGABYTE + b"\n" + b"]}\n" * 8,
@@ -33,7 +37,9 @@ SHAPES = {
 
 @pytest.mark.parametrize("ending", [".jsonl", ".json"])
 @pytest.mark.parametrize("shape", SHAPES)
-def test_a_broken_line_costs_little_time(tmp_path: Path, shape: str, ending: str) -> None:
+def test_a_broken_line_costs_little_time(
+    tmp_path: Path, shape: str, ending: str
+) -> None:
     r"""Of 20 KB of \" a run read for ever: each end was tried, and each quote in it."""
     path = tmp_path / f"a{ending}"
     path.write_bytes(GOOD + SHAPES[shape] + GOOD)
@@ -45,7 +51,9 @@ def test_a_broken_line_costs_little_time(tmp_path: Path, shape: str, ending: str
     is_wrong = [open_envelope(line).error is not None for line in lines]
 
     assert time.process_time() - start_s < LEAST_S
-    assert lines[0].raw == lines[-1].raw == GOOD.strip() and not (is_wrong[0] or is_wrong[-1])
+    assert lines[0].raw == lines[-1].raw == GOOD.strip() and not (
+        is_wrong[0] or is_wrong[-1]
+    )
     assert all(is_wrong[1:-1]) and len(lines) > 2
 
 
@@ -54,12 +62,20 @@ def test_an_object_in_what_is_not_closed_is_not_searched_again(tmp_path: Path) -
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"a": [\n {"b":\n  1}\n{"c":\n2}\n' + GOOD)
     lines = list(read_lines(path, 0))
-    assert [bool(line.fault) for line in lines] == [False, False, False, True, True, False]
+    assert [bool(line.fault) for line in lines] == [
+        False,
+        False,
+        False,
+        True,
+        True,
+        False,
+    ]
     assert "lines 4 to 5 are one object" in lines[3].fault
 
 
 def test_blank_lines_cost_their_bytes(tmp_path: Path) -> None:
-    """Of a small .gz, 30 million of them between two requests took 27 s, and no word was said."""
+    """Of a small .gz, 30 million of them between two requests took 27 s, and no word
+    was said."""
     path = tmp_path / "a.jsonl.gz"
     with gzip.open(path, "wb", compresslevel=1) as file:
         file.write(GOOD + b"\r\n" * 1_000_000 + b" " * 100_000 + b"\n" + GOOD)
@@ -76,7 +92,9 @@ def test_damage_behind_blank_lines_has_its_number(tmp_path: Path) -> None:
     assert damaged.damage and damaged.number == 200_002
 
 
-def test_an_object_behind_a_string_that_is_not_closed_is_explained(tmp_path: Path) -> None:
+def test_an_object_behind_a_string_that_is_not_closed_is_explained(
+    tmp_path: Path,
+) -> None:
     """No string holds a newline, so that the broken line is no beginning of what follows."""
     path = tmp_path / "a.jsonl"
     path.write_bytes(b'{"prompt": "x\n {"prompt": "y",\n "max_tokens": 1\n }\n' + GOOD)

@@ -44,12 +44,19 @@ def test_an_output_is_claimed_once(output: Path) -> None:
     assert take(output).path.name == "1"
 
 
-def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(output: Path) -> None:
+def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(
+    output: Path,
+) -> None:
     dead = take(output)
     dead.path.write_bytes(b"of another version")
     os.utime(dead.path, (1, 1))
     (found,) = look_at(output)
-    assert found.is_dead and found.number == 1 and found.owner is None and found.age_s > 10**8
+    assert (
+        found.is_dead
+        and found.number == 1
+        and found.owner is None
+        and found.age_s > 10**8
+    )
     claim = take(output)
     assert claim.path.name == "2" and dead.path.exists()
     dead.beat()
@@ -57,7 +64,9 @@ def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(output: Path)
     claim.beat()
     assert claim.holds()
     remove_dead(output)
-    assert not dead.path.exists() or look_at(output)[0].age_s < 10, "its beat has made it young"
+    assert not dead.path.exists() or look_at(output)[0].age_s < 10, (
+        "its beat has made it young"
+    )
     os.utime(dead.path, (1, 1)) if dead.path.exists() else None
     remove_dead(output)
     assert [each.number for each in look_at(output)] == [2]
@@ -112,7 +121,9 @@ def test_a_hold_takes_for_a_moment_and_gives_back(output: Path) -> None:
     assert hold.is_lost and hold.claim is None and os.listdir(output.parent) == []
 
 
-def test_what_is_removed_may_be_gone(output: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_removed_may_be_gone(
+    output: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     remove_dead(output)
     drop_claims(output)
     take(output)

@@ -33,7 +33,9 @@ def put_claim(output: Path, data: bytes) -> None:
 
 def claim_of(**changes: Any) -> bytes:
     fields = json.loads(describe_me()) | {"pid": 99999, "machine": OTHER_BOOT} | changes
-    return json.dumps({n: v for n, v in fields.items() if v is not None}).encode() + b"\n"
+    return (
+        json.dumps({n: v for n, v in fields.items() if v is not None}).encode() + b"\n"
+    )
 
 
 @pytest.mark.usefixtures("machine_id")
@@ -54,7 +56,9 @@ def test_a_claim_of_the_last_boot_is_dead(tmp_path: Path, recorded: str | None) 
         {"machine_id": ""},
     ],
 )
-def test_a_claim_of_another_machine_is_not(tmp_path: Path, changes: dict[str, str]) -> None:
+def test_a_claim_of_another_machine_is_not(
+    tmp_path: Path, changes: dict[str, str]
+) -> None:
     """Hosts of one name may share a disk."""
     put_claim(tmp_path / "a.jsonl", claim_of(**changes))
     assert Claims().take(tmp_path / "a.jsonl") is None
@@ -84,7 +88,9 @@ def test_a_claim_of_a_later_version_is_waited_for(tmp_path: Path) -> None:
     assert found.owner is None and not found.is_dead
 
 
-def test_who_wrote_too_slowly_has_no_claim(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_who_wrote_too_slowly_has_no_claim(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another process took it for torn, answered the output, and left nothing."""
     output = tmp_path / "a.jsonl"
     create = claims.create_once
@@ -100,7 +106,9 @@ def test_who_wrote_too_slowly_has_no_claim(tmp_path: Path, monkeypatch: pytest.M
 
 def test_claims_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     synced = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
     assert Claims().take(tmp_path / "a.jsonl") is not None
     assert synced == [str(tmp_path / "a.jsonl.claim" / "1")]
 
@@ -109,13 +117,17 @@ def test_a_refusal_names_the_process(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
     with (
         claiming(output),
-        pytest.raises(InUseError, match=f"by process {os.getpid()} of {socket.gethostname()}. W"),
+        pytest.raises(
+            InUseError, match=f"by process {os.getpid()} of {socket.gethostname()}. W"
+        ),
         claiming(output),
     ):
         pass
     assert not os.listdir(tmp_path)
     put_claim(output, claim_of(host="elsewhere"))
-    expected = "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
+    expected = (
+        "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
+    )
     with pytest.raises(InUseError, match=expected), claiming(output):
         pass
 

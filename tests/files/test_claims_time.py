@@ -32,7 +32,9 @@ def test_machines_that_share_a_folder_answer_each_row_once(first: int) -> None:
 
 
 def judge_ages_by_the_own_clock(patch: Patch) -> None:
-    patch.setattr(claims, "disk_time", lambda folder: sys.modules[claims.__name__].time.time())
+    patch.setattr(
+        claims, "disk_time", lambda folder: sys.modules[claims.__name__].time.time()
+    )
 
 
 def claim_what_is_claimed(patch: Patch) -> None:
@@ -60,7 +62,9 @@ def test_a_claim_is_as_old_as_the_disks_clock_says(
     assert first is not None
     now_s = time.time()
     monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
-    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() + skew_s))
+    monkeypatch.setattr(
+        claims, "time", SimpleNamespace(time=lambda: time.time() + skew_s)
+    )
     assert Claims().take(output) is None
     os.utime(first.path, (now_s - STALE_S - 5,) * 2)
     assert Claims().take(output) is not None
@@ -86,11 +90,15 @@ def test_an_owner_whose_clock_was_set_back_looks_again(
     assert claim is not None and claim.holds()
     (claim.path.parent / "2").write_bytes(liveness.describe_me())
     assert claim.holds(), "it has just looked"
-    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() - set_back_s))
+    monkeypatch.setattr(
+        claims, "time", SimpleNamespace(time=lambda: time.time() - set_back_s)
+    )
     assert not claim.holds()
 
 
-@pytest.mark.parametrize(("later_s", "is_held"), [(30.0, True), (70.0, False), (-30.0, False)])
+@pytest.mark.parametrize(
+    ("later_s", "is_held"), [(30.0, True), (70.0, False), (-30.0, False)]
+)
 def test_an_owner_whose_disk_is_gone_gives_up(
     tmp_path: Path, monkeypatch: Patch, later_s: float, is_held: bool
 ) -> None:
@@ -101,5 +109,7 @@ def test_an_owner_whose_disk_is_gone_gives_up(
         raise OSError(errno.EIO, "gone")
 
     monkeypatch.setattr(os, "utime", fail)
-    monkeypatch.setattr(claims, "time", SimpleNamespace(time=lambda: time.time() + later_s))
+    monkeypatch.setattr(
+        claims, "time", SimpleNamespace(time=lambda: time.time() + later_s)
+    )
     assert claim.holds() == is_held

@@ -12,7 +12,12 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files import completed
-from fminfer.files.completed import find_completed, find_edit, is_complete, require_completed
+from fminfer.files.completed import (
+    find_completed,
+    find_edit,
+    is_complete,
+    require_completed,
+)
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import CLOCK, INPUT
 from fminfer.files.line_reader import identify
@@ -35,14 +40,24 @@ class Folder:
         self.errors = errors_path(self.output)
         self.write()
 
-    def write(self, *, num_failed: int = 0, limit: int | None = None, **changes: Any) -> None:
+    def write(
+        self, *, num_failed: int = 0, limit: int | None = None, **changes: Any
+    ) -> None:
         """Write the status file last, as a run does."""
         written = {"output": read_seal(self.output), "errors": read_seal(self.errors)}
-        own = {"written": written, "input_changed_ns": changed_ns(self.source), "limit": limit}
+        own = {
+            "written": written,
+            "input_changed_ns": changed_ns(self.source),
+            "limit": limit,
+        }
         fields: dict[str, Any] = {
             "status": "completed",
             "completed_at": 1000,
-            "request_counts": {"total": 2, "completed": 2 - num_failed, "failed": num_failed},
+            "request_counts": {
+                "total": 2,
+                "completed": 2 - num_failed,
+                "failed": num_failed,
+            },
             "metadata": {INPUT: identify(self.source), CLOCK: "noon", "--seed": "1"},
             "fminfer": own | changes.pop("own", {}),
         }
@@ -68,7 +83,11 @@ def made(tmp_path: Path) -> Folder:
 def test_what_is_known_of_a_complete_output(made: Folder) -> None:
     made.write(num_failed=1, limit=2)
     found = made.found()
-    assert (found.counts.num_rows, found.counts.num_completed, found.counts.num_failed) == (2, 1, 1)
+    assert (
+        found.counts.num_rows,
+        found.counts.num_completed,
+        found.counts.num_failed,
+    ) == (2, 1, 1)
     assert found.limit == 2 and found.fingerprint["--seed"] == "1"
     assert found.is_of_input_changed_at(changed_ns(made.source))
     assert not found.is_of_input_changed_at(1)
@@ -105,14 +124,18 @@ def test_failed_rows_are_tried_again_by_a_later_run(made: Folder) -> None:
     made.write(num_failed=1)
     later = status_path(made.output).stat().st_mtime + 1
     assert made.found().leaves_rows(None, later)
-    assert not made.found().leaves_rows(None, later - 2), "a run beside it has just tried them"
+    assert not made.found().leaves_rows(None, later - 2), (
+        "a run beside it has just tried them"
+    )
     made.errors.write_bytes(RETRYABLE_ROW.replace(b"nan_logits", b"out_of_range"))
     made.write(num_failed=1)
     assert not made.found().leaves_rows(None, later)
     made.errors.write_bytes(b"edited\n")
     assert made.found().leaves_rows(None, later), "the run says that it was edited"
     made.errors.unlink()
-    assert not made.found().leaves_rows(None, later), "removed, to leave the output as it is"
+    assert not made.found().leaves_rows(None, later), (
+        "removed, to leave the output as it is"
+    )
     made.write()
     assert not made.found().leaves_rows(None, later)
 
@@ -177,7 +200,10 @@ def test_a_refusal_says_what_may_stay(made: Folder) -> None:
         (lambda made: made.output.unlink(), False),
         (lambda made: journal_path(made.output).touch(), False),
         (lambda made: made.source.write_bytes(b"another\n"), False),
-        (lambda made: made.source.write_bytes(b"z" * made.source.stat().st_size), False),
+        (
+            lambda made: made.source.write_bytes(b"z" * made.source.stat().st_size),
+            False,
+        ),
         (lambda made: os.utime(made.source, (1, 1)), True),
         (lambda made: made.source.unlink(), True),
         (lambda made: made.write(metadata={INPUT: A_PIPE}), True),
@@ -209,9 +235,13 @@ def test_whose_an_output_is(made: Folder) -> None:
     with pytest.raises(UsageError, match="belongs to a run that differs"):
         require_completed(made.output, made.source, other)
     with pytest.raises(UsageError, match="differs"):
-        require_completed(made.output, made.source, other | {"--seed": "2"}, takes_over=True)
+        require_completed(
+            made.output, made.source, other | {"--seed": "2"}, takes_over=True
+        )
     status_path(made.output).unlink()
-    with pytest.raises(UsageError, match=r"nothing tells which run wrote it.*--restart"):
+    with pytest.raises(
+        UsageError, match=r"nothing tells which run wrote it.*--restart"
+    ):
         require_completed(made.output, made.source, own)
 
 
@@ -232,7 +262,10 @@ def test_the_clock_of_an_output(made: Folder) -> None:
     [
         (RETRYABLE_ROW, True),
         (RETRYABLE_ROW.replace(b"nan_logits", b"out_of_range"), False),
-        (b'{"id":"batch_req_1","response":{"body":{"error":{"code":"nan_logits"}}}}', True),
+        (
+            b'{"id":"batch_req_1","response":{"body":{"error":{"code":"nan_logits"}}}}',
+            True,
+        ),
         (b'{"result":{}}', False),
         (b'{"error":5}', False),
         (b"no JSON", False),

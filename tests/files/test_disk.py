@@ -20,7 +20,9 @@ def test_names_that_are_too_long_are_cut_and_differ() -> None:
     assert names[0] != names[1] == disk.fit_name("é" * 130 + "y", ".jsonl")
     for name in names:
         assert len(os.fsencode(name)) in (254, 255) and name.endswith(".jsonl")
-        assert name.startswith("é" * 100) and name[-19] == "~", "runs of earlier versions are found"
+        assert name.startswith("é" * 100) and name[-19] == "~", (
+            "runs of earlier versions are found"
+        )
     beside = disk.beside(Path("/d/a.jsonl"), ".journal", without=".jsonl")
     assert beside == Path("/d/a.journal")
     assert disk.beside(Path("/d/a.jsonl"), ".new") == Path("/d/a.jsonl.new")
@@ -31,7 +33,9 @@ def test_a_lock_is_held_until_it_is_given_up(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     with path.open("w") as one, path.open("w") as other:
         assert disk.lock(one.fileno(), path, output)
-        with pytest.raises(InUseError, match=r"j is in use: another process writes .*out\.jsonl"):
+        with pytest.raises(
+            InUseError, match=r"j is in use: another process writes .*out\.jsonl"
+        ):
             disk.lock(other.fileno(), path, output)
         disk.unlock(one.fileno())
         assert disk.lock(other.fileno(), path, output)
@@ -87,15 +91,22 @@ def test_a_file_is_replaced_whole_or_stays(
     draft: str | None, is_durable: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     synced: list[str] = []
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
     path = tmp_path / "a"
-    how: dict[str, Any] = {"draft": draft and tmp_path / draft, "is_durable": is_durable}
+    how: dict[str, Any] = {
+        "draft": draft and tmp_path / draft,
+        "is_durable": is_durable,
+    }
     with disk.replacing(path, mode=0o640, **how) as file:
         file.write(b"old")
         assert not path.exists()
         assert (tmp_path / (draft or "a.new")).exists()
     assert path.read_bytes() == b"old" and path.stat().st_mode & 0o777 == 0o640
-    assert synced == ([str(tmp_path / (draft or "a.new")), str(tmp_path)] if is_durable else [])
+    assert synced == (
+        [str(tmp_path / (draft or "a.new")), str(tmp_path)] if is_durable else []
+    )
     with pytest.raises(ZeroDivisionError), disk.replacing(path, **how) as file:
         file.write(b"new")
         raise ZeroDivisionError
@@ -112,7 +123,10 @@ def test_drafts_that_could_not_be_locked_go_with_the_next(
     path = tmp_path / "a"
     with monkeypatch.context() as patch:
         patch.setattr(disk, "_is_only_writer", lambda *_: False)
-        with pytest.raises(InUseError, match="written by other processes"), disk.replacing(path):
+        with (
+            pytest.raises(InUseError, match="written by other processes"),
+            disk.replacing(path),
+        ):
             pass
     assert len(os.listdir(tmp_path)) == 9
     with disk.replacing(path) as file:
@@ -124,7 +138,9 @@ def test_a_disk_that_takes_a_part_is_asked_again(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     pwrite = os.pwrite
-    monkeypatch.setattr(os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place))
+    monkeypatch.setattr(
+        os, "pwrite", lambda fd, data, place: pwrite(fd, data[:3], place)
+    )
     path = tmp_path / "a"
     path.write_bytes(b"0123456789")
     with path.open("r+b") as file:

@@ -1,4 +1,5 @@
-"""Files of all endings, stdin and stdout: nothing is lost, whatever the packing or the damage."""
+"""Files of all endings, stdin and stdout: nothing is lost, whatever the packing or the
+damage."""
 
 from __future__ import annotations
 
@@ -96,9 +97,20 @@ ROW = b'{"prompt": "den", "max_tokens": 2}'
         ("a.jsonl.gz", ROW + b"\n" + ROW),
         ("a.jsonl.zst", gzip.compress(ROW + b"\n" + ROW)),
     ],
-    ids=["array", "one line", "ndjson", "packed", "hidden", "array in zstd", "plain", "other"],
+    ids=[
+        "array",
+        "one line",
+        "ndjson",
+        "packed",
+        "hidden",
+        "array in zstd",
+        "plain",
+        "other",
+    ],
 )
-def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, data: bytes) -> None:
+def test_bytes_tell_a_files_form_and_not_its_name(
+    tmp_path: Path, name: str, data: bytes
+) -> None:
     """Each line of such a file was in error: it was read as its name says."""
     path = tmp_path / name
     path.write_bytes(data)
@@ -112,7 +124,14 @@ def test_bytes_tell_a_files_form_and_not_its_name(tmp_path: Path, name: str, dat
 @pytest.mark.parametrize("size", [1, 100_000], ids=["short", "long"])
 @pytest.mark.parametrize(
     "first",
-    [b'[{"role": "user"}]', b'[{"x": 1}', b'[{"x": 1}, ', b"[", b'[{"x": 1}, {"x": 2}]', b"[1]"],
+    [
+        b'[{"role": "user"}]',
+        b'[{"x": 1}',
+        b'[{"x": 1}, ',
+        b"[",
+        b'[{"x": 1}, {"x": 2}]',
+        b"[1]",
+    ],
 )
 def test_a_first_line_that_is_an_array_costs_itself_alone(
     first: bytes, size: int, tmp_path: Path
@@ -128,7 +147,9 @@ def test_a_first_line_that_is_an_array_costs_itself_alone(
 
 
 @pytest.mark.parametrize("text", [b"[%b, %b]", b"[\n%b,\n%b\n]", b"[ %b\n, %b ]\n\n"])
-def test_an_array_longer_than_its_first_bytes_is_one(text: bytes, tmp_path: Path) -> None:
+def test_an_array_longer_than_its_first_bytes_is_one(
+    text: bytes, tmp_path: Path
+) -> None:
     rows = [ROW] * 2, [b'{"prompt": "%b",\n"n": 1}' % (b"x" * 100_000), ROW]
     for first, second in rows:
         data = text % (first, b", ".join([second] * 3000))
@@ -142,9 +163,14 @@ def test_a_pipes_lines_are_lines_whatever_the_first_one_is(tmp_path: Path) -> No
     """Behind a first line that is an array, those were lost that had not been written yet."""
     os.mkfifo(tmp_path / "a.jsonl")
     threading.Thread(
-        target=(tmp_path / "a.jsonl").write_bytes, args=(b'[{"x": 1}]\n' + ROW,), daemon=True
+        target=(tmp_path / "a.jsonl").write_bytes,
+        args=(b'[{"x": 1}]\n' + ROW,),
+        daemon=True,
     ).start()
-    assert [line.raw for line in read_lines(tmp_path / "a.jsonl", 0)] == [b'[{"x": 1}]', ROW]
+    assert [line.raw for line in read_lines(tmp_path / "a.jsonl", 0)] == [
+        b'[{"x": 1}]',
+        ROW,
+    ]
 
 
 def test_a_part_of_wrong_lines_is_answered_line_by_line(tmp_path: Path) -> None:
@@ -180,10 +206,14 @@ OTHER_FORMS = {
 
 
 @pytest.mark.parametrize("what", OTHER_FORMS)
-def test_what_holds_no_json_lines_is_named_by_its_bytes(tmp_path: Path, what: str) -> None:
+def test_what_holds_no_json_lines_is_named_by_its_bytes(
+    tmp_path: Path, what: str
+) -> None:
     """A run loaded the model, and then called each line bad JSON; a .csv was to be renamed."""
     path = write(tmp_path / "a.jsonl", OTHER_FORMS[what])
-    with pytest.raises(UsageError, match=r"a\.jsonl cannot be answered: .*" + re.escape(what)):
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl cannot be answered: .*" + re.escape(what)
+    ):
         find_inputs([path])
     with pytest.raises(UsageError, match=re.escape(what)):
         find_inputs([tmp_path])
@@ -195,14 +225,22 @@ def test_what_holds_no_json_lines_is_named_by_its_bytes(tmp_path: Path, what: st
     (overview,) = look_over(tmp_path)
     assert [what in (file.why or "") for file in overview.files] == [True, False]
     renamed = path.rename(tmp_path / "a.csv")
-    with pytest.raises(UsageError, match=r"a\.csv has none of the endings .*" + re.escape(what)):
+    with pytest.raises(
+        UsageError, match=r"a\.csv has none of the endings .*" + re.escape(what)
+    ):
         find_inputs([renamed])
 
 
-def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"a\.txt has none of the endings .* are requests; rename"):
+def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(
+    tmp_path: Path,
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"a\.txt has none of the endings .* are requests; rename"
+    ):
         find_inputs([write(tmp_path / "a.txt", ROWS)])
-    with pytest.raises(UsageError, match=r"b\.txt has none .*; it must hold JSON lines"):
+    with pytest.raises(
+        UsageError, match=r"b\.txt has none .*; it must hold JSON lines"
+    ):
         find_inputs([write(tmp_path / "b.txt", b"Where is the hall?")])
     with pytest.raises(
         UsageError, match=r"holds no file to answer .*; it holds .*a\.txt, .*b\.txt"
@@ -213,9 +251,14 @@ def test_a_name_that_is_no_inputs_gets_advice_that_fits_its_bytes(tmp_path: Path
 def test_a_tar_archive_is_named_inside_gzip(tmp_path: Path) -> None:
     """Its lines were said to be requests, and r.tar.gz was to be renamed."""
     packed = pack_tar(tarfile.GNU_FORMAT)  # `write` compresses it
-    for name, says in {"r.tar.gz": "none of the endings", "r.jsonl.gz": "be answered"}.items():
+    for name, says in {
+        "r.tar.gz": "none of the endings",
+        "r.jsonl.gz": "be answered",
+    }.items():
         path = write(tmp_path / name, packed)
-        with pytest.raises(UsageError, match=rf"{says}.*; it is a tar|{says}: it is a tar"):
+        with pytest.raises(
+            UsageError, match=rf"{says}.*; it is a tar|{says}: it is a tar"
+        ):
             find_inputs([path])
     line = b'{"prompt": "' + b"x" * (257 - 12) + b'ustar"}\n'
     assert find_inputs([write(tmp_path / "text.jsonl", line)])
@@ -255,14 +298,20 @@ def test_a_shells_pipe_is_read_and_answered_to_stdout(
     assert find_inputs([tmp_path / "pipe"]) == [tmp_path / "pipe"]
 
 
-@pytest.mark.parametrize("name", ["resluts/a.jsonl", "resluts/deep/a.jsonl", "resluts/deep"])
+@pytest.mark.parametrize(
+    "name", ["resluts/a.jsonl", "resluts/deep/a.jsonl", "resluts/deep"]
+)
 def test_a_mistyped_output_makes_no_folders(tmp_path: Path, name: str) -> None:
     """The answers went to folders that nobody meant, and had to be searched for."""
     source = write(tmp_path / "a.jsonl", ROW)
-    told = f"there is no folder .*resluts.* \\(the nearest that is there is {tmp_path}\\)"
+    told = (
+        f"there is no folder .*resluts.* \\(the nearest that is there is {tmp_path}\\)"
+    )
     with pytest.raises(UsageError, match=f"--output .*{told}.* mkdir -p "):
         plan_outputs([source], tmp_path / name)
-    assert plan_outputs([source], tmp_path / "new") == [tmp_path / "new" / "output_a.jsonl"]
+    assert plan_outputs([source], tmp_path / "new") == [
+        tmp_path / "new" / "output_a.jsonl"
+    ]
     split_file(source, tmp_path / "parts", SplitOptions(1, 100))
     with pytest.raises(UsageError, match=told):
         merge_parts(tmp_path / "parts", tmp_path / "resluts" / "a.jsonl")
@@ -275,7 +324,9 @@ def test_a_mistyped_output_makes_no_folders(tmp_path: Path, name: str) -> None:
 def test_lines_of_every_packing(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / f"a.jsonl{how}", b'\xef\xbb\xbf{"a":1}\r\n\n  \n{"a":2}')
     assert values(path) == [(1, {"a": 1}), (4, {"a": 2})]
-    assert count_rows(path) == (None if how else 2), "packed files are not unpacked twice"
+    assert count_rows(path) == (None if how else 2), (
+        "packed files are not unpacked twice"
+    )
     assert count_to_last(path) == ((None, 0) if how else (2, 4))
 
 
@@ -312,7 +363,11 @@ def test_json_files_with_one_object_or_none(tmp_path: Path) -> None:
 
 def test_a_bad_line_of_a_json_file_of_lines_costs_only_itself(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", b'{"a":1}\n{"a":\n{"a":3}\n')
-    assert [line.raw for line in read_lines(path, 0)] == [b'{"a":1}', b'{"a":', b'{"a":3}']
+    assert [line.raw for line in read_lines(path, 0)] == [
+        b'{"a":1}',
+        b'{"a":',
+        b'{"a":3}',
+    ]
 
 
 @pytest.mark.parametrize("bad", [b'{"a":1', b'{"a":"1', b"x", b"{}}"])
@@ -335,7 +390,9 @@ def test_two_bad_first_lines_of_a_json_file_of_lines_cost_only_themselves(
     assert found == [first, second, b'{"a":3}', b'{"a":4}']
 
 
-def test_a_spread_object_may_hold_whole_objects_on_lines_of_their_own(tmp_path: Path) -> None:
+def test_a_spread_object_may_hold_whole_objects_on_lines_of_their_own(
+    tmp_path: Path,
+) -> None:
     path = write(tmp_path / "a.json", b'{"a":\n{"b": 1}\n}\n{"a":\n2}')
     assert values(path) == [(1, {"a": {"b": 1}}), (2, {"a": 2})]
 
@@ -356,7 +413,9 @@ def test_the_seeds_own_sample_runs_on_the_demo_model(engine: fminfer.Engine) -> 
     assert record.num_prompt_tokens == 608
 
 
-def test_lines_that_were_looked_at_before_the_damage_are_not_lost(tmp_path: Path) -> None:
+def test_lines_that_were_looked_at_before_the_damage_are_not_lost(
+    tmp_path: Path,
+) -> None:
     """Up to 1,000 lines behind one that may begin a spread object were lost without a word."""
     lines = [b'{"prompt": "broken",', *(b' {"user": "%d"}' % i for i in range(3))]
     data = gzip.compress(b"\n".join([*lines, b'{"user": "4"}']))
@@ -367,8 +426,12 @@ def test_lines_that_were_looked_at_before_the_damage_are_not_lost(tmp_path: Path
     assert [line.number for line in [*sound, damaged]] == [1, 2, 3, 4, 5]
 
 
-@pytest.mark.parametrize("text", [ROWS, ROWS.replace(b"{", b"{\n")], ids=["lines", "spread"])
-def test_objects_before_damage_at_a_files_beginning_are_read(tmp_path: Path, text: bytes) -> None:
+@pytest.mark.parametrize(
+    "text", [ROWS, ROWS.replace(b"{", b"{\n")], ids=["lines", "spread"]
+)
+def test_objects_before_damage_at_a_files_beginning_are_read(
+    tmp_path: Path, text: bytes
+) -> None:
     """The first 100 lines of a .json file, by which its layout is told, became one bad line."""
     path = tmp_path / "a.json.gz"
     path.write_bytes(gzip.compress(text)[:-8])  # without its checksum and length
@@ -391,7 +454,9 @@ def test_an_array_in_a_jsonl_file_is_read_line_by_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("has_comma", [True, False])
-def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_comma: bool) -> None:
+def test_a_spread_object_is_explained_once_with_what_helps(
+    tmp_path: Path, has_comma: bool
+) -> None:
     """The seed's sample, pasted, got 14 errors, and their advice (jq) met its last comma."""
     text = pasted(has_comma=has_comma)
     num_lines = text.count("\n") + 1
@@ -401,11 +466,19 @@ def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_c
     last = 2 + num_lines
     told = [line.fault for line in lines if line.fault]
     assert len(told) == num_lines and len(lines) == num_lines + 2
-    assert f"lines {first} to {last} are one object, spread over several lines" in told[0]
-    assert {f"the line is a piece of the object that begins in line {first}"} == set(told[1:])
+    assert (
+        f"lines {first} to {last} are one object, spread over several lines" in told[0]
+    )
+    assert {f"the line is a piece of the object that begins in line {first}"} == set(
+        told[1:]
+    )
     # What it says helps: without the comma it is JSON, and a .json file may hold it.
-    assert (f"a comma stands before a closing bracket (line {last - 1})" in told[0]) == has_comma
-    assert ("Remove that comma; then put the object on one line" in told[0]) == has_comma
+    assert (
+        f"a comma stands before a closing bracket (line {last - 1})" in told[0]
+    ) == has_comma
+    assert (
+        "Remove that comma; then put the object on one line" in told[0]
+    ) == has_comma
     assert ("Put the object on one line" in told[0]) != has_comma
     mended = text.split("\n")
     if has_comma:
@@ -415,22 +488,41 @@ def test_a_spread_object_is_explained_once_with_what_helps(tmp_path: Path, has_c
 
 
 def test_pieces_that_are_no_object_are_lines_of_their_own(tmp_path: Path) -> None:
-    rows = ['{"a": "cut', '{"a": 1}', '{"b":', "x}", "  ", '{"c": [', '{"a": 2}', '{"d":', "}"]
+    rows = [
+        '{"a": "cut',
+        '{"a": 1}',
+        '{"b":',
+        "x}",
+        "  ",
+        '{"c": [',
+        '{"a": 2}',
+        '{"d":',
+        "}",
+    ]
     path = write(tmp_path / "a.jsonl", "\n".join(rows).encode())
-    found = [(line.number, line.raw.decode(), line.fault) for line in read_lines(path, 0)]
+    found = [
+        (line.number, line.raw.decode(), line.fault) for line in read_lines(path, 0)
+    ]
     assert found == [(n, row, "") for n, row in enumerate(rows, start=1) if row.strip()]
 
 
 def test_a_control_character_in_an_array_costs_only_its_element(tmp_path: Path) -> None:
     path = write(tmp_path / "a.json", b'[{"a":"x\ty"},\n{"a":2}]')
-    assert [line.raw.strip() for line in read_lines(path, 0)] == [b'{"a":"x\ty"}', b'{"a":2}']
+    assert [line.raw.strip() for line in read_lines(path, 0)] == [
+        b'{"a":"x\ty"}',
+        b'{"a":2}',
+    ]
 
 
 def test_long_lines_and_many_chunks(tmp_path: Path) -> None:
     rows = [{"a": "é" * size} for size in (1, 200_000, 65_531, 65_532, 65_533, 3)]
     lines = "\n".join(json.dumps(row, ensure_ascii=False) for row in rows).encode()
     array = json.dumps(rows, indent=1).encode()
-    for name, data in [("a.jsonl", lines), ("a.jsonl.gz", lines), ("a.json.zst", array)]:
+    for name, data in [
+        ("a.jsonl", lines),
+        ("a.jsonl.gz", lines),
+        ("a.json.zst", array),
+    ]:
         assert [value for _, value in values(write(tmp_path / name, data))] == rows
 
 
@@ -446,17 +538,27 @@ def test_a_giant_line_is_not_held(
         data = b"[" + data.strip().replace(b"\n", b",") + b"]"
     first, second, third = read_lines(write(tmp_path / name, data), 0)
     assert (first.raw.strip(), third.raw.strip()) == (b'{"a":1}', b'{"a":3}')
-    assert second.number == 2 and giant.startswith(second.raw) and len(second.raw) < 1000
+    assert (
+        second.number == 2 and giant.startswith(second.raw) and len(second.raw) < 1000
+    )
     assert f"{len(giant):,} bytes" in second.fault and "300,000" in second.fault
     assert third.number == 3 and not third.fault
 
 
 def test_the_command_lines_hyperparameters_replace_each_lines(tmp_path: Path) -> None:
     path = write(tmp_path / "a.jsonl", ROWS)
-    flags = ["--overwrite-request-args", "--generate-seq-length", "3", "--num-completions", "2"]
+    flags = [
+        "--overwrite-request-args",
+        "--generate-seq-length",
+        "3",
+        "--num-completions",
+        "2",
+    ]
     found = CliRunner().invoke(main, ["run", "-q", str(path), *flags])
     assert found.exit_code == 0, found.output
-    for line, row in zip((tmp_path / "output_a.jsonl").open(), ROWS.splitlines(), strict=True):
+    for line, row in zip(
+        (tmp_path / "output_a.jsonl").open(), ROWS.splitlines(), strict=True
+    ):
         assert line.encode().startswith(b'{"request":' + row)
         assert json.loads(line)["result"]["usage"]["completion_tokens"] == 6
     found = CliRunner().invoke(main, ["run", str(path)])
@@ -489,7 +591,10 @@ def test_a_cut_off_file_gives_what_it_holds_and_says_so(
     path = tmp_path / f"a{ending}{how}"
     path.write_bytes(packed[: len(packed) // 2])
     sound, damaged = only(read_lines(path, 0))
-    assert len(sound) > 1000 and [json.loads(line.raw) for line in sound] == rows[: len(sound)]
+    assert (
+        len(sound) > 1000
+        and [json.loads(line.raw) for line in sound] == rows[: len(sound)]
+    )
     assert damaged.number == len(sound) + 1
     assert "cut off" in damaged.damage and "--restart" in damaged.damage
 
@@ -507,7 +612,11 @@ def test_a_damaged_checksum_is_told(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "data, num_sound, hint",
     [
-        (b'[{"a":1},\n{"a":2},\n{"a":', 2, "line 3: the array's last bracket is missing"),
+        (
+            b'[{"a":1},\n{"a":2},\n{"a":',
+            2,
+            "line 3: the array's last bracket is missing",
+        ),
         (b'[{"a":1},\n{"a":"2\n"}]', 1, "line 2: a string is not closed"),
         (b'[{"a":1},]', 1, "comma"),
         (b'[{"a":1}] {"a":2}', 1, "behind the array's last bracket"),
@@ -521,19 +630,31 @@ def test_a_broken_json_file_gives_what_stands_before(
     assert len(sound) == num_sound and hint in damaged.damage
 
 
-def test_damage_is_one_error_record_with_its_place(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_damage_is_one_error_record_with_its_place(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     path = tmp_path / "a.json"
-    path.write_bytes(b'[{"prompt":"x","max_tokens":1,\n"temperature":0}, {"prompt": "y"')
+    path.write_bytes(
+        b'[{"prompt":"x","max_tokens":1,\n"temperature":0}, {"prompt": "y"'
+    )
     summary = job(engine, [path])
     assert (summary.num_rows, summary.num_errors) == (1, 1)
-    (error,) = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    (error,) = map(
+        json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines()
+    )
     assert error["line"] == 2 and error["error"]["code"] == "invalid_json"
-    assert "line 2" in error["error"]["message"] and error["request"] == '{"prompt": "y"'
+    assert (
+        "line 2" in error["error"]["message"] and error["request"] == '{"prompt": "y"'
+    )
     (answer,) = (tmp_path / "output_a.jsonl").read_bytes().splitlines()
-    assert answer.startswith(b'{"request":{"prompt":"x","max_tokens":1,"temperature":0},"result"')
+    assert answer.startswith(
+        b'{"request":{"prompt":"x","max_tokens":1,"temperature":0},"result"'
+    )
 
 
-def test_a_folder_of_all_endings_and_its_outputs(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_folder_of_all_endings_and_its_outputs(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     array = b"[" + ROWS.strip().replace(b"\n", b",\n") + b"]"
     for name in ("a.jsonl", "b.jsonl.gz", "c.jsonl.zst"):
         write(tmp_path / name, ROWS)
@@ -542,9 +663,15 @@ def test_a_folder_of_all_endings_and_its_outputs(engine: fminfer.Engine, tmp_pat
     (tmp_path / "notes.txt").touch()
     summary = job(engine, [tmp_path])
     assert summary.num_rows == 30 and summary.num_errors == 0
-    texts = {(tmp_path / f"output_{name}.jsonl").read_bytes().count(b"\n") for name in "abcdef"}
+    texts = {
+        (tmp_path / f"output_{name}.jsonl").read_bytes().count(b"\n")
+        for name in "abcdef"
+    }
     assert texts == {5}, "plain files, named without .gz and .zst"
-    users = [json.loads(line) for line in (tmp_path / "output_f.jsonl").read_text().splitlines()]
+    users = [
+        json.loads(line)
+        for line in (tmp_path / "output_f.jsonl").read_text().splitlines()
+    ]
     assert [record["request"]["user"] for record in users] == list("01234")
     assert [path.name[0] for path in find_inputs([tmp_path])] == list("abcdef")
 
@@ -559,7 +686,9 @@ def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
     for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json", "b.ndjson", "b.csv", "b.txt"):
-        with pytest.raises(UsageError, match="plain JSON lines; give a name that ends in"):
+        with pytest.raises(
+            UsageError, match="plain JSON lines; give a name that ends in"
+        ):
             plan_outputs([source], tmp_path / name)
     with pytest.raises(UsageError, match="- is given twice"):
         find_inputs([STDIN, source, STDIN])
@@ -620,12 +749,18 @@ def test_stdout_carries_records_only(
     (error,) = map(json.loads, found.err.splitlines())
     assert error["line"] == 6 and error["error"]["code"] == "invalid_type"
     assert summary.num_errors == 1 and "stdout" in summary.to_text()
-    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"], "nothing beside it"
+    assert [path.name for path in tmp_path.iterdir()] == ["a.jsonl"], (
+        "nothing beside it"
+    )
 
 
-def run_shell(command: str, rows: bytes, folder: Path) -> subprocess.CompletedProcess[bytes]:
+def run_shell(
+    command: str, rows: bytes, folder: Path
+) -> subprocess.CompletedProcess[bytes]:
     environ = os.environ | {"PATH": programs(folder / "programs")}
-    return subprocess.run(["bash", "-c", command], input=rows, env=environ, capture_output=True)
+    return subprocess.run(
+        ["bash", "-c", command], input=rows, env=environ, capture_output=True
+    )
 
 
 def test_the_command_from_stdin_to_stdout(tmp_path: Path) -> None:
@@ -641,7 +776,9 @@ def test_a_reader_that_stops_ends_the_run(tmp_path: Path) -> None:
     command = "fminfer run -q - | head -n 1; exit ${PIPESTATUS[0]}"
     found = run_shell(command, ROWS * 2000, tmp_path)
     assert found.returncode == 1 and len(found.stdout.splitlines()) == 1
-    assert found.stderr.decode().splitlines() == ["Error: whoever read the answers stopped reading"]
+    assert found.stderr.decode().splitlines() == [
+        "Error: whoever read the answers stopped reading"
+    ]
 
 
 def test_a_full_disk_behind_stdout(tmp_path: Path) -> None:
@@ -652,13 +789,31 @@ def test_a_full_disk_behind_stdout(tmp_path: Path) -> None:
 
 
 def test_strict_and_check_model_through_the_command(tmp_path: Path) -> None:
-    rows = [{"user": "u"}, {"colour": "red"}, {"model": "opt"}, {"engine": "fminfer-demo"}]
-    lines = [json.dumps({"prompt": "x", "max_tokens": 1, "logprobs": 1} | row) for row in rows]
+    rows = [
+        {"user": "u"},
+        {"colour": "red"},
+        {"model": "opt"},
+        {"engine": "fminfer-demo"},
+    ]
+    lines = [
+        json.dumps({"prompt": "x", "max_tokens": 1, "logprobs": 1} | row)
+        for row in rows
+    ]
     path = write(tmp_path / "a.jsonl", "\n".join(lines).encode())
-    flags = ["--model-name", "demo", "--strict", "--check-model", "--token-format", "text", "-q"]
+    flags = [
+        "--model-name",
+        "demo",
+        "--strict",
+        "--check-model",
+        "--token-format",
+        "text",
+        "-q",
+    ]
     found = CliRunner().invoke(main, ["run", str(path), *flags])
     assert found.exit_code == 3, found.output
-    errors = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    errors = map(
+        json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines()
+    )
     assert [error["error"]["param"] for error in errors] == ["colour", "model"]
     answers = (tmp_path / "output_a.jsonl").read_text()
     assert answers.count("\n") == 2 and "Ġ" not in answers
@@ -691,7 +846,9 @@ def test_the_demo_model_does_not_answer_for_another(tmp_path: Path) -> None:
     assert call("run", "-q")[0] == 2
     write(tmp_path / "a.jsonl", b"\n".join(lines))
     assert call("run", "-q", "--restart")[0] == 3
-    errors = map(json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines())
+    errors = map(
+        json.loads, (tmp_path / "output_a.errors.jsonl").read_text().splitlines()
+    )
     assert [(each["line"], each["error"]["param"]) for each in errors] == [
         (4, "engine"),
         (5, "model"),
@@ -701,18 +858,24 @@ def test_the_demo_model_does_not_answer_for_another(tmp_path: Path) -> None:
     assert status == 2 and "--check-model was on without --model-name" in told, told
 
 
-def test_neither_a_pipe_nor_a_library_call_is_answered_by_the_demo_model_for_another() -> None:
+def test_neither_a_pipe_nor_a_library_call_is_answered_by_the_demo_model_for_another() -> (
+    None
+):
     engine = fminfer.Engine(dtype="float32", kernels="off")
     records = {record.line.number: record for record in engine.run(OTHERS[2:])}
     engine.close()
     assert records[1].error is None and records[2].error is not None
-    assert "--model-name demo" in records[2].error.message and records[3].error is not None
+    assert (
+        "--model-name demo" in records[2].error.message and records[3].error is not None
+    )
     found = CliRunner().invoke(main, ["run", "-q", "-"], input=json.dumps(OTHERS[3]))
     assert found.exit_code == 3 and '"param":"engine"' in found.output
 
 
 @pytest.mark.parametrize("blank", [b"\n", b" ", b" \n\t"])
-def test_blank_lines_before_the_first_one_need_no_memory(tmp_path: Path, blank: bytes) -> None:
+def test_blank_lines_before_the_first_one_need_no_memory(
+    tmp_path: Path, blank: bytes
+) -> None:
     """They were gathered: a gzip file of 1 MB took 6 GB, and so a server of batches."""
     num_blank = (4 << 20) // len(blank)
     path = tmp_path / "a.jsonl"

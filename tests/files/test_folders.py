@@ -25,7 +25,10 @@ from fminfer.split.splitting import SplitOptions, split_file
 from tests.shards.answer_shards import answer_all, share
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
-BATCH = '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": {"prompt": "x"}}\n'
+BATCH = (
+    '{"custom_id": "1", "method": "POST", "url": "/v1/completions", "body": '
+    '{"prompt": "x"}}\n'
+)
 LOOP = Path(__file__).parent.parent.parent / "examples" / "run_shards.sh"
 
 
@@ -45,7 +48,10 @@ def run(*arguments: object) -> tuple[int, str]:
 
 
 def split(folder: Path, *engines: str | None, is_flat: bool = False) -> Path:
-    rows = [{"prompt": str(i), "max_tokens": 1, "temperature": 0} for i in range(len(engines))]
+    rows = [
+        {"prompt": str(i), "max_tokens": 1, "temperature": 0}
+        for i in range(len(engines))
+    ]
     source = folder / "all.jsonl"
     lines = [
         json.dumps(row | ({"engine": engine} if engine else {}))
@@ -81,7 +87,10 @@ def test_merged_and_moved_answers_are_no_input(tmp_path: Path) -> None:
     merge_parts(parts, parts / "gpt-j" / "answers.jsonl")
     (parts / "gpt-j" / "output_request_0.jsonl").rename(parts / "gpt-j" / "moved.jsonl")
     status_path(parts / "gpt-j" / "output_request_0.jsonl").unlink()
-    assert names(find_inputs([parts / "gpt-j"])) == ["request_0.jsonl", "request_1.jsonl"]
+    assert names(find_inputs([parts / "gpt-j"])) == [
+        "request_0.jsonl",
+        "request_1.jsonl",
+    ]
     (answers,) = sort_folder(parts / "gpt-j").left_out.values()
     assert names(answers) == ["answers.jsonl", "moved.jsonl"]
     overviews = look_over(parts)
@@ -89,7 +98,9 @@ def test_merged_and_moved_answers_are_no_input(tmp_path: Path) -> None:
     assert "moved.jsonl: answers of a run" in run(parts / "gpt-j")[1]
     (tmp_path / "only").mkdir()
     (parts / "gpt-j" / "answers.jsonl").rename(tmp_path / "only" / "answers.jsonl")
-    with pytest.raises(UsageError, match=r"holds no file to answer .*answers\.jsonl: answers of a"):
+    with pytest.raises(
+        UsageError, match=r"holds no file to answer .*answers\.jsonl: answers of a"
+    ):
         find_inputs([tmp_path / "only"])
 
 
@@ -102,7 +113,9 @@ def test_answers_of_every_shape_are_known(tmp_path: Path) -> None:
     (tmp_path / "output_bad.errors.jsonl").rename(tmp_path / "kept_2.jsonl")
     assert names(find_inputs([tmp_path])) == ["bad.jsonl", "in.jsonl"]
     # An old output whose answers are gone is a file of requests again.
-    (tmp_path / "old.jsonl").write_text('{"request": {"prompt": "x"}, "result": null}\n')
+    (tmp_path / "old.jsonl").write_text(
+        '{"request": {"prompt": "x"}, "result": null}\n'
+    )
     assert "old.jsonl" in names(find_inputs([tmp_path]))
 
 
@@ -112,7 +125,9 @@ def test_a_pair_that_would_share_an_output_costs_itself(tmp_path: Path) -> None:
         (tmp_path / name).write_text(LINE)
     status, told = run(tmp_path)
     assert status == 2 and (tmp_path / "output_a.jsonl").exists()
-    assert (tmp_path / "output_z.jsonl").exists() and not (tmp_path / "output_q.jsonl").exists()
+    assert (tmp_path / "output_z.jsonl").exists() and not (
+        tmp_path / "output_q.jsonl"
+    ).exists()
     for name, other in (("q.jsonl", "q.json"), ("q.json", "q.jsonl")):
         assert f"the answers to {tmp_path / name} would be written to" in told
         assert f"also belongs to the answers to {tmp_path / other}; rename one" in told
@@ -123,9 +138,16 @@ def test_a_pair_that_would_share_an_output_costs_itself(tmp_path: Path) -> None:
         ("output_z.jsonl", "done"),
     ]
     found = CliRunner().invoke(main, ["status", str(tmp_path)])
-    assert "q.json: the answers to" in found.output and "rename one of the two" in found.output
+    assert (
+        "q.json: the answers to" in found.output
+        and "rename one of the two" in found.output
+    )
     status, told = run(tmp_path, "--stats", tmp_path / "q.json")
-    assert status == 2 and "is the input" in told and (tmp_path / "q.json").read_text() == LINE
+    assert (
+        status == 2
+        and "is the input" in told
+        and (tmp_path / "q.json").read_text() == LINE
+    )
     (tmp_path / "q.json").unlink()
     assert not plan_each(find_inputs([tmp_path]), None).refused, "the trouble is over"
 
@@ -136,8 +158,13 @@ def test_a_link_to_a_lost_file_costs_itself(tmp_path: Path) -> None:
     (tmp_path / "lost.jsonl").symlink_to("gone/b.jsonl")
     status, told = run(tmp_path)
     assert status == 2 and (tmp_path / "output_a.jsonl").exists()
-    reason = f"{tmp_path / 'lost.jsonl'} is a link to gone/b.jsonl, which cannot be reached"
-    assert f"Left out: {reason}" in told and f"refused   {tmp_path / 'lost.jsonl'}: " in told
+    reason = (
+        f"{tmp_path / 'lost.jsonl'} is a link to gone/b.jsonl, which cannot be reached"
+    )
+    assert (
+        f"Left out: {reason}" in told
+        and f"refused   {tmp_path / 'lost.jsonl'}: " in told
+    )
     status, told = run(tmp_path, "-q")
     assert status == 2 and f"Left out: {reason}" in told, "-q ended with 2 and no word"
     (overview,) = look_over(tmp_path)
@@ -162,20 +189,26 @@ def test_a_watched_folder_may_hold_a_lost_link_only(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").symlink_to("../b.jsonl")
     remote = RemoteFolders(tmp_path, is_quiet=True)
-    job = JobPaths(paths=[tmp_path / "in"], is_quiet=True, remote=remote, is_watching=True)
+    job = JobPaths(
+        paths=[tmp_path / "in"], is_quiet=True, remote=remote, is_watching=True
+    )
     assert [*job.plan().refused] == [tmp_path / "in" / "a.jsonl"]
     (tmp_path / "b.jsonl").write_text(LINE)
     assert not job.plan().refused and names(job.plan().inputs) == ["a.jsonl"]
 
 
-def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_path: Path) -> None:
+def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(
+    tmp_path: Path,
+) -> None:
     """Names in capitals and pipes were left out in silence."""
     for number in range(7):
         (tmp_path / f"{number}.JSONL").write_text(LINE)
     os.mkfifo(tmp_path / "pipe.jsonl")
     (tmp_path / "folder.jsonl.gz").mkdir()
     (tmp_path / "output_a.JSONL").write_text(LINE)
-    with pytest.raises(UsageError, match=r"holds no file to answer .*an ending in capitals"):
+    with pytest.raises(
+        UsageError, match=r"holds no file to answer .*an ending in capitals"
+    ):
         find_inputs([tmp_path])
     (tmp_path / "a.jsonl").write_text(LINE)
     capitals, others = sort_folder(tmp_path).left_out.values()
@@ -185,18 +218,27 @@ def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(tmp_p
     shown = ", ".join(str(path) for path in capitals[:5])
     assert f"Left out: {shown}, … (7 in all): an ending in capitals; rename" in told
     assert f"Left out: {others[0]}, {others[1]}: a pipe, a device or a folder" in told
-    for command in (["check"], ["submit", "--scheduler", "slurm", "--dry-run", "--infer-data"]):
+    for command in (
+        ["check"],
+        ["submit", "--scheduler", "slurm", "--dry-run", "--infer-data"],
+    ):
         found = CliRunner().invoke(main, [*command, str(tmp_path)])
-        assert found.exit_code == 0 and f"Left out: {shown}, … (7 in all)" in found.stderr
+        assert (
+            found.exit_code == 0 and f"Left out: {shown}, … (7 in all)" in found.stderr
+        )
 
 
-def test_a_warning_of_a_line_names_its_file_if_there_are_several(tmp_path: Path) -> None:
+def test_a_warning_of_a_line_names_its_file_if_there_are_several(
+    tmp_path: Path,
+) -> None:
     """A run over eleven files warned of line 1, and did not say of which."""
     for name in ("a.jsonl", "b.jsonl"):
         (tmp_path / name).write_text(
             LINE if name == "a.jsonl" else '{"prompt": "x", "colour": 1}\n'
         )
-    assert f"Warning: line 1 of {tmp_path / 'b.jsonl'}: " in run(tmp_path, "--limit", 1)[1]
+    assert (
+        f"Warning: line 1 of {tmp_path / 'b.jsonl'}: " in run(tmp_path, "--limit", 1)[1]
+    )
     for file in tmp_path.glob("output_*"):
         file.unlink()
     assert "Warning: line 1: " in run(tmp_path / "b.jsonl", "--limit", 1)[1]
@@ -209,23 +251,33 @@ def test_status_counts_what_a_run_over_the_folder_answers(tmp_path: Path) -> Non
     (tmp_path / "empty.jsonl").write_text("")
     (tmp_path / "notes.json").write_text('{"name": "x", "version": 3}\n')
     (tmp_path / "typo.jsonl").write_text('{"prompt": "one brace is missing"\n')
-    for number, text in enumerate(('{"fminfer": 5}', '{"request_counts": 7}', '{"status": {}}')):
+    for number, text in enumerate(
+        ('{"fminfer": 5}', '{"request_counts": 7}', '{"status": {}}')
+    ):
         (tmp_path / f"another_{number}.status.json").write_text(text)
     (overview,) = look_over(tmp_path)
     inputs = [Path(file.input or "") for file in overview.files]
     assert inputs == find_inputs([tmp_path]) and len(inputs) == 5
     assert [file.why for file in overview.files] == [None, *[UNLIKE] * 4]
-    assert "typo.jsonl: none of its" in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+    assert (
+        "typo.jsonl: none of its"
+        in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+    )
     source = tmp_path / "a.jsonl"
     source.write_text('not json\n{"prompt": "x", "engine": "gpt-j"}\n')
     split_file(source, tmp_path / "parts", SplitOptions(100, 1))
     overviews = look_over(tmp_path / "parts")
-    assert [len(overview.files) for overview in overviews] == [1, 1], "default/ and gpt-j/"
+    assert [len(overview.files) for overview in overviews] == [1, 1], (
+        "default/ and gpt-j/"
+    )
 
 
 def test_status_leaves_out_folders_of_notes_below(tmp_path: Path) -> None:
     """`status .` counted every .json and .jsonl file as an input that waits."""
-    for folder, text in (("data", '{"text": "x", "label": 1}\n'), ("chats", '{"messages": []}\n')):
+    for folder, text in (
+        ("data", '{"text": "x", "label": 1}\n'),
+        ("chats", '{"messages": []}\n'),
+    ):
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text(text)
         (tmp_path / folder / "notes.json").write_text('{"name": "x", "version": 3}\n')
@@ -267,7 +319,9 @@ def test_a_split_folder_gives_the_parts_of_its_engine(tmp_path: Path) -> None:
 
 def test_a_split_folder_of_several_engines_names_them(tmp_path: Path) -> None:
     parts = split(tmp_path, "facebook/opt-66b", "gpt-j", "gpt-j")
-    with pytest.raises(UsageError, match=r"the parts of 2 engines\. Answer each") as found:
+    with pytest.raises(
+        UsageError, match=r"the parts of 2 engines\. Answer each"
+    ) as found:
         find_inputs([parts])
     assert f"{parts}/facebook/opt-66b (1 file)" in str(found.value)
     assert str(found.value).endswith(f"{parts}/gpt-j (2 files)")
@@ -290,7 +344,9 @@ def test_a_flat_split_is_answered_and_merged(tmp_path: Path) -> None:
         for line in (tmp_path / "answers.jsonl").read_text().splitlines()
     ]
     assert texts == ["0", "1", "2"]
-    with pytest.raises(UsageError, match=r"names 2 engines.*--flat would mix: gpt-j, opt"):
+    with pytest.raises(
+        UsageError, match=r"names 2 engines.*--flat would mix: gpt-j, opt"
+    ):
         split(tmp_path / "parts", "gpt-j", "opt", is_flat=True)
 
 
@@ -310,7 +366,8 @@ def loop(folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
 
 
 def test_the_loop_of_shards_says_what_it_does_not_answer(tmp_path: Path) -> None:
-    """It ended with 0 where its folder held no shard, and passed those above its last id over."""
+    """It ended with 0 where its folder held no shard, and passed those above its last
+    id over."""
     parts = split(tmp_path, "facebook/opt-66b", "gpt-j")
     found = loop(parts)
     assert found.returncode == 2 and "holds no request_<i>.jsonl" in found.stderr
@@ -339,5 +396,9 @@ def test_statistics_are_not_written_over_the_files_of_the_run(
     """`--stats requests.jsonl` put the statistics in the input's place."""
     (tmp_path / "a.jsonl").write_text(LINE)
     status, told = run(tmp_path / "a.jsonl", flag, tmp_path / name)
-    assert status == 2 and f"{flag} {tmp_path / name}" in told and "give another name" in told
+    assert (
+        status == 2
+        and f"{flag} {tmp_path / name}" in told
+        and "give another name" in told
+    )
     assert (tmp_path / "a.jsonl").read_text() == LINE

@@ -25,7 +25,8 @@ class Handler(SimpleHTTPRequestHandler):
 
     hidden: ClassVar[set[str]] = set()
     etag: ClassVar[str] = ""
-    asked: ClassVar[set[tuple[str, str]]] = set()  # paths with their queries, and credentials
+    # paths with their queries, and credentials
+    asked: ClassVar[set[tuple[str, str]]] = set()
 
     def do_GET(self) -> None:
         self.asked.add((self.path, self.headers.get("Authorization", "")))
@@ -50,7 +51,9 @@ def url(tmp_path: Path) -> Iterator[str]:
     server = ThreadingHTTPServer(
         ("127.0.0.1", 0), partial(Handler, directory=str(tmp_path / "web"))
     )
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
+    thread = threading.Thread(
+        target=server.serve_forever, kwargs={"poll_interval": 0.01}
+    )
     thread.start()
     yield f"http://127.0.0.1:{server.server_port}/a.jsonl"
     server.shutdown()
@@ -78,7 +81,9 @@ def write(tmp_path: Path, text: str, changed_s: int) -> None:
     os.utime(path, (changed_s, changed_s))
 
 
-def test_a_changed_file_of_a_web_server_is_fetched_again(tmp_path: Path, url: str) -> None:
+def test_a_changed_file_of_a_web_server_is_fetched_again(
+    tmp_path: Path, url: str
+) -> None:
     """An old copy was answered for ever: fsspec's key of an http file is its URL alone."""
     write(tmp_path, "one\n", 1_000)
     assert fetch(tmp_path, url) == ("one\n", True)
@@ -116,21 +121,31 @@ def test_a_signed_url_is_fetched_and_its_copy_has_the_name_of_its_path(
         assert local.name == "a.jsonl" and local.read_text() == "one\n"
         assert capsys.readouterr().err == shown * is_fetched
     ((asked, credentials),) = Handler.asked
-    assert asked == "/a.jsonl?X-Amz-Signature=SECRET/1" and credentials.startswith("Basic ")
+    assert asked == "/a.jsonl?X-Amz-Signature=SECRET/1" and credentials.startswith(
+        "Basic "
+    )
     secrets = [b"PASSWORD", b"SECRET"]
     kept = [path for path in (tmp_path / "work").rglob("*") if path.is_file()]
-    assert kept and not any(secret in p.read_bytes() for p in kept for secret in secrets)
+    assert kept and not any(
+        secret in p.read_bytes() for p in kept for secret in secrets
+    )
 
 
-def test_urls_that_differ_in_their_query_alone_are_not_mixed(tmp_path: Path, url: str) -> None:
+def test_urls_that_differ_in_their_query_alone_are_not_mixed(
+    tmp_path: Path, url: str
+) -> None:
     write(tmp_path, "one\n", 1_000)
     folders = RemoteFolders(tmp_path / "work", is_quiet=True)
     folders.fetch(f"{url}?part=1")
-    with pytest.raises(UsageError, match=r"a\.jsonl\?part=\*\*\* .*differ in their query alone"):
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl\?part=\*\*\* .*differ in their query alone"
+    ):
         folders.fetch(f"{url}?part=2")
 
 
-def test_what_is_wrong_with_a_url_is_told_without_its_secrets(tmp_path: Path, url: str) -> None:
+def test_what_is_wrong_with_a_url_is_told_without_its_secrets(
+    tmp_path: Path, url: str
+) -> None:
     """Passwords and signatures stood in errors, with --verbose also in those of libraries."""
     (tmp_path / "web" / "a.txt").write_text("")
     write(tmp_path, LINE, 1_000)
@@ -146,6 +161,10 @@ def test_what_is_wrong_with_a_url_is_told_without_its_secrets(tmp_path: Path, ur
         (str(tmp_path), "--output", f"{folder}/b.jsonl", "--watch"): "--watch",
     }
     for arguments, hint in cases.items():
-        found = CliRunner().invoke(main, ["run", "--work-dir", str(tmp_path / "work"), *arguments])
+        found = CliRunner().invoke(
+            main, ["run", "--work-dir", str(tmp_path / "work"), *arguments]
+        )
         assert found.exit_code == 2 and hint in found.output, found.output
-        assert "PASSWORD" not in found.output and "SECRET" not in found.output, found.output
+        assert "PASSWORD" not in found.output and "SECRET" not in found.output, (
+            found.output
+        )

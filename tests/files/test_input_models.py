@@ -60,11 +60,18 @@ def test_a_model_is_named_with_the_command_to_type(
 ) -> None:
     """The demo model answered the model's own JSON files, and left 12 files in its folder."""
     before = {path: path.read_bytes() for path in model.iterdir()}
-    asked = [word.replace("MODEL", str(model)).replace("REQUESTS", str(requests)) for word in words]
+    asked = [
+        word.replace("MODEL", str(model)).replace("REQUESTS", str(requests))
+        for word in words
+    ]
     status, told = run(*asked)
     answered = requests if "REQUESTS" in words else "requests.jsonl"
     command = f"fminfer run {answered} --model-name '{model}'"
-    command = command.replace("requests.jsonl", "--prompt hi") if "--prompt" in words else command
+    command = (
+        command.replace("requests.jsonl", "--prompt hi")
+        if "--prompt" in words
+        else command
+    )
     assert status == 2 and command in told
     assert {path: path.read_bytes() for path in model.iterdir()} == before
 
@@ -76,8 +83,11 @@ def test_a_model_is_named_with_the_command_to_type(
         ["split", "--input-file", "REQUESTS", "--output-dir", "MODEL"],
     ],
 )
-def test_nothing_is_written_into_a_model(model: Path, requests: Path, words: list[str]) -> None:
-    """Whoever wrote --output for --model-name got answers and parts beside the model's weights."""
+def test_nothing_is_written_into_a_model(
+    model: Path, requests: Path, words: list[str]
+) -> None:
+    """Whoever wrote --output for --model-name got answers and parts beside the model's
+    weights."""
     before = sorted(model.iterdir())
     names = {"MODEL": str(model), "REQUESTS": str(requests)}
     status, told = run(*[names.get(word, word) for word in words])
@@ -92,8 +102,16 @@ MODELS = {
     "an adapter": {"adapter_config.json": '{"peft_type": "LORA"}'},
     "sentence-transformers": {"modules.json": '[{"idx": 0, "path": ""}]'},
     "Meta's own form": {"params.json": '{"dim": 8, "n_layers": 2}'},
-    "a config and a log": {"config.json": CONFIG, "model.safetensors": "", "log.jsonl": "{}"},
-    "with requests in it": {"config.json": CONFIG, "model.safetensors": "", "r.jsonl": LINE},
+    "a config and a log": {
+        "config.json": CONFIG,
+        "model.safetensors": "",
+        "log.jsonl": "{}",
+    },
+    "with requests in it": {
+        "config.json": CONFIG,
+        "model.safetensors": "",
+        "r.jsonl": LINE,
+    },
 }
 FOLDERS = {
     "an own config.json": {"config.json": '{"seed": 1}', "r.jsonl": LINE},
@@ -112,7 +130,9 @@ def write_files(folder: Path, files: dict[str, str]) -> None:
 @pytest.mark.parametrize("kind", MODELS)
 def test_folders_that_are_models(tmp_path: Path, kind: str) -> None:
     write_files(tmp_path, MODELS[kind])
-    with pytest.raises(UsageError, match="is a model, and not a file of requests") as error:
+    with pytest.raises(
+        UsageError, match="is a model, and not a file of requests"
+    ) as error:
         find_inputs([tmp_path])
     named = f"To answer {tmp_path / 'r.jsonl'}, name that file itself"
     assert (named in str(error.value)) == (tmp_path / "r.jsonl").exists()
@@ -125,7 +145,9 @@ def test_folders_of_requests_that_hold_other_files(tmp_path: Path, kind: str) ->
     assert {"r.jsonl", "r.json"} & names
 
 
-@pytest.mark.parametrize("name", ["a.gguf", "a.safetensors", "a.bin", "a.pt", "sha256-1"])
+@pytest.mark.parametrize(
+    "name", ["a.gguf", "a.safetensors", "a.bin", "a.pt", "sha256-1"]
+)
 def test_files_that_are_models(tmp_path: Path, requests: Path, name: str) -> None:
     path = tmp_path / name
     path.write_bytes(b"GGUF\3\0\0\0" if name in ("a.gguf", "sha256-1") else bytes(64))

@@ -1,4 +1,5 @@
-"""The journal: whatever happens to a run, finished rows stay finished, each once and in order."""
+"""The journal: whatever happens to a run, finished rows stay finished, each once and in
+order."""
 
 from __future__ import annotations
 
@@ -23,9 +24,20 @@ from fminfer.core.errors import OutputError, UsageError
 from fminfer.core.version import DRAWING
 from fminfer.files import journal as journals
 from fminfer.files import ordered_output
-from fminfer.files.journal import Journal, check_rows, fingerprint_of, journal_path, peek
+from fminfer.files.journal import (
+    Journal,
+    check_rows,
+    fingerprint_of,
+    journal_path,
+    peek,
+)
 from fminfer.files.journal_rows import CLOCK, Row, read_row
-from fminfer.files.ordered_output import VectorReader, errors_path, put_in_order, read_seal
+from fminfer.files.ordered_output import (
+    VectorReader,
+    errors_path,
+    put_in_order,
+    read_seal,
+)
 
 MODEL = {"the model": "a"}
 
@@ -50,18 +62,24 @@ def written(folder: Path, rows: list[Row]) -> Path:
     return output
 
 
-def test_output_is_in_input_order_and_appears_only_when_complete(tmp_path: Path) -> None:
+def test_output_is_in_input_order_and_appears_only_when_complete(
+    tmp_path: Path,
+) -> None:
     output = tmp_path / "answers.jsonl"
     errors_path(output).write_text("stale\n")
     journal = Journal(output, MODEL)
     for number in (3, 1, 12, 2):
         journal.append(row(number))
         lines = journal_path(output).read_bytes().splitlines()
-        assert json.loads(lines[-1])["record"] == {"row": number, "text": "x"}, "at once"
+        assert json.loads(lines[-1])["record"] == {"row": number, "text": "x"}, (
+            "at once"
+        )
     assert not output.exists()
     finish(journal)
     assert [json.loads(line)["row"] for line in output.open()] == [1, 2, 3, 12]
-    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], "old errors go too"
+    assert [p.name for p in tmp_path.iterdir()] == ["answers.jsonl"], (
+        "old errors go too"
+    )
 
 
 def test_errors_stand_in_their_own_file(tmp_path: Path) -> None:
@@ -94,7 +112,11 @@ def test_vectors_stand_in_the_row_of_their_line(
     assert VectorReader(tmp_path / "a.jsonl").of(7) == vectors[7].tobytes()
     assert seals == {
         name: read_seal(tmp_path / f"a{end}")
-        for name, end in {"output": ".jsonl", "errors": ".errors.jsonl", "vectors": ".npy"}.items()
+        for name, end in {
+            "output": ".jsonl",
+            "errors": ".errors.jsonl",
+            "vectors": ".npy",
+        }.items()
     }
 
 
@@ -115,7 +137,9 @@ def test_a_disk_that_fails_as_a_journal_closes_is_named(
     journal = Journal(tmp_path / "answers.jsonl", MODEL)
     journal.append(row(1))
     monkeypatch.setattr(os, "fsync", fail)
-    with pytest.raises(OutputError, match="journal cannot be written: Input/output error"):
+    with pytest.raises(
+        OutputError, match="journal cannot be written: Input/output error"
+    ):
         journal.close()
     monkeypatch.undo()
     journal.close()
@@ -135,7 +159,10 @@ def test_what_a_journal_says_of_its_run(tmp_path: Path) -> None:
     path = journal_path(output)
     head = path.read_bytes().splitlines(keepends=True)[0]
     path.write_bytes(head + b'{"line":1')
-    assert fingerprint_of(output, needs_row=True) is None and fingerprint_of(output) == MODEL
+    assert (
+        fingerprint_of(output, needs_row=True) is None
+        and fingerprint_of(output) == MODEL
+    )
     check_rows(output, {"the model": "b"})  # it holds no row, and there is no output
     output.touch()
     with pytest.raises(UsageError, match="the model was a, is b"):
@@ -166,7 +193,9 @@ def test_a_power_cut_at_every_byte_of_the_last_two_rows(tmp_path: Path) -> None:
     for size in range(starts[3], len(whole) + 1):
         path.write_bytes(whole[:size])
         expected = [
-            n for n, start in enumerate(starts, 1) if start + len(rows[n - 1].to_line()) <= size
+            n
+            for n, start in enumerate(starts, 1)
+            if start + len(rows[n - 1].to_line()) <= size
         ]
         journal = Journal(output, MODEL)
         assert [n for n in range(9) if n in journal] == expected, size
@@ -185,7 +214,9 @@ def test_a_power_cut_at_every_byte_of_the_head(tmp_path: Path) -> None:
         assert journal_path(output).read_bytes() == whole
 
 
-def test_a_damaged_row_is_answered_again_and_the_others_are_kept(tmp_path: Path) -> None:
+def test_a_damaged_row_is_answered_again_and_the_others_are_kept(
+    tmp_path: Path,
+) -> None:
     """A disk may keep later blocks and lose an earlier one, which is then zeros, or old data."""
     rows = [row(n, text="t" * 40) for n in range(1, 6)]
     output = written(tmp_path, rows)
@@ -199,8 +230,12 @@ def test_a_damaged_row_is_answered_again_and_the_others_are_kept(tmp_path: Path)
         path.write_bytes(data)
         journal = Journal(output, MODEL)
         left = [n for n in range(9) if n in journal]
-        assert left in ([1, 2, 4, 5], [1, 2, 5]), "the line before the next may be joined to it"
-        assert [each.record for each in journal.rows()] == [rows[n - 1].record for n in left]
+        assert left in ([1, 2, 4, 5], [1, 2, 5]), (
+            "the line before the next may be joined to it"
+        )
+        assert [each.record for each in journal.rows()] == [
+            rows[n - 1].record for n in left
+        ]
         journal.close()
     path.write_bytes(whole[:start] + bytes(end - start - 1) + whole[end - 1 :])
     journal = Journal(output, MODEL)
@@ -235,12 +270,17 @@ def test_any_bytes_are_read_without_a_wrong_row(tmp_path: Path) -> None:
 def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     output = written(tmp_path, [row(1)])
     before = journal_path(output).read_bytes()
-    for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
+    for read in (
+        lambda f: peek(output, f, restart=False),
+        lambda f: Journal(output, f),
+    ):
         with pytest.raises(
             UsageError, match=r": --seed was not given, is 1; the model was a, is b"
         ):
             read({"the model": "b", "--seed": "1"})
-        with pytest.raises(UsageError, match=r"differs: --model-name was not given, is B\. Repeat"):
+        with pytest.raises(
+            UsageError, match=r"differs: --model-name was not given, is B\. Repeat"
+        ):
             read({"the model": "b", "the tokenizer": "b", "--model-name": "B"})
     assert journal_path(output).read_bytes() == before
     assert peek(output, {"the model": "b"}, restart=True)
@@ -260,12 +300,19 @@ def test_templates_read_the_time_of_the_run_that_began(tmp_path: Path) -> None:
             journal.append(row(1))
 
 
-def test_answers_that_were_drawn_another_way_are_not_gone_on_with(tmp_path: Path) -> None:
+def test_answers_that_were_drawn_another_way_are_not_gone_on_with(
+    tmp_path: Path,
+) -> None:
     """A journal of a version that inverted cumulated weights says nothing of drawing."""
     output = written(tmp_path, [row(1)])
     new = MODEL | {DRAWING: "Gumbel-max"}
-    for read in (lambda: peek(output, new, restart=False), lambda: Journal(output, new)):
-        with pytest.raises(UsageError, match=r"drawn in another way now\. Finish .* --restart"):
+    for read in (
+        lambda: peek(output, new, restart=False),
+        lambda: Journal(output, new),
+    ):
+        with pytest.raises(
+            UsageError, match=r"drawn in another way now\. Finish .* --restart"
+        ):
             read()
     assert len(journal_path(output).read_bytes().splitlines()) == 2
     Journal(output, new, restart=True).close()
@@ -273,7 +320,8 @@ def test_answers_that_were_drawn_another_way_are_not_gone_on_with(tmp_path: Path
 
 
 def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> None:
-    """A run that ended before its first row, its budget too large say, left a journal without rows.
+    """A run that ended before its first row, its budget too large say, left a journal
+    without rows.
 
     The next command, with other settings, was refused: "belongs to a run that differs".
     """
@@ -287,7 +335,10 @@ def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> Non
     journal_path(output).unlink()
     written(tmp_path, [])
     output.write_text("{}\n")  # a restart of it ended before its first row
-    for read in (lambda f: peek(output, f, restart=False), lambda f: Journal(output, f)):
+    for read in (
+        lambda f: peek(output, f, restart=False),
+        lambda f: Journal(output, f),
+    ):
         with pytest.raises(UsageError, match="the model was a, is b"):
             read({"the model": "b"})
 
@@ -295,13 +346,23 @@ def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> Non
 def test_two_runs_on_one_output(tmp_path: Path) -> None:
     """The second is refused while the first lives; a dead one's lock is nobody's."""
     output = tmp_path / "answers.jsonl"
-    code = "import sys, time; from pathlib import Path; from fminfer.files.journal import Journal"
-    code += f"; j = Journal(Path({str(output)!r}), {MODEL!r}); print('open', flush=True)"
+    code = (
+        "import sys, time; from pathlib import Path; from fminfer.files.journal import "
+        "Journal"
+    )
+    code += (
+        f"; j = Journal(Path({str(output)!r}), {MODEL!r}); print('open', flush=True)"
+    )
     code += "; time.sleep(60)"
-    other = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
+    other = subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.PIPE, text=True
+    )
     try:
         assert other.stdout is not None and other.stdout.readline() == "open\n"
-        for attempt in (lambda: Journal(output, MODEL), lambda: peek(output, MODEL, restart=True)):
+        for attempt in (
+            lambda: Journal(output, MODEL),
+            lambda: peek(output, MODEL, restart=True),
+        ):
             with pytest.raises(UsageError, match="another process writes"):
                 attempt()
     finally:
@@ -328,7 +389,9 @@ def test_a_process_that_was_forked_does_not_keep_the_lock(tmp_path: Path) -> Non
         os.waitpid(child, 0)
 
 
-def test_file_systems_without_locks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_file_systems_without_locks(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     def refuse(fd: int, how: int) -> None:
         raise OSError(errno.ENOLCK, "no locks")
 
@@ -363,7 +426,9 @@ def test_a_disk_that_fails_costs_no_finished_row(
         patch.setattr(os, "ftruncate", fail_after(0, error, os.ftruncate))
         for number in (1, 2, 3):
             journal.append(row(number))
-        with pytest.raises(OutputError, match=r"cannot be written: .*run the same command again"):
+        with pytest.raises(
+            OutputError, match=r"cannot be written: .*run the same command again"
+        ):
             journal.append(row(4))
     journal.close()
     journal = Journal(output, MODEL)
@@ -373,7 +438,9 @@ def test_a_disk_that_fails_costs_no_finished_row(
     assert len(output.read_bytes().splitlines()) == 4
 
 
-def test_a_disk_that_takes_half_a_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_takes_half_a_row(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "answers.jsonl", MODEL)
     journal.append(row(1))
     size = journal.path.stat().st_size
@@ -394,7 +461,9 @@ def test_a_disk_that_takes_half_a_row(tmp_path: Path, monkeypatch: pytest.Monkey
     finish(journal)
 
 
-def test_a_sync_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sync_that_fails_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     journal = Journal(tmp_path / "answers.jsonl", MODEL)
     monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
     with monkeypatch.context() as patch:
@@ -416,7 +485,8 @@ def test_rows_reach_the_disk_within_a_second(
 
     def watch(fd: int) -> None:
         sync(fd)
-        if os.path.samestat(os.fstat(fd), journal.path.stat()):  # and not another test's
+        # and not another test's
+        if os.path.samestat(os.fstat(fd), journal.path.stat()):
             sizes.append(os.fstat(fd).st_size)
 
     monkeypatch.setattr(os, "fsync", watch)
@@ -429,7 +499,9 @@ def test_rows_reach_the_disk_within_a_second(
     journal.close()
 
 
-def test_a_slow_disk_does_not_hold_rows_up(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_slow_disk_does_not_hold_rows_up(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A sync that takes for ever, and slow writes in pieces: rows go out, and all stand."""
     monkeypatch.setattr(journals, "SYNC_EVERY_S", 0.01)
     is_syncing = threading.Event()
@@ -456,7 +528,9 @@ def test_a_slow_disk_does_not_hold_rows_up(tmp_path: Path, monkeypatch: pytest.M
     assert journal.path.read_bytes().count(b"\n") == 30, "the head and 29 rows"
     may_end.set()
     finish(journal)
-    assert [json.loads(line)["row"] for line in journal.output.open()] == list(range(1, 30))
+    assert [json.loads(line)["row"] for line in journal.output.open()] == list(
+        range(1, 30)
+    )
 
 
 class Killed(BaseException):
@@ -485,13 +559,18 @@ def test_finishing_can_be_killed_at_every_step(
             finish(Journal(output, MODEL))
         assert output.read_bytes() == answers
         assert errors_path(output).read_bytes() == errors
-        assert sorted(p.name for p in folder.iterdir()) == ["answers.errors.jsonl", "answers.jsonl"]
+        assert sorted(p.name for p in folder.iterdir()) == [
+            "answers.errors.jsonl",
+            "answers.jsonl",
+        ]
         if not was_killed:
             break
     assert moment > 8, "there are so many steps at least"
 
 
-def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch) -> bool:
+def kill_at(
+    moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPatch
+) -> bool:
     """Run some work up to its n-th change of a file; tell whether it got so far."""
     count = 0
     was_killed = False
@@ -517,7 +596,9 @@ def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPat
             patch.setattr(os, name, watched(getattr(os, name)))
         for name in ("unlink", "open", "rmdir"):
             patch.setattr(Path, name, watched(getattr(Path, name)))
-        patch.setattr(ordered_output, "_write_in_order", watched(ordered_output._write_in_order))
+        patch.setattr(
+            ordered_output, "_write_in_order", watched(ordered_output._write_in_order)
+        )
         try:
             work()
         except Killed:
@@ -528,14 +609,24 @@ def kill_at(moment: int, work: Callable[[], None], monkeypatch: pytest.MonkeyPat
 def test_lines_prove_themselves() -> None:
     line = row(7).to_line()
     assert read_row(line) == row(7)
-    for other in (b"", b"\n", b"{}\n", line[:-1], line[1:], line.replace(b"21b", b"21c"), line * 2):
+    for other in (
+        b"",
+        b"\n",
+        b"{}\n",
+        line[:-1],
+        line[1:],
+        line.replace(b"21b", b"21c"),
+        line * 2,
+    ):
         assert read_row(other) is None, other
 
 
 def test_blank_lines_take_no_memory(tmp_path: Path) -> None:
     """300 million of them before a request, 300 kB as .gz, took 5.9 GB."""
     numbers = [3 * 10**8, 5, 3 * 10**8 + 1, 2000]
-    output = written(tmp_path, [row(number)._replace(input_crc=number) for number in numbers])
+    output = written(
+        tmp_path, [row(number)._replace(input_crc=number) for number in numbers]
+    )
     tracemalloc.start()
     journal = Journal(output, MODEL)
     assert tracemalloc.get_traced_memory()[1] < 2**20

@@ -33,7 +33,10 @@ def answer_folder(folder: Path) -> None:
 
 
 def make_odd(folder: Path) -> list[Path]:
-    paths = [folder / f"{stem}.jsonl" for stem in (LONG, LONG + "y" * 9, LONGEST, "new\nline")]
+    paths = [
+        folder / f"{stem}.jsonl"
+        for stem in (LONG, LONG + "y" * 9, LONGEST, "new\nline")
+    ]
     try:
         (folder / os.fsdecode(b"caf\xe9.jsonl")).touch()
         paths.append(folder / os.fsdecode(b"caf\xe9.jsonl"))
@@ -69,18 +72,24 @@ def test_odd_names_are_answered_as_others(tmp_path: Path) -> None:
     assert {file.input for file in overview.files} == set(map(str, paths))
     outputs = [Path(file.output) for file in overview.files]
     assert {path.read_text().count("\n") for path in outputs} == {2}
-    assert len(os.listdir(tmp_path)) == 3 * len(paths), "input, answers and status of each"
+    assert len(os.listdir(tmp_path)) == 3 * len(paths), (
+        "input, answers and status of each"
+    )
     assert not share(tmp_path).look(), "all of them are complete"
 
 
-def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(tmp_path: Path) -> None:
+def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(
+    tmp_path: Path,
+) -> None:
     (tmp_path / f"{LONG}.jsonl").write_text(LINE * 2)
     (file,) = filter(None, [next(share(tmp_path, tmp_path / "out").turns())])
     lines = file.lines(lambda line: None)
     answer_all(file, [next(lines)])
     file.abandon(KeyboardInterrupt())
     (overview,) = look_over(tmp_path / "out")
-    assert [(state.state, state.num_answered) for state in overview.files] == [("stopped", 1)]
+    assert [(state.state, state.num_answered) for state in overview.files] == [
+        ("stopped", 1)
+    ]
     again = share(tmp_path, tmp_path / "out")
     for file in filter(None, again.turns()):
         assert file.kept.num_rows == 1
@@ -95,20 +104,25 @@ def test_the_command_takes_names_that_are_no_utf_8(tmp_path: Path) -> None:
     found = CliRunner().invoke(main, ["run", str(tmp_path), "--kernels", "off"])
     assert found.exit_code == 0, found.output
     found = CliRunner().invoke(main, ["status", str(tmp_path)])
-    assert found.exit_code == 0 and f"{len(paths)} of {len(paths)} files done" in found.output
+    assert (
+        found.exit_code == 0
+        and f"{len(paths)} of {len(paths)} files done" in found.output
+    )
     found = CliRunner().invoke(main, ["status", "--json", str(tmp_path)])
     files = json.loads(found.output)["files"]
     assert {file["input"] for file in files} == set(map(str, paths))
     status = next(tmp_path.glob("output_caf*.status.json"), None)
     if status is not None:
         found = CliRunner().invoke(
-            main, ["status", str(tmp_path / json.loads(status.read_text())["input_file_id"])]
+            main,
+            ["status", str(tmp_path / json.loads(status.read_text())["input_file_id"])],
         )
         assert found.exit_code == 0 and "1 of 1 file done" in found.output
 
 
 def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None:
-    """It was "given twice", and the folder was refused. Later it was passed over without a word."""
+    """It was "given twice", and the folder was refused. Later it was passed over
+    without a word."""
     (tmp_path / "b.jsonl").write_text(LINE)
     link = tmp_path / "a.jsonl"
     link.symlink_to("b.jsonl")
@@ -118,7 +132,10 @@ def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None
     assert find_inputs([tmp_path, link])[1] == link, "as the advice says"
     (overview,) = look_over(tmp_path)
     assert [*overview.left_out] == [str(link)] and len(overview.files) == 1
-    assert f"left out: {link}: " in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+    assert (
+        f"left out: {link}: "
+        in CliRunner().invoke(main, ["status", str(tmp_path)]).output
+    )
 
 
 @pytest.mark.parametrize("make", [Path.symlink_to, Path.hardlink_to])
@@ -159,7 +176,9 @@ def test_a_file_that_cannot_be_read_costs_itself(
     for file in filter(None, files.turns()):
         answer_all(file)
     assert (tmp_path / "output_b.jsonl").exists()
-    assert "a.jsonl cannot be read: Permission denied" in "".join(files.refused.values())
+    assert "a.jsonl cannot be read: Permission denied" in "".join(
+        files.refused.values()
+    )
 
 
 def test_a_claim_whose_folder_empties_while_it_is_looked_at(
@@ -171,7 +190,9 @@ def test_a_claim_whose_folder_empties_while_it_is_looked_at(
     monkeypatch.setattr("fminfer.files.claims.os.listdir", lambda path: [])
     claim.beat()
     assert not claim.holds()
-    monkeypatch.setattr("fminfer.files.claims.os.listdir", lambda path: ["²", claim.path.name])
+    monkeypatch.setattr(
+        "fminfer.files.claims.os.listdir", lambda path: ["²", claim.path.name]
+    )
     claim = Claims().take(tmp_path / "other.jsonl")
     assert claim is not None and claim.holds()
 

@@ -32,8 +32,11 @@ def run(*words: object) -> tuple[int, str]:
 
 @pytest.mark.parametrize("flag", ["--stats", "--trace", "--report"])
 @pytest.mark.parametrize("text", [LINE, '{\n  "model_type": "opt"\n}\n', "[1, 2]\n"])
-def test_a_file_that_no_run_wrote_is_not_replaced(source: Path, flag: str, text: str) -> None:
-    """`--stats requests.jsonl` put the summary in the place of the requests, and so did --trace."""
+def test_a_file_that_no_run_wrote_is_not_replaced(
+    source: Path, flag: str, text: str
+) -> None:
+    """`--stats requests.jsonl` put the summary in the place of the requests, and so did
+    --trace."""
     kept = source.with_name("kept.jsonl")
     kept.write_text(text)
     status, told = run(source, flag, kept)
@@ -50,7 +53,9 @@ def test_what_a_power_cut_left_blank_is_replaced(source: Path, flag: str) -> Non
     assert status == 3, told
     assert path.read_bytes().strip(b"\0")
     path.write_bytes(bytes(2 << 20) + b"x")  # such as a disk's image
-    assert run(source, "--restart", flag, path)[0] == 2 and path.read_bytes()[-1:] == b"x"
+    assert (
+        run(source, "--restart", flag, path)[0] == 2 and path.read_bytes()[-1:] == b"x"
+    )
 
 
 def test_an_output_that_came_while_a_run_answered_is_kept(
@@ -77,7 +82,16 @@ def test_a_rerun_replaces_what_a_run_wrote(source: Path) -> None:
     """Its own summary, timeline, page, answers, errors and status; and a file that is empty."""
     files = [source.with_name(name) for name in ("s.json", "t.json", "p.html")]
     files[0].touch()
-    words = [source, "--stats", files[0], "--trace", files[1], "--report", files[2], "--restart"]
+    words = [
+        source,
+        "--stats",
+        files[0],
+        "--trace",
+        files[1],
+        "--report",
+        files[2],
+        "--restart",
+    ]
     for _ in range(2):
         status, told = run(*words)
         assert status == 3, told
@@ -98,7 +112,9 @@ def test_a_rerun_replaces_answers_that_few_parsers_read(
         assert status == 3 * (prompt != '"a"'), told
     if not value.startswith("["):
         written = [*source.parent.glob("output_r.*jsonl")]
-        assert all(map(holds_answers, [path for path in written if path.stat().st_size]))
+        assert all(
+            map(holds_answers, [path for path in written if path.stat().st_size])
+        )
 
 
 def test_a_summary_may_go_to_a_device(source: Path) -> None:
@@ -115,10 +131,18 @@ def test_what_stands_where_a_run_would_write_is_kept(
     --restart, which the message recommended, replaced a model's config.json by answers.
     """
     output = source.with_name("m.jsonl")
-    places = {"output": output, "errors": errors_path(output), "status": status_path(output)}
+    places = {
+        "output": output,
+        "errors": errors_path(output),
+        "status": status_path(output),
+    }
     places[which].write_text('{"hello": "world"}\n')
     status, told = run(source, "--output", output, *restart)
-    label = "status file of this run" if which == "status" else f"file of this run's {which}"
+    label = (
+        "status file of this run"
+        if which == "status"
+        else f"file of this run's {which}"
+    )
     assert status == 2 and f"the {label}, {places[which]} exists and is no " in told
     assert "--restart" not in told
     assert places[which].read_text() == '{"hello": "world"}\n'
@@ -127,7 +151,9 @@ def test_what_stands_where_a_run_would_write_is_kept(
     )
 
 
-def test_an_errors_file_that_came_beside_a_complete_output_is_kept(source: Path) -> None:
+def test_an_errors_file_that_came_beside_a_complete_output_is_kept(
+    source: Path,
+) -> None:
     source.write_text(LINE)
     assert run(source)[0] == 0
     errors = source.with_name("output_r.errors.jsonl")
@@ -140,7 +166,10 @@ def test_a_picture_of_a_bench_replaces_pictures_only(tmp_path: Path) -> None:
     kept = tmp_path / "kept.svg"
     kept.write_text("hello world\n")
     result = CliRunner().invoke(main, ["bench", "--plot", str(kept)])
-    assert result.exit_code == 2 and f"{kept} exists and is no SVG picture" in result.output
+    assert (
+        result.exit_code == 2
+        and f"{kept} exists and is no SVG picture" in result.output
+    )
 
 
 def test_moved_errors_are_known_by_all_their_fields(tmp_path: Path) -> None:
@@ -154,5 +183,7 @@ def test_moved_errors_are_known_by_all_their_fields(tmp_path: Path) -> None:
     }
     for left_out in (None, *record):
         path = tmp_path / f"{left_out}.jsonl"
-        path.write_text(json.dumps({name: record[name] for name in record if name != left_out}))
+        path.write_text(
+            json.dumps({name: record[name] for name in record if name != left_out})
+        )
         assert holds_answers(path) is (left_out is None), left_out

@@ -21,7 +21,8 @@ from fminfer.split.manifest import read_manifest, read_paths
 def test_a_pipe_in_the_place_of_a_manifest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
     assert split_of(tmp_path / "request_0.jsonl") is None
-    assert not is_split(tmp_path)  # a run over a folder without requests waited for ever
+    # a run over a folder without requests waited for ever
+    assert not is_split(tmp_path)
     assert read_paths(tmp_path) == set()
     with pytest.raises(UsageError, match=r"holds no manifest.json"):
         read_manifest(tmp_path)
@@ -73,4 +74,6 @@ def test_an_error_of_the_system_is_a_sentence(
     monkeypatch.setattr(app, "cap_libraries", fail)
     found = CliRunner().invoke(main, ["status", str(tmp_path)])
     assert found.exit_code == 1
-    assert found.stderr.startswith("Error: /net/a.jsonl: Stale file handle. Finished rows are kept")
+    assert found.stderr.startswith(
+        "Error: /net/a.jsonl: Stale file handle. Finished rows are kept"
+    )

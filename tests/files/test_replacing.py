@@ -31,7 +31,9 @@ def test_two_writers_of_one_file_are_both_whole(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == ["a.html"], "no draft is left"
 
 
-def test_the_umask_says_who_may_read_a_file_and_nobody_may_run_it(tmp_path: Path) -> None:
+def test_the_umask_says_who_may_read_a_file_and_nobody_may_run_it(
+    tmp_path: Path,
+) -> None:
     before = os.umask(0o002)
     try:
         with replacing(tmp_path / "a.html") as file:
@@ -46,7 +48,9 @@ def test_the_draft_of_a_killed_writer_is_written_anew(tmp_path: Path) -> None:
     with replacing(tmp_path / "a.html") as file:
         assert os.listdir(tmp_path) == ["a.html.new"]
         file.write(b"new")
-    assert (tmp_path / "a.html").read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
+    assert (tmp_path / "a.html").read_bytes() == b"new" and os.listdir(tmp_path) == [
+        "a.html"
+    ]
 
 
 @pytest.mark.parametrize("number", [*HAS_NO_LOCKS, errno.EIO, errno.ESTALE])
@@ -62,7 +66,9 @@ def test_a_disk_that_cannot_lock_or_does_not_answer_keeps_no_draft(
     path = tmp_path / "a.html"
     if number in HAS_NO_LOCKS:
         (tmp_path / "a.html.new").write_bytes(b"what a killed one has left")
-    monkeypatch.setattr(*((fcntl, "flock") if call == "flock" else (Path, "lstat")), fail)
+    monkeypatch.setattr(
+        *((fcntl, "flock") if call == "flock" else (Path, "lstat")), fail
+    )
     with replacing(path) as file:
         file.write(b"new")
         assert os.listdir(tmp_path) == ["a.html.new"]
@@ -125,10 +131,17 @@ def test_a_failing_close_leaves_the_file_that_was_there(
                 raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
     def open_full(file: Any, mode: str, **options: Any) -> Any:
-        return open(file, mode, **options) if options else io.BufferedWriter(Full(file, "w"))
+        return (
+            open(file, mode, **options)
+            if options
+            else io.BufferedWriter(Full(file, "w"))
+        )
 
     monkeypatch.setattr("fminfer.files.disk.open", open_full, raising=False)
-    with pytest.raises(OSError, match="quota"), replacing(path, is_durable=False) as file:
+    with (
+        pytest.raises(OSError, match="quota"),
+        replacing(path, is_durable=False) as file,
+    ):
         file.write(b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.html"]
 
@@ -139,14 +152,25 @@ def test_a_folder_is_on_the_disk_before_it_has_its_name(
     """`fminfer quantize` synced nothing: after a power cut zeros may have answered."""
     synced = []
     folder = tmp_path / "model"
-    monkeypatch.setattr(os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}")))
+    monkeypatch.setattr(
+        os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
+    )
     with making_folder(folder) as draft:
         (draft / "config.json").write_text("{}")
         (draft / "parts").mkdir()
         (draft / "parts" / "weights").write_text("1")
-    before = [draft / "config.json", draft / "parts" / "weights", draft / "parts", draft]
-    assert set(synced[:-1]) == {str(path) for path in before} and synced[-1] == str(tmp_path)
-    assert (folder / "parts" / "weights").read_text() == "1" and os.listdir(tmp_path) == ["model"]
+    before = [
+        draft / "config.json",
+        draft / "parts" / "weights",
+        draft / "parts",
+        draft,
+    ]
+    assert set(synced[:-1]) == {str(path) for path in before} and synced[-1] == str(
+        tmp_path
+    )
+    assert (folder / "parts" / "weights").read_text() == "1" and os.listdir(
+        tmp_path
+    ) == ["model"]
 
 
 def test_a_folder_that_came_meanwhile_stays(tmp_path: Path) -> None:
@@ -173,7 +197,9 @@ def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     assert output.read_bytes() == b"same" and not draft_path(output).exists()
 
 
-def test_a_summary_is_replaced_whole_and_a_device_is_written_into(tmp_path: Path) -> None:
+def test_a_summary_is_replaced_whole_and_a_device_is_written_into(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "stats.json"
     text = b'{\n  "model": "m", "dtype": 1}'
     replace_own(path, SUMMARY, "--stats", text)

@@ -65,7 +65,9 @@ def test_what_is_no_time_line_is_passed_over(changes: dict[str, Any]) -> None:
 def test_steps_and_rows_count_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    facts = RunFacts({"--seed": "1"}, {"device": "cpu"}, read_stats=lambda: {"steps": 2})
+    facts = RunFacts(
+        {"--seed": "1"}, {"device": "cpu"}, read_stats=lambda: {"steps": 2}
+    )
     facts.add_step(1, 1, 1)
     facts.add_row()
     assert facts.to_list() == [] and facts.time_line.points == []
@@ -78,7 +80,11 @@ def test_steps_and_rows_count_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
     facts.add_row()
     (told,) = facts.to_list()
     assert abs(told["started_at"] - time.time()) < 60
-    assert (told["seconds"], told["device"], told["stats"]) == (2.5, "cpu", {"steps": 2})
+    assert (told["seconds"], told["device"], told["stats"]) == (
+        2.5,
+        "cpu",
+        {"steps": 2},
+    )
     assert told["settings"] == {"--seed": "1"} and len(told["id"]) == 8
     found = [sum(counts) for counts in zip(*columns(facts.time_line), strict=True)][:3]
     assert found == [7, 8, 1]
@@ -92,7 +98,10 @@ def test_runs_of_an_output() -> None:
     facts.begin()
     facts.add_row()
     history = RunHistory(facts, earlier)
-    assert [run["id"] for run in history.to_list()] == [*(run["id"] for run in earlier), facts.id]
+    assert [run["id"] for run in history.to_list()] == [
+        *(run["id"] for run in earlier),
+        facts.id,
+    ]
     older = [{"id": "a", "runs_before": 5}, {"id": "b"}, *earlier]
     runs = RunHistory(facts, older).to_list()
     assert len(runs) == MAX_RUNS and runs[0] == {"id": "0", "runs_before": 7}

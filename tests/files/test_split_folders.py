@@ -17,7 +17,10 @@ from fminfer.split.splitting import SplitOptions, split_file
 @pytest.fixture
 def parts(tmp_path: Path) -> list[Path]:
     """Split lines of three models: each is there twice, but of the second model once."""
-    lines = [{"prompt": f"x{number}", "engine": f"e{number}"} for number in (0, 1, 2, 0, 2, 2)]
+    lines = [
+        {"prompt": f"x{number}", "engine": f"e{number}"}
+        for number in (0, 1, 2, 0, 2, 2)
+    ]
     source = tmp_path / "all.jsonl"
     source.write_text("".join(json.dumps(line) + "\n" for line in lines))
     split_file(source, tmp_path / "parts", SplitOptions(100, 200))
@@ -45,7 +48,9 @@ def test_a_part_that_was_edited_has_none(parts: list[Path]) -> None:
     assert [line.num_equal for line in read_lines(parts[2], 0)] == [None, None]
 
 
-def test_a_split_that_was_not_finished_is_refused(tmp_path: Path, parts: list[Path]) -> None:
+def test_a_split_that_was_not_finished_is_refused(
+    tmp_path: Path, parts: list[Path]
+) -> None:
     folder = tmp_path / "parts"
     assert is_split(folder) and not is_split(tmp_path)
     manifest = (folder / MANIFEST).read_bytes()

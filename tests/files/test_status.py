@@ -20,7 +20,8 @@ from tests.conftest import run_files
 from tests.line_bench import before_each_record
 
 GOOD = '{"prompt":"x","max_tokens":2,"temperature":0,"ignore_eos":true}\n'
-DIFFERENT = '{"prompt":"x","max_tokens":2,"ignore_eos":true}\n'  # equal ones draw differently
+# equal ones draw differently
+DIFFERENT = '{"prompt":"x","max_tokens":2,"ignore_eos":true}\n'
 
 
 @pytest.fixture(scope="module")
@@ -56,9 +57,18 @@ def test_a_completed_run(engine: fminfer.Engine, tmp_path: Path) -> None:
     answers = map(json.loads, (tmp_path / "output_a.jsonl").read_text().splitlines())
     usages = [answer["result"]["usage"] for answer in answers]
     assert batch.usage.input_tokens == sum(usage["prompt_tokens"] for usage in usages)
-    assert batch.usage.output_tokens == sum(usage["completion_tokens"] for usage in usages) == 6
+    assert (
+        batch.usage.output_tokens
+        == sum(usage["completion_tokens"] for usage in usages)
+        == 6
+    )
     assert batch.usage.total_tokens == sum(usage["total_tokens"] for usage in usages)
-    times = (batch.created_at, batch.in_progress_at, batch.finalizing_at, batch.completed_at)
+    times = (
+        batch.created_at,
+        batch.in_progress_at,
+        batch.finalizing_at,
+        batch.completed_at,
+    )
     assert None not in times and sorted(times) == list(times)  # type: ignore[type-var]
     assert batch.failed_at is None and batch.cancelled_at is None
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -81,7 +91,10 @@ def test_an_empty_file_is_completed_too(engine: fminfer.Engine, tmp_path: Path) 
 
 @pytest.mark.parametrize(
     "fault, status",
-    [(RuntimeError("the machine caught fire"), "failed"), (KeyboardInterrupt(), "cancelled")],
+    [
+        (RuntimeError("the machine caught fire"), "failed"),
+        (KeyboardInterrupt(), "cancelled"),
+    ],
 )
 def test_a_run_that_does_not_end(
     engine: fminfer.Engine,
@@ -111,10 +124,15 @@ def test_a_run_that_does_not_end(
         assert batch.status == status and batch.output_file_id is None
         assert getattr(batch, f"{status}_at") is not None and batch.completed_at is None
         counts = batch.request_counts
-        assert counts is not None and (counts.total, counts.completed) == (total, completed)
+        assert counts is not None and (counts.total, counts.completed) == (
+            total,
+            completed,
+        )
         if status == "failed":
             assert batch.errors is not None and batch.errors.data is not None
-            assert batch.errors.data[0].message == "RuntimeError: the machine caught fire"
+            assert (
+                batch.errors.data[0].message == "RuntimeError: the machine caught fire"
+            )
         else:
             assert batch.errors is None
 
@@ -146,12 +164,16 @@ def test_it_is_written_once_a_second_and_at_each_change(
     assert [found and found.completed for found in seen] == [0, 0, 0, 3, 3, 3, 6]
 
 
-def test_rows_of_earlier_runs_are_counted_before_the_input_is_read(tmp_path: Path) -> None:
+def test_rows_of_earlier_runs_are_counted_before_the_input_is_read(
+    tmp_path: Path,
+) -> None:
     earlier = Counts()
     earlier.add(is_error=False, tokens=(3, 1, 2))
     counts = Counts()
     counts.start_from(earlier)
-    StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "m", {}, counts).move("validating")
+    StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "m", {}, counts).move(
+        "validating"
+    )
     found = read(status_path(tmp_path / "b.jsonl")).request_counts
     assert found is not None
     assert (found.total, found.completed, found.failed) == (0, 1, 0)
@@ -201,5 +223,7 @@ def test_a_folder_that_vanishes_has_taken_the_rows_along(tmp_path: Path) -> None
     status = StatusFile(Path("in.jsonl"), folder / "out.jsonl", "m", {}, Counts())
     status.move("in_progress")
     shutil.rmtree(folder)
-    with pytest.raises(OutputError, match="moved or removed, and finished rows with it"):
+    with pytest.raises(
+        OutputError, match="moved or removed, and finished rows with it"
+    ):
         status.move("finalizing")

@@ -83,7 +83,9 @@ def read(url: str) -> str:
 
 def names(url: str) -> list[str]:
     file_system, path = fsspec.url_to_fs(url)
-    return sorted(name.rpartition("/")[2] for name in file_system.ls(path, detail=False))
+    return sorted(
+        name.rpartition("/")[2] for name in file_system.ls(path, detail=False)
+    )
 
 
 def run(work: Path, *arguments: str) -> Result:
@@ -111,7 +113,9 @@ def test_a_run_from_url_to_url(tmp_path: Path) -> None:
     assert found.exit_code == 3, found.output
     assert names("memory://out") == ["a.errors.jsonl", "a.jsonl", "a.status.json"]
     records = [json.loads(line) for line in read("memory://out/a.jsonl").splitlines()]
-    assert [record["request"] for record in records] == [json.loads(line) for line in LINES]
+    assert [record["request"] for record in records] == [
+        json.loads(line) for line in LINES
+    ]
     status = json.loads(read("memory://out/a.status.json"))
     assert status["status"] == "completed"
     assert status["input_file_id"] == "memory://in/a.jsonl"
@@ -122,10 +126,14 @@ def test_a_run_from_url_to_url(tmp_path: Path) -> None:
     again = run(tmp_path / "work", *command)
     assert again.exit_code == 3 and "Uploading" not in again.output, again.output
     elsewhere = run(tmp_path / "elsewhere", *command)
-    assert elsewhere.exit_code == 3 and "Uploading" not in elsewhere.output, elsewhere.output
+    assert elsewhere.exit_code == 3 and "Uploading" not in elsewhere.output, (
+        elsewhere.output
+    )
     assert read("memory://out/a.jsonl") == before, "it was complete: nothing was done"
     other = run(tmp_path / "elsewhere", *command, "--seed", "5")
-    assert other.exit_code == 2 and "seed" in other.output, "another run's output is kept"
+    assert other.exit_code == 2 and "seed" in other.output, (
+        "another run's output is kept"
+    )
     assert read("memory://out/a.jsonl") == before
 
 
@@ -135,7 +143,10 @@ def test_an_upload_that_fails_loses_nothing(tmp_path: Path) -> None:
         Weak.names_refused.add(refused)
         found = run(tmp_path / "work", "weak://in/a.jsonl")
         assert found.exit_code == 1, found.output
-        assert "the network is gone" in found.output and "All rows are kept" in found.output
+        assert (
+            "the network is gone" in found.output
+            and "All rows are kept" in found.output
+        )
         assert "output_a.jsonl" not in names("weak://in")
         Weak.names_refused.clear()
     found = run(tmp_path / "work", "weak://in/a.jsonl")
@@ -145,8 +156,18 @@ def test_an_upload_that_fails_loses_nothing(tmp_path: Path) -> None:
 
 
 def test_folders_are_read_as_local_ones_are(folders: RemoteFolders) -> None:
-    for name in ("b.jsonl", "a.jsonl.gz", "output_b.jsonl", "b.errors.jsonl", "b.txt", "d/c.jsonl"):
-        write(f"memory://in/{name}", gzip.compress(TEXT.encode()) if "gz" in name else TEXT)
+    for name in (
+        "b.jsonl",
+        "a.jsonl.gz",
+        "output_b.jsonl",
+        "b.errors.jsonl",
+        "b.txt",
+        "d/c.jsonl",
+    ):
+        write(
+            f"memory://in/{name}",
+            gzip.compress(TEXT.encode()) if "gz" in name else TEXT,
+        )
     found = folders.fetch("memory://in/")
     assert [path.name for path in found] == ["a.jsonl.gz", "b.jsonl"]
     assert gzip.decompress(found[0].read_bytes()).decode() == TEXT
@@ -157,7 +178,9 @@ def test_folders_are_read_as_local_ones_are(folders: RemoteFolders) -> None:
         folders.fetch("memory://in/c*.jsonl")
 
 
-def test_files_and_outputs_of_the_local_file_system(folders: RemoteFolders, tmp_path: Path) -> None:
+def test_files_and_outputs_of_the_local_file_system(
+    folders: RemoteFolders, tmp_path: Path
+) -> None:
     """file:// is another file system in all but name."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(TEXT)
@@ -202,7 +225,9 @@ def test_what_is_fetched_is_private_and_whole(folders: RemoteFolders) -> None:
     assert not left.exists()
 
 
-def test_what_is_there_is_not_uploaded_again(folders: RemoteFolders, tmp_path: Path) -> None:
+def test_what_is_there_is_not_uploaded_again(
+    folders: RemoteFolders, tmp_path: Path
+) -> None:
     """Also where the disk's clock is coarse, so that both files have one time."""
     output = folders.place("memory://out/a.jsonl")
     assert output is not None
@@ -230,7 +255,9 @@ def test_local_paths_pass_unchanged(folders: RemoteFolders, tmp_path: Path) -> N
 
 def test_what_others_completed_is_brought_here(tmp_path: Path) -> None:
     """And what is complete here, and not there, is uploaded; a journal is left to go on."""
-    one, two = (RemoteFolders(tmp_path / name, is_quiet=True) for name in ("one", "two"))
+    one, two = (
+        RemoteFolders(tmp_path / name, is_quiet=True) for name in ("one", "two")
+    )
     first, second = (each.place("memory://out/a.jsonl") for each in (one, two))
     assert first is not None and second is not None
     one.prepare([first], restart=False)
@@ -268,7 +295,9 @@ def test_errors_of_an_earlier_run_go(folders: RemoteFolders) -> None:
     assert local == ["a.jsonl", "a.jsonl.synced", "a.status.json"]
 
 
-def test_what_cannot_be_is_told_before_the_run(folders: RemoteFolders, tmp_path: Path) -> None:
+def test_what_cannot_be_is_told_before_the_run(
+    folders: RemoteFolders, tmp_path: Path
+) -> None:
     write("memory://in/a.jsonl", TEXT)
     write("memory://in/a.txt", TEXT)
     cases = {
@@ -279,7 +308,10 @@ def test_what_cannot_be_is_told_before_the_run(folders: RemoteFolders, tmp_path:
     for url, hint in cases.items():
         with pytest.raises(UsageError, match=hint):
             folders.fetch(url)
-    for url, hint in (("closed://out/a.jsonl", "AccessDenied"), ("nowhere://o/a.jsonl", "nowhere")):
+    for url, hint in (
+        ("closed://out/a.jsonl", "AccessDenied"),
+        ("nowhere://o/a.jsonl", "nowhere"),
+    ):
         output = folders.place(url)
         assert output is not None
         with pytest.raises(UsageError, match=hint):
@@ -306,7 +338,9 @@ def test_what_is_to_be_installed_is_said(
     monkeypatch.setattr(fsspec, "url_to_fs", refuse)
     with pytest.raises(UsageError) as found:
         folders.fetch("s3://bucket/a.jsonl")
-    assert "Install s3fs to access S3. Into this environment: pip install s3fs" in str(found.value)
+    assert "Install s3fs to access S3. Into this environment: pip install s3fs" in str(
+        found.value
+    )
 
 
 def test_an_upload_error_says_where_the_rows_are(folders: RemoteFolders) -> None:
@@ -319,7 +353,9 @@ def test_an_upload_error_says_where_the_rows_are(folders: RemoteFolders) -> None
     assert output.exists()
 
 
-def test_a_status_file_and_errors_name_urls_without_passwords(folders: RemoteFolders) -> None:
+def test_a_status_file_and_errors_name_urls_without_passwords(
+    folders: RemoteFolders,
+) -> None:
     output = folders.place("weak://me:PASSWORD@out/a.jsonl")
     assert output is not None
     complete(output)

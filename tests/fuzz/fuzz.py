@@ -2,12 +2,13 @@
 
     scripts/fuzz --minutes 10
 
-The lines to begin with are in tests/fuzz/lines and in examples/queries; a line that made a fault is
-put into tests/fuzz/lines, so that every later run begins with it. Checked of a line: it becomes a
-request or a RequestError, and its record is one line of JSON. Of a journal: only rows that were
-written come out, and the file can be gone on with. Of a split's manifest: it is refused in words,
-or every path in it stays in its folder and every line comes once. Of words: a shell reads those of
-a job script as they are.
+The lines to begin with are in tests/fuzz/lines and in examples/queries; a line that
+made a fault is put into tests/fuzz/lines, so that every later run begins with it.
+Checked of a line: it becomes a request or a RequestError, and its record is one line of
+JSON. Of a journal: only rows that were written come out, and the file can be gone on
+with. Of a split's
+manifest: it is refused in words, or every path in it stays in its folder and every line
+comes once. Of words: a shell reads those of a job script as they are.
 """
 
 from __future__ import annotations
@@ -147,7 +148,13 @@ def check_journal(folder: Path, source: random.Random) -> None:
     output = folder / "out.jsonl"
     journal_path(output).unlink(missing_ok=True)
     rows = [
-        Row(number, source.random() < 0.2, (number, 0, 1), number, orjson.dumps({"n": number}))
+        Row(
+            number,
+            source.random() < 0.2,
+            (number, 0, 1),
+            number,
+            orjson.dumps({"n": number}),
+        )
         for number in source.sample(range(1, 99), source.randrange(12))
     ]
     journal = Journal(output, {"the model": "a"})
@@ -162,7 +169,9 @@ def check_journal(folder: Path, source: random.Random) -> None:
     except UsageError:
         return  # the head was hit
     written = {row.to_line() for row in rows}
-    assert {row.to_line() for row in journal.rows()} <= written, "a row that nobody wrote"
+    assert {row.to_line() for row in journal.rows()} <= written, (
+        "a row that nobody wrote"
+    )
     added = Row(1000, False, (1, 0, 1), 5, b'{"n":1000}')
     journal.append(added)
     journal.close()
@@ -174,7 +183,9 @@ def check_journal(folder: Path, source: random.Random) -> None:
 def make_split(folder: Path) -> None:
     """Split six lines into three parts, in `parts`."""
     engines = [b"a/b", b"c", b"a/b", b"c", b"d", b"a/b"]
-    lines = [b'{"prompt":"x","max_tokens":5,"engine":"%s"}\n' % engine for engine in engines]
+    lines = [
+        b'{"prompt":"x","max_tokens":5,"engine":"%s"}\n' % engine for engine in engines
+    ]
     (folder / "all.jsonl").write_bytes(b"".join(lines))
     split_file(folder / "all.jsonl", folder / "parts", SplitOptions(100, 1000))
 
@@ -199,7 +210,9 @@ def check_manifest(folder: Path, source: random.Random) -> None:
     else:
         (parts / MANIFEST).write_bytes(mutate(data, [data], source))
     for path in _read_any(parts):
-        assert (parts / path).resolve().parent.is_relative_to(parts.resolve()), "a way out"
+        assert (parts / path).resolve().parent.is_relative_to(parts.resolve()), (
+            "a way out"
+        )
         assert (parts / path).parent != parts and Path(path).name.startswith("request_")
 
 
@@ -210,7 +223,9 @@ def _read_any(parts: Path) -> set[str]:
         pass
     else:
         numbers = [number for part in manifest.parts for number in part.lines]
-        assert len(set(numbers)) == len(numbers) == manifest.num_lines and min(numbers) > 0
+        assert (
+            len(set(numbers)) == len(numbers) == manifest.num_lines and min(numbers) > 0
+        )
     try:
         return read_paths(parts)
     except UsageError:
@@ -224,7 +239,9 @@ def check_words(folder: Path, raw: bytes) -> None:
     check_scripts(folder, name, words[1:])
 
 
-CHAT_TEMPLATE = "{% for each in messages %}{{ each.role }}: {{ each.content }} {% endfor %}"
+CHAT_TEMPLATE = (
+    "{% for each in messages %}{{ each.role }}: {{ each.content }} {% endfor %}"
+)
 
 
 def corpus() -> list[bytes]:
@@ -238,7 +255,10 @@ def rounds(seed: int) -> Iterator[int]:
     source = random.Random(seed)
     lines = corpus()
     limits = RequestLimits(
-        2048, 300, config=EngineConfig(strict=bool(seed % 2)), chat_template=CHAT_TEMPLATE
+        2048,
+        300,
+        config=EngineConfig(strict=bool(seed % 2)),
+        chat_template=CHAT_TEMPLATE,
     )
     intake = LineIntake(Intake(Tokenizer(None), limits))
     with tempfile.TemporaryDirectory() as name:

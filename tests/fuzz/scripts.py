@@ -1,4 +1,5 @@
-"""Job scripts for files of any name and flags of any text: bash must read just what was meant."""
+"""Job scripts for files of any name and flags of any text: bash must read just what was
+meant."""
 
 from __future__ import annotations
 
@@ -11,7 +12,8 @@ from fminfer.cluster.slurm_and_lsf import SCHEDULERS, write_list
 from fminfer.cluster.submission import JobForm, Mode
 
 MODES: tuple[Mode, ...] = ("each", "array", "ranks")
-PRINT = ("printf", "%s\\0")  # in the program's place: its arguments, with a NUL after each
+# in the program's place: its arguments, with a NUL after each
+PRINT = ("printf", "%s\\0")
 INDICES = {"SLURM_ARRAY_TASK_ID": "2", "LSB_JOBINDEX": "2", "LSB_JOBID": "1"}
 
 
@@ -39,7 +41,10 @@ def check_scripts(folder: Path, name: str, flags: list[str]) -> None:
 
 def _run(script: str) -> list[str]:
     done = subprocess.run(
-        ["bash"], input=os.fsencode(script), env=os.environ | INDICES, capture_output=True
+        ["bash"],
+        input=os.fsencode(script),
+        env=os.environ | INDICES,
+        capture_output=True,
     )
     assert done.returncode == 0 and not done.stderr, done.stderr
     return os.fsdecode(done.stdout).split("\0")[:-1]

@@ -1,7 +1,8 @@
 """A reader that does what the lm-eval adapters of DejaVu and H2O do with a results file.
 
-Both (github.com/FMInference/DejaVu, github.com/FMInference/H2O) write one request for each context
-and continuation, and later look each up again by its JSON, keys in the order they wrote.
+Both (github.com/FMInference/DejaVu, github.com/FMInference/H2O) write one request for
+each context and continuation, and later look each up again by its JSON, keys in the
+order they wrote.
 """
 
 from __future__ import annotations
@@ -39,8 +40,12 @@ class AdapterResults:
     def __init__(self, path: Path, tokenizer: Any, *, sort_keys: bool = False) -> None:
         self._tokenizer = tokenizer
         self._sort_keys = sort_keys
-        records = [json.loads(line) for line in path.read_text().splitlines() if line.strip()]
-        self._results = {self._key(record["request"]): record["result"] for record in records}
+        records = [
+            json.loads(line) for line in path.read_text().splitlines() if line.strip()
+        ]
+        self._results = {
+            self._key(record["request"]): record["result"] for record in records
+        }
 
     def score(
         self, context: str, continuation: str, **changes: Any

@@ -1,7 +1,8 @@
 """A reader that does what HELM's offline evaluation does with a results file.
 
-HELM (github.com/stanford-crfm/helm) imports lines `{"request": …, "result": …}` into a cache keyed
-by the request's JSON with sorted keys; its client for offline models answers from that cache.
+HELM (github.com/stanford-crfm/helm) imports lines `{"request": …, "result": …}` into a
+cache keyed by the request's JSON with sorted keys; its client for offline models
+answers from that cache.
 """
 
 from __future__ import annotations
@@ -60,10 +61,14 @@ def _key(request: dict[str, Any]) -> str:
 def _completion(choice: dict[str, Any]) -> HelmCompletion:
     text = _plain(choice["text"])
     tokens = [(text, 0.0)]  # all HELM has where there are no logprobs
-    if "logprobs" in choice:  # where null is there it fails, as it does on the next line
+    # where null is there it fails, as it does on the next line
+    if "logprobs" in choice:
         names = choice["logprobs"]["tokens"]
         values = choice["logprobs"]["token_logprobs"]
-        tokens = [(_plain(name), value or 0.0) for name, value in zip(names, values, strict=True)]
+        tokens = [
+            (_plain(name), value or 0.0)
+            for name, value in zip(names, values, strict=True)
+        ]
     return HelmCompletion(
         text, sum(value for _, value in tokens), tokens, choice.get("finish_reason")
     )

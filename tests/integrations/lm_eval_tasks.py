@@ -18,7 +18,16 @@ from tests.conftest import make_model
 
 Task = dict[str, Any]
 TOLERANCE = 1e-4
-ROOMS = ["bathroom", "office", "garden", "den", "attic", "basement", "library", "cellar"]
+ROOMS = [
+    "bathroom",
+    "office",
+    "garden",
+    "den",
+    "attic",
+    "basement",
+    "library",
+    "cellar",
+]
 STEPS = [" north", " south east", " east east", " north east east east east east"]
 SPECIAL = ["<unk>", "<s>", "</s>", "<|im_end|>"]
 
@@ -30,7 +39,9 @@ def question(start: str, end: str) -> str:
 QUESTIONS = [question(a, b) for a, b in zip(ROOMS, ROOMS[1:] + ROOMS[:1], strict=True)]
 
 
-def task(name: str, output_type: str, docs: list[dict[str, Any]], **fields: Any) -> Task:
+def task(
+    name: str, output_type: str, docs: list[dict[str, Any]], **fields: Any
+) -> Task:
     return {
         "task": name,
         "output_type": output_type,
@@ -68,7 +79,9 @@ def generation_task(name: str, texts: list[str], **gen_kwargs: Any) -> Task:
 def save_llama_style(folder: Path) -> None:
     """Save a random llama with a tokenizer that adds BOS and writes spaces as `▁`."""
     backend = BackendTokenizer(models.BPE(unk_token="<unk>", byte_fallback=True))
-    backend.pre_tokenizer = pre_tokenizers.Metaspace(prepend_scheme="first", split=False)
+    backend.pre_tokenizer = pre_tokenizers.Metaspace(
+        prepend_scheme="first", split=False
+    )
     backend.decoder = decoders.Sequence(
         [
             decoders.Replace("▁", " "),
@@ -113,11 +126,16 @@ def evaluate(
     """Run lm-eval; settings are those of `simple_evaluate`."""
     results: dict[str, Any] = lm_eval.simple_evaluate(
         model=model,
-        model_args={"pretrained": str(folder), "dtype": "float32", **(model_args or {})},
+        model_args={
+            "pretrained": str(folder),
+            "dtype": "float32",
+            **(model_args or {}),
+        },
         tasks=tasks,
         device="cpu",
         bootstrap_iters=0,
-        task_manager=TaskManager(include_defaults=False),  # the thousands that come with it
+        # the thousands that come with it
+        task_manager=TaskManager(include_defaults=False),
         **settings,
     )
     return results
@@ -133,7 +151,9 @@ def check_metrics(ours: dict[str, Any], theirs: dict[str, Any]) -> None:
     for name, metrics in theirs["results"].items():
         for metric, value in metrics.items():
             if isinstance(value, float):
-                assert ours["results"][name][metric] == pytest.approx(value, rel=TOLERANCE), metric
+                assert ours["results"][name][metric] == pytest.approx(
+                    value, rel=TOLERANCE
+                ), metric
 
 
 def check_loglikelihoods(ours: list[Any], theirs: list[Any]) -> None:

@@ -42,7 +42,12 @@ LONG = "Question: How do you go from the den to the porch?\nAnswer: north\n" * 1
 def tasks() -> list[Task]:
     # A BOS spelled out, an empty context, a trailing space, and one that is cut from the left.
     contexts = [*QUESTIONS, "<s>" + QUESTIONS[0], "", "Answer: ", LONG + QUESTIONS[0]]
-    texts = ["north", QUESTIONS[0] + " north east\n", LONG + QUESTIONS[1], "\n\n é 東 \n"]
+    texts = [
+        "north",
+        QUESTIONS[0] + " north east\n",
+        LONG + QUESTIONS[1],
+        "\n\n é 東 \n",
+    ]
     perplexities = ["word_perplexity", "byte_perplexity", "bits_per_byte"]
     return [
         choice_task(contexts),
@@ -56,7 +61,11 @@ def tasks() -> list[Task]:
         ),
         generation_task("stops", contexts[:-3], until=["\n", " west"], max_gen_toks=12),
         generation_task(
-            "inside", contexts[5:-3], until=["h e", "ast"], max_gen_toks=40, do_sample=False
+            "inside",
+            contexts[5:-3],
+            until=["h e", "ast"],
+            max_gen_toks=40,
+            do_sample=False,
         ),
         generation_task(
             "lengths",
@@ -67,7 +76,11 @@ def tasks() -> list[Task]:
             temperature=0.7,
         ),
         generation_task(
-            "ends", contexts[5:-3], until=["<|im_end|>"], max_new_tokens=40, temperature=0
+            "ends",
+            contexts[5:-3],
+            until=["<|im_end|>"],
+            max_new_tokens=40,
+            temperature=0,
         ),
     ]
 
@@ -144,11 +157,15 @@ def test_max_length_cuts_contexts_and_says_so(
     demo: FminferLM, caplog: pytest.LogCaptureFixture
 ) -> None:
     """With less context than the model's, `hf` and we cut alike; 64 ids are fed, 65 scored."""
-    requests = instances("loglikelihood", [(LONG + text, " north") for text in QUESTIONS])
+    requests = instances(
+        "loglikelihood", [(LONG + text, " north") for text in QUESTIONS]
+    )
     with caplog.at_level(logging.WARNING, "fminfer"):
         ours = demo.loglikelihood(requests, disable_tqdm=True)
     assert "8 of 8 prompts are longer than max_length, 64 tokens" in caplog.text
-    model = transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO_MODEL, dtype=torch.float32
+    )
     for request, (logprob, _) in zip(requests, ours, strict=True):
         ids = demo.tok_encode("".join(request.args))[-65:]
         with torch.no_grad():
@@ -157,8 +174,15 @@ def test_max_length_cuts_contexts_and_says_so(
 
 
 def test_a_refused_request_is_named_and_the_next_call_works(demo: FminferLM) -> None:
-    gen_kwargs = {"until": ["\n"], "max_gen_toks": 5, "do_sample": True, "temperature": 3}
-    good = instances("generate_until", [(QUESTIONS[0], gen_kwargs | {"temperature": 1})] * 3)
+    gen_kwargs = {
+        "until": ["\n"],
+        "max_gen_toks": 5,
+        "do_sample": True,
+        "temperature": 3,
+    }
+    good = instances(
+        "generate_until", [(QUESTIONS[0], gen_kwargs | {"temperature": 1})] * 3
+    )
     bad = instances("generate_until", [(QUESTIONS[1], gen_kwargs)])
     message = r"request 2 of 4, '…stion: .*': temperature is 3"
     with pytest.raises(fminfer.FminferError, match=message):
@@ -167,21 +191,32 @@ def test_a_refused_request_is_named_and_the_next_call_works(demo: FminferLM) -> 
 
 
 def test_sampled_texts_follow_their_kwargs(demo: FminferLM) -> None:
-    gen_kwargs = {"until": [], "max_gen_toks": 12, "do_sample": True, "temperature": 1.5}
+    gen_kwargs = {
+        "until": [],
+        "max_gen_toks": 12,
+        "do_sample": True,
+        "temperature": 1.5,
+    }
     texts = demo.generate_until(
         instances("generate_until", [("north", gen_kwargs)] * 8), disable_tqdm=True
     )
     assert len(set(texts)) > 4, "repeats of a document are draws of their own"
     greedy = [gen_kwargs | change for change in ({"top_k": 1}, {"do_sample": False})]
     texts = demo.generate_until(
-        instances("generate_until", [("north", kwargs) for kwargs in greedy]), disable_tqdm=True
+        instances("generate_until", [("north", kwargs) for kwargs in greedy]),
+        disable_tqdm=True,
     )
     assert texts[0] == texts[1]
 
 
 def test_texts_are_held_to_what_a_task_asks_for(demo: FminferLM) -> None:
     """Tasks could not ask for it: their texts were refused, whatever lm-eval calls the field."""
-    array = {"type": "array", "items": {"enum": ["east", "west"]}, "minItems": 1, "maxItems": 3}
+    array = {
+        "type": "array",
+        "items": {"enum": ["east", "west"]},
+        "minItems": 1,
+        "maxItems": 3,
+    }
     form = {"type": "json_schema", "json_schema": {"name": "ways", "schema": array}}
     kwargs: dict[str, Any] = {
         "until": [],
@@ -196,7 +231,8 @@ def test_texts_are_held_to_what_a_task_asks_for(demo: FminferLM) -> None:
     ways += [{"response_format": form, "guided_whitespace_pattern": " ?"}]
     labels, letters, lists = (
         demo.generate_until(
-            instances("generate_until", [("north", kwargs | way)] * 4), disable_tqdm=True
+            instances("generate_until", [("north", kwargs | way)] * 4),
+            disable_tqdm=True,
         )
         for way in ways
     )
@@ -218,7 +254,9 @@ def test_generation_kwargs_that_cannot_be_done(
 ) -> None:
     kwargs = {"until": ["\n"], "max_gen_toks": 3} | gen_kwargs
     with pytest.raises(fminfer.FminferError, match=message):
-        demo.generate_until(instances("generate_until", [("north", kwargs)]), disable_tqdm=True)
+        demo.generate_until(
+            instances("generate_until", [("north", kwargs)]), disable_tqdm=True
+        )
 
 
 def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
@@ -233,7 +271,9 @@ def test_what_lm_eval_cannot_have(demo: FminferLM) -> None:
     with pytest.raises(fminfer.UsageError, match=r"demo_model has no tokenizer; give"):
         FminferLM(random_init=str(DEMO_MODEL), dtype="float32")
     long = instances("loglikelihood", [("north", " north" * 80)])
-    with pytest.raises(fminfer.UsageError, match=r"has 80 tokens; it must have from 1 to .* 64"):
+    with pytest.raises(
+        fminfer.UsageError, match=r"has 80 tokens; it must have from 1 to .* 64"
+    ):
         demo.loglikelihood(long, disable_tqdm=True)
 
 
@@ -271,7 +311,9 @@ def test_the_command(tmp_path: Path) -> None:
     """`python -m fminfer.integrations.lm_eval` is lm-eval's command, and knows fminfer."""
     docs = tmp_path / "docs.jsonl"
     docs.write_text(
-        "".join(json.dumps({"text": text, "steps": " north"}) + "\n" for text in QUESTIONS)
+        "".join(
+            json.dumps({"text": text, "steps": " north"}) + "\n" for text in QUESTIONS
+        )
     )
     (tmp_path / "rooms.yaml").write_text(
         f"""
@@ -287,8 +329,19 @@ metric_list: [{{metric: exact_match}}]
 """
     )
     command = [sys.executable, "-c", RUN_COMMAND, "run", "--model", "fminfer"]
-    command += ["--model_args", "dtype=float32,kernels=off", "--limit", "4", "--log_samples"]
-    command += ["--tasks", str(tmp_path / "rooms.yaml"), "--output_path", str(tmp_path / "out")]
+    command += [
+        "--model_args",
+        "dtype=float32,kernels=off",
+        "--limit",
+        "4",
+        "--log_samples",
+    ]
+    command += [
+        "--tasks",
+        str(tmp_path / "rooms.yaml"),
+        "--output_path",
+        str(tmp_path / "out"),
+    ]
     environ = os.environ | {"HF_HOME": str(tmp_path / "home")}
     done = subprocess.run(command, capture_output=True, text=True, env=environ)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -41,10 +41,15 @@ STRICT = (
 )
 SYSTEM = "Answer by steps only."
 USER = [{"role": "user", "content": "Where is the den?"}]
-CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # template, settings, model_args
+# template, settings, model_args
+CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {
     "chatml": (
         CHATML,
-        {"apply_chat_template": True, "fewshot_as_multiturn": True, "system_instruction": SYSTEM},
+        {
+            "apply_chat_template": True,
+            "fewshot_as_multiturn": True,
+            "system_instruction": SYSTEM,
+        },
         {},
     ),
     # A prefix of scored texts that is not BOS: `hf` looks for one there, and for BOS elsewhere.
@@ -62,7 +67,11 @@ CASES: dict[str, tuple[Any, dict[str, Any], dict[str, Any]]] = {  # template, se
 
 
 def tasks() -> list[Task]:
-    fewshot = {"num_fewshot": 2, "fewshot_split": "test", "description": "Give directions.\n"}
+    fewshot = {
+        "num_fewshot": 2,
+        "fewshot_split": "test",
+        "description": "Give directions.\n",
+    }
     choice = task(
         "choice",
         "multiple_choice",
@@ -72,8 +81,14 @@ def tasks() -> list[Task]:
         metric_list=[{"metric": "acc"}, {"metric": "acc_norm"}],
     )
     plain = generation_task("plain", QUESTIONS[:4], until=[" west"], max_gen_toks=12)
-    begun = generation_task("begun", QUESTIONS[:4], until=["<|im_end|>"], max_gen_toks=12)
-    return [choice | fewshot, plain | fewshot, begun | fewshot | {"gen_prefix": "Steps:"}]
+    begun = generation_task(
+        "begun", QUESTIONS[:4], until=["<|im_end|>"], max_gen_toks=12
+    )
+    return [
+        choice | fewshot,
+        plain | fewshot,
+        begun | fewshot | {"gen_prefix": "Steps:"},
+    ]
 
 
 def save_chat_model(folder: Path, template: Any, *, is_demo: bool) -> None:
@@ -112,7 +127,9 @@ def test_chats_have_the_metrics_of_hf(both: Any) -> None:
 
 
 def test_chats_have_the_texts_of_hf(both: Any) -> None:
-    ours, theirs = (responses(results, "plain") + responses(results, "begun") for results in both)
+    ours, theirs = (
+        responses(results, "plain") + responses(results, "begun") for results in both
+    )
     assert ours == theirs
     assert any(text for (text,) in ours)
 
@@ -122,12 +139,15 @@ def test_prompts_are_chats(both: Any) -> None:
     prompts = {}
     for name in ("choice", "plain", "begun"):
         ours, theirs = (
-            [sample["arguments"] for sample in results["samples"][name]] for results in both
+            [sample["arguments"] for sample in results["samples"][name]]
+            for results in both
         )
         assert ours == theirs
         prompts[name] = ours[0][0][0]
     assert prompts["plain"].endswith(("<|im_start|>assistant\n", "[assistant] "))
-    assert prompts["begun"].endswith(("<|im_start|>assistant\nSteps:", "[assistant] Steps:"))
+    assert prompts["begun"].endswith(
+        ("<|im_start|>assistant\nSteps:", "[assistant] Steps:")
+    )
 
 
 @pytest.fixture(scope="module")
@@ -148,8 +168,12 @@ def without_template(llama_style: Path) -> Iterator[FminferLM]:
     model.engine.close()
 
 
-def test_a_model_without_a_template_says_what_to_do(without_template: FminferLM) -> None:
-    with pytest.raises(fminfer.UsageError, match=r"no chat template; give one by chat_template="):
+def test_a_model_without_a_template_says_what_to_do(
+    without_template: FminferLM,
+) -> None:
+    with pytest.raises(
+        fminfer.UsageError, match=r"no chat template; give one by chat_template="
+    ):
         without_template.apply_chat_template(USER)
 
 
@@ -158,13 +182,17 @@ def test_a_template_from_a_file(
 ) -> None:
     path = tmp_path / "strict.jinja"
     path.write_text("{{ greeting }}" + STRICT)
-    model = make_lm(llama_style, chat_template=str(path), chat_template_args={"greeting": "é"})
+    model = make_lm(
+        llama_style, chat_template=str(path), chat_template_args={"greeting": "é"}
+    )
     system = [{"role": "system", "content": SYSTEM}]
     with caplog.at_level(logging.WARNING, "fminfer"):
         for _ in range(2):
             text = model.apply_chat_template(system + USER)
             assert text == "é<s>[user] Where is the den?</s>[assistant] "
-    assert caplog.text.count("the chat template refuses system messages (System role") == 1
+    assert (
+        caplog.text.count("the chat template refuses system messages (System role") == 1
+    )
     assert model.chat_template(True) == path.read_text()
     assert model.tokenizer_name != without_template.tokenizer_name
     model.engine.close()
@@ -182,7 +210,9 @@ def test_a_template_that_cannot_write_a_task(
 ) -> None:
     save_chat_model(tmp_path, template, is_demo=False)
     model = make_lm(tmp_path)
-    with pytest.raises(fminfer.UsageError, match=rf"cannot write the task's messages: .*{reason}"):
+    with pytest.raises(
+        fminfer.UsageError, match=rf"cannot write the task's messages: .*{reason}"
+    ):
         model.apply_chat_template(USER)
     model.engine.close()
 

@@ -1,7 +1,7 @@
 """lm-eval's own client of the completions API: it always drops the last entry under echo.
 
-It sends ids with max_tokens 1, echo and logprobs 1, and reads `[ctxlen:-1]`, so the generated token
-must be listed, even where it is EOS.
+It sends ids with max_tokens 1, echo and logprobs 1, and reads `[ctxlen:-1]`, so the
+generated token must be listed, even where it is EOS.
 """
 
 from __future__ import annotations
@@ -42,7 +42,9 @@ def greedy_id(model: Any, ids: list[int]) -> int:
         return int(model(torch.tensor([ids])).logits[0, -1].argmax())
 
 
-def oracle(model: Any, context: list[int], continuation: list[int]) -> tuple[float, bool]:
+def oracle(
+    model: Any, context: list[int], continuation: list[int]
+) -> tuple[float, bool]:
     ids = context + continuation
     with torch.no_grad():
         logprobs = torch.log_softmax(model(torch.tensor([ids])).logits[0], -1)[
@@ -108,7 +110,9 @@ def test_the_slice_when_the_generated_token_is_eos(
     for path in llama_checkpoint[0].iterdir():
         (tmp_path / path.name).symlink_to(path)
     (tmp_path / "generation_config.json").unlink()
-    (tmp_path / "generation_config.json").write_text(f'{{"eos_token_id": {sorted(ends)}}}')
+    (tmp_path / "generation_config.json").write_text(
+        f'{{"eos_token_id": {sorted(ends)}}}'
+    )
     engine = fminfer.Engine(str(tmp_path), dtype="float32", kernels="off")
     for context, continuation in pairs:
         request = {"prompt": context + continuation, "max_tokens": 1, "temperature": 0}

@@ -70,7 +70,9 @@ def tokenizer() -> Any:
 
 @pytest.fixture(scope="module")
 def model() -> Any:
-    return transformers.AutoModelForCausalLM.from_pretrained(DEMO_MODEL, dtype=torch.float32)
+    return transformers.AutoModelForCausalLM.from_pretrained(
+        DEMO_MODEL, dtype=torch.float32
+    )
 
 
 def oracle(model: Any, ids: list[int]) -> tuple[list[float], list[bool]]:
@@ -93,7 +95,8 @@ def test_helm_finds_its_requests_and_their_times(results: Path) -> None:
         assert answer.batch_size >= 1
         assert 0 < answer.batch_request_time / answer.batch_size < 120
     with pytest.raises(KeyError):
-        helm(results, NO_ROOM)  # it stands in the errors file, or the import itself had failed
+        # it stands in the errors file, or the import itself had failed
+        helm(results, NO_ROOM)
 
 
 def test_helm_reads_completions_with_and_without_logprobs(
@@ -102,28 +105,38 @@ def test_helm_reads_completions_with_and_without_logprobs(
     (plain,) = helm(results, helm_request()).completions
     (scored,) = helm(results, SCORED).completions
     assert plain.text == scored.text == GREEDY
-    assert plain.tokens == [(GREEDY, 0.0)], "no logprobs asked, and no null in their place"
+    assert plain.tokens == [(GREEDY, 0.0)], (
+        "no logprobs asked, and no null in their place"
+    )
     assert plain.finish_reason == scored.finish_reason == "stop"
     assert "".join(token for token, _ in scored.tokens) == GREEDY
     prompt = tokenizer(CONTEXT)["input_ids"]
     values, _ = oracle(model, prompt + tokenizer(GREEDY)["input_ids"])
-    assert scored.logprob == pytest.approx(sum(values[len(prompt) - 1 :]), abs=TOLERANCE)
+    assert scored.logprob == pytest.approx(
+        sum(values[len(prompt) - 1 :]), abs=TOLERANCE
+    )
     sampled = helm(results, SAMPLED).completions
     assert len({completion.text for completion in sampled}) > 1
 
 
-def test_helm_scores_an_echoed_prompt(results: Path, tokenizer: Any, model: Any) -> None:
+def test_helm_scores_an_echoed_prompt(
+    results: Path, tokenizer: Any, model: Any
+) -> None:
     (echoed,) = helm(results, ECHOED).completions
     assert echoed.text == CONTEXT
     assert "".join(token for token, _ in echoed.tokens) == CONTEXT
     ids = tokenizer(CONTEXT)["input_ids"]
     values, _ = oracle(model, ids)
-    assert [value for _, value in echoed.tokens] == pytest.approx([0, *values], abs=TOLERANCE)
+    assert [value for _, value in echoed.tokens] == pytest.approx(
+        [0, *values], abs=TOLERANCE
+    )
     assert echoed.logprob == pytest.approx(sum(values), abs=TOLERANCE)
 
 
 @pytest.mark.parametrize("sort_keys", [False, True])
-@pytest.mark.parametrize("changes", [{}, ONE_TOKEN], ids=["max_tokens=0", "max_tokens=1"])
+@pytest.mark.parametrize(
+    "changes", [{}, ONE_TOKEN], ids=["max_tokens=0", "max_tokens=1"]
+)
 @pytest.mark.parametrize("continuation", CONTINUATIONS)
 def test_the_adapters_of_dejavu_and_h2o(
     results: Path,
@@ -135,7 +148,9 @@ def test_the_adapters_of_dejavu_and_h2o(
 ) -> None:
     reader = AdapterResults(results, tokenizer, sort_keys=sort_keys)
     ids, mean_logprob, is_greedy = reader.score(CONTEXT, continuation, **changes)
-    prompt, whole = (tokenizer(text)["input_ids"] for text in (CONTEXT, CONTEXT + continuation))
+    prompt, whole = (
+        tokenizer(text)["input_ids"] for text in (CONTEXT, CONTEXT + continuation)
+    )
     assert ids[: len(whole)] == whole
     assert len(ids) == len(whole) + changes.get("max_tokens", 0)
     values, greedy = oracle(model, whole)

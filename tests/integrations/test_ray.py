@@ -79,7 +79,9 @@ def test_the_example_gives_the_records_of_a_run(
         *(queries / "batch.jsonl").read_text().splitlines(),
         *(json.dumps({"id": i, "request": SAMPLED}) for i in range(100)),
     ]
-    path, whole, answers = (tmp_path / name for name in ("a.jsonl", "run.jsonl", "ray.jsonl"))
+    path, whole, answers = (
+        tmp_path / name for name in ("a.jsonl", "run.jsonl", "ray.jsonl")
+    )
     path.write_text("\n".join(lines) + "\n")
     found = CliRunner().invoke(
         main, ["run", "-q", str(path), "--output", str(whole), "--dtype", "float32"]
@@ -89,7 +91,10 @@ def test_the_example_gives_the_records_of_a_run(
     runpy.run_path(str(REPO / "examples" / "ray_data.py"), run_name="__main__")
     for ending in (".jsonl", ".errors.jsonl"):
         ours, theirs = (
-            [without_times(line) for line in file.with_suffix(ending).read_bytes().splitlines()]
+            [
+                without_times(line)
+                for line in file.with_suffix(ending).read_bytes().splitlines()
+            ]
             for file in (answers, whole)
         )
         assert ours == theirs
@@ -106,14 +111,20 @@ def test_parquet_in_batches(cluster: None, stage: Answer, tmp_path: Path) -> Non
     rows = [SAMPLED | {"number": i, "label": f"row {i}"} for i in range(1, 41)]
     rows[3]["prompt"] = None
     rows += [SAMPLED | {"number": None, "label": None}] * 40
-    pyarrow.parquet.write_table(pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet")
+    pyarrow.parquet.write_table(
+        pyarrow.Table.from_pylist(rows), tmp_path / "in.parquet"
+    )
     dataset = ray.data.read_parquet(str(tmp_path / "in.parquet"))
     answered = answer(dataset, batch_size=8, world_size=2, **EXACT)
     answered.write_parquet(str(tmp_path / "out"))
     found = pyarrow.parquet.read_table(tmp_path / "out").to_pylist()
     assert set(found[0]) == {*rows[0], "record", "is_error"} and len(found) == 80
-    assert len(texts_of(found)) > 75, "equal rows draw differently, in whichever batch they are"
-    numbered = sorted((row for row in found if row["number"]), key=lambda row: int(row["number"]))
+    assert len(texts_of(found)) > 75, (
+        "equal rows draw differently, in whichever batch they are"
+    )
+    numbered = sorted(
+        (row for row in found if row["number"]), key=lambda row: int(row["number"])
+    )
     assert [{name: row[name] for name in rows[0]} for row in numbered] == rows[:40]
     assert [row["number"] for row in numbered if row["is_error"]] == [4]
     alone = stage(pyarrow.Table.from_pylist(rows[:40]))
@@ -131,7 +142,10 @@ def test_lines_that_say_the_same_but_for_their_seed(
     With `request_args` lines that differed in what these replace drew the same.
     """
     seeds = ({"seed": 7}, {}, {"seed": 8}, {}, {})
-    rows = [SAMPLED | {"max_tokens": 8 + n * is_overwriting} | s for n, s in enumerate(seeds)]
+    rows = [
+        SAMPLED | {"max_tokens": 8 + n * is_overwriting} | s
+        for n, s in enumerate(seeds)
+    ]
     path = tmp_path / "a.jsonl"
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     (table,) = _read_files(pyarrow.table({"path": [str(path)]}))
@@ -140,15 +154,26 @@ def test_lines_that_say_the_same_but_for_their_seed(
     found = texts_of(stage(table).to_pylist())
     assert len(found) == 5
     if not is_overwriting:
-        lines = [Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
+        lines = [
+            Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)
+        ]
         records = stage._engine.run(lines)
         assert {r.result["choices"][0]["text"] for r in records if r.result} == found
 
 
 def test_chat_lines_draw_as_in_a_run(stage: Answer, tmp_path: Path) -> None:
     """Equal ones are counted where no template is at hand."""
-    chat = {"messages": [{"role": "user", "content": "Once"}], "max_tokens": 8, "temperature": 2.0}
-    batch = {"custom_id": "a", "method": "POST", "url": "/v1/chat/completions", "body": chat}
+    chat = {
+        "messages": [{"role": "user", "content": "Once"}],
+        "max_tokens": 8,
+        "temperature": 2.0,
+    }
+    batch = {
+        "custom_id": "a",
+        "method": "POST",
+        "url": "/v1/chat/completions",
+        "body": chat,
+    }
     other = chat | {"messages": [{"content": "Twice", "role": "user"}]}
     rows = [chat, other, chat, batch, chat | {"seed": 1}, other]
     path = tmp_path / "a.jsonl"
@@ -156,7 +181,9 @@ def test_chat_lines_draw_as_in_a_run(stage: Answer, tmp_path: Path) -> None:
     (table,) = _read_files(pyarrow.table({"path": [str(path)]}))
     assert table["num_equal"].to_pylist() == [0, 0, 1, 2, 0, 1]
     found = [without_times(row["record"]) for row in stage(table).to_pylist()]
-    lines = [Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)]
+    lines = [
+        Line(0, n, json.dumps(row).encode()) for n, row in enumerate(rows, start=1)
+    ]
     records = sorted(stage._engine.run(lines), key=lambda record: record.line.number)
     assert found == [without_times(record.to_json()) for record in records]
 
@@ -168,21 +195,42 @@ def texts_of(rows: list[dict[str, Any]]) -> set[str]:
 
 def answered(stage: Answer, rows: list[dict[str, Any]]) -> list[dict[str, Any]]:
     table = stage(pyarrow.Table.from_pylist(rows))
-    assert table.column_names[-2:] == ["record", "is_error"] and table.num_rows == len(rows)
+    assert table.column_names[-2:] == ["record", "is_error"] and table.num_rows == len(
+        rows
+    )
     return [json.loads(row["record"]) for row in table.to_pylist()]
 
 
 def test_values_of_a_table_become_json(stage: Answer) -> None:
-    """A column of whole numbers with a null in it stays whole; members that are absent stay so."""
+    """A column of whole numbers with a null in it stays whole; members that are absent
+    stay so."""
     first, second = answered(
         stage,
         [
-            {"prompt": [65, 66, 67], "max_tokens": 2, "logit_bias": {"11": 5}, "seed": None},
-            {"prompt": [68], "max_tokens": None, "logit_bias": {"12": -5}, "seed": 2**62 + 1},
+            {
+                "prompt": [65, 66, 67],
+                "max_tokens": 2,
+                "logit_bias": {"11": 5},
+                "seed": None,
+            },
+            {
+                "prompt": [68],
+                "max_tokens": None,
+                "logit_bias": {"12": -5},
+                "seed": 2**62 + 1,
+            },
         ],
     )
-    assert first["request"] == {"prompt": [65, 66, 67], "max_tokens": 2, "logit_bias": {"11": 5}}
-    assert second["request"] == {"prompt": [68], "logit_bias": {"12": -5}, "seed": 2**62 + 1}
+    assert first["request"] == {
+        "prompt": [65, 66, 67],
+        "max_tokens": 2,
+        "logit_bias": {"11": 5},
+    }
+    assert second["request"] == {
+        "prompt": [68],
+        "logit_bias": {"12": -5},
+        "seed": 2**62 + 1,
+    }
     assert "result" in first and "result" in second
 
 
@@ -202,7 +250,12 @@ def test_a_row_that_is_no_request_costs_itself_only(stage: Answer) -> None:
     rows = [
         {"prompt": "A", "max_tokens": 1, "temperature": 0.0, "day": None},
         {"prompt": "A", "max_tokens": 1, "temperature": math.nan, "day": None},
-        {"prompt": "A", "max_tokens": 1, "temperature": 0.0, "day": datetime.date(2026, 1, 2)},
+        {
+            "prompt": "A",
+            "max_tokens": 1,
+            "temperature": 0.0,
+            "day": datetime.date(2026, 1, 2),
+        },
         {"prompt": "A", "max_tokens": 1, "temperature": 0.0, "day": None},
     ]
     found = answered(stage, rows)
@@ -218,16 +271,23 @@ def test_a_line_that_is_too_long_is_out_of_range_as_in_a_run(
 ) -> None:
     """Its code was invalid_json; a row whose own line was as long was parsed and answered."""
     monkeypatch.setattr("fminfer.files.json_values.MAX_VALUE_BYTES", 500)
-    (tmp_path / "a.jsonl").write_text(json.dumps({"prompt": "A" * 600, "max_tokens": 1}) + "\n")
+    (tmp_path / "a.jsonl").write_text(
+        json.dumps({"prompt": "A" * 600, "max_tokens": 1}) + "\n"
+    )
     (table,) = _read_files(pyarrow.table({"path": [str(tmp_path / "a.jsonl")]}))
-    for batch in (table, pyarrow.table({"line": [(tmp_path / "a.jsonl").read_bytes().strip()]})):
+    for batch in (
+        table,
+        pyarrow.table({"line": [(tmp_path / "a.jsonl").read_bytes().strip()]}),
+    ):
         (row,) = stage(batch).to_pylist()
         error = json.loads(row["record"])["error"]
         assert error["code"] == "out_of_range"
         assert "631 bytes, and at most 500 are read" in error["message"]
 
 
-def test_what_is_wrong_is_told_before_actors_start(stage: Answer, tmp_path: Path) -> None:
+def test_what_is_wrong_is_told_before_actors_start(
+    stage: Answer, tmp_path: Path
+) -> None:
     with pytest.raises(UsageError, match="already"):
         stage(pyarrow.Table.from_pylist([{"prompt": "A", "record": "x"}]))
     with pytest.raises(UsageError, match="at least 1"):

@@ -26,7 +26,12 @@ PLACES = ("den", "porch", "office", "garden", "cellar", "kitchen", "hall", "pant
 def batch_line(custom_id: str, body: dict[str, Any]) -> dict[str, Any]:
     """Return a line of an OpenAI Batch file."""
     kind = "chat/completions" if "messages" in body else "completions"
-    return {"custom_id": custom_id, "method": "POST", "url": f"/v1/{kind}", "body": body}
+    return {
+        "custom_id": custom_id,
+        "method": "POST",
+        "url": f"/v1/{kind}",
+        "body": body,
+    }
 
 
 def mixed_lines() -> list[Any]:
@@ -46,7 +51,13 @@ def mixed_lines() -> list[Any]:
         ]
     lines += [
         {"prompt": HOSTILE, "logprobs": 2, "echo": True, "max_tokens": 3},
-        {"prompt": ["a é 日本 🎉", "b"], "logprobs": 1, "echo": True, "n": 2, "max_tokens": 3},
+        {
+            "prompt": ["a é 日本 🎉", "b"],
+            "logprobs": 1,
+            "echo": True,
+            "n": 2,
+            "max_tokens": 3,
+        },
         {"prompt": [5, 6, 7], "return_token_ids": True, "max_tokens": 3},
         {"prompt": "lone \ud800 half", "max_tokens": 2},
         {"prompt": 5},
@@ -79,7 +90,9 @@ def make_report(*outputs: Path, path: Path | None = None) -> tuple[str, dict[str
 def read_page(path: Path) -> tuple[str, dict[str, Any]]:
     """Return a report's page, and the data of its rows."""
     page = path.read_text("utf-8")
-    (data,) = re.findall(r'<script type="application/json" id="data">(.*?)</script>', page, re.S)
+    (data,) = re.findall(
+        r'<script type="application/json" id="data">(.*?)</script>', page, re.S
+    )
     return page, json.loads(data)
 
 
@@ -116,7 +129,11 @@ def plain_answer(number: int, text: str, **fields: Any) -> bytes:
     """Return a record of a bare line, as a run would write it."""
     result = {
         "choices": [{"text": text, "index": 0, "finish_reason": "length"}],
-        "request_time": {"batch_time": 0.01 * number, "queue_time": 0.0, "prefill_time": 0.001},
+        "request_time": {
+            "batch_time": 0.01 * number,
+            "queue_time": 0.0,
+            "prefill_time": 0.001,
+        },
         "usage": {"prompt_tokens": 3, "completion_tokens": number % 50 + 1},
     }
     request = {"prompt": f"prompt {number}", "max_tokens": 50, **fields}
@@ -125,7 +142,9 @@ def plain_answer(number: int, text: str, **fields: Any) -> bytes:
 
 def scored_answer(text: str, **fields: Any) -> bytes:
     """Return a record of a prompt of three tokens and two spaces, which a run has scored."""
-    answer = json.loads(plain_answer(1, text, **{"prompt": text, "echo": True} | fields))
+    answer = json.loads(
+        plain_answer(1, text, **{"prompt": text, "echo": True} | fields)
+    )
     first, second, third = text.split()
     answer["result"]["choices"][0]["logprobs"] = {
         "tokens": [first, f"Ġ{second}", f"Ġ{third}"],

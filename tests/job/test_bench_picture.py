@@ -25,14 +25,18 @@ SVG = "{http://www.w3.org/2000/svg}"
         (999, 1001, [500, 1000, 2000]),
     ],
 )
-def test_ticks_of_a_logarithmic_axis(least: float, most: float, ticks: list[float]) -> None:
+def test_ticks_of_a_logarithmic_axis(
+    least: float, most: float, ticks: list[float]
+) -> None:
     assert find_log_ticks(least, most) == pytest.approx(ticks)
 
 
 def test_a_picture_has_a_point_for_each_size_and_a_bar_for_each_rank() -> None:
     curves = {"msecs a token": [(1, 40.0), (8, 20.0), (64, None), (128, None)]}
     ranks = [
-        RankMemory(rank, True, 44 * GIB, MemoryPeak(3 * GIB, 30 * GIB, (40 + rank) * GIB))
+        RankMemory(
+            rank, True, 44 * GIB, MemoryPeak(3 * GIB, 30 * GIB, (40 + rank) * GIB)
+        )
         for rank in range(3)
     ]
     root = Xml.fromstring(draw_bench("M <1>", "msecs a token", curves, ranks))
@@ -41,10 +45,14 @@ def test_a_picture_has_a_point_for_each_size_and_a_bar_for_each_rank() -> None:
     assert {"40", "20", "1", "8", "64", "128", "rank 2"} <= {*texts}
     assert "GPU 41.00 GiB (44.00 GiB foreseen), CPU 3.00 GiB" in texts
     points = [each.attrib for each in root.iter(f"{SVG}circle")]
-    assert len(points) == 2 and float(points[0]["cy"]) < float(points[1]["cy"]), "down is less"
+    assert len(points) == 2 and float(points[0]["cy"]) < float(points[1]["cy"]), (
+        "down is less"
+    )
     _, *bars = root.iter(f"{SVG}rect")
     widths = [float(bar.attrib["width"]) for bar in bars]
-    assert widths == pytest.approx([widths[0] * (40 + rank) / 40 for rank in range(3)], abs=0.2)
+    assert widths == pytest.approx(
+        [widths[0] * (40 + rank) / 40 for rank in range(3)], abs=0.2
+    )
 
 
 def test_a_picture_where_nothing_fits() -> None:

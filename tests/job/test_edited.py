@@ -64,7 +64,9 @@ def stamped(output: Path) -> str:
     return str(status["metadata"]["the input"])
 
 
-def test_an_input_edited_before_its_turn_is_stamped_with_what_was_answered(tmp_path: Path) -> None:
+def test_an_input_edited_before_its_turn_is_stamped_with_what_was_answered(
+    tmp_path: Path,
+) -> None:
     """`run a b`: b was digested as the run began, and its answers were stamped with that."""
     path = tmp_path / "b.jsonl"
     output = tmp_path / "out.jsonl"
@@ -80,7 +82,9 @@ def test_an_input_edited_before_its_turn_is_stamped_with_what_was_answered(tmp_p
         opened(path)
 
 
-def test_an_input_edited_before_its_turn_is_refused_where_rows_are_kept(tmp_path: Path) -> None:
+def test_an_input_edited_before_its_turn_is_refused_where_rows_are_kept(
+    tmp_path: Path,
+) -> None:
     path = tmp_path / "b.jsonl"
     path.write_bytes(rows("old"))
     first = opened(path)
@@ -95,7 +99,9 @@ def test_an_input_edited_before_its_turn_is_refused_where_rows_are_kept(tmp_path
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_an_input_edited_while_it_is_read_is_refused(tmp_path: Path, ending: str) -> None:
+def test_an_input_edited_while_it_is_read_is_refused(
+    tmp_path: Path, ending: str
+) -> None:
     """Its answers were of some lines of each, and stamped as those of the first."""
     path = tmp_path / f"b{ending}"
     old = PACK[ending](rows("old", 20_000))
@@ -106,14 +112,18 @@ def test_an_input_edited_while_it_is_read_is_refused(tmp_path: Path, ending: str
     with path.open("r+b") as edited:  # bytes that were not read yet
         edited.seek(-20, os.SEEK_END)
         edited.write(b"x" * 20)
-    with pytest.raises(UsageError, match=r"changed while it was being answered.*--restart"):
+    with pytest.raises(
+        UsageError, match=r"changed while it was being answered.*--restart"
+    ):
         assert len(list(lines)) > 9_000
     assert not file.output.exists()
     assert journal_path(file.output).read_bytes().count(b'"answer":') == 1
 
 
 @pytest.mark.parametrize("ending", PACK)
-def test_what_was_read_counts_and_not_what_stands_there_later(tmp_path: Path, ending: str) -> None:
+def test_what_was_read_counts_and_not_what_stands_there_later(
+    tmp_path: Path, ending: str
+) -> None:
     """An editor puts a new file in the old one's place; the old one is read to its end."""
     path = tmp_path / f"b{ending}"
     other = tmp_path / "other"
@@ -141,7 +151,9 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
 
     def look() -> SharedFiles:
         files = SharedFiles(
-            lambda: Plan([path], [output]), RunTerms("m", {"seed": "1"}), is_watching=False
+            lambda: Plan([path], [output]),
+            RunTerms("m", {"seed": "1"}),
+            is_watching=False,
         )
         files.look()
         return files
@@ -160,7 +172,9 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
     assert "the input was" in files.refused[str(path)]
 
 
-def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(tmp_path: Path) -> None:
+def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(
+    tmp_path: Path,
+) -> None:
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.jsonl").write_bytes(rows(name))
     files = share(tmp_path)
@@ -178,7 +192,11 @@ def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(tmp_path: Path)
             answer(file, line)
     for file, line in late:
         answer(file, line)
-    assert [file.is_finished for file in files.files] == [True, False, True] and files.is_finished
+    assert [file.is_finished for file in files.files] == [
+        True,
+        False,
+        True,
+    ] and files.is_finished
     (reason,) = files.refused.values()
     assert "b.jsonl was changed while it was being answered" in reason
     assert read_status(files.files[1].output)["status"] == "failed"  # type: ignore[index]

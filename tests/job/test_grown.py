@@ -51,7 +51,9 @@ CountLines = Callable[[], Any]
 def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fminfer.Engine]:
     template = tmp_path_factory.mktemp("template") / "chat.jinja"
     template.write_text(TEMPLATE)
-    engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=4, chat_template=str(template))
+    engine = fminfer.Engine(
+        dtype="float32", kernels="off", max_rows=4, chat_template=str(template)
+    )
     yield engine
     engine.close()
 
@@ -63,7 +65,9 @@ def counting(engine: fminfer.Engine) -> CountLines:
 
 def write(path: Path, lines: list[Any]) -> None:
     """Write requests, and bytes as they are, a line each."""
-    rows = [line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines]
+    rows = [
+        line if isinstance(line, bytes) else json.dumps(line).encode() for line in lines
+    ]
     path.write_bytes(b"".join(row + b"\n" for row in rows))
 
 
@@ -83,12 +87,15 @@ def stop_after(
 
 
 def read(output: Path) -> tuple[list[Any], list[Any]]:
-    """Return the records of an output and its errors, without what no two runs have in common."""
+    """Return the records of an output and its errors, without what no two runs have in
+    common."""
     found: tuple[list[Any], list[Any]] = ([], [])
     for records, path in zip(found, (output, errors_path(output)), strict=True):
         for line in path.read_bytes().splitlines() if path.exists() else ():
             record = json.loads(line)
-            result = record.get("result") or (record.get("response") or {}).get("body") or {}
+            result = (
+                record.get("result") or (record.get("response") or {}).get("body") or {}
+            )
             result.get("usage", {}).pop("prompt_tokens_details", None)
             result.pop("request_time", None)
             result.pop("created", None)
@@ -113,12 +120,17 @@ def test_a_file_that_has_grown(
     new = HOT | {"prompt": "new"}
     write(source, [new, *lines[:2], *lines[3:][::-1], new])
     (overview,) = look_over(output)
-    assert overview.files[0].state == "stopped" and "changed" in str(overview.files[0].why)
+    assert overview.files[0].state == "stopped" and "changed" in str(
+        overview.files[0].why
+    )
     assert not is_complete(output, source)
     summary = run_files(engine, [source], [output], count_lines=counting)
     assert (summary.num_rows, summary.num_kept_rows) == (2, 5)
     assert (summary.num_taken_rows, summary.num_left_out_rows) == (5, 1)
-    assert "5 earlier answers taken, 1 left out because its line is gone" in summary.to_text()
+    assert (
+        "5 earlier answers taken, 1 left out because its line is gone"
+        in summary.to_text()
+    )
     assert summary.to_dict()["num_taken_rows"] == 5
     found = output.read_bytes().splitlines()
     assert found[1:6] == [before[n] for n in (0, 1, 5, 4, 3)], "byte for byte"
@@ -136,9 +148,17 @@ def test_all_rows_of_an_output_are_asked_at_one_time(
     """A template that reads the clock gave rows of one output different prompts."""
     template = tmp_path / "clock.jinja"
     template.write_text("{{ strftime_now('%Y') }}{{ messages[0].content }}")
-    engine = fminfer.Engine(dtype="float32", kernels="off", max_rows=1, chat_template=str(template))
-    asked = {"messages": [{"role": "user", "content": ""}], "max_tokens": 1, "temperature": 0}
-    lines: list[Any] = [asked | {"return_token_ids": True, "user": f"u{n}"} for n in range(6)]
+    engine = fminfer.Engine(
+        dtype="float32", kernels="off", max_rows=1, chat_template=str(template)
+    )
+    asked = {
+        "messages": [{"role": "user", "content": ""}],
+        "max_tokens": 1,
+        "temperature": 0,
+    }
+    lines: list[Any] = [
+        asked | {"return_token_ids": True, "user": f"u{n}"} for n in range(6)
+    ]
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
     counting = line_counting(engine.config, open_model(engine.config))
@@ -149,7 +169,9 @@ def test_all_rows_of_an_output_are_asked_at_one_time(
         return {engine.tokenizer.decode(ids) for ids in prompts}
 
     def set_year(year: int) -> None:
-        monkeypatch.setattr(journaled_input, "read_clock", lambda: f"{year}-01-01T00:00:00+00:00")
+        monkeypatch.setattr(
+            journaled_input, "read_clock", lambda: f"{year}-01-01T00:00:00+00:00"
+        )
 
     write(source, lines[:4])
     set_year(2001)
@@ -174,7 +196,11 @@ def make_lines(kind: str, source: random.Random, count: int) -> list[Any]:
     """Return lines of one kind, or of all; many mean the same, in other bytes too."""
     lines: list[Any] = []
     for _ in range(count):
-        shape = source.choice(["bare", "wrapped", "batch", "chat"]) if kind == "mixed" else kind
+        shape = (
+            source.choice(["bare", "wrapped", "batch", "chat"])
+            if kind == "mixed"
+            else kind
+        )
         more = source.choice([{}, {}, {}, {"temperature": 0}, {"seed": 3}])
         body: dict[str, Any] = HOT | {"prompt": source.choice("xyz")} | more
         if source.random() < 0.3:  # equal in other bytes
@@ -184,7 +210,13 @@ def make_lines(kind: str, source: random.Random, count: int) -> list[Any]:
         if source.random() < 0.1:
             body["top_p"] = 7  # refused
         if shape == "wrapped":
-            lines.append({"note": source.randrange(3), "request": body, "more": [1, {"result": 2}]})
+            lines.append(
+                {
+                    "note": source.randrange(3),
+                    "request": body,
+                    "more": [1, {"result": 2}],
+                }
+            )
         elif shape == "batch":
             lines.append(batch(f"id{source.randrange(40)}", body))
         else:
@@ -213,7 +245,9 @@ def edit(lines: list[Any], kind: str, source: random.Random) -> list[Any]:
 ANCHOR = {"prompt": "anchor", "max_tokens": 1, "temperature": 0}
 
 
-@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(seed, marks=more) for seed in (2, 3))])
+@pytest.mark.parametrize(
+    "seed", [0, 1, *(pytest.param(seed, marks=more) for seed in (2, 3))]
+)
 @pytest.mark.parametrize("kind", ["bare", "wrapped", "batch", "chat", "mixed"])
 def test_random_edits_give_what_answering_all_would_give(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path, kind: str, seed: int
@@ -267,7 +301,11 @@ def test_equal_lines_keep_their_numbers(
     old = [batch(f"c{n}", body) for n in range(5)]
     write(source, [batch("new", body), *old, batch("last", body)])
     summary = run_files(engine, [source], [output], count_lines=counting)
-    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (2, 5, 0)
+    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (
+        2,
+        5,
+        0,
+    )
     records = read(output)[0]
     assert [record["custom_id"] for record in records] == [
         "new",
@@ -302,7 +340,9 @@ def test_a_duplicate_custom_id_is_refused_though_its_answer_is_known(
     lines = [batch(f"c{n}", HOT | {"prompt": f"p{n}"}) for n in range(3)]
     write(source, lines)
     run_files(engine, [source], [output])
-    write(source, [*lines, batch("c1", lines[2]["body"]), batch("c9", lines[1]["body"])])
+    write(
+        source, [*lines, batch("c1", lines[2]["body"]), batch("c9", lines[1]["body"])]
+    )
     summary = run_files(engine, [source], [output], count_lines=counting)
     assert (summary.num_rows, summary.num_errors, summary.num_taken_rows) == (1, 1, 3)
     assert summary.errors_by_code == {"duplicate_custom_id": 1}
@@ -311,7 +351,8 @@ def test_a_duplicate_custom_id_is_refused_though_its_answer_is_known(
 def test_no_answer_is_thrown_away_for_another_file(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    """Another file was named by mistake, or the file was emptied: nothing is taken, all stays."""
+    """Another file was named by mistake, or the file was emptied: nothing is taken, all
+    stays."""
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
     write(source, [HOT | {"prompt": f"p{n}"} for n in range(3)])
@@ -319,14 +360,20 @@ def test_no_answer_is_thrown_away_for_another_file(
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
     for lines in ([], [HOT | {"prompt": "other"}]):
         write(source, lines)
-        with pytest.raises(UsageError, match=r"the input was .*none of the answers \(3\).*--rest"):
+        with pytest.raises(
+            UsageError, match=r"the input was .*none of the answers \(3\).*--rest"
+        ):
             run_files(engine, [source], [output], count_lines=counting)
-        assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
+        assert {
+            path.name: path.read_bytes() for path in tmp_path.glob("out*")
+        } == before
     summary = run_files(engine, [source], [output], restart=True, count_lines=counting)
     assert (summary.num_rows, summary.num_taken_rows) == (1, 0)
 
 
-def test_restart_answers_all(engine: fminfer.Engine, counting: CountLines, tmp_path: Path) -> None:
+def test_restart_answers_all(
+    engine: fminfer.Engine, counting: CountLines, tmp_path: Path
+) -> None:
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
     write(source, [ANCHOR])
@@ -347,7 +394,9 @@ def test_other_settings_are_refused_by_name(
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR])
     with pytest.raises(UsageError, match="--seed was not given, is 5"):
-        open_files([source], [output], RunTerms("m", {"--seed": "5"}, count_lines=counting))
+        open_files(
+            [source], [output], RunTerms("m", {"--seed": "5"}, count_lines=counting)
+        )
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -370,10 +419,17 @@ def test_a_limit_throws_no_answer_away(
     ):
         run_files(engine, [source], [output], limit=3, count_lines=counting)
     summary = run_files(engine, [source], [output], limit=7, count_lines=counting)
-    assert (summary.num_taken_rows, summary.num_left_out_rows) == (4 - (not is_whole), 0)
+    assert (summary.num_taken_rows, summary.num_left_out_rows) == (
+        4 - (not is_whole),
+        0,
+    )
     assert len(read(output)[0]) == 7
     summary = run_files(engine, [source], [output], count_lines=counting)
-    assert (summary.num_rows, summary.num_kept_rows, summary.num_taken_rows) == (1, 7, 0)
+    assert (summary.num_rows, summary.num_kept_rows, summary.num_taken_rows) == (
+        1,
+        7,
+        0,
+    )
 
 
 def test_equal_lines_beyond_a_limit_are_no_hindrance(
@@ -387,11 +443,18 @@ def test_equal_lines_beyond_a_limit_are_no_hindrance(
     run_files(engine, [source], [output], limit=2)
     write(source, greedy * 3)
     summary = run_files(engine, [source], [output], limit=3, count_lines=counting)
-    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (0, 3, 0)
+    assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (
+        0,
+        3,
+        0,
+    )
 
 
 def test_it_tells_how_far_it_is(
-    engine: fminfer.Engine, counting: CountLines, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    engine: fminfer.Engine,
+    counting: CountLines,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Nothing where it takes no time, as here; otherwise a line now and then."""
     source = tmp_path / "a.jsonl"
@@ -424,14 +487,19 @@ def test_packed_files_and_a_lost_newline(
         run_files(engine, [source], [output])
         source.write_bytes(pack(b"\n".join(lines[1:])))
         summary = run_files(engine, [source], [output], count_lines=counting)
-        assert (summary.num_rows, summary.num_taken_rows, summary.num_left_out_rows) == (0, 3, 1)
+        assert (
+            summary.num_rows,
+            summary.num_taken_rows,
+            summary.num_left_out_rows,
+        ) == (0, 3, 1)
         assert len(read(output)[0]) == 3
 
 
 def test_rows_that_failed_are_judged_again(
     engine: fminfer.Engine, counting: CountLines, tmp_path: Path
 ) -> None:
-    """Lasting errors, and one that the machine had: its equal lines may draw by another number."""
+    """Lasting errors, and one that the machine had: its equal lines may draw by another
+    number."""
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
     same = HOT | {"prompt": "x"}
@@ -499,8 +567,13 @@ def test_what_was_edited_by_hand_is_refused(
             edited.write_bytes(edited.read_bytes().replace(b"e", b"E", 1))
     write(source, [*lines, ANCHOR | {"prompt": "c"}])
     before = {path.name: path.read_bytes() for path in tmp_path.glob("out*")}
-    message = {"no status": "nothing tells which", "damaged journal": "first line is damaged"}
-    with pytest.raises(UsageError, match=message.get(kind, "not as it was written.*--restart")):
+    message = {
+        "no status": "nothing tells which",
+        "damaged journal": "first line is damaged",
+    }
+    with pytest.raises(
+        UsageError, match=message.get(kind, "not as it was written.*--restart")
+    ):
         run_files(engine, [source], [output], count_lines=counting)
     assert {path.name: path.read_bytes() for path in tmp_path.glob("out*")} == before
 
@@ -526,14 +599,19 @@ def test_rows_of_an_older_journal_are_kept_for_the_same_input_only(
         ).groups()  # type: ignore[union-attr]
         start += b'"check":"'
         old.append(
-            start + b'%08x","record":%s}\n' % (zlib.crc32(record, zlib.crc32(start)), record)
+            start
+            + b'%08x","record":%s}\n' % (zlib.crc32(record, zlib.crc32(start)), record)
         )
     path.write_bytes(b"".join(old))
     write(source, [*lines, ANCHOR])
-    with pytest.raises(UsageError, match=r"older version does not tell its request.*--restart"):
+    with pytest.raises(
+        UsageError, match=r"older version does not tell its request.*--restart"
+    ):
         run_files(engine, [source], [output], count_lines=counting)
     write(source, lines)
-    assert run_files(engine, [source], [output], count_lines=counting).num_kept_rows == 4
+    assert (
+        run_files(engine, [source], [output], count_lines=counting).num_kept_rows == 4
+    )
 
 
 @pytest.mark.parametrize("is_whole", [True, False])
@@ -544,8 +622,10 @@ def test_it_can_be_killed_at_every_step(
     is_whole: bool,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """Before and after each system call that changes a file (every second): no answer is lost."""
-    monkeypatch.setattr(other_work, "PROC", tmp_path / "no")  # threads of killed runs are many
+    """Before and after each system call that changes a file (every second): no answer
+    is lost."""
+    # threads of killed runs are many
+    monkeypatch.setattr(other_work, "PROC", tmp_path / "no")
     template = tmp_path / "template"
     template.mkdir()
     names = ("in.jsonl", "out.jsonl")
@@ -556,7 +636,10 @@ def test_it_can_be_killed_at_every_step(
         run_files(engine, [source], [output])
     else:
         stop_after(engine, 5, source, output)
-    write(source, [old[5], batch("new", HOT | {"prompt": "new"}), *old[:3], b"{no", old[4]])
+    write(
+        source,
+        [old[5], batch("new", HOT | {"prompt": "new"}), *old[:3], b"{no", old[4]],
+    )
     run_files(engine, [source], [tmp_path / "whole.jsonl"])
     expected = read(tmp_path / "whole.jsonl")
     wanted = answers_in(output) & answers_in(tmp_path / "whole.jsonl")
@@ -590,7 +673,10 @@ def answers_in(output: Path) -> set[str]:
     found = output.read_text() if output.exists() else ""
     path = journal_path(output)
     found += path.read_text() if path.exists() else ""
-    texts = {line.partition('"choices"')[2].partition('"usage"')[0] for line in found.splitlines()}
+    texts = {
+        line.partition('"choices"')[2].partition('"usage"')[0]
+        for line in found.splitlines()
+    }
     return texts - {""}
 
 
@@ -606,7 +692,8 @@ def test_two_runs_on_one_grown_file(
     run_files(engine, [source], [output])
     write(source, [ANCHOR, ANCHOR | {"prompt": "b"}])
     first, second = (
-        JournaledInput(source, 0, output, RunTerms("m", {}, count_lines=counting)) for _ in range(2)
+        JournaledInput(source, 0, output, RunTerms("m", {}, count_lines=counting))
+        for _ in range(2)
     )
     first.begin()
     assert first.carried.num_taken == 1
@@ -628,9 +715,13 @@ def test_answers_that_another_run_is_writing_are_not_taken(
     write(source, [ANCHOR, ANCHOR, ANCHOR])
     with journal_path(output).open("rb+") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        with pytest.raises(UsageError, match=f"in use: another process writes {output}"):
+        with pytest.raises(
+            UsageError, match=f"in use: another process writes {output}"
+        ):
             run_files(engine, [source], [output], count_lines=counting)
-    assert run_files(engine, [source], [output], count_lines=counting).num_taken_rows == 3
+    assert (
+        run_files(engine, [source], [output], count_lines=counting).num_taken_rows == 3
+    )
 
 
 def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
@@ -659,7 +750,10 @@ def test_a_run_that_begins_anew_in_between(
     file.begin()
     stop_after(engine, 2, source, output, restart=True)
     passed: list[int] = []
-    left = [(line.number, line.num_equal) for line in file.lines(lambda e: passed.append(e.number))]
+    left = [
+        (line.number, line.num_equal)
+        for line in file.lines(lambda e: passed.append(e.number))
+    ]
     assert left == [(3, None), (4, None)] and passed == [1, 2]
     file.abandon(KeyboardInterrupt())
 
@@ -689,7 +783,11 @@ def test_a_folder_whose_files_grow(
     time.sleep(0.01)
     write(sources[1], [ANCHOR, ANCHOR | {"prompt": "b"}])
     summary = share()
-    assert (summary.num_rows, summary.num_kept_rows, summary.num_taken_rows) == (1, 2, 1)
+    assert (summary.num_rows, summary.num_kept_rows, summary.num_taken_rows) == (
+        1,
+        2,
+        1,
+    )
     assert share().num_kept_rows == 3
     assert os.listdir(tmp_path).count("output_b.jsonl") == 1
 
@@ -711,7 +809,9 @@ def test_an_edit_in_the_middle_of_a_run_costs_no_answer(
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("fminfer.job.file_job.WINDOW", LOOKAHEAD)
         before_each_record(patch, change)
-        with pytest.raises(UsageError, match=r"changed while it was being answered\. Run"):
+        with pytest.raises(
+            UsageError, match=r"changed while it was being answered\. Run"
+        ):
             run_files(engine, [source], [output], count_lines=counting)
     summary = run_files(engine, [source], [output], count_lines=counting)
     assert summary.num_taken_rows > 5
@@ -723,7 +823,16 @@ def test_the_command(tmp_path: Path) -> None:
     """`fminfer run` twice over a file that grows; the second time nothing is left to compute."""
     source = tmp_path / "a.jsonl"
     stats = tmp_path / "stats.json"
-    command = ["run", str(source), "--stats", str(stats), "--dtype", "float32", "--kernels", "off"]
+    command = [
+        "run",
+        str(source),
+        "--stats",
+        str(stats),
+        "--dtype",
+        "float32",
+        "--kernels",
+        "off",
+    ]
     lines = [ANCHOR | {"prompt": text} for text in "abc"]
     found = []
     for some in (lines[:2], lines, lines[1:], lines[1:]):
@@ -768,11 +877,17 @@ def test_errors_of_another_form_of_a_file_are_not_kept(tmp_path: Path) -> None:
     assert "2 kept from earlier runs" in third.stderr
 
 
-@pytest.mark.parametrize("name", ["a.jsonl", "a.json", "array.jsonl", "array.json", "a.json.gz"])
-def test_an_input_that_any_name_reads_alike_has_its_old_digest(tmp_path: Path, name: str) -> None:
+@pytest.mark.parametrize(
+    "name", ["a.jsonl", "a.json", "array.jsonl", "array.json", "a.json.gz"]
+)
+def test_an_input_that_any_name_reads_alike_has_its_old_digest(
+    tmp_path: Path, name: str
+) -> None:
     """Journals of earlier versions go on."""
     rows = [json.dumps({"prompt": text}) for text in "ab"]
     text = f"[{', '.join(rows)}]" if name.startswith("array") else "\n".join(rows)
     path = tmp_path / name
-    path.write_bytes(gzip.compress(text.encode()) if name.endswith("gz") else text.encode())
+    path.write_bytes(
+        gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
+    )
     assert identify(path) == digest_of(path)

@@ -37,7 +37,9 @@ def test_a_limited_run_is_complete_and_a_later_one_goes_on(tmp_path: Path) -> No
     assert answer(open_limited(source, output, 5), LASTING) == [5, 6]
     assert answer(open_limited(source, output, None), LASTING) == [7, 8]
     assert open_limited(source, output, None).is_finished
-    assert open_limited(source, output, 3).is_finished, "all are answered, more than was asked"
+    assert open_limited(source, output, 3).is_finished, (
+        "all are answered, more than was asked"
+    )
     whole, one_output = write_input(tmp_path / "one")
     assert answer(open_limited(whole, one_output, None), LASTING) == sorted(ALL)
     assert read(output) == read(one_output) and read(output)[0].startswith(first)
@@ -59,12 +61,16 @@ def test_a_run_that_broke_off_goes_on_with_another_limit(tmp_path: Path) -> None
     for line in lines[:4]:
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
-    with pytest.raises(UsageError, match=r"more than the first 2 lines.*larger --limit"):
+    with pytest.raises(
+        UsageError, match=r"more than the first 2 lines.*larger --limit"
+    ):
         open_limited(source, output, 2)
     assert answer(open_limited(source, output, 6), LASTING) == [6, 7]
 
 
-def test_answers_beyond_the_limit_are_not_taken_for_those_before_it(tmp_path: Path) -> None:
+def test_answers_beyond_the_limit_are_not_taken_for_those_before_it(
+    tmp_path: Path,
+) -> None:
     """As many answers as the limit were taken for those of the first lines."""
     source, output = write_input(tmp_path)
     file = open_limited(source, output, None)
@@ -99,7 +105,9 @@ def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
     source, output = write_input(tmp_path)
     for limit, expected in ((2, [1, 2]), (2, None), (4, [4, 5])):
         shared = SharedFiles(
-            lambda: Plan([source], [output]), RunTerms("m", {}, limit=limit), is_watching=False
+            lambda: Plan([source], [output]),
+            RunTerms("m", {}, limit=limit),
+            is_watching=False,
         )
         is_left = shared.look()
         assert is_left == (expected is not None)

@@ -53,7 +53,8 @@ def write_batch(path: Path) -> Path:
 def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
-    """Each line became an `internal_error`, and the run "completed" with a third of them lost."""
+    """Each line became an `internal_error`, and the run "completed" with a third of
+    them lost."""
     source = write_batch(tmp_path / "a.jsonl")
     output = tmp_path / "out.jsonl"
     with pytest.MonkeyPatch.context() as patch:
@@ -62,14 +63,19 @@ def test_a_full_temporary_disk_ends_the_run_and_keeps_its_rows(
         patch.setattr(
             "fminfer.job.file_job.WINDOW", LOOKAHEAD
         )  # rows are answered before it is full
-        with pytest.raises(MachineError, match=r"temporary .* full.*TMPDIR.*same command"):
+        with pytest.raises(
+            MachineError, match=r"temporary .* full.*TMPDIR.*same command"
+        ):
             run_files(engine, [source], [output])
         assert not output.exists() and journal_path(output).stat().st_size > 100
         # Lines that are kept are counted, too.
         with pytest.raises(MachineError, match="TMPDIR"):
             run_files(engine, [source], [output])
     summary = run_files(engine, [source], [output])
-    assert summary.num_kept_rows > 0 and summary.num_rows + summary.num_kept_rows == NUM_ROWS
+    assert (
+        summary.num_kept_rows > 0
+        and summary.num_rows + summary.num_kept_rows == NUM_ROWS
+    )
     assert summary.num_errors == 0 and not errors_path(output).exists()
     found = [json.loads(line)["custom_id"] for line in output.read_text().splitlines()]
     assert found == [str(i) for i in range(NUM_ROWS)]

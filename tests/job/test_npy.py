@@ -28,7 +28,16 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any, Any]:
 
 
 def command(model: Path, source: Path, output: Path, *flags: str) -> list[str]:
-    given = ["run", source, "--model-name", model, "--output", output, "--dtype", "float32"]
+    given = [
+        "run",
+        source,
+        "--model-name",
+        model,
+        "--output",
+        output,
+        "--dtype",
+        "float32",
+    ]
     return [*map(str, given), "--embeddings", "npy", *flags]
 
 
@@ -43,7 +52,9 @@ def run_as(given: list[str], status: int = 0) -> str:
 
 
 def write(path: Path, *lines: object) -> Path:
-    path.write_text("".join(f"{json.dumps(line)}\n" if line else "\n" for line in lines))
+    path.write_text(
+        "".join(f"{json.dumps(line)}\n" if line else "\n" for line in lines)
+    )
     return path
 
 
@@ -54,7 +65,12 @@ def test_rows_are_lines(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
         {"input": "w1 w2"},
         {"input": ["w1", "w2"]},
         None,
-        {"custom_id": "a", "method": "POST", "url": "/v1/embeddings", "body": {"input": "w3"}},
+        {
+            "custom_id": "a",
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": {"input": "w3"},
+        },
         {"request": {"input": "w1 w2"}, "id": 5},
         {"prompt": "w1"},
         {"input": [2, 9, 3], "encoding_format": "base64"},
@@ -70,7 +86,9 @@ def test_rows_are_lines(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
     assert np.isnan(vectors[[1, 2, 5, 7]]).all() and np.isfinite(vectors[6]).all()
     records = [json.loads(line) for line in output.read_text().splitlines()]
     assert len(records) == 4 and records[1]["custom_id"] == "a"
-    assert records[0]["result"]["data"] == [{"object": "embedding", "index": 0, "embedding": None}]
+    assert records[0]["result"]["data"] == [
+        {"object": "embedding", "index": 0, "embedding": None}
+    ]
     errors = [json.loads(line) for line in (tmp_path / "out.errors.jsonl").open()]
     assert [error["line"] for error in errors] == [2, 6, 8]
     assert "each line asks for one embedding of 32" in errors[0]["error"]["message"]
@@ -116,14 +134,19 @@ def test_a_file_of_vectors_is_that_of_its_answers(
     told = run(model[0], source, output, status=2)
     assert "o.npy exists, and nothing tells that fminfer wrote it" in told
     plain = [
-        each for each in command(model[0], source, output) if each not in ("--embeddings", "npy")
+        each
+        for each in command(model[0], source, output)
+        if each not in ("--embeddings", "npy")
     ]
     run_as(plain)
     run(model[0], source, output, "--restart", status=2)
     assert vectors.read_text() == "precious"
-    write(source, {"input": "w1"}, {"input": "w2"})  # and the answer that is kept has none
+    # and the answer that is kept has none
+    write(source, {"input": "w1"}, {"input": "w2"})
     run_as(plain)
-    assert len(output.read_text().splitlines()) == 2 and vectors.read_text() == "precious"
+    assert (
+        len(output.read_text().splitlines()) == 2 and vectors.read_text() == "precious"
+    )
     vectors.unlink()
     run(model[0], source, output, "--restart")
     assert np.load(vectors).shape == (2, SIZE)
@@ -152,7 +175,8 @@ def test_a_file_that_comes_while_a_run_answers_is_kept(
         with pipe.open("w") as lines:
             lines.write('{"input": "w1"}\n')
             lines.flush()
-            while not journal.exists():  # from then on it answers, and has looked for others
+            # from then on it answers, and has looked for others
+            while not journal.exists():
                 assert process.poll() is None
                 time.sleep(0.01)
             if has_file:
@@ -195,7 +219,9 @@ NUM_ROWS = 1200
 NUM_FILES = 3
 
 
-def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path: Path) -> None:
+def test_two_workers_are_killed_and_go_on(
+    model: tuple[Path, Any, Any], tmp_path: Path
+) -> None:
     """Nothing is lost, doubled or mixed."""
     folder, *_ = model
     inputs = tmp_path / "in"
@@ -206,7 +232,8 @@ def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path
     for number in range(NUM_FILES):
         name = f"part{number}"
         texts[name] = [
-            f"w{number} w{row % 200} w{row // 200} w{row % 7}" for row in range(NUM_ROWS)
+            f"w{number} w{row % 200} w{row // 200} w{row % 7}"
+            for row in range(NUM_ROWS)
         ]
         lines = [{"input": text} for text in texts[name]]
         lines[17] = {"input": 5}
@@ -223,7 +250,8 @@ def test_two_workers_are_killed_and_go_on(model: tuple[Path, Any, Any], tmp_path
             worker.kill()
             worker.wait()
         for claim in outputs.glob("*.claim/*"):
-            if not claim.stat().st_size:  # it was killed before it had written whose it is,
+            # it was killed before it had written whose it is,
+            if not claim.stat().st_size:
                 os.utime(claim, (0, 0))  # and a minute later nobody minds it
     assert list(outputs.glob("*.journal")), "they were killed in the middle"
     run(folder, inputs, outputs, status=3)

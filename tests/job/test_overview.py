@@ -42,8 +42,16 @@ def folder(tmp_path: Path) -> Path:
 def answer(file: JournaledInput, num: int, num_bad: int = 0) -> None:
     for line in file.lines(lambda line: None):
         if line.number <= num:
-            error = RequestError("out_of_range", "too much") if line.number <= num_bad else None
-            file.add(Record(line, open_envelope(line), result=None if error else {}, error=error))
+            error = (
+                RequestError("out_of_range", "too much")
+                if line.number <= num_bad
+                else None
+            )
+            file.add(
+                Record(
+                    line, open_envelope(line), result=None if error else {}, error=error
+                )
+            )
     file.status._write()
 
 
@@ -57,7 +65,9 @@ def test_a_folder(folder: Path) -> None:
     states = [files[f"output_request_{i}.jsonl"].state for i in range(NUM_FILES)]
     assert states == ["done", "running", "stopped", "waiting"]
     assert overview.num_rows == NUM_FILES * NUM_LINES
-    counts = [(file.num_answered, file.num_failed, file.num_left) for file in overview.files]
+    counts = [
+        (file.num_answered, file.num_failed, file.num_left) for file in overview.files
+    ]
     assert counts == [(3, 2, 0), (2, 1, 2), (2, 0, 3), (0, 0, 5)]
     assert overview.failed_by_code == {"out_of_range": 3}
     assert files["output_request_2.jsonl"].why == "out of time"
@@ -78,10 +88,19 @@ def test_the_time_left_counts_what_this_run_has_done(folder: Path) -> None:
 
 
 def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
-    """Each file was timed by itself, and those that waited behind others of their run were slow."""
-    stopped, running = (status_path(folder / f"output_request_{i}.jsonl") for i in (2, 1))
+    """Each file was timed by itself, and those that waited behind others of their run
+    were slow."""
+    stopped, running = (
+        status_path(folder / f"output_request_{i}.jsonl") for i in (2, 1)
+    )
     facts = {"id": "a", "started_at": 900, "seconds": 99.0}
-    line = {"every_s": 50.0, "fed": "1 1", "drawn": "1 1", "done": "1 5", "running": "4 4"}
+    line = {
+        "every_s": 50.0,
+        "fed": "1 1",
+        "drawn": "1 1",
+        "done": "1 5",
+        "running": "4 4",
+    }
     earlier = {"id": "b", "started_at": 1, "seconds": 9.0, "time_line": line}
     for path in (stopped, running):
         status = json.loads(path.read_text())
@@ -93,7 +112,9 @@ def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
 
     (overview,) = look_over(folder, now_s=1000.0)
     assert overview.count("running") == 2
-    assert {file.rows_per_s for file in overview.files if file.state == "running"} == {0.08}
+    assert {file.rows_per_s for file in overview.files if file.state == "running"} == {
+        0.08
+    }
     left = 2 + 3 + 5  # of them, 4 rows are half done
     assert overview.left_s == (left - 4 / 2) / 0.08
 
@@ -104,15 +125,20 @@ def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
 
 
 def test_rows_that_came_after_the_last_status_count(folder: Path) -> None:
-    """A run that is killed has rows of a second more than its status tells; a resume keeps them."""
+    """A run that is killed has rows of a second more than its status tells; a resume
+    keeps them."""
     path = status_path(folder / "output_request_2.jsonl")
     before = path.read_bytes()
-    file = next(f for f in share(folder).turns() if f and f.path.name == "request_2.jsonl")
+    file = next(
+        f for f in share(folder).turns() if f and f.path.name == "request_2.jsonl"
+    )
     lines = file.lines(lambda line: None)
     file.status._written_s = float("inf")
     for line in (next(lines), next(lines)):
         error = RequestError("out_of_range", "too much") if line.number == 4 else None
-        file.add(Record(line, open_envelope(line), result=None if error else {}, error=error))
+        file.add(
+            Record(line, open_envelope(line), result=None if error else {}, error=error)
+        )
     path.write_bytes(before)
     (overview,) = look_over(folder)
     found = by_name(overview.files)["output_request_2.jsonl"]
@@ -136,11 +162,17 @@ def test_json_has_every_file(folder: Path) -> None:
     result = CliRunner().invoke(main, ["status", "--json", str(folder)])
     found = json.loads(result.stdout)
     assert found["num_files"] == {"done": 1, "running": 1, "stopped": 1, "waiting": 1}
-    assert (found["num_answered"], found["num_failed"], len(found["files"])) == (7, 3, 4)
+    assert (found["num_answered"], found["num_failed"], len(found["files"])) == (
+        7,
+        3,
+        4,
+    )
     assert [file["why"] for file in found["files"]] == [None, None, "out of time", None]
 
 
-def test_one_output_its_input_and_an_output_folder(folder: Path, tmp_path: Path) -> None:
+def test_one_output_its_input_and_an_output_folder(
+    folder: Path, tmp_path: Path
+) -> None:
     for name in ("output_request_0.jsonl", "request_0.jsonl"):
         (overview,) = look_over(folder / name)
         assert [file.state for file in overview.files] == ["done"], name
@@ -149,7 +181,9 @@ def test_one_output_its_input_and_an_output_folder(folder: Path, tmp_path: Path)
     for path in folder.glob("output_request_0*"):
         path.rename(apart / path.name)
     (overview,) = [each for each in look_over(tmp_path) if each.path == str(apart)]
-    assert [(file.state, file.num_rows) for file in overview.files] == [("done", NUM_LINES)]
+    assert [(file.state, file.num_rows) for file in overview.files] == [
+        ("done", NUM_LINES)
+    ]
 
 
 def test_each_file_that_a_run_passes_over_is_named(folder: Path) -> None:
@@ -176,10 +210,15 @@ def test_an_output_that_was_edited_is_not_done(folder: Path) -> None:
     (folder / "output_request_0.jsonl").write_bytes(b"")
     found = CliRunner().invoke(main, ["status", str(folder)]).stdout
     assert "0 of 4 files done" in found
-    assert "request_0.jsonl: stopped (output_request_0.jsonl was edited since: it was " in found
+    assert (
+        "request_0.jsonl: stopped (output_request_0.jsonl was edited since: it was "
+        in found
+    )
     assert "fminfer run refuses what was edited" in found
     found = CliRunner().invoke(main, ["status", "--json", str(folder)]).stdout
-    edited = [file["output"] for file in json.loads(found)["files"] if file["is_edited"]]
+    edited = [
+        file["output"] for file in json.loads(found)["files"] if file["is_edited"]
+    ]
     assert edited == [str(folder / "output_request_0.jsonl")]
 
 

@@ -41,7 +41,10 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     engine = Told(EngineStats(), drawing(0))
     assert bar.left_s(engine) is None
     engine.stats.read.num_rows = 3
-    assert bar.left_s(engine) is None and ProgressBar(None, is_quiet=True).left_s(engine) is None
+    assert (
+        bar.left_s(engine) is None
+        and ProgressBar(None, is_quiet=True).left_s(engine) is None
+    )
     for _ in range(2):
         assert bar.left_s(engine) is None, "the first step says nothing of others"
         clock.now_s += 1.0
@@ -59,7 +62,9 @@ def test_a_bound_is_shown_as_one(
     monkeypatch.setattr("fminfer.job.progress.LEFT_EVERY_S", 0.0)
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
-    stats = EngineStats(num_prompt_tokens=8, num_generated_tokens=20, max_rows_running=2)
+    stats = EngineStats(
+        num_prompt_tokens=8, num_generated_tokens=20, max_rows_running=2
+    )
     engine = Told(stats, drawing(90))
     stats.read.num_rows = 2
     stats.read.add(8, 2, 100)
@@ -119,15 +124,21 @@ def test_the_rate_is_that_of_the_last_minute() -> None:
     engine.state = drawing(100, num_running=1)
     for number in range(400):
         engine.stats.num_steps += 1
-        left.add(0.0 if not number else 10.0 if number < 50 else 1.0, engine.stats, 0, 1)
+        left.add(
+            0.0 if not number else 10.0 if number < 50 else 1.0, engine.stats, 0, 1
+        )
         if not number:
             assert left.running_s(engine) is None
         if number in (40, 109, 300):
-            assert left.running_s(engine) == pytest.approx(1000 if number == 40 else 100)
+            assert left.running_s(engine) == pytest.approx(
+                1000 if number == 40 else 100
+            )
 
 
 @pytest.mark.parametrize("size", [(0, 0), (24, 120), (0, 120)])
-def test_a_terminal_sees_what_happens_from_the_start(size: tuple[int, int], tmp_path: Path) -> None:
+def test_a_terminal_sees_what_happens_from_the_start(
+    size: tuple[int, int], tmp_path: Path
+) -> None:
     """It saw nothing until the model was ready.
 
     There was no bar with 0 columns, as in a container, or with 0 lines.
@@ -146,10 +157,14 @@ def test_a_terminal_sees_what_happens_from_the_start(size: tuple[int, int], tmp_
     assert run.wait(60) == 0
     text = b"".join(said).decode()
     assert "Loading fminfer-demo (" in text and "Ready after" in text
-    assert re.search(r"fminfer: +\d+%\|.*\| \d+/99 rows, [\d,]+ tokens, [\d,]+ tok/s", text), text
+    assert re.search(
+        r"fminfer: +\d+%\|.*\| \d+/99 rows, [\d,]+ tokens, [\d,]+ tok/s", text
+    ), text
 
 
-def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_running_rows_may_still_draw_is_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Ctrl-C waited 10 s for rows that needed longer, and did not know it."""
     told: list[int] = []
 
@@ -176,7 +191,9 @@ def test_what_running_rows_may_still_draw_is_counted(monkeypatch: pytest.MonkeyP
         num_blocks=4096,
         num_stages=1,
     )
-    rows = [{"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))]
+    rows = [
+        {"prompt": [9, 10, 11 + i], "max_tokens": n} for i, n in enumerate((5, 9, 30))
+    ]
     lines = (Line(0, i, json.dumps(row).encode()) for i, row in enumerate(rows, 1))
     assert not loop.state.longest_row
     assert len(list(over_lines(loop, Intake(tokenizer, limits)).run(lines))) == 3
@@ -218,11 +235,19 @@ def test_the_bar_fits_a_terminal(columns: int, monkeypatch: pytest.MonkeyPatch) 
         while data := os.read(ours, 4096):
             said += data
     os.close(ours)
-    frames = [each for each in re.split(r"[\r\n]", said.decode()) if "450000/1000000 rows" in each]
+    frames = [
+        each
+        for each in re.split(r"[\r\n]", said.decode())
+        if "450000/1000000 rows" in each
+    ]
     assert frames and all(len(frame) <= columns for frame in frames), frames
     assert "45%|" in frames[0] and "left ~" in frames[0], frames
     assert (", 12,345 errors, slowed" in frames[0]) == (columns > 60), frames
-    assert (" tok/s, left " in frames[0]) == ("slowed by other work" in frames[0]) == (columns > 80)
+    assert (
+        (" tok/s, left " in frames[0])
+        == ("slowed by other work" in frames[0])
+        == (columns > 80)
+    )
     assert "left" not in frames[-1] and "12,345 errors" in frames[-1], (
         "as it stays when all is done"
     )

@@ -21,8 +21,12 @@ def test_a_prompt_is_answered_and_printed() -> None:
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", PLAIN])
     assert found.exit_code == 0, found.output
     assert "south" in found.stdout and "{" not in found.stdout
-    assert CliRunner().invoke(main, ["run", "--prompt", PLAIN, "a.jsonl"]).exit_code == 2
-    found = CliRunner().invoke(main, ["run", "--prompt", PLAIN, "--stats", "s", "--limit", "0"])
+    assert (
+        CliRunner().invoke(main, ["run", "--prompt", PLAIN, "a.jsonl"]).exit_code == 2
+    )
+    found = CliRunner().invoke(
+        main, ["run", "--prompt", PLAIN, "--stats", "s", "--limit", "0"]
+    )
     assert found.exit_code == 2, "they were parsed and meant nothing"
     assert "leave out --limit, --stats" in found.stderr
     found = CliRunner().invoke(main, ["run", "-q", "--prompt", PLAIN, "--echo-prompt"])
@@ -43,19 +47,43 @@ def test_a_prompt_takes_an_answer_of_an_earlier_run(tmp_path: Path) -> None:
     ("flags", "answer", "says"),
     [
         ([ROOMS], " south\n", ["as a chat, by the model's template; --raw"]),
-        ([PLAIN, "--raw"], " south\n", ["plain text (--raw), by at most 256 tokens (--gen"]),
+        (
+            [PLAIN, "--raw"],
+            " south\n",
+            ["plain text (--raw), by at most 256 tokens (--gen"],
+        ),
         (
             [PLAIN, "--raw", "--generate-seq-length", "1"],
             " s",
             ["by at most 1 token (", "limit of"],
         ),
-        ([PLAIN, "--best-of", "2"], " south\n", ["(--echo-prompt and --best-of are not of chats)"]),
-        ([ROOMS, "--generate-seq-length", "1"], " s", ["cut at its limit of 1 token; --generate"]),
+        (
+            [PLAIN, "--best-of", "2"],
+            " south\n",
+            ["(--echo-prompt and --best-of are not of chats)"],
+        ),
+        (
+            [ROOMS, "--generate-seq-length", "1"],
+            " s",
+            ["cut at its limit of 1 token; --generate"],
+        ),
         ([ROOMS, "--stop", " s"], "\n", ["has no words; --stop ' s' ended it."]),
         ([ROOMS, "--num-completions", "2"], " south\n\n south\n\n", ["as a chat"]),
-        ([ROOMS, "--max-model-len", "17"], " s", ["cut: the context (17 tokens) or KV"]),
-        ([PLAIN, "--raw", "--max-model-len", "28"], " s", ["(--raw), by at most 12 tokens"]),
-        ([PLAIN, "--raw", "--budget", "32"], " south\n", ["(--raw), by at most 17 tokens"]),
+        (
+            [ROOMS, "--max-model-len", "17"],
+            " s",
+            ["cut: the context (17 tokens) or KV"],
+        ),
+        (
+            [PLAIN, "--raw", "--max-model-len", "28"],
+            " s",
+            ["(--raw), by at most 12 tokens"],
+        ),
+        (
+            [PLAIN, "--raw", "--budget", "32"],
+            " south\n",
+            ["(--raw), by at most 17 tokens"],
+        ),
     ],
 )
 def test_a_prompt_is_asked_as_a_chat_and_says_so(
@@ -67,7 +95,9 @@ def test_a_prompt_is_asked_as_a_chat_and_says_so(
     assert found.exit_code == 0 and found.stdout.startswith(answer), found.output
     assert all(each in found.stderr for each in says), found.stderr
     assert "Warning" not in found.stderr
-    assert ("cut" in found.stderr) is ("limit of" in found.stderr or "context (" in found.stderr)
+    assert ("cut" in found.stderr) is (
+        "limit of" in found.stderr or "context (" in found.stderr
+    )
     assert CliRunner().invoke(main, [*given, "-q"]).stderr == ""
 
 
@@ -97,7 +127,9 @@ def test_a_prompt_that_names_a_file_says_so(
         (tmp_path / "r.jsonl").touch()
 
 
-@pytest.mark.parametrize("flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]])
+@pytest.mark.parametrize(
+    "flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]]
+)
 def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
     found = CliRunner().invoke(main, ["run", "--raw", *flags])
     assert found.exit_code == 2 and "--raw is of --prompt, and takes no" in found.stderr
@@ -107,7 +139,15 @@ def test_a_base_models_completion_is_not_cut_at_16_tokens(
     llama_checkpoint: tuple[Path, object],
 ) -> None:
     """A model without a chat template completes, and 16 tokens were all that it drew."""
-    given = ["run", "--prompt", "x", "--seed", "7", "--model-name", str(llama_checkpoint[0])]
+    given = [
+        "run",
+        "--prompt",
+        "x",
+        "--seed",
+        "7",
+        "--model-name",
+        str(llama_checkpoint[0]),
+    ]
     found = CliRunner().invoke(main, given)
     assert "plain text (this model has no chat template), by at most " in found.stderr
     most = int(found.stderr.split("by at most ")[1].split()[0])
@@ -115,7 +155,9 @@ def test_a_base_models_completion_is_not_cut_at_16_tokens(
 
 
 @pytest.mark.parametrize(("context", "most"), [(32_768, 1024), (64, 32)])
-def test_a_chats_answer_ends_after_1024_tokens_or_half_the_context(context: int, most: int) -> None:
+def test_a_chats_answer_ends_after_1024_tokens_or_half_the_context(
+    context: int, most: int
+) -> None:
     """Small models may go on and on. --generate-seq-length says otherwise."""
 
     def make_request(text: str, **fields: Any) -> dict[str, Any]:

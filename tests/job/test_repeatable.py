@@ -17,9 +17,13 @@ def test_seeds_in_16_bits_come_with_a_note() -> None:
     assert engine.stats.read.num_seeded == 1
 
     def note(dtype: str, kv_dtype: str) -> str:
-        summary = JobSummary("m", dtype, [Path("a")], [Path("b")], engine=asdict(engine.stats))
+        summary = JobSummary(
+            "m", dtype, [Path("a")], [Path("b")], engine=asdict(engine.stats)
+        )
         summary.kv_dtype = kv_dtype
-        return next((each for each in summary.to_text().splitlines() if "a seed" in each), "")
+        return next(
+            (each for each in summary.to_text().splitlines() if "a seed" in each), ""
+        )
 
     assert not note("float32", "float32")
     both = note("bfloat16", "bfloat16")

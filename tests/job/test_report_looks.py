@@ -53,7 +53,9 @@ def opened(browser: Browser, page: Path) -> Iterator[None]:
     yield
     assert browser.log == []
     loaded = browser.run("performance.getEntriesByType('resource').map(e => e.name)")
-    assert [name for name in loaded if not name.startswith("data:")] == [], "it needs no network"
+    assert [name for name in loaded if not name.startswith("data:")] == [], (
+        "it needs no network"
+    )
 
 
 def choose(browser: Browser, field: str, value: str) -> None:
@@ -82,9 +84,12 @@ def test_it_is_readable(browser: Browser, width: int, scheme: str) -> None:
 
 @pytest.mark.parametrize("width", [390, 1024, 1280])
 def test_charts_fill_the_width(browser: Browser, width: int) -> None:
-    """The one that stands alone is as wide as two, and on a phone each is as wide as the page."""
+    """The one that stands alone is as wide as two, and on a phone each is as wide as
+    the page."""
     browser.look(width, 900)
-    charts = "[...document.querySelectorAll('.chart')].map(e => e.getBoundingClientRect()"
+    charts = (
+        "[...document.querySelectorAll('.chart')].map(e => e.getBoundingClientRect()"
+    )
     edges = browser.run(f"{charts}.right)")
     assert len(edges) == 3 and edges[1] == edges[2]
     assert (edges[0] == edges[1]) == (width < 600)
@@ -92,7 +97,8 @@ def test_charts_fill_the_width(browser: Browser, width: int) -> None:
 
 
 def test_tables_tear_no_word_on_a_phone(browser: Browser) -> None:
-    """Errors' codes and heads of columns were broken anywhere; a code breaks after a low line."""
+    """Errors' codes and heads of columns were broken anywhere; a code breaks after a
+    low line."""
     browser.look(390, 844)
     words = "[...document.querySelectorAll('.errors :is(thead th, code)')]"
     lines = browser.run(
@@ -106,7 +112,9 @@ def test_tables_tear_no_word_on_a_phone(browser: Browser) -> None:
 def test_cards_line_up(browser: Browser) -> None:
     """Each row of cards had gaps of its own."""
     places = ".tiles div:nth-child(4)", ".chart:nth-child(2)"
-    edges = [browser.run(f"document.querySelector('{each}').offsetLeft") for each in places]
+    edges = [
+        browser.run(f"document.querySelector('{each}').offsetLeft") for each in places
+    ]
     assert len(set(edges)) == 1, edges
 
 
@@ -121,7 +129,9 @@ def test_a_table_that_goes_on_says_so(browser: Browser) -> None:
     )
     bright = sum(browser.pixel(x, y))
     browser.run(f"{table}.scrollLeft = 1e6")
-    assert sum(browser.pixel(x, y)) > bright + 150, "the shade goes where the table ends"
+    assert sum(browser.pixel(x, y)) > bright + 150, (
+        "the shade goes where the table ends"
+    )
 
 
 def test_a_scored_prompt_has_its_score(browser: Browser, tmp_path: Path) -> None:
@@ -153,7 +163,10 @@ def test_no_text_is_run(browser: Browser) -> None:
 
 def test_rows_are_found(browser: Browser) -> None:
     total = browser.run(f"{SEEN}.length")
-    assert total == 57 and browser.run("document.querySelector('#count').textContent") == "57 rows"
+    assert (
+        total == 57
+        and browser.run("document.querySelector('#count').textContent") == "57 rows"
+    )
     browser.type("#search", "from the PANTRY")
     browser.wait(f"{SEEN}.length === 6")
     assert browser.run("document.querySelector('#count').textContent") == "6 of 57 rows"
@@ -163,7 +176,9 @@ def test_rows_are_found(browser: Browser) -> None:
     assert browser.run(f"{SEEN}.length") == 6
     choose(browser, "why", "")
     choose(browser, "order", "completion_tokens")
-    tokens = browser.run(f"{SEEN}.map(e => parseInt(e.querySelector('.figures').textContent))")
+    tokens = browser.run(
+        f"{SEEN}.map(e => parseInt(e.querySelector('.figures').textContent))"
+    )
     counts = [count for count in tokens if count is not None]
     assert counts == sorted(counts, reverse=True) and counts[0] > 11
 
@@ -173,7 +188,9 @@ def test_a_link_opens_its_row(browser: Browser) -> None:
     browser.wait(f"{SEEN}.length === 0")
     browser.click(".errors a")
     browser.wait("document.activeElement.matches('.row[open] > summary')")
-    target = browser.run("document.querySelector('.errors a').getAttribute('href').slice(1)")
+    target = browser.run(
+        "document.querySelector('.errors a').getAttribute('href').slice(1)"
+    )
     assert browser.run("document.activeElement.parentElement.id") == target
     assert browser.run("document.querySelector('#search').value") == ""
 
@@ -189,12 +206,17 @@ def test_tokens_show_what_else_could_have_come(browser: Browser) -> None:
     assert browser.run("document.querySelectorAll('#hint .chosen').length") == 1
     first = browser.run("document.activeElement.textContent")
     browser.press("ArrowRight", 39)
-    assert browser.run("document.activeElement.previousElementSibling.textContent") == first
+    assert (
+        browser.run("document.activeElement.previousElementSibling.textContent")
+        == first
+    )
     browser.press("Escape", 27)
     assert browser.run("document.querySelector('#hint').hidden")
     browser.click(".row[open] .token.given[tabindex]", only_point=True)
     browser.wait("!document.querySelector('#hint').hidden")
-    lines = browser.run("[...document.querySelectorAll('#hint span')].map(e => e.textContent)")
+    lines = browser.run(
+        "[...document.querySelectorAll('#hint span')].map(e => e.textContent)"
+    )
     assert len(lines) >= 2 and all(line.endswith("%") for line in lines)
 
 
@@ -202,13 +224,17 @@ def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -
     """Under echo, the box of the answer shows where the answer begins."""
     output = tmp_path / "out.jsonl"
     prompt = "an example\n" * 60 + "the question"
-    output.write_bytes(plain_answer(1, f"{prompt} and its answer", prompt=prompt, echo=True))
+    output.write_bytes(
+        plain_answer(1, f"{prompt} and its answer", prompt=prompt, echo=True)
+    )
     path = output.with_name("report.html")
     make_report(output, path=path)
     browser.open(path.as_uri())
     browser.wait("document.querySelectorAll('.said').length === 2")
     boxes = "[...document.querySelectorAll('.said')]"
-    left = browser.run(f"{boxes}.map(e => e.scrollHeight - e.clientHeight - e.scrollTop)")
+    left = browser.run(
+        f"{boxes}.map(e => e.scrollHeight - e.clientHeight - e.scrollTop)"
+    )
     assert browser.run(f"{boxes}.every(e => e.scrollTop > 500)") and max(left) <= 1
     signs = "[...document.querySelectorAll('h4')].map(e => e.textContent.split(' · ').at(-1))"
     assert browser.run(signs) == ["scroll up for its beginning"] * 2
@@ -220,5 +246,7 @@ def test_each_field_and_chart_has_a_name(browser: Browser) -> None:
     assert browser.run(f"{fields}.filter(e => !e.labels.length).length") == 0
     charts = "[...document.querySelectorAll('svg:not([aria-hidden]):not(svg svg)')]"
     assert browser.run(f"{charts}.length") == 3
-    assert browser.run(f"{charts}.every(e => e.role === 'img' || e.getAttribute('role') === 'img')")
+    assert browser.run(
+        f"{charts}.every(e => e.role === 'img' || e.getAttribute('role') === 'img')"
+    )
     assert browser.run(f"{charts}.every(e => e.getAttribute('aria-label').length > 20)")

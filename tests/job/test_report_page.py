@@ -1,4 +1,5 @@
-"""The page of a report: safe whatever texts say, small whatever outputs hold, honest about gaps."""
+"""The page of a report: safe whatever texts say, small whatever outputs hold, honest
+about gaps."""
 
 from __future__ import annotations
 
@@ -65,14 +66,24 @@ def hostile(tmp_path: Path) -> Path:
     output = tmp_path / name
     lines = [plain_answer(1, HOSTILE, stop=HOSTILE, **{HOSTILE: 1})]
     message = {"role": HOSTILE, "content": HOSTILE, "tool_calls": _calls(HOSTILE)}
-    request = {"messages": [message, "\ud83d alone"], "tools": [{"function": {"name": HOSTILE}}]}
+    request = {
+        "messages": [message, "\ud83d alone"],
+        "tools": [{"function": {"name": HOSTILE}}],
+    }
     choice = {
-        "message": {"role": "assistant", "content": None, "tool_calls": _calls(HOSTILE)},
+        "message": {
+            "role": "assistant",
+            "content": None,
+            "tool_calls": _calls(HOSTILE),
+        },
         "finish_reason": HOSTILE,
         "stop_reason": HOSTILE,
         "logprobs": {"content": [_entry(HOSTILE), _entry("\udc00")]},
     }
-    result = {"choices": [choice], "usage": {"prompt_tokens": 1, "completion_tokens": 2}}
+    result = {
+        "choices": [choice],
+        "usage": {"prompt_tokens": 1, "completion_tokens": 2},
+    }
     record = {"request": request, "result": result, HOSTILE: HOSTILE}
     lines.append(json.dumps(record).encode() + b"\n")
     output.write_bytes(b"".join(lines))
@@ -84,21 +95,27 @@ def hostile(tmp_path: Path) -> Path:
         "retryable": False,
         "request": HOSTILE,
     }
-    output.with_name(name.replace(".jsonl", ".errors.jsonl")).write_text(json.dumps(record) + "\n")
+    output.with_name(name.replace(".jsonl", ".errors.jsonl")).write_text(
+        json.dumps(record) + "\n"
+    )
     status = {
         "status": "completed",
         "model": HOSTILE,
         "input_file_id": HOSTILE,
         "request_counts": {"total": 3, "completed": 2, "failed": 1},
         "metadata": {"the dtype": HOSTILE, "--seed": HOSTILE},
-        "fminfer": {"runs": [{"id": HOSTILE, "device": HOSTILE, "settings": {HOSTILE: HOSTILE}}]},
+        "fminfer": {
+            "runs": [{"id": HOSTILE, "device": HOSTILE, "settings": {HOSTILE: HOSTILE}}]
+        },
     }
     status_path(output).write_text(json.dumps(status))
     return output
 
 
 def _calls(text: str) -> list[dict[str, Any]]:
-    return [{"id": text, "type": "function", "function": {"name": text, "arguments": text}}]
+    return [
+        {"id": text, "type": "function", "function": {"name": text, "arguments": text}}
+    ]
 
 
 def _entry(text: str) -> dict[str, Any]:
@@ -125,7 +142,9 @@ def test_no_text_is_markup(hostile: Path) -> None:
 
 def test_safe_json_means_the_same() -> None:
     value = {"a": HOSTILE, "b": "&lt;&amp;", "c": "<!--"}
-    assert json.loads(make_safe(json.dumps(value, ensure_ascii=False).encode())) == value
+    assert (
+        json.loads(make_safe(json.dumps(value, ensure_ascii=False).encode())) == value
+    )
 
 
 def test_texts_of_any_language_stay_what_they_are() -> None:
@@ -136,7 +155,9 @@ def test_texts_of_any_language_stay_what_they_are() -> None:
 
 def test_the_policy_allows_the_page_alone(hostile: Path) -> None:
     page, _ = make_report(hostile)
-    (policy,) = re.findall(r'http-equiv="Content-Security-Policy" content="(.*?)"', page)
+    (policy,) = re.findall(
+        r'http-equiv="Content-Security-Policy" content="(.*?)"', page
+    )
     policy = html.unescape(policy)
     for tag, directive in (("script", "script-src"), ("style", "style-src")):
         inner = re.findall(rf"<{tag}>(.*?)</{tag}>", page, re.S)[-1]
@@ -154,7 +175,12 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
         "top_logprobs": [{"Ġword": -0.25, "Ġother": -1.5, "Ġthird": -3.0}] * 500,
         "text_offset": [*range(0, 2500, 5)],
     }
-    choice = {"text": " word" * 500, "index": 0, "logprobs": logprobs, "finish_reason": "length"}
+    choice = {
+        "text": " word" * 500,
+        "index": 0,
+        "logprobs": logprobs,
+        "finish_reason": "length",
+    }
     with output.open("wb") as file:
         for number in range(400):
             result = {
@@ -163,7 +189,8 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
             }
             prompt = f"start {number} " + "x" * 40_000 + " the end"
             file.write(
-                json.dumps({"request": {"prompt": prompt}, "result": result}).encode() + b"\n"
+                json.dumps({"request": {"prompt": prompt}, "result": result}).encode()
+                + b"\n"
             )
     page, data = make_report(output)
     assert len(page.encode()) < 2_000_000 and len(data["rows"]) == 200
@@ -176,15 +203,24 @@ def test_many_long_rows_stay_small(tmp_path: Path) -> None:
 
 
 SHOTS = "Good or bad?\nReview: It was broken when it came, and nobody helped me. → negative\n"
-REVIEWS = [f"Review: The {x} died after {y} days. →" for x in ("lens", "case") for y in "23"]
+REVIEWS = [
+    f"Review: The {x} died after {y} days. →" for x in ("lens", "case") for y in "23"
+]
 
 
 def test_previews_tell_what_differs() -> None:
     """They begin with a line, a sentence or a word, before what no other text has."""
-    assert make_previews([SHOTS + each for each in REVIEWS]) == [f"…{each}" for each in REVIEWS]
+    assert make_previews([SHOTS + each for each in REVIEWS]) == [
+        f"…{each}" for each in REVIEWS
+    ]
     scored = [f"{each} {word}" for each in REVIEWS for word in ("positive", "negative")]
-    assert make_previews([SHOTS + each for each in scored]) == [f"…{each}" for each in scored]
-    chat = ["You judge reviews that people wrote of goods. Say what you think. " + x for x in "ab"]
+    assert make_previews([SHOTS + each for each in scored]) == [
+        f"…{each}" for each in scored
+    ]
+    chat = [
+        "You judge reviews that people wrote of goods. Say what you think. " + x
+        for x in "ab"
+    ]
     assert make_previews(chat) == ["…Say what you think. a", "…Say what you think. b"]
     same = "the same prompt " * 20
     assert make_previews([same, same]) == [f"{same[:MAX_SHOWN]}…"] * 2
@@ -211,7 +247,10 @@ def test_the_list_tells_rows_apart(tmp_path: Path) -> None:
     }
     output = tmp_path / "out.jsonl"
     output.write_bytes(
-        b"".join(record(n, SHOTS + each, f"{SHOTS}{each} so") for n, each in enumerate(REVIEWS))
+        b"".join(
+            record(n, SHOTS + each, f"{SHOTS}{each} so")
+            for n, each in enumerate(REVIEWS)
+        )
         + record(5, [[1, 2], [3]], "ab c", logprobs=tokens)
         + record(6, ["first", "second"], "first")
     )
@@ -242,7 +281,8 @@ def test_the_same_output_gives_the_same_page(tmp_path: Path) -> None:
 
 
 def test_what_is_not_known_is_said(tmp_path: Path) -> None:
-    """Outputs of `merge`, of older versions and of other programs have no times, or no status."""
+    """Outputs of `merge`, of older versions and of other programs have no times, or no
+    status."""
     output = tmp_path / "merged.jsonl"
     output.write_bytes(plain_answer(1, "x") + b'{"no": "record"}\nnot json\n\n')
     page, data = make_report(output)
@@ -251,11 +291,17 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     assert "the settings and the speed are not known" in text
     assert "older version" not in text, "perhaps it was fetched from a server"
     assert "2 lines could not be read as records" in text
-    assert tile(page, "Time of answering") == tile(page, "Tokens/s computed") == "not known"
+    assert (
+        tile(page, "Time of answering")
+        == tile(page, "Tokens/s computed")
+        == "not known"
+    )
     assert len(data["rows"]) == 1
     counts = {"total": 1, "completed": 1, "failed": 0}
     old = {"status": "completed", "model": "old model", "request_counts": counts}
-    old["fminfer"] = {"written": {"output": {"bytes": 7, "blake2b": ""}, "errors": None}}
+    old["fminfer"] = {
+        "written": {"output": {"bytes": 7, "blake2b": ""}, "errors": None}
+    }
     status_path(output).write_text(json.dumps(old))
     text = text_of(make_report(output)[0])
     assert "Model old model" in text and "was edited since the run wrote it" in text
@@ -267,7 +313,16 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
     "runs",
     [
         "text",
-        [5, {"time_line": 3, "stats": [], "settings": 7, "seconds": "x", "started_at": None}],
+        [
+            5,
+            {
+                "time_line": 3,
+                "stats": [],
+                "settings": 7,
+                "seconds": "x",
+                "started_at": None,
+            },
+        ],
         [
             {
                 "id": 1,
@@ -278,14 +333,37 @@ def test_what_is_not_known_is_said(tmp_path: Path) -> None:
         [
             {
                 "id": 1,
-                "time_line": {"every_s": 0, "fed": "1", "drawn": "1", "done": "1", "running": "1"},
+                "time_line": {
+                    "every_s": 0,
+                    "fed": "1",
+                    "drawn": "1",
+                    "done": "1",
+                    "running": "1",
+                },
             }
         ],
-        [{"id": 1, "time_line": {"every_s": 1, "fed": "", "drawn": "", "done": "", "running": ""}}],
         [
             {
                 "id": 1,
-                "time_line": {"every_s": 1, "fed": "0", "drawn": "0", "done": "0", "running": "0"},
+                "time_line": {
+                    "every_s": 1,
+                    "fed": "",
+                    "drawn": "",
+                    "done": "",
+                    "running": "",
+                },
+            }
+        ],
+        [
+            {
+                "id": 1,
+                "time_line": {
+                    "every_s": 1,
+                    "fed": "0",
+                    "drawn": "0",
+                    "done": "0",
+                    "running": "0",
+                },
             }
         ],
     ],
@@ -294,7 +372,11 @@ def test_an_odd_status_file_makes_no_odd_report(tmp_path: Path, runs: object) ->
     output = tmp_path / "out.jsonl"
     output.write_bytes(plain_answer(1, "x"))
     counts = {"total": 1, "completed": 1, "failed": 0}
-    status = {"status": "completed", "request_counts": counts, "fminfer": {"runs": runs}}
+    status = {
+        "status": "completed",
+        "request_counts": counts,
+        "fminfer": {"runs": runs},
+    }
     status_path(output).write_text(json.dumps(status))
     assert tile(make_report(output)[0], "Rows answered") == "1"
 
@@ -305,11 +387,19 @@ def journal_of(rows: list[Row]) -> bytes:
 
 
 def rows_of_a_journal() -> Iterator[Row]:
-    def row(number: int, record: bytes, *, is_error: bool = False, is_ours: bool = False) -> Row:
+    def row(
+        number: int, record: bytes, *, is_error: bool = False, is_ours: bool = False
+    ) -> Row:
         return Row(number, is_error, (3, 0, 2), 7, record.rstrip(b"\n"), is_ours)
 
-    fault = {"line": 0, "custom_id": None, "error": {"message": "m", "code": "nan_logits"}}
-    failed = json.dumps(fault | {"retryable": True, "request": {"prompt": "x"}}).encode()
+    fault = {
+        "line": 0,
+        "custom_id": None,
+        "error": {"message": "m", "code": "nan_logits"},
+    }
+    failed = json.dumps(
+        fault | {"retryable": True, "request": {"prompt": "x"}}
+    ).encode()
     yield row(7, plain_answer(7, "seven"))
     yield row(2, failed, is_error=True, is_ours=True)
     yield row(3, failed, is_error=True, is_ours=True)
@@ -326,11 +416,17 @@ def test_an_unfinished_output_is_shown_from_its_journal(tmp_path: Path) -> None:
     output.with_name("out.jsonl.journal").write_bytes(torn)
     page, data = make_report(output)
     assert (tile(page, "Rows answered"), tile(page, "Rows in error")) == ("2", "1")
-    texts = {row["line"]: row["choices"][0]["text"] for row in data["rows"] if "choices" in row}
+    texts = {
+        row["line"]: row["choices"][0]["text"]
+        for row in data["rows"]
+        if "choices" in row
+    }
     assert texts == {7: "seven", 2: "two, later"}
     assert [row["line"] for row in data["rows"] if "error" in row] == [3]
     text = text_of(page)
-    assert "out.jsonl is not complete (status: not known)" in text and "nan_logits" in text
+    assert (
+        "out.jsonl is not complete (status: not known)" in text and "nan_logits" in text
+    )
     assert "The same command of fminfer run tries these rows again." in text
 
 
@@ -338,15 +434,27 @@ def test_a_record_with_odd_values_is_shown_as_it_stands(tmp_path: Path) -> None:
     """Nobody knows what other programs write into an output."""
     output = tmp_path / "out.jsonl"
     odd: list[dict[str, Any]] = [
-        {"text": "x", "logprobs": {"tokens": ["x"], "token_logprobs": ["?"], "text_offset": [0]}},
-        {"text": 5, "finish_reason": ["x"]},
-        {"message": {"content": {"a": 1}, "tool_calls": [5]}, "logprobs": {"content": [1]}},
         {
             "text": "x",
-            "logprobs": {"tokens": ["x"], "token_logprobs": [-1.0], "text_offset": ["a"]},
+            "logprobs": {"tokens": ["x"], "token_logprobs": ["?"], "text_offset": [0]},
+        },
+        {"text": 5, "finish_reason": ["x"]},
+        {
+            "message": {"content": {"a": 1}, "tool_calls": [5]},
+            "logprobs": {"content": [1]},
+        },
+        {
+            "text": "x",
+            "logprobs": {
+                "tokens": ["x"],
+                "token_logprobs": [-1.0],
+                "text_offset": ["a"],
+            },
         },
     ]
-    lines = [{"request": {"prompt": "x"}, "result": {"choices": [each]}} for each in odd]
+    lines = [
+        {"request": {"prompt": "x"}, "result": {"choices": [each]}} for each in odd
+    ]
     output.write_text("".join(json.dumps(line) + "\n" for line in lines))
     page, data = make_report(output)
     assert "could not be read as records" in text_of(page) and data["rows"]
@@ -367,7 +475,9 @@ def test_values_that_are_too_large_or_too_deep(tmp_path: Path) -> None:
     output = tmp_path / "large.jsonl"
     output.write_bytes(b"".join(line + b"\n" for line in lines))
     page, data = make_report(output)
-    assert tile(page, "Rows answered") == "12" and "1 line could not be read" in text_of(page)
+    assert tile(
+        page, "Rows answered"
+    ) == "12" and "1 line could not be read" in text_of(page)
     assert "1000000000" in str(data["rows"][0])
     assert "nested too deep" in str(data["rows"][-1])
 
@@ -406,14 +516,19 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OutputError, match=r"No space left.*answers are not touched"):
         write_report([open_output(output)], path)
-    assert path.read_text() == "<!doctype html>old" and sorted(tmp_path.iterdir()) == [output, path]
+    assert path.read_text() == "<!doctype html>old" and sorted(tmp_path.iterdir()) == [
+        output,
+        path,
+    ]
 
 
 def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
     source = tmp_path / "q.jsonl"
     source.write_text('{"prompt": "x"}\n')
     found = call("report", source)
-    assert found.exit_code == 2 and "output_q.jsonl has no answers to them" in found.output
+    assert (
+        found.exit_code == 2 and "output_q.jsonl has no answers to them" in found.output
+    )
     output = tmp_path / "output_q.jsonl"
     other = tmp_path / "other.txt"
     output.write_bytes(plain_answer(1, "x"))
@@ -431,11 +546,14 @@ def test_the_command_finds_outputs_and_names_its_page(tmp_path: Path) -> None:
         page.unlink()
     for older in ("", "<!DOCTYPE HTML><p>older"):
         (tmp_path / "b.html").write_text(older)
-        assert call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
+        assert (
+            call("report", output, source, "--out", tmp_path / "b.html").exit_code == 0
+        )
     for arguments, text in (
         ([output, source], "2 outputs go into one report: give --out"),
         ([tmp_path / "no.jsonl"], "no.jsonl does not exist; give an output"),
-        ([tmp_path / "b.html"], "b.html is no output of a run"),  # a page of 0 rows was written
+        # a page of 0 rows was written
+        ([tmp_path / "b.html"], "b.html is no output of a run"),
         ([other], "other.txt is no output of a run"),
         ([output, "--out", output], "holds rows of the report"),
         ([output, "--out", other], "exists and is no HTML page"),

@@ -53,7 +53,8 @@ def engine() -> Iterator[fminfer.Engine]:
 
 def write_rows(path: Path, number: int) -> Path:
     rows = (
-        {"prompt": ASK.format(PLACES[n % 8]), "max_tokens": 3, "seed": n} for n in range(number)
+        {"prompt": ASK.format(PLACES[n % 8]), "max_tokens": 3, "seed": n}
+        for n in range(number)
     )
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     return path
@@ -64,7 +65,9 @@ def answer(
 ) -> JobSummary:
     """Answer a file as a run of its own."""
     facts = RunFacts(place={"device": "cpu", "ready_s": 1.5})
-    files = open_files([source], [output], RunTerms("m", {}, restart=restart, facts=facts))
+    files = open_files(
+        [source], [output], RunTerms("m", {}, restart=restart, facts=facts)
+    )
     summary = JobSummary("m", "float32", [source], [output])
     return run_job(engine, files, summary, is_quiet=True, run_facts=facts)
 
@@ -76,7 +79,9 @@ def test_a_time_line_is_short_and_loses_nothing(num_steps: int) -> None:
     now_s = 0.0
     total = Point()
     for _ in range(num_steps):
-        step = Point(rng.randrange(100), rng.randrange(9), rng.randrange(3), rng.randrange(64))
+        step = Point(
+            rng.randrange(100), rng.randrange(9), rng.randrange(3), rng.randrange(64)
+        )
         took_s = rng.choice([0.001, 0.02, 3.0])
         line.add(step, now_s, now_s + took_s)
         now_s += took_s
@@ -137,7 +142,9 @@ def test_a_resumed_run_adds_its_part(
     summary = answer(engine, source, output)
     assert summary.num_kept_rows == 20
     runs = find_runs([open_output(output)])
-    assert [run.started_at for run in runs[:1]] == [first[0].started_at] and len(runs) == 2
+    assert [run.started_at for run in runs[:1]] == [first[0].started_at] and len(
+        runs
+    ) == 2
     num_done = [sum(point.num_done for point in run.time_line.points) for run in runs]
     assert num_done[1] == 40 and 20 <= num_done[0] <= 21  # one was lost with the stop
     assert runs[1].device == "cpu" and runs[1].ready_s == 1.5
@@ -150,7 +157,9 @@ def test_a_resumed_run_adds_its_part(
     assert len(runs_in(read_status(output))) == 1, "none of the earlier rows is there"
 
 
-def test_files_of_one_run_share_its_time_line(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_files_of_one_run_share_its_time_line(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     sources = [write_rows(tmp_path / f"{name}.jsonl", 12) for name in "ab"]
     outputs = [tmp_path / f"out_{name}.jsonl" for name in "ab"]
     facts = RunFacts()
@@ -208,8 +217,14 @@ def test_a_trace_names_each_rank_once_and_has_all_steps(
         run_job(engine, files, summary, is_quiet=True, trace=trace)
 
         name, *spans, end = json.loads(trace.read_bytes())
-        assert name["name"] == "thread_name" and name["args"] == {"name": "rank 0"} and end == {}
-        assert {(event["pid"], event["tid"], event["ph"]) for event in spans} == {(0, 0, "X")}
+        assert (
+            name["name"] == "thread_name"
+            and name["args"] == {"name": "rank 0"}
+            and end == {}
+        )
+        assert {(event["pid"], event["tid"], event["ph"]) for event in spans} == {
+            (0, 0, "X")
+        }
         assert [event["args"]["step"] for event in spans] == [
             *range(before, engine.stats.num_steps)
         ]
@@ -248,8 +263,13 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
     (run,) = runs_in(read_status(tmp_path / "output_in.jsonl"))
     assert run["settings"] == {"--dtype": "float32", "--kernels": "off"}
     page.unlink()
-    again = call("run", "-q", *FLAGS, source, "--report", page)  # everything is answered already
-    assert again.exit_code == 0 and again.output == "" and tile(read_page(page)[0], "Rows answered")
+    # everything is answered already
+    again = call("run", "-q", *FLAGS, source, "--report", page)
+    assert (
+        again.exit_code == 0
+        and again.output == ""
+        and tile(read_page(page)[0], "Rows answered")
+    )
 
 
 def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
@@ -258,7 +278,14 @@ def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:
     page = tmp_path / "r.html"
     there = tmp_path / "there"
     there.mkdir()
-    where = ["--output", f"{there.as_uri()}/", "--work-dir", tmp_path / "work", "--report", page]
+    where = [
+        "--output",
+        f"{there.as_uri()}/",
+        "--work-dir",
+        tmp_path / "work",
+        "--report",
+        page,
+    ]
     for _ in range(2):
         found = call("run", "-q", *FLAGS, source, *where)
         assert found.exit_code == 0, found.output
@@ -294,7 +321,9 @@ def test_a_report_that_fails_costs_no_answers(
 
     monkeypatch.setattr("fminfer.job.answering.write_report", fail)
     stats = tmp_path / "stats.json"
-    found = call("run", *FLAGS, source, "--report", tmp_path / "r.html", "--stats", stats)
+    found = call(
+        "run", *FLAGS, source, "--report", tmp_path / "r.html", "--stats", stats
+    )
     assert found.exit_code == 1 and "was not written (a fault)" in found.output
     assert "5 answered, 0 in error" in found.output, "the summary"
     assert json.loads(stats.read_text())["num_rows"] == 5
@@ -307,7 +336,10 @@ def test_a_report_that_fails_costs_no_answers(
 
     monkeypatch.setattr("fminfer.job.answering.write_report", fill_disk)
     found = call("run", "-q", *FLAGS, source, "--report", tmp_path / "r.html")
-    assert found.exit_code == 1 and "Error: r.html cannot be written: the disk" in found.output
+    assert (
+        found.exit_code == 1
+        and "Error: r.html cannot be written: the disk" in found.output
+    )
     monkeypatch.setattr("fminfer.job.answering.write_report", fail)
 
     def stop_later(count: int) -> None:
@@ -337,4 +369,6 @@ def test_where_a_report_cannot_be(tmp_path: Path) -> None:
     ):
         found = call("run", *FLAGS, *arguments)
         assert found.exit_code == 2 and text in found.output, found.output
-    assert sorted(tmp_path.iterdir()) == [source, other] and other.read_text() == requests
+    assert (
+        sorted(tmp_path.iterdir()) == [source, other] and other.read_text() == requests
+    )

@@ -1,4 +1,5 @@
-"""Runs that are killed, stopped and repeated: every row once, in order, as in a run left alone."""
+"""Runs that are killed, stopped and repeated: every row once, in order, as in a run
+left alone."""
 
 from __future__ import annotations
 
@@ -94,7 +95,9 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     output = tmp_path / "out.jsonl"
     journal = Path(f"{output}.journal")
     run = start(source, output, "--grace", "0")
-    while run.poll() is None and not (journal.exists() and len(kept_records(output)) > 15):
+    while run.poll() is None and not (
+        journal.exists() and len(kept_records(output)) > 15
+    ):
         time.sleep(0.02)
     run.send_signal(number)
     _, said = run.communicate(timeout=60)
@@ -108,7 +111,9 @@ def test_the_same_command_goes_on_where_it_was_stopped(
     assert again.wait(60) == 3 and f"{len(kept)} kept from earlier runs" in again.said()
     assert texts(output) == texts(whole)
     errors = tmp_path / "out.errors.jsonl"
-    finished = set(output.read_bytes().splitlines()) | set(errors.read_bytes().splitlines())
+    finished = set(output.read_bytes().splitlines()) | set(
+        errors.read_bytes().splitlines()
+    )
     assert set(kept) <= finished, "byte for byte"
     assert errors.read_bytes() == whole.with_name("whole.errors.jsonl").read_bytes()
     names = sorted(path.name for path in tmp_path.iterdir())
@@ -139,7 +144,10 @@ def test_a_second_signal_ends_it_at_once(tmp_path: Path) -> None:
     run.send_signal(signal.SIGINT)
     _, said = run.communicate(timeout=60)
     # It did not say how many rows are kept, nor that the same command goes on.
-    assert f"Interrupted. Rows that are finished and kept: {len(kept)}. The same command" in said
+    assert (
+        f"Interrupted. Rows that are finished and kept: {len(kept)}. The same command"
+        in said
+    )
     assert "have 3600 s to finish (--grace). What" in said, "they need less"
     assert run.returncode == 130
     assert kept_records(output) == kept, "those that ran did not go on"
@@ -193,7 +201,9 @@ def engine() -> Iterator[fminfer.Engine]:
 ROW = '{"prompt":"x","max_tokens":2,"temperature":0,"user":"%d"}\n'
 
 
-def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: list[Path]) -> None:
+def stop_after(
+    engine: fminfer.Engine, count: int, inputs: list[Path], outputs: list[Path]
+) -> None:
     """Answer files up to so many records."""
 
     def stop_early(number: int) -> None:
@@ -205,21 +215,30 @@ def stop_after(engine: fminfer.Engine, count: int, inputs: list[Path], outputs: 
         run_files(engine, inputs, outputs)
 
 
-def test_an_input_that_changed_is_refused(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_an_input_that_changed_is_refused(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
     text = "".join(ROW % n for n in range(9))
     source.write_text(text)
     stop_after(engine, 5, [source], [output])
     source.write_text(text + ROW % 99)
-    with pytest.raises(UsageError, match=r"the input was \d+ bytes .*, is \d+ bytes .*--restart"):
+    with pytest.raises(
+        UsageError, match=r"the input was \d+ bytes .*, is \d+ bytes .*--restart"
+    ):
         run_files(engine, [source], [output])
     source.write_text(text)
     summary = run_files(engine, [source], [output])
     assert (summary.num_rows, summary.num_kept_rows) == (4, 5)
     files = open_files([source], [output], RunTerms("m", {}))
-    again = run_job(None, files, JobSummary("m", "d", [source], [output]), is_quiet=True)
-    assert (again.num_rows, again.num_kept_rows) == (0, 9) and "9 kept" in again.to_text()
+    again = run_job(
+        None, files, JobSummary("m", "d", [source], [output]), is_quiet=True
+    )
+    assert (again.num_rows, again.num_kept_rows) == (
+        0,
+        9,
+    ) and "9 kept" in again.to_text()
     with pytest.raises(UsageError, match="--seed was not given, is 5"):
         open_files([source], [output], RunTerms("m", {"--seed": "5"}))
 
@@ -238,7 +257,9 @@ def test_lines_of_stdin_are_compared_one_by_one(
     feed(numbers)
     stop_after(engine, 5, [STDIN], [output])
     feed([77, *numbers[1:]])
-    with pytest.raises(UsageError, match="line 1 of - is not the one that an earlier run"):
+    with pytest.raises(
+        UsageError, match="line 1 of - is not the one that an earlier run"
+    ):
         run_files(engine, [STDIN], [output])
     feed(numbers[:3])
     with pytest.raises(UsageError, match="has answered 5 lines of -, and now it has 3"):
@@ -258,16 +279,23 @@ def test_a_journal_of_the_commit_before_is_taken_up(tmp_path: Path) -> None:
     earlier = Path(__file__).parent.parent / "data" / "earlier_run"
     for name in ("in.jsonl", "out.jsonl.journal"):
         (tmp_path / name).write_bytes((earlier / name).read_bytes())
-    kept = [json.loads(line) for line in (earlier / "out.jsonl.journal").read_text().splitlines()]
+    kept = [
+        json.loads(line)
+        for line in (earlier / "out.jsonl.journal").read_text().splitlines()
+    ]
     words = ["run", str(tmp_path / "in.jsonl"), "--output", str(tmp_path / "out.jsonl")]
     run = Forked([*words, "--dtype", "float32", "--device", "cpu", "--budget", "4096"])
     assert run.wait(60) == 3 and "4 kept from earlier runs" in run.said()
-    answers = [json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()]
+    answers = [
+        json.loads(line) for line in (tmp_path / "out.jsonl").read_text().splitlines()
+    ]
     assert len(answers) == 3
     (answer,) = [row["record"] for row in kept[1:] if row["kind"] == "answer"]
     assert answer in answers
     errors = (tmp_path / "out.errors.jsonl").read_text()
-    assert all(json.dumps(row["record"]["error"]["message"]) in errors for row in kept[1:4])
+    assert all(
+        json.dumps(row["record"]["error"]["message"]) in errors for row in kept[1:4]
+    )
 
 
 def test_equal_lines_draw_by_their_number_also_when_some_are_kept(
@@ -296,7 +324,11 @@ def test_rows_that_were_damaged_are_told_and_answered_again(
     head, first, *rest = journal.read_bytes().splitlines(keepends=True)
     journal.write_bytes(b"".join([head, first.replace(b'"text"', b'"test"'), *rest]))
     summary = run_files(engine, [source], [output])
-    assert (summary.num_rows, summary.num_kept_rows, summary.num_damaged_rows) == (5, 4, 1)
+    assert (summary.num_rows, summary.num_kept_rows, summary.num_damaged_rows) == (
+        5,
+        4,
+        1,
+    )
     assert "answered again: 1 row of earlier runs" in summary.to_text()
     assert len(output.read_bytes().splitlines()) == 9
 
@@ -313,7 +345,9 @@ def test_weights_that_changed_are_another_model(
 
     def digest() -> str:
         save_file(tensors, file, metadata={"format": "pt"})
-        return plan_ahead(config, open_checkpoint(str(tmp_path))).fingerprint()["the model"]
+        return plan_ahead(config, open_checkpoint(str(tmp_path))).fingerprint()[
+            "the model"
+        ]
 
     found = {digest()}
     for name in list(tensors)[::3]:
@@ -348,7 +382,14 @@ def test_a_run_that_was_killed_while_it_finished_needs_no_model(
 
 
 def test_durations() -> None:
-    shown = {"90": 90, "1.5m": 90, "2h": 7200, "3:50:00": 13800, "45:00": 2700, "1-00:00:10": 86410}
+    shown = {
+        "90": 90,
+        "1.5m": 90,
+        "2h": 7200,
+        "3:50:00": 13800,
+        "45:00": 2700,
+        "1-00:00:10": 86410,
+    }
     shown |= {"1h30m": 5400, "2d1s": 172801}
     for text, seconds in shown.items():
         assert parse_duration(text) == seconds
@@ -394,7 +435,9 @@ def test_a_signal_says_at_once_what_it_waits_for(
     what = "open requests (3)" if num_open else "rows that run"
     said = f"Ending: {what} have 7 s to finish" in (err := capfd.readouterr().err)
     assert told == [7.0] and said != is_quiet
-    assert (f"Ctrl-C{' again' * (number == signal.SIGINT)} ends at once." in err) is said
+    assert (
+        f"Ctrl-C{' again' * (number == signal.SIGINT)} ends at once." in err
+    ) is said
 
 
 @pytest.mark.parametrize("needed_s", [None, 0.2, 23.4])

@@ -1,4 +1,5 @@
-"""The parts of a run's inputs, each alone: who may write, what was read, what is counted, told."""
+"""The parts of a run's inputs, each alone: who may write, what was read, what is
+counted, told."""
 
 from __future__ import annotations
 
@@ -77,7 +78,9 @@ def test_an_input_file_knows_whether_it_was_edited(tmp_path: Path) -> None:
     assert [line.raw for line in file.lines()] == [b"3", b"4", b"5"] and file.is_read
     file = InputFile(path, 0, None)
     path.write_bytes(b"6\n")
-    with pytest.raises(UsageError, match=r"a\.jsonl was changed while it was being answered"):
+    with pytest.raises(
+        UsageError, match=r"a\.jsonl was changed while it was being answered"
+    ):
         list(file.lines())
     assert not file.is_read
 
@@ -108,7 +111,11 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
         RowCounts(3, 1),
         RowCounts(2, 1),
     )
-    assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (9, 1, 6)
+    assert (counts.input_tokens, counts.cached_tokens, counts.output_tokens) == (
+        9,
+        1,
+        6,
+    )
     counts.see_completed(Counts(9, 7, 2))
     assert (counts.done, counts.kept, counts.own) == (
         RowCounts(9, 2),
@@ -148,7 +155,9 @@ def test_a_status_says_when_answers_are_put_in_order(
         seen.append((read_status(output) or {})["status"])
         return put_in_order(*names, **how)
 
-    monkeypatch.setattr("fminfer.job.journaled_input.put_in_order", look_and_put_in_order)
+    monkeypatch.setattr(
+        "fminfer.job.journaled_input.put_in_order", look_and_put_in_order
+    )
     answer_part(path)
     status = read_status(output) or {}
     assert seen == ["finalizing"] and status["status"] == "completed"
@@ -167,7 +176,11 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     assert find_completed(output) is None
     status.move("completed")
     found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
-    assert (found.counts.num_rows, found.counts.done, found.limit) == (3, RowCounts(3, 1), 3)
+    assert (found.counts.num_rows, found.counts.done, found.limit) == (
+        3,
+        RowCounts(3, 1),
+        3,
+    )
     assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
     assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
         False,
@@ -185,7 +198,9 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["named", "shared"])
-def test_named_and_shared_files_are_inputs_of_one_kind(tmp_path: Path, kind: str) -> None:
+def test_named_and_shared_files_are_inputs_of_one_kind(
+    tmp_path: Path, kind: str
+) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n')
     output = tmp_path / "output_a.jsonl"
@@ -221,7 +236,9 @@ def test_of_a_stream_the_next_run_keeps_nothing(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": "x"}\n')
     files = open_files([path], [STDOUT], RunTerms("none", {}))
-    assert files.num_saved_rows is None and files.num_rows == 1 and not files.is_finished
+    assert (
+        files.num_saved_rows is None and files.num_rows == 1 and not files.is_finished
+    )
 
 
 def test_devices_and_pipes_are_no_place_for_answers(tmp_path: Path) -> None:
@@ -231,7 +248,9 @@ def test_devices_and_pipes_are_no_place_for_answers(tmp_path: Path) -> None:
     for name in ("/dev/null", "/dev/stdout", "/dev/fd/1", str(pipe)):
         with pytest.raises(UsageError, match=r"no regular file.*--output - for stdout"):
             plan_outputs([tmp_path / "a.jsonl"], Path(name))
-    assert plan_outputs([tmp_path / "a.jsonl"], tmp_path) == [tmp_path / "output_a.jsonl"]
+    assert plan_outputs([tmp_path / "a.jsonl"], tmp_path) == [
+        tmp_path / "output_a.jsonl"
+    ]
     if Path("/dev/shm").is_dir():
         plan_outputs([tmp_path / "a.jsonl"], Path("/dev/shm"))
 
@@ -240,7 +259,9 @@ def test_a_later_line_of_another_model_costs_only_itself(tmp_path: Path) -> None
     """The first lines tell that --model-name was forgotten; a large file is not read for it."""
     path = tmp_path / "a.jsonl"
     for num_before, is_refused in ((99, True), (100, False)):
-        path.write_text('{"prompt": "x"}\n' * num_before + '{"prompt": "x", "model": "other"}\n')
+        path.write_text(
+            '{"prompt": "x"}\n' * num_before + '{"prompt": "x", "model": "other"}\n'
+        )
         with pytest.raises(UsageError, match="other") if is_refused else nullcontext():
             refuse_other_models(ModelOptions(), [path])
 
@@ -254,7 +275,9 @@ def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(
     remote = RemoteFolders(tmp_path, is_quiet=True)
     job = JobPaths(paths=[path], is_quiet=True, remote=remote)
     run: Any = SimpleNamespace(job=job, config=EngineConfig(), plan=None)
-    monkeypatch.setattr(answering, "lead_or_join", lambda run, opening, lead: opening(0))
+    monkeypatch.setattr(
+        answering, "lead_or_join", lambda run, opening, lead: opening(0)
+    )
     with pytest.raises(UsageError, match='model is "other", and no --model-name'):
         answering.run_process(run)
 
@@ -279,7 +302,11 @@ def test_one_is_not_many() -> None:
         "num_again_tokens": 1,
         "num_cached_tokens": 0,
     }
-    stats |= {"num_copied_requests": 1, "num_prompt_tokens": 3, "num_generated_tokens": 2}
+    stats |= {
+        "num_copied_requests": 1,
+        "num_prompt_tokens": 3,
+        "num_generated_tokens": 2,
+    }
     summary = JobSummary("m", "float32", [], [], device="cpu", num_threads=1, limit=1)
     summary.engine = stats | {"stages": []}
     summary.num_damaged_rows = summary.num_files_elsewhere = 1

@@ -19,7 +19,9 @@ from fminfer.job.run_summary import JobSummary
 
 
 def engine_of(num_stages: int = 1, **counts: Any) -> dict[str, Any]:
-    return asdict(EngineStats(stages=[StageStats() for _ in range(num_stages)])) | counts
+    return (
+        asdict(EngineStats(stages=[StageStats() for _ in range(num_stages)])) | counts
+    )
 
 
 def summary_of(**facts: Any) -> JobSummary:
@@ -39,7 +41,12 @@ def test_every_line(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     for path in (errors_path(output), vectors_path(output)):
         path.touch()
-    stage = {"num_passes": 3, "read_bytes": 2**32, "read_s": 2.0, "slowest_read": 2.0**29}
+    stage = {
+        "num_passes": 3,
+        "read_bytes": 2**32,
+        "read_s": 2.0,
+        "slowest_read": 2.0**29,
+    }
     stage |= {"waited_s": 6.0, "busy_s": 8.0, "max_tokens": 64, "sent_bytes": 2_500_000}
     engine = engine_of(
         num_prompt_tokens=9000,
@@ -59,31 +66,59 @@ def test_every_line(tmp_path: Path) -> None:
     engine["read"]["num_seeded"] = 1
     facts: dict[str, Any] = {
         **{"kv_dtype": "bfloat16", "device": "cpu", "num_threads": 2, "num_ranks": 4},
-        **{"cpu_limit": "avx2", "start_to_ready_s": 1.25, "num_rows": 5, "num_errors": 3},
-        **{"limit": 1, "num_changed_inputs": 1, "num_taken_rows": 1, "num_left_out_rows": 2},
+        **{
+            "cpu_limit": "avx2",
+            "start_to_ready_s": 1.25,
+            "num_rows": 5,
+            "num_errors": 3,
+        },
+        **{
+            "limit": 1,
+            "num_changed_inputs": 1,
+            "num_taken_rows": 1,
+            "num_left_out_rows": 2,
+        },
         **{"num_damaged_rows": 1, "num_tried_rows": 7, "num_files_elsewhere": 2},
         **{
             "completed_elsewhere": ["o.jsonl"],
             "refused": {"x.jsonl": "no"},
             "prompt_tokens": 10_500,
         },
-        **{"errors_by_code": {"out_of_memory": 2, "invalid_json": 1}, "completion_tokens": 1100},
-        **{"wall_s": 10.0, "other_work_s": 3.0, "other_work_share": 0.25, "cache_trouble": "full"},
-        **{"is_beside_other_work": True, "warnings": {"odd": 2}, "result_cache": "cache"},
+        **{
+            "errors_by_code": {"out_of_memory": 2, "invalid_json": 1},
+            "completion_tokens": 1100,
+        },
+        **{
+            "wall_s": 10.0,
+            "other_work_s": 3.0,
+            "other_work_share": 0.25,
+            "cache_trouble": "full",
+        },
+        **{
+            "is_beside_other_work": True,
+            "warnings": {"odd": 2},
+            "result_cache": "cache",
+        },
         **{"report": "r.html", "made_up": "5 rows", "has_npy": True, "engine": engine},
     }
     summary = JobSummary("m", "float32", [Path("in.jsonl")], [output, output], **facts)
     assert summary.to_text().splitlines() == [
-        "model     m (float32, KV cache bfloat16 on cpu, 4 ranks of 2 threads, FMINFER_CPU=avx2)",
-        "rows      5 answered, 3 in error (2 out_of_memory, 1 invalid_json); 7 had failed before",
-        "changed   1 input has changed: 1 earlier answer taken, 2 left out because their lines are "
-        "gone",
+        (
+            "model     m (float32, KV cache bfloat16 on cpu, 4 ranks of 2 threads, "
+            "FMINFER_CPU=avx2)"
+        ),
+        (
+            "rows      5 answered, 3 in error (2 out_of_memory, 1 invalid_json); 7 had "
+            "failed before"
+        ),
+        "changed   1 input has changed: 1 earlier answer taken, 2 left out because "
+        "their lines are gone",
         "made up   5 rows",
         "tokens    10,500 prompt + 1,100 generated",
-        "prefix    1,500 of 10,000 prompt tokens were shared and not computed again; 75.0% of what "
-        "a trie over the file allows",
-        "put back  1 row lost their KV cache to others and 2 rows gave nan after a shared prefix; "
-        "fed again: 500 tokens",
+        "prefix    1,500 of 10,000 prompt tokens were shared and not computed again; "
+        "75.0% of what a trie over the file allows",
+        "put back  1 row lost their KV cache to others and 2 rows gave nan after a "
+        "shared prefix; fed again: 500 tokens",
         "cut off   1 answer by max_tokens, before what was asked for was complete: raise it",
         "cache     4 requests had an answer in cache",
         "copied    1 request had the answer of an equal one, which was computed once",
@@ -92,24 +127,25 @@ def test_every_line(tmp_path: Path) -> None:
         "time      ready after 1.2 s, then 10.0 s",
         "offload   3 passes of stage 0, 4.00 GiB read at 2.00 GiB/s by each rank; it waited for "
         "layers 75% of the time: bringing layers set the pace",
-        "warning   the disk of stage 0 was slow at times: one pass read at 512 MiB/s, all together "
-        "at 2.00 GiB/s",
+        "warning   the disk of stage 0 was slow at times: one pass read at 512 MiB/s, "
+        "all together at 2.00 GiB/s",
         *(
             f"warning   memory ran out on rank {rank}: it computes 64 tokens at once now; a "
             "smaller --chunk-size or --budget would avoid that"
             for rank in (0, 1)
         ),
-        "warning   other work slowed this run: threads stood in line for it 3.0 s, 25% of the time "
-        "of their cores; run it alone, or keep other work off these cores",
+        "warning   other work slowed this run: threads stood in line for it 3.0 s, 25% "
+        "of the time of their cores; run it alone, or keep other work off these cores",
         "warning   --result-cache was given up: full",
         "warning   damaged on the disk, and answered again: 1 row of earlier runs",
-        "note      with a KV cache in bfloat16 a seed repeats its draws only beside the same rows "
-        "and with the same options; in float32 (--kv-dtype) it does so nearly always",
+        "note      with a KV cache in bfloat16 a seed repeats its draws only beside "
+        "the same rows and with the same options; in float32 (--kv-dtype) it does so "
+        "nearly always",
         "warning   odd (2 rows)",
         "elsewhere other runs are answering 2 files",
         "elsewhere o.jsonl was completed by another run, which took it over",
-        "limit     only the first 1 request of each input (--limit); the same command without it "
-        "answers the others and keeps these",
+        "limit     only the first 1 request of each input (--limit); the same command "
+        "without it answers the others and keeps these",
         "refused   x.jsonl: no",
         f"output    {output}",
         f"vectors   {vectors_path(output)}",
@@ -126,7 +162,9 @@ def test_records_are_counted_by_their_codes() -> None:
     for code in ("invalid_json", "out_of_memory", "invalid_json"):
         error = RequestError(code, "it failed")  # type: ignore[arg-type]
         summary.count(Record(line, envelope, error=error))
-    answer = Record(line, envelope, result={}, num_prompt_tokens=3, num_completion_tokens=2)
+    answer = Record(
+        line, envelope, result={}, num_prompt_tokens=3, num_completion_tokens=2
+    )
     summary.count(answer)
     summary.count(answer)
     assert (summary.num_rows, summary.num_errors, summary.has_errors) == (2, 3, True)
@@ -136,7 +174,10 @@ def test_records_are_counted_by_their_codes() -> None:
 
 
 def test_the_same_command_is_named_where_it_helps() -> None:
-    facts: dict[str, Any] = {"errors_by_code": {"out_of_memory": 1}, "engine": engine_of()}
+    facts: dict[str, Any] = {
+        "errors_by_code": {"out_of_memory": 1},
+        "engine": engine_of(),
+    }
     again = "again     the same command tries 1 failed row again"
     assert summary_of(**facts).to_text().splitlines()[-1] == again
     other = summary_of(errors_by_code={"invalid_json": 1}, engine=engine_of())
@@ -151,14 +192,29 @@ def test_the_same_command_is_named_where_it_helps() -> None:
     [
         ("float32", "", ""),
         ("float32", "float32", ""),
-        ("bfloat16", "", "in bfloat16 a seed repeats .* in float32 \\(--dtype\\) it does"),
-        ("float32", "bfloat16", "with a KV cache in bfloat16 a seed .* \\(--kv-dtype\\) it does"),
-        ("bfloat16", "bfloat16", "in bfloat16 a seed .* \\(--dtype and --kv-dtype\\) it does"),
+        (
+            "bfloat16",
+            "",
+            "in bfloat16 a seed repeats .* in float32 \\(--dtype\\) it does",
+        ),
+        (
+            "float32",
+            "bfloat16",
+            "with a KV cache in bfloat16 a seed .* \\(--kv-dtype\\) it does",
+        ),
+        (
+            "bfloat16",
+            "bfloat16",
+            "in bfloat16 a seed .* \\(--dtype and --kv-dtype\\) it does",
+        ),
     ],
 )
 def test_what_a_seed_repeats(dtype: str, kv_dtype: str, said: str) -> None:
     engine = engine_of()
-    assert "a seed" not in JobSummary("m", dtype, [], [], kv_dtype, engine=engine).to_text()
+    assert (
+        "a seed"
+        not in JobSummary("m", dtype, [], [], kv_dtype, engine=engine).to_text()
+    )
     engine["read"]["num_seeded"] = 1
     text = JobSummary("m", dtype, [], [], kv_dtype, engine=engine).to_text()
     assert re.search(f"note      {said}", text) if said else "a seed" not in text
@@ -169,10 +225,15 @@ def test_as_json() -> None:
     engine = engine_of(num_prompt_tokens=20, num_generated_tokens=10)
     found = summary_of(engine=engine, **facts).to_dict()
     assert (found["inputs"], found["outputs"]) == (["in.jsonl"], ["out.jsonl"])
-    assert (found["tokens_per_s"], found["generated_per_s"], found["answered_per_s"]) == (15, 5, 25)
+    assert (
+        found["tokens_per_s"],
+        found["generated_per_s"],
+        found["answered_per_s"],
+    ) == (15, 5, 25)
     empty = summary_of().to_dict()
     assert {
-        name: empty[name] for name in ("result_cache", "report", "why_slower", "cpu_limit")
+        name: empty[name]
+        for name in ("result_cache", "report", "why_slower", "cpu_limit")
     } == {**{"result_cache": "", "report": "", "why_slower": "", "cpu_limit": ""}}
     assert (empty["num_ranks"], empty["warnings"], empty["limit"]) == (1, {}, None)
     assert empty["answered_per_s"] == 0.0

@@ -23,7 +23,14 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError
 from fminfer.files import claims as claims_module
-from fminfer.files.claims import BEAT_S, STALE_S, TRUSTED_S, Claims, look_at, remove_dead
+from fminfer.files.claims import (
+    BEAT_S,
+    STALE_S,
+    TRUSTED_S,
+    Claims,
+    look_at,
+    remove_dead,
+)
 from fminfer.files.journal_rows import RowCounts
 from fminfer.files.output_paths import Plan, plan_outputs
 from fminfer.files.status_file import read_status
@@ -65,7 +72,8 @@ def open_first(folder: Path) -> JournaledInput:
 
 @pytest.mark.parametrize("number", range(NUM_ROUNDS))
 def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
-    """Eight runs over 50 files, killed and started again; each row is answered and written once."""
+    """Eight runs over 50 files, killed and started again; each row is answered and
+    written once."""
     chance = random.Random(number)
     paths = write_shards(tmp_path / "in", NUM_SHARDS, NUM_LINES)
     outputs = [path.with_name(f"output_{path.name}") for path in paths]
@@ -91,15 +99,26 @@ def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
     assert {run.wait() for run in runs} <= {0, -9}
     assert num_killed >= 4
     for path, output in zip(paths, outputs, strict=True):
-        said = [json.loads(line)["result"]["said"] for line in output.read_bytes().splitlines()]
+        said = [
+            json.loads(line)["result"]["said"]
+            for line in output.read_bytes().splitlines()
+        ]
         assert said == [*range(1, NUM_LINES + 1)], path
-    noted = Counter(line for log in logs if log.exists() for line in log.read_text().splitlines())
+    noted = Counter(
+        line for log in logs if log.exists() for line in log.read_text().splitlines()
+    )
     assert [line for line, count in noted.items() if count > 1] == []
     # A row whose run was killed before it noted it is in the file all the same.
     assert NUM_SHARDS * NUM_LINES - num_killed <= len(noted) <= NUM_SHARDS * NUM_LINES
-    assert not share(tmp_path / "in").look(), "which also removes dead claims of complete files"
+    assert not share(tmp_path / "in").look(), (
+        "which also removes dead claims of complete files"
+    )
     left = [path.name for path in (tmp_path / "in").iterdir() if ".claim" in path.name]
-    left += [path.name for path in (tmp_path / "in").iterdir() if path.name.endswith(".journal")]
+    left += [
+        path.name
+        for path in (tmp_path / "in").iterdir()
+        if path.name.endswith(".journal")
+    ]
     assert left == []
 
 
@@ -120,7 +139,9 @@ def test_a_claim_is_one_processs(tmp_path: Path) -> None:
 def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     code = "import sys; from pathlib import Path; from fminfer.files.claims import Claims\n"
-    code += "assert Claims().take(Path(sys.argv[1])); print('ready', flush=True); input()"
+    code += (
+        "assert Claims().take(Path(sys.argv[1])); print('ready', flush=True); input()"
+    )
     command = [sys.executable, "-c", code, str(output)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -180,7 +201,9 @@ def test_a_process_of_this_machine_that_sleeps_keeps_its_claim(tmp_path: Path) -
     assert Claims().take(output) is None
 
 
-def test_a_process_that_is_not_shown_lives(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_process_that_is_not_shown_lives(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Where /proc shows a user only what is theirs, others' processes are not dead."""
     output = tmp_path / "out.jsonl"
     assert Claims().take(output) is not None
@@ -213,7 +236,9 @@ def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
     assert third.path.exists()
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"host": 1}', '{"pid": {}}', "nan", "[" * 9999])
+@pytest.mark.parametrize(
+    "text", ["", "{", "[]", '{"host": 1}', '{"pid": {}}', "nan", "[" * 9999]
+)
 def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
     output = tmp_path / "out.jsonl"
     path = tmp_path / "out.jsonl.claim" / "7"
@@ -316,11 +341,14 @@ def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
     return other
 
 
-@pytest.mark.parametrize("error", [InUseError("another run's"), UsageError("it was changed")])
+@pytest.mark.parametrize(
+    "error", [InUseError("another run's"), UsageError("it was changed")]
+)
 def test_what_another_run_has_finished_is_not_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, error: UsageError
 ) -> None:
-    """A file that could not be opened at its turn was told as refused, though it was complete."""
+    """A file that could not be opened at its turn was told as refused, though it was
+    complete."""
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     write_shards(tmp_path / "in", 1)
     mine = share(tmp_path / "in")
@@ -335,7 +363,9 @@ def test_what_another_run_has_finished_is_not_refused(
 
 
 @pytest.mark.parametrize("fails", [False, True])
-def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fails: bool) -> None:
+def test_a_named_file_that_another_run_has_completed_is_done(
+    tmp_path: Path, fails: bool
+) -> None:
     """It was told as taken over and to be run again, with status 2, though it was complete."""
     (path,) = write_shards(tmp_path / "in", 1)
     output = plan_outputs([path], None)[0]
@@ -345,9 +375,13 @@ def test_a_named_file_that_another_run_has_completed_is_done(tmp_path: Path, fai
     lines = list(file.lines(lambda line: None))
     assert file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
     take_over(file, fails=fails)
-    assert not file.add(Record(lines[1], open_envelope(lines[1]), result={"said": "late"}))
+    assert not file.add(
+        Record(lines[1], open_envelope(lines[1]), result={"said": "late"})
+    )
     files.check_kept()
-    summary = run_job(None, files, JobSummary("m", "d", [path], [output]), is_quiet=True)
+    summary = run_job(
+        None, files, JobSummary("m", "d", [path], [output]), is_quiet=True
+    )
     assert summary.has_errors == fails and summary.num_kept_rows == 2
     assert f"{output} was completed by another run" in summary.to_text()
     assert b"late" not in output.read_bytes()
@@ -374,7 +408,9 @@ def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
     for line in lines[:2]:
         assert file.add(Record(line, open_envelope(line), result={"said": 1}))
     take_over(file)
-    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    assert not file.add(
+        Record(lines[2], open_envelope(lines[2]), result={"said": "late"})
+    )
     for other in turns:
         if other is not None:
             answer(other)
@@ -397,10 +433,14 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     for line in lines[:2]:
         assert file.add(Record(line, open_envelope(line), result={"said": 1}))
     lose(file)
-    assert not file.add(Record(lines[2], open_envelope(lines[2]), result={"said": "late"}))
+    assert not file.add(
+        Record(lines[2], open_envelope(lines[2]), result={"said": "late"})
+    )
     other = open_first(tmp_path / "in")  # it answers one, and ends
     line = next(other.lines(lambda line: None))
-    assert line.number == 3 and other.add(Record(line, open_envelope(line), result={"said": 1}))
+    assert line.number == 3 and other.add(
+        Record(line, open_envelope(line), result={"said": 1})
+    )
     other.abandon(StoppedError("Interrupted."))
     again = open_next(turns)
     answer(again)
@@ -408,7 +448,9 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     file.num_damaged_rows = again.num_damaged_rows = file.num_tried_rows = 1
     summary = sum_up(mine, 2 + 2)
     assert (summary.num_rows, summary.num_kept_rows) == (4, 1)
-    assert summary.num_damaged_rows == summary.num_tried_rows == 1, "the same, found twice"
+    assert summary.num_damaged_rows == summary.num_tried_rows == 1, (
+        "the same, found twice"
+    )
 
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
@@ -436,7 +478,9 @@ def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
         if file is not None:
             opened.append(file.path)
             answer(file)
-    assert opened == [paths[0], paths[2]] and mine.num_elsewhere == 1 and mine.is_finished
+    assert (
+        opened == [paths[0], paths[2]] and mine.num_elsewhere == 1 and mine.is_finished
+    )
     claim.release()
     assert share(tmp_path / "in").look()
 
@@ -478,8 +522,11 @@ def test_a_restart_throws_no_answers_away_that_a_run_of_other_settings_has_given
     assert "--seed was 2, is 1" in mine.refused[str(path)]
 
 
-def test_a_file_of_another_model_is_refused_and_the_others_answered(tmp_path: Path) -> None:
-    """What is wrong with a file before the model is loaded ends the run; later it costs itself."""
+def test_a_file_of_another_model_is_refused_and_the_others_answered(
+    tmp_path: Path,
+) -> None:
+    """What is wrong with a file before the model is loaded ends the run; later it costs
+    itself."""
     paths = write_shards(tmp_path / "in", 3)
     for file in share(tmp_path / "in").turns():
         if file is not None:
@@ -513,12 +560,16 @@ def test_other_settings_than_those_of_a_stopped_run_are_told_before_a_model_is_l
     assert share_with("float32").look() and share_with("bfloat16", restart=True).look()
     with paths[0].open("a") as more:
         more.write('{"prompt":"more"}\n')
-    assert share_with("float32").look(), "answers to lines that are still there are kept"
+    assert share_with("float32").look(), (
+        "answers to lines that are still there are kept"
+    )
     with pytest.raises(UsageError, match="the dtype was float32, is bfloat16"):
         share_with("bfloat16").look()
 
 
-def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(tmp_path: Path) -> None:
+def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(
+    tmp_path: Path,
+) -> None:
     """As rsync -a and cp -p make them."""
     paths = write_shards(tmp_path / "in", 2)
     for file in share(tmp_path / "in").turns():
@@ -549,7 +600,9 @@ def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 1)
     file = open_first(tmp_path / "in")
     for line in file.lines(lambda line: None):
-        file.add(Record(line, open_envelope(line), error=RequestError("out_of_range", "no")))
+        file.add(
+            Record(line, open_envelope(line), error=RequestError("out_of_range", "no"))
+        )
     again = share(tmp_path / "in")
     assert not again.look() and again.kept == RowCounts(3, 3)
 
@@ -572,7 +625,9 @@ def open_next(turns: Iterator[JournaledInput | None]) -> JournaledInput:
     return next(file for file in turns if file is not None)
 
 
-def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_watching_takes_files_as_they_come(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     (tmp_path / "in").mkdir()
     mine = share(tmp_path / "in", is_watching=True)
@@ -591,11 +646,18 @@ def test_watching_takes_files_as_they_come(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("skew_s", [-3600.0, 3600.0])
-@pytest.mark.parametrize(("age_s", "is_taken"), [(1.0, False), (10.0, True), (-10.0, True)])
+@pytest.mark.parametrize(
+    ("age_s", "is_taken"), [(1.0, False), (10.0, True), (-10.0, True)]
+)
 def test_a_watched_file_is_as_old_as_the_disks_clock_says(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, skew_s: float, age_s: float, is_taken: bool
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    skew_s: float,
+    age_s: float,
+    is_taken: bool,
 ) -> None:
-    """A clock an hour late let files wait for an hour; one an hour early took them half written."""
+    """A clock an hour late let files wait for an hour; one an hour early took them half
+    written."""
     (tmp_path / "in").mkdir()
     (path,) = write_shards(tmp_path / "in", 1)
     os.utime(path, (time.time() - age_s,) * 2)
@@ -614,9 +676,13 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
     assert other is not None
 
     def run() -> JobSummary:
-        inputs = SharedFiles(lambda: Plan(paths, outputs), RunTerms("m", {}), is_watching=False)
+        inputs = SharedFiles(
+            lambda: Plan(paths, outputs), RunTerms("m", {}), is_watching=False
+        )
         inputs.look()
-        return run_job(engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True)
+        return run_job(
+            engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True
+        )
 
     summary = run()
     assert summary.num_rows == 15 and summary.num_files_elsewhere == 1

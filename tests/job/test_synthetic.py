@@ -51,8 +51,15 @@ def test_requests_are_made_up_and_nothing_is_left_behind(
     found = run(*BATCHES, "--stats", "stats.json")
     assert found.exit_code == 0, found.output
     assert "Loading fminfer-demo (" in found.stderr and "Ready after " in found.stderr
-    told = "made up   2 batches of 3 requests, each a prompt of 20 random tokens and 4 new ones; "
-    assert told in found.stderr and "24 generated" in found.stderr and "output " not in found.stderr
+    told = (
+        "made up   2 batches of 3 requests, each a prompt of 20 random tokens and 4 "
+        "new ones; "
+    )
+    assert (
+        told in found.stderr
+        and "24 generated" in found.stderr
+        and "output " not in found.stderr
+    )
     stats = json.loads((tmp_path / "stats.json").read_text())
     assert (
         stats["num_rows"] == 6
@@ -60,26 +67,47 @@ def test_requests_are_made_up_and_nothing_is_left_behind(
         and told in "made up   " + stats["made_up"]
     )
     assert stats["engine"]["max_rows_running"] == 3
-    left = sorted(p.name for p in tmp_path.rglob("*") if not p.name.startswith("torchinductor"))
+    left = sorted(
+        p.name for p in tmp_path.rglob("*") if not p.name.startswith("torchinductor")
+    )
     assert left == ["stats.json", "tmp"]
 
 
 def test_every_flag_reaches_the_requests(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
-    flags = ["--temperature", "1", "--top-p", "0.9", "--top-k", "7", "--num-completions", "2"]
+    flags = [
+        "--temperature",
+        "1",
+        "--top-p",
+        "0.9",
+        "--top-k",
+        "7",
+        "--num-completions",
+        "2",
+    ]
     flags += ["--best-of", "3"]
     flags += ["--stop", "a", "--stop", "b", "--echo-prompt", "--top-k-per-token", "2"]
     found = run(*BATCHES, *flags, "--output", output)
     assert found.exit_code == 0, found.output
     rows = records(output)
-    asked = {"max_tokens": 4, "temperature": 1.0, "top_p": 0.9, "top_k": 7, "n": 2, "best_of": 3}
+    asked = {
+        "max_tokens": 4,
+        "temperature": 1.0,
+        "top_p": 0.9,
+        "top_k": 7,
+        "n": 2,
+        "best_of": 3,
+    }
     asked |= {"stop": ["a", "b"], "echo": True, "logprobs": 2, "ignore_eos": True}
     assert len(rows) == 6
     for row in rows:
         prompt = row["request"].pop("prompt")
         assert row["request"] == asked and len(prompt) == 20
         first = row["result"]["choices"][0]
-        assert len(row["result"]["choices"]) == 2 and len(first["logprobs"]["tokens"]) >= 20
+        assert (
+            len(row["result"]["choices"]) == 2
+            and len(first["logprobs"]["tokens"]) >= 20
+        )
     again = run(*BATCHES, *flags, "--output", output)
     assert again.exit_code == 0 and "6 kept" in again.stderr, "the same requests"
 
@@ -102,7 +130,12 @@ def test_what_cannot_be_asked_for_is_told_once(tmp_path: Path) -> None:
 
 
 def test_twenty_million_tokens_are_made_up_and_no_more() -> None:
-    assert Synthetic(Hyperparameters(batch_size=1, input_seq_length=20_000_000), 1).num_rows == 1
+    assert (
+        Synthetic(
+            Hyperparameters(batch_size=1, input_seq_length=20_000_000), 1
+        ).num_rows
+        == 1
+    )
     with pytest.raises(UsageError, match="at most 20,000,000 tokens are"):
         Synthetic(Hyperparameters(batch_size=1, input_seq_length=6_666_667), 3)
 
@@ -123,12 +156,18 @@ def test_a_flag_of_zero_is_given() -> None:
     assert Hyperparameters().flags == []
 
 
-def test_what_says_nothing_of_a_line_is_told_where_others_replace_its_own(tmp_path: Path) -> None:
+def test_what_says_nothing_of_a_line_is_told_where_others_replace_its_own(
+    tmp_path: Path,
+) -> None:
     """--batch-size beside --overwrite-request-args meant nothing, and nobody said so."""
     path = tmp_path / "a.jsonl"
     path.write_text('{"prompt": [5], "max_tokens": 2}\n')
-    found = run(path, "--overwrite-request-args", "--temperature", "0", "--batch-size", "3")
-    assert "\n--batch-size: only for requests that are made up.\n" in "\n" + found.stderr
+    found = run(
+        path, "--overwrite-request-args", "--temperature", "0", "--batch-size", "3"
+    )
+    assert (
+        "\n--batch-size: only for requests that are made up.\n" in "\n" + found.stderr
+    )
 
 
 def test_ranks_answer_made_up_requests(tmp_path: Path) -> None:

@@ -45,7 +45,11 @@ LINES = [
     b'{"prompt": "z"}',
 ]
 ALL = {1, 2, 4, 5, 6, 7, 8}
-FAULTS: dict[int, ErrorCode] = {2: "out_of_memory", 4: "nan_logits", 6: "internal_error"}
+FAULTS: dict[int, ErrorCode] = {
+    2: "out_of_memory",
+    4: "nan_logits",
+    6: "internal_error",
+}
 LASTING: dict[int, ErrorCode] = {5: "invalid_json", 7: "out_of_range"}
 
 
@@ -54,7 +58,11 @@ def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
         error = RequestError(codes[line.number], "it failed")
         return Record(line, open_envelope(line), error=error)
     details = {"cached_tokens": 1}
-    usage = {"prompt_tokens": 3, "completion_tokens": 2, "prompt_tokens_details": details}
+    usage = {
+        "prompt_tokens": 3,
+        "completion_tokens": 2,
+        "prompt_tokens_details": details,
+    }
     result = {"choices": [], "said": line.number, "usage": usage}
     return Record(
         line,
@@ -135,7 +143,9 @@ def test_the_same_command_answers_them_in_place(
     assert open_one(source, output).is_finished
 
 
-def test_a_file_of_which_every_row_failed(tmp_path: Path, expected: tuple[bytes, bytes]) -> None:
+def test_a_file_of_which_every_row_failed(
+    tmp_path: Path, expected: tuple[bytes, bytes]
+) -> None:
     """Its answers are an empty file, as those of another run that has just ended could be."""
     source, output = write_input(tmp_path / "a")
     answer(open_one(source, output), dict.fromkeys(ALL, "out_of_memory"))
@@ -148,8 +158,8 @@ def test_it_can_be_killed_at_every_step(
 ) -> None:
     """At each system call that changes a file: both files are the old ones, or the new ones.
 
-    Killed between the removal of its journal and that of its claim, a run left the claim for ever:
-    the next one found the output complete, and looked no further.
+    Killed between the removal of its journal and that of its claim, a run left the
+    claim for ever: the next one found the output complete, and looked no further.
     """
     template = tmp_path / "template"
     source, output = write_input(template)
@@ -169,14 +179,22 @@ def test_it_can_be_killed_at_every_step(
             close_all(journal_path(output))
             bury_claims(output)
             found = read(output)
-            assert found[0] in (before[0], expected[0]) and found[1] in (before[1], expected[1])
+            assert found[0] in (before[0], expected[0]) and found[1] in (
+                before[1],
+                expected[1],
+            )
             assert found in (before, expected) or journal_path(output).exists()
             file = open_one(source, output)
             if not file.is_finished:
                 answer(file, LASTING)
         assert read(output) == expected
         names = {path.name for path in folder.iterdir()}
-        assert names == {"in.jsonl", "out.jsonl", "out.errors.jsonl", "out.status.json"}, moment
+        assert names == {
+            "in.jsonl",
+            "out.jsonl",
+            "out.errors.jsonl",
+            "out.status.json",
+        }, moment
         if not was_killed:
             break
     assert moment > 20, "there are so many steps at least"
@@ -210,7 +228,8 @@ def bury_claims(output: Path) -> None:
 def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
     kind: str, ending: str, tmp_path: Path
 ) -> None:
-    """A claim stayed where the next run had nothing to answer; the draft of a journal stayed too.
+    """A claim stayed where the next run had nothing to answer; the draft of a journal
+    stayed too.
 
     A run had made the draft that wanted to answer more lines than the next one.
     """
@@ -221,7 +240,9 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
     elif ending == "in its journal":
         killed = open_one(source, output)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
-            patch.setattr(journaled_input, "put_in_order", lambda *given, **named: 1 / 0)
+            patch.setattr(
+                journaled_input, "put_in_order", lambda *given, **named: 1 / 0
+            )
             answer(killed, LASTING)
         assert killed.journal is not None
         killed.journal.close()
@@ -263,13 +284,17 @@ def test_an_output_that_was_changed_is_refused(kind: str, tmp_path: Path) -> Non
         "out.status.json",
     ]
     errors_path(output).unlink()
-    with pytest.raises(UsageError, match=r"not as it was written.*move it away, or give --restart"):
+    with pytest.raises(
+        UsageError, match=r"not as it was written.*move it away, or give --restart"
+    ):
         open_one(source, output)
     output.unlink()
     assert not open_one(source, output).is_finished
 
 
-def test_an_output_that_another_run_has_replaced_is_not_tried_again(tmp_path: Path) -> None:
+def test_an_output_that_another_run_has_replaced_is_not_tried_again(
+    tmp_path: Path,
+) -> None:
     """A run took the other's rows as its own if they came after it had looked at the output."""
     source, output = write_input(tmp_path / "a")
     answer(open_one(source, output), FAULTS | LASTING)
@@ -308,7 +333,9 @@ def test_one_of_an_older_version_is_checked_by_its_records(
     output.write_bytes(b"".join(changed))
     with pytest.raises(UsageError, match=rf"out.jsonl is not as .*\({what}\).*--limit"):
         open_one(source, output)
-    assert output.read_bytes() == b"".join(changed) and not journal_path(output).exists()
+    assert (
+        output.read_bytes() == b"".join(changed) and not journal_path(output).exists()
+    )
     output.write_bytes(b"".join(records))
     assert answer(open_one(source, output), LASTING) == sorted(FAULTS)
 
@@ -337,7 +364,9 @@ EDITS = {
 
 
 @pytest.mark.parametrize("kind", EDITS)
-def test_a_complete_output_that_was_edited_is_refused_by_name(kind: str, tmp_path: Path) -> None:
+def test_a_complete_output_that_was_edited_is_refused_by_name(
+    kind: str, tmp_path: Path
+) -> None:
     """An output that was emptied counted as complete, with all of its rows."""
     source, output = write_input(tmp_path / "a")
     answer(open_one(source, output), LASTING)
@@ -348,7 +377,9 @@ def test_a_complete_output_that_was_edited_is_refused_by_name(kind: str, tmp_pat
     assert edited.read_bytes() != before
     with pytest.raises(UsageError) as refused:
         open_one(source, output)
-    assert str(edited) in str(refused.value) and "not as it was written" in str(refused.value)
+    assert str(edited) in str(refused.value) and "not as it was written" in str(
+        refused.value
+    )
     assert not journal_path(output).exists()
     (file,) = look_over(output)[0].files
     assert file.state == "stopped" and file.is_edited
@@ -374,14 +405,17 @@ def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
         assert open_one(source, output).is_finished
     output.write_bytes(whole.replace(b'"said":1', b'"said":9'))
     while output.stat().st_ctime_ns <= status.stat().st_ctime_ns:
-        os.utime(output, (0, 0))  # put in its place by `cp -p`: an old time, and a new entry
+        # put in its place by `cp -p`: an old time, and a new entry
+        os.utime(output, (0, 0))
     with pytest.raises(UsageError, match=r"it still has .* bytes, but other ones"):
         open_one(source, output)
     output.write_bytes(whole)
     errors.unlink()
     assert open_one(source, output).is_finished, "removed, to leave the output as it is"
     errors.write_bytes(b"{}\n")
-    with pytest.raises(UsageError, match=r"out\.errors\.jsonl is not as it was written"):
+    with pytest.raises(
+        UsageError, match=r"out\.errors\.jsonl is not as it was written"
+    ):
         open_one(source, output)
 
 
@@ -389,7 +423,8 @@ def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
 def test_what_was_edited_since_is_refused_by_name(kind: str, tmp_path: Path) -> None:
     """An edit inside an answer was kept as if the model had said it.
 
-    Where every retryable error was taken out, the output counted as finished: those rows were lost.
+    Where every retryable error was taken out, the output counted as finished: those
+    rows were lost.
     """
     source, output = write_input(tmp_path / "a")
     answer(open_one(source, output), FAULTS | LASTING)
@@ -400,11 +435,16 @@ def test_what_was_edited_since_is_refused_by_name(kind: str, tmp_path: Path) -> 
     elif kind == "error":
         errors.write_bytes(before[1].replace(b"it failed", b"it worked"))
     else:
-        kept = [line for line in before[1].splitlines(keepends=True) if not is_retryable(line)]
+        kept = [
+            line
+            for line in before[1].splitlines(keepends=True)
+            if not is_retryable(line)
+        ]
         errors.write_bytes(b"".join(kept))
     edited = output if kind == "answer" else errors
     with pytest.raises(
-        UsageError, match=rf"{re.escape(str(edited))} is not as it was written .*--restart"
+        UsageError,
+        match=rf"{re.escape(str(edited))} is not as it was written .*--restart",
     ):
         open_one(source, output)
     assert not journal_path(output).exists()
@@ -429,7 +469,9 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     output = source.with_name("output_in.jsonl")
 
     def share() -> Any:
-        return SharedFiles(lambda: Plan([source], [output]), RunTerms("m", {}), is_watching=False)
+        return SharedFiles(
+            lambda: Plan([source], [output]), RunTerms("m", {}), is_watching=False
+        )
 
     first = share()
     beside = share()
@@ -441,7 +483,9 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
     time.sleep(0.02)
     later = share()
     assert later.look()
-    assert [answer(file, FAULTS | LASTING) for file in later.turns()] == [sorted(FAULTS)]
+    assert [answer(file, FAULTS | LASTING) for file in later.turns()] == [
+        sorted(FAULTS)
+    ]
     assert later.is_finished and later.kept == RowCounts(4, 2)
 
 
@@ -451,13 +495,24 @@ def test_a_larger_budget_answers_what_did_not_fit(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     rows = [{"prompt": "x" * n, "max_tokens": 4, "temperature": 0} for n in (5, 200, 9)]
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    for budget, numbers in ((64, (2, 1, 0, 0)), (2048, (1, 0, 2, 1)), (2048, (0, 0, 3, 0))):
+    for budget, numbers in (
+        (64, (2, 1, 0, 0)),
+        (2048, (1, 0, 2, 1)),
+        (2048, (0, 0, 3, 0)),
+    ):
         engine = fminfer.Engine(dtype="float32", kernels="off", budget=budget)
         summary = run_files(engine, [source], [output])
         engine.close()
-        found = summary.num_rows, summary.num_errors, summary.num_kept_rows, summary.num_tried_rows
+        found = (
+            summary.num_rows,
+            summary.num_errors,
+            summary.num_kept_rows,
+            summary.num_tried_rows,
+        )
         assert found == numbers
         is_hopeful = "the same command tries 1 failed row again" in summary.to_text()
         assert is_hopeful == (summary.num_errors > 0)
     prompts = [json.loads(line)["request"]["prompt"] for line in output.open()]
-    assert prompts == [row["prompt"] for row in rows] and not errors_path(output).exists()
+    assert (
+        prompts == [row["prompt"] for row in rows] and not errors_path(output).exists()
+    )

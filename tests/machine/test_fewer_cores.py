@@ -23,8 +23,8 @@ from tests.faults.torture import children_of
 
 NUM_ROWS = 48
 NUM_CORES = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 1
-# Answers rows twice; the second time all cores but one are taken between two steps, and later given
-# back.
+# Answers rows twice; the second time all cores but one are taken between two steps, and
+# later given back.
 CUT = """
 import json, os, sys, time
 import torch
@@ -62,15 +62,26 @@ print(json.dumps([answer(rows, {}), answer(rows, {20: {min(cores)}, 60: cores})]
 def make_rows() -> list[dict[str, Any]]:
     """Return rows of several kinds, which share steps."""
     return [
-        {"prompt": f"room {i % 5} " * (1 + i % 7), "max_tokens": 8 + i % 60, "logprobs": 2}
-        | {"ignore_eos": True, "temperature": 0.9 if i % 2 else 0, "seed": i, "echo": i % 3 == 0}
+        {
+            "prompt": f"room {i % 5} " * (1 + i % 7),
+            "max_tokens": 8 + i % 60,
+            "logprobs": 2,
+        }
+        | {
+            "ignore_eos": True,
+            "temperature": 0.9 if i % 2 else 0,
+            "seed": i,
+            "echo": i % 3 == 0,
+        }
         for i in range(NUM_ROWS)
     ]
 
 
 def environ() -> dict[str, str]:
     """Return the variables of a run that chooses its number of threads."""
-    return {name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"}
+    return {
+        name: value for name, value in os.environ.items() if name != "OMP_NUM_THREADS"
+    }
 
 
 @pytest.fixture(scope="module")
@@ -86,7 +97,10 @@ def command(rows: Path, output: Path, *flags: str) -> list[str]:
 
 
 def choices(output: Path) -> list[Any]:
-    return [json.loads(line)["result"]["choices"] for line in output.read_text().splitlines()]
+    return [
+        json.loads(line)["result"]["choices"]
+        for line in output.read_text().splitlines()
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +125,9 @@ def test_cores_are_taken_in_the_middle_and_given_back() -> None:
         timeout=120,
     )
     assert done.returncode == 0, done.stderr
-    (numbers, answers), (cut_numbers, cut_answers) = json.loads(done.stdout.splitlines()[-1])
+    (numbers, answers), (cut_numbers, cut_answers) = json.loads(
+        done.stdout.splitlines()[-1]
+    )
     most = numbers[0]
     assert set(numbers) == {most} and most > 1 and len(numbers) > 80
     assert cut_numbers == [most] * 20 + [1] * 40 + [most] * (len(numbers) - 60)
@@ -175,7 +191,8 @@ def half_a_core() -> Iterator[Path]:
 
 def limit_to_half(group: Path, version: int) -> None:
     if version == 2:
-        with (group / "cpu.max").open("r+") as file:  # there only if its parent hands cores on
+        # there only if its parent hands cores on
+        with (group / "cpu.max").open("r+") as file:
             file.write("50000 100000")
     else:
         (group / "cpu.cfs_period_us").write_text("100000")
@@ -202,6 +219,8 @@ def test_a_run_in_half_a_core(
     join = f'echo $$ > {half_a_core}/cgroup.procs && exec "$@"'
     words = ["sh", "-c", join, "sh", *command(rows, output, "-q")]
     subprocess.run(words, env=environ(), check=True, timeout=240)
-    stat = dict(line.split() for line in (half_a_core / "cpu.stat").read_text().splitlines())
+    stat = dict(
+        line.split() for line in (half_a_core / "cpu.stat").read_text().splitlines()
+    )
     assert int(stat["nr_throttled"]) > 0
     assert choices(output) == alone

@@ -14,14 +14,18 @@ from fminfer.core.errors import OutOfMemoryError, UsageError
 from fminfer.machine.out_of_memory import SizeLimit, is_out_of_memory
 from fminfer.models.stage import Stage
 
-FULL = RuntimeError("[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried")
+FULL = RuntimeError(
+    "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"
+)
 
 
 def test_what_runs_out_of_memory() -> None:
     with pytest.raises(RuntimeError) as real:
         torch.empty(2**60, dtype=torch.uint8)
     assert is_out_of_memory(real.value), "as torch says it on this machine"
-    assert is_out_of_memory(MemoryError()) and is_out_of_memory(torch.OutOfMemoryError("x"))
+    assert is_out_of_memory(MemoryError()) and is_out_of_memory(
+        torch.OutOfMemoryError("x")
+    )
     assert not is_out_of_memory(RuntimeError("shapes do not fit"))
     for text in (
         "CUDA out of memory. Tried to allocate 2.00 GiB",
@@ -53,7 +57,9 @@ def test_what_cannot_be_halved_ends_the_run_and_says_so() -> None:
     def fail(first: int, last: int) -> None:
         raise FULL
 
-    with pytest.raises(OutOfMemoryError, match=r"even one of its tokens .*smaller --budget"):
+    with pytest.raises(
+        OutOfMemoryError, match=r"even one of its tokens .*smaller --budget"
+    ):
         SizeLimit("tokens").run(9, fail)
     with pytest.raises(ZeroDivisionError):
         SizeLimit("tokens").run(9, lambda first, last: 1 // 0)
@@ -62,10 +68,15 @@ def test_what_cannot_be_halved_ends_the_run_and_says_so() -> None:
 @pytest.fixture(scope="module")
 def rows() -> list[dict[str, Any]]:
     shared = list(range(40, 90))
-    odd = [{"prompt": [7, n, 9] * n, "max_tokens": n, "logprobs": 2} for n in range(1, 14)]
-    even = [{"prompt": [*shared, n], "max_tokens": 5, "n": 2, "seed": n} for n in range(8)]
+    odd = [
+        {"prompt": [7, n, 9] * n, "max_tokens": n, "logprobs": 2} for n in range(1, 14)
+    ]
+    even = [
+        {"prompt": [*shared, n], "max_tokens": 5, "n": 2, "seed": n} for n in range(8)
+    ]
     scored = [
-        {"prompt": [*shared, 5, n], "max_tokens": 0, "echo": True, "logprobs": 1} for n in (1, 2)
+        {"prompt": [*shared, 5, n], "max_tokens": 0, "echo": True, "logprobs": 1}
+        for n in (1, 2)
     ]
     return [row | {"ignore_eos": True} for row in (*odd, *even, *scored)]
 
@@ -119,6 +130,10 @@ def test_steps_in_parts_give_the_same(
                     assert x == y or abs(x - y) < 1e-5
 
 
-def test_a_cache_that_cannot_be_is_wrong_usage(llama_checkpoint: tuple[Path, Any]) -> None:
-    with pytest.raises(UsageError, match=r"a KV cache of .* GiB are free; give a smaller --budget"):
+def test_a_cache_that_cannot_be_is_wrong_usage(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
+    with pytest.raises(
+        UsageError, match=r"a KV cache of .* GiB are free; give a smaller --budget"
+    ):
         fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", budget=2**50)

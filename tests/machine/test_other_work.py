@@ -22,7 +22,10 @@ START = Look(100.0, 5.0, {1: 0.5, 2: 0.25}, {0: 50.0, 1: 60.0, 2: 70.0})
 
 
 def after(
-    own_s: float, in_line_s: dict[int, float], busy_s: dict[int, float], throttled_s: float = 0.0
+    own_s: float,
+    in_line_s: dict[int, float],
+    busy_s: dict[int, float],
+    throttled_s: float = 0.0,
 ) -> Look:
     """Return what is counted ten seconds after START."""
     line_s = {t: START.in_line_s.get(t, 0.0) + s for t, s in in_line_s.items()}
@@ -49,19 +52,27 @@ def found_by(
 
 @pytest.mark.parametrize(
     ("last", "seconds", "is_notable"),
-    [(QUIET, 0.3, False), (BESIDE_ONE, 6.5, True), (CROWDED, 0.1, False), (THROTTLED, 0.2, False)],
+    [
+        (QUIET, 0.3, False),
+        (BESIDE_ONE, 6.5, True),
+        (CROWDED, 0.1, False),
+        (THROTTLED, 0.2, False),
+    ],
 )
 def test_only_what_others_took_is_other_work(
     last: Look, seconds: float, is_notable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Counted by switches, a run that was alone was "slowed by other work", 144 times a second."""
+    """Counted by switches, a run that was alone was "slowed by other work", 144 times a
+    second."""
     assert held_up_s(START, last, {0, 1}) == pytest.approx(seconds)
     found, says = found_by(last, monkeypatch, 4 if last is CROWDED else 2)
     assert says == is_notable and found.held_up_s == pytest.approx(seconds)
     assert found.share == pytest.approx(seconds / 20), "of two cores"
 
 
-def test_a_thread_on_one_core_of_many_is_held_up_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_thread_on_one_core_of_many_is_held_up_whole(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     last = after(9.0, {1: 1.0}, {0: 10.0, 1: 10.0})
     assert found_by(last, monkeypatch, 1)[0].share == pytest.approx(0.1)
 
@@ -79,7 +90,9 @@ def test_nothing_is_said_of_a_short_run_or_where_linux_does_not_count(
     assert held_up_s(nothing, nothing, {0}) == 0.0
 
 
-def test_what_linux_counts_is_read(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_what_linux_counts_is_read(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     monkeypatch.setattr(other_work, "PROC", tmp_path / "proc")
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
     monkeypatch.setattr(os, "sysconf", lambda name: 100)
@@ -144,5 +157,6 @@ def test_the_summary_tells_of_it() -> None:
     assert "other work" not in summary.to_text()
     summary.is_beside_other_work = True
     assert (
-        "other work slowed this run: threads stood in line for it 6.5 s, 32%" in summary.to_text()
+        "other work slowed this run: threads stood in line for it 6.5 s, 32%"
+        in summary.to_text()
     )

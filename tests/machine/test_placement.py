@@ -23,7 +23,12 @@ from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.wire import HiddenForm
 from fminfer.plan.expected_bytes import GPU_RESERVE
-from fminfer.plan.machine_facts import Machine, choose_device, count_sharers, find_machine
+from fminfer.plan.machine_facts import (
+    Machine,
+    choose_device,
+    count_sharers,
+    find_machine,
+)
 from fminfer.plan.planning import make_plan
 from fminfer.plan.shortage import auto_budget
 from fminfer.runtime.build.agreement import connect_neighbours, count_blocks
@@ -41,7 +46,13 @@ def device_of(
 
 def test_ranks_take_the_gpus_in_turn() -> None:
     for name in ("auto", "cuda"):
-        assert [device_of(name, rank=rank).index for rank in range(5)] == [0, 1, 2, 3, 0]
+        assert [device_of(name, rank=rank).index for rank in range(5)] == [
+            0,
+            1,
+            2,
+            3,
+            0,
+        ]
         assert [device_of(name, (2, 1), rank).index for rank in range(3)] == [2, 1, 2]
     assert device_of("cuda:3", rank=1) == torch.device("cuda:3")
     assert device_of("cpu") == torch.device("cpu")
@@ -71,7 +82,13 @@ def test_a_planned_gpu_has_no_number_and_need_not_be_here() -> None:
 
 def test_engines_of_a_machine_take_gpus_in_turn_and_share_those_they_have_to() -> None:
     """The forecast asked GPU 0 for every engine, and each took an eighth of its own card."""
-    for num_engines, local_size, shares in ((4, 1, 1), (2, 2, 1), (8, 1, 2), (4, 2, 2), (2, 4, 2)):
+    for num_engines, local_size, shares in (
+        (4, 1, 1),
+        (2, 2, 1),
+        (8, 1, 2),
+        (4, 2, 2),
+        (2, 4, 2),
+    ):
         found = []
         for number in range(num_engines):
             for rank in range(local_size):
@@ -107,18 +124,24 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
 
     for module in ("plan.machine_facts", "runtime.build.agreement"):
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
-    monkeypatch.setattr("fminfer.runtime.build.agreement.memory_name", lambda *given: "a card")
+    monkeypatch.setattr(
+        "fminfer.runtime.build.agreement.memory_name", lambda *given: "a card"
+    )
     checkpoint = open_random("llama-160m")
     config = EngineConfig()
     place = Machine(num_engines=8, engine_number=5)
     found = make_plan(config, checkpoint, find_machine(config, place))
     assert found.device == torch.device("cuda:5") and not found.shortage
     alone = EngineConfig(device="cuda:5")
-    assert count_blocks(found) == count_blocks(make_plan(alone, checkpoint, find_machine(alone)))
+    assert count_blocks(found) == count_blocks(
+        make_plan(alone, checkpoint, find_machine(alone))
+    )
     assert {*asked} == {torch.device("cuda:5")}
 
 
-def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoints_of_float16_stay_so_on_a_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """They were rounded to bfloat16, which has three bits less and is no faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert all(is_fast_in_bfloat16(torch.device(name)) for name in ("cuda:0", "cuda"))
@@ -142,7 +165,9 @@ def test_checkpoints_of_float16_stay_so_on_a_gpu(monkeypatch: pytest.MonkeyPatch
     assert dtype_of(torch.float16) == torch.bfloat16
 
 
-def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_thread_of_steps_works_on_its_own_card(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """On cuda:1 its events were recorded on GPU 0, which is every thread's at first."""
     chosen: list[tuple[str, torch.device]] = []
     monkeypatch.setattr(
@@ -151,7 +176,9 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
         lambda device: chosen.append((threading.current_thread().name, device)),
     )
     device = torch.device("cuda:1")
-    stage: Any = SimpleNamespace(run=lambda step: SimpleNamespace(spans=(), place=len(chosen)))
+    stage: Any = SimpleNamespace(
+        run=lambda step: SimpleNamespace(spans=(), place=len(chosen))
+    )
     loaded: Any = SimpleNamespace(device=device)
     step: Any = "a step"
     with closing(_build_pipeline(stage, loaded, None)) as alone:
@@ -170,7 +197,8 @@ def test_the_thread_of_steps_works_on_its_own_card(monkeypatch: pytest.MonkeyPat
 def test_a_card_that_cannot_be_used_ends_the_steps_with_its_error(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """The thread of steps ended without a word, and whoever waited for a step waited for ever."""
+    """The thread of steps ended without a word, and whoever waited for a step waited
+    for ever."""
 
     def fail(device: torch.device) -> None:
         raise RuntimeError("CUDA error: invalid device ordinal")
@@ -190,7 +218,9 @@ def test_a_run_is_planned_whose_other_gpus_are_elsewhere() -> None:
     """The fingerprint of a run over two machines asked this one for the other's GPU."""
     config = EngineConfig(cuda_ids=(0, 1))
     machine = Machine(num_gpus=1, num_stages=2, local_size=2)
-    assert make_plan(config, open_model(config), machine).device == torch.device("cuda:0")
+    assert make_plan(config, open_model(config), machine).device == torch.device(
+        "cuda:0"
+    )
 
 
 def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -199,7 +229,8 @@ def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     for kind in ("cpu", "cuda"):
         stage = SimpleNamespace(warm_up=lambda kind=kind: warmed.append(kind))
         monkeypatch.setattr(
-            "fminfer.runtime.build.builder.make_stage", lambda *given, stage=stage: stage
+            "fminfer.runtime.build.builder.make_stage",
+            lambda *given, stage=stage: stage,
         )
         loaded: Any = SimpleNamespace(device=torch.device(kind))
         assert build_stage(loaded) is stage
@@ -215,7 +246,11 @@ def test_without_a_gpu() -> None:
 
 def test_steps_are_as_large_as_suits_the_device() -> None:
     config = EngineConfig()
-    assert config.step_sizes("cpu", 1) == config.step_sizes("cpu", 4) == StepSizes(512, 256)
+    assert (
+        config.step_sizes("cpu", 1)
+        == config.step_sizes("cpu", 4)
+        == StepSizes(512, 256)
+    )
     sizes = [config.step_sizes("cuda", num_stages) for num_stages in (1, 2, 8, 100)]
     assert sizes == [StepSizes(chunk, 1024) for chunk in (4096, 2048, 512, 512)]
     asked = EngineConfig(chunk_size=7, max_rows=9)
@@ -238,7 +273,9 @@ def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
     assert auto_budget(10, 10**9, 10_000, 99_999, "cpu") == 500
     free = 10 * 2**30
     work = 3 * 2**30
-    assert auto_budget(10, 10**9, free, work, "cuda") == (free - work - GPU_RESERVE) // 10
+    assert (
+        auto_budget(10, 10**9, free, work, "cuda") == (free - work - GPU_RESERVE) // 10
+    )
     assert auto_budget(10, 300, free, work, "cuda") == 300, "no more is of use"
     assert auto_budget(10, 300, work, work, "cuda") == 1
 
@@ -248,14 +285,16 @@ def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
     sizes = {}
     for kind in ("cpu", "cuda"):
         config = EngineConfig(dtype="bfloat16", device=kind)
-        sizes[kind] = make_plan(config, checkpoint, Machine(device_bytes=80 << 30)).own.takes.work
+        sizes[kind] = make_plan(
+            config, checkpoint, Machine(device_bytes=80 << 30)
+        ).own.takes.work
     assert 2.5e9 < sizes["cuda"] < 3.5e9
     assert sizes["cpu"] < 0.2e9
 
 
 def test_threads_that_loading_used_do_not_compete_with_those_of_steps() -> None:
-    """Torch's OpenMP keeps helpers for each thread that computes; while there are more of them than
-    cores they sleep between any two products."""
+    """Torch's OpenMP keeps helpers for each thread that computes; while there are more
+    of them than cores they sleep between any two products."""
     code = """
 import os, torch, fminfer
 def count_new(work):
@@ -269,17 +308,24 @@ engine = fminfer.Engine()
 print(first, count_new(work))
 engine.close()
 """
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, timeout=300
+    )
     assert done.stdout.split() == ["2", "2"], done.stderr
 
 
-def test_bfloat16_is_asked_of_the_device_itself(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_bfloat16_is_asked_of_the_device_itself(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """torch was asked for its current device, which is another one's until it is set."""
     capabilities = {0: (7, 5), 1: (9, 0)}
     monkeypatch.setattr(
         torch.cuda, "get_device_capability", lambda device: capabilities[device.index]
     )
-    assert [is_fast_in_bfloat16(torch.device("cuda", i)) for i in (0, 1)] == [False, True]
+    assert [is_fast_in_bfloat16(torch.device("cuda", i)) for i in (0, 1)] == [
+        False,
+        True,
+    ]
 
 
 def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -299,7 +345,10 @@ def test_a_gpus_products_round_no_sums(monkeypatch: pytest.MonkeyPatch) -> None:
             setattr(matmul, name, value)
             use_device(torch.device("cuda:1"))
             assert [getattr(matmul, name) for name in names] == [False, False]
-            assert torch.get_float32_matmul_precision() == "highest" and not matmul.allow_tf32
+            assert (
+                torch.get_float32_matmul_precision() == "highest"
+                and not matmul.allow_tf32
+            )
         assert chosen == [torch.device("cuda:1")] * 2
     finally:
         for name, value in zip(names, before, strict=True):
@@ -314,7 +363,9 @@ def test_neighbours_connect_pair_after_pair(monkeypatch: pytest.MonkeyPatch) -> 
             monkeypatch.setattr(
                 torch.distributed,
                 name,
-                lambda word, other, group, rank=rank, name=name: said.append((rank, name, other)),
+                lambda word, other, group, rank=rank, name=name: said.append(
+                    (rank, name, other)
+                ),
             )
         group: Any = SimpleNamespace(rank=rank, world_size=3)
         connect_neighbours(group, group, torch.device("cpu"))
@@ -323,11 +374,15 @@ def test_neighbours_connect_pair_after_pair(monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_gloo_and_nccl_meet_on_one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL was left to choose, and could take one on which the others are not reached."""
-    monkeypatch.setattr("fminfer.pipeline.group.interfaces", lambda: {"ib0": "10.0.0.7"})
+    monkeypatch.setattr(
+        "fminfer.pipeline.group.interfaces", lambda: {"ib0": "10.0.0.7"}
+    )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "x")  # so that it is as it was afterwards
         monkeypatch.delenv(name)
     mine = {"host": "b", "store": "10.0.0.1", "own": "10.0.0.7"}
-    _choose_interface(mine, [{"host": "a", "store": "10.0.0.1", "own": "10.0.0.1"}, mine])
+    _choose_interface(
+        mine, [{"host": "a", "store": "10.0.0.1", "own": "10.0.0.1"}, mine]
+    )
     assert os.environ["GLOO_SOCKET_IFNAME"] == "ib0"
     assert os.environ["NCCL_SOCKET_IFNAME"] == "=ib0"

@@ -22,9 +22,12 @@ from fminfer.plan.planning import plan_ahead
 
 CPU = torch.device("cpu")
 GREATEST = (
-    "flags\t\t: fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd avx512_bf16 amx_bf16"
+    "flags\t\t: fpu avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd avx512_bf16 "
+    "amx_bf16"
 )
-needs_avx2 = pytest.mark.skipif(not has_unit("avx2"), reason="this processor has no avx2")
+needs_avx2 = pytest.mark.skipif(
+    not has_unit("avx2"), reason="this processor has no avx2"
+)
 
 
 @pytest.fixture
@@ -44,7 +47,11 @@ def greatest(monkeypatch: pytest.MonkeyPatch) -> None:
     ],
 )
 def test_a_greater_processor_hides_its_units(
-    name: str, has_pairs: bool, has_tiles: bool, greatest: None, monkeypatch: pytest.MonkeyPatch
+    name: str,
+    has_pairs: bool,
+    has_tiles: bool,
+    greatest: None,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("FMINFER_CPU", name)
     assert has_unit("avx512_bf16") == has_pairs and has_unit("amx_bf16") == has_tiles
@@ -52,7 +59,9 @@ def test_a_greater_processor_hides_its_units(
     dtype = plan_ahead(EngineConfig(device="cpu"), open_checkpoint(None)).dtype
     assert dtype == (torch.bfloat16 if has_pairs else torch.float32)
     assert bool(why_slow(torch.bfloat16, CPU)) != has_pairs
-    assert not why_slow(torch.float32, CPU) and "float16" in why_slow(torch.float16, CPU)
+    assert not why_slow(torch.float32, CPU) and "float16" in why_slow(
+        torch.float16, CPU
+    )
 
 
 def test_a_run_says_that_the_variable_hides_fast_products(
@@ -61,22 +70,30 @@ def test_a_run_says_that_the_variable_hides_fast_products(
     """It said of a processor that has them that it had none."""
     monkeypatch.setenv("FMINFER_CPU", "AVX2")
     says = why_slow(torch.bfloat16, CPU)
-    assert "FMINFER_CPU=avx2 hides this CPU's fast products of bfloat16; unset it" in says
+    assert (
+        "FMINFER_CPU=avx2 hides this CPU's fast products of bfloat16; unset it" in says
+    )
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
     for name in ("avx2", ""):
         monkeypatch.setenv("FMINFER_CPU", name)
-        assert "this CPU has no fast products of bfloat16" in why_slow(torch.bfloat16, CPU)
+        assert "this CPU has no fast products of bfloat16" in why_slow(
+            torch.bfloat16, CPU
+        )
     monkeypatch.delenv("FMINFER_CPU")
     assert "this CPU has no fast products of bfloat16" in why_slow(torch.bfloat16, CPU)
 
 
-def test_upper_case_is_understood(greatest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_upper_case_is_understood(
+    greatest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for name, flags in (("AVX2", "-march=x86-64-v3"), ("Native", "-march=native")):
         monkeypatch.setenv("FMINFER_CPU", name)
         assert list(compiler_flags()) == [flags]
 
 
-def test_the_libraries_are_told(greatest: None, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_libraries_are_told(
+    greatest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
     for variable in LEVELS["avx2"].caps:
         monkeypatch.setenv(variable, "what the user set")
     cap_libraries()
@@ -90,7 +107,9 @@ def test_the_libraries_are_told(greatest: None, monkeypatch: pytest.MonkeyPatch)
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
     monkeypatch.setenv("FMINFER_CPU", "avx3")
-    allowed = r"'avx3'; set it to avx2, avx512, avx512_bf16, or to native \(all that this"
+    allowed = (
+        r"'avx3'; set it to avx2, avx512, avx512_bf16, or to native \(all that this"
+    )
     with pytest.raises(UsageError, match=allowed):
         cap_libraries()
     monkeypatch.setenv("FMINFER_CPU", "avx512")
@@ -117,7 +136,9 @@ def test_torch_and_the_command_keep_to_it(tmp_path: Path) -> None:
     code = "import fminfer; fminfer.Engine; from torch.backends import cpu; "
     code += "print(cpu.get_cpu_capability())"
     environ = os.environ | {"FMINFER_CPU": "avx2"}
-    done = subprocess.run([sys.executable, "-c", code], env=environ, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environ, capture_output=True, text=True
+    )
     assert done.stdout == "AVX2\n", done.stderr
     environ["FMINFER_CPU"] = "286"
     command = [sys.executable, "-m", "fminfer", "status", str(tmp_path)]

@@ -18,7 +18,12 @@ from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import counted
 from fminfer.machine import control_groups, library_imports, processor, threads
-from fminfer.machine.threads import ThreadCount, choose_num_threads, count_cores, wait_briefly
+from fminfer.machine.threads import (
+    ThreadCount,
+    choose_num_threads,
+    count_cores,
+    wait_briefly,
+)
 
 
 @pytest.mark.parametrize("version", [1, 2])
@@ -27,10 +32,16 @@ def test_cores_are_those_of_the_affinity_and_of_the_control_groups_quota(
 ) -> None:
     """In a container with 2 of 64 cores as a quota, 64 threads took the place of 2."""
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
-    monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(8)), raising=False)
+    monkeypatch.setattr(
+        os, "sched_getaffinity", lambda pid: set(range(8)), raising=False
+    )
     assert count_cores() == 8, "no groups"
     (tmp_path / "proc/self").mkdir(parents=True)
-    group = "5:memory:/other\n4:cpu,cpuacct:/job/step\n" if version == 1 else "0::/job/step\n"
+    group = (
+        "5:memory:/other\n4:cpu,cpuacct:/job/step\n"
+        if version == 1
+        else "0::/job/step\n"
+    )
     (tmp_path / "proc/self/cgroup").write_text(group)
     top = tmp_path / "sys/fs/cgroup" / ("cpu,cpuacct" if version == 1 else "")
 
@@ -73,8 +84,11 @@ def test_threads_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
         fminfer.Engine(threads=0)
 
 
-def test_threads_soon_sleep_unless_the_user_says_otherwise(monkeypatch: pytest.MonkeyPatch) -> None:
-    """OpenMP's threads spun for each other: beside a busy process a run took six times as long."""
+def test_threads_soon_sleep_unless_the_user_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """OpenMP's threads spun for each other: beside a busy process a run took six times
+    as long."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
     wait_briefly()
@@ -101,7 +115,9 @@ def look():
 library_imports.import_transformers = look
 cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
 """
-    environment = {k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))}
+    environment = {
+        k: v for k, v in os.environ.items() if not k.startswith(("GOMP_", "OMP_WAIT"))
+    }
     done = subprocess.run(
         [sys.executable, "-c", code],
         env=environment,
@@ -115,10 +131,14 @@ cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
 
 
 def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
-    """One run showed 276 tokens/s as it went and 643 at its end, where shared ones were counted."""
+    """One run showed 276 tokens/s as it went and 643 at its end, where shared ones were
+    counted."""
     path = tmp_path / "a.jsonl"
     head = "Question: How do you go from the bathroom to the office? "
-    rows = [{"prompt": head * 3 + f"{i}", "max_tokens": 2, "temperature": 0} for i in (1, 2, 2)]
+    rows = [
+        {"prompt": head * 3 + f"{i}", "max_tokens": 2, "temperature": 0}
+        for i in (1, 2, 2)
+    ]
     path.write_text("".join(json.dumps(row) + "\n" for row in rows))
     flags = ["run", str(path), "--stats", str(tmp_path / "stats.json")]
     found = CliRunner().invoke(main, flags)
@@ -128,10 +148,18 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     wall_s = stats["wall_s"]
     computed = engine["num_prompt_tokens"] + engine["num_generated_tokens"]
     assert stats["tokens_per_s"] * wall_s == pytest.approx(computed)
-    assert stats["generated_per_s"] * wall_s == pytest.approx(engine["num_generated_tokens"])
+    assert stats["generated_per_s"] * wall_s == pytest.approx(
+        engine["num_generated_tokens"]
+    )
     answered = stats["prompt_tokens"] + stats["completion_tokens"]
-    assert stats["answered_per_s"] * wall_s == pytest.approx(answered) and answered > computed
-    assert "tokens/s computed" in found.output and "with those that were shared" in found.output
+    assert (
+        stats["answered_per_s"] * wall_s == pytest.approx(answered)
+        and answered > computed
+    )
+    assert (
+        "tokens/s computed" in found.output
+        and "with those that were shared" in found.output
+    )
     assert "Loading fminfer-demo (" in found.output and "\nReady after" in found.output
     assert "answering 3 rows." in found.output
     assert stats["num_threads"] == torch.get_num_threads() > 0
@@ -139,7 +167,9 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     assert stats["cpu_limit"] == processor.chosen_name()
 
 
-def test_threads_follow_the_cores_but_never_the_users_word(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_threads_follow_the_cores_but_never_the_users_word(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """A run whose cores were cut kept all its threads, which then waited for each other."""
     monkeypatch.delenv("OMP_NUM_THREADS", raising=False)
     cores = [8]

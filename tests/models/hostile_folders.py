@@ -4,8 +4,8 @@ A change is named by its file, its place and its value, so that one can be tried
 
     python -m tests.models.hostile_folders [--all] [part of a name …]
 
-A folder is refused in a sentence, or it answers. Whatever else comes is a fault: a raw exception, a
-crash, a hang, much memory, a long message, or code that ran.
+A folder is refused in a sentence, or it answers. Whatever else comes is a fault: a raw
+exception, a crash, a hang, much memory, a long message, or code that ran.
 """
 
 from __future__ import annotations
@@ -155,7 +155,10 @@ def make_folder(kind: str, folder: Path) -> None:
         (folder / "1_Pooling").mkdir()
         pooling = {"word_embedding_dimension": 32, "pooling_mode_mean_tokens": True}
         _dump(folder / "1_Pooling" / "config.json", pooling)
-        _dump(folder / "sentence_bert_config.json", {"max_seq_length": 32, "do_lower_case": False})
+        _dump(
+            folder / "sentence_bert_config.json",
+            {"max_seq_length": 32, "do_lower_case": False},
+        )
         _dump(
             folder / "config_sentence_transformers.json",
             {
@@ -182,7 +185,8 @@ def _fit_vocabulary(content: Any) -> None:
     kept = {piece for piece, number in vocab.items() if number < 300}
     content["model"]["vocab"] = {p: n for p, n in vocab.items() if p in kept}
     pairs = [
-        each if isinstance(each, list) else each.split(" ") for each in content["model"]["merges"]
+        each if isinstance(each, list) else each.split(" ")
+        for each in content["model"]["merges"]
     ]
     content["model"]["merges"] = [p for p in pairs if {p[0], p[1], p[0] + p[1]} <= kept]
 
@@ -278,8 +282,19 @@ CONFIG_KEYS = {
         "attn_logit_softcapping",
     ),
     "mixtral": ("num_local_experts", "num_experts_per_tok", "sliding_window"),
-    "gpt2": ("n_head", "n_embd", "n_layer", "n_positions", "activation_function", "n_inner"),
-    "phi3-long": ("rope_scaling", "rope_parameters", "original_max_position_embeddings"),
+    "gpt2": (
+        "n_head",
+        "n_embd",
+        "n_layer",
+        "n_positions",
+        "activation_function",
+        "n_inner",
+    ),
+    "phi3-long": (
+        "rope_scaling",
+        "rope_parameters",
+        "original_max_position_embeddings",
+    ),
     "deepseek_v3": (
         "n_group",
         "topk_group",
@@ -330,18 +345,27 @@ FIELD_CHANGES: dict[str, dict[str, Any]] = {
     "dtype nn": {"dtype": "nn", "torch_dtype": "nn"},
     "dtype of torch": {"dtype": "ops", "torch_dtype": "ops"},
     "dtype object": {"dtype": {"": "float32", "text_config": 3}},
-    "auto_map": {"auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}},
+    "auto_map": {
+        "auto_map": {"AutoConfig": "evil.Config", "AutoModelForCausalLM": "evil.Model"}
+    },
     "auto_map remote": {"auto_map": {"AutoConfig": "some/repo--evil.Config"}},
     "quantization gptq": {"quantization_config": {"quant_method": "gptq", "bits": 4}},
-    "quantization own": {"quantization_config": {"quant_method": "fminfer", "version": 1}},
-    "quantization own later": {"quantization_config": {"quant_method": "fminfer", "version": 99}},
+    "quantization own": {
+        "quantization_config": {"quant_method": "fminfer", "version": 1}
+    },
+    "quantization own later": {
+        "quantization_config": {"quant_method": "fminfer", "version": 99}
+    },
     "quantization long": {"quantization_config": {"quant_method": "x" * 100_000}},
     "text_config": {"text_config": {"model_type": "llama"}},
     "text_config wrong": {"text_config": {"model_type": [1]}},
     "text_config of itself": {"text_config": {"text_config": {"text_config": {}}}},
     "encoder": {"is_encoder_decoder": True},
     "causal": {"is_causal": False},
-    "layer types": {"layer_types": ["sliding_attention", "full_attention"], "sliding_window": 2},
+    "layer types": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "sliding_window": 2,
+    },
     "layer types wrong": {"layer_types": ["x"]},
     "label": {"id2label": {"a": "b"}},
     "labels": {"num_labels": 10**9},
@@ -351,7 +375,10 @@ FIELD_CHANGES: dict[str, dict[str, Any]] = {
     "attribute map": {"attribute_map": {"hidden_size": "vocab_size"}},
     "activation": {"hidden_act": "exec"},
     "tied": {"tie_word_embeddings": "no"},
-    "attn": {"_attn_implementation": "flash_attention_2", "attn_implementation": "evil/kernel"},
+    "attn": {
+        "_attn_implementation": "flash_attention_2",
+        "attn_implementation": "evil/kernel",
+    },
     "experts": {"num_local_experts": 10**9, "num_experts_per_tok": 2},
     "transformers version": {"transformers_version": "99.99"},
 }
@@ -369,8 +396,18 @@ ROPES: dict[str, Any] = {
     "theta huge": {"rope_type": "default", "rope_theta": 10**400},
     "theta list": {"rope_type": "default", "rope_theta": [1]},
     "yarn bare": {"rope_type": "yarn"},
-    "yarn": {"rope_type": "yarn", "factor": 4.0, "rope_theta": 1e4, "beta_fast": 0, "beta_slow": 0},
-    "yarn 0": {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 0},
+    "yarn": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "rope_theta": 1e4,
+        "beta_fast": 0,
+        "beta_slow": 0,
+    },
+    "yarn 0": {
+        "rope_type": "yarn",
+        "factor": 4.0,
+        "original_max_position_embeddings": 0,
+    },
     "llama3 bare": {"rope_type": "llama3", "factor": 8.0},
     "llama3 0": {
         "rope_type": "llama3",
@@ -397,7 +434,11 @@ ROPES: dict[str, Any] = {
     "nested": {"full_attention": {"rope_type": "default", "rope_theta": 1e4}},
     "nested wrong": {"full_attention": 3, "sliding_attention": None},
     "partial": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": -1},
-    "partial huge": {"rope_type": "default", "rope_theta": 1e4, "partial_rotary_factor": 1e9},
+    "partial huge": {
+        "rope_type": "default",
+        "rope_theta": 1e4,
+        "partial_rotary_factor": 1e9,
+    },
     "type list": {"rope_type": ["linear"], "type": {}},
     "llama 4": {"rope_type": "default", "rope_theta": 1e4, "llama_4_scaling_beta": 0.1},
 }
@@ -444,7 +485,11 @@ def config_cases() -> Iterator[Case]:
     for kind, keys in CONFIG_KEYS.items():
         for key in keys:
             for label, new in WRONG.items():
-                yield Case(f"config {kind} {key} {label}", kind, put("config.json", (key,), new))
+                yield Case(
+                    f"config {kind} {key} {label}",
+                    kind,
+                    put("config.json", (key,), new),
+                )
     config = json.loads((DEMO_MODEL / "config.json").read_text())
     for key in config:
         yield Case(f"config demo {key} missing", "demo", drop("config.json", (key,)))
@@ -454,14 +499,26 @@ def config_cases() -> Iterator[Case]:
         for key in ("rope_parameters", "rope_scaling"):
             for kind in ("demo", "gemma3_text"):
                 yield Case(
-                    f"config {kind} {key} is {label}", kind, put("config.json", (key,), rope)
+                    f"config {kind} {key} is {label}",
+                    kind,
+                    put("config.json", (key,), rope),
                 )
     for label, eos in EOS.items():
         for name in ("config.json", "generation_config.json"):
-            says = "eos" if label in ("-1", "[-1]", "[[0]]", "text") and name[0] == "g" else ""
+            says = (
+                "eos"
+                if label in ("-1", "[-1]", "[[0]]", "text") and name[0] == "g"
+                else ""
+            )
             change = put(name, ("eos_token_id",), eos)
             yield Case(f"{name} eos {label}", "demo", change, says=says)
-    for key in ("temperature", "top_k", "max_new_tokens", "pad_token_id", "transformers_version"):
+    for key in (
+        "temperature",
+        "top_k",
+        "max_new_tokens",
+        "pad_token_id",
+        "transformers_version",
+    ):
         for label, new in WRONG.items():
             change = put("generation_config.json", (key,), new)
             yield Case(f"generation {key} {label}", "demo", change)
@@ -483,7 +540,9 @@ def config_cases() -> Iterator[Case]:
     )
     for name in files:
         for label, content in BROKEN_JSON.items():
-            yield Case(f"file {name} {label}", "demo", write(name, content), request="chat")
+            yield Case(
+                f"file {name} {label}", "demo", write(name, content), request="chat"
+            )
     sentence = (
         "modules.json",
         "1_Pooling/config.json",
@@ -524,8 +583,16 @@ def config_cases() -> Iterator[Case]:
 NORMALIZERS: dict[str, Any] = {
     "unknown": {"type": "Nothing"},
     "Replace empty": {"type": "Replace", "pattern": {"String": ""}, "content": "aaaa"},
-    "Replace empty regex": {"type": "Replace", "pattern": {"Regex": ""}, "content": "aaaa"},
-    "Replace wrong regex": {"type": "Replace", "pattern": {"Regex": "("}, "content": "a"},
+    "Replace empty regex": {
+        "type": "Replace",
+        "pattern": {"Regex": ""},
+        "content": "aaaa",
+    },
+    "Replace wrong regex": {
+        "type": "Replace",
+        "pattern": {"Regex": "("},
+        "content": "a",
+    },
     "Replace catastrophic": {
         "type": "Replace",
         "pattern": {"Regex": "(Q|u|e|s|t|i|o|n|Qu|es|ti|.)*(.|.)*$x"},
@@ -541,14 +608,22 @@ NORMALIZERS: dict[str, Any] = {
         "pattern": {"Regex": "a{1,99999}{1,9999}"},
         "content": "",
     },
-    "Replace big content": {"type": "Replace", "pattern": {"String": "e"}, "content": "e" * 10**6},
+    "Replace big content": {
+        "type": "Replace",
+        "pattern": {"String": "e"},
+        "content": "e" * 10**6,
+    },
     "Prepend empty": {"type": "Prepend", "prepend": ""},
     "Precompiled": {"type": "Precompiled", "precompiled_charsmap": "AAAA"},
     "Precompiled wrong": {"type": "Precompiled", "precompiled_charsmap": "////" * 100},
     "Precompiled size": {"type": "Precompiled", "precompiled_charsmap": "/////wAAAAA="},
     "Sequence deep": None,
     "Sequence wrong": {"type": "Sequence", "normalizers": [1]},
-    "Strip to nothing": {"type": "Replace", "pattern": {"Regex": "(?s)."}, "content": ""},
+    "Strip to nothing": {
+        "type": "Replace",
+        "pattern": {"Regex": "(?s)."},
+        "content": "",
+    },
     "Bert": {"type": "BertNormalizer", "clean_text": "yes"},
 }
 PRE_TOKENIZERS: dict[str, Any] = {
@@ -577,9 +652,22 @@ PRE_TOKENIZERS: dict[str, Any] = {
         "behavior": "Isolated",
         "invert": False,
     },
-    "Split behavior": {"type": "Split", "pattern": {"String": "a"}, "behavior": "x", "invert": 0},
-    "Metaspace long": {"type": "Metaspace", "replacement": "ab", "prepend_scheme": "always"},
-    "Metaspace empty": {"type": "Metaspace", "replacement": "", "prepend_scheme": "always"},
+    "Split behavior": {
+        "type": "Split",
+        "pattern": {"String": "a"},
+        "behavior": "x",
+        "invert": 0,
+    },
+    "Metaspace long": {
+        "type": "Metaspace",
+        "replacement": "ab",
+        "prepend_scheme": "always",
+    },
+    "Metaspace empty": {
+        "type": "Metaspace",
+        "replacement": "",
+        "prepend_scheme": "always",
+    },
     "Metaspace never": {"type": "Metaspace", "replacement": "▁", "prepend_scheme": "x"},
     "Delimiter": {"type": "CharDelimiterSplit", "delimiter": ""},
     "Fixed 0": {"type": "FixedLength", "length": 0},
@@ -600,7 +688,12 @@ POST: dict[str, Any] = {
         "pair": [],
         "special_tokens": {},
     },
-    "Template no A": {"type": "TemplateProcessing", "single": [], "pair": [], "special_tokens": {}},
+    "Template no A": {
+        "type": "TemplateProcessing",
+        "single": [],
+        "pair": [],
+        "special_tokens": {},
+    },
     "Template ids": {
         "type": "TemplateProcessing",
         "single": [
@@ -631,7 +724,11 @@ POST: dict[str, Any] = {
         "pair": [],
         "special_tokens": {},
     },
-    "Bert": {"type": "BertProcessing", "sep": ["[SEP]", 99999], "cls": ["[CLS]", 88888]},
+    "Bert": {
+        "type": "BertProcessing",
+        "sep": ["[SEP]", 99999],
+        "cls": ["[CLS]", 88888],
+    },
     "Bert wrong": {"type": "BertProcessing", "sep": [1, "x"]},
     "Roberta": {"type": "RobertaProcessing", "sep": ["</s>", -1], "cls": ["<s>", 0]},
 }
@@ -643,7 +740,12 @@ DECODERS: dict[str, Any] = {
     "Strip wrong": {"type": "Strip", "content": "ab", "start": 1, "stop": 0},
     "WordPiece": {"type": "WordPiece", "prefix": "", "cleanup": True},
     "ByteFallback": {"type": "ByteFallback"},
-    "CTC": {"type": "CTC", "pad_token": "", "word_delimiter_token": "", "cleanup": False},
+    "CTC": {
+        "type": "CTC",
+        "pad_token": "",
+        "word_delimiter_token": "",
+        "cleanup": False,
+    },
     "BPE": {"type": "BPEDecoder", "suffix": ""},
     "Sequence wrong": {"type": "Sequence", "decoders": [{"type": "Sequence"}]},
     "Metaspace": {"type": "Metaspace", "replacement": "", "prepend_scheme": "always"},
@@ -652,7 +754,11 @@ MODELS: dict[str, Any] = {
     "unknown": {"type": "Nothing"},
     "no type": {"vocab": {}, "merges": []},
     "BPE empty": {"type": "BPE", "vocab": {}, "merges": []},
-    "BPE merges missing": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": [["a", "b"]]},
+    "BPE merges missing": {
+        "type": "BPE",
+        "vocab": {"a": 0, "b": 1},
+        "merges": [["a", "b"]],
+    },
     "BPE merges wrong": {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": ["ab"]},
     "BPE ids doubled": {"type": "BPE", "vocab": {"a": 0, "b": 0, "c": 0}, "merges": []},
     "BPE ids far": {"type": "BPE", "vocab": {"a": 0, "b": 4_000_000_000}, "merges": []},
@@ -660,13 +766,29 @@ MODELS: dict[str, Any] = {
     "BPE dropout": {"type": "BPE", "dropout": 1.0, "vocab": {"a": 0}, "merges": []},
     "BPE dropout 5": {"type": "BPE", "dropout": 5, "vocab": {"a": 0}, "merges": []},
     "BPE unknown": {"type": "BPE", "unk_token": "[X]", "vocab": {"a": 0}, "merges": []},
-    "BPE merge to itself": {"type": "BPE", "vocab": {"a": 0, "": 1}, "merges": [["a", ""]]},
+    "BPE merge to itself": {
+        "type": "BPE",
+        "vocab": {"a": 0, "": 1},
+        "merges": [["a", ""]],
+    },
     "Unigram empty": {"type": "Unigram", "unk_id": None, "vocab": []},
     "Unigram no unknown": {"type": "Unigram", "unk_id": None, "vocab": [["a", -1.0]]},
     "Unigram unknown": {"type": "Unigram", "unk_id": 9, "vocab": [["a", -1.0]]},
-    "Unigram empty piece": {"type": "Unigram", "unk_id": 0, "vocab": [["a", -1.0], ["", -1.0]]},
-    "Unigram nan": {"type": "Unigram", "unk_id": 0, "vocab": [["a", float("nan")], ["b", 1e308]]},
-    "Unigram infinite": {"type": "Unigram", "unk_id": 0, "vocab": [["a", float("inf")]]},
+    "Unigram empty piece": {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["a", -1.0], ["", -1.0]],
+    },
+    "Unigram nan": {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["a", float("nan")], ["b", 1e308]],
+    },
+    "Unigram infinite": {
+        "type": "Unigram",
+        "unk_id": 0,
+        "vocab": [["a", float("inf")]],
+    },
     "WordLevel": {"type": "WordLevel", "vocab": {"a": 0}, "unk_token": "[X]"},
     "WordLevel empty": {"type": "WordLevel", "vocab": {}, "unk_token": ""},
     "WordPiece": {
@@ -701,7 +823,9 @@ ADDED: dict[str, Any] = {
     "id huge": [{"id": 2**70, "content": "<far>", "special": True}],
     "id beyond the rows": [{"id": 407, "content": "<beyond>", "special": True}],
     "flags": [{"id": 0, "content": "<|endoftext|>", "special": "yes", "lstrip": 3}],
-    "flags null": [{"id": 0, "content": "<|endoftext|>", "special": None, "lstrip": None}],
+    "flags null": [
+        {"id": 0, "content": "<|endoftext|>", "special": None, "lstrip": None}
+    ],
     "twice": [
         {
             "id": 0,
@@ -776,17 +900,26 @@ TOKENIZER_CONFIG: dict[str, dict[str, Any]] = {
     "class base": {"tokenizer_class": "PreTrainedTokenizer"},
     "auto_map": {"auto_map": {"AutoTokenizer": ["evil.Tok", "evil.TokFast"]}},
     "auto_map remote": {"auto_map": {"AutoTokenizer": ["some/repo--evil.Tok", None]}},
-    "names": {"name_or_path": "/dev/zero", "vocab_file": "/dev/zero", "tokenizer_file": "/x"},
+    "names": {
+        "name_or_path": "/dev/zero",
+        "vocab_file": "/dev/zero",
+        "tokenizer_file": "/x",
+    },
     "vocab_file": {"vocab_file": "../../etc/passwd", "merges_file": "/dev/zero"},
     "eos unknown": {"eos_token": "<nowhere>", "bos_token": "<nobody>"},
     "eos object": {"eos_token": {"content": 3, "lstrip": "x"}},
     "eos of itself": {"eos_token": {"__type": "AddedToken"}},
     "extra": {"extra_special_tokens": {"a": 3}},
-    "extra list": {"extra_special_tokens": [1, None], "additional_special_tokens": "abc"},
+    "extra list": {
+        "extra_special_tokens": [1, None],
+        "additional_special_tokens": "abc",
+    },
     "decoder": {"added_tokens_decoder": {"x": {"content": "a"}}},
     "decoder -1": {"added_tokens_decoder": {"-1": {"content": "a"}}},
     "decoder far": {"added_tokens_decoder": {"4000000000": {"content": "<far>"}}},
-    "decoder taken": {"added_tokens_decoder": {"5": {"content": "<five>", "special": True}}},
+    "decoder taken": {
+        "added_tokens_decoder": {"5": {"content": "<five>", "special": True}}
+    },
     "decoder list": {"added_tokens_decoder": [1]},
     "decoder null": {"added_tokens_decoder": {"0": None}},
     "self": {"self": 1, "cls": 2, "args": 3, "kwargs": {"a": 1}},
@@ -849,16 +982,24 @@ def tokenizer_cases() -> Iterator[Case]:
                 new = {"type": "Sequence", "normalizers": []}
                 for _ in range(300):
                     new = {"type": "Sequence", "normalizers": [new]}
-            yield Case(f"tokenizer {part} {label}", "demo", put("tokenizer.json", (part,), new))
+            yield Case(
+                f"tokenizer {part} {label}", "demo", put("tokenizer.json", (part,), new)
+            )
             if part in ("normalizer", "added_tokens", "post_processor"):
                 change = put("tokenizer.json", (part,), new)
-                yield Case(f"tokenizer of BERT {part} {label}", "sentence", change, "input")
+                yield Case(
+                    f"tokenizer of BERT {part} {label}", "sentence", change, "input"
+                )
         for label, new in WRONG.items():
-            yield Case(f"tokenizer {part} {label}", "demo", put("tokenizer.json", (part,), new))
+            yield Case(
+                f"tokenizer {part} {label}", "demo", put("tokenizer.json", (part,), new)
+            )
         yield Case(f"tokenizer {part} missing", "demo", drop("tokenizer.json", (part,)))
     for key in ("version", "truncation", "padding"):
         for label, new in {**WRONG, "text 9": "9"}.items():
-            yield Case(f"tokenizer {key} {label}", "demo", put("tokenizer.json", (key,), new))
+            yield Case(
+                f"tokenizer {key} {label}", "demo", put("tokenizer.json", (key,), new)
+            )
     for key in ("vocab", "merges", "unk_token", "dropout", "byte_fallback", "type"):
         for label, new in WRONG.items():
             change = put("tokenizer.json", ("model", key), new)
@@ -911,7 +1052,9 @@ def tokenizer_cases() -> Iterator[Case]:
         yield Case(f"tokenizer_config of BERT {label}", "sentence", change, "input")
     for name in ("special_tokens_map.json", "added_tokens.json"):
         for label, new in WRONG.items():
-            written = write(name, json.dumps({"eos_token": new, "<|endoftext|>": new}).encode())
+            written = write(
+                name, json.dumps({"eos_token": new, "<|endoftext|>": new}).encode()
+            )
             yield Case(f"{name} values {label}", "demo", written)
     vocabularies: dict[str, bytes] = {
         "vocab.json": b'{"a": 0, "b": "x"}',
@@ -942,7 +1085,9 @@ def tokenizer_cases() -> Iterator[Case]:
                 if classes is None:
                     (folder / "tokenizer_config.json").unlink()
                 else:
-                    _dump(folder / "tokenizer_config.json", {"tokenizer_class": classes})
+                    _dump(
+                        folder / "tokenizer_config.json", {"tokenizer_class": classes}
+                    )
 
             yield Case(f"vocabulary {name} {label}", "demo", change)
     for label, template in {**TEMPLATES, **LOOPING}.items():
@@ -957,7 +1102,9 @@ def tokenizer_cases() -> Iterator[Case]:
             of_config(folder)
 
         if not mark:
-            yield Case(f"template of tokenizer_config {label}", "demo", in_config, "chat")
+            yield Case(
+                f"template of tokenizer_config {label}", "demo", in_config, "chat"
+            )
     for label, new in WRONG.items():
         content = json.dumps({"chat_template": new}).encode()
 
@@ -997,7 +1144,10 @@ ODD_FILES: dict[str, Callable[[Path], object]] = {
     "folder": lambda path: path.mkdir(),
     "loop": lambda path: path.symlink_to(path.name),
     "dangling": lambda path: path.symlink_to("nowhere"),
-    "FIFO by a link": lambda path: (os.mkfifo(path.with_name("pipe")), path.symlink_to("pipe")),
+    "FIFO by a link": lambda path: (
+        os.mkfifo(path.with_name("pipe")),
+        path.symlink_to("pipe"),
+    ),
     "proc": lambda path: path.symlink_to("/proc/self/mem"),
     "empty": lambda path: path.touch(),
 }
@@ -1041,7 +1191,9 @@ def file_cases() -> Iterator[Case]:
             for label, make in ODD_FILES.items():
 
                 def change(
-                    folder: Path, name: str = name, make: Callable[[Path], object] = make
+                    folder: Path,
+                    name: str = name,
+                    make: Callable[[Path], object] = make,
                 ) -> None:
                     path = folder / name
                     if path.is_dir():
@@ -1111,7 +1263,9 @@ def _with_length(header: bytes, values: bytes = b"") -> bytes:
 
 def _index(content: Any) -> Change:
     def edited(folder: Path) -> None:
-        (folder / "model.safetensors").rename(folder / "model-00001-of-00001.safetensors")
+        (folder / "model.safetensors").rename(
+            folder / "model-00001-of-00001.safetensors"
+        )
         _dump(folder / "model.safetensors.index.json", content)
 
     return edited
@@ -1128,7 +1282,8 @@ def _global(module: str, name: str) -> bytes:
 def _doubling(num: int, end: bytes = b"") -> bytes:
     """Return the pickle of tuples of tuples, whose leaves double in each."""
     pairs = b"".join(
-        b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(num)
+        b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+        for n in range(num)
     )
     return _proto(b"K\x01q\x00", pairs, end)
 
@@ -1186,36 +1341,54 @@ def pickles() -> dict[str, bytes]:
         "tuples that double": _doubling(30),
         "key of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(60)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(60)
+            ),
             b"}h\x3cK\x01s",
         ),
         "storage of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(25)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(25)
+            ),
             b"h\x19Q",
         ),
         "storage kind of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(25)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(25)
+            ),
             b"(h\x19h\x19K\x01K\x01K\x01tQ",
         ),
         "storage size of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(25)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(25)
+            ),
             b"(X\x07\0\0\0storage",
             _global("torch", "FloatStorage"),
             b"h\x19K\x01h\x19tQ",
         ),
         "storage key of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(25)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(25)
+            ),
             b"(X\x07\0\0\0storage",
             _global("torch", "FloatStorage"),
             b"h\x19K\x01K\x01tQ",
         ),
         "dtype of doubles": _proto(
             b"K\x01q\x00",
-            *(b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1]) for n in range(25)),
+            *(
+                b"h" + bytes([n]) + b"h" + bytes([n]) + b"\x86q" + bytes([n + 1])
+                for n in range(25)
+            ),
             b"(X\x07\0\0\0storageh\x19K\x01K\x01K\x01tQ",
         ),
         "lists in themselves": _proto(b"]q\x00h\x00a"),
@@ -1226,7 +1399,9 @@ def pickles() -> dict[str, bytes]:
         ),
         "nested": _proto(nested),
         "long key": _text_key(10_000_000),
-        "long number": _proto(b"\x8b" + struct.pack("<i", 5_000_000) + b"\xff" * 5_000_000),
+        "long number": _proto(
+            b"\x8b" + struct.pack("<i", 5_000_000) + b"\xff" * 5_000_000
+        ),
         "digits": b"I" + b"9" * 100_000 + b"\n.",
         "digits long": b"L" + b"9" * 100_000 + b"L\n.",
         "memo far": _proto(b"K\x01r\xff\xff\xff\xff"),
@@ -1241,8 +1416,12 @@ def pickles() -> dict[str, bytes]:
         "bytes": b"\x80\x04\x8e" + struct.pack("<Q", 2**62) + b"}.",
         "unicode": b"\x80\x04\x8d" + struct.pack("<Q", 2**63) + b"}.",
         "persid": b"Pos.system\n.",
-        "called with itself": _proto(_global("collections", "OrderedDict"), b"q\x00h\x00\x85R"),
-        "dict of pairs": _proto(_global("collections", "OrderedDict"), b"K\x01\x85\x85R"),
+        "called with itself": _proto(
+            _global("collections", "OrderedDict"), b"q\x00h\x00\x85R"
+        ),
+        "dict of pairs": _proto(
+            _global("collections", "OrderedDict"), b"K\x01\x85\x85R"
+        ),
         "rebuild": _proto(
             b"}X\x01\0\0\0a",
             _global("torch._utils", "_rebuild_tensor_v2"),
@@ -1282,7 +1461,9 @@ def weight_cases() -> Iterator[Case]:
         "shape float": lambda h: _first(h).update(shape=[407.0, 64.0]),
         "offsets missing": lambda h: _first(h).pop("data_offsets"),
         "offsets one": lambda h: _first(h).update(data_offsets=[0]),
-        "offsets outside": lambda h: _first(h).update(data_offsets=[10**9, 10**9 + 104192]),
+        "offsets outside": lambda h: _first(h).update(
+            data_offsets=[10**9, 10**9 + 104192]
+        ),
         "offsets swapped": lambda h: _first(h).update(data_offsets=[104192, 0]),
         "offsets huge": lambda h: _first(h).update(data_offsets=[0, 2**70]),
         "offsets 1e400": lambda h: _first(h).update(data_offsets=[0, float("inf")]),
@@ -1290,7 +1471,9 @@ def weight_cases() -> Iterator[Case]:
         "entry text": lambda h: h.update(a="x"),
         "entry list": lambda h: h.update(a=[]),
         "metadata": lambda h: h.update(__metadata__=3),
-        "extra": lambda h: h.update(a={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}),
+        "extra": lambda h: h.update(
+            a={"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+        ),
         "name empty": lambda h: h.update(
             {"": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
         ),
@@ -1301,7 +1484,10 @@ def weight_cases() -> Iterator[Case]:
             {"\ud800": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}}
         ),
         "names many": lambda h: h.update(
-            {f"x{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]} for n in range(50_000)}
+            {
+                f"x{n}": {"dtype": "F32", "shape": [0], "data_offsets": [0, 0]}
+                for n in range(50_000)
+            }
         ),
         "lost": lambda h: h.pop(next(k for k in h if k != "__metadata__")),
     }
@@ -1316,7 +1502,9 @@ def weight_cases() -> Iterator[Case]:
         "spaces": lambda h, v: _with_length(h + b" " * (99_000_000 - len(h)), v),
         "many spaces": lambda h, v: _with_length(h + b" " * 100_000_001, v),
         "brackets": lambda h, v: _with_length(b"[" * 50_000_000, v),
-        "depth": lambda h, v: _with_length(b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", v),
+        "depth": lambda h, v: _with_length(
+            b'{"a":' + b"[" * 10**5 + b"]" * 10**5 + b"}", v
+        ),
         "list": lambda h, v: _with_length(b"[]", v),
         "null": lambda h, v: _with_length(b"null", v),
         "twice": lambda h, v: _with_length(h[:-1] + b"," + h[1:], v),
@@ -1357,7 +1545,9 @@ def weight_cases() -> Iterator[Case]:
     for label, pickled in pickles().items():
         yield Case(f"bin {label}", "bin", _zip(pickled))
         if len(pickled) < 10**6:
-            older = b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
+            older = (
+                b"\x80\x02\x8a\nl\xfc\x9cF\xf9 j\xa8P\x19.\x80\x02M\xe9\x03.\x80\x02}."
+            )
             change = write("pytorch_model.bin", older + pickled + b"\x80\x02].")
             yield Case(f"older bin {label}", "bin", change)
     bomb = _zip(b"\0" * 200_000_000, zipfile.ZIP_DEFLATED)
@@ -1365,14 +1555,20 @@ def weight_cases() -> Iterator[Case]:
     yield Case("bin stored zeros", "bin", _zip(b"\0" * 90_000_000))
     yield Case("bin stored steps", "bin", _zip(_proto(b"NNNNNNNN0" * 700_000)))
     yield Case(
-        "bin many entries", "bin", _zip(_proto(b"}"), **{f"e{n}": b"" for n in range(60_000)})
+        "bin many entries",
+        "bin",
+        _zip(_proto(b"}"), **{f"e{n}": b"" for n in range(60_000)}),
     )
     yield Case("bin big-endian", "bin", _zip(_proto(b"}"), byteorder=b"big"))
     yield Case("bin byteorder long", "bin", _zip(_proto(b"}"), byteorder=b"x" * 10**7))
     yield Case("bin two", "bin", _zip(_proto(b"}"), **{"sub/data.pkl": b""}))
     yield Case("bin cut", "bin", _cut("pytorch_model.bin", 2000))
     yield Case("bin cut end", "bin", _cut("pytorch_model.bin", -10))
-    yield Case("bin random", "bin", write("pytorch_model.bin", random.Random(1).randbytes(9999)))
+    yield Case(
+        "bin random",
+        "bin",
+        write("pytorch_model.bin", random.Random(1).randbytes(9999)),
+    )
     rng = random.Random(SEED)
     for kind, name in (
         ("bin", "pytorch_model.bin"),
@@ -1405,7 +1601,9 @@ def _noise(name: str, seed: int) -> Change:
 
 
 def _cut(name: str, size: int) -> Change:
-    return lambda folder: (folder / name).write_bytes((folder / name).read_bytes()[:size])
+    return lambda folder: (folder / name).write_bytes(
+        (folder / name).read_bytes()[:size]
+    )
 
 
 # ---- GGUF
@@ -1444,13 +1642,17 @@ def gguf_cases() -> Iterator[Case]:
         for label, new in wrong_values.items():
             change = built(lambda k, t, key=key, new=new: k.update({key: new}))
             yield Case(f"gguf {key} {label}", "gguf", change)
-        yield Case(f"gguf {key} missing", "gguf", built(lambda k, t, key=key: k.pop(key)))
+        yield Case(
+            f"gguf {key} missing", "gguf", built(lambda k, t, key=key: k.pop(key))
+        )
     more = {
         "alignment 0": {"general.alignment": (U32, 0)},
         "alignment 3": {"general.alignment": (U32, 3)},
         "alignment 2**31": {"general.alignment": (U32, 2**31)},
         "alignment 2**63": {"general.alignment": (10, 2**63)},
-        "template": {"tokenizer.chat_template": (STRING, "{{ cycler.__init__.__globals__ }}")},
+        "template": {
+            "tokenizer.chat_template": (STRING, "{{ cycler.__init__.__globals__ }}")
+        },
         "template syntax": {"tokenizer.chat_template": (STRING, "{% for %}")},
         "template number": {"tokenizer.chat_template": (U32, 3)},
         "eos far": {"tokenizer.ggml.eos_token_id": (U32, 4_000_000_000)},
@@ -1471,15 +1673,23 @@ def gguf_cases() -> Iterator[Case]:
             "tokenizer.ggml.precompiled_charsmap": (ARRAY, (U32, [1] * 10)),
         },
         "t5": {"tokenizer.ggml.model": (STRING, "t5")},
-        "gpt2": {"tokenizer.ggml.model": (STRING, "gpt2"), "tokenizer.ggml.pre": (STRING, "gpt-2")},
+        "gpt2": {
+            "tokenizer.ggml.model": (STRING, "gpt2"),
+            "tokenizer.ggml.pre": (STRING, "gpt-2"),
+        },
         "llama spm": {"tokenizer.ggml.model": (STRING, "llama")},
         "arch": {"general.architecture": (STRING, "x" * 10**5)},
     }
     for label, new in more.items():
-        yield Case(f"gguf keys {label}", "gguf", built(lambda k, t, new=new: k.update(new)))
+        yield Case(
+            f"gguf keys {label}", "gguf", built(lambda k, t, new=new: k.update(new))
+        )
     head = b"GGUF" + struct.pack("<I", 3)
     arch = text("general.architecture") + struct.pack("<I", STRING) + text("llama")
-    nested = struct.pack("<IIQ", ARRAY, ARRAY, 1) * 1 + struct.pack("<IQ", ARRAY, 1) * 100_000
+    nested = (
+        struct.pack("<IIQ", ARRAY, ARRAY, 1) * 1
+        + struct.pack("<IQ", ARRAY, 1) * 100_000
+    )
     raws = {
         "counts 2**63": head + struct.pack("<QQ", 2**63, 2**63),
         "tensors 2**63": head + struct.pack("<QQ", 2**63, 1) + arch,
@@ -1490,7 +1700,10 @@ def gguf_cases() -> Iterator[Case]:
         "big-endian": b"GGUF" + struct.pack(">I", 3),
         "text 2**63": head + struct.pack("<QQQ", 0, 1, 2**63) + b"x" * 100,
         "text 2**64-1": head + struct.pack("<QQQ", 0, 1, 2**64 - 1) + b"x" * 100,
-        "kind 13": head + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<II", 13, 0),
+        "kind 13": head
+        + struct.pack("<QQ", 0, 1)
+        + text("a")
+        + struct.pack("<II", 13, 0),
         "kind 2**32-1": head + struct.pack("<QQ", 0, 1) + text("a") + b"\xff" * 8,
         "array 2**63": head
         + struct.pack("<QQ", 0, 1)
@@ -1511,7 +1724,10 @@ def gguf_cases() -> Iterator[Case]:
         + struct.pack("<QQ", 0, 1)
         + text("a")
         + struct.pack("<IIQ", 9, 9, 2**40),
-        "bool 7": head + struct.pack("<QQ", 0, 1) + text("a") + struct.pack("<IB", 7, 7),
+        "bool 7": head
+        + struct.pack("<QQ", 0, 1)
+        + text("a")
+        + struct.pack("<IB", 7, 7),
         "latin": head
         + struct.pack("<QQ", 0, 1)
         + struct.pack("<Q", 1)
@@ -1523,13 +1739,24 @@ def gguf_cases() -> Iterator[Case]:
         + text("a")
         + struct.pack("<I", 2**32 - 1),
         "shape 0": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 0, (0,), 0),
-        "shape overflow": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 0, (2**63, 2**63), 0),
-        "shape none": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 0, (), 0) + b"\0" * 64,
+        "shape overflow": head
+        + struct.pack("<QQ", 1, 1)
+        + arch
+        + entry("a", 0, (2**63, 2**63), 0),
+        "shape none": head
+        + struct.pack("<QQ", 1, 1)
+        + arch
+        + entry("a", 0, (), 0)
+        + b"\0" * 64,
         "type 99": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 99, (32,), 0),
         "type none": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 4, (32,), 0),
         "blocks": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 8, (31,), 0),
         "offset": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 0, (32,), 2**63),
-        "offset odd": head + struct.pack("<QQ", 1, 1) + arch + entry("a", 0, (1,), 3) + b"\0" * 99,
+        "offset odd": head
+        + struct.pack("<QQ", 1, 1)
+        + arch
+        + entry("a", 0, (1,), 3)
+        + b"\0" * 99,
         "name long": head
         + struct.pack("<QQ", 1, 1)
         + arch
@@ -1571,8 +1798,18 @@ def gguf_cases() -> Iterator[Case]:
 
 def all_cases() -> list[Case]:
     """Return all cases, the same ones in the same order each time."""
-    found = [*config_cases(), *tokenizer_cases(), *file_cases(), *weight_cases(), *gguf_cases()]
-    twice = [name for name, num in Counter(f"{c.kind} {c.name}" for c in found).items() if num > 1]
+    found = [
+        *config_cases(),
+        *tokenizer_cases(),
+        *file_cases(),
+        *weight_cases(),
+        *gguf_cases(),
+    ]
+    twice = [
+        name
+        for name, num in Counter(f"{c.kind} {c.name}" for c in found).items()
+        if num > 1
+    ]
     assert not twice, twice
     return found
 
@@ -1585,7 +1822,9 @@ def sample(num: int, seed: int = SEED) -> list[Case]:
             by_part.setdefault(case.name.split()[0], []).append(case)
     rng = random.Random(seed)
     groups = [rng.sample(cases, len(cases)) for cases in by_part.values()]
-    turns = [cases[turn] for turn in range(num) for cases in groups if turn < len(cases)]
+    turns = [
+        cases[turn] for turn in range(num) for cases in groups if turn < len(cases)
+    ]
     return turns[:num]
 
 
@@ -1602,7 +1841,11 @@ def _answer(case: Case, folder: Path) -> str:
     with fminfer.Engine(str(place), kernels="off", budget=4096) as engine:
         if case.request == "input":
             return f"{engine.embed(['w1 w2']).shape}"
-        request = CHAT if case.request == "chat" and engine.intake.has_chat_template else PROMPT
+        request = (
+            CHAT
+            if case.request == "chat" and engine.intake.has_chat_template
+            else PROMPT
+        )
         (record,) = engine.run([request])
         if record.error is not None:
             raise record.error
@@ -1624,7 +1867,11 @@ def _in_child(case: Case, folder: Path, said: int) -> None:
             import traceback
 
             frames = traceback.extract_tb(error.__traceback__)
-            own = [f"{Path(f.filename).name}:{f.lineno}" for f in frames if "fminfer" in f.filename]
+            own = [
+                f"{Path(f.filename).name}:{f.lineno}"
+                for f in frames
+                if "fminfer" in f.filename
+            ]
             result = ("raw", f"{type(error).__name__}: {error} at {own[-1:]}")
         os.write(said, json.dumps(result).encode())
     os._exit(0)
@@ -1689,7 +1936,10 @@ def try_all(cases: Iterable[Case], folder: Path) -> Iterator[Outcome]:
         if not (origin := folder / case.kind).exists():
             make_folder(case.kind, origin)
             bare = Case(
-                case.kind, case.kind, lambda f: None, "input" if case.kind == "sentence" else "chat"
+                case.kind,
+                case.kind,
+                lambda f: None,
+                "input" if case.kind == "sentence" else "chat",
             )
             first = try_case(bare, origin)
             assert first.status == "runs", first
@@ -1710,7 +1960,9 @@ def main(words: list[str]) -> int:
             statuses[outcome.status] += 1
             num_faults += bool(outcome.fault)
             if outcome.fault or "--verbose" in words:
-                print(f"{outcome.name}: {outcome.fault or outcome.text[:300]}", flush=True)
+                print(
+                    f"{outcome.name}: {outcome.fault or outcome.text[:300]}", flush=True
+                )
             if "--json" in words:
                 print(json.dumps(asdict(outcome)), flush=True)
     print(f"{sum(statuses.values())} folders: {dict(statuses)}, {num_faults} faults")

@@ -1,4 +1,5 @@
-"""Rows beside published configs; fields that nobody reads and tensors that misfit are refused."""
+"""Rows beside published configs; fields that nobody reads and tensors that misfit are
+refused."""
 
 from __future__ import annotations
 
@@ -42,25 +43,41 @@ def count_parameters(config: Any) -> int:
 def test_a_published_model_is_described_in_full(name: str) -> None:
     """A field that changes nothing refuses no model, and no tensor is forgotten."""
     billions, fields = PUBLISHED[name]
-    assert count_parameters(config_of(fields)) / 1e9 == pytest.approx(billions, rel=0.003, abs=6e-5)
+    assert count_parameters(config_of(fields)) / 1e9 == pytest.approx(
+        billions, rel=0.003, abs=6e-5
+    )
 
 
 @pytest.mark.parametrize(
     ("fields", "named"),
     [
-        ({"model_type": "gemma3_text", "use_bidirectional_attention": True}, "bidirectional"),
-        ({"model_type": "gemma3_text", "attn_logit_softcapping": 50.0}, "softcapping to 50.0"),
+        (
+            {"model_type": "gemma3_text", "use_bidirectional_attention": True},
+            "bidirectional",
+        ),
+        (
+            {"model_type": "gemma3_text", "attn_logit_softcapping": 50.0},
+            "softcapping to 50.0",
+        ),
         ({"model_type": "bloom", "slow_but_exact": True}, "slow_but_exact to True"),
         ({"model_type": "mpt", "logit_scale": 0.5}, "logit_scale to 0.5"),
         ({"model_type": "mpt", "no_bias": False}, "no_bias"),
         ({"model_type": "mpt", "norm_type": "rmsnorm"}, "norm_type"),
-        ({"model_type": "mpt", "attn_config": {"qk_ln": True}}, "attn_config.qk_ln to True"),
+        (
+            {"model_type": "mpt", "attn_config": {"qk_ln": True}},
+            "attn_config.qk_ln to True",
+        ),
         ({"model_type": "mpt", "attn_config": {"rope": True}}, "attn_config.rope"),
         ({"model_type": "gpt2", "add_cross_attention": True}, "add_cross_attention"),
-        ({"model_type": "llama", "quantization_config": {"bits": 4}}, "quantization_config"),
+        (
+            {"model_type": "llama", "quantization_config": {"bits": 4}},
+            "quantization_config",
+        ),
     ],
 )
-def test_a_field_that_nobody_reads_refuses_the_model(fields: dict[str, Any], named: str) -> None:
+def test_a_field_that_nobody_reads_refuses_the_model(
+    fields: dict[str, Any], named: str
+) -> None:
     with pytest.raises(CheckpointError, match=named):
         architecture_of(config_of(fields))
 
@@ -74,13 +91,27 @@ def test_a_field_that_no_class_declares_is_passed_over() -> None:
     [
         ({"model_type": "llama", "sliding_window": 8}, {"model_type": "llama"}),
         (
-            {"model_type": "mistral", "sliding_window": 8, "layer_types": ["full_attention"] * 32},
+            {
+                "model_type": "mistral",
+                "sliding_window": 8,
+                "layer_types": ["full_attention"] * 32,
+            },
             {"model_type": "mistral", "sliding_window": 8},
         ),
-        ({"model_type": "llama", "partial_rotary_factor": 0.5}, {"model_type": "llama"}),
-        ({"model_type": "gpt2", "rope_theta": 1e4, "sliding_window": 4}, {"model_type": "gpt2"}),
         (
-            {"model_type": "gpt_neo", "attention_types": [[["global"], 24]], "window_size": 512},
+            {"model_type": "llama", "partial_rotary_factor": 0.5},
+            {"model_type": "llama"},
+        ),
+        (
+            {"model_type": "gpt2", "rope_theta": 1e4, "sliding_window": 4},
+            {"model_type": "gpt2"},
+        ),
+        (
+            {
+                "model_type": "gpt_neo",
+                "attention_types": [[["global"], 24]],
+                "window_size": 512,
+            },
             {"model_type": "gpt_neo", "attention_types": [[["global"], 24]]},
         ),
         (
@@ -93,7 +124,10 @@ def test_what_transformers_does_not_read_changes_nothing(
     fields: dict[str, Any], same: dict[str, Any]
 ) -> None:
     """Leftovers of another family were obeyed, or refused: a window of a llama, say."""
-    assert architecture_of(config_of(fields)).model == architecture_of(config_of(same)).model
+    assert (
+        architecture_of(config_of(fields)).model
+        == architecture_of(config_of(same)).model
+    )
 
 
 def test_an_activation_that_does_not_run_is_named() -> None:
@@ -106,11 +140,17 @@ def load(folder: Path) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
     (part,) = split_layers(3, 1, head_cost=0.0)
     return open_weights(
-        checkpoint, part, holding=Holding(torch.float32), device=torch.device("cpu"), seed=0
+        checkpoint,
+        part,
+        holding=Holding(torch.float32),
+        device=torch.device("cpu"),
+        seed=0,
     )
 
 
-def save(name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any) -> None:
+def save(
+    name: str, folder: Path, change: Callable[[Tensors], object], **fields: Any
+) -> None:
     """Save a small model whose tensors, or config, were changed."""
     make_model(name).save_pretrained(folder)
     path = folder / "model.safetensors"
@@ -125,7 +165,9 @@ def _rename(name: str) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name + "s": tensors.pop(name)})
 
 
-def _put(name: str, value: Callable[[Tensors], torch.Tensor]) -> Callable[[Tensors], object]:
+def _put(
+    name: str, value: Callable[[Tensors], torch.Tensor]
+) -> Callable[[Tensors], object]:
     return lambda tensors: tensors.update({name: value(tensors).clone().contiguous()})
 
 
@@ -145,24 +187,52 @@ A_TENSOR = {"llama": DOWN, "gpt2": FC, "mixtral": EXPERT}
             _rename("model.layers.1.mlp.up_proj.weight"),
             "lacks 1 of the model's tensors, such as 'model.layers.1.mlp.up_proj.weight'",
         ),
-        ("llama", lambda tensors: tensors.pop("model.norm.weight"), "model.norm.weight"),
+        (
+            "llama",
+            lambda tensors: tensors.pop("model.norm.weight"),
+            "model.norm.weight",
+        ),
         ("llama", lambda tensors: tensors.pop("lm_head.weight"), "lm_head.weight"),
         ("llama", _put(Q, lambda t: t[Q][:32]), r"shape \(32, 64\).*\(64, 64\)"),
         ("llama", _put(DOWN, lambda t: t[DOWN].t()), r"shape \(128, 64\).*\(64, 128\)"),
-        ("llama", _put("model.layers.0.x.weight", lambda t: t[Q]), "model.layers.0.x.weight"),
-        ("llama", _put("model.layers.3.mlp.up_proj.weight", lambda t: t[Q]), "model.layers.3.mlp"),
+        (
+            "llama",
+            _put("model.layers.0.x.weight", lambda t: t[Q]),
+            "model.layers.0.x.weight",
+        ),
+        (
+            "llama",
+            _put("model.layers.3.mlp.up_proj.weight", lambda t: t[Q]),
+            "model.layers.3.mlp",
+        ),
         ("llama", _put(Q.replace("weight", "bias"), lambda t: t[Q][0]), "q_proj.bias"),
         (
             "gpt2",
             lambda t: t.pop(FC),
             "lacks 1 of .*, such as .*h.1.mlp.c_fc.weight",
         ),
-        ("gpt2", _put(FC, lambda t: t[FC].t()), r"c_fc.weight.* \(256, 64\).*\(64, 256\)"),
+        (
+            "gpt2",
+            _put(FC, lambda t: t[FC].t()),
+            r"c_fc.weight.* \(256, 64\).*\(64, 256\)",
+        ),
         ("gpt2", _rename(FC), "h.1.mlp.c_fc.weight"),
         ("mixtral", _rename(EXPERT), EXPERT),
-        ("mixtral", _put(EXPERT, lambda t: t[EXPERT].t()), r"experts.3.w2.weight.*shape"),
-        ("mixtral", _put(EXPERT, lambda t: t[EXPERT][:, :9]), r"experts.3.w2.weight.*shape"),
-        ("gpt2", _put(FC, lambda t: t[FC][:, :9]), r"c_fc.weight.* \(64, 9\).*\(64, 256\)"),
+        (
+            "mixtral",
+            _put(EXPERT, lambda t: t[EXPERT].t()),
+            r"experts.3.w2.weight.*shape",
+        ),
+        (
+            "mixtral",
+            _put(EXPERT, lambda t: t[EXPERT][:, :9]),
+            r"experts.3.w2.weight.*shape",
+        ),
+        (
+            "gpt2",
+            _put(FC, lambda t: t[FC][:, :9]),
+            r"c_fc.weight.* \(64, 9\).*\(64, 256\)",
+        ),
         (
             "mixtral",
             lambda t: t.pop("model.layers.1.block_sparse_moe.experts.3.w2.weight"),
@@ -193,7 +263,9 @@ def test_a_tensor_twice_is_refused(name: str, tmp_path: Path) -> None:
     tensors = load_file(tmp_path / "model.safetensors")
     (tmp_path / "model.safetensors").rename(tmp_path / "a.safetensors")
     save_file({twice: tensors[twice]}, tmp_path / "b.safetensors")
-    with pytest.raises(CheckpointError, match=rf"{twice}' twice, in a.safetensors and b"):
+    with pytest.raises(
+        CheckpointError, match=rf"{twice}' twice, in a.safetensors and b"
+    ):
         load(tmp_path)
 
 
@@ -207,7 +279,8 @@ def test_a_file_that_is_cut_off_is_named(name: str, tmp_path: Path) -> None:
 
 
 def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> None:
-    """Of `tie_word_embeddings: true` and another lm_head.weight, logprobs were off by up to 2.4."""
+    """Of `tie_word_embeddings: true` and another lm_head.weight, logprobs were off by
+    up to 2.4."""
     save("llama", tmp_path, lambda tensors: None, tie_word_embeddings=True)
     found = load(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
@@ -218,7 +291,9 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
 
 
 def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
-    same = _put("lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"].clone())
+    same = _put(
+        "lm_head.weight", lambda tensors: tensors["model.embed_tokens.weight"].clone()
+    )
     save("llama", tmp_path, same, tie_word_embeddings=True)
     found = load(tmp_path)
     entry = found.entry()
@@ -228,7 +303,8 @@ def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
 def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
         for name in [name for name in tensors if name.startswith("transformer.")]:
-            tensors[name.removeprefix("transformer.")] = tensors.pop(name)  # as gpt2's own
+            # as gpt2's own
+            tensors[name.removeprefix("transformer.")] = tensors.pop(name)
         tensors["h.0.attn.bias"] = torch.ones(1, 1, 4, 4)
         tensors["h.0.attn.masked_bias"] = torch.ones(())
 
@@ -241,7 +317,11 @@ def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
     model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path)
     one_by_one = next(load(tmp_path).layers())
-    save_file(dict(model.state_dict()), tmp_path / "model.safetensors", metadata={"format": "pt"})
+    save_file(
+        dict(model.state_dict()),
+        tmp_path / "model.safetensors",
+        metadata={"format": "pt"},
+    )
     fused = next(load(tmp_path).layers())
     for name in ("experts.up.weight", "experts.down.weight", "router.weight"):
         assert fused[name].equals(one_by_one[name])
@@ -250,16 +330,22 @@ def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
 def test_an_expert_under_two_names_is_refused(tmp_path: Path) -> None:
     old = "block_sparse_moe.experts.0.w1.weight"
     new = "mlp.experts.0.w1.weight"
-    twice = _put(f"model.layers.0.{new}", lambda tensors: tensors[f"model.layers.0.{old}"])
+    twice = _put(
+        f"model.layers.0.{new}", lambda tensors: tensors[f"model.layers.0.{old}"]
+    )
     save("mixtral", tmp_path, twice)
-    with pytest.raises(CheckpointError, match=r"holds a tensor .*mlp.experts.0.w1.weight"):
+    with pytest.raises(
+        CheckpointError, match=r"holds a tensor .*mlp.experts.0.w1.weight"
+    ):
         load(tmp_path)
 
 
 @pytest.mark.parametrize("name", ["embed_out", "lm_head"])
 def test_both_names_of_gpt_neox_s_head(name: str, tmp_path: Path) -> None:
     def change(tensors: Tensors) -> None:
-        (head,) = (each for each in tensors if each in ("lm_head.weight", "embed_out.weight"))
+        (head,) = (
+            each for each in tensors if each in ("lm_head.weight", "embed_out.weight")
+        )
         tensors[f"{name}.weight"] = tensors.pop(head)
 
     save("gpt_neox", tmp_path, change)

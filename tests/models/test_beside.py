@@ -26,8 +26,16 @@ from fminfer.text.tokenizer import Tokenizer
 from tests.models.test_elsewhere import Hub
 
 ADAPTER = {"peft_type": "LORA", "base_model_name_or_path": "meta-llama/Llama-3.1-8B"}
-POOLING = [{"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}]
-RANKER = [{"idx": 1, "path": "1_LogitScore", "type": "sentence_transformers.models.LogitScore"}]
+POOLING = [
+    {"idx": 1, "path": "1_Pooling", "type": "sentence_transformers.models.Pooling"}
+]
+RANKER = [
+    {
+        "idx": 1,
+        "path": "1_LogitScore",
+        "type": "sentence_transformers.models.LogitScore",
+    }
+]
 
 
 @pytest.fixture
@@ -49,7 +57,9 @@ def refusal(folder: Path, **options: Any) -> str:
 
 def answer(folder: Path, **options: Any) -> Any:
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off", **options)
-    (record,) = engine.run([{"prompt": "north <|later|>", "max_tokens": 4, "temperature": 0}])
+    (record,) = engine.run(
+        [{"prompt": "north <|later|>", "max_tokens": 4, "temperature": 0}]
+    )
     engine.close()
     assert record.result is not None, record.error
     return record.result["choices"], record.num_prompt_tokens
@@ -60,13 +70,17 @@ def test_an_adapter_alone_names_its_model_and_the_remedy(tmp_path: Path) -> None
     add_adapter(tmp_path / "lora")
     for options in ({}, {"without_adapter": True}):
         said = refusal(tmp_path / "lora", **options)
-        assert "holds a LORA adapter alone" in said and "meta-llama/Llama-3.1-8B" in said
+        assert (
+            "holds a LORA adapter alone" in said and "meta-llama/Llama-3.1-8B" in said
+        )
         assert "merge_and_unload" in said and "--without-adapter" not in said
     (tmp_path / "lora" / "adapter_config.json").write_text("[broken")
     assert "adapter_config.json is broken (no JSON" in refusal(tmp_path / "lora")
 
 
-def test_a_model_with_an_adapter_is_answered_without_it_only_if_a_flag_says_so(model: Path) -> None:
+def test_a_model_with_an_adapter_is_answered_without_it_only_if_a_flag_says_so(
+    model: Path,
+) -> None:
     """The adapter was left out in silence, so that the base model answered in its place."""
     plain = answer(model)
     before = plan_ahead(
@@ -74,7 +88,9 @@ def test_a_model_with_an_adapter_is_answered_without_it_only_if_a_flag_says_so(m
     ).fingerprint()
     add_adapter(model)
     said = refusal(model)
-    assert "a model and beside it a LORA adapter" in said and "--without-adapter" in said
+    assert (
+        "a model and beside it a LORA adapter" in said and "--without-adapter" in said
+    )
     assert answer(model, without_adapter=True) == plain
     config = EngineConfig(str(model), without_adapter=True)
     assert plan_ahead(config, open_model(config)).fingerprint() == before, (
@@ -99,7 +115,14 @@ def test_a_job_of_a_folder_with_an_adapter_is_not_sent(tmp_path: Path) -> None:
     """The job would only be refused once it runs."""
     add_adapter(tmp_path / "lora")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = ["submit", "--scheduler", "lsf", "--dry-run", "--infer-data", tmp_path / "a.jsonl"]
+    arguments = [
+        "submit",
+        "--scheduler",
+        "lsf",
+        "--dry-run",
+        "--infer-data",
+        tmp_path / "a.jsonl",
+    ]
     arguments += ["--", "--model-name", tmp_path / "lora"]
     found = CliRunner().invoke(main, [*map(str, arguments)])
     assert found.exit_code != 0 and "merge_and_unload" in found.output
@@ -108,9 +131,21 @@ def test_a_job_of_a_folder_with_an_adapter_is_not_sent(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("file", "content", "says"),
     [
-        ("modules.json", POOLING, "the modules Pooling in this order, which does not run"),
-        ("quantize_config.json", {"bits": 4}, "are quantized, as its quantize_config.json says"),
-        ("quant_config.json", {"w_bit": 4}, "are quantized, as its quant_config.json says"),
+        (
+            "modules.json",
+            POOLING,
+            "the modules Pooling in this order, which does not run",
+        ),
+        (
+            "quantize_config.json",
+            {"bits": 4},
+            "are quantized, as its quantize_config.json says",
+        ),
+        (
+            "quant_config.json",
+            {"w_bit": 4},
+            "are quantized, as its quant_config.json says",
+        ),
         (
             "hf_quant_config.json",
             {"quantization": {"quant_algo": "FP8"}},
@@ -141,14 +176,21 @@ def test_files_beside_a_model_that_change_nothing(model: Path) -> None:
 
 
 @pytest.mark.parametrize("has_old_files", [False, True])
-def test_added_tokens_are_those_that_transformers_adds(has_old_files: bool, model: Path) -> None:
-    """added_tokens.json counts with a tokenizer of the old form, and beside tokenizer.json not."""
+def test_added_tokens_are_those_that_transformers_adds(
+    has_old_files: bool, model: Path
+) -> None:
+    """added_tokens.json counts with a tokenizer of the old form, and beside
+    tokenizer.json not."""
     if has_old_files:
         (model / "tokenizer.json").unlink()
         pieces = dict(zip([*map(chr, range(33, 127)), "Ġ"], range(95), strict=True))
         (model / "vocab.json").write_text(json.dumps(pieces))
         (model / "merges.txt").write_text("#version: 0.2\n")
-        fields = {"tokenizer_class": "GPT2Tokenizer", "unk_token": "!", "eos_token": "!"}
+        fields = {
+            "tokenizer_class": "GPT2Tokenizer",
+            "unk_token": "!",
+            "eos_token": "!",
+        }
         (model / "tokenizer_config.json").write_text(json.dumps(fields))
     size = len(transformers.AutoTokenizer.from_pretrained(model))
     (model / "added_tokens.json").write_text(json.dumps({"<|later|>": size}))
@@ -158,7 +200,9 @@ def test_added_tokens_are_those_that_transformers_adds(has_old_files: bool, mode
 
 
 @pytest.mark.parametrize("has_config", [False, True])
-def test_a_folder_of_gguf_alone_names_the_file_to_give(has_config: bool, tmp_path: Path) -> None:
+def test_a_folder_of_gguf_alone_names_the_file_to_give(
+    has_config: bool, tmp_path: Path
+) -> None:
     """Which of several files is meant only its user knows."""
     for name in ("m-Q8_0.gguf", "m-Q4_K_M.gguf", "mmproj-f16.gguf"):
         (tmp_path / name).write_bytes(b"GGUF")
@@ -167,7 +211,8 @@ def test_a_folder_of_gguf_alone_names_the_file_to_give(has_config: bool, tmp_pat
     with pytest.raises(CheckpointError, match=r"GGUF, llama.cpp's form") as caught:
         check_tensors(open_model(EngineConfig(str(tmp_path))))
     says = (
-        f"(m-Q4_K_M.gguf and 1 more); give one by its name: --model-name {tmp_path}/m-Q4_K_M.gguf"
+        "(m-Q4_K_M.gguf and 1 more); give one by its name: --model-name "
+        f"{tmp_path}/m-Q4_K_M.gguf"
     )
     assert says in str(caught.value)
 
@@ -177,12 +222,23 @@ def test_a_gguf_file_that_is_not_there_or_broken_is_told(tmp_path: Path) -> None
     assert "m.gguf is broken (" in refusal(tmp_path / "m.gguf")
     assert "there is no file nowhere/m.gguf" in refusal(Path("nowhere") / "m.gguf")
     (tmp_path / "a.jsonl").write_text('{"prompt": "a"}\n')
-    arguments = ["submit", "--scheduler", "lsf", "--dry-run", "--infer-data", tmp_path / "a.jsonl"]
+    arguments = [
+        "submit",
+        "--scheduler",
+        "lsf",
+        "--dry-run",
+        "--infer-data",
+        tmp_path / "a.jsonl",
+    ]
     for name, says in (("m.gguf", ""), ("n.gguf", "there is no file")):
         command = [*arguments, "--", "--model-name", tmp_path / name]
         found = CliRunner().invoke(main, [*map(str, command)])
-        assert says in found.output and bool(found.exit_code) == bool(says), found.output
-    assert "give it by --model-name" in refusal(DEMO_MODEL, model_config=str(tmp_path / "m.gguf"))
+        assert says in found.output and bool(found.exit_code) == bool(says), (
+            found.output
+        )
+    assert "give it by --model-name" in refusal(
+        DEMO_MODEL, model_config=str(tmp_path / "m.gguf")
+    )
 
 
 def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
@@ -194,7 +250,8 @@ def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
     files.mkdir()
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.model_info", lambda self, name, revision: hub.model_info(name, None)
+        "huggingface_hub.HfApi.model_info",
+        lambda self, name, revision: hub.model_info(name, None),
     )
     with pytest.raises(
         CheckpointError, match=r"hf download some/m-GGUF m-Q4_K_M\.gguf --local-dir"
@@ -207,7 +264,9 @@ def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
     hub._names += ["pytorch_model.bin"]
     folder = fetch_weights("some/lora")
     assert (folder / "pytorch_model.bin").exists()
-    assert not (folder / "adapter_model.safetensors").exists(), "the adapter came for the model"
+    assert not (folder / "adapter_model.safetensors").exists(), (
+        "the adapter came for the model"
+    )
 
 
 def test_the_demo_model_has_a_name_and_a_folder_goes_before_it(

@@ -34,7 +34,9 @@ IDS = [list(range(20)), [7, 3]]
 
 def load(folder: Path) -> list[torch.Tensor]:
     """Load a model and return its logits of IDS, one row of (tokens, vocab)."""
-    return logits_of(folder, [Part(0, 1, 0, len(open_checkpoint(str(folder)).model.layers))], IDS)
+    return logits_of(
+        folder, [Part(0, 1, 0, len(open_checkpoint(str(folder)).model.layers))], IDS
+    )
 
 
 def own_logits(model: Any) -> list[torch.Tensor]:
@@ -52,10 +54,14 @@ def damage(source: Path, target: Path, change: Any) -> Path:
     return target
 
 
-@pytest.mark.parametrize("name", ["/models/nope", "./nope", "a/b/c", "no such model", "-x-"])
+@pytest.mark.parametrize(
+    "name", ["/models/nope", "./nope", "a/b/c", "no such model", "-x-"]
+)
 def test_a_wrong_path_is_told_in_plain_words(name: str) -> None:
     """It ended with the hub's "Repo id must be in the form …"."""
-    with pytest.raises(CheckpointError, match=r"is no folder here.*Give the folder") as caught:
+    with pytest.raises(
+        CheckpointError, match=r"is no folder here.*Give the folder"
+    ) as caught:
         open_checkpoint(name)
     assert "epo id" not in str(caught.value)
 
@@ -75,7 +81,9 @@ def test_a_file_of_requests_is_no_model(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("name", ["0_BERT", "0_Transformer", "a model"])
-def test_the_command_for_a_model_in_a_folder_below_helps(name: str, tmp_path: Path) -> None:
+def test_the_command_for_a_model_in_a_folder_below_helps(
+    name: str, tmp_path: Path
+) -> None:
     """Folders of sentence-transformers of 2020 had "no config.json", and no other remedy."""
     folder = tmp_path / "old one"
     save(make_encoder("bert"), folder / name)
@@ -85,7 +93,9 @@ def test_the_command_for_a_model_in_a_folder_below_helps(name: str, tmp_path: Pa
     ]
     (folder / "modules.json").write_text(json.dumps(modules))
     (folder / "1_Pooling").mkdir()
-    (folder / "1_Pooling" / "config.json").write_text('{"pooling_mode_mean_tokens": true}')
+    (folder / "1_Pooling" / "config.json").write_text(
+        '{"pooling_mode_mean_tokens": true}'
+    )
 
     with pytest.raises(CheckpointError, match=f"Its model lies in {name}") as caught:
         open_checkpoint(str(folder))
@@ -96,7 +106,9 @@ def test_the_command_for_a_model_in_a_folder_below_helps(name: str, tmp_path: Pa
     check_tensors(open_checkpoint(str(folder)))
 
 
-def test_models_in_folders_below_are_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_models_in_folders_below_are_named(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     """A folder of training: its checkpoints hold the models."""
     shutil.copytree(llama_checkpoint[0], tmp_path / "checkpoint-500")
     (tmp_path / "logs").mkdir()
@@ -106,9 +118,13 @@ def test_models_in_folders_below_are_named(llama_checkpoint: Any, tmp_path: Path
     assert f"give one: --model-name {tmp_path}/checkpoint-500" in str(caught.value)
 
 
-def test_a_model_that_was_saved_without_its_head(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_model_that_was_saved_without_its_head(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     """It was to be fetched again, which brings no head."""
-    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.pop("lm_head.weight"))
+    folder = damage(
+        llama_checkpoint[0], tmp_path, lambda tensors: tensors.pop("lm_head.weight")
+    )
     with pytest.raises(CheckpointError, match="saved without its head") as caught:
         load(folder)
     assert "set tie_word_embeddings to true" in str(caught.value)
@@ -123,14 +139,29 @@ def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again() -> None:
 @pytest.mark.parametrize(
     ("dtype", "value", "says", "never"),
     [
-        ("float32", math.nan, "hold nan or infinity, as in 'model.layers.1.mlp.up", "--dtype"),
-        ("float16", math.inf, "hold nan or infinity, as in 'model.layers.1.mlp.up", "--dtype"),
+        (
+            "float32",
+            math.nan,
+            "hold nan or infinity, as in 'model.layers.1.mlp.up",
+            "--dtype",
+        ),
+        (
+            "float16",
+            math.inf,
+            "hold nan or infinity, as in 'model.layers.1.mlp.up",
+            "--dtype",
+        ),
         ("float32", 3e38, "overflow even in float32", "--dtype"),
         ("float16", 65504.0, "Try --dtype float32 or bfloat16", "nan or infinity,"),
     ],
 )
 def test_the_remedy_for_nan_can_help(
-    dtype: str, value: float, says: str, never: str, llama_checkpoint: Any, tmp_path: Path
+    dtype: str,
+    value: float,
+    says: str,
+    never: str,
+    llama_checkpoint: Any,
+    tmp_path: Path,
 ) -> None:
     """In float32, and for weights that hold nan, `--dtype float32` was the remedy."""
 
@@ -145,7 +176,9 @@ def test_the_remedy_for_nan_can_help(
     assert says in record.error.message and never not in record.error.message
 
 
-def test_a_missing_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_missing_tensor_is_fatal_and_named(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     """The ancestor said "randomly initialized" and went on."""
     name = "model.layers.1.mlp.up_proj.weight"
     folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.pop(name))
@@ -153,21 +186,31 @@ def test_a_missing_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Pa
         load(folder)
 
 
-def test_an_unexpected_tensor_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_an_unexpected_tensor_is_fatal_and_named(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     extra = {"model.layers.9.mlp.up_proj.weight": torch.zeros(2)}
-    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra))
+    folder = damage(
+        llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra)
+    )
     with pytest.raises(CheckpointError, match=r"model\.layers\.9"):
         load(folder)
 
 
-def test_a_wrong_shape_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_wrong_shape_is_fatal_and_named(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     extra = {"model.norm.weight": torch.zeros(2)}
-    folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra))
+    folder = damage(
+        llama_checkpoint[0], tmp_path, lambda tensors: tensors.update(extra)
+    )
     with pytest.raises(CheckpointError, match=r"model\.norm\.weight.*\(2,\).*\(64,\)"):
         load(folder)
 
 
-def test_a_truncated_file_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_truncated_file_is_fatal_and_named(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
     whole = (folder / "model.safetensors").read_bytes()
     (folder / "model.safetensors").write_bytes(whole[:-100])
@@ -175,12 +218,16 @@ def test_a_truncated_file_is_fatal_and_named(llama_checkpoint: Any, tmp_path: Pa
         load(folder)
 
 
-def test_headers_alone_tell_what_loading_refuses(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_headers_alone_tell_what_loading_refuses(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     """`check` passed such folders, and a run failed once gigabytes were read."""
     weights = load_file(llama_checkpoint[0] / "model.safetensors")
     name = next(iter(weights))
     changed = {
-        "lacks 1 of the model's tensors": {k: v for k, v in weights.items() if k != name},
+        "lacks 1 of the model's tensors": {
+            k: v for k, v in weights.items() if k != name
+        },
         "does not have": weights | {"model.extra": torch.zeros(2)},
         "has shape": weights | {name: torch.zeros(3, 3)},
     }
@@ -196,10 +243,14 @@ def test_headers_alone_tell_what_loading_refuses(llama_checkpoint: Any, tmp_path
             check_tensors(open_checkpoint(str(folder)))
 
 
-def test_no_weights_no_config_no_tokenizer(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_no_weights_no_config_no_tokenizer(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     with pytest.raises(CheckpointError, match="config"):
         open_checkpoint(str(tmp_path))
-    (tmp_path / "config.json").write_bytes((llama_checkpoint[0] / "config.json").read_bytes())
+    (tmp_path / "config.json").write_bytes(
+        (llama_checkpoint[0] / "config.json").read_bytes()
+    )
     with pytest.raises(CheckpointError, match=r"no \.safetensors"):
         load(tmp_path)
     with pytest.raises(CheckpointError, match="tokenizer"):
@@ -225,13 +276,19 @@ def test_another_models_tokenizer(tmp_path: Path) -> None:
     assert tokenizer.add_tokens(["<|later|>"]) == 1
     tokenizer.save_pretrained(tmp_path)
     engine = fminfer.Engine(str(tmp_path))
-    records = list(engine.run([{"prompt": "a", "max_tokens": 1}, {"prompt": "a<|later|>"}]))
-    codes = {record.line.number: record.error and record.error.code for record in records}
+    records = list(
+        engine.run([{"prompt": "a", "max_tokens": 1}, {"prompt": "a<|later|>"}])
+    )
+    codes = {
+        record.line.number: record.error and record.error.code for record in records
+    }
     assert codes == {1: None, 2: "token_out_of_range"}
     engine.close()
 
 
-def test_an_architecture_that_does_not_run_is_named_with_those_that_do(tmp_path: Path) -> None:
+def test_an_architecture_that_does_not_run_is_named_with_those_that_do(
+    tmp_path: Path,
+) -> None:
     transformers.MambaConfig().save_pretrained(tmp_path)
     with pytest.raises(CheckpointError, match=r"'mamba' has layers with a state"):
         open_checkpoint(str(tmp_path))
@@ -250,7 +307,11 @@ def test_shards_and_a_base_model_prefix(tmp_path: Path) -> None:
     names = sorted(tensors)
     for piece in range(3):
         part = {name: tensors[name] for name in names[piece::3]}
-        save_file(part, tmp_path / f"model-{piece}-of-3.safetensors", metadata={"format": "pt"})
+        save_file(
+            part,
+            tmp_path / f"model-{piece}-of-3.safetensors",
+            metadata={"format": "pt"},
+        )
     torch.testing.assert_close(load(tmp_path), own_logits(model))
 
 
@@ -259,14 +320,21 @@ def test_a_link_to_a_file_that_is_gone(llama_checkpoint: Any, tmp_path: Path) ->
     shutil.copytree(llama_checkpoint[0], tmp_path, dirs_exist_ok=True)
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "model.safetensors").symlink_to(tmp_path / "gone")
-    with pytest.raises(CheckpointError, match=r"model.safetensors is broken .*; fetch it again"):
+    with pytest.raises(
+        CheckpointError, match=r"model.safetensors is broken .*; fetch it again"
+    ):
         check_tensors(open_checkpoint(str(tmp_path)))
 
 
-def test_weights_that_a_folder_holds_twice(llama_checkpoint: Any, tmp_path: Path) -> None:
-    """Mistral's repositories hold consolidated.safetensors, in another format, beside the model."""
+def test_weights_that_a_folder_holds_twice(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
+    """Mistral's repositories hold consolidated.safetensors, in another format, beside
+    the model."""
     folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
-    save_file({"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors")
+    save_file(
+        {"tok_embeddings.weight": torch.zeros(2)}, folder / "consolidated.safetensors"
+    )
     load(folder)
     (folder / "model.safetensors").rename(folder / "part.safetensors")
     names = load_file(folder / "part.safetensors")
@@ -275,7 +343,8 @@ def test_weights_that_a_folder_holds_twice(llama_checkpoint: Any, tmp_path: Path
     load(folder)
     (folder / "part.safetensors").unlink()
     with pytest.raises(
-        CheckpointError, match=r"lacks part\.safetensors, which its model\.safetensors\.index"
+        CheckpointError,
+        match=r"lacks part\.safetensors, which its model\.safetensors\.index",
     ):
         load(folder)
 
@@ -320,7 +389,9 @@ def save_tied(folder: Path, family: str, *, num_shards: int, change: float) -> A
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_a_tied_head_that_differs_is_computed(family: str, num_shards: int, tmp_path: Path) -> None:
+def test_a_tied_head_that_differs_is_computed(
+    family: str, num_shards: int, tmp_path: Path
+) -> None:
     """It was dropped in silence: logprobs were off by 1.7 (llama), 1.8 (gpt2) and 2.4 (opt)."""
     model = save_tied(tmp_path, family, num_shards=num_shards, change=0.5)
     model.config.tie_word_embeddings = False
@@ -332,7 +403,9 @@ def test_a_tied_head_that_differs_is_computed(family: str, num_shards: int, tmp_
 
 @pytest.mark.parametrize("num_shards", [1, 2])
 @pytest.mark.parametrize("family", ["llama", "gpt2", "opt"])
-def test_an_equal_copy_of_a_tied_head_is_fine(family: str, num_shards: int, tmp_path: Path) -> None:
+def test_an_equal_copy_of_a_tied_head_is_fine(
+    family: str, num_shards: int, tmp_path: Path
+) -> None:
     model = save_tied(tmp_path, family, num_shards=num_shards, change=0.0)
     torch.testing.assert_close(load(tmp_path), own_logits(model))
 
@@ -352,9 +425,13 @@ def test_shards_that_overlap_are_refused_by_name(family: str, tmp_path: Path) ->
     second = {name: tensors[name] for name in names[cut:]} | {twice: tensors[twice] + 1}
     save_file(first, tmp_path / "a.safetensors", metadata={"format": "pt"})
     save_file(second, tmp_path / "b.safetensors", metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{twice}.*a.safetensors and b.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=f"{twice}.*a.safetensors and b.safetensors"
+    ):
         load(tmp_path)
-    homes = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(second, "b.safetensors")
+    homes = dict.fromkeys(first, "a.safetensors") | dict.fromkeys(
+        second, "b.safetensors"
+    )
     index = {"weight_map": homes | {twice: "a.safetensors"}}
     (tmp_path / "model.safetensors.index.json").write_text(json.dumps(index))
     torch.testing.assert_close(load(tmp_path), own_logits(model))
@@ -378,8 +455,17 @@ def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
 
 
 def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
-    fields = {"model_type": "llama", "hidden_size": 32, "num_hidden_layers": 2, "vocab_size": 256}
-    fields |= {"num_attention_heads": 2, "num_key_value_heads": 2, "intermediate_size": 64}
+    fields = {
+        "model_type": "llama",
+        "hidden_size": 32,
+        "num_hidden_layers": 2,
+        "vocab_size": 256,
+    }
+    fields |= {
+        "num_attention_heads": 2,
+        "num_key_value_heads": 2,
+        "intermediate_size": 64,
+    }
     (tmp_path / "config.json").write_text(json.dumps(fields))
     drawn = []
     for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
@@ -398,7 +484,9 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
         fminfer.Engine("x", random_init="y")
 
 
-def test_a_generation_config_may_name_several_ends(llama_checkpoint: Any, tmp_path: Path) -> None:
+def test_a_generation_config_may_name_several_ends(
+    llama_checkpoint: Any, tmp_path: Path
+) -> None:
     folder = damage(llama_checkpoint[0], tmp_path, lambda tensors: None)
     assert open_checkpoint(str(folder)).eos_ids == frozenset()
     (folder / "generation_config.json").write_text('{"eos_token_id": [3, 4]}')
@@ -434,6 +522,10 @@ def test_what_a_model_is_called(
     monkeypatch.chdir(tmp_path)
     assert short_name(path) == name
     if path.startswith("/") or (tmp_path / path).is_dir():
-        assert open_checkpoint(path).name == open_checkpoint(str(tmp_path / path)).name == name
+        assert (
+            open_checkpoint(path).name
+            == open_checkpoint(str(tmp_path / path)).name
+            == name
+        )
     monkeypatch.chdir("models/llama-x")
     assert open_checkpoint(".").name == "llama-x"

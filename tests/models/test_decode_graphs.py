@@ -1,5 +1,6 @@
-"""Decode steps as graphs: what is captured may read nothing of the device, and padding changes no
-number. A recorder stands for CUDA: its replay does the work once more, on the same tensors.
+"""Decode steps as graphs: what is captured may read nothing of the device, and padding
+changes no number. A recorder stands for CUDA: its replay does the work once more, on
+the same tensors.
 """
 
 from __future__ import annotations
@@ -73,7 +74,8 @@ class Recorder:
 
 
 class RowByRow(Registry):
-    """Makes products whose rows are computed alone, for libraries round by the number of rows."""
+    """Makes products whose rows are computed alone, for libraries round by the number
+    of rows."""
 
     def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         product = super().product(weight, bias)
@@ -103,10 +105,14 @@ class TilesInTorch(TritonAttention):
         ]:
             end = position + num
             blocks = rows.blocks[table : table + -(-end // size)].long()
-            seen = (c[blocks].transpose(0, 1).flatten(1, 2)[:, :end] for c in (keys, values))
+            seen = (
+                c[blocks].transpose(0, 1).flatten(1, 2)[:, :end] for c in (keys, values)
+            )
             if num:
                 tile = query[0, :, first : first + num]
-                out[0, first : first + num] = chunk_attention(tile, *seen, position, how)
+                out[0, first : first + num] = chunk_attention(
+                    tile, *seen, position, how
+                )
         return out
 
 
@@ -122,7 +128,9 @@ def make_network(
     checkpoint = open_random(str(folder))
     model = checkpoint.model
     part = part or Part(0, 1, 0, len(model.layers))
-    source = open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=1)
+    source = open_weights(
+        checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=1
+    )
     registry = RowByRow("off", None, torch.float32, CPU)
     registry.of_products.clear()
     registry.parts = Parts(parts)
@@ -154,9 +162,15 @@ def steps_of(rng: random.Random) -> list[Step]:
     """Return prompts, and decode steps of some of their rows, whose tables grow and change."""
     tables = [rng.sample(range(BLOCKS), 3) for _ in range(4)]
     lengths = [5, 1, 4, 7]
-    steps = [make_step([Row([*range(n)], 0, t) for n, t in zip(lengths, tables, strict=True)])]
+    steps = [
+        make_step(
+            [Row([*range(n)], 0, t) for n, t in zip(lengths, tables, strict=True)]
+        )
+    ]
     for places in ([0], [2, 1, 3], [0, 1, 2, 3], [3, 0, 1], [1]):
-        rows = [Row([rng.randrange(300)], lengths[each], tables[each]) for each in places]
+        rows = [
+            Row([rng.randrange(300)], lengths[each], tables[each]) for each in places
+        ]
         steps.append(make_step(rows))
         for each in places:
             lengths[each] += 1
@@ -167,7 +181,15 @@ def steps_of(rng: random.Random) -> list[Step]:
 
 
 # Windows, caps, ALiBi in two forms, both branches at once, learned positions.
-DENSE = ("llama", "gemma2", "qwen2-window", "bloom", "falcon-alibi", "gptj", "gpt2-inverse")
+DENSE = (
+    "llama",
+    "gemma2",
+    "qwen2-window",
+    "bloom",
+    "falcon-alibi",
+    "gptj",
+    "gpt2-inverse",
+)
 NOT_BY_ROWS = ("opt", "youtu")  # have products that RowByRow does not make
 
 
@@ -195,7 +217,9 @@ def check_padded_steps(
         pair = found.forward(step, None), expected.forward(step, None)
         assert torch.equal(*pair) or (not is_exact and torch.allclose(*pair, atol=1e-5))
         sizes.append(len(found.graphs.graphs) - before)
-    assert sizes == [0, 1, 1, 0, 0, 0, 1], "graphs of 1, 4 and 2 rows, each captured once"
+    assert sizes == [0, 1, 1, 0, 0, 0, 1], (
+        "graphs of 1, 4 and 2 rows, each captured once"
+    )
     assert len(found.run(make_step([Row([9], 0, [1])])).of("tokens")) == 1
 
 
@@ -212,7 +236,8 @@ def test_other_stages_take_hidden_states(tmp_path: Path) -> None:
 
 @torch.inference_mode()
 def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
-    """Chunks, more rows than expected, tables without room, and what is not wanted of all rows."""
+    """Chunks, more rows than expected, tables without room, and what is not wanted of
+    all rows."""
     network, kernel = make_network("llama", tmp_path)
     stage = make_stage(network, kernel, max_rows=2)
     rows = Rows.of(*((0, 1, [each]) for each in range(3)))
@@ -222,7 +247,9 @@ def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
     assert stage.graphs.run(Rows.of((0, 2, [0])), ids[:2], None) is None
     stage.graphs._inputs = stage.graphs._inputs[:8]
     assert stage.graphs.run(rows.part(slice(1)), ids[:1], None) is None
-    step = make_step([Row([each], 0, [each]) for each in range(2)], draws=make_draws([0]))
+    step = make_step(
+        [Row([each], 0, [each]) for each in range(2)], draws=make_draws([0])
+    )
     assert stage.forward(step, None).shape == (1, network.model.hidden_size)
     assert not stage.graphs.graphs
 
@@ -251,7 +278,8 @@ class WithoutMemory(Failing):
 
 @torch.inference_mode()
 def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
-    """Without memory only the graphs of that size are left out; otherwise all, and it is told."""
+    """Without memory only the graphs of that size are left out; otherwise all, and it
+    is told."""
     network, kernel = make_network("llama", tmp_path)
     explain = partial(explain_failure, "auto", "CUDA graphs")
     step = make_step([Row([5], 0, [0])])
@@ -263,7 +291,9 @@ def test_what_cannot_be_captured_is_launched(tmp_path: Path) -> None:
         assert ("stream is capturing" in stage.graphs.why_not) == is_told
     required = partial(explain_failure, "require", "CUDA graphs")
     with pytest.raises(UsageError, match="require: CUDA graphs"):
-        make_stage(network, kernel, capture=Failing, explain=required).forward(step, None)
+        make_stage(network, kernel, capture=Failing, explain=required).forward(
+            step, None
+        )
 
 
 class FakeCuda:
@@ -305,7 +335,9 @@ class FakeCuda:
             monkeypatch.setattr(torch.cuda, name, fake)
 
 
-def test_a_capture_runs_once_before_and_leaves_its_stream(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_capture_runs_once_before_and_leaves_its_stream(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Kernels are compiled outside of a capture; what fails in one may not change the thread."""
     cuda = FakeCuda()
     cuda.put(monkeypatch)
@@ -320,10 +352,14 @@ def test_a_capture_runs_once_before_and_leaves_its_stream(monkeypatch: pytest.Mo
     assert cuda.notes[-2:] == ["leave graph in pool 0", "leave stream"]
     cuda.notes.clear()
     capture(lambda: None)
-    assert "enter graph in pool 1" in cuda.notes, "the first pool may be gone with its graph"
+    assert "enter graph in pool 1" in cuda.notes, (
+        "the first pool may be gone with its graph"
+    )
 
 
-def test_where_there_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_where_there_are_graphs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Silently none on a CPU, for plain attention and for experts, which are counted."""
     FakeCuda().put(monkeypatch)
     network, kernel = make_network("llama", tmp_path)
@@ -336,9 +372,13 @@ def test_where_there_are_graphs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert find_graphs("require", mixture, kernel, 2, gpu) is None
 
 
-def test_a_failure_while_a_run_computes_is_told(llama_checkpoint: tuple[Path, Any]) -> None:
+def test_a_failure_while_a_run_computes_is_told(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
     """Of what becomes slower, a run's figures say why."""
-    engine = fminfer.Engine(str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64)
+    engine = fminfer.Engine(
+        str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64
+    )
     assert not engine.facts.why_slower
     graphs: Any = SimpleNamespace(why_not="")
     engine.pipeline.graphs = graphs
@@ -357,15 +397,23 @@ def test_a_failure_on_any_rank_is_told_at_the_start(
         graphs = SimpleNamespace(why_not="CUDA graphs: no")
         return SimpleNamespace(graphs=graphs)
 
-    config = EngineConfig(str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64)
+    config = EngineConfig(
+        str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64
+    )
     monkeypatch.setattr(builder, "make_stage", make)
-    why = builder.build(config, open_model(config).with_weights())[2]  # what a rank tells others
+    # what a rank tells others
+    why = builder.build(config, open_model(config).with_weights())[2]
     assert why.plain == why.slower == "CUDA graphs: no"
 
 
 @pytest.mark.parametrize(
     ("max_rows", "sizes"),
-    [(1, [1]), (3, [1, 2, 3]), (20, [1, 2, 4, 8, 16, 20]), (64, [1, 2, 4, *range(8, 65, 8)])],
+    [
+        (1, [1]),
+        (3, [1, 2, 3]),
+        (20, [1, 2, 4, 8, 16, 20]),
+        (64, [1, 2, 4, *range(8, 65, 8)]),
+    ],
 )
 def test_sizes(max_rows: int, sizes: list[int]) -> None:
     assert graph_sizes(max_rows) == sizes
@@ -390,16 +438,29 @@ READS = {
     "histc",
     "argwhere",
 }
-HOST = {"tolist", "item", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__"}
+HOST = {
+    "tolist",
+    "item",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+}
 MAKERS = {torch.tensor, torch.as_tensor, torch.from_numpy, torch.frombuffer}
 
 
 class NoReads(TorchDispatchMode):
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = func.overloadpacket.__name__
         assert name not in READS, f"{func} waits for the device"
         if name in ("index", "index_put", "index_put_"):
-            assert not any(each is not None and each.dtype == torch.bool for each in args[1]), func
+            assert not any(
+                each is not None and each.dtype == torch.bool for each in args[1]
+            ), func
         if name == "repeat_interleave":
             assert func._overloadname != "Tensor", func
         if name == "lift_fresh":  # a number goes with the launch, more are copied
@@ -408,10 +469,14 @@ class NoReads(TorchDispatchMode):
 
 
 class NoHost(TorchFunctionMode):
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_function__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         name = (resolve_name(func) or "").rpartition(".")[2]
         assert name not in HOST, f"{name} waits for the device"
-        assert func not in MAKERS or not isinstance(args[0], list | tuple), f"{func} copies to it"
+        assert func not in MAKERS or not isinstance(args[0], list | tuple), (
+            f"{func} copies to it"
+        )
         return func(*args, **(kwargs or {}))
 
 
@@ -477,7 +542,9 @@ def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
     network, _ = make_network(family, tmp_path)
     if not can_capture(network.own):
         return
-    stage = Stage(network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK)
+    stage = Stage(
+        network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK
+    )
     stage.cache._kv.zero_()
     attend = stage.cache.plan(Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4])))
     ids = torch.tensor([5, 6, 7])

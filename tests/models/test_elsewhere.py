@@ -26,7 +26,12 @@ from fminfer.models.tensor_specs import TIED, part_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import save_byte_tokenizer
 
-ROW: dict[str, Any] = {"prompt": "north", "max_tokens": 5, "temperature": 0, "logprobs": 1}
+ROW: dict[str, Any] = {
+    "prompt": "north",
+    "max_tokens": 5,
+    "temperature": 0,
+    "logprobs": 1,
+}
 
 
 def answer(model: str | None, **options: Any) -> Any:
@@ -38,9 +43,13 @@ def answer(model: str | None, **options: Any) -> Any:
 
 
 @pytest.fixture
-def scattered(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> tuple[Path, Path, Path]:
+def scattered(
+    llama_checkpoint: tuple[Path, Any], tmp_path: Path
+) -> tuple[Path, Path, Path]:
     """Give three folders: of weights alone, of a config, of a tokenizer."""
-    weights, config, tokenizer = (tmp_path / name for name in ("weights", "config", "tokenizer"))
+    weights, config, tokenizer = (
+        tmp_path / name for name in ("weights", "config", "tokenizer")
+    )
     for folder in (weights, config, tokenizer):
         folder.mkdir()
     for file in llama_checkpoint[0].iterdir():
@@ -64,9 +73,13 @@ def test_the_refusals_name_the_flags(scattered: tuple[Path, Path, Path]) -> None
     weights, config, _ = map(str, scattered)
     with pytest.raises(CheckpointError, match=r"no config.json.*--model-config"):
         open_model(EngineConfig(model=weights))
-    with pytest.raises(CheckpointError, match=r"no tokenizer.*--tokenizer.*--skip-tokenizer-init"):
+    with pytest.raises(
+        CheckpointError, match=r"no tokenizer.*--tokenizer.*--skip-tokenizer-init"
+    ):
         fminfer.Engine(weights, model_config=config)
-    with pytest.raises(CheckpointError, match=r"'nowhere' is neither a config.json.*bloom-176b"):
+    with pytest.raises(
+        CheckpointError, match=r"'nowhere' is neither a config.json.*bloom-176b"
+    ):
         open_model(EngineConfig(model=weights, model_config="nowhere"))
     with pytest.raises(CheckpointError, match="is a file; give the folder"):
         file = str(scattered[1] / "config.json")
@@ -76,9 +89,15 @@ def test_the_refusals_name_the_flags(scattered: tuple[Path, Path, Path]) -> None
 @pytest.mark.parametrize(
     ("options", "says"),
     [
-        ({"model_config": "bloom-560m"}, "--model-config is 'bloom-560m'; give the model too"),
+        (
+            {"model_config": "bloom-560m"},
+            "--model-config is 'bloom-560m'; give the model too",
+        ),
         ({"revision": "main"}, "--revision is 'main'; give the model too"),
-        ({"model": "a", "tokenizer": "b", "skip_tokenizer_init": True}, "give one of them"),
+        (
+            {"model": "a", "tokenizer": "b", "skip_tokenizer_init": True},
+            "give one of them",
+        ),
     ],
 )
 def test_options_that_do_not_go_together(options: dict[str, Any], says: str) -> None:
@@ -96,7 +115,9 @@ def test_another_config_or_tokenizer_is_another_run(
         return plan_ahead(run, open_model(run)).fingerprint()
 
     first = fingerprint(model_config=config, tokenizer=tokenizer)
-    assert fingerprint(model_config=f"{config}/config.json", tokenizer=tokenizer) == first
+    assert (
+        fingerprint(model_config=f"{config}/config.json", tokenizer=tokenizer) == first
+    )
     fields = json.loads((scattered[1] / "config.json").read_text())
     other = scattered[1] / "other.json"
     other.write_text(json.dumps(fields | {"rms_norm_eps": 0.125}))
@@ -108,7 +129,9 @@ def test_another_config_or_tokenizer_is_another_run(
     assert [k for k in first if first[k] != changed[k]] == ["the tokenizer"]
 
 
-def test_ends_of_a_config_from_elsewhere_count(scattered: tuple[Path, Path, Path]) -> None:
+def test_ends_of_a_config_from_elsewhere_count(
+    scattered: tuple[Path, Path, Path],
+) -> None:
     weights, config, tokenizer = scattered
     (config / "generation_config.json").write_text('{"eos_token_id": [7, 8]}')
     options = {"model_config": str(config), "tokenizer": str(tokenizer)}
@@ -119,7 +142,9 @@ def test_ends_of_a_config_from_elsewhere_count(scattered: tuple[Path, Path, Path
 
 def test_random_weights_with_a_real_tokenizer(tmp_path: Path) -> None:
     save_byte_tokenizer(tmp_path)
-    found = answer(None, random_init="llama-160m", tokenizer=str(tmp_path), max_layers=1)
+    found = answer(
+        None, random_init="llama-160m", tokenizer=str(tmp_path), max_layers=1
+    )
     expected = answer(None, random_init="llama-160m", max_layers=1)
     assert [each["logprobs"]["token_logprobs"] for each in found] == [
         each["logprobs"]["token_logprobs"] for each in expected
@@ -130,7 +155,10 @@ def test_random_weights_with_a_real_tokenizer(tmp_path: Path) -> None:
     ("content", "says"),
     [
         (b"<!DOCTYPE html><html>", r"is a web page.*/resolve/"),
-        (b"version https://git-lfs.github.com/spec/v1\noid sha256:1", r"is a pointer.*lfs pull"),
+        (
+            b"version https://git-lfs.github.com/spec/v1\noid sha256:1",
+            r"is a pointer.*lfs pull",
+        ),
         (gzip.compress(b"{}", mtime=0), "is compressed by gzip; unpack it"),
         (b'{"version": "1.0", "added_', r"is broken \(no JSON.*; fetch it again"),
     ],
@@ -159,7 +187,9 @@ class Hub:
         self.asked: list[tuple[str | None, list[str]]] = []
         self.is_there = True
 
-    def snapshot_download(self, name: str, allow_patterns: list[str], revision: str | None) -> str:
+    def snapshot_download(
+        self, name: str, allow_patterns: list[str], revision: str | None
+    ) -> str:
         self.asked.append((revision, allow_patterns))
         self.folder.mkdir(exist_ok=True)
         for each in self._names if self.is_there else []:
@@ -175,14 +205,20 @@ class Hub:
     def model_info(self, name: str, revision: str | None) -> Any:
         if not self.is_there:
             raise OSError("no connection")
-        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=n) for n in self._names])
+        return SimpleNamespace(
+            siblings=[SimpleNamespace(rfilename=n) for n in self._names]
+        )
 
 
 @pytest.fixture
-def hub(llama_checkpoint: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Hub:
+def hub(
+    llama_checkpoint: tuple[Path, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Hub:
     names = [file.name for file in llama_checkpoint[0].iterdir()]
     hub = Hub(
-        tmp_path, llama_checkpoint[0], [*names, "pytorch_model.bin", "onnx/model.safetensors"]
+        tmp_path,
+        llama_checkpoint[0],
+        [*names, "pytorch_model.bin", "onnx/model.safetensors"],
     )
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(
@@ -199,7 +235,9 @@ def test_the_hub_gives_weights_in_one_form(hub: Hub) -> None:
     names = {file.name for file in folder.iterdir()}
     assert "model.safetensors" in names and "pytorch_model.bin" not in names
     revisions = [revision for revision, _ in hub.asked]
-    assert revisions == ["v2", "v2", "0" * 40], "a branch may move between two downloads"
+    assert revisions == ["v2", "v2", "0" * 40], (
+        "a branch may move between two downloads"
+    )
     hub._names = [name for name in hub._names if not name.endswith("safetensors")]
     open_model(config)
     assert "pytorch_model*.bin" in hub.asked[-1][1]
@@ -219,7 +257,9 @@ def test_a_config_and_a_tokenizer_of_the_hub(
     options = {"model_config": "some/model", "tokenizer": "some/model"}
     assert answer(str(scattered[0]), **options) == answer(str(llama_checkpoint[0]))
     patterns = [pattern for _, each in hub.asked for pattern in each]
-    assert not [pattern for pattern in patterns if "safetensors" in pattern or "bin" in pattern]
+    assert not [
+        pattern for pattern in patterns if "safetensors" in pattern or "bin" in pattern
+    ]
 
 
 # Parameters in billions, as published.
@@ -268,7 +308,9 @@ def test_names_of_earlier_systems_are_sizes() -> None:
 
 
 def test_check_takes_them_from_the_command_line(
-    llama_checkpoint: tuple[Path, Any], scattered: tuple[Path, Path, Path], tmp_path: Path
+    llama_checkpoint: tuple[Path, Any],
+    scattered: tuple[Path, Path, Path],
+    tmp_path: Path,
 ) -> None:
     """A vocabulary joined to a config of another model is refused as well."""
     rows = tmp_path / "rows.jsonl"
@@ -292,7 +334,9 @@ def test_a_tokenizer_without_any_config_is_of_the_kind_that_the_config_says(
     assert found == answer(str(llama_checkpoint[0]))
 
 
-def test_check_needs_no_weights(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> None:
+def test_check_needs_no_weights(
+    llama_checkpoint: tuple[Path, Any], tmp_path: Path
+) -> None:
     """A config and an index tell before hundreds of gigabytes are fetched."""
     rows = tmp_path / "rows.jsonl"
     rows.write_text(json.dumps(ROW) + "\n")
@@ -302,28 +346,38 @@ def test_check_needs_no_weights(llama_checkpoint: tuple[Path, Any], tmp_path: Pa
     (folder / "model.safetensors").unlink()
 
     def check(*flags: str) -> Any:
-        return CliRunner().invoke(main, ["check", str(rows), "--model", str(folder), *flags])
+        return CliRunner().invoke(
+            main, ["check", str(rows), "--model", str(folder), *flags]
+        )
 
     assert check().exit_code == 1 and "holds no .safetensors file" in check().output
     found = check("--no-weights")
     assert found.exit_code == 0, found.output
     index = folder / "model.safetensors.index.json"
-    index.write_text(json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")}))
+    index.write_text(
+        json.dumps({"weight_map": dict.fromkeys(tensors, "model-1.safetensors")})
+    )
     assert check("--no-weights").exit_code == 0
     index.write_text(json.dumps({"weight_map": {"more.weight": "model-1.safetensors"}}))
     found = check("--no-weights")
-    assert found.exit_code == 1 and "lacks 30 of the model's tensors" in found.output, found.output
+    assert found.exit_code == 1 and "lacks 30 of the model's tensors" in found.output, (
+        found.output
+    )
 
 
 def test_a_folder_has_no_revisions(llama_checkpoint: tuple[Path, Any]) -> None:
-    with pytest.raises(CheckpointError, match=r"--revision is 'v2', and .* is a folder"):
+    with pytest.raises(
+        CheckpointError, match=r"--revision is 'v2', and .* is a folder"
+    ):
         open_model(EngineConfig(model=str(llama_checkpoint[0]), revision="v2"))
 
 
 def test_a_cut_config_is_named(scattered: tuple[Path, Path, Path]) -> None:
     weights, config, _ = scattered
     (weights / "config.json").write_text((config / "config.json").read_text()[:50])
-    with pytest.raises(CheckpointError, match=r"config.json is broken \(no JSON: .*fetch it again"):
+    with pytest.raises(
+        CheckpointError, match=r"config.json is broken \(no JSON: .*fetch it again"
+    ):
         open_model(EngineConfig(model=str(weights)))
 
 
@@ -333,5 +387,7 @@ def test_a_part_that_its_neighbours_name_is_missed(
     folder = tmp_path / "one"
     shutil.copytree(llama_checkpoint[0], folder)
     (folder / "model.safetensors").rename(folder / "model-00001-of-00002.safetensors")
-    with pytest.raises(CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks model-00002-of-00002\.safetensors"
+    ):
         check_tensors(open_model(EngineConfig(model=str(folder))))

@@ -22,7 +22,9 @@ DECODED = [*range(30, 40)]
 
 
 def read_back(folder: Path) -> Any:
-    return transformers.AutoModelForSeq2SeqLM.from_pretrained(folder, dtype=torch.float32).eval()
+    return transformers.AutoModelForSeq2SeqLM.from_pretrained(
+        folder, dtype=torch.float32
+    ).eval()
 
 
 @torch.no_grad()
@@ -35,13 +37,25 @@ def expected_logprobs(model: Any, source: list[int], decoded: list[int]) -> list
     return found
 
 
-def score(folder: Path, *rows: tuple[list[int], list[int]], **options: Any) -> list[Any]:
+def score(
+    folder: Path, *rows: tuple[list[int], list[int]], **options: Any
+) -> list[Any]:
     """Return the logprobs of decoders' texts, or errors."""
     requests = [
-        {"prompt": source, "decoder_prompt": decoded, "max_tokens": 0, "echo": True, "logprobs": 1}
+        {
+            "prompt": source,
+            "decoder_prompt": decoded,
+            "max_tokens": 0,
+            "echo": True,
+            "logprobs": 1,
+        }
         for source, decoded in rows
     ]
-    options = {"dtype": "float32", "skip_tokenizer_init": True, "kernels": "off"} | options
+    options = {
+        "dtype": "float32",
+        "skip_tokenizer_init": True,
+        "kernels": "off",
+    } | options
     with fminfer.Engine(str(folder), **options) as engine:
         records = sorted(engine.run(requests), key=lambda record: record.line.number)
     return [
@@ -64,7 +78,9 @@ LAYOUTS: dict[str, tuple[str, list[str], list[str]]] = {
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_each_side_reads_the_embedding_that_is_stored_for_it(layout: str, tmp_path: Path) -> None:
+def test_each_side_reads_the_embedding_that_is_stored_for_it(
+    layout: str, tmp_path: Path
+) -> None:
     """Tables beside `shared` were left out: logprobs were off, or `shared` was missing."""
     name, added, removed = LAYOUTS[layout]
     save(make_encoder(name), tmp_path)
@@ -104,13 +120,17 @@ def make_start_zero(folder: Path) -> None:
     (folder / "generation_config.json").write_text('{"decoder_start_token_id": 0}')
 
 
-def test_a_missing_embedding_of_an_untied_bart_is_refused_by_name(tmp_path: Path) -> None:
+def test_a_missing_embedding_of_an_untied_bart_is_refused_by_name(
+    tmp_path: Path,
+) -> None:
     """transformers fills it with random numbers."""
     save(make_encoder("bart:untied"), tmp_path)
     weights = load_file(tmp_path / "model.safetensors")
     del weights["model.encoder.embed_tokens.weight"]
     save_file(weights, tmp_path / "model.safetensors", {"format": "pt"})
-    with pytest.raises(CheckpointError, match=r"lacks .*'model\.encoder\.embed_tokens\.weight'"):
+    with pytest.raises(
+        CheckpointError, match=r"lacks .*'model\.encoder\.embed_tokens\.weight'"
+    ):
         score(tmp_path, (SOURCE, DECODED))
 
 
@@ -120,17 +140,31 @@ STARTS: dict[str, tuple[dict[str, Any], dict[str, Any] | None]] = {
     "BOS of the config": ({"bos_token_id": 5}, None),
     "nothing": ({"bos_token_id": None}, None),
     "a forced BOS": ({"decoder_start_token_id": 7, "forced_bos_token_id": 9}, None),
-    "in the generation config": ({"decoder_start_token_id": 7}, {"decoder_start_token_id": 4}),
-    "BOS of the generation config": ({"decoder_start_token_id": 7}, {"bos_token_id": 6}),
-    "not in the generation config": ({"decoder_start_token_id": 7}, {"eos_token_id": 2}),
+    "in the generation config": (
+        {"decoder_start_token_id": 7},
+        {"decoder_start_token_id": 4},
+    ),
+    "BOS of the generation config": (
+        {"decoder_start_token_id": 7},
+        {"bos_token_id": 6},
+    ),
+    "not in the generation config": (
+        {"decoder_start_token_id": 7},
+        {"eos_token_id": 2},
+    ),
     "a list of one": ({"decoder_start_token_id": 7}, {"decoder_start_token_id": [4]}),
-    "a list of two": ({"decoder_start_token_id": 7}, {"decoder_start_token_id": [4, 5]}),
+    "a list of two": (
+        {"decoder_start_token_id": 7},
+        {"decoder_start_token_id": [4, 5]},
+    ),
 }
 
 
 @pytest.mark.parametrize("name", ["bart", "mbart", "t5", "mt5"])
 @pytest.mark.parametrize("stated", STARTS)
-def test_a_decoder_begins_as_in_transformers(name: str, stated: str, tmp_path: Path) -> None:
+def test_a_decoder_begins_as_in_transformers(
+    name: str, stated: str, tmp_path: Path
+) -> None:
     """A decoder began with the padding, or with the default of the config's class.
 
     Where transformers finds no token to begin with, the model is refused.
@@ -149,7 +183,9 @@ def test_a_decoder_begins_as_in_transformers(name: str, stated: str, tmp_path: P
     model.generation_config.forced_eos_token_id = None
 
     try:
-        drawn = model.generate(torch.tensor([SOURCE]), max_new_tokens=1, do_sample=False)
+        drawn = model.generate(
+            torch.tensor([SOURCE]), max_new_tokens=1, do_sample=False
+        )
     except ValueError:
         with pytest.raises(CheckpointError, match="decoder_start_token_id"):
             find_start(open_checkpoint(str(tmp_path)))

@@ -38,7 +38,8 @@ from tests.shard_threads import ShardedRanks, plan_ranks
 _DRAWN = torch.Generator().manual_seed(3)
 IDENTITY = "torch.nn.modules.linear.Identity"
 PROMPTS = [
-    torch.randint(3, VOCAB, (length,), generator=_DRAWN).tolist() for length in (37, 5, 1, 70, 18)
+    torch.randint(3, VOCAB, (length,), generator=_DRAWN).tolist()
+    for length in (37, 5, 1, 70, 18)
 ]
 SPLITS = {
     "plain": {"kernels": "off"},
@@ -54,7 +55,9 @@ def ranks_of(
     folder: Path | None, num_shards: int = 1, num_stages: int = 1, **options: Any
 ) -> ShardedRanks:
     name = None if folder is None else str(folder)
-    config = make_config(name, **{"dtype": "float32", "block_size": 16, "budget": 640} | options)
+    config = make_config(
+        name, **{"dtype": "float32", "block_size": 16, "budget": 640} | options
+    )
     plans = plan_ranks(config, open_model(config), num_shards, num_stages)
     return ShardedRanks(plans, 640)
 
@@ -76,7 +79,10 @@ def vectors(
 
 @torch.no_grad()
 def oracle(
-    model: Any, pool: Any, types: list[int] | None = None, prompts: list[list[int]] = PROMPTS
+    model: Any,
+    pool: Any,
+    types: list[int] | None = None,
+    prompts: list[list[int]] = PROMPTS,
 ) -> torch.Tensor:
     """Return what transformers gives for each prompt alone; `pool` makes it of hidden states."""
     rows = []
@@ -86,7 +92,9 @@ def oracle(
         if types is not None:
             given["token_type_ids"] = torch.tensor([types[first : first + len(prompt)]])
         out = model(**given)
-        rows.append(out.logits[0] if hasattr(out, "logits") else pool(out.last_hidden_state[0]))
+        rows.append(
+            out.logits[0] if hasattr(out, "logits") else pool(out.last_hidden_state[0])
+        )
         first += len(prompt)
     return torch.stack(rows)
 
@@ -117,7 +125,9 @@ def test_vectors_and_scores_equal_transformers(name: str, tmp_path: Path) -> Non
         for turn, kind in enumerate(("Model", "ForSequenceClassification"))
     ],
 )
-def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: Path) -> None:
+def test_decoders_give_the_last_token_s_vector(
+    name: str, kind: str, tmp_path: Path
+) -> None:
     model = make_decoder(name, kind)
     folder = save(model, tmp_path / "model")
     expected = oracle(model, lambda hidden: hidden[-1])
@@ -128,11 +138,19 @@ def test_decoders_give_the_last_token_s_vector(name: str, kind: str, tmp_path: P
 def with_padding(padding_id: int) -> list[list[int]]:
     """Return prompts with an id in front, inside, at the end, and in all places."""
     pad = padding_id
-    return [[5, 6, 7, 8], [5, 6, pad, 8, 9], [pad, pad, 7], [5, 9, pad, pad], [pad, pad], [pad]]
+    return [
+        [5, 6, 7, 8],
+        [5, 6, pad, 8, 9],
+        [pad, pad, 7],
+        [5, 9, pad, pad],
+        [pad, pad],
+        [pad],
+    ]
 
 
 @pytest.mark.parametrize(
-    "name", ["roberta", "roberta:scores", "xlm-roberta", "camembert", "mpnet", "mpnet:scores"]
+    "name",
+    ["roberta", "roberta:scores", "xlm-roberta", "camembert", "mpnet", "mpnet:scores"],
 )
 def test_padding_inside_a_text_has_no_position(name: str, tmp_path: Path) -> None:
     """`<pad>` in a text, or its id, moved the positions of all tokens behind it by one."""
@@ -145,7 +163,9 @@ def test_padding_inside_a_text_has_no_position(name: str, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt2", "opt-bare", "bloom", "mixtral"])
-def test_a_judge_looks_at_the_last_token_that_is_no_padding(name: str, tmp_path: Path) -> None:
+def test_a_judge_looks_at_the_last_token_that_is_no_padding(
+    name: str, tmp_path: Path
+) -> None:
     """A judge whose padding is EOS scored a text that ends with EOS by that EOS."""
     model = make_decoder(name, "ForSequenceClassification", pad_token_id=4)
     prompts = with_padding(4)
@@ -181,7 +201,9 @@ def test_types_of_tokens_are_added(name: str, tmp_path: Path) -> None:
     assert not torch.allclose(expected, oracle(model, mean), rtol=0.01)
 
 
-def sentence_files(*more: dict[str, str], pooling: dict[str, Any] | None = None) -> dict[str, Any]:
+def sentence_files(
+    *more: dict[str, str], pooling: dict[str, Any] | None = None
+) -> dict[str, Any]:
     """Return the files of a folder of sentence-transformers, by name.
 
     Args:
@@ -193,7 +215,10 @@ def sentence_files(*more: dict[str, str], pooling: dict[str, Any] | None = None)
         {"path": "1_Pooling", "type": f"{old}.Pooling"},
         *more,
     ]
-    return {"modules.json": modules, "1_Pooling/config.json": pooling or {"pooling_mode": "mean"}}
+    return {
+        "modules.json": modules,
+        "1_Pooling/config.json": pooling or {"pooling_mode": "mean"},
+    }
 
 
 DENSE = {"path": "2_Dense", "type": "sentence_transformers.base.modules.dense.Dense"}
@@ -210,10 +235,16 @@ def weighted(hidden: torch.Tensor) -> torch.Tensor:
 
 
 MODES: dict[str, tuple[dict[str, Any], Any]] = {
-    "cls": ({"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False}, lambda h: h[0]),
+    "cls": (
+        {"pooling_mode_cls_token": True, "pooling_mode_mean_tokens": False},
+        lambda h: h[0],
+    ),
     "last": ({"pooling_mode": "lasttoken"}, last),
     "max": ({"pooling_mode": ["max"]}, lambda h: h.amax(0)),
-    "root": ({"pooling_mode_mean_sqrt_len_tokens": True}, lambda h: h.sum(0) / len(h) ** 0.5),
+    "root": (
+        {"pooling_mode_mean_sqrt_len_tokens": True},
+        lambda h: h.sum(0) / len(h) ** 0.5,
+    ),
     "weighted": ({"pooling_mode_weightedmean_tokens": True}, weighted),
 }
 
@@ -248,7 +279,9 @@ def dense_folder(model: Any, folder: Path, **fields: Any) -> nn.Linear:
     return dense
 
 
-def read_by(dense: nn.Linear, vectors: torch.Tensor, activation: Any = torch.tanh) -> torch.Tensor:
+def read_by(
+    dense: nn.Linear, vectors: torch.Tensor, activation: Any = torch.tanh
+) -> torch.Tensor:
     with torch.no_grad():
         return nn.functional.normalize(activation(dense(vectors)))
 
@@ -261,17 +294,32 @@ def test_dense_layers_lie_in_folders_of_their_own(tmp_path: Path) -> None:
         check(vectors(tmp_path / "model", **options), expected)
     found = open_checkpoint(str(tmp_path / "model")).sentence
     assert found is not None
-    assert (found.max_length, found.is_lowercased, found.activation) == (40, True, IDENTITY)
-    assert found.prompts == {"query": "query: ", "document": ""} and found.default_prompt == "query"
+    assert (found.max_length, found.is_lowercased, found.activation) == (
+        40,
+        True,
+        IDENTITY,
+    )
+    assert (
+        found.prompts == {"query": "query: ", "document": ""}
+        and found.default_prompt == "query"
+    )
     (tmp_path / "model/2_Dense/pytorch_model.bin").unlink()
     with pytest.raises(CheckpointError, match="2_Dense holds no"):
         check_tensors(open_checkpoint(str(tmp_path / "model")))
 
 
-def test_the_hub_gives_dense_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_hub_gives_dense_layers(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Their weights lie where modules.json says; those of a folder `head` were not fetched."""
     small = [f"{name}/config.json" for name in ("1_Pooling", "head")]
-    names = ["config.json", "modules.json", *small, "model.safetensors", "pytorch_model.bin"]
+    names = [
+        "config.json",
+        "modules.json",
+        *small,
+        "model.safetensors",
+        "pytorch_model.bin",
+    ]
     weights = ["head/model.safetensors", "head/pytorch_model.bin", "onnx/model.onnx"]
     (tmp_path / "files").mkdir()
     modules = sentence_files(DENSE | {"path": "head"})["modules.json"]
@@ -279,9 +327,12 @@ def test_the_hub_gives_dense_layers(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     hub = Hub(tmp_path, tmp_path / "files", names + weights)
     monkeypatch.setattr("huggingface_hub.snapshot_download", hub.snapshot_download)
     monkeypatch.setattr(
-        "huggingface_hub.HfApi.model_info", lambda self, n, revision: hub.model_info(n, revision)
+        "huggingface_hub.HfApi.model_info",
+        lambda self, n, revision: hub.model_info(n, revision),
     )
-    found = {str(f.relative_to(hub.folder)) for f in fetch_weights("some/model").rglob("*.*")}
+    found = {
+        str(f.relative_to(hub.folder)) for f in fetch_weights("some/model").rglob("*.*")
+    }
     assert found == {*names, *weights} - {"pytorch_model.bin", "onnx/model.onnx"}
 
 
@@ -297,8 +348,12 @@ def move_modules(folder: Path, **places: str) -> None:
     (folder / "modules.json").write_text(json.dumps(modules))
 
 
-@pytest.mark.parametrize(("pooling", "dense"), [("Pooling", "head"), ("parts/mean", "parts/out")])
-def test_modules_lie_where_modules_json_says(pooling: str, dense: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    ("pooling", "dense"), [("Pooling", "head"), ("parts/mean", "parts/out")]
+)
+def test_modules_lie_where_modules_json_says(
+    pooling: str, dense: str, tmp_path: Path
+) -> None:
     """Names such as 1_Pooling were guessed: another pooling was no other model for a run's rows.
 
     `fminfer quantize` left the files out, and its folder did not run.
@@ -341,7 +396,10 @@ def test_modules_outside_of_their_folder_are_refused(path: str, tmp_path: Path) 
             "prompts are: query. Add",
         ),
         ({"default_prompt_name": "passage"}, "names 'passage' as default_prompt_name"),
-        ({"similarity_fn_name": "jaccard"}, "these run: cosine, dot, euclidean, manhattan"),
+        (
+            {"similarity_fn_name": "jaccard"},
+            "these run: cosine, dot, euclidean, manhattan",
+        ),
     ],
 )
 def test_settings_that_name_nothing_are_refused(
@@ -368,14 +426,18 @@ def test_a_causal_language_model_in_such_a_folder_gives_vectors(tmp_path: Path) 
     """Qwen3-Embedding and E5-Mistral: its head is left out."""
     model = make_decoder("qwen3", "ForCausalLM")
     folder = save(
-        model, tmp_path / "model", sentence_files(NORMALIZE, pooling={"pooling_mode": "lasttoken"})
+        model,
+        tmp_path / "model",
+        sentence_files(NORMALIZE, pooling={"pooling_mode": "lasttoken"}),
     )
     check(vectors(folder), nn.functional.normalize(oracle(model.model, last)))
 
 
 def test_a_masked_language_model_in_such_a_folder_gives_vectors(tmp_path: Path) -> None:
     for name in ("BertForMaskedLM", "ModernBertForMaskedLM", "DistilBertForMaskedLM"):
-        model = make_encoder({"B": "bert", "M": "modernbert", "D": "distilbert"}[name[0]], name)
+        model = make_encoder(
+            {"B": "bert", "M": "modernbert", "D": "distilbert"}[name[0]], name
+        )
         folder = save(model, tmp_path / name, sentence_files())
         check(vectors(folder), oracle(model.base_model, mean))
 
@@ -411,7 +473,9 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_other_heads_are_refused_by_name(name: str, tmp_path: Path) -> None:
     kind = {"Be": "bert", "Ro": "roberta", "Ba": "bart"}[name[:2]]
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind, "architectures": [name]}))
+    (tmp_path / "config.json").write_text(
+        json.dumps({"model_type": kind, "architectures": [name]})
+    )
     with pytest.raises(CheckpointError, match=f"{name}.*{REFUSED[name]}"):
         open_checkpoint(str(tmp_path))
 
@@ -420,7 +484,10 @@ def test_other_heads_are_refused_by_name(name: str, tmp_path: Path) -> None:
     ("files", "says"),
     [
         (sentence_files({"path": "2", "type": "x.LSTM"}), "the module LSTM"),
-        (sentence_files(NORMALIZE, DENSE), "modules Transformer Pooling Normalize Dense in this"),
+        (
+            sentence_files(NORMALIZE, DENSE),
+            "modules Transformer Pooling Normalize Dense in this",
+        ),
         (sentence_files(pooling={"pooling_mode": ["cls", "mean"]}), "but cls, mean"),
         (
             {k: v for k, v in sentence_files(NORMALIZE).items() if "Pooling" not in k},
@@ -443,17 +510,24 @@ def test_modules_that_do_not_run_are_refused_by_name(
         read_sentence_folder(tmp_path / "model")
 
 
-@pytest.mark.parametrize("name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "t5"])
+@pytest.mark.parametrize(
+    "name", ["bert", "roberta", "distilbert", "mpnet", "modernbert", "t5"]
+)
 def test_tensors_of_heads_are_left_out_where_the_config_names_the_model(
     name: str, tmp_path: Path
 ) -> None:
     own = ENCODERS.get(name, ("T5EncoderModel",))[0]
-    maker = "AutoModelForSeq2SeqLM" if name == "t5" else own.replace("Model", "ForMaskedLM")
+    maker = (
+        "AutoModelForSeq2SeqLM" if name == "t5" else own.replace("Model", "ForMaskedLM")
+    )
     model = make_encoder(name, maker)
     folder = save(model, tmp_path / "model")
     fields = json.loads((folder / "config.json").read_text()) | {"architectures": [own]}
     (folder / "config.json").write_text(json.dumps(fields))
-    check(vectors(folder), oracle(model.encoder if name == "t5" else model.base_model, mean))
+    check(
+        vectors(folder),
+        oracle(model.encoder if name == "t5" else model.base_model, mean),
+    )
 
 
 def test_the_length_limit_of_a_folder_of_today(tmp_path: Path) -> None:
@@ -465,7 +539,9 @@ def test_the_length_limit_of_a_folder_of_today(tmp_path: Path) -> None:
 
 def model_digest(folder: Path) -> str:
     config = make_config(str(folder))
-    return fingerprint_of(config, open_model(config), torch.float32, torch.float32)["the model"]
+    return fingerprint_of(config, open_model(config), torch.float32, torch.float32)[
+        "the model"
+    ]
 
 
 def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
@@ -474,7 +550,9 @@ def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
     seen = {model_digest(folder)}
     (folder / "1_Pooling/config.json").write_text('{"pooling_mode": "max"}')
     seen.add(model_digest(folder))
-    torch.save({"linear.weight": torch.ones(24, 64)}, folder / "2_Dense/pytorch_model.bin")
+    torch.save(
+        {"linear.weight": torch.ones(24, 64)}, folder / "2_Dense/pytorch_model.bin"
+    )
     seen.add(model_digest(folder))
     settings = folder / "config_sentence_transformers.json"
     settings.write_text('{"similarity_fn_name": "dot"}')
@@ -485,7 +563,8 @@ def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("quantized", ["int8", "int4"])
 def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
-    """Quantized as they are loaded, or before, they give the same vectors, near the exact ones."""
+    """Quantized as they are loaded, or before, they give the same vectors, near the
+    exact ones."""
     model = make_encoder("bert")
     folder = tmp_path / "model"
     exact = read_by(dense_folder(model, folder), oracle(model, mean))
@@ -494,7 +573,9 @@ def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
     assert nearness.min() > 0.9 and nearness.max() < 1 - 1e-7
     told = open_checkpoint(str(folder))
     (tmp_path / "small").mkdir()
-    write_quantized(told, tmp_path / "small", quantized, seed=0, on_progress=lambda *_: None)
+    write_quantized(
+        told, tmp_path / "small", quantized, seed=0, on_progress=lambda *_: None
+    )
     check(vectors(tmp_path / "small"), loaded)
     check(vectors(tmp_path / "small", num_shards=2, num_stages=2), loaded, 0.02)
 
@@ -505,7 +586,11 @@ def test_encoders_in_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
     model = make_encoder(name)
     folder = save(model, tmp_path / "model")
     expected = oracle(model, mean)
-    check(vectors(folder, dtype=dtype), expected, {"bfloat16": 0.05, "float16": 0.01}[dtype])
+    check(
+        vectors(folder, dtype=dtype),
+        expected,
+        {"bfloat16": 0.05, "float16": 0.01}[dtype],
+    )
     check(
         vectors(folder, dtype=dtype, kernels="off"),
         expected,
@@ -514,7 +599,8 @@ def test_encoders_in_16_bits(name: str, dtype: str, tmp_path: Path) -> None:
 
 
 DECODED = [
-    torch.randint(3, VOCAB, (length,), generator=_DRAWN).tolist() for length in (1, 6, 3, 20, 2)
+    torch.randint(3, VOCAB, (length,), generator=_DRAWN).tolist()
+    for length in (1, 6, 3, 20, 2)
 ]
 
 
@@ -535,9 +621,17 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
     num = len(PROMPTS)
     whole = Step(0, lengths=lengths, token_ids=np.concatenate(PROMPTS))
     memory = ranks.run(whole).vectors
-    found = torch.from_numpy(memory).view(torch.float32).view(-1, 64).split(lengths.tolist())
+    found = (
+        torch.from_numpy(memory)
+        .view(torch.float32)
+        .view(-1, 64)
+        .split(lengths.tolist())
+    )
     for prompt, own in zip(PROMPTS, found, strict=True):
-        check(own, model.get_encoder()(input_ids=torch.tensor([prompt])).last_hidden_state[0])
+        check(
+            own,
+            model.get_encoder()(input_ids=torch.tensor([prompt])).last_hidden_state[0],
+        )
     needs = [-(-(len(ids) + 1) // 16) for ids in DECODED] + [*(-(-lengths // 16))]
     places = [(slot, at) for slot, need in enumerate(needs) for at in range(need)]
     own = np.array([*map(len, DECODED)])
@@ -548,10 +642,14 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
         positions=0 * own,
         lengths=own,
         token_ids=np.concatenate(DECODED),
-        new_blocks=np.array([(*place, block) for block, place in enumerate(places)], np.int32),
+        new_blocks=np.array(
+            [(*place, block) for block, place in enumerate(places)], np.int32
+        ),
         memory_lengths=lengths,
         memory=memory.reshape(-1),
-        draws=make_draws((own.cumsum() - 1).tolist(), num_top=[5] * num, temperature=[0] * num),
+        draws=make_draws(
+            (own.cumsum() - 1).tolist(), num_top=[5] * num, temperature=[0] * num
+        ),
         **cross,
     )
     drawn = [ranks.run(first).of("tokens")]
@@ -567,6 +665,8 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
     drawn.append(ranks.run(second).of("tokens"))
     for row, (prompt, ids) in enumerate(zip(PROMPTS, DECODED, strict=True)):
         given = torch.tensor([[*ids, int(drawn[0].ids[row])]])
-        logits = model(input_ids=torch.tensor([prompt]), decoder_input_ids=given).logits[0]
+        logits = model(
+            input_ids=torch.tensor([prompt]), decoder_input_ids=given
+        ).logits[0]
         for expected, of_step in zip(logits[-2:].log_softmax(-1), drawn, strict=True):
             check(torch.from_numpy(of_step.top_logprobs[row]), expected.topk(5).values)

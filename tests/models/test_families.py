@@ -30,7 +30,9 @@ def test_every_family_has_an_example_and_its_line() -> None:
     lines = told.stdout.splitlines()[1:]
     assert [line.split()[0] for line in lines] == list(EXAMPLES)
     assert "or in fewer by --quantize (int8, int8-32, " in told.stderr
-    of_vectors = {line.split()[0] for line in lines if line.endswith("  vectors, scores")}
+    of_vectors = {
+        line.split()[0] for line in lines if line.endswith("  vectors, scores")
+    }
     assert of_vectors == set(encoders.ROWS)
     found = json.loads(CliRunner().invoke(main, ["families", "--json"]).output)
     assert {name: each["example"] for name, each in found.items()} == {

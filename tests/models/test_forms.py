@@ -27,7 +27,14 @@ from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
 from fminfer.plan.planning import plan_ahead
-from tests.conftest import FEW, IS_ALL, make_model, more, save_byte_tokenizer, some_families
+from tests.conftest import (
+    FEW,
+    IS_ALL,
+    make_model,
+    more,
+    save_byte_tokenizer,
+    some_families,
+)
 from tests.forked import fork_server, run_forked
 from tests.forms import FORMS, TOPS, Files, save
 from tests.models.test_transformer import logits_of
@@ -54,7 +61,9 @@ def assert_equal(mine: Path, other: Path) -> None:
         for part in parts_of(sizes):
             found = load(mine, part)
             expected = load(other, part)
-            for weights, others in zip(groups_of(found), groups_of(expected), strict=True):
+            for weights, others in zip(
+                groups_of(found), groups_of(expected), strict=True
+            ):
                 assert weights.keys() == others.keys()
                 for name, weight in weights.items():
                     assert weight.equals(others[name]), name
@@ -71,7 +80,9 @@ def test_every_form_of_opt(form: str, tmp_path: Path) -> None:
     folder = save(form, model, tmp_path / "form")
     assert_equal(folder, save("safetensors", model, tmp_path / "safetensors"))
     for sizes in SPLITS:
-        torch.testing.assert_close(logits_of(folder, parts_of(sizes), IDS), own_logits(model))
+        torch.testing.assert_close(
+            logits_of(folder, parts_of(sizes), IDS), own_logits(model)
+        )
 
 
 # Pickles have the names of modules: those of granitemoe changed in transformers 5.23.
@@ -97,7 +108,9 @@ def test_a_folder_with_a_file_for_each_layer(family: str, tmp_path: Path) -> Non
     model = make_model(family)
     folder = save("layers", model, tmp_path / "form", add_buffers)
     assert_equal(folder, save("safetensors", model, tmp_path / "safetensors"))
-    torch.testing.assert_close(logits_of(folder, parts_of([2, 1]), IDS), own_logits(model))
+    torch.testing.assert_close(
+        logits_of(folder, parts_of([2, 1]), IDS), own_logits(model)
+    )
 
 
 @pytest.mark.parametrize(
@@ -115,7 +128,9 @@ def test_a_folder_with_a_file_for_each_layer(family: str, tmp_path: Path) -> Non
     ],
 )
 @pytest.mark.parametrize("form", ["bin", "safetensors"])
-def test_what_names_begin_with(form: str, family: str, old: str, new: str, tmp_path: Path) -> None:
+def test_what_names_begin_with(
+    form: str, family: str, old: str, new: str, tmp_path: Path
+) -> None:
     def rename(files: Files) -> None:
         for tensors in files.values():
             for name in [name for name in tensors if name.startswith(old)]:
@@ -130,7 +145,9 @@ def test_old_names_and_buffers(tmp_path: Path) -> None:
     def age(files: Files) -> None:
         (tensors,) = files.values()
         for name in [name for name in tensors if ".ln_" in name]:
-            old = name.replace("ln_1.weight", "ln_1.gamma").replace("ln_1.bias", "ln_1.beta")
+            old = name.replace("ln_1.weight", "ln_1.gamma").replace(
+                "ln_1.bias", "ln_1.beta"
+            )
             tensors[old] = tensors.pop(name)
         tensors["transformer.position_ids"] = torch.arange(8)
         tensors["transformer.h.0.attn.bias"] = torch.ones(1, 1, 8, 8, dtype=torch.bool)
@@ -142,7 +159,8 @@ def test_old_names_and_buffers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("form", ["bin", "bin-old"])
 def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
-    """Transposed ones, parts of larger ones, parameters, dicts around them, several protocols."""
+    """Transposed ones, parts of larger ones, parameters, dicts around them, several
+    protocols."""
     model = make_model("gpt2-untied")
     tensors: dict[str, Any] = dict(model.state_dict())
     for name, tensor in tensors.items():
@@ -152,7 +170,10 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
             tensors[name] = torch.cat([torch.zeros(3, tensor.shape[1]), tensor])[3:]
         elif "ln_1" in name:
             tensors[name] = torch.nn.Parameter(tensor)
-    optimizer = {"state": {0: {"step": 3, "exp_avg": torch.zeros(5)}}, "param_groups": [{}]}
+    optimizer = {
+        "state": {0: {"step": 3, "exp_avg": torch.zeros(5)}},
+        "param_groups": [{}],
+    }
     saved = {"state_dict": tensors, "optimizer": optimizer, "epoch": 2.0, "args": None}
     for protocol in (2, 4, 5):
         folder = tmp_path / str(protocol)
@@ -163,12 +184,16 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
             pickle_protocol=protocol,
             _use_new_zipfile_serialization=form == "bin",
         )
-        torch.testing.assert_close(logits_of(folder, parts_of([3]), IDS), own_logits(model))
+        torch.testing.assert_close(
+            logits_of(folder, parts_of([3]), IDS), own_logits(model)
+        )
 
 
 @pytest.mark.parametrize("form", ["safetensors", *FORMS])
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float64])
-def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_path: Path) -> None:
+def test_every_form_tells_its_type_and_size(
+    form: str, dtype: torch.dtype, tmp_path: Path
+) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
     stored = stored_formats(open_checkpoint(str(folder)))
     assert {each for parts in stored.values() for each, _ in parts} == {Dense(dtype)}
@@ -176,9 +201,13 @@ def test_every_form_tells_its_type_and_size(form: str, dtype: torch.dtype, tmp_p
     assert {file.name for file in files} == {
         file.name for file in folder.iterdir() if file.suffix != ".json"
     }
-    assert find_weight_files(str(folder)) == {file: file.stat().st_size for file in files}
+    assert find_weight_files(str(folder)) == {
+        file: file.stat().st_size for file in files
+    }
     found = load(folder, parts_of([3])[0], dtype)
-    assert all(w.plain.dtype == dtype for layer in found.layers() for w in layer.values())
+    assert all(
+        w.plain.dtype == dtype for layer in found.layers() for w in layer.values()
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -208,7 +237,9 @@ def test_safetensors_count_where_a_folder_has_both(tmp_path: Path) -> None:
     model = make_model("llama")
     save("safetensors", model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"of another model")
-    torch.testing.assert_close(logits_of(tmp_path, parts_of([3]), IDS), own_logits(model))
+    torch.testing.assert_close(
+        logits_of(tmp_path, parts_of([3]), IDS), own_logits(model)
+    )
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -222,7 +253,10 @@ def test_one_value_makes_other_weights(form: str, tmp_path: Path) -> None:
         tensors[name] = middle.view(tensors[name].shape)
 
     model = make_model("opt")
-    pair = [save(form, model, tmp_path / "a"), save(form, model, tmp_path / "b", change)]
+    pair = [
+        save(form, model, tmp_path / "a"),
+        save(form, model, tmp_path / "b", change),
+    ]
     again = tmp_path / "c"
     shutil.copytree(pair[0], again)
     digests, others, equal = (
@@ -231,7 +265,10 @@ def test_one_value_makes_other_weights(form: str, tmp_path: Path) -> None:
     assert digests == equal and name_differences(digests, others).count(",") == 0
     assert name_differences(digests, others) in digests
     config = EngineConfig(model=str(pair[0]))
-    print_of = [plan_ahead(config, open_checkpoint(str(folder))).fingerprint() for folder in pair]
+    print_of = [
+        plan_ahead(config, open_checkpoint(str(folder))).fingerprint()
+        for folder in pair
+    ]
     assert print_of[0]["the model"] != print_of[1]["the model"]
     assert open_model(config).folder == pair[0]
 
@@ -243,7 +280,11 @@ def test_a_run_over_ranks_answers_the_same(tmp_path: Path) -> None:
     row = {"prompt": "abc", "max_tokens": 5, "temperature": 0, "logprobs": 1}
     rows.write_text(json.dumps(row))
     texts = []
-    for form, ranks in (("safetensors", 1), ("layers", 3), *[("bin-shards", 2)] * IS_ALL):
+    for form, ranks in (
+        ("safetensors", 1),
+        ("layers", 3),
+        *[("bin-shards", 2)] * IS_ALL,
+    ):
         folder = save(form, model, tmp_path / form)
         save_byte_tokenizer(folder)
         flags = [rows, "--model-name", folder, "--dtype", "float32", "--budget", "512"]
@@ -274,9 +315,11 @@ def large(tmp_path_factory: Any) -> Iterator[dict[str, Path]]:
 
 
 def _measure(folder: Path, part: Part, dtype: torch.dtype, told: Connection) -> None:
-    """Load a part and touch all of it; tell the peak of memory it took, its size, its largest."""
+    """Load a part and touch all of it; tell the peak of memory it took, its size, its
+    largest."""
     checkpoint = open_checkpoint(str(folder))
-    _touch(groups_of(load(folder, Part(0, 1, 0, 0), dtype)))  # imports, and torch's own pages
+    # imports, and torch's own pages
+    _touch(groups_of(load(folder, Part(0, 1, 0, 0), dtype)))
     for each in (torch.float32, torch.float16):  # threads
         torch.ones(1 << 20, dtype=torch.float16).to(each).sum()
     Path("/proc/self/clear_refs").write_text("5")  # the peak is now what is held
@@ -313,16 +356,23 @@ def test_a_rank_takes_its_share_and_one_tensor(
     """Joined and widened tensors left their part of the file in memory: twice the share."""
     context = fork_server()
     parts = [part for sizes in ([4, 4, 4], [12], [6, 6]) for part in parts_of(sizes)]
-    some = parts[0:3:2] if form in STORED[:2] else parts[1:2]  # the outer stages, or an inner one
+    # the outer stages, or an inner one
+    some = parts[0:3:2] if form in STORED[:2] else parts[1:2]
     for part in parts if IS_ALL else some:
         mine, theirs = context.Pipe()
-        process = context.Process(target=_measure, args=(large[form], part, dtype, theirs))
+        process = context.Process(
+            target=_measure, args=(large[form], part, dtype, theirs)
+        )
         process.start()
         theirs.close()
         peak, share, largest = mine.recv()
         process.join()
         others = 2 << 20  # what Python and torch come to need meanwhile
-        assert peak <= 1.1 * share + largest + others, (part, peak / share, largest / share)
+        assert peak <= 1.1 * share + largest + others, (
+            part,
+            peak / share,
+            largest / share,
+        )
 
 
 @pytest.mark.parametrize("form", ["safetensors", *FORMS])

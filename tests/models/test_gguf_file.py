@@ -47,7 +47,15 @@ from tests.gguf_building import (
 )
 from tests.models.test_transformer import logits_of
 
-SOME = ["llama", "gemma", "mixtral", "kforms-q4_k_m", "legacy-q5_1", "deepseek_v2", "gpt_oss"]
+SOME = [
+    "llama",
+    "gemma",
+    "mixtral",
+    "kforms-q4_k_m",
+    "legacy-q5_1",
+    "deepseek_v2",
+    "gpt_oss",
+]
 # A value of each kind, so that mutations meet each branch.
 KEYS: dict[str, Any] = {
     "general.architecture": (STRING, "llama"),
@@ -86,7 +94,9 @@ def test_it_reads_what_llama_cpps_package_reads(name: str) -> None:
     path = SAMPLES / f"{name}.gguf"
     reader = gguf.GGUFReader(path)
     stored, metadata = read_gguf(path)
-    theirs = {key: f.contents() for key, f in reader.fields.items() if key[:5] != "GGUF."}
+    theirs = {
+        key: f.contents() for key, f in reader.fields.items() if key[:5] != "GGUF."
+    }
     assert metadata.keys() == theirs.keys()
     for key, expected in theirs.items():
         found = metadata[key]
@@ -109,14 +119,18 @@ def test_it_reads_what_llama_cpps_package_reads(name: str) -> None:
 def test_it_has_the_types_and_sizes_of_ggml() -> None:
     names = {int(each): each.name for each in gguf.GGMLQuantizationType}
     assert names.items() <= TYPES.items()
-    sizes = {each.name: size for each, size in gguf.GGML_QUANT_SIZES.items() if size[0] > 1}
+    sizes = {
+        each.name: size for each, size in gguf.GGML_QUANT_SIZES.items() if size[0] > 1
+    }
     assert sizes.items() <= BLOCKS.items()
 
 
 def test_a_vocabulary_is_read_at_once(tmp_path: Path) -> None:
     """A list of strings took a second with numpy, string by string."""
     words = [f"word{n}" for n in range(49_000)]
-    keys: Keys = {f"tokenizer.{n}": (ARRAY, (STRING, words)) for n in ("tokens", "merges")}
+    keys: Keys = {
+        f"tokenizer.{n}": (ARRAY, (STRING, words)) for n in ("tokens", "merges")
+    }
     keys["tokenizer.scores"] = (ARRAY, (F32, [float(n) for n in range(49_000)]))
     (path := tmp_path / "m.gguf").write_bytes(build(keys, TENSORS))
     times = []
@@ -140,7 +154,9 @@ def mutated(rng: random.Random, content: bytes) -> bytes:
     data = bytearray(content)
     place = rng.randrange(len(data))
     how = rng.randrange(5)
-    wild = rng.choice([0, 1, 255, len(data), 1 << 31, 1 << 32, (1 << 63) - 1, (1 << 64) - 1])
+    wild = rng.choice(
+        [0, 1, 255, len(data), 1 << 31, 1 << 32, (1 << 63) - 1, (1 << 64) - 1]
+    )
     if how == 0:
         data[place] ^= 1 << rng.randrange(8)
     elif how == 1:
@@ -162,7 +178,8 @@ def test_broken_headers_are_refused_or_read_inside_the_file(tmp_path: Path) -> N
     num_read = 0
     count = num_examples(10_000)
     tracemalloc.start()
-    with path.open("wb", buffering=0) as file:  # ten times as fast as a new one each time
+    # ten times as fast as a new one each time
+    with path.open("wb", buffering=0) as file:
         for number in range(count):
             if number == count // 10:  # counting memory takes its time
                 _, peak = tracemalloc.get_traced_memory()
@@ -189,7 +206,9 @@ def reads_inside(path: Path, num_bytes: int) -> bool:
     return True
 
 
-@pytest.mark.parametrize("name", ["llama", "gemma3", "phi3-longrope", "deepseek_v3", "bloom"])
+@pytest.mark.parametrize(
+    "name", ["llama", "gemma3", "phi3-longrope", "deepseek_v3", "bloom"]
+)
 def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) -> None:
     """A number of layers or heads may be any; it asked for lists of that length."""
     rng = random.Random(name)
@@ -202,7 +221,9 @@ def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) 
         data = bytearray(content)
         for _ in range(rng.randrange(1, 3)):
             place = rng.randrange(own, own + 900)
-            wild = rng.choice([0, 1, 3, 1 << 20, 1 << 31, (1 << 32) - 1, rng.randrange(1 << 32)])
+            wild = rng.choice(
+                [0, 1, 3, 1 << 20, 1 << 31, (1 << 32) - 1, rng.randrange(1 << 32)]
+            )
             data[place : place + 4] = struct.pack("<I", wild)
         path.write_bytes(data)
         try:
@@ -233,20 +254,34 @@ def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) 
         ),
         (whole[:100], "it has 100 bytes and is cut off in its header"),
         (whole[:120], "it has 120 bytes and is cut off in its header"),
-        (build(KEYS | {"general.alignment": (U32, 24)}, TENSORS), "is 24, which is no power"),
+        (
+            build(KEYS | {"general.alignment": (U32, 24)}, TENSORS),
+            "is 24, which is no power",
+        ),
         (
             build(KEYS, {"x": (99, (4, 8), bytes(128))}),
             "'x' as type 99, which fminfer does not know",
         ),
-        (build(KEYS, {"x": (8, (2, 40), bytes(128))}), "'x' has rows of 40, no multiple of 32"),
-        (build(KEYS, {"x": (0, (1, 1, 1, 1, 1), bytes(4))}), "'x' has 5 dimensions; 4 are"),
+        (
+            build(KEYS, {"x": (8, (2, 40), bytes(128))}),
+            "'x' has rows of 40, no multiple of 32",
+        ),
+        (
+            build(KEYS, {"x": (0, (1, 1, 1, 1, 1), bytes(4))}),
+            "'x' has 5 dimensions; 4 are",
+        ),
         (build({"k": (ARRAY, (ARRAY, []))}, {}), "a value of the kind 9"),
         (build({"k": (ARRAY, (77, []))}, {}), "a value of the kind 77"),
-        (build({"k": (STRING, "aé")}, {}).replace("é".encode(), b"\xff\xff"), "is damaged"),
+        (
+            build({"k": (STRING, "aé")}, {}).replace("é".encode(), b"\xff\xff"),
+            "is damaged",
+        ),
         (whole.replace(b"general.arch", b"\xffeneral.arch"), "a text in it is damaged"),
     ],
 )
-def test_what_is_no_readable_gguf_is_told(content: bytes, says: str, tmp_path: Path) -> None:
+def test_what_is_no_readable_gguf_is_told(
+    content: bytes, says: str, tmp_path: Path
+) -> None:
     (path := tmp_path / "m.gguf").write_bytes(content)
     assert says in refusal(path)
     assert "codec" not in refusal(path), "Python's own words"
@@ -306,7 +341,9 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     ]
     assert find_weight_files(str(first)).keys() == {*tmp_path.iterdir()}
     assert logits(first).equal(logits(whole))
-    names = digest_files(open_checkpoint(str(first), ModelOptions(tokenizer=str(DEMO_MODEL))))
+    names = digest_files(
+        open_checkpoint(str(first), ModelOptions(tokenizer=str(DEMO_MODEL)))
+    )
     assert names.keys() == {file.name for file in tmp_path.iterdir()}
 
 
@@ -326,16 +363,24 @@ def test_parts_that_are_not_all_there_are_told(tmp_path: Path) -> None:
     ):
         read_model(second)
     first.rename(alone := tmp_path / "alone.gguf")
-    with pytest.raises(CheckpointError, match=r"has split\.count 2, but its name says 1 part"):
+    with pytest.raises(
+        CheckpointError, match=r"has split\.count 2, but its name says 1 part"
+    ):
         read_model(alone)
     alone.rename(first)
     second.write_bytes(first.read_bytes())
-    with pytest.raises(CheckpointError, match=r"part 2 by its name, and has split\.no 0"):
+    with pytest.raises(
+        CheckpointError, match=r"part 2 by its name, and has split\.no 0"
+    ):
         read_model(first)
     second.unlink()
-    with pytest.raises(CheckpointError, match=rf"lacks {second.name} \(1 file missing\)"):
+    with pytest.raises(
+        CheckpointError, match=rf"lacks {second.name} \(1 file missing\)"
+    ):
         read_model(first)
-    with pytest.raises(CheckpointError, match=r"there is no file \S+nothing.gguf. A GGUF file of"):
+    with pytest.raises(
+        CheckpointError, match=r"there is no file \S+nothing.gguf. A GGUF file of"
+    ):
         open_checkpoint(str(tmp_path / "nothing.gguf"))
 
 
@@ -344,6 +389,11 @@ def test_a_type_that_does_not_run_is_named(tmp_path: Path) -> None:
         tensors["blk.0.ffn_up.weight"] = (16, (256, 256), bytes(256 * 66))
 
     path = copy("kforms-q8_0", tmp_path / "m.gguf", change)
-    says = r"stores 'blk.0.ffn_up.weight' as IQ2_XXS: these types run: .*Q4_K.*F16\. Take a file of"
+    says = (
+        r"stores 'blk.0.ffn_up.weight' as IQ2_XXS: these types run: .*Q4_K.*F16\. "
+        r"Take a file of"
+    )
     with pytest.raises(CheckpointError, match=says):
-        check_tensors(open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL))))
+        check_tensors(
+            open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
+        )

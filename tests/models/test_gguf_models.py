@@ -65,7 +65,10 @@ def check_logprobs(path: Path, name: str, num_stages: int) -> None:
         assert ids.tolist() == prompt["argmax"]
         assert error(best, prompt["argmax_logprobs"]) < MAX_ERROR
         later = torch.tensor(prompt["ids"][1:])[:, None]
-        assert error(logprobs[:-1].gather(1, later)[:, 0], prompt["next_logprobs"]) < MAX_ERROR
+        assert (
+            error(logprobs[:-1].gather(1, later)[:, 0], prompt["next_logprobs"])
+            < MAX_ERROR
+        )
 
 
 def error(found: torch.Tensor, expected: list[float]) -> float:
@@ -80,7 +83,9 @@ def test_logprobs_are_those_of_transformers(name: str, num_stages: int) -> None:
 
 
 # Each architecture in one of the forms that its rows of 32 can have; all of them with --all.
-PLAIN = [n for n in NAMES if n.partition("-")[0] not in ("kforms", "legacy", "fallback")]
+PLAIN = [
+    n for n in NAMES if n.partition("-")[0] not in ("kforms", "legacy", "fallback")
+]
 PLAIN.remove("gpt_oss-mxfp4_moe")
 FORMS = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
 
@@ -102,7 +107,9 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
 
     def rounded(tensors: Tensors, *, stays: bool) -> None:
         for each, (_, shape, _) in [*tensors.items()]:
-            is_matrix = len(shape) > 1 and shape[-1] % 32 == 0 and each.endswith(".weight")
+            is_matrix = (
+                len(shape) > 1 and shape[-1] % 32 == 0 and each.endswith(".weight")
+            )
             if is_matrix and "norm" not in each and "ffn_gate_inp" not in each:
                 packed = quants.quantize(floats(tensors[each]).astype(np.float32), kind)
                 wide = quants.dequantize(packed, kind)
@@ -133,10 +140,16 @@ def differences(mine: Any, theirs: Any, path: str = "model") -> Iterator[str]:
         for field in dataclasses.fields(mine):
             both = (getattr(each, field.name) for each in (mine, theirs))
             yield from differences(next(both), next(both), f"{path}.{field.name}")
-    elif isinstance(mine, tuple) and isinstance(theirs, tuple) and len(mine) == len(theirs):
+    elif (
+        isinstance(mine, tuple)
+        and isinstance(theirs, tuple)
+        and len(mine) == len(theirs)
+    ):
         for number, (one, other) in enumerate(zip(mine, theirs, strict=True)):
             yield from differences(one, other, f"{path}[{number}]")
-    elif mine != (pytest.approx(theirs, rel=1e-6) if isinstance(theirs, float) else theirs):
+    elif mine != (
+        pytest.approx(theirs, rel=1e-6) if isinstance(theirs, float) else theirs
+    ):
         yield f"{path}: {mine} and {theirs}"
 
 
@@ -154,7 +167,8 @@ def test_the_spec_is_that_of_the_config_before_conversion(name: str) -> None:
 
 
 def with_kv_b(keys: Keys, tensors: Tensors) -> None:
-    """Lay out latents as converters did before 2025: kv_b is whole, heads have their own sizes."""
+    """Lay out latents as converters did before 2025: kv_b is whole, heads have their
+    own sizes."""
     heads = keys["deepseek2.attention.head_count"]
     for name in [name for name in tensors if "attn_k_b" in name]:
         keys_of = floats(tensors.pop(name)).swapaxes(1, 2)
@@ -212,7 +226,9 @@ def with_own_head(keys: Keys, tensors: Tensors) -> None:
         ("llama3", with_own_head),
     ],
 )
-def test_files_of_other_converters_give_the_same(name: str, change: Change, tmp_path: Path) -> None:
+def test_files_of_other_converters_give_the_same(
+    name: str, change: Change, tmp_path: Path
+) -> None:
     check_logprobs(copy(name, tmp_path / "m.gguf", change), name, 2)
 
 
@@ -245,25 +261,59 @@ def test_biases_of_queries_and_keys_are_put_back_too(tmp_path: Path) -> None:
 def refusal(name: str, path: Path, change: Change) -> str:
     copy(name, path, change)
     with pytest.raises(CheckpointError) as caught:
-        check_tensors(open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL))))
+        check_tensors(
+            open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
+        )
     return str(caught.value)
 
 
 @pytest.mark.parametrize(
     ("key", "value", "says"),
     [
-        ("llama.attention.temperature_scale", (F32, 0.5), "which fminfer does not read for this"),
-        ("llama.attention.causal", (BOOL, False), "causal to False, and fminfer computes such a"),
+        (
+            "llama.attention.temperature_scale",
+            (F32, 0.5),
+            "which fminfer does not read for this",
+        ),
+        (
+            "llama.attention.causal",
+            (BOOL, False),
+            "causal to False, and fminfer computes such a",
+        ),
         ("llama.pooling_type", (U32, 3), "pooling_type to 3"),
-        ("llama.rope.scaling.type", (STRING, "longest"), "only with none, linear, yarn or longr"),
+        (
+            "llama.rope.scaling.type",
+            (STRING, "longest"),
+            "only with none, linear, yarn or longr",
+        ),
         ("llama.rope.dimension_count", (U32, 4), "dimension_count to 4"),
         ("llama.attention.value_length", (U32, 4), "value_length to 4"),
-        ("llama.attention.head_count_kv", (9, (U32, [2, 1])), "only with one number for all"),
+        (
+            "llama.attention.head_count_kv",
+            (9, (U32, [2, 1])),
+            "only with one number for all",
+        ),
         ("llama.block_count", (U32, 3), "block_count is 3, and 2 are stored"),
-        ("llama.embedding_length", (U32, 64), "embedding_length is 64, output_norm.weight has"),
-        ("llama.context_length", (STRING, "long"), "context_length is 'long', and no whole numb"),
-        ("llama.rope.freq_base", (F32, float("nan")), "freq_base is nan, and no number"),
-        ("general.architecture", (STRING, "mamba"), "the architecture 'mamba', which does not r"),
+        (
+            "llama.embedding_length",
+            (U32, 64),
+            "embedding_length is 64, output_norm.weight has",
+        ),
+        (
+            "llama.context_length",
+            (STRING, "long"),
+            "context_length is 'long', and no whole numb",
+        ),
+        (
+            "llama.rope.freq_base",
+            (F32, float("nan")),
+            "freq_base is nan, and no number",
+        ),
+        (
+            "general.architecture",
+            (STRING, "mamba"),
+            "the architecture 'mamba', which does not r",
+        ),
         (
             "general.type",
             (STRING, "adapter"),
@@ -274,7 +324,9 @@ def refusal(name: str, path: Path, change: Change) -> str:
 def test_a_key_that_would_change_answers_refuses_the_file(
     key: str, value: Any, says: str, tmp_path: Path
 ) -> None:
-    found = refusal("llama", tmp_path / "m.gguf", lambda keys, _: keys.update({key: value}))
+    found = refusal(
+        "llama", tmp_path / "m.gguf", lambda keys, _: keys.update({key: value})
+    )
     assert says in found and str(tmp_path / "m.gguf") in found
 
 
@@ -285,7 +337,9 @@ def test_keys_that_change_nothing_are_left_out(tmp_path: Path) -> None:
         "general.url": (STRING, "x"),
         "llama.pooling_type": (U32, 0),
     }
-    check_logprobs(copy("llama", tmp_path / "m.gguf", lambda k, _: k.update(more)), "llama", 1)
+    check_logprobs(
+        copy("llama", tmp_path / "m.gguf", lambda k, _: k.update(more)), "llama", 1
+    )
 
 
 def test_missing_keys_and_tensors_are_named(tmp_path: Path) -> None:
@@ -297,7 +351,9 @@ def test_missing_keys_and_tensors_are_named(tmp_path: Path) -> None:
     more = {"blk.1.attn_gate.weight": f32(np.ones((4, 4)))}
     says = refusal("llama", path, lambda _, tensors: tensors.update(more))
     assert "holds a tensor 'blk.1.attn_gate.weight' that a model" in says
-    says = refusal("llama3", path, lambda _, t: t.update({"rope_freqs.weight": f32([1.0])}))
+    says = refusal(
+        "llama3", path, lambda _, t: t.update({"rope_freqs.weight": f32([1.0])})
+    )
     assert "rope_freqs.weight has 1 factors, and 4 above 0" in says
 
 
@@ -307,11 +363,15 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path / "cache" / "fminfer"
 
 
-def test_small_files_are_written_once_for_each_file(cache: Path, tmp_path: Path) -> None:
+def test_small_files_are_written_once_for_each_file(
+    cache: Path, tmp_path: Path
+) -> None:
     """Tokenizer, chat template and ends are files to all other code, and a GGUF has none."""
     first = open_checkpoint(str(SAMPLES / "llama.gguf"))
     assert first.tokenizer_folder == first.generation_folder
-    assert [file.parent for file in cache.glob("*/tokenizer.json")] == [first.tokenizer_folder]
+    assert [file.parent for file in cache.glob("*/tokenizer.json")] == [
+        first.tokenizer_folder
+    ]
     (tokenizer := cache / str(first.tokenizer_folder) / "tokenizer.json").chmod(0o400)
     written_at = tokenizer.stat().st_mtime_ns
     with ThreadPoolExecutor(4) as pool:
@@ -347,27 +407,37 @@ def test_names_digests_and_fingerprints(cache: Path, tmp_path: Path) -> None:
     content = bytearray(path.read_bytes())
     content[-100] ^= 1  # of the last tensor
     path.write_bytes(content)
-    assert {name for name, value in found().items() if value != first[name]} == {"the model"}
+    assert {name for name, value in found().items() if value != first[name]} == {
+        "the model"
+    }
 
 
 def test_config_and_tokenizer_may_be_others(cache: Path, tmp_path: Path) -> None:
-    """With a tokenizer of their own the file's is not written, which may be of a kind unknown."""
+    """With a tokenizer of their own the file's is not written, which may be of a kind
+    unknown."""
     other = {"tokenizer.ggml.model": (STRING, "of tomorrow")}
     path = copy("llama", tmp_path / "m.gguf", lambda keys, _: keys.update(other))
     with pytest.raises(CheckpointError, match="of tomorrow"):
         open_checkpoint(str(path))
     checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
-    assert checkpoint.tokenizer_folder == DEMO_MODEL and not [*cache.glob("*/tokenizer*")]
+    assert checkpoint.tokenizer_folder == DEMO_MODEL and not [
+        *cache.glob("*/tokenizer*")
+    ]
     assert checkpoint.eos_ids == {2}
     fields = told("llama")["config"] | {"rms_norm_eps": 0.5}
     (tmp_path / "config.json").write_text(json.dumps(fields))
     config = str(tmp_path / "config.json")
     options = ModelOptions(str(path), tokenizer=str(DEMO_MODEL), model_config=config)
     checkpoint = open_checkpoint(str(path), options)
-    assert checkpoint.model.final_norm is not None and checkpoint.model.final_norm.eps == 0.5
+    assert (
+        checkpoint.model.final_norm is not None
+        and checkpoint.model.final_norm.eps == 0.5
+    )
     check_tensors(checkpoint)
     for wrong in ({"revision": "main"}, {"model_config": str(path)}):
-        with pytest.raises(CheckpointError, match=r"--revision is|is a GGUF file, no config\.json"):
+        with pytest.raises(
+            CheckpointError, match=r"--revision is|is a GGUF file, no config\.json"
+        ):
             open_checkpoint(str(path), ModelOptions(str(path), **wrong))
 
 
@@ -393,7 +463,10 @@ def test_ends_are_the_files_whatever_tokenizer_is_given(
     path = copy("llama", tmp_path / "m.gguf", change)
     for _ in range(2):  # the second time from the cache
         checkpoint = open_checkpoint(str(path), ModelOptions(tokenizer=str(DEMO_MODEL)))
-        assert checkpoint.tokenizer_folder == DEMO_MODEL and checkpoint.eos_ids == {2, 9}
+        assert checkpoint.tokenizer_folder == DEMO_MODEL and checkpoint.eos_ids == {
+            2,
+            9,
+        }
         assert checkpoint.generation_fields["temperature"] == 0.5
     with pytest.raises(CheckpointError, match="--tokenizer"):
         open_checkpoint(str(path))
@@ -403,10 +476,21 @@ def test_ends_are_the_files_whatever_tokenizer_is_given(
 def test_a_run_answers_with_them(world_size: int) -> None:
     """From the command to answers: the plan, the tokenizer, ranks of one pipeline."""
     prompts = told("llama3")["prompts"]
-    rows = [{"prompt": prompt["ids"], "max_tokens": 1, "temperature": 0} for prompt in prompts]
-    options = {"dtype": "float32", "budget": 256, "world_size": world_size, "device": "cpu"}
+    rows = [
+        {"prompt": prompt["ids"], "max_tokens": 1, "temperature": 0}
+        for prompt in prompts
+    ]
+    options = {
+        "dtype": "float32",
+        "budget": 256,
+        "world_size": world_size,
+        "device": "cpu",
+    }
     engine = fminfer.Engine(str(SAMPLES / "llama3.gguf"), **options)
-    asked = [row | {"logprobs": 0, "return_token_ids": True, "ignore_eos": True} for row in rows]
+    asked = [
+        row | {"logprobs": 0, "return_token_ids": True, "ignore_eos": True}
+        for row in rows
+    ]
     records = sorted(engine.run(asked), key=lambda record: record.line.number)
     engine.close()
     for prompt, record in zip(prompts, records, strict=True):

@@ -1,4 +1,5 @@
-"""Tokenizers of GGUF files: ids, text and special tokens are those of the model's own tokenizer."""
+"""Tokenizers of GGUF files: ids, text and special tokens are those of the model's own
+tokenizer."""
 
 from __future__ import annotations
 
@@ -9,7 +10,14 @@ from typing import Any
 
 import pytest
 import sentencepiece
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers, trainers
+from tokenizers import (
+    AddedToken,
+    decoders,
+    models,
+    normalizers,
+    pre_tokenizers,
+    trainers,
+)
 from tokenizers import Tokenizer as BackendTokenizer
 from transformers import GemmaTokenizer, GPT2Tokenizer, Qwen2Tokenizer, T5TokenizerFast
 from transformers.tokenization_utils_base import generate_merges
@@ -77,12 +85,16 @@ def own_keys(**values: Any) -> dict[str, Any]:
     return {f"tokenizer.ggml.{key}": value for key, value in values.items()}
 
 
-def train_bytes(splits: pre_tokenizers.PreTokenizer, size: int = 400) -> tuple[list[str], Any]:
+def train_bytes(
+    splits: pre_tokenizers.PreTokenizer, size: int = 400
+) -> tuple[list[str], Any]:
     """Return the pieces and the merges of a byte-level tokenizer that is trained on prose."""
     backend = BackendTokenizer(models.BPE())
     backend.pre_tokenizer = splits
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=size, initial_alphabet=alphabet, show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=size, initial_alphabet=alphabet, show_progress=False
+    )
     backend.train_from_iterator([PROSE.read_text("utf-8")[:20_000], *TEXTS], trainer)
     model = json.loads(backend.to_str())["model"]
     return sorted(model["vocab"], key=model["vocab"].get), model["merges"]
@@ -104,7 +116,10 @@ def byte_metadata(pre: str | None, *specials: str, **more: Any) -> dict[str, Any
 def train_pieces(folder: Path, kind: str, **options: Any) -> tuple[Any, dict[str, Any]]:
     """Train a sentencepiece model; return it, and what a converter writes of it."""
     file = folder / "prose.txt"
-    lines = [*PROSE.read_text("utf-8")[:30_000].splitlines(), *" ".join(TEXTS).splitlines()]
+    lines = [
+        *PROSE.read_text("utf-8")[:30_000].splitlines(),
+        *" ".join(TEXTS).splitlines(),
+    ]
     file.write_text("\n".join(filter(None, lines)), encoding="utf-8")
     sentencepiece.SentencePieceTrainer.train(
         input=str(file),
@@ -113,7 +128,9 @@ def train_pieces(folder: Path, kind: str, **options: Any) -> tuple[Any, dict[str
         minloglevel=2,
         **options,
     )
-    stored = importlib.import_module("sentencepiece.sentencepiece_model_pb2").ModelProto()
+    stored = importlib.import_module(
+        "sentencepiece.sentencepiece_model_pb2"
+    ).ModelProto()
     stored.ParseFromString((folder / "pieces.model").read_bytes())
     keys = own_keys(
         model=kind,
@@ -126,7 +143,9 @@ def train_pieces(folder: Path, kind: str, **options: Any) -> tuple[Any, dict[str
 
 
 @pytest.mark.parametrize("name", SAMPLES)
-def test_ids_are_those_of_the_tokenizer_that_was_converted(name: str, tmp_path: Path) -> None:
+def test_ids_are_those_of_the_tokenizer_that_was_converted(
+    name: str, tmp_path: Path
+) -> None:
     _, metadata = read_gguf(DATA / f"{name}.gguf")
     tokenizer = load(metadata, tmp_path)
     for said in json.loads((DATA / f"{name}.json").read_text("utf-8"))["texts"]:
@@ -174,7 +193,11 @@ def test_byte_level_ids_and_text_are_those_of_transformers(
         ("gpt-2", "in 2024's", ["in", " 2024", "'s"]),
         ("bloom", "a, b1 (c)", ["a", ",", " b1", " (", "c", ")"]),
         ("viking", "a, b1", ["a", ",", " b", "1"]),
-        ("deepseek-v3", "我想apple 1234 ...\nx", ["我想", "apple", " ", "123", "4", " ...\n", "x"]),
+        (
+            "deepseek-v3",
+            "我想apple 1234 ...\nx",
+            ["我想", "apple", " ", "123", "4", " ...\n", "x"],
+        ),
         ("deepseek-llm", "我 was 42\n", ["我", " was", " ", "4", "2", "\n"]),
         ("deepseek-llm", "ªb Ωß", ["ª", "b", " Ωß"]),
         ("deepseek-coder", "x( y42 ;\n", ["x", "(", " y", "4", "2", " ;", "\n"]),
@@ -204,7 +227,9 @@ def test_a_word_of_the_vocabulary_needs_no_merges_where_the_tokenizer_says_so(
 
 
 @pytest.mark.parametrize("leads", [True, False])
-def test_scored_merges_give_the_ids_of_sentencepiece(leads: bool, tmp_path: Path) -> None:
+def test_scored_merges_give_the_ids_of_sentencepiece(
+    leads: bool, tmp_path: Path
+) -> None:
     _, metadata = train_pieces(
         tmp_path,
         "llama",
@@ -216,7 +241,9 @@ def test_scored_merges_give_the_ids_of_sentencepiece(leads: bool, tmp_path: Path
         add_dummy_prefix=leads,
         allow_whitespace_only_pieces=True,
     )
-    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
+    own = sentencepiece.SentencePieceProcessor(
+        model_file=str(tmp_path / "pieces.model")
+    )
     if not leads:
         metadata |= own_keys(add_space_prefix=False)
     (tmp_path / "files").mkdir()
@@ -230,7 +257,9 @@ def test_scored_merges_give_the_ids_of_sentencepiece(leads: bool, tmp_path: Path
 
 def test_gemmas_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:
     """A GGUF file has its user's pieces with spaces, without their scores."""
-    runs = ["▁" * count for count in range(2, 9)] + ["\n" * count for count in range(1, 5)]
+    runs = ["▁" * count for count in range(2, 9)] + [
+        "\n" * count for count in range(1, 5)
+    ]
     stored, metadata = train_pieces(
         tmp_path,
         "llama",
@@ -245,14 +274,21 @@ def test_gemmas_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:
     scores = {each.piece: each.score for each in stored.pieces}
     ids = {piece: token_id for token_id, piece in enumerate(scores)}
     own = GemmaTokenizer(
-        vocab=ids, merges=generate_merges(ids, scores), bos_token="<s>", eos_token="</s>"
+        vocab=ids,
+        merges=generate_merges(ids, scores),
+        bos_token="<s>",
+        eos_token="</s>",
     )
     users = [each.piece for each in stored.pieces if each.type == USER_DEFINED]
-    own.add_tokens([AddedToken(piece, normalized=False, special=False) for piece in users])
+    own.add_tokens(
+        [AddedToken(piece, normalized=False, special=False) for piece in users]
+    )
     metadata |= own_keys(
         add_space_prefix=False,
         tokens=[p.replace("▁", " ") if p in users else p for p in scores],
-        scores=[-1000.0 if piece in users else score for piece, score in scores.items()],
+        scores=[
+            -1000.0 if piece in users else score for piece, score in scores.items()
+        ],
     )
     (tmp_path / "files").mkdir()
     tokenizer = load(metadata, tmp_path / "files")
@@ -292,7 +328,9 @@ def test_unigram_gives_the_ids_of_t5s_tokenizer(tmp_path: Path) -> None:
         assert tokenizer.decode(ids) == own.backend_tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize(("leads", "drops"), [(True, False), (False, False), (False, True)])
+@pytest.mark.parametrize(
+    ("leads", "drops"), [(True, False), (False, False), (False, True)]
+)
 def test_unigram_has_the_spaces_that_the_file_says(
     leads: bool, drops: bool, tmp_path: Path
 ) -> None:
@@ -306,9 +344,13 @@ def test_unigram_has_the_spaces_that_the_file_says(
         remove_extra_whitespaces=drops,
         add_dummy_prefix=leads,
     )
-    metadata |= own_keys(unknown_token_id=0, eos_token_id=2, remove_extra_whitespaces=drops)
+    metadata |= own_keys(
+        unknown_token_id=0, eos_token_id=2, remove_extra_whitespaces=drops
+    )
     metadata |= own_keys(add_space_prefix=True) if leads else {}
-    own = sentencepiece.SentencePieceProcessor(model_file=str(tmp_path / "pieces.model"))
+    own = sentencepiece.SentencePieceProcessor(
+        model_file=str(tmp_path / "pieces.model")
+    )
     (tmp_path / "files").mkdir()
     tokenizer = load(metadata, tmp_path / "files")
     assert stored.pieces[0].type == UNKNOWN
@@ -352,12 +394,22 @@ def test_control_tokens_are_special_and_padding_has_no_text(tmp_path: Path) -> N
     pieces = metadata["tokenizer.ggml.tokens"]
     types = metadata["tokenizer.ggml.token_type"]
     first = len(pieces)
-    pieces += ["<|c|>", "<tool>", b"\xff\xfe", f"[PAD{first + 3}]", f"[PAD{first + 4}]", "<unk>"]
+    pieces += [
+        "<|c|>",
+        "<tool>",
+        b"\xff\xfe",
+        f"[PAD{first + 3}]",
+        f"[PAD{first + 4}]",
+        "<unk>",
+    ]
     types += [CONTROL, USER_DEFINED, NORMAL, USER_DEFINED, UNUSED, UNKNOWN]
     tokenizer = load(metadata, tmp_path)
     assert tokenizer.special_ids == {first, first + 5}
     assert tokenizer._ids("<|c|><tool><unk>", False) == [first, first + 1, first + 5]
-    assert tokenizer.decode([first, first + 1, first + 2, first + 3, first + 4]) == "<tool>"
+    assert (
+        tokenizer.decode([first, first + 1, first + 2, first + 3, first + 4])
+        == "<tool>"
+    )
     assert len(tokenizer._ids(f"[PAD{first + 3}]", False)) > 1
     assert len(tokenizer._ids(f"[PAD{first + 4}]", False)) > 1
 
@@ -392,7 +444,9 @@ def test_chat_templates_are_kept_with_their_names(tmp_path: Path) -> None:
     assert template.render(messages, [tool]).text == "tools: hi"
 
 
-def generation(folder: Path, template: str, *specials: str, **more: Any) -> dict[str, Any]:
+def generation(
+    folder: Path, template: str, *specials: str, **more: Any
+) -> dict[str, Any]:
     metadata = byte_metadata("gpt-2", *specials, **more)
     metadata |= {"tokenizer.chat_template": template, "general.sampling.temp": 0.6}
     first = len(metadata["tokenizer.ggml.tokens"]) - len(specials)
@@ -430,10 +484,16 @@ def test_ends_that_the_file_names_are_all_of_the_list(tmp_path: Path) -> None:
         ({"model": "bert"}, ["'bert'", "gpt2, llama, t5", "--tokenizer"]),
         ({"model": "none"}, ["no tokenizer", "--tokenizer"]),
         ({}, ["no tokenizer", "--tokenizer"]),
-        ({"model": "gpt2", "pre": "my-own"}, ["'my-own'", "llama-bpe", "qwen2", "--tokenizer"]),
+        (
+            {"model": "gpt2", "pre": "my-own"},
+            ["'my-own'", "llama-bpe", "qwen2", "--tokenizer"],
+        ),
         ({"model": "gpt2"}, ["no tokenizer.ggml.pre", "--tokenizer"]),
         ({"model": "llama"}, ["0 tokens", "--tokenizer"]),
-        ({"model": "llama", "tokens": ["a", "b"], "token_type": [1]}, ["2 tokens, 1 types"]),
+        (
+            {"model": "llama", "tokens": ["a", "b"], "token_type": [1]},
+            ["2 tokens, 1 types"],
+        ),
     ],
 )
 def test_what_cannot_be_read_is_refused_by_name(

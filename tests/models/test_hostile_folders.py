@@ -1,7 +1,8 @@
-"""A folder of a stranger is refused in a sentence, or it answers: no traceback, no hang, no code.
+"""A folder of a stranger is refused in a sentence, or it answers: no traceback, no
+hang, no code.
 
-87 of 632 changed folders ended in tracebacks; a pipe was waited for, and a pickle of some hundred
-bytes made a message of 2.6 MB. `hostile_folders` has the changes.
+87 of 632 changed folders ended in tracebacks; a pipe was waited for, and a pickle of
+some hundred bytes made a message of 2.6 MB. `hostile_folders` has the changes.
 """
 
 from __future__ import annotations
@@ -72,8 +73,14 @@ def refusal(folder: Path) -> str:
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"num_attention_heads": 0}, r"config.json sets num_attention_heads to 0; .* from 1 to"),
-        ({"num_hidden_layers": 10**9}, "sets num_hidden_layers to 1000000000; .* to 4,096"),
+        (
+            {"num_attention_heads": 0},
+            r"config.json sets num_attention_heads to 0; .* from 1 to",
+        ),
+        (
+            {"num_hidden_layers": 10**9},
+            "sets num_hidden_layers to 1000000000; .* to 4,096",
+        ),
         ({"vocab_size": -1}, "sets vocab_size to -1"),
         ({"num_labels": 10**9}, "sets num_labels to 1000000000"),
         ({"head_dim": float("nan")}, "sets head_dim to nan"),
@@ -93,10 +100,22 @@ def test_values_of_a_config(fields: dict[str, Any], says: str, demo: Path) -> No
     ("name", "fields", "says"),
     [
         ("deepseek_v3", {"n_group": None}, r"makes layer\.mlp\.groups None"),
-        ("gemma3_text", {"query_pre_attn_scalar": -1}, r"makes layer\.attention\.scaling .*j\)"),
+        (
+            "gemma3_text",
+            {"query_pre_attn_scalar": -1},
+            r"makes layer\.attention\.scaling .*j\)",
+        ),
         ("mixtral", {"num_experts_per_tok": -1}, r"makes layer\.mlp\.top_k -1"),
-        ("mixtral", {"sliding_window": 10**30}, r"makes layer\.attention\.window 10000"),
-        ("mixtral", {"num_experts_per_tok": 9}, "each token goes to 9 of them; 1 to all"),
+        (
+            "mixtral",
+            {"sliding_window": 10**30},
+            r"makes layer\.attention\.window 10000",
+        ),
+        (
+            "mixtral",
+            {"num_experts_per_tok": 9},
+            "each token goes to 9 of them; 1 to all",
+        ),
     ],
 )
 def test_numbers_that_nothing_is_computed_with(
@@ -110,13 +129,20 @@ def test_numbers_that_nothing_is_computed_with(
 
 
 def test_published_counts_are_allowed() -> None:
-    fields = {"num_hidden_layers": 126, "num_nextn_predict_layers": 0, "n_shared_experts": 0}
-    check_counts(fields | {"vocab_size": 1_000_000, "num_key_value_heads": None}, "config.json")
+    fields = {
+        "num_hidden_layers": 126,
+        "num_nextn_predict_layers": 0,
+        "n_shared_experts": 0,
+    }
+    check_counts(
+        fields | {"vocab_size": 1_000_000, "num_key_value_heads": None}, "config.json"
+    )
 
 
 @pytest.mark.parametrize("eos", [-1, [0, -1], "0", [[0]], {}, True, 1.5])
 def test_ids_that_end_nothing_are_refused(eos: Any, demo: Path) -> None:
-    """Answers went on until max_tokens without a word, or a set of dicts ended in a traceback."""
+    """Answers went on until max_tokens without a word, or a set of dicts ended in a
+    traceback."""
     put("generation_config.json", ("eos_token_id",), eos)(demo)
     assert re.search("m has the eos_token_id .* an id|the id of a token", refusal(demo))
 
@@ -125,9 +151,11 @@ def test_an_end_beyond_the_vocabulary_is_told(demo: Path) -> None:
     put("generation_config.json", ("eos_token_id",), [500, 10**6])(demo)
     config = EngineConfig(str(demo))
     assert (
-        "no eos_token_id of m is one of its 407" in load_tokenizer(config, open_model(config)).note
+        "no eos_token_id of m is one of its 407"
+        in load_tokenizer(config, open_model(config)).note
     )
-    put("generation_config.json", ("eos_token_id",), [500, 0])(demo)  # one of them ends answers
+    # one of them ends answers
+    put("generation_config.json", ("eos_token_id",), [500, 0])(demo)
     assert not load_tokenizer(config, open_model(config)).note
 
 
@@ -140,7 +168,11 @@ def test_a_tokenizer_that_panics_is_refused_as_it_loads(demo: Path) -> None:
 
 def test_a_tokenizer_that_pads_is_tried_without(demo: Path) -> None:
     """The probe of a file with this padding would have had a billion tokens."""
-    padding = {"strategy": {"Fixed": 10**9}, "direction": "Right", "pad_to_multiple_of": None}
+    padding = {
+        "strategy": {"Fixed": 10**9},
+        "direction": "Right",
+        "pad_to_multiple_of": None,
+    }
     padding |= {"pad_id": 0, "pad_type_id": 0, "pad_token": "x"}
     put("tokenizer.json", ("padding",), padding)(demo)
     config = EngineConfig(str(demo))
@@ -148,7 +180,13 @@ def test_a_tokenizer_that_pads_is_tried_without(demo: Path) -> None:
 
 
 EOS = "tokenizer.ggml.eos_token_id"
-ODD = ("config.json", "tokenizer.json", "chat_template.jinja", "model.safetensors", "vocab.json")
+ODD = (
+    "config.json",
+    "tokenizer.json",
+    "chat_template.jinja",
+    "model.safetensors",
+    "vocab.json",
+)
 
 
 @pytest.mark.parametrize("name", ODD)
@@ -176,7 +214,9 @@ def test_a_chat_template_that_is_a_pipe(tmp_path: Path) -> None:
 @more
 @pytest.mark.parametrize("command", ["check", "run", "serve", "quantize"])
 @pytest.mark.parametrize("name", ["config.json", "tokenizer.json", "model.safetensors"])
-def test_all_commands_refuse_alike(command: str, name: str, demo: Path, tmp_path: Path) -> None:
+def test_all_commands_refuse_alike(
+    command: str, name: str, demo: Path, tmp_path: Path
+) -> None:
     (demo / name).unlink()
     os.mkfifo(demo / name)
     (tmp_path / "r.jsonl").write_text('{"prompt": "a", "max_tokens": 1}\n')
@@ -189,7 +229,8 @@ def test_all_commands_refuse_alike(command: str, name: str, demo: Path, tmp_path
     done = run_forked([command, *words[command]], timeout=60)
     assert done.returncode == 1
     assert (
-        done.stderr == f"Error: {demo / name} is a pipe, and no file. Give a plain file instead\n"
+        done.stderr
+        == f"Error: {demo / name} is a pipe, and no file. Give a plain file instead\n"
     )
 
 
@@ -204,7 +245,9 @@ def fault(error: BaseException) -> BaseException:
     return caught.value
 
 
-@pytest.mark.parametrize("error", [KeyError("x"), RecursionError(), PanicException("index")])
+@pytest.mark.parametrize(
+    "error", [KeyError("x"), RecursionError(), PanicException("index")]
+)
 def test_what_libraries_raise_names_the_files(error: BaseException) -> None:
     said = fault(error)
     assert type(said) is CheckpointError and said.__cause__ is error
@@ -212,7 +255,12 @@ def test_what_libraries_raise_names_the_files(error: BaseException) -> None:
 
 
 def test_what_is_not_the_files_fault_keeps_its_meaning() -> None:
-    for error in (MemoryError(), KeyboardInterrupt(), SystemExit(1), CheckpointError("a")):
+    for error in (
+        MemoryError(),
+        KeyboardInterrupt(),
+        SystemExit(1),
+        CheckpointError("a"),
+    ):
         assert fault(error) is error
     for number in (errno.EIO, errno.EINTR, errno.EAGAIN, errno.ENOSPC):
         assert type(fault(OSError(number, "no"))) is MachineError
@@ -221,11 +269,17 @@ def test_what_is_not_the_files_fault_keeps_its_meaning() -> None:
 
 def test_an_error_quotes_some_of_a_file() -> None:
     said = str(CheckpointError("a" * 5000 + "b" * 5000 + "; fetch it again"))
-    assert len(said) < 2000 and said.startswith("aaa") and said.endswith("b; fetch it again")
+    assert (
+        len(said) < 2000
+        and said.startswith("aaa")
+        and said.endswith("b; fetch it again")
+    )
     assert "… 8,216 characters …" in said
 
 
-@pytest.mark.parametrize("name", [name for name in pickles() if "doubl" in name or "long" in name])
+@pytest.mark.parametrize(
+    "name", [name for name in pickles() if "doubl" in name or "long" in name]
+)
 def test_pickles_that_grow(name: str, tmp_path: Path) -> None:
     """Some hundred bytes named what is as long as a library; its name was told."""
     with zipfile.ZipFile(tmp_path / "m.bin", "w") as archive:
@@ -259,7 +313,8 @@ def header_of_doubles() -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("make", "says"), [(header_of_sizes, "sizes, at most 16,"), (header_of_doubles, "'a' is there")]
+    ("make", "says"),
+    [(header_of_sizes, "sizes, at most 16,"), (header_of_doubles, "'a' is there")],
 )
 def test_headers_that_took_quadratic_time(
     make: Callable[[], bytes], says: str, tmp_path: Path
@@ -274,7 +329,9 @@ def test_headers_that_took_quadratic_time(
     assert time.process_time() - start_s < 3
 
 
-@pytest.mark.parametrize("name", ["special_tokens_map.json", "added_tokens.json", "modules.json"])
+@pytest.mark.parametrize(
+    "name", ["special_tokens_map.json", "added_tokens.json", "modules.json"]
+)
 def test_a_file_that_is_cut_off_is_named(name: str, demo: Path) -> None:
     """The error named tokenizer.json; a broken modules.json was passed over in silence."""
     (demo / name).write_text('{"eos_token": ')
@@ -288,10 +345,14 @@ def test_an_end_that_a_gguf_file_does_not_have(
     """Its answers went on until max_tokens, and nothing was told."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     kind = 5 if eos < 0 else 4  # of numbers with a sign, and without
-    changed = copy("llama", tmp_path / "m.gguf", lambda keys, _: keys.update({EOS: (kind, eos)}))
+    changed = copy(
+        "llama", tmp_path / "m.gguf", lambda keys, _: keys.update({EOS: (kind, eos)})
+    )
     config = EngineConfig(str(changed))
     if eos < 0:
-        with pytest.raises(CheckpointError, match=r"m\.gguf has the eos_token_id \[-1\]"):
+        with pytest.raises(
+            CheckpointError, match=r"m\.gguf has the eos_token_id \[-1\]"
+        ):
             open_model(config)
     else:
         assert "no eos_token_id of" in load_tokenizer(config, open_model(config)).note

@@ -78,7 +78,13 @@ def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
     requests: list[dict[str, Any]] = [
         {"prompt": [*range(3, 40)], "temperature": 0, "logprobs": 2},
         {"prompt": [*range(3, 12)], "temperature": 0, "logprobs": 2, "echo": True},
-        {"prompt": [9, 4, 7], "temperature": 0.9, "top_p": 0.9, "seed": 4, "logprobs": 1},
+        {
+            "prompt": [9, 4, 7],
+            "temperature": 0.9,
+            "top_p": 0.9,
+            "seed": 4,
+            "logprobs": 1,
+        },
     ]
     for each in requests:
         ids = [number % engine.vocab_size for number in each["prompt"]]
@@ -89,7 +95,9 @@ def answers(engine: fminfer.Engine) -> list[dict[str, Any]]:
     return [record.to_dict()["result"] for record in records]
 
 
-def check_streamed(folder: Path | str, *, make: Any = fminfer.Engine, **options: Any) -> None:
+def check_streamed(
+    folder: Path | str, *, make: Any = fminfer.Engine, **options: Any
+) -> None:
     """Check that layers from the disk give the answers of the whole model, draws included."""
     options = SMALL | options
     whole = answers(fminfer.Engine(str(folder), **options))
@@ -133,7 +141,9 @@ def test_streamed_answers_in_other_types(name: str, kind: str, tmp_path: Path) -
         pytest.param("bloom", (2, 1), marks=more),
     ],
 )
-def test_ranks_stream_their_parts(name: str, sizes: tuple[int, int], tmp_path: Path) -> None:
+def test_ranks_stream_their_parts(
+    name: str, sizes: tuple[int, int], tmp_path: Path
+) -> None:
     def make(folder: str, **options: Any) -> fminfer.Engine:
         return cut_engine(folder, *sizes, **options)
 
@@ -147,11 +157,18 @@ def test_gguf_files_stream(name: str) -> None:
 
 def test_an_encoder_and_a_decoder_share_their_slots(tmp_path: Path) -> None:
     save_sequence_model("t5", tmp_path)
-    requests = [{"prompt": f"translate {n}", "max_tokens": 5, "logprobs": 1} for n in range(6)]
+    requests = [
+        {"prompt": f"translate {n}", "max_tokens": 5, "logprobs": 1} for n in range(6)
+    ]
     found = []
     for offload in ("off", "disk"):
         with fminfer.Engine(str(tmp_path), dtype="float32", offload=offload) as engine:
-            found.append([record.to_dict()["result"]["choices"] for record in engine.run(requests)])
+            found.append(
+                [
+                    record.to_dict()["result"]["choices"]
+                    for record in engine.run(requests)
+                ]
+            )
     assert found[0] == found[1]
 
 
@@ -168,7 +185,10 @@ def test_vectors_of_streamed_layers(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("count", [1, 2, 3])
 def test_some_layers_stay(
-    count: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, num_brought: dict[str, int]
+    count: int,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    num_brought: dict[str, int],
 ) -> None:
     monkeypatch.setattr(streaming, "_count", lambda plan, rank: count)
     check_streamed(save_model("llama", tmp_path))
@@ -178,10 +198,14 @@ def test_some_layers_stay(
 
 def test_it_computes_thousands_of_tokens_at_once(tmp_path: Path) -> None:
     save_model("llama", tmp_path)
-    rows = [{"prompt": [n % 200 + 3, n // 200], "max_tokens": 2, "seed": n} for n in range(600)]
+    rows = [
+        {"prompt": [n % 200 + 3, n // 200], "max_tokens": 2, "seed": n}
+        for n in range(600)
+    ]
     with fminfer.Engine(str(tmp_path), dtype="float32", offload="disk") as engine:
         assert not [record.error for record in engine.run(rows, 600) if record.error]
-        assert engine.stats.max_rows_running > 256  # as many as a CPU's step has otherwise
+        # as many as a CPU's step has otherwise
+        assert engine.stats.max_rows_running > 256
         assert engine.stats.num_steps <= 3
 
 
@@ -204,12 +228,16 @@ def test_a_closed_engine_leaves_no_files_open(tmp_path: Path) -> None:
     assert num_direct() == before
 
 
-def test_an_engine_that_is_closed_twice_closes_no_file_of_others(tmp_path: Path) -> None:
+def test_an_engine_that_is_closed_twice_closes_no_file_of_others(
+    tmp_path: Path,
+) -> None:
     save_model("llama", tmp_path)
     engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
     engine.close()
     with ExitStack() as stack:
-        others = [stack.enter_context((tmp_path / "config.json").open()) for _ in range(9)]
+        others = [
+            stack.enter_context((tmp_path / "config.json").open()) for _ in range(9)
+        ]
         engine.close()
         for other in others:
             assert json.load(other)
@@ -239,7 +267,9 @@ def test_a_layer_is_gone_before_the_next_is_made(
 def test_a_head_that_is_stored_beside_its_embedding_counts_once(tmp_path: Path) -> None:
     """The reported bytes of weights are the same, with and without streaming."""
     save_model("llama", tmp_path)
-    config = json.loads((tmp_path / "config.json").read_text()) | {"tie_word_embeddings": True}
+    config = json.loads((tmp_path / "config.json").read_text()) | {
+        "tie_word_embeddings": True
+    }
     (tmp_path / "config.json").write_text(json.dumps(config))
     file = tmp_path / "model.safetensors"
     tensors = load_file(file)
@@ -254,7 +284,9 @@ def test_a_head_that_is_stored_beside_its_embedding_counts_once(tmp_path: Path) 
 
 def test_random_weights_cannot_be_read(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="random weights have none"):
-        fminfer.Engine(random_init="llama-160m", offload="disk", skip_tokenizer_init=True)
+        fminfer.Engine(
+            random_init="llama-160m", offload="disk", skip_tokenizer_init=True
+        )
 
 
 def test_a_cpu_has_no_other_memory_for_layers() -> None:
@@ -302,7 +334,9 @@ def test_a_file_that_changes_ends_the_run(
     engine.close()
 
 
-def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_fails_ends_the_run(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     save_model("llama", tmp_path)
     engine = fminfer.Engine(str(tmp_path), **SMALL, offload="disk")
 
@@ -310,7 +344,9 @@ def test_a_disk_that_fails_ends_the_run(tmp_path: Path, monkeypatch: pytest.Monk
         raise OSError(errno.EIO, os.strerror(errno.EIO))
 
     monkeypatch.setattr(os, "preadv", fail)
-    with pytest.raises(MachineError, match=r"model\.safetensors cannot be read \(Input/output"):
+    with pytest.raises(
+        MachineError, match=r"model\.safetensors cannot be read \(Input/output"
+    ):
         list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 9}]))
     engine.close()
 
@@ -332,8 +368,11 @@ def test_a_disk_that_slows_is_told(
 
     with fminfer.Engine(str(tmp_path), **SMALL, offload="disk") as engine:
         monkeypatch.setattr(direct_reads.OpenFile, "read", read_in)
-        monkeypatch.setattr(direct_reads, "time", SimpleNamespace(monotonic=lambda: clock_s[0]))
-        monkeypatch.setattr(stats, "MUCH_READ", 1)  # of a small model a pass reads little
+        monkeypatch.setattr(
+            direct_reads, "time", SimpleNamespace(monotonic=lambda: clock_s[0])
+        )
+        # of a small model a pass reads little
+        monkeypatch.setattr(stats, "MUCH_READ", 1)
         summary = run_files(engine, [rows], [tmp_path / "out.jsonl"])
     summary.device = "cpu"  # the command's part
     told = summary.to_text()
@@ -345,7 +384,9 @@ def test_a_file_that_another_replaces_is_read_on(tmp_path: Path) -> None:
     """The open file has the bytes of the answers so far."""
     save_model("llama", tmp_path)
     request = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 1}
-    with fminfer.Engine(str(tmp_path), **SMALL, offload="disk", prefix_cache=False) as engine:
+    with fminfer.Engine(
+        str(tmp_path), **SMALL, offload="disk", prefix_cache=False
+    ) as engine:
         first = next(iter(engine.run([request]))).to_dict()["result"]["choices"]
         other = tmp_path / "other.safetensors"
         other.write_bytes(bytes(1000))
@@ -445,7 +486,9 @@ def test_it_reads_where_a_file_system_cannot_directly(
     assert bytes(read_all([span]).find(span).tolist()) == b"weights"
 
 
-def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_a_server_has_lost(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Its size cannot be read either."""
     file = tmp_path / "file"
     file.write_bytes(b"weights")
@@ -456,7 +499,10 @@ def test_a_file_that_a_server_has_lost(tmp_path: Path, monkeypatch: pytest.Monke
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     lent = Lent(spans, layer_stream._new_buffer(size_of(spans), torch.device("cpu")))
-    with monkeypatch.context() as patch, pytest.raises(MachineError, match="Stale file handle"):
+    with (
+        monkeypatch.context() as patch,
+        pytest.raises(MachineError, match="Stale file handle"),
+    ):
         patch.setattr(direct_reads, "facts_of", lose)
         finish(reads.start(lent, spans))
     reads.close()
@@ -526,7 +572,9 @@ class NumberedLayers:
         self._files = [folder / str(number) for number in self.streamed]
         for number, file in enumerate(self._files):
             file.write_bytes(bytes([number]) * (1000 + number))
-        self.files = SimpleNamespace(seen={file: facts_of(file) for file in self._files})
+        self.files = SimpleNamespace(
+            seen={file: facts_of(file) for file in self._files}
+        )
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         spans = [Span(self._files[number], 0, 1000 + number)]
@@ -542,14 +590,21 @@ def test_a_gpu_has_two_layers_at_once(
 ) -> None:
     gpu = PretendGpu(monkeypatch)
     source = cast(Any, NumberedLayers(tmp_path))
-    stream = layer_stream.LayerStream(source, lambda number, weights: cast(Any, weights), kind)
+    stream = layer_stream.LayerStream(
+        source, lambda number, weights: cast(Any, weights), kind
+    )
     assert len(gpu.pinned) == num_slots
     for _ in range(3):
         for number in range(4):
             with stream.layer(number, (number + 1) % 4) as layer:
                 assert layer == [number] * (1000 + number)
-    for number in range(2, 12):  # the layer before the last one was done before it was copied
+    # the layer before the last one was done before it was copied
+    for number in range(2, 12):
         place = [n for n, call in enumerate(gpu.calls) if call == "copied"][number]
-        assert gpu.calls[place - 1 : place + 2] == [f"{number - 2} done", "copied", "given"]
+        assert gpu.calls[place - 1 : place + 2] == [
+            f"{number - 2} done",
+            "copied",
+            "given",
+        ]
     stream.close()
     assert not gpu.pinned

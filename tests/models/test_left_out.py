@@ -23,7 +23,10 @@ Tensors = dict[str, torch.Tensor]
 
 
 def save(
-    name: str, folder: Path, rename: Callable[[str], str], more: dict[str, tuple[int, ...]]
+    name: str,
+    folder: Path,
+    rename: Callable[[str], str],
+    more: dict[str, tuple[int, ...]],
 ) -> Any:
     """Save a small model whose tensors have other names, and further ones beside them."""
     own = make_model(name)
@@ -39,14 +42,19 @@ def _of_newer_releases(name: str) -> str:
     if not name.startswith("language_model."):
         return f"model.{name}"
     name = name.removeprefix("language_model.")
-    return name.replace("model.", "model.language_model.") if name.startswith("model.") else name
+    return (
+        name.replace("model.", "model.language_model.")
+        if name.startswith("model.")
+        else name
+    )
 
 
 def _with_gate(name: str) -> str:
     return name.replace("mlp.moe_statics", "mlp.gate.moe_statics")
 
 
-EXTRA = "model.layers.3.eh_proj.weight"  # of a fourth layer, which predicts a further token
+# of a fourth layer, which predicts a further token
+EXTRA = "model.layers.3.eh_proj.weight"
 VISION = "vision_tower.encoder.layers.0.mlp.fc3.weight"
 
 
@@ -57,13 +65,20 @@ VISION = "vision_tower.encoder.layers.0.mlp.fc3.weight"
         ("gemma3", _of_newer_releases, {f"model.{VISION}": (2, 2)}),
         ("mistral3", _of_newer_releases, {}),
         ("glm4_moe", str, {EXTRA: (2, 2)}),
-        ("ernie4_5_moe", _with_gate, {"model.mtp_block.0.input_layernorm.weight": (64,)}),
+        (
+            "ernie4_5_moe",
+            _with_gate,
+            {"model.mtp_block.0.input_layernorm.weight": (64,)},
+        ),
         ("exaone_moe", str, {"mtp.norm.weight": (64,)}),
         ("xglm", str, {"model.embed_positions.weights": (258, 64)}),
     ],
 )
 def test_what_is_left_out_changes_nothing(
-    name: str, rename: Callable[[str], str], more: dict[str, tuple[int, ...]], tmp_path: Path
+    name: str,
+    rename: Callable[[str], str],
+    more: dict[str, tuple[int, ...]],
+    tmp_path: Path,
 ) -> None:
     own = save(name, tmp_path, rename, more)
     assert error_of(logits_of(tmp_path, one_stage()), own) < MAX_ERROR
@@ -78,14 +93,17 @@ def test_what_is_left_out_changes_nothing(
         ("llama", VISION),
     ],
 )
-def test_what_is_not_known_is_refused_by_name(name: str, extra: str, tmp_path: Path) -> None:
+def test_what_is_not_known_is_refused_by_name(
+    name: str, extra: str, tmp_path: Path
+) -> None:
     save(name, tmp_path, str, {extra: (2, 2)})
     with pytest.raises(CheckpointError, match=f"holds a tensor '{extra}'"):
         check_tensors(open_checkpoint(str(tmp_path)))
 
 
 def test_the_text_part_counts(tmp_path: Path) -> None:
-    """Its vocabulary and layers are the model's; the ends of sequences are those of the whole."""
+    """Its vocabulary and layers are the model's; the ends of sequences are those of the
+    whole."""
     save("mistral3", tmp_path, str, {})
     path = tmp_path / "config.json"
     path.write_text(json.dumps(json.loads(path.read_text()) | {"eos_token_id": [5, 6]}))
@@ -103,7 +121,9 @@ def test_a_part_that_does_not_run_is_named(tmp_path: Path) -> None:
     fields = json.loads(path.read_text())
     fields["text_config"]["model_type"] = "llama"
     path.write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"text_config of the architecture 'llama'.*mistral"):
+    with pytest.raises(
+        CheckpointError, match=r"text_config of the architecture 'llama'.*mistral"
+    ):
         open_checkpoint(str(tmp_path))
 
 
@@ -113,5 +133,7 @@ def test_a_quantized_whole_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     quantized = {"quantization_config": {"quant_method": "fp8"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
-    with pytest.raises(CheckpointError, match=r"are quantized \(fp8\), which does not run yet"):
+    with pytest.raises(
+        CheckpointError, match=r"are quantized \(fp8\), which does not run yet"
+    ):
         open_checkpoint(str(tmp_path))

@@ -31,13 +31,26 @@ def mixed_requests() -> list[Request]:
     stem = [rng.randrange(VOCAB) for _ in range(70)]
     requests: list[Request] = []
     for index in range(42):
-        ids = [rng.randrange(VOCAB) for _ in range(rng.choice([1, 2, 5, 17, 32, 33, 64, 90]))]
+        ids = [
+            rng.randrange(VOCAB)
+            for _ in range(rng.choice([1, 2, 5, 17, 32, 33, 64, 90]))
+        ]
         if index % 3 == 1:
             ids = stem[: rng.choice([20, 32, 45, 70])] + ids[:20]
-        request: Request = {"prompt": ids, "max_tokens": rng.randint(1, 12), "logprobs": 3}
+        request: Request = {
+            "prompt": ids,
+            "max_tokens": rng.randint(1, 12),
+            "logprobs": 3,
+        }
         request["ignore_eos"] = True  # a tokenizer class of transformers may bring one
         if index % 7 < 2:
-            request |= {"temperature": 0.9, "top_p": 0.8, "top_k": 40, "n": 2, "seed": index}
+            request |= {
+                "temperature": 0.9,
+                "top_p": 0.8,
+                "top_k": 40,
+                "n": 2,
+                "seed": index,
+            }
         else:
             request |= {"temperature": 0, "echo": index % 3 == 0}
         requests.append(request)
@@ -92,7 +105,9 @@ def family_oracle(family_checkpoint: tuple[Path, Any]) -> tuple[Path, Oracle]:
     return family_checkpoint[0], Oracle(family_checkpoint[1])
 
 
-def check_greedy(request: Request, result: dict[str, Any], answer: Answer, engine: Any) -> None:
+def check_greedy(
+    request: Request, result: dict[str, Any], answer: Answer, engine: Any
+) -> None:
     prompt = request["prompt"]
     ids, logprobs = answer
     shown = prompt + ids if request["echo"] else ids
@@ -104,13 +119,16 @@ def check_greedy(request: Request, result: dict[str, Any], answer: Answer, engin
             assert found["token_logprobs"][0] is None
             continue
         row = logprobs[first + place - 1]
-        assert found["token_logprobs"][place] == pytest.approx(row[token_id].item(), abs=TOLERANCE)
+        assert found["token_logprobs"][place] == pytest.approx(
+            row[token_id].item(), abs=TOLERANCE
+        )
         best = row.topk(3)
         top = list(found["top_logprobs"][place].values())[:3]
         assert top == pytest.approx(best.values.tolist(), abs=TOLERANCE)
 
 
-SMALL = {"chunk_size": 24, "block_size": 16, "budget": 256}  # with the kernel, if it can be built
+# with the kernel, if it can be built
+SMALL = {"chunk_size": 24, "block_size": 16, "budget": 256}
 OTHER_SIZES: dict[str, dict[str, Any]] = {
     "defaults": {},
     "odd": {"chunk_size": 13, "block_size": 5, "micro_batches": 1, "kernels": "off"},
@@ -123,7 +141,9 @@ def test_greedy_equals_transformers_alone(family_oracle: tuple[Path, Oracle]) ->
 
 
 @pytest.mark.parametrize(
-    ("family_checkpoint", "sizes"), in_turns(OTHER_SIZES), indirect=["family_checkpoint"]
+    ("family_checkpoint", "sizes"),
+    in_turns(OTHER_SIZES),
+    indirect=["family_checkpoint"],
 )
 def test_other_sizes_and_bodies_of_attention_change_nothing(
     family_oracle: tuple[Path, Oracle], sizes: str
@@ -146,7 +166,9 @@ def check_all(
         assert record.error is None, record.error
         assert record.result is not None
         if request["temperature"] == 0:
-            drawn = record.result["choices"][0]["logprobs"]["tokens"][-request["max_tokens"] :]
+            drawn = record.result["choices"][0]["logprobs"]["tokens"][
+                -request["max_tokens"] :
+            ]
             guess = [ids_of.get(piece, 0) for piece in drawn]
             check_greedy(request, record.result, oracle.answer(request, guess), engine)
         else:
@@ -155,7 +177,8 @@ def check_all(
 
 
 def test_a_small_budget_makes_rows_wait(llama_checkpoint: tuple[Path, Any]) -> None:
-    """The `small` case above is only worth something if its rows really cannot all run at once."""
+    """The `small` case above is only worth something if its rows really cannot all run
+    at once."""
     folder, _ = llama_checkpoint
     peaks = []
     for budget in (256, 16384):
@@ -168,12 +191,20 @@ def test_a_small_budget_makes_rows_wait(llama_checkpoint: tuple[Path, Any]) -> N
     assert peaks[0] <= 12 < peaks[1]
 
 
-def test_sampled_logprobs_equal_transformers(llama_checkpoint: tuple[Path, Any]) -> None:
+def test_sampled_logprobs_equal_transformers(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
     """Whatever is drawn, with whatever filters, its logprob is that of the raw logits."""
     folder, model = llama_checkpoint
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     prompt = [5, 17, 80, 33, 200]
-    request = {"prompt": prompt, "max_tokens": 9, "n": 3, "logprobs": 0, "temperature": 1.5}
+    request = {
+        "prompt": prompt,
+        "max_tokens": 9,
+        "n": 3,
+        "logprobs": 0,
+        "temperature": 1.5,
+    }
     (record,) = engine.run([request | {"echo": True, "top_k": 50}])
     engine.close()
     assert record.result is not None
@@ -182,6 +213,8 @@ def test_sampled_logprobs_equal_transformers(llama_checkpoint: tuple[Path, Any])
         ids = [ids_of[piece] for piece in choice["logprobs"]["tokens"]]
         with torch.no_grad():
             logits = model(input_ids=torch.tensor([ids])).logits[0]
-        expected = torch.log_softmax(logits, -1)[:-1].gather(1, torch.tensor(ids[1:])[:, None])
+        expected = torch.log_softmax(logits, -1)[:-1].gather(
+            1, torch.tensor(ids[1:])[:, None]
+        )
         found = choice["logprobs"]["token_logprobs"][1:]
         assert found == pytest.approx(expected[:, 0].tolist(), abs=TOLERANCE)

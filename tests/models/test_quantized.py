@@ -40,7 +40,9 @@ from tests.conftest import (
 from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 
 CPU = torch.device("cpu")
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 # Sizes that make rows, so that all are whole blocks; four heads of 16 are as many.
 ROW_SIZES = (
     "intermediate_size",
@@ -70,13 +72,16 @@ def save_both(
         model.save_pretrained(each)
     save_byte_tokenizer(mine)
     round_weights(theirs, quantized)
-    rounded = model_class(model.config).from_pretrained(theirs, dtype=torch.float32).eval()
+    rounded = (
+        model_class(model.config).from_pretrained(theirs, dtype=torch.float32).eval()
+    )
     rounded.config._attn_implementation = model.config._attn_implementation
     return mine, model, rounded
 
 
 def round_weights(folder: Path, quantized: str) -> None:
-    """Make each stored matrix what its blocks stand for; a row of ours is a row of a stored one."""
+    """Make each stored matrix what its blocks stand for; a row of ours is a row of a
+    stored one."""
     checkpoint = open_checkpoint(str(folder))
     path = folder / "model.safetensors"
     files, origins = read_origins(checkpoint, folder)
@@ -100,7 +105,11 @@ def kernel_bodies() -> Bodies:
 def share_of_blocks(folder: Path, holding: Holding) -> float:
     """Return how many of the numbers that can be quantized are."""
     source = open_weights(
-        open_checkpoint(str(folder)), one_stage()[0], holding=holding, device=CPU, seed=0
+        open_checkpoint(str(folder)),
+        one_stage()[0],
+        holding=holding,
+        device=CPU,
+        seed=0,
     )
     entry = source.entry()
     groups = [entry, *source.layers(), source.exit(entry)]
@@ -178,21 +187,35 @@ def test_a_run_answers_with_them(
 
 
 @needs_compiler
-@pytest.mark.parametrize("quantized", ["int8", "int4", "int4-symmetric-128", "int8-row"])
+@pytest.mark.parametrize(
+    "quantized", ["int8", "int4", "int4-symmetric-128", "int8-row"]
+)
 def test_a_forecast_is_of_what_is_held(
     quantized: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder, *_ = save_both("llama", quantized, tmp_path, monkeypatch)
     config = EngineConfig(
-        model=str(folder), dtype="float32", device="cpu", quantize=quantized, budget=1024
+        model=str(folder),
+        dtype="float32",
+        device="cpu",
+        quantize=quantized,
+        budget=1024,
     )
     plan = plan_ahead(config, open_checkpoint(str(folder)))
-    assert plan.holding == Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
+    assert plan.holding == Holding(
+        torch.float32, keeps_bfloat16=True, quantized=quantized
+    )
     assert isinstance(plan.formats["product"], Blocks)
-    assert all(isinstance(plan.held[name], Blocks) for name in ("1.qkv.weight", "head.weight"))
+    assert all(
+        isinstance(plan.held[name], Blocks) for name in ("1.qkv.weight", "head.weight")
+    )
     assert plan.held["1.before_mlp.weight"] == Dense(torch.float32)
     source = open_weights(
-        open_checkpoint(str(folder)), one_stage()[0], holding=plan.holding, device=CPU, seed=0
+        open_checkpoint(str(folder)),
+        one_stage()[0],
+        holding=plan.holding,
+        device=CPU,
+        seed=0,
     )
     assert plan.own.takes.weights >= source.num_bytes >= plan.own.takes.held_weights
     floats = plan_ahead(
@@ -208,7 +231,9 @@ def test_bits_as_a_dtype_are_those_of_quantize() -> None:
     for bits in ("int8", "int4"):
         assert EngineConfig(dtype=bits).quantized_to == bits
         assert EngineConfig(dtype=bits, quantize=bits).quantized_to == bits
-        with pytest.raises(UsageError, match=f"--dtype {bits} and --quantize int8-row contradict"):
+        with pytest.raises(
+            UsageError, match=f"--dtype {bits} and --quantize int8-row contradict"
+        ):
             EngineConfig(dtype=bits, quantize="int8-row")
     assert EngineConfig(dtype="float32", quantize="int8-row").quantized_to == "int8-row"
     assert EngineConfig().quantized_to == ""
@@ -221,12 +246,17 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
     part = one_stage()[0]
     floats, blocks = (
         open_weights(checkpoint, part, holding=holding, device=CPU, seed=3).layer(1)
-        for holding in (Holding(torch.float32), Holding(torch.float32, quantized="int4"))
+        for holding in (
+            Holding(torch.float32),
+            Holding(torch.float32, quantized="int4"),
+        )
     )
     for name, weight in blocks.items():
         own = floats[name].plain
         if isinstance(weight.format, Blocks):
-            own = weight.format.dequantize((weight.format.quantize(own),), torch.float32)
+            own = weight.format.dequantize(
+                (weight.format.quantize(own),), torch.float32
+            )
         assert torch.equal(weight.dequantized(torch.float32), own)
     assert sum(isinstance(weight.format, Blocks) for weight in blocks.values()) == 4
 
@@ -238,18 +268,27 @@ class Counting(TorchDispatchMode):
         super().__init__()
         self.num_kernels = self.num_bytes = 0
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: Any = None
+    ) -> Any:
         out = func(*args, **(kwargs or {}))
         if not func.is_view and not func._schema.name.endswith("_unsafe_view"):
             self.num_kernels += 1
-            tensors = [each for each in tree_leaves((args, out)) if isinstance(each, torch.Tensor)]
+            tensors = [
+                each
+                for each in tree_leaves((args, out))
+                if isinstance(each, torch.Tensor)
+            ]
             self.num_bytes += sum(each.numel() * each.itemsize for each in tensors)
         return out
 
 
-@pytest.mark.parametrize("form", [each for each in (*GGUF_FORMS, *OWN_FORMS) if each.kind])
+@pytest.mark.parametrize(
+    "form", [each for each in (*GGUF_FORMS, *OWN_FORMS) if each.kind]
+)
 def test_what_making_floats_takes(form: Blocks) -> None:
-    """Plans count with these figures: a GPU has no kernels for blocks, and does it at each use."""
+    """Plans count with these figures: a GPU has no kernels for blocks, and does it at
+    each use."""
     kernels, moved_bytes = UNPACKING[form.name]
     weights = form.empty((256, 4096), CPU)
     with Counting() as counts:

@@ -35,7 +35,11 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     parts: list[int] = []
     monkeypatch.setattr(tensor_table, "AHEAD", 3 * 200)
     yield parts
-    assert not [each for each in threading.enumerate() if each.name.startswith("fminfer weights")]
+    assert not [
+        each
+        for each in threading.enumerate()
+        if each.name.startswith("fminfer weights")
+    ]
 
 
 def groups_of(read: list[int]) -> list[list[Waiting]]:

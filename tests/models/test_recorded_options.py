@@ -1,4 +1,5 @@
-"""What of the options a fingerprint has: as it was, so that journals of earlier versions go on."""
+"""What of the options a fingerprint has: as it was, so that journals of earlier
+versions go on."""
 
 from __future__ import annotations
 
@@ -54,7 +55,12 @@ RECORDED: list[tuple[dict[str, Any], dict[str, str]]] = [
         {"--check-model": "False", "--generation-config": "model"},
     ),
     (
-        {"dtype": "float32", "kv_dtype": "bfloat16", "max_layers": 1, "token_format": "text"},
+        {
+            "dtype": "float32",
+            "kv_dtype": "bfloat16",
+            "max_layers": 1,
+            "token_format": "text",
+        },
         {"--kv-dtype": "bfloat16", "--max-layers": "1", "--token-format": "text"},
     ),
     ({"skip_tokenizer_init": True}, {"--skip-tokenizer-init": "True"}),
@@ -77,7 +83,9 @@ def entries(config: EngineConfig) -> dict[str, str]:
 
 
 @pytest.mark.parametrize(("options", "differs"), RECORDED)
-def test_the_entries_are_those_recorded(options: dict[str, Any], differs: dict[str, str]) -> None:
+def test_the_entries_are_those_recorded(
+    options: dict[str, Any], differs: dict[str, str]
+) -> None:
     assert entries(EngineConfig(**options)) == DEFAULTS | differs
 
 

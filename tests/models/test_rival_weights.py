@@ -1,4 +1,5 @@
-"""Weights beside those that are read: another model's are refused, the same model's are named."""
+"""Weights beside those that are read: another model's are refused, the same model's are
+named."""
 
 from __future__ import annotations
 
@@ -43,7 +44,10 @@ def folder(tmp_path: Path) -> Path:
 def changed(tensors: Tensors) -> Tensors:
     """Return the weights of another training."""
     torch.manual_seed(0)
-    return {name: tensor + 0.1 * torch.randn(tensor.shape) for name, tensor in tensors.items()}
+    return {
+        name: tensor + 0.1 * torch.randn(tensor.shape)
+        for name, tensor in tensors.items()
+    }
 
 
 def save_shards(folder: Path, tensors: Tensors, *, has_index: bool) -> None:
@@ -136,7 +140,10 @@ def test_what_lies_beside_sound_weights(folder: Path) -> None:
     tensors = load_file(folder / ONE)
     (folder / ONE).unlink()
     save_shards(folder, tensors, has_index=False)
-    save_file({"layers.0.attention.wq.weight": torch.ones(2)}, folder / "consolidated.safetensors")
+    save_file(
+        {"layers.0.attention.wq.weight": torch.ones(2)},
+        folder / "consolidated.safetensors",
+    )
     pointer = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
     (folder / "pytorch_model.bin").write_text(pointer)
     (folder / "m-Q8_0.gguf").write_bytes(b"GGUF")

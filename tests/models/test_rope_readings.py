@@ -19,7 +19,11 @@ from tests.conftest import FIELDS, IS_ALL, family_config, more
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 64}
-LLAMA3 = {"rope_type": "llama3", "factor": 4.0, "original_max_position_embeddings": 64} | {
+LLAMA3 = {
+    "rope_type": "llama3",
+    "factor": 4.0,
+    "original_max_position_embeddings": 64,
+} | {
     "low_freq_factor": 1.0,
     "high_freq_factor": 4.0,
 }
@@ -29,7 +33,10 @@ NESTED = {
 }
 FORMS: dict[str, dict[str, Any]] = {
     "theta": {"rope_theta": 5000.0},
-    "old type": {"rope_theta": 5000.0, "rope_scaling": {"type": "linear", "factor": 2.0}},
+    "old type": {
+        "rope_theta": 5000.0,
+        "rope_scaling": {"type": "linear", "factor": 2.0},
+    },
     "old name": {"rope_theta": 5000.0, "rope_scaling": LINEAR},
     "old yarn": {"rope_theta": 5000.0, "rope_scaling": YARN},
     "no scaling": {"rope_theta": 5000.0, "rope_scaling": None},
@@ -46,12 +53,15 @@ FORMS: dict[str, dict[str, Any]] = {
     "nested": {"rope_parameters": NESTED},
     "nested, theta before": {"rope_parameters": {"rope_theta": 700.0} | NESTED},
     "nested, theta behind": {"rope_parameters": NESTED | {"rope_theta": 700.0}},
-    "nested, one kind": {"rope_parameters": {"full_attention": NESTED["full_attention"]}},
+    "nested, one kind": {
+        "rope_parameters": {"full_attention": NESTED["full_attention"]}
+    },
     "nested yarn": {
         "rope_parameters": NESTED | {"full_attention": YARN | {"rope_theta": 500.0}},
     },
 }
-BY_KIND = ("gemma3", "gemma3_text", "olmo3")  # whose kinds of layers have settings of their own
+# whose kinds of layers have settings of their own
+BY_KIND = ("gemma3", "gemma3_text", "olmo3")
 OLD = ("rope_parameters", "rope_scaling", "rope_theta", "rope_local_base_freq")
 
 
@@ -69,7 +79,9 @@ def rotary_class(config: Any) -> Any:
     """Return the class by which transformers computes a config's rotary positions, if any."""
     model = transformers.AutoModelForCausalLM._model_mapping[type(config)]
     named = vars(sys.modules[model.__module__]).items()
-    return next((each for name, each in named if name.endswith("RotaryEmbedding")), None)
+    return next(
+        (each for name, each in named if name.endswith("RotaryEmbedding")), None
+    )
 
 
 def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | None:
@@ -82,7 +94,10 @@ def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | Non
     if hasattr(module, "inv_freq"):
         return [(module.inv_freq, module.attention_scaling)] * config.num_hidden_layers
     return [
-        (getattr(module, f"{kind}_inv_freq"), getattr(module, f"{kind}_attention_scaling"))
+        (
+            getattr(module, f"{kind}_inv_freq"),
+            getattr(module, f"{kind}_attention_scaling"),
+        )
         for kind in config.layer_types
     ]
 
@@ -91,10 +106,20 @@ def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | Non
     ("name", "settings"),
     [
         ("llama", {"rope_type": "default", "rope_theta": None}),
-        ("gemma3_text", {"sliding_attention": {"rope_type": "default", "rope_theta": "1e4"}}),
+        (
+            "gemma3_text",
+            {"sliding_attention": {"rope_type": "default", "rope_theta": "1e4"}},
+        ),
         ("llama", YARN | {"rope_theta": 1.0}),
         ("llama", LLAMA3 | {"rope_theta": 500.0, "low_freq_factor": 0}),
-        ("phi", {"rope_type": "default", "rope_theta": 500.0, "partial_rotary_factor": "0.5"}),
+        (
+            "phi",
+            {
+                "rope_type": "default",
+                "rope_theta": 500.0,
+                "partial_rotary_factor": "0.5",
+            },
+        ),
         ("llama", {"rope_type": "default", "rope_theta": -5.0}),
         ("llama", LINEAR | {"rope_theta": 500.0, "factor": 0.0}),
     ],
@@ -105,7 +130,9 @@ def test_settings_that_make_no_positions_are_refused_by_name(
     """They ended in tracebacks, or made each row's logits NaN."""
     write_config(name, "theta", tmp_path)
     path = tmp_path / "config.json"
-    path.write_text(json.dumps(json.loads(path.read_text()) | {"rope_parameters": settings}))
+    path.write_text(
+        json.dumps(json.loads(path.read_text()) | {"rope_parameters": settings})
+    )
     with pytest.raises(CheckpointError, match="rope_parameters"):
         open_checkpoint(str(tmp_path))
 
@@ -119,13 +146,16 @@ ROTARY = [  # one of each model type; the others' rotary positions are the same
 
 @pytest.mark.parametrize("name", ROTARY)
 def test_every_form_is_read_as_transformers_reads_it(name: str, tmp_path: Path) -> None:
-    """Flat settings of Gemma 3 and OLMo 3 counted for all layers, where transformers has a default
-    for each kind; a theta before nested ones was a KeyError, and nested ones of a llama too."""
+    """Flat settings of Gemma 3 and OLMo 3 counted for all layers, where transformers
+    has a default for each kind; a theta before nested ones was a KeyError, and nested
+    ones of a llama too."""
     takes_turns = not (IS_ALL or name in (*BY_KIND, "llama"))
     for form in [*FORMS][zlib.crc32(name.encode()) % 3 :: 3] if takes_turns else FORMS:
         write_config(name, form, tmp_path)
         expected = read_as_transformers(tmp_path)
-        is_for_others = form.startswith("nested") and name.partition("-")[0] not in BY_KIND
+        is_for_others = (
+            form.startswith("nested") and name.partition("-")[0] not in BY_KIND
+        )
         if expected is None or is_for_others:
             with pytest.raises(CheckpointError, match="rope_parameters"):
                 open_checkpoint(str(tmp_path))
@@ -134,5 +164,6 @@ def test_every_form_is_read_as_transformers_reads_it(name: str, tmp_path: Path) 
         assert any(layer.attention.rope for layer in layers) == ("alibi" not in name)
         for layer, (inv_freq, scale) in zip(layers, expected, strict=True):
             if (rope := layer.attention.rope) is not None:
-                found = torch.tensor(rope.inv_freq).abs()  # nanochat turns the other way
+                # nanochat turns the other way
+                found = torch.tensor(rope.inv_freq).abs()
                 assert torch.equal(found, inv_freq) and rope.scale == scale, form

@@ -58,9 +58,19 @@ BOTH_WAYS = ("llama", "bloom", "mixtral", "deepseek_v3", "olmo2")
 UNEVEN = dict.fromkeys(("", "int8", "int4-128", "int4-symmetric"), "auto")
 UNEVEN |= dict.fromkeys(("int8-row", "int4", "int8-32"), "off")
 # GGUF files of each size of blocks and each layout, and those with one block at a cut.
-FILES = {"fallback", "kforms", "legacy-q5_1", "gpt_oss-mxfp4_moe", "bloom", "deepseek_v3"}
+FILES = {
+    "fallback",
+    "kforms",
+    "legacy-q5_1",
+    "gpt_oss-mxfp4_moe",
+    "bloom",
+    "deepseek_v3",
+}
 FILES |= {"falcon-new", "gpt2", "llama", "phi3", "qwen3_moe"}
-WHOLE = ("fallback-q4_k_m", *(f"kforms-{each}" for each in ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")))
+WHOLE = (
+    "fallback-q4_k_m",
+    *(f"kforms-{each}" for each in ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")),
+)
 FOUR = (
     "llama",
     "gpt_bigcode",
@@ -76,7 +86,9 @@ TWO = {*SOME} - {*BOTH_WAYS[1:], *FOUR[1:], "flex_olmo", "cohere-qk"}
 
 
 @pytest.fixture(scope="module")
-def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Any:
+def family(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Any:
     folder = tmp_path_factory.mktemp("family")
     model = make_model(request.param)
     model.save_pretrained(folder)
@@ -85,7 +97,11 @@ def family(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFact
 
 
 def check_cut(
-    folder: Path, oracle: Oracle, monkeypatch: pytest.MonkeyPatch, *sizes: int, **options: Any
+    folder: Path,
+    oracle: Oracle,
+    monkeypatch: pytest.MonkeyPatch,
+    *sizes: int,
+    **options: Any,
 ) -> None:
     """See that a model which is cut answers as transformers does."""
 
@@ -97,7 +113,9 @@ def check_cut(
 
 
 @pytest.mark.parametrize("family", some_families(TWO), indirect=True)
-def test_two_ranks_equal_transformers(family: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_two_ranks_equal_transformers(
+    family: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
     check_cut(*family[1:], monkeypatch, 2)
 
 
@@ -169,20 +187,29 @@ def test_uneven_heads_in_8_and_4_bits(smollm: Path, form: str, kernels: str) -> 
         check_equal(smollm, 3, quantize=form, kernels=kernels)
 
 
-@pytest.mark.parametrize("quantized", [pytest.param("int8", marks=more), "int8-row", "int4"])
-def test_quantized_folders_are_cut(smollm: Path, quantized: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize(
+    "quantized", [pytest.param("int8", marks=more), "int8-row", "int4"]
+)
+def test_quantized_folders_are_cut(
+    smollm: Path, quantized: str, tmp_path: Path
+) -> None:
     """`fminfer quantize` has written the blocks, of which each rank reads its own."""
     folder = tmp_path / "quantized"
     made = open_checkpoint(str(smollm))
     folder.mkdir()
-    write_quantized(made, folder, quantized, seed=1, on_progress=lambda done, total: None)
+    write_quantized(
+        made, folder, quantized, seed=1, on_progress=lambda done, total: None
+    )
     check_equal(folder, 2)
 
 
 @pytest.mark.parametrize(
     "path",
     [
-        pytest.param(path, marks=[] if {path.stem, path.stem.partition("-")[0]} & FILES else [more])
+        pytest.param(
+            path,
+            marks=[] if {path.stem, path.stem.partition("-")[0]} & FILES else [more],
+        )
         for path in sorted(SAMPLES.glob("*.gguf"))
         if path.stem not in REFUSED
     ],
@@ -235,7 +262,9 @@ def random_model(draw: st.DrawFn) -> Model:
         residual_scale=number(1.0, 0.5),
     )
     vocab = number(40, 77, 300)
-    return Model(hidden, vocab, (layer, layer), norm, hidden, has_head_bias=draw(st.booleans()))
+    return Model(
+        hidden, vocab, (layer, layer), norm, hidden, has_head_bias=draw(st.booleans())
+    )
 
 
 @pytest.mark.parametrize(("size", "block"), [(3, 8), (3, 4), (4, 8)])
@@ -245,7 +274,9 @@ def test_a_group_of_heads_begins_with_a_block(size: int, block: int) -> None:
     layer = Layer(attention, Mlp("silu", 24), before=(None, None), after=(None, None))
     model = Model(16, 40, (layer,), None, 16)
     if 4 * size % block:
-        with pytest.raises(UsageError, match=r"of 3 and blocks of 8 cannot be .* nor among"):
+        with pytest.raises(
+            UsageError, match=r"of 3 and blocks of 8 cannot be .* nor among"
+        ):
             share_model(model, 0, 3, {"out": block, "down": block})
         return
     shares = [share_model(model, n, 3, {"out": block, "down": block}) for n in range(3)]
@@ -293,7 +324,8 @@ def check_cuts(model: Model, shares: list[ModelShare], block: int = 1) -> None:
         for name, spec in specs.items():
             held = cuts[name].held(spec) if name in cuts else spec
             assert held.shape == own[name].shape, name
-    for name, spec in specs.items():  # each number is held, and what is added up is held once
+    # each number is held, and what is added up is held once
+    for name, spec in specs.items():
         cut = [share.cuts.get(name) for share in shares]
         if cut[0] is None:
             assert not any(cut)
@@ -304,10 +336,14 @@ def check_cuts(model: Model, shares: list[ModelShare], block: int = 1) -> None:
             assert is_whole or all(each.columns.start % block == 0 for each in cut)
         elif cut[0].rows is not None:
             assert {n for each in cut for part in each.rows for n in part} == {
-                *range(spec.shape[-2 if len(spec.shape) > 1 and spec.use != "bias" else -1])
+                *range(
+                    spec.shape[-2 if len(spec.shape) > 1 and spec.use != "bias" else -1]
+                )
             }, name
         else:
-            assert [each.is_zero for each in cut] == [place > 0 for place in range(len(cut))]
+            assert [each.is_zero for each in cut] == [
+                place > 0 for place in range(len(cut))
+            ]
 
 
 class Numbers(Drawer):
@@ -322,14 +358,18 @@ class Numbers(Drawer):
         cut = origin.cut
         if cut.rows is not None:
             dim = -2 if x.dim() > 1 and origin.spec.use != "bias" else -1
-            x = torch.cat([x.narrow(dim, part.start, len(part)) for part in cut.rows], dim)
+            x = torch.cat(
+                [x.narrow(dim, part.start, len(part)) for part in cut.rows], dim
+            )
         if cut.columns is not None:
             x = x[..., cut.columns.start : cut.columns.stop]
         found = torch.zeros_like(x) if cut.is_zero else x.contiguous()
         return Weight(origin.held, Dense(torch.float32), (found,))
 
 
-def compute(model: Model, share: ModelShare | None = None, shards: Any = None) -> torch.Tensor:
+def compute(
+    model: Model, share: ModelShare | None = None, shards: Any = None
+) -> torch.Tensor:
     """Return the logits of some tokens, of those that a rank has."""
     checkpoint: Any = SimpleNamespace(
         model=model, config=SimpleNamespace(tie_word_embeddings=False)
@@ -362,7 +402,9 @@ def check_random_forward(model: Model, shares: list[ModelShare]) -> None:
     with ThreadPoolExecutor(len(shares)) as pool:
         shards = make_shards(len(shares))
         logits = [*pool.map(compute, [model] * len(shares), shares, shards)]
-    torch.testing.assert_close(torch.cat(logits, 1), compute(model), atol=2e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.cat(logits, 1), compute(model), atol=2e-4, rtol=1e-4
+    )
 
 
 def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
@@ -387,17 +429,25 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         held += [each for layer in source.layers() for each in layer.values()]
         assert rank.share is not None
         specs = part_specs(rank.share.model, rank.part)
-        assert sum(each.num_bytes for each in held) == 4 * sum(each.size for each in specs.values())
+        assert sum(each.num_bytes for each in held) == 4 * sum(
+            each.size for each in specs.values()
+        )
         sizes.append(source.num_bytes)
         reader = source._maker
         cuts = rank.share.cuts
         for name, origin in source._layers[1].items():
             waiting = reader.waiting(origin)
-            size = origin.spec if cuts.get(f"1.{name}", TensorCut()).columns else origin.held
+            size = (
+                origin.spec
+                if cuts.get(f"1.{name}", TensorCut()).columns
+                else origin.held
+            )
             assert sum(each.nbytes for each in waiting) == 4 * size.size, name
     (one,) = whole.ranks
     assert sum(rank.takes.kv_token for rank in plan.ranks) == one.takes.kv_token
-    total = sum(4 * each.size for each in part_specs(checkpoint.model, one.part).values())
+    total = sum(
+        4 * each.size for each in part_specs(checkpoint.model, one.part).values()
+    )
     assert total < sum(sizes) < 1.02 * total, "norms are whole on each"
 
 
@@ -411,7 +461,10 @@ def test_the_number_of_ranks_is_in_the_fingerprint() -> None:
     """Sums of other parts round otherwise; without tensor parallelism all is as it was."""
     checkpoint = open_random("llama-160m")
     one, two = (
-        plan_ahead(EngineConfig(random_init="llama-160m", tensor_parallel_size=size), checkpoint)
+        plan_ahead(
+            EngineConfig(random_init="llama-160m", tensor_parallel_size=size),
+            checkpoint,
+        )
         for size in (1, 2)
     )
     found = two.fingerprint()

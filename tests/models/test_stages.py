@@ -1,4 +1,5 @@
-"""A model cut into stages gives what the whole one gives, for any family and number of stages."""
+"""A model cut into stages gives what the whole one gives, for any family and number of
+stages."""
 
 from __future__ import annotations
 
@@ -19,11 +20,19 @@ from fminfer.models.layer_source import open_weights
 from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.whole_layers import WholeLayers
-from tests.conftest import VOCAB, in_turns, load_network, make_model, more, save_byte_tokenizer
+from tests.conftest import (
+    VOCAB,
+    in_turns,
+    load_network,
+    make_model,
+    more,
+    save_byte_tokenizer,
+)
 from tests.models.test_oracle import Request, mixed_requests
 
 CPU = torch.device("cpu")
-WHOLE_AND_OTHERS = ("llama", "qwen3", "gemma2", "gptj", "bloom", "falcon-alibi")  # layers
+# layers
+WHOLE_AND_OTHERS = ("llama", "qwen3", "gemma2", "gptj", "bloom", "falcon-alibi")
 OPTIONS: dict[str, Any] = {
     "dtype": "float32",
     "kernels": "off",
@@ -77,11 +86,14 @@ def check_same(found: list[dict[str, Any]], expected: list[dict[str, Any]]) -> N
             assert ours["tokens"] == theirs["tokens"]
             if ours["token_logprobs"][0] is None:
                 assert theirs["token_logprobs"].pop(0) is ours["token_logprobs"].pop(0)
-            assert ours["token_logprobs"] == pytest.approx(theirs["token_logprobs"], abs=1e-5)
+            assert ours["token_logprobs"] == pytest.approx(
+                theirs["token_logprobs"], abs=1e-5
+            )
 
 
 def test_a_warmed_up_model_gives_the_same(llama_checkpoint: tuple[Path, Any]) -> None:
-    """A prompt and a token are computed before any request, on a GPU; their keys must not stay."""
+    """A prompt and a token are computed before any request, on a GPU; their keys must
+    not stay."""
     folder, _ = llama_checkpoint
     chain = Chain(folder, parts_of([2, 1]))
     for stage in chain.stages:
@@ -112,7 +124,8 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
     name: str, body: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Of the others it stores keys and values."""
-    monkeypatch.setattr(WholeLayers, "join", lambda self, parts: parts)  # to see its parts
+    # to see its parts
+    monkeypatch.setattr(WholeLayers, "join", lambda self, parts: parts)
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"kernels": body}))
@@ -135,8 +148,12 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
         most["wanted"] += len(trace.step.wanted) or 1
 
     engine.follow(on_step=take_note)
-    records = sorted(engine.run(mixed_requests()[::4]), key=lambda record: record.line.number)
-    check_same([record.to_dict()["result"] for record in records], answers(tmp_path, None))
+    records = sorted(
+        engine.run(mixed_requests()[::4]), key=lambda record: record.line.number
+    )
+    check_same(
+        [record.to_dict()["result"] for record in records], answers(tmp_path, None)
+    )
     assert rows == [most["tokens"], most["tokens"], most["wanted"]]
     assert most["wanted"] < 0.8 * most["tokens"]
     engine.close()
@@ -159,12 +176,18 @@ def test_the_seeds_split_of_70_layers(tmp_path: Path) -> None:
 def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     """A rank draws its own layers only, and a tied head apart from its embedding."""
     fields = {"hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
-    fields |= {"num_attention_heads": 4, "vocab_size": VOCAB, "tie_word_embeddings": True}
+    fields |= {
+        "num_attention_heads": 4,
+        "vocab_size": VOCAB,
+        "tie_word_embeddings": True,
+    }
     config = transformers.AutoConfig.for_model("llama", **fields)
     config.save_pretrained(tmp_path)
     checkpoint = open_random(str(tmp_path))
     whole, *parts = (
-        open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=5)
+        open_weights(
+            checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=5
+        )
         for part in (*parts_of([4]), *parts_of([3, 1]))
     )
     assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])

@@ -46,7 +46,12 @@ def test_a_step_that_nobody_waits_for_is_told_with_the_next(
     clock = StepClock(torch.device("cuda"))
     stats = StageStats()
     spans = []
-    for took_ms, is_awaited in [(100.0, False), (200.0, False), (10.0, True), (7.0, True)]:
+    for took_ms, is_awaited in [
+        (100.0, False),
+        (200.0, False),
+        (10.0, True),
+        (7.0, True),
+    ]:
         clock.start()
         gpu.asked_ms += took_ms
         spans.append(clock.stop(is_awaited=is_awaited, sent_bytes=3, max_tokens=5))
@@ -65,4 +70,9 @@ def test_a_cpu_is_done_when_the_call_returns(monkeypatch: pytest.MonkeyPatch) ->
     clock = StepClock(torch.device("cpu"))
     clock.start()
     span = clock.stop(is_awaited=False, max_tokens=2)
-    assert (span.start_s, span.end_s, span.max_tokens, span.earlier_s) == (100.0, 100.5, 2, 0.0)
+    assert (span.start_s, span.end_s, span.max_tokens, span.earlier_s) == (
+        100.0,
+        100.5,
+        2,
+        0.0,
+    )

@@ -15,7 +15,11 @@ from fminfer.plan.planning import plan_ahead
 
 @pytest.mark.parametrize(
     "name",
-    ["chat_template.jinja", "chat_template.json", "additional_chat_templates/tool_use.jinja"],
+    [
+        "chat_template.jinja",
+        "chat_template.json",
+        "additional_chat_templates/tool_use.jinja",
+    ],
 )
 def test_another_template_is_another_run(tmp_path: Path, name: str) -> None:
     """A run went on under another template for tools, and mixed answers of both."""
@@ -27,6 +31,8 @@ def test_another_template_is_another_run(tmp_path: Path, name: str) -> None:
         (folder / name).write_text(text)
         config = EngineConfig(model=str(folder))
         found.append(
-            plan_ahead(config, open_checkpoint(str(folder))).fingerprint()["the tokenizer"]
+            plan_ahead(config, open_checkpoint(str(folder))).fingerprint()[
+                "the tokenizer"
+            ]
         )
     assert found[0] != found[1]

@@ -69,19 +69,24 @@ class Dense:
         how = self._model.layers[self.first + layer].attention
         sinks = scoring.sinks
         key, value = (
-            part.repeat_interleave(query.shape[1] // part.shape[1], 1) for part in (key, value)
+            part.repeat_interleave(query.shape[1] // part.shape[1], 1)
+            for part in (key, value)
         )
         scores = torch.einsum("qhd,khd->hqk", query * how.scaling, key)
         if how.softcap:
             scores = torch.tanh(scores / how.softcap) * how.softcap
         if how.alibi and not how.alibi.is_rounded:
-            scores = scores - torch.tensor(how.alibi.slopes)[:, None, None] * self._distance
+            scores = (
+                scores - torch.tensor(how.alibi.slopes)[:, None, None] * self._distance
+            )
         is_hidden = self._is_foreign | (self._distance < 0)
         if how.window:
             is_hidden = is_hidden | (self._distance >= how.window)
         scores = scores.masked_fill(is_hidden, float("-inf"))
         if sinks is not None:
-            scores = torch.cat([scores, sinks[:, None, None].expand(-1, len(query), 1)], -1)
+            scores = torch.cat(
+                [scores, sinks[:, None, None].expand(-1, len(query), 1)], -1
+            )
         weights = scores.softmax(-1)[..., : len(key)]
         return torch.einsum("hqk,khd->qhd", weights, value)
 
@@ -112,7 +117,9 @@ def logits_of(
         )
         stage = Transformer(model, tensors, bodies=bodies())
         if part.is_first:
-            x = stage.embed(torch.tensor([each for row in rows for each in row]), attend.positions)
+            x = stage.embed(
+                torch.tensor([each for row in rows for each in row]), attend.positions
+            )
         attend.first = part.first
         x = stage.run(x, LayerStep(attend.positions, attend))
         if part.is_last:
@@ -148,7 +155,9 @@ def test_every_row_and_variant(family_checkpoint: tuple[Path, Any]) -> None:
     folder, own = family_checkpoint
     assert error_of(logits_of(folder, one_stage()), own) < MAX_ERROR
     in_two = logits_of(folder, split_layers(3, 2, head_cost=0.0), bodies=kernel_bodies)
-    assert error_of(in_two, own) < MAX_ERROR, "two stages, compiled bodies, packed products"
+    assert error_of(in_two, own) < MAX_ERROR, (
+        "two stages, compiled bodies, packed products"
+    )
 
 
 def test_a_layer_norm_may_have_an_offset() -> None:
@@ -156,7 +165,9 @@ def test_a_layer_norm_may_have_an_offset() -> None:
     x = torch.randn(5, 8)
     weight = torch.randn(8)
     bias = torch.randn(8)
-    found = plain.norm(x, Norm(1e-5, is_rms=False, has_bias=True, offset=1.0), weight, bias)
+    found = plain.norm(
+        x, Norm(1e-5, is_rms=False, has_bias=True, offset=1.0), weight, bias
+    )
     expected = torch.nn.functional.layer_norm(x, (8,), weight + 1, bias, 1e-5)
     torch.testing.assert_close(found, expected)
 
@@ -168,7 +179,8 @@ def test_every_row_has_a_variant() -> None:
 
 
 def settings_of(spec: Any) -> Iterator[Any]:
-    """Yield the settings of a spec and of its parts; of numbers, whether they change anything."""
+    """Yield the settings of a spec and of its parts; of numbers, whether they change
+    anything."""
     for field in fields(spec):
         value = getattr(spec, field.name)
         for each in value if isinstance(value, tuple) else (value,):
@@ -185,14 +197,17 @@ def test_some_families_have_all_that_others_have() -> None:
         row = architecture_of(family_config(name))
         layouts = (each.layout for each in (*row.inner.values(), *row.outer.values()))
         found[name] = {*settings_of(row.model), *layouts}
-    missing = {name: has - set().union(*map(found.get, SOME)) for name, has in found.items()}
+    missing = {
+        name: has - set().union(*map(found.get, SOME)) for name, has in found.items()
+    }
     assert not {name: has for name, has in missing.items() if has}, "add it to SOME"
 
 
 def _attention(**changes: Any) -> Callable[[Model], Model]:
     def change(model: Model) -> Model:
         layers = (
-            replace(layer, attention=replace(layer.attention, **changes)) for layer in model.layers
+            replace(layer, attention=replace(layer.attention, **changes))
+            for layer in model.layers
         )
         return replace(model, layers=tuple(layers))
 
@@ -211,7 +226,9 @@ def _inside(part: str, **changes: Any) -> Callable[[Model], Model]:
 
 def _layer(**changes: Any) -> Callable[[Model], Model]:
     def change(model: Model) -> Model:
-        return replace(model, layers=tuple(replace(layer, **changes) for layer in model.layers))
+        return replace(
+            model, layers=tuple(replace(layer, **changes) for layer in model.layers)
+        )
 
     return change
 
@@ -247,7 +264,11 @@ def _norms(model: Model, **changes: Any) -> Model:
 
 WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "mistral": [_attention(window=25), _attention(window=None)],
-    "gemma2": [_attention(softcap=1.6), _attention(scaling=0.25), _layer(after=(None, None))],
+    "gemma2": [
+        _attention(softcap=1.6),
+        _attention(scaling=0.25),
+        _layer(after=(None, None)),
+    ],
     "gemma3_text": [lambda model: replace(model, logit_cap=None)],
     "gemma": [lambda model: replace(model, embed_scale=1.0)],
     "glm4": [_inside("rope", is_interleaved=False)],
@@ -313,4 +334,7 @@ def test_a_wrong_spec_is_seen(name: str, tmp_path: Path) -> None:
     own = make_model(name)
     own.save_pretrained(tmp_path)
     for change in WRONG[name]:
-        assert error_of(logits_of(tmp_path, one_stage(), change=change), own) > 10 * MAX_ERROR
+        assert (
+            error_of(logits_of(tmp_path, one_stage(), change=change), own)
+            > 10 * MAX_ERROR
+        )

@@ -9,7 +9,9 @@ from typing import Any
 import pytest
 import torch
 from transformers.models.bloom.modeling_bloom import build_alibi_tensor as bloom_alibi
-from transformers.models.falcon.modeling_falcon import build_alibi_tensor as falcon_alibi
+from transformers.models.falcon.modeling_falcon import (
+    build_alibi_tensor as falcon_alibi,
+)
 from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import fminfer
@@ -47,12 +49,20 @@ def test_random_weights_in_bfloat16(name: str, tmp_path: Path) -> None:
         ("mpt", "attn_config.qk_ln", {"attn_config": {"qk_ln": True}}),
         ("mpt", "attn_config.prefix_lm", {"attn_config": {"prefix_lm": True}}),
         ("mpt", "attn_config.rope", {"attn_config": {"rope": True}}),
-        ("mpt", "attn_config.attn_type", {"attn_config": {"attn_type": "multiquery_attention"}}),
+        (
+            "mpt",
+            "attn_config.attn_type",
+            {"attn_config": {"attn_type": "multiquery_attention"}},
+        ),
         ("mpt", "logit_scale", {"logit_scale": "inv_sqrt_d_model"}),
         ("mpt", "no_bias", {"no_bias": False}),
         ("mpt", "norm_type", {"norm_type": "rmsnorm"}),
         ("mpt", "expansion_ratio", {"expansion_ratio": 2}),
-        ("gemma3_text", "use_bidirectional_attention", {"use_bidirectional_attention": True}),
+        (
+            "gemma3_text",
+            "use_bidirectional_attention",
+            {"use_bidirectional_attention": True},
+        ),
     ],
 )
 def test_a_setting_that_would_be_wrong_is_refused_by_name(
@@ -65,27 +75,61 @@ def test_a_setting_that_would_be_wrong_is_refused_by_name(
 
 
 def test_a_config_that_transformers_refuses(tmp_path: Path) -> None:
-    name = config_folder(tmp_path, model_type="mpt", attn_config={"attn_type": "no_such_kind"})
+    name = config_folder(
+        tmp_path, model_type="mpt", attn_config={"attn_type": "no_such_kind"}
+    )
     with pytest.raises(CheckpointError, match=r"config\.json is broken"):
         open_checkpoint(name)
 
 
 BOTH = ("longt5", "pegasus", "marian", "whisper", "m2m_100", "t5gemma")
 ENCODERS = ("albert", "electra", "deberta-v2", "xlm-roberta-xl", "eurobert")
-STATEFUL = ("mamba", "mamba2", "rwkv", "jamba", "falcon_mamba", "recurrent_gemma", "zamba", "xlstm")
-STATEFUL += ("nemotron_h", "zamba2", "bamba", "qwen3_next", "kimi_linear", "minimax", "lfm2")
+STATEFUL = (
+    "mamba",
+    "mamba2",
+    "rwkv",
+    "jamba",
+    "falcon_mamba",
+    "recurrent_gemma",
+    "zamba",
+    "xlstm",
+)
+STATEFUL += (
+    "nemotron_h",
+    "zamba2",
+    "bamba",
+    "qwen3_next",
+    "kimi_linear",
+    "minimax",
+    "lfm2",
+)
 
 
 @pytest.mark.parametrize(
     ("fields", "says"),
     [
-        ({"model_type": "own", "is_encoder_decoder": True}, "'own' has .* of these t5, mt5, umt5"),
-        *(({"model_type": name}, f"{name}.* has an encoder and a decoder") for name in BOTH),
+        (
+            {"model_type": "own", "is_encoder_decoder": True},
+            "'own' has .* of these t5, mt5, umt5",
+        ),
+        *(
+            ({"model_type": name}, f"{name}.* has an encoder and a decoder")
+            for name in BOTH
+        ),
         *(({"model_type": name}, f"{name}.* is an encoder") for name in ENCODERS),
-        *(({"model_type": name}, f"{name}.* has layers with a state") for name in STATEFUL),
+        *(
+            ({"model_type": name}, f"{name}.* has layers with a state")
+            for name in STATEFUL
+        ),
         ({"model_type": "own", "mamba_d_state": 16}, "has layers with a state"),
-        ({"model_type": "own", "text_config": {"model_type": "qwen3_next"}}, "has layers with"),
-        ({"model_type": "own", "architectures": ["OwnForMaskedLM"]}, "'own' is an encoder"),
+        (
+            {"model_type": "own", "text_config": {"model_type": "qwen3_next"}},
+            "has layers with",
+        ),
+        (
+            {"model_type": "own", "architectures": ["OwnForMaskedLM"]},
+            "'own' is an encoder",
+        ),
         ({"model_type": "zzyzx"}, "lists them\\); if it is a decoder"),
         (
             {"model_type": "qwen4"},
@@ -93,8 +137,17 @@ STATEFUL += ("nemotron_h", "zamba2", "bamba", "qwen3_next", "kimi_linear", "mini
         ),
         # A name that tells nothing: the fields do.
         (
-            {"model_type": "new", "q_lora_rank": 8, "kv_lora_rank": 8, "n_routed_experts": 2}
-            | {"qk_nope_head_dim": 8, "qk_rope_head_dim": 8, "first_k_dense_replace": 1},
+            {
+                "model_type": "new",
+                "q_lora_rank": 8,
+                "kv_lora_rank": 8,
+                "n_routed_experts": 2,
+            }
+            | {
+                "qk_nope_head_dim": 8,
+                "qk_rope_head_dim": 8,
+                "first_k_dense_replace": 1,
+            },
             "'new' is none of the .*nearest is 'deepseek_v",
         ),
     ],

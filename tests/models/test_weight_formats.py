@@ -32,7 +32,16 @@ from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_st
 
 CPU = torch.device("cpu")
 # Joined, of heads in turns, of experts one by one and in one parameter, transposed, moved, tied.
-NAMES = ["llama", "gpt_neox", "mixtral", "gpt2", "gpt_oss", "bloom", "deepseek_v3", "qwen3_moe"]
+NAMES = [
+    "llama",
+    "gpt_neox",
+    "mixtral",
+    "gpt2",
+    "gpt_oss",
+    "bloom",
+    "deepseek_v3",
+    "qwen3_moe",
+]
 
 
 @dataclass(slots=True, frozen=True)
@@ -49,7 +58,9 @@ class RowsOfInt8:
         values = torch.empty(shape, dtype=torch.int8, device=device)
         return values, torch.empty(shape[:-1], device=device)
 
-    def dequantize(self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(
+        self, tensors: tuple[torch.Tensor, ...], dtype: torch.dtype
+    ) -> torch.Tensor:
         values, scales = tensors
         return (values * scales[..., None]).to(dtype)
 
@@ -74,7 +85,8 @@ def int8() -> Iterator[RowsOfInt8]:
 
 
 def quantize(folder: Path, *, is_stored_so: bool) -> None:
-    """Round every matrix of a checkpoint to int8, and store it so or as the floats that it is."""
+    """Round every matrix of a checkpoint to int8, and store it so or as the floats that
+    it is."""
     checkpoint = open_checkpoint(str(folder))
     path = folder / "model.safetensors"
     _, origins = read_origins(checkpoint, folder)
@@ -91,7 +103,9 @@ def quantize(folder: Path, *, is_stored_so: bool) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def _round(tensors: dict[str, torch.Tensor], name: str, inputs: int, *, is_stored_so: bool) -> None:
+def _round(
+    tensors: dict[str, torch.Tensor], name: str, inputs: int, *, is_stored_so: bool
+) -> None:
     weight = tensors[name].float()
     scale = weight.abs().amax(inputs, keepdim=True) / 127
     values = (weight / scale).round()
@@ -108,14 +122,18 @@ def save_both(name: str, folder: Path) -> tuple[Path, Any]:
         make_model(name).save_pretrained(each)
         save_byte_tokenizer(each)
         quantize(each, is_stored_so=each == mine)
-    model = transformers.AutoModelForCausalLM.from_pretrained(theirs, dtype=torch.float32)
+    model = transformers.AutoModelForCausalLM.from_pretrained(
+        theirs, dtype=torch.float32
+    )
     return mine, model.eval()
 
 
 def open_source(folder: Path) -> LayerSource:
     checkpoint = open_checkpoint(str(folder))
     (part,) = one_stage()
-    return open_weights(checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=0)
+    return open_weights(
+        checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=0
+    )
 
 
 def weights_of(source: LayerSource) -> list[Weight]:
@@ -131,11 +149,16 @@ def test_logits_are_those_of_the_dequantized_weights(
     """Reading knew plain floats alone, and each place that holds a weight knew its dtype."""
     folder, model = save_both(name, tmp_path)
     assert error_of(logits_of(folder, one_stage()), model) < MAX_ERROR
-    assert error_of(logits_of(folder, split_layers(3, 2, head_cost=0.0)), model) < MAX_ERROR
+    assert (
+        error_of(logits_of(folder, split_layers(3, 2, head_cost=0.0)), model)
+        < MAX_ERROR
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsOfInt8) -> None:
+def test_they_are_held_as_they_are_stored(
+    name: str, tmp_path: Path, int8: RowsOfInt8
+) -> None:
     """A weight that is moved when its layer is made is not; a forecast counts the same bytes."""
     folder, _ = save_both(name, tmp_path)
     source = open_source(folder)
@@ -149,7 +172,9 @@ def test_they_are_held_as_they_are_stored(name: str, tmp_path: Path, int8: RowsO
     specs = part_specs(checkpoint.model, one_stage()[0])
     for name, parts in stored_formats(checkpoint).items():
         is_matrix = specs[name].use in ("product", "moved", "head", "embedding")
-        assert {each for each, _ in parts} == {int8 if is_matrix else Dense(torch.float32)}, name
+        assert {each for each, _ in parts} == {
+            int8 if is_matrix else Dense(torch.float32)
+        }, name
     foreseen = plan_ahead(config, checkpoint).own.takes
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
 
@@ -159,7 +184,10 @@ def test_a_run_answers_with_them(name: str, tmp_path: Path, int8: RowsOfInt8) ->
     folder, model = save_both(name, tmp_path)
     prompts = [[3 + (7 * i + n) % 200 for i in range(9 + n)] for n in range(3)]
     engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
-    rows = [{"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 0} for ids in prompts]
+    rows = [
+        {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 0}
+        for ids in prompts
+    ]
     rows = [row | {"return_token_ids": True, "ignore_eos": True} for row in rows]
     records = sorted(engine.run(rows), key=lambda record: record.line.number)
     engine.close()
@@ -207,7 +235,10 @@ def test_int8_without_a_row_or_without_scales_is_refused(
     make_model("llama").save_pretrained(tmp_path)
     path = tmp_path / "model.safetensors"
     quantize(tmp_path, is_stored_so=True)
-    refused = r"stores '\S+weight' as I8: quantized weights do not run yet. Take a checkpoint in 16"
+    refused = (
+        r"stores '\S+weight' as I8: quantized weights do not run yet. "
+        r"Take a checkpoint in 16"
+    )
     with pytest.raises(CheckpointError, match=refused):
         check_tensors(open_checkpoint(str(tmp_path)))
     request.getfixturevalue("int8")
@@ -216,10 +247,16 @@ def test_int8_without_a_row_or_without_scales_is_refused(
     name = "model.layers.1.mlp.up_proj.weight"
     scales = tensors.pop(f"{name}_scale")
     save_file(tensors, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=f"{name}' as I8: quantized weights do not run"):
+    with pytest.raises(
+        CheckpointError, match=f"{name}' as I8: quantized weights do not run"
+    ):
         check_tensors(open_checkpoint(str(tmp_path)))
-    save_file(tensors | {f"{name}_scale": scales[1:].clone()}, path, metadata={"format": "pt"})
-    with pytest.raises(CheckpointError, match=rf"{name}_scale' has shape \(127,\).*\(128,\)"):
+    save_file(
+        tensors | {f"{name}_scale": scales[1:].clone()}, path, metadata={"format": "pt"}
+    )
+    with pytest.raises(
+        CheckpointError, match=rf"{name}_scale' has shape \(127,\).*\(128,\)"
+    ):
         check_tensors(open_checkpoint(str(tmp_path)))
 
 

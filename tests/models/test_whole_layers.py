@@ -27,7 +27,9 @@ from fminfer.models.whole_layers import WholeLayer, WholeLayers, serves
 from tests.conftest import FIELDS, SOME, built_library, family_config, in_turns
 from tests.models.test_oracle import mixed_requests
 
-pytestmark = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+pytestmark = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture
@@ -41,7 +43,14 @@ def layer_norm(module: Any, x: torch.Tensor) -> torch.Tensor:
     rows, out = rows_of(x)
     run = built_library().fminfer_layer_norm
     address = ctypes.c_void_p
-    run.argtypes = [ctypes.POINTER(RowSizes), address, address, ctypes.c_float, address, address]
+    run.argtypes = [
+        ctypes.POINTER(RowSizes),
+        address,
+        address,
+        ctypes.c_float,
+        address,
+        address,
+    ]
     run(rows, module.weight.data_ptr(), module.bias.data_ptr(), module.eps, None, None)
     return out
 
@@ -72,7 +81,9 @@ def test_layer_norms(width: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_relu(dtype: torch.dtype) -> None:
-    x = torch.tensor([[float("nan"), float("-inf"), float("inf"), -0.0, 1e-30, *range(-8, 9)]])
+    x = torch.tensor(
+        [[float("nan"), float("-inf"), float("inf"), -0.0, 1e-30, *range(-8, 9)]]
+    )
     x = x.to(dtype)
     rows, out = rows_of(x)
     run = built_library().fminfer_gate
@@ -84,7 +95,9 @@ def test_relu(dtype: torch.dtype) -> None:
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_gelu(dtype: torch.dtype) -> None:
     """It is that with erf, to 3e-7 in float32; far from 0 it is 0, or x."""
-    x = torch.cat([torch.linspace(-14, 14, 4001), torch.tensor([-1e30, 1e30, -0.0, float("nan")])])
+    x = torch.cat(
+        [torch.linspace(-14, 14, 4001), torch.tensor([-1e30, 1e30, -0.0, float("nan")])]
+    )
     x = x.to(dtype)[None]
     rows, out = rows_of(x)
     run = built_library().fminfer_gate
@@ -146,8 +159,10 @@ WHOLE = dict.fromkeys(
     ),
     3,
 )
-WHOLE["exaone_moe"] = 2  # the third has no rotary positions, and norms of queries and keys
-# Those of SOME, and others by what the library reads: offsets, norms of heads, caps, fewer layers.
+# the third has no rotary positions, and norms of queries and keys
+WHOLE["exaone_moe"] = 2
+# Those of SOME, and others by what the library reads: offsets, norms of heads, caps,
+# fewer layers.
 ASKED = (*SOME, "gemma", "qwen3", "vaultgemma", "starcoder2", "exaone_moe")
 
 
@@ -166,7 +181,8 @@ def test_what_the_library_serves() -> None:
         {"after": (Norm(1e-5), None)},
         {"of_sum": (None, Norm(1e-5))},
         {"before": (Norm(1e-5), None)},
-        {"before": (Norm(1e-5, is_rms=False), Norm(1e-5, is_rms=False))},  # no bias: it is no RMS
+        # no bias: it is no RMS
+        {"before": (Norm(1e-5, is_rms=False), Norm(1e-5, is_rms=False))},
         {"before": (Norm(1e-5, has_weight=False), Norm(1e-5))},
         {"before": (Norm(1e-5, is_rms=False, has_bias=True, offset=1.0),) * 2},
     ],
@@ -197,7 +213,9 @@ def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
     engine = fminfer.Engine(str(folder), **{"dtype": "bfloat16"} | options)
     stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
     num_whole = sum(isinstance(layer, WholeLayer) for layer in stage._network.layers)
-    records = sorted(engine.run(mixed_requests()[::2]), key=lambda record: record.line.number)
+    records = sorted(
+        engine.run(mixed_requests()[::2]), key=lambda record: record.line.number
+    )
     engine.close()
     assert all(record.result is not None for record in records)
     return num_whole, [record.result["choices"] for record in records if record.result]
@@ -231,7 +249,9 @@ def test_they_give_what_their_parts_give(
 
 
 @pytest.mark.usefixtures("own_products")
-def test_plain_attention_has_no_whole_layers(llama_checkpoint: tuple[Path, Any]) -> None:
+def test_plain_attention_has_no_whole_layers(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
     assert answers(llama_checkpoint[0], kernels="off")[0] == 0
 
 

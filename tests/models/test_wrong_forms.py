@@ -73,7 +73,8 @@ def _double(files: Files) -> None:
 
 def _transpose(files: Files) -> None:
     tensors, name = _home(files)
-    if tensors[name].shape[0] == tensors[name].shape[1]:  # a part, where nobody can tell
+    # a part, where nobody can tell
+    if tensors[name].shape[0] == tensors[name].shape[1]:
         name = "decoder.embed_tokens.weight"
     tensors[name] = tensors[name].t().contiguous()
 
@@ -85,21 +86,27 @@ def _transpose(files: Files) -> None:
         (_rename, r"fc_?2\.weight"),
         (_drop, r"fc2\.weight"),
         (_double, r"model\..*fc2\.weight"),
-        (_transpose, r"fc2\.weight' has shape .* transposed|embed_tokens\.weight' has shape"),
+        (
+            _transpose,
+            r"fc2\.weight' has shape .* transposed|embed_tokens\.weight' has shape",
+        ),
     ],
 )
 def test_a_tensor_that_does_not_fit(
     form: str, change: Callable[[Files], None], says: str, opt: Any, tmp_path: Path
 ) -> None:
     said = refuse(save(form, opt, tmp_path, change))
-    if form == "metaseq-parts" and change is not _transpose:  # the other part has it otherwise
+    # the other part has it otherwise
+    if form == "metaseq-parts" and change is not _transpose:
         says = r"fc_?2\.weight"
     assert re.search(says, said), said
 
 
 @pytest.mark.parametrize("form", ALL)
 @pytest.mark.parametrize("num_bytes", [1, 100, 20_000, 200_000])
-def test_a_file_that_is_cut_off(form: str, num_bytes: int, opt: Any, tmp_path: Path) -> None:
+def test_a_file_that_is_cut_off(
+    form: str, num_bytes: int, opt: Any, tmp_path: Path
+) -> None:
     save(form, opt, tmp_path)
     file = max(tmp_path.iterdir(), key=lambda file: file.stat().st_size)
     file.write_bytes(file.read_bytes()[: -min(num_bytes, file.stat().st_size - 10)])
@@ -179,7 +186,9 @@ def test_files_that_overlap(form: str, opt: Any, tmp_path: Path) -> None:
 def test_a_layer_that_is_missing(name: str, opt: Any, tmp_path: Path) -> None:
     save("layers", opt, tmp_path)
     (tmp_path / name).unlink()
-    assert (name if name != "pytorch_2.pt" else "'model.decoder.layers.2.") in refuse(tmp_path)
+    assert (name if name != "pytorch_2.pt" else "'model.decoder.layers.2.") in refuse(
+        tmp_path
+    )
 
 
 def test_a_layer_too_many(opt: Any, tmp_path: Path) -> None:
@@ -205,7 +214,9 @@ def test_a_part_that_is_missing(opt: Any, tmp_path: Path) -> None:
 def test_a_folder_of_other_weights(opt: Any, tmp_path: Path) -> None:
     opt.config.save_pretrained(tmp_path)
     (tmp_path / "tf_model.h5").touch()
-    assert re.search(r"no \.safetensors file.*holds tf_model.h5.*docs/models.md", refuse(tmp_path))
+    assert re.search(
+        r"no \.safetensors file.*holds tf_model.h5.*docs/models.md", refuse(tmp_path)
+    )
 
 
 class Hostile:
@@ -222,7 +233,12 @@ class Hostile:
 @pytest.mark.parametrize("how", ["zip", "old", "plain"])
 @pytest.mark.parametrize(
     ("call", "name"),
-    [(os.system, "posix.system"), (eval, "eval"), (getattr, "getattr"), (bytearray, "bytearray")],
+    [
+        (os.system, "posix.system"),
+        (eval, "eval"),
+        (getattr, "getattr"),
+        (bytearray, "bytearray"),
+    ],
 )
 def test_a_hostile_pickle_is_refused_and_not_run(
     how: str, call: Any, name: str, opt: Any, tmp_path: Path
@@ -237,7 +253,9 @@ def test_a_hostile_pickle_is_refused_and_not_run(
     else:
         torch.save(hostile, file, _use_new_zipfile_serialization=how == "zip")
     said = refuse(tmp_path)
-    assert re.search(rf"asks to load \S*{name}, which no weights need, and nothing of it was", said)
+    assert re.search(
+        rf"asks to load \S*{name}, which no weights need, and nothing of it was", said
+    )
     assert not touched.exists()
 
 
@@ -250,11 +268,15 @@ def pack(path: Path, data: bytes, how: int = zipfile.ZIP_STORED, **more: bytes) 
     return path
 
 
-def of_tensor(shape: tuple[int, ...], strides: tuple[int, ...], num_values: int) -> bytes:
+def of_tensor(
+    shape: tuple[int, ...], strides: tuple[int, ...], num_values: int
+) -> bytes:
     """Return the pickle of one tensor, written by hand."""
 
     def tuple_of(numbers: tuple[int, ...]) -> bytes:
-        return b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in numbers) + b"t"
+        return (
+            b"(" + b"".join(b"\x8a\x08" + struct.pack("<q", n) for n in numbers) + b"t"
+        )
 
     storage = b"(X\x07\0\0\0storagectorch\nFloatStorage\nX\x01\0\0\x000X\x03\0\0\0cpu"
     storage += b"\x8a\x08" + struct.pack("<q", num_values) + b"tQ"
@@ -268,14 +290,26 @@ BOMBS: dict[str, Callable[[Path], Path]] = {
     "compressed values": lambda p: pack(
         p, of_tensor((GIGA,), (1,), GIGA), zipfile.ZIP_DEFLATED, _0=bytes(1 << 24)
     ),
-    "compressed pickle": lambda p: pack(p, b"\x80\x02" + b"}" * (1 << 24), zipfile.ZIP_DEFLATED),
+    "compressed pickle": lambda p: pack(
+        p, b"\x80\x02" + b"}" * (1 << 24), zipfile.ZIP_DEFLATED
+    ),
     "values of one": lambda p: pack(p, of_tensor((GIGA,), (0,), 1), _0=bytes(4)),
-    "values that are not there": lambda p: pack(p, of_tensor((GIGA,), (1,), GIGA), _0=bytes(4)),
-    "values before the first": lambda p: pack(p, of_tensor((2,), (-1,), 2), _0=bytes(8)),
+    "values that are not there": lambda p: pack(
+        p, of_tensor((GIGA,), (1,), GIGA), _0=bytes(4)
+    ),
+    "values before the first": lambda p: pack(
+        p, of_tensor((2,), (-1,), 2), _0=bytes(8)
+    ),
     "many instructions": lambda p: pack(p, b"\x80\x02" + b"N" * 60_000 + b"."),
-    "a string of gigabytes": lambda p: pack(p, b"\x80\x04\x8d" + struct.pack("<Q", GIGA) + b"a."),
-    "an old string": lambda p: _written(p, b"\x80\x04\x8e" + struct.pack("<Q", GIGA) + b"a."),
-    "nested tuples as keys": lambda p: pack(p, b"\x80\x02}" + b")" + b"q\0h\0\x86" * 60 + b"Ns."),
+    "a string of gigabytes": lambda p: pack(
+        p, b"\x80\x04\x8d" + struct.pack("<Q", GIGA) + b"a."
+    ),
+    "an old string": lambda p: _written(
+        p, b"\x80\x04\x8e" + struct.pack("<Q", GIGA) + b"a."
+    ),
+    "nested tuples as keys": lambda p: pack(
+        p, b"\x80\x02}" + b")" + b"q\0h\0\x86" * 60 + b"Ns."
+    ),
 }
 
 
@@ -333,7 +367,9 @@ def test_headers_that_promise_what_is_not_there(header: Any, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize("form", ["bin", "safetensors"])
-def test_quantized_weights_are_named_as_such(form: str, opt: Any, tmp_path: Path) -> None:
+def test_quantized_weights_are_named_as_such(
+    form: str, opt: Any, tmp_path: Path
+) -> None:
     name = "model.decoder.layers.0.fc1.weight"
     types = {torch.float8_e4m3fn: "F8_E4M3", torch.uint8: "U8", torch.int32: "I32"}
     for dtype, called in types.items():
@@ -348,9 +384,15 @@ def test_quantized_weights_are_named_as_such(form: str, opt: Any, tmp_path: Path
 
 def test_experts_in_mxfp4_are_named_as_such(opt: Any, tmp_path: Path) -> None:
     opt.config.save_pretrained(tmp_path)
-    blocks = {"model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(2, 2, dtype=torch.uint8)}
+    blocks = {
+        "model.layers.0.mlp.experts.down_proj_blocks": torch.zeros(
+            2, 2, dtype=torch.uint8
+        )
+    }
     save_file(blocks, tmp_path / "model.safetensors")
-    assert "down_proj_blocks' as U8: quantized weights do not run yet" in refuse(tmp_path)
+    assert "down_proj_blocks' as U8: quantized weights do not run yet" in refuse(
+        tmp_path
+    )
 
 
 def test_a_type_that_nobody_knows(opt: Any, tmp_path: Path) -> None:

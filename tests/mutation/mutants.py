@@ -1,4 +1,5 @@
-"""What to change: places of the code, and what mutmut's operators make of them, drawn by a seed."""
+"""What to change: places of the code, and what mutmut's operators make of them, drawn
+by a seed."""
 
 from __future__ import annotations
 
@@ -15,8 +16,9 @@ import libcst.matchers as m
 from libcst.metadata import MetadataWrapper, PositionProvider
 from mutmut.mutation.mutators import mutation_operators, operator_swap_op
 
-# A package, and its tests. What takes answers over is tested where a job over a file does so. Left
-# out are files whose tests mostly start processes, servers or browsers: they take minutes.
+# A package, and its tests. What takes answers over is tested where a job over a file
+# does so. Left out are files whose tests mostly start processes, servers or browsers:
+# they take minutes.
 PACKAGES = {
     "contract": ["tests/contract"],
     "files": ["tests/files"],
@@ -27,7 +29,16 @@ PACKAGES = {
     "split": ["tests/split"],
     "server/batches": [
         f"tests/server/test_batches_{each}.py"
-        for each in ("beside", "ends", "files", "keys", "lines", "parts", "state", "trouble")
+        for each in (
+            "beside",
+            "ends",
+            "files",
+            "keys",
+            "lines",
+            "parts",
+            "state",
+            "trouble",
+        )
     ],
     "job": [
         f"tests/job/test_{each}.py"
@@ -74,7 +85,8 @@ class Mutant:
     Attributes:
         name: stays the same while its statement does.
         lines: of its statement, from 1; of a compound one those of its head.
-        function: the function or method around it, not nested ones: qualified name, and the number
+        function: the function or method around it, not nested ones: qualified name, and
+        the number
             of those before it that have the same name; None outside of functions.
         change: a node and what replaces it; None changes nothing.
     """
@@ -93,7 +105,9 @@ class Mutant:
 
     @cached_property
     def after(self) -> str:
-        return self.module.deep_replace(*self.change).code if self.change else self.before
+        return (
+            self.module.deep_replace(*self.change).code if self.change else self.before
+        )
 
     def diff(self) -> str:
         texts = (text.splitlines() for text in (self.before, self.after))
@@ -119,7 +133,8 @@ class Statement:
 class _Places(cst.CSTVisitor):
     """Collects changes by statement.
 
-    Left alone are annotations, decorators, docstrings, and words for people: strings with spaces.
+    Left alone are annotations, decorators, docstrings, and words for people: strings
+    with spaces.
     """
 
     METADATA_DEPENDENCIES = (PositionProvider,)
@@ -133,7 +148,9 @@ class _Places(cst.CSTVisitor):
         self._counts: dict[str, int] = {}
 
     def on_visit(self, node: cst.CSTNode) -> bool:
-        if isinstance(node, (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom)):
+        if isinstance(
+            node, (cst.Annotation, cst.Decorator, cst.Import, cst.ImportFrom)
+        ):
             return False
         if isinstance(node, cst.Expr) and isinstance(node.value, cst.SimpleString):
             return False
@@ -206,10 +223,14 @@ def _statements(package: str, path: Path) -> Iterator[Statement]:
         times[key] = times.get(key, 0) + 1
         if changes:
             key = f"{key} {times[key]}"
-            yield Statement(package, str(path), key, range(first, end), wrapper.module, changes)
+            yield Statement(
+                package, str(path), key, range(first, end), wrapper.module, changes
+            )
 
 
 def _mutant(statement: Statement, digest: str) -> Mutant:
-    node, changed, function = statement.changes[int(digest, 16) % len(statement.changes)]
+    node, changed, function = statement.changes[
+        int(digest, 16) % len(statement.changes)
+    ]
     where = (statement.package, statement.path, statement.lines, function)
     return Mutant(digest[:8], *where, statement.module, (node, changed))

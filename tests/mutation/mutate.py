@@ -3,12 +3,14 @@
     scripts/mutate --mutants 600 --seed 0
 
 mutmut's operators make the changes (tests/mutation/mutants.py). Its own runner changes neither
-decorated functions nor tables, and runs a whole checkout; this one draws statements of all kinds.
-A process imports and collects the tests of a package. For each mutant it forks one that has the
-mutant's code in the place of the function's, and runs the tests that came by the statement, the
-fastest first, to the first failure. Where none came by, those run that start processes, which
-read the mutant from the disk. What runs as modules are imported needs them imported anew: for it a
-process is forked that has imported only other packages, and it collects the tests.
+decorated functions nor tables, and runs a whole checkout; this one draws statements of
+all kinds. A process imports and collects the tests of a package. For each mutant it
+forks one that has the mutant's code in the place of the function's, and runs the tests
+that came by the statement, the fastest first, to the first failure. Where none came by,
+those run that start processes, which read the mutant from the disk. What runs as
+modules are imported needs them imported
+anew: for it a process is forked that has imported only other packages, and it collects
+the tests.
 """
 
 from __future__ import annotations
@@ -44,15 +46,17 @@ from tests.mutation.mutants import PACKAGES, SOURCE, Mutant, draw_mutants
 HERE = Path.cwd()  # the copy of the checkout
 SURVIVORS = "tests/mutation/survivors.md"
 ARGUMENTS = [
-    word for name in ("terminal", "cacheprovider", "xdist") for word in ("-p", f"no:{name}")
+    word
+    for name in ("terminal", "cacheprovider", "xdist")
+    for word in ("-p", f"no:{name}")
 ]
 OUT = os.dup(1)  # pytest captures what is printed
 PR_SET_CHILD_SUBREAPER = 36
 # A mutant has this many times what its tests take, and this many seconds for a slow machine.
 MORE_TIMES = 5
 MORE_S = 20
-# So many seconds of tests are run for a mutant: those of many slow tests would take hours. What a
-# slower one would notice counts as a survivor.
+# So many seconds of tests are run for a mutant: those of many slow tests would take
+# hours. What a slower one would notice counts as a survivor.
 MOST_S = 10
 BY_TIME = "it took too long"
 
@@ -80,13 +84,18 @@ class Tests:
         found = {name for line in mutant.lines for name in lines.get(line, ())}
         if self.runs_on_import(mutant):
             in_file = {name for names in lines.values() for name in names}
-            others = [*_sorted(self.times, in_file), *_sorted(self.times, self.times.keys())]
+            others = [
+                *_sorted(self.times, in_file),
+                *_sorted(self.times, self.times.keys()),
+            ]
         else:
             others = [] if found else _sorted(self.times, self.starting)
         names = dict.fromkeys([*_sorted(self.times, found), *others])
         left = [name for name in names if name not in self.failed]
         ends = accumulate(self.times[name] for name in left)
-        return [name for name, end in zip(left, ends, strict=True) if end < MOST_S] or left[:1]
+        return [
+            name for name, end in zip(left, ends, strict=True) if end < MOST_S
+        ] or left[:1]
 
     def runs_on_import(self, mutant: Mutant) -> bool:
         lines = set(self.imported.get(mutant.path, ()))
@@ -97,7 +106,9 @@ def _sorted(times: dict[str, float], names: Any) -> list[str]:
     """Sort by time, in steps; within one, tests of a file stay together for its fixtures."""
     places = {name: place for place, name in enumerate(times)}
     steps = (0.03, 0.3, 3)
-    return sorted(names, key=lambda name: (sum(times[name] > s for s in steps), places[name]))
+    return sorted(
+        names, key=lambda name: (sum(times[name] > s for s in steps), places[name])
+    )
 
 
 class _Plugin:
@@ -129,7 +140,9 @@ class _Watch:
 
     def hear(self, event: str, given: tuple[Any, ...]) -> None:
         started = event in ("subprocess.Popen", "os.posix_spawn", "os.fork", "os.exec")
-        self.starts |= started or (event == "socket.connect" and not isinstance(given[1], tuple))
+        self.starts |= started or (
+            event == "socket.connect" and not isinstance(given[1], tuple)
+        )
 
 
 def _run(items: list[pytest.Item]) -> Iterator[pytest.Item]:
@@ -211,7 +224,11 @@ class Forker:
         return os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
 
     def _end_orphans(self, group: int) -> None:
-        while children := Path(f"/proc/self/task/{os.getpid()}/children").read_text().split():
+        while (
+            children := Path(f"/proc/self/task/{os.getpid()}/children")
+            .read_text()
+            .split()
+        ):
             for child in map(int, children):
                 os.kill(child, signal.SIGKILL)
                 os.waitpid(child, 0)
@@ -223,7 +240,8 @@ def say(text: str) -> None:
 
 @contextmanager
 def mutated(mutant: Mutant, times: Iterator[int]) -> Iterator[None]:
-    """Write the mutant into the copy; its time is another each time, so that Python compiles it."""
+    """Write the mutant into the copy; its time is another each time, so that Python
+    compiles it."""
     path = Path(mutant.path)
     state = path.stat()
     path.write_text(mutant.after)
@@ -254,7 +272,9 @@ def _find_code(text: str, mutant: Mutant) -> CodeType:
     name, place = mutant.function
     codes = [
         code
-        for found, code in _codes(compile(text, str(HERE / mutant.path), "exec", dont_inherit=True))
+        for found, code in _codes(
+            compile(text, str(HERE / mutant.path), "exec", dont_inherit=True)
+        )
         if found == name
     ]
     return codes[place]
@@ -266,7 +286,9 @@ class Functions:
     def __init__(self) -> None:
         self._found: dict[CodeType, list[FunctionType]] = {}
         for each in gc.get_objects():
-            if type(each) is FunctionType and each.__code__.co_filename.startswith(f"{HERE}/"):
+            if type(each) is FunctionType and each.__code__.co_filename.startswith(
+                f"{HERE}/"
+            ):
                 self._found.setdefault(each.__code__, []).append(each)
 
     def find(self, mutant: Mutant) -> list[tuple[FunctionType, CodeType]]:
@@ -274,7 +296,9 @@ class Functions:
 
         They are none if the function cannot have the code.
         """
-        before, after = (_find_code(text, mutant) for text in (mutant.before, mutant.after))
+        before, after = (
+            _find_code(text, mutant) for text in (mutant.before, mutant.after)
+        )
         if before not in self._found or before.co_freevars != after.co_freevars:
             return []
         return [
@@ -289,7 +313,8 @@ def _pairs(before: CodeType, after: CodeType) -> Iterator[tuple[CodeType, CodeTy
     """Give codes with those that take their places, outer ones first."""
     yield before, after
     inner = [
-        [each for each in code.co_consts if isinstance(each, CodeType)] for code in (before, after)
+        [each for each in code.co_consts if isinstance(each, CodeType)]
+        for code in (before, after)
     ]
     for old, new in zip(*inner, strict=False):
         if old.co_name == new.co_name:
@@ -365,7 +390,9 @@ class Mutation:
         survived = f"SURVIVED  {mutant}\n{mutant.diff()}"
         say(f"killed    {mutant}  {killed_by}" if killed_by else survived)
 
-    def try_one(self, mutant: Mutant, tests: Tests, work: Callable[[int], object]) -> None:
+    def try_one(
+        self, mutant: Mutant, tests: Tests, work: Callable[[int], object]
+    ) -> None:
         """Let a fork do the work, with the mutant on the disk, and write down how it ended."""
         chosen = tests.choose(mutant)
         limit_s = MORE_S + MORE_TIMES * sum(tests.times[name] for name in chosen)
@@ -405,7 +432,9 @@ class Collected:
     def run(self) -> NoReturn:
         """Collect the tests, and try the mutants that need nothing imported anew."""
         pattern = f"{HERE}/{SOURCE}/{self._package}/*"
-        self._seen = coverage.Coverage(data_file=None, include=[pattern], config_file=False)
+        self._seen = coverage.Coverage(
+            data_file=None, include=[pattern], config_file=False
+        )
         self._seen.start()
         plugins = [_Plugin(self._work), self._watch]
         status = pytest.main([*ARGUMENTS, *PACKAGES[self._package]], plugins)
@@ -415,7 +444,9 @@ class Collected:
     def _work(self, items: list[pytest.Item]) -> None:
         sys.dont_write_bytecode = True
         say(f"{self._package}: {len(self._mutants)} mutants, {len(items)} tests")
-        others = [name for name in sys.modules if not name.startswith(("fminfer", "tests"))]
+        others = [
+            name for name in sys.modules if not name.startswith(("fminfer", "tests"))
+        ]
         tests = self._learn(items)
         self._seen.stop()
         known = vars(tests) | {"modules": others, "environ": dict(os.environ)}
@@ -426,7 +457,9 @@ class Collected:
         for mutant in self._mutants:
             if not tests.runs_on_import(mutant) and (found := functions.find(mutant)):
                 ordered = [by_name[name] for name in tests.choose(mutant)]
-                self._mutation.try_one(mutant, tests, partial(self._try, ordered, found))
+                self._mutation.try_one(
+                    mutant, tests, partial(self._try, ordered, found)
+                )
         self._is_done = True
 
     def _try(
@@ -469,7 +502,9 @@ class Collected:
             path = os.path.relpath(file, HERE)
             lines = data.contexts_by_lineno(file).items()
             tests.imported[path] = [line for line, names in lines if "" in names]
-            tests.come_by[path] = {line: [*filter(None, names)] for line, names in lines}
+            tests.come_by[path] = {
+                line: [*filter(None, names)] for line, names in lines
+            }
         self._place.write_text(json.dumps(vars(tests)))
 
 
@@ -497,15 +532,21 @@ def read_reasons(place: Path) -> dict[str, str]:
     return reasons
 
 
-def print_scores(mutants: list[Mutant], ends: dict[str, str | None], reasons: Any) -> None:
+def print_scores(
+    mutants: list[Mutant], ends: dict[str, str | None], reasons: Any
+) -> None:
     rows = Counter[tuple[str, str]]()
     for mutant in mutants:
         if mutant.name in ends:
             found = ends[mutant.name]
-            end = "killed" if found else "same" if mutant.name in reasons else "survived"
+            end = (
+                "killed" if found else "same" if mutant.name in reasons else "survived"
+            )
             rows[mutant.package, end] += 1
             rows["all", end] += 1
-    print("\n| package | mutants | killed | same for users | survived | killed of all |")
+    print(
+        "\n| package | mutants | killed | same for users | survived | killed of all |"
+    )
     print("|---|---|---|---|---|---|")
     for package in [*PACKAGES, "all"]:
         counts = [rows[package, end] for end in ("killed", "same", "survived")]
@@ -515,11 +556,15 @@ def print_scores(mutants: list[Mutant], ends: dict[str, str | None], reasons: An
 
 
 @click.command()
-@click.option("--mutants", "num_mutants", default=600, show_default=True, help="How many to draw.")
+@click.option(
+    "--mutants", "num_mutants", default=600, show_default=True, help="How many to draw."
+)
 @click.option("--seed", default=0, show_default=True)
 @click.option("--results", type=click.Path(path_type=Path), help="File to go on with.")
 @click.option("--checkout", type=click.Path(path_type=Path), required=True, hidden=True)
-@click.option("--list", "only_list", is_flag=True, help="Print what was drawn, and end.")
+@click.option(
+    "--list", "only_list", is_flag=True, help="Print what was drawn, and end."
+)
 @click.option("--unchanged", is_flag=True, help="Change nothing: all are to survive.")
 @click.argument("chosen", nargs=-1)
 def main(
@@ -535,7 +580,9 @@ def main(
     mutants = draw_mutants(num_mutants, seed)
     unknown = set(chosen) - PACKAGES.keys() - {each.name for each in mutants}
     if unknown:
-        raise click.UsageError(f"no package and no mutant drawn: {', '.join(sorted(unknown))}")
+        raise click.UsageError(
+            f"no package and no mutant drawn: {', '.join(sorted(unknown))}"
+        )
     if chosen:
         mutants = [each for each in mutants if {each.name, each.package} & {*chosen}]
     if only_list:
@@ -554,9 +601,13 @@ def main(
     run.run()
     reasons = read_reasons(HERE / SURVIVORS)
     print_scores(mutants, run.ends, reasons)
-    survived = [each for each in mutants if each.name in run.ends and not run.ends[each.name]]
+    survived = [
+        each for each in mutants if each.name in run.ends and not run.ends[each.name]
+    ]
     for mutant in survived:
-        print(f"\n{mutant}  {reasons.get(mutant.name, 'no reason is given')}\n{mutant.diff()}")
+        print(
+            f"\n{mutant}  {reasons.get(mutant.name, 'no reason is given')}\n{mutant.diff()}"
+        )
 
 
 if __name__ == "__main__":

@@ -24,7 +24,9 @@ PHASES = ("load", "prefill", "decode")
 
 def faults(num_ranks: int) -> list[str]:
     ranks = range(num_ranks)
-    return [f"{kind} {rank} {phase}" for kind in KINDS for rank in ranks for phase in PHASES]
+    return [
+        f"{kind} {rank} {phase}" for kind in KINDS for rank in ranks for phase in PHASES
+    ]
 
 
 TWO = faults(2)
@@ -44,7 +46,10 @@ def command(folder: Path, num_shards: int) -> list[str]:
 
 def texts_of(folder: Path) -> list[list[str]]:
     lines = (folder / "out.jsonl").read_text().splitlines()
-    return [[choice["text"] for choice in json.loads(line)["result"]["choices"]] for line in lines]
+    return [
+        [choice["text"] for choice in json.loads(line)["result"]["choices"]]
+        for line in lines
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -84,7 +89,11 @@ def test_a_rank_that_fails_ends_all(
     kind, rank, phase = fault.split()
     rows = tmp_path / "out.jsonl.journal"
     moment = tmp_path / "moment"
-    environ = os.environ | {"FAULT": fault, "FAULT_ROWS": str(rows), "FAULT_TIME": str(moment)}
+    environ = os.environ | {
+        "FAULT": fault,
+        "FAULT_ROWS": str(rows),
+        "FAULT_TIME": str(moment),
+    }
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
     process = Forked(command(tmp_path, num_shards), environ, tmp_path)
     try:
@@ -92,7 +101,8 @@ def test_a_rank_that_fails_ends_all(
     finally:
         process.kill()
     took_s = time.time() - float(moment.read_text())
-    # Nobody is left to give a run another status whose own process is killed, by us or by rank 1.
+    # Nobody is left to give a run another status whose own process is killed, by us or
+    # by rank 1.
     is_first_gone = rank == "0" and kind in ("kill", "stop")
     assert process.returncode == (-signal.SIGKILL if is_first_gone else 1), err
     assert out == ""
@@ -101,7 +111,9 @@ def test_a_rank_that_fails_ends_all(
     err = process.said()  # what rank 1 says when rank 0 is gone
     assert re.search(rf"\brank {rank}\b", err), err
     if kind == "raise":
-        assert "RuntimeError: a fault that the test wants" in err and "in _fail" in err, err
+        assert (
+            "RuntimeError: a fault that the test wants" in err and "in _fail" in err
+        ), err
         others = {*range(2 * num_shards)} - {int(rank)}
         assert not any(f"rank {other} failed" in err for other in others), err
     if kind == "kill" and rank != "0":
@@ -126,11 +138,15 @@ def test_a_rank_that_fails_ends_all(
         pytest.param("hang 0 decode", [], id="alone"),
     ],
 )
-def test_a_step_that_hangs_ends_the_run(fault: str, flags: list[object], tmp_path: Path) -> None:
+def test_a_step_that_hangs_ends_the_run(
+    fault: str, flags: list[object], tmp_path: Path
+) -> None:
     """A GPU that hangs was never noticed: its rank's beat has a thread of its own."""
     done, took_s = run_with(fault, flags, tmp_path)
     assert done.returncode == 1, done.stderr
-    assert "so a step hangs: a device, its driver or a disk does not answer" in done.stderr
+    assert (
+        "so a step hangs: a device, its driver or a disk does not answer" in done.stderr
+    )
     assert "Rows that are finished and kept: " in done.stderr
     assert took_s < 20 and no_process_is_left(tmp_path)
 
@@ -143,12 +159,21 @@ def test_others_answer_what_a_pipeline_that_hangs_has(tmp_path: Path) -> None:
 
 
 def run_with(fault: str, flags: list[object], folder: Path) -> tuple[Any, float]:
-    """Run the queries with a fault; return what became of it, and its seconds after the fault."""
+    """Run the queries with a fault; return what became of it, and its seconds after the
+    fault."""
     moment = folder / "moment"
     output = folder / "out.jsonl"
     environ = os.environ | {"FAULT": fault, "FAULT_ROWS": f"{output}.journal"}
     environ |= {"FAULT_TIME": str(moment)}
     environ["PYTHONPATH"] = f"{FAULTS}:{os.environ.get('PYTHONPATH', '')}"
-    words = ["run", QUERIES / "plain.jsonl", "--output", output, "--dtype", "float32", *flags]
+    words = [
+        "run",
+        QUERIES / "plain.jsonl",
+        "--output",
+        output,
+        "--dtype",
+        "float32",
+        *flags,
+    ]
     done = run_forked(words, environ=environ, folder=folder)
     return done, time.time() - float(moment.read_text())

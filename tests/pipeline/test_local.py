@@ -44,7 +44,9 @@ def test_a_step_that_hangs_ends_the_run() -> None:
         pipeline.submit(Step(number))
     assert pipeline.collect().step_id == 0
     started_s = time.monotonic()
-    with pytest.raises(PipelineError, match=r"no result came for .* s, so a step hangs"):
+    with pytest.raises(
+        PipelineError, match=r"no result came for .* s, so a step hangs"
+    ):
         pipeline.collect()
     assert time.monotonic() - started_s < 5
     stage.is_woken.set()

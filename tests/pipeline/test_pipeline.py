@@ -41,7 +41,9 @@ def start(*arguments: object, network: str | None = None, **variables: str) -> F
 def finish(*ranks: Forked, timeout: float = 90) -> list[tuple[int, str]]:
     """Wait for all and return each one's exit status and stderr."""
     try:
-        ended = [(rank.communicate(timeout=timeout)[1], rank.returncode) for rank in ranks]
+        ended = [
+            (rank.communicate(timeout=timeout)[1], rank.returncode) for rank in ranks
+        ]
     finally:
         for rank in ranks:
             rank.kill()
@@ -64,7 +66,9 @@ def read(folder: Path) -> dict[str, list[dict[str, Any]]]:
     found = {}
     for name in FILES:
         lines = (folder / f"output_{name}.jsonl").read_text().splitlines()
-        found[name] = [_rounded(json.loads(line)["result"]["choices"]) for line in lines]
+        found[name] = [
+            _rounded(json.loads(line)["result"]["choices"]) for line in lines
+        ]
     return found
 
 
@@ -100,11 +104,15 @@ def test_ranks_that_the_run_starts(alone: dict[str, Any], tmp_path: Path) -> Non
 
 
 def check_trace(events: list[dict[str, Any]], num_ranks: int) -> None:
-    names = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
+    names = {
+        e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"
+    }
     assert names == {rank: f"rank {rank}" for rank in range(num_ranks)}
     spans = [event for event in events if event.get("ph") == "X"]
     assert {span["name"] for span in spans} >= {"prefill", "decode"}
-    steps = [[s["args"]["step"] for s in spans if s["tid"] == r] for r in range(num_ranks)]
+    steps = [
+        [s["args"]["step"] for s in spans if s["tid"] == r] for r in range(num_ranks)
+    ]
     assert steps[0] == sorted(steps[0]) and all(ids == steps[0] for ids in steps)
     for rank in range(num_ranks):
         own = [span for span in spans if span["tid"] == rank]
@@ -112,13 +120,20 @@ def check_trace(events: list[dict[str, Any]], num_ranks: int) -> None:
         assert all(end <= s["ts"] + 50 for end, s in zip(ends, own[1:], strict=False))
     first, last = ([s for s in spans if s["tid"] == r] for r in (0, num_ranks - 1))
     for before, after in zip(first, last, strict=True):
-        assert before["ts"] + before["dur"] <= after["ts"] + 50, "a stage began before its input"
+        assert before["ts"] + before["dur"] <= after["ts"] + 50, (
+            "a stage began before its input"
+        )
 
 
 def test_ranks_by_hand_in_any_order(alone: dict[str, Any], tmp_path: Path) -> None:
     """As the seed's shell loop starts them, last rank first."""
     shared = ["--world-size", 2, "--dist-url", f"tcp://127.0.0.1:{free_port()}"]
-    shared += ["--pp-mode", "pipe_sync_sample_mask_token_pipe", "--num-iters", 99999999999999]
+    shared += [
+        "--pp-mode",
+        "pipe_sync_sample_mask_token_pipe",
+        "--num-iters",
+        99999999999999,
+    ]
     shared += [*inputs(), "--output", tmp_path]
     second = start(*shared, "--rank", 1)
     first = start(*shared, "--rank", 0)
@@ -137,7 +152,14 @@ def test_why_another_rank_is_slow_is_told(tmp_path: Path) -> None:
 
 def torchrun(folder: Path, *arguments: object) -> subprocess.CompletedProcess[str]:
     command = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", 2]
-    command += ["--master-port", free_port(), "--no-python", "fminfer", "run", *arguments]
+    command += [
+        "--master-port",
+        free_port(),
+        "--no-python",
+        "fminfer",
+        "run",
+        *arguments,
+    ]
     environ = os.environ | {"PATH": programs(folder)}
     options: dict[str, Any] = {"env": environ, "capture_output": True, "text": True}
     return subprocess.run([*map(str, command)], timeout=120, **options)
@@ -151,7 +173,12 @@ def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
 
 def leave_dead_address(file: Path) -> None:
     """Write what a run leaves that is killed."""
-    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": free_port(), "secret": "s"}
+    fields = {
+        "machine": machine_id(),
+        "hosts": ["127.0.0.1"],
+        "port": free_port(),
+        "secret": "s",
+    }
     file.write_text(json.dumps(fields))
     file.chmod(0o600)
 
@@ -166,7 +193,14 @@ def test_a_folder_where_they_meet(alone: dict[str, Any], tmp_path: Path) -> None
     assert (status, other) == (0, 0), err + err2
     assert read(tmp_path) == alone
     assert not list(place.iterdir()), "the address is removed"
-    broken = [*shared[:4], "--model-name", tmp_path / "nothing", *inputs(), "--output", tmp_path]
+    broken = [
+        *shared[:4],
+        "--model-name",
+        tmp_path / "nothing",
+        *inputs(),
+        "--output",
+        tmp_path,
+    ]
     for status, err in finish(*[start(*broken, "--restart") for _ in range(2)]):
         assert status == 1, err
     assert not list(place.iterdir()), "also by a run that failed"
@@ -212,7 +246,9 @@ def test_a_rank_that_never_comes(tmp_path: Path) -> None:
     ranks = [start(*shared, "--rank", rank) for rank in (0, 2)]
     for status, err in finish(*ranks):
         assert status == 1
-        assert "rank 1 did not come within 5 s" in err and "2 of 3 ranks are here" in err, err
+        assert (
+            "rank 1 did not come within 5 s" in err and "2 of 3 ranks are here" in err
+        ), err
 
 
 @pytest.mark.parametrize(
@@ -232,7 +268,9 @@ def test_ranks_that_differ(flag: str, told: str, tmp_path: Path) -> None:
         assert f"{told} is bfloat16 on rank 1 and float32 on rank 0" in err, err
 
 
-def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(tmp_path: Path) -> None:
+def test_mistakes_are_wrong_usage_whichever_rank_finds_them_first(
+    tmp_path: Path,
+) -> None:
     run = start(*inputs(), "--output", tmp_path, "--world-size", 2, "--num-layers", 99)
     [(status, err)] = finish(run)
     assert status == 2 and "stage 1 has no work" in err, err
@@ -252,7 +290,12 @@ def test_what_rank_0_refuses_is_told_to_all_at_once(tmp_path: Path) -> None:
 def test_a_wrong_model_is_told_before_the_others_come(tmp_path: Path) -> None:
     """Rank 0 waited for them until --join-timeout before it looked for the model."""
     shared = [QUERIES / "plain.jsonl", "--output", tmp_path, "--world-size", 2]
-    shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--model-name", tmp_path / "none"]
+    shared += [
+        "--dist-url",
+        f"tcp://127.0.0.1:{free_port()}",
+        "--model-name",
+        tmp_path / "none",
+    ]
     first = start(*shared, "--rank", 0)
     deadline = time.monotonic() + 60
     while not first.said().endswith("\n"):
@@ -297,7 +340,9 @@ def test_copies_of_a_model_and_world_sizes_that_differ(tmp_path: Path) -> None:
     for status, err in finish(*ranks):
         assert status == 0, err
     shared += ["--join-timeout", 6, "--restart", "--random-init", copies[0]]
-    ranks = [start(*shared, "--world-size", 2 + rank, "--rank", rank) for rank in (0, 1)]
+    ranks = [
+        start(*shared, "--world-size", 2 + rank, "--rank", rank) for rank in (0, 1)
+    ]
     (first, second) = finish(*ranks)
     assert first[0] == second[0] == 1
     assert "started with --world-size 3, another with 2" in second[1] or (
@@ -313,7 +358,9 @@ def wait_until_heard(number: signal.Signals, pid: int, seconds: float = 90) -> N
         if int(status.split("SigCgt:")[1].split()[0], 16) >> (number - 1) & 1:
             return
         time.sleep(0.1)
-    raise AssertionError(f"process {pid} has no handler for {number.name} after {seconds} s")
+    raise AssertionError(
+        f"process {pid} has no handler for {number.name} after {seconds} s"
+    )
 
 
 def test_ctrl_c_while_ranks_join(tmp_path: Path) -> None:
@@ -369,7 +416,8 @@ def in_namespace(number: int) -> str:
 @pytest.fixture
 def two_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Two network namespaces with a cable between; it takes root, and iproute2."""
-    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)  # of an engine in this very process
+    # of an engine in this very process
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
     names = [in_namespace(0), in_namespace(1)]
     ends = [f"fm{os.getpid() % 99999}{e}" for e in "ab"]
     commands = [f"ip netns add {name}" for name in names]
@@ -395,7 +443,9 @@ def two_machines(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("how", ["folder", "address"])
-def test_two_machines(how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
+def test_two_machines(
+    how: str, alone: dict[str, Any], tmp_path: Path, two_machines: None
+) -> None:
     where = tmp_path / "meet" if how == "folder" else "192.168.77.1:4400"
     shared = [*inputs(), "--output", tmp_path, "--world-size", 2, "--rendezvous", where]
     ranks = [start(*shared, network=in_namespace(number)) for number in (0, 1)]
@@ -412,7 +462,8 @@ def test_num_iters_stops_and_says_so(tmp_path: Path) -> None:
 
 
 def test_the_seeds_loop(tmp_path: Path) -> None:
-    """Eight ranks by hand with the old tool's flags, in examples/run_shards.sh; shard 1 is done."""
+    """Eight ranks by hand with the old tool's flags, in examples/run_shards.sh; shard 1
+    is done."""
     model = tmp_path / "model"
     shards = tmp_path / "shards"
     shards.mkdir()
@@ -425,9 +476,21 @@ def test_the_seeds_loop(tmp_path: Path) -> None:
         (shards / f"request_{index}.jsonl").write_text(json.dumps(request) + "\n")
     (shards / "output_request_1.jsonl").write_text("done")
     loop = subprocess.run(
-        [EXAMPLES / "run_shards.sh", shards, "--model-name", model, "--model-type", "bloom"],
+        [
+            EXAMPLES / "run_shards.sh",
+            shards,
+            "--model-name",
+            model,
+            "--model-type",
+            "bloom",
+        ],
         env=os.environ
-        | {"NUM_LAYERS": "2", "MAX_LAYERS": "15", "MAX_ID": "3", "PORT": str(free_port())}
+        | {
+            "NUM_LAYERS": "2",
+            "MAX_LAYERS": "15",
+            "MAX_ID": "3",
+            "PORT": str(free_port()),
+        }
         | {"PATH": programs(tmp_path / "programs")},
         capture_output=True,
         text=True,

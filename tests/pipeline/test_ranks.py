@@ -29,8 +29,12 @@ def test_layers_are_balanced_with_the_head_counted() -> None:
 def test_the_seeds_split_drops_the_surplus() -> None:
     """8 ranks × 9 layers of a model of 70: the last rank has 7."""
     assert counts(70, 8, each=9, most=70) == [9] * 7 + [7]
-    assert counts(24, 2, each=12, most=96) == [12, 12], "--max-layers above the model's is no limit"
-    assert counts(24, 2, each=6, most=12) == [6, 6], "the model's upper layers are left out"
+    assert counts(24, 2, each=12, most=96) == [12, 12], (
+        "--max-layers above the model's is no limit"
+    )
+    assert counts(24, 2, each=6, most=12) == [6, 6], (
+        "the model's upper layers are left out"
+    )
     assert counts(24, 2, most=10) == [5, 5]
     assert counts(24, 3, counts=(4, 4, 16)) == [4, 4, 16]
 
@@ -61,12 +65,19 @@ def facts(environ: dict[str, str], **options: object) -> RankFacts | None:
 def test_alone_or_to_be_started_here() -> None:
     assert facts({}) is None
     assert facts({}, world_size=4) is None
-    assert facts({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, "a batch script is no rank"
-    assert facts({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"}) is None
+    assert facts({"SLURM_PROCID": "0", "SLURM_NTASKS": "8"}) is None, (
+        "a batch script is no rank"
+    )
+    assert (
+        facts({"RANK": "0", "WORLD_SIZE": "1", "MASTER_ADDR": "a", "MASTER_PORT": "1"})
+        is None
+    )
 
 
 def test_the_seeds_flags() -> None:
-    found = facts({}, rank=3, world_size=8, dist_url="tcp://10.0.0.1:9031", pipeline_group_size=8)
+    found = facts(
+        {}, rank=3, world_size=8, dist_url="tcp://10.0.0.1:9031", pipeline_group_size=8
+    )
     assert found == RankFacts(3, 8, "10.0.0.1", 9031)
     first = facts({}, rank=0, world_size=8, dist_url="tcp://10.0.0.1:9031")
     assert first is not None and first.opens_store
@@ -74,11 +85,18 @@ def test_the_seeds_flags() -> None:
 
 
 def test_torchrun() -> None:
-    environ = {"RANK": "2", "WORLD_SIZE": "4", "MASTER_ADDR": "node1", "MASTER_PORT": "29500"}
+    environ = {
+        "RANK": "2",
+        "WORLD_SIZE": "4",
+        "MASTER_ADDR": "node1",
+        "MASTER_PORT": "29500",
+    }
     found = facts(environ)
     assert found == RankFacts(2, 4, "node1", 29500, source="torchrun")
     agent = facts(environ | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
-    assert agent is not None and agent.agent == "None/None", "its agent has the port already"
+    assert agent is not None and agent.agent == "None/None", (
+        "its agent has the port already"
+    )
 
 
 def test_slurm_and_lsf(tmp_path: Path) -> None:
@@ -100,14 +118,22 @@ def test_slurm_and_lsf(tmp_path: Path) -> None:
     assert first_node("r1i[0-1]n[0-35],z") == "r1i0n0" and first_node("") == ""
     inside = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
     inside |= {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
-    found = facts(inside | {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n2"})
-    assert found == RankFacts(6, 8, "n1", 20007, source="mpirun"), "srun started mpirun's helpers"
+    found = facts(
+        inside | {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n2"}
+    )
+    assert found == RankFacts(6, 8, "n1", 20007, source="mpirun"), (
+        "srun started mpirun's helpers"
+    )
 
 
 def test_rendezvous() -> None:
     found = facts({}, rendezvous="node1:4000", world_size=2)
     assert found is not None
-    assert (found.rank, found.host, found.port) == (None, "node1", 4000) and found.opens_store
+    assert (found.rank, found.host, found.port) == (
+        None,
+        "node1",
+        4000,
+    ) and found.opens_store
     found = facts({"RANK": "1", "WORLD_SIZE": "2"}, rendezvous="/shared/job7")
     assert found is not None and (found.rank, found.folder) == (1, Path("/shared/job7"))
 
@@ -124,11 +150,19 @@ def test_rendezvous() -> None:
         ({}, {"rendezvous": "a:1"}, "needs --world-size"),
         ({}, {"rendezvous": "a:xx", "world_size": 2}, "'a:xx' is not host:port"),
         ({}, {"rendezvous": "a:1", "dist_url": "tcp://a:1"}, "not both"),
-        ({}, {"world_size": 8, "pipeline_group_size": 4}, "is not --pipeline-group-size"),
+        (
+            {},
+            {"world_size": 8, "pipeline_group_size": 4},
+            "is not --pipeline-group-size",
+        ),
         ({}, {"data_group_size": 2, "rank": 0}, "--rank needs --world-size"),
         ({}, {"world_size": 0}, "at least 1"),
         ({}, {"join_timeout_s": 0}, "--join-timeout is 0"),
-        ({"RANK": "1", "WORLD_SIZE": "4"}, {"world_size": 2}, "torchrun started 4 ranks"),
+        (
+            {"RANK": "1", "WORLD_SIZE": "4"},
+            {"world_size": 2},
+            "torchrun started 4 ranks",
+        ),
         ({"RANK": "1", "WORLD_SIZE": "4"}, {}, "MASTER_ADDR"),
         ({"RANK": "one", "WORLD_SIZE": "4"}, {}, "RANK is 'one' in the environment"),
         ({"RANK": "1", "WORLD_SIZE": "four"}, {}, "WORLD_SIZE is 'four'"),

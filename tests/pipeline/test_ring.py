@@ -82,7 +82,9 @@ def close(pipeline: RingPipeline) -> None:
 
 
 @pytest.mark.parametrize("turn", TURNS)
-def test_no_token_of_an_aborted_sum_is_a_result(turn: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_no_token_of_an_aborted_sum_is_a_result(
+    turn: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Another shard died, the sum was aborted, and its garbage was the step's token."""
     stage = Sums()
     wire = Wire(monkeypatch)
@@ -143,4 +145,6 @@ def test_a_rank_sends_nothing_of_an_aborted_sum(
     while not wire.sent.empty():
         message = wire.sent.get()
         kinds.add((message.kind, message.hidden is None))
-    assert kinds <= {("step", True)}, "a follower was told of the step, and nothing else"
+    assert kinds <= {("step", True)}, (
+        "a follower was told of the step, and nothing else"
+    )

@@ -48,7 +48,9 @@ def port() -> Iterator[int]:
 
 def listening_at(port: int) -> set[str]:
     """Return the addresses on which this machine listens at a port, as Linux writes them."""
-    lines = [line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]]
+    lines = [
+        line.split() for line in Path("/proc/net/tcp").read_text().splitlines()[1:]
+    ]
     ends = [fields[1].split(":") for fields in lines if fields[3] == "0A"]
     return {address for address, number in ends if int(number, 16) == port}
 
@@ -88,10 +90,14 @@ def test_a_stranger_gets_nothing(port: int) -> None:
         greeting = stranger.recv(100)
         assert greeting.startswith(GREETING) and SECRET.encode() not in greeting
         stranger.sendall(bytes(NONCE_BYTES) + bytes(32))
-        assert receive_exactly(stranger, len(REFUSAL)) == REFUSAL, "which tells it nothing else"
+        assert receive_exactly(stranger, len(REFUSAL)) == REFUSAL, (
+            "which tells it nothing else"
+        )
         assert stranger.recv(100) == b""
     with pytest.raises(dist.DistError):
-        dist.TCPStore("127.0.0.1", port, None, False, timedelta(seconds=1), wait_for_workers=False)
+        dist.TCPStore(
+            "127.0.0.1", port, None, False, timedelta(seconds=1), wait_for_workers=False
+        )
     store = Store("127.0.0.1", port, SECRET, 5)
     assert store.num_keys() == 0, "and the store goes on"
 
@@ -119,7 +125,9 @@ def test_a_stranger_that_sends_byte_by_byte_is_dropped_in_time(
 
 def test_nonsense_of_a_rank_costs_its_connection_only(port: int) -> None:
     store, other = (Store("127.0.0.1", port, SECRET, 5) for _ in range(2))
-    with pytest.raises(PipelineError, match="rank 0, which holds the ranks together, is gone"):
+    with pytest.raises(
+        PipelineError, match="rank 0, which holds the ranks together, is gone"
+    ):
         store.add("n", "x")  # type: ignore[arg-type]
     assert other.add("n", 1) == 1
 
@@ -165,7 +173,9 @@ def test_a_holder_that_dies_while_a_rank_introduces_itself_is_tried_again() -> N
                         peer.recv(100)
 
         threading.Thread(target=die, daemon=True).start()
-        with pytest.raises(PipelineError, match=f"rank 0 at 127.0.0.1:{port} ended while this"):
+        with pytest.raises(
+            PipelineError, match=f"rank 0 at 127.0.0.1:{port} ended while this"
+        ):
             connect("127.0.0.1", port, SECRET, 0.3)
 
 
@@ -180,7 +190,10 @@ def test_a_folder_on_one_machine_is_not_open_to_others(tmp_path: Path) -> None:
     assert listening_at(place.port) == {"0100007F"}
     (file,) = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    assert json.loads(file.read_text())["secret"] == place.secret and len(place.secret) == 64
+    assert (
+        json.loads(file.read_text())["secret"] == place.secret
+        and len(place.secret) == 64
+    )
     with pytest.raises(WrongSecretError):
         Store("127.0.0.1", place.port, "", 5)
     place.hide()
@@ -190,7 +203,10 @@ def test_a_folder_on_one_machine_is_not_open_to_others(tmp_path: Path) -> None:
 def test_a_secret_of_the_environment_is_not_written(tmp_path: Path) -> None:
     place = open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20)
     assert "given" not in next(tmp_path.iterdir()).read_text()
-    assert open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port == place.port
+    assert (
+        open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port
+        == place.port
+    )
     with pytest.raises(PipelineError, match="another secret"):
         open_store(RankFacts(None, 2, folder=tmp_path, secret="other"), 20)
 
@@ -206,13 +222,20 @@ def test_a_rendezvous_of_another_user_is_refused(tmp_path: Path) -> None:
 
 def write_rendezvous(folder: Path, port: int) -> None:
     """Leave a file as a run does that was killed."""
-    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": port, "secret": "old"}
+    fields = {
+        "machine": machine_id(),
+        "hosts": ["127.0.0.1"],
+        "port": port,
+        "secret": "old",
+    }
     file = folder / "fminfer-rendezvous-000004.json"
     file.touch(mode=0o600)
     file.write_text(json.dumps(fields))
 
 
-def test_a_port_that_is_another_runs_by_now_leads_nowhere(tmp_path: Path, port: int) -> None:
+def test_a_port_that_is_another_runs_by_now_leads_nowhere(
+    tmp_path: Path, port: int
+) -> None:
     """A new run in the folder of one that was killed ended: "another secret than this rank"."""
     write_rendezvous(tmp_path, port)
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
@@ -233,12 +256,17 @@ def test_a_port_that_is_another_programs_by_now_leads_nowhere(
         place.hide()
 
 
-def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(tmp_path: Path) -> None:
+def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(
+    tmp_path: Path,
+) -> None:
     """Files for all, as some mounts have them, were refused with advice that did not help."""
     place = open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20)
     (file,) = tmp_path.iterdir()
     file.chmod(0o755)
-    assert open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port == place.port
+    assert (
+        open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port
+        == place.port
+    )
     place.hide()
 
 
@@ -253,7 +281,9 @@ def test_a_file_system_without_hard_links(
 
     monkeypatch.setattr(os, "link", link)
     place = open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20)
-    assert open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20).port == place.port
+    assert (
+        open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20).port == place.port
+    )
     place.hide()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "fminfer").mkdir(mode=0o700)
@@ -261,11 +291,18 @@ def test_a_file_system_without_hard_links(
     assert [path.name for path in (tmp_path / "fminfer").iterdir()] == ["ranks.secret"]
 
 
-def test_a_rendezvous_that_is_being_written_is_waited_for(tmp_path: Path, port: int) -> None:
+def test_a_rendezvous_that_is_being_written_is_waited_for(
+    tmp_path: Path, port: int
+) -> None:
     """Between its creation and its content a file is empty, and leads nowhere."""
     file = tmp_path / "fminfer-rendezvous-000000.json"
     file.touch(mode=0o600)
-    fields = {"machine": machine_id(), "hosts": ["127.0.0.1"], "port": port, "secret": SECRET}
+    fields = {
+        "machine": machine_id(),
+        "hosts": ["127.0.0.1"],
+        "port": port,
+        "secret": SECRET,
+    }
     writer = threading.Timer(0.3, file.write_text, [json.dumps(fields)])
     writer.start()
     place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
@@ -358,7 +395,9 @@ def test_an_address_is_listened_on_alone(monkeypatch: pytest.MonkeyPatch) -> Non
         port = probe.getsockname()[1]
     place = open_store(RankFacts(0, 2, "127.0.0.3", port, secret="s"), 20)
     assert listening_at(port) == {"0300007F"}
-    with pytest.raises(PipelineError, match=r"(?s)another secret than this rank.*FMINFER_SECRET"):
+    with pytest.raises(
+        PipelineError, match=r"(?s)another secret than this rank.*FMINFER_SECRET"
+    ):
         open_store(RankFacts(1, 2, "127.0.0.3", port, secret="t"), 20)
     place.hide()
 
@@ -368,5 +407,8 @@ def test_words_of_others_are_only_shown() -> None:
     told = Fault.from_json(
         json.dumps({"text": "\x1b[2Jgone\n", "kind": "a kind that is not"}).encode()
     )
-    assert printable(told.text) == "\\x1b[2Jgone\n" and type(told.to_error()) is FminferError
+    assert (
+        printable(told.text) == "\\x1b[2Jgone\n"
+        and type(told.to_error()) is FminferError
+    )
     assert printable("é ✓\tü\u202e") == "é ✓\tü\\u202e"

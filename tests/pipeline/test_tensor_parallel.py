@@ -1,4 +1,5 @@
-"""Ranks that share layers answer as one does, however they are started; wrong places are told."""
+"""Ranks that share layers answer as one does, however they are started; wrong places
+are told."""
 
 from __future__ import annotations
 
@@ -80,7 +81,11 @@ def check_same(folder: Path, alone: dict[str, Any]) -> None:
         pytest.param(["--tp", 2], id="tensor"),
         pytest.param(TWO_BY_TWO, id="both"),
         # As pipelines whose ranks were started apart, and those of two ranks in test_team.py.
-        pytest.param(["--world-size", 4, "--data-group-size", 2, "--tp", 2], id="data", marks=more),
+        pytest.param(
+            ["--world-size", 4, "--data-group-size", 2, "--tp", 2],
+            id="data",
+            marks=more,
+        ),
     ],
 )
 def test_ranks_that_the_run_starts(
@@ -106,25 +111,47 @@ def test_without_kernels_sums_go_through_gloo(tmp_path: Path) -> None:
     folders = [tmp_path / "1", tmp_path / "2"]
     off = [*FLAGS, "--kernels", "off"]
     for size, folder in enumerate(folders, start=1):
-        [(status, err)] = finish(start(*inputs(), filtered, *off, "--tp", size, "--output", folder))
+        [(status, err)] = finish(
+            start(*inputs(), filtered, *off, "--tp", size, "--output", folder)
+        )
         assert status == 0 and ("2 ranks of" in err) == (size == 2), err
     check_same(folders[1], read(folders[0]))
-    drawn = [(each / "output_filtered.jsonl").read_text().splitlines() for each in folders]
+    drawn = [
+        (each / "output_filtered.jsonl").read_text().splitlines() for each in folders
+    ]
     choices = [[json.loads(line)["result"]["choices"] for line in own] for own in drawn]
     assert len(choices[0]) == 3 and choices[0] == choices[1]
 
 
 def test_ranks_by_hand_in_any_order(alone: dict[str, Any], tmp_path: Path) -> None:
     url = f"tcp://127.0.0.1:{free_port()}"
-    shared = [*inputs(), *FLAGS, "--output", tmp_path, "--world-size", 4, "--dist-url", url]
+    shared = [
+        *inputs(),
+        *FLAGS,
+        "--output",
+        tmp_path,
+        "--world-size",
+        4,
+        "--dist-url",
+        url,
+    ]
     ranks = [start(*shared, "--tp", 2, "--rank", rank) for rank in (3, 1, 2, 0)]
     for status, err in finish(*ranks):
         assert status == 0, err
     check_same(tmp_path, alone)
 
 
-def test_pipelines_whose_ranks_were_started_apart(alone: dict[str, Any], tmp_path: Path) -> None:
-    shared = [*inputs(), *FLAGS, "--output", tmp_path, "--rendezvous", tmp_path / "meet"]
+def test_pipelines_whose_ranks_were_started_apart(
+    alone: dict[str, Any], tmp_path: Path
+) -> None:
+    shared = [
+        *inputs(),
+        *FLAGS,
+        "--output",
+        tmp_path,
+        "--rendezvous",
+        tmp_path / "meet",
+    ]
     sizes = ["--world-size", 4, "--data-group-size", 2, "--tp", 2]
     for status, err in finish(*(start(*shared, *sizes) for _ in range(4))):
         assert status == 0, err
@@ -139,7 +166,9 @@ def test_torchrun(alone: dict[str, Any], tmp_path: Path) -> None:
     check_same(tmp_path, alone)
 
 
-def test_two_machines(alone: dict[str, Any], tmp_path: Path, two_machines: None) -> None:
+def test_two_machines(
+    alone: dict[str, Any], tmp_path: Path, two_machines: None
+) -> None:
     """Tensor parallelism inside each, and a stage on each."""
     shared = [*inputs(), *FLAGS, "--output", tmp_path, "--world-size", 4, "--tp", 2]
     shared += ["--dist-url", "tcp://192.168.77.1:4410"]
@@ -173,7 +202,8 @@ def test_a_program_has_ranks_that_share_layers() -> None:
 
 @pytest.mark.parametrize("pause_s", [0.0, 0.1])
 def test_a_program_goes_on_when_a_rank_has_died(pause_s: float) -> None:
-    """`close` waited for ever: its stage waited for the dead rank, and nobody watched any more."""
+    """`close` waited for ever: its stage waited for the dead rank, and nobody watched
+    any more."""
     before = {*threading.enumerate()}
     engine = fminfer.Engine(dtype="float32", tensor_parallel_size=2)
     for _ in range(4):
@@ -199,7 +229,15 @@ def test_a_dead_rank_is_noticed_at_once_by_those_started_apart(tmp_path: Path) -
     fields = {"prompt": [5, 6], "ignore_eos": True}
     lines = [json.dumps(fields | {"max_tokens": most}) for most in (2, *[250] * 60)]
     requests.write_text("\n".join(lines))
-    shared = [requests, "--output", tmp_path / "out.jsonl", "--world-size", 2, "--tp", 2]
+    shared = [
+        requests,
+        "--output",
+        tmp_path / "out.jsonl",
+        "--world-size",
+        2,
+        "--tp",
+        2,
+    ]
     shared += ["--dist-url", f"tcp://127.0.0.1:{free_port()}", "--rank"]
     first = start(*shared, 0)
     second = start(*shared, 1)
@@ -239,7 +277,9 @@ def test_a_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", lack)
-    with pytest.raises(UsageError, match="need 3 MiB of shared memory, and the system refuses it"):
+    with pytest.raises(
+        UsageError, match="need 3 MiB of shared memory, and the system refuses it"
+    ):
         shard_group._make_memory(3 << 20)
 
 
@@ -248,12 +288,16 @@ def test_ranks_map_no_memory_of_another_machine(told: str) -> None:
     """Two machines may have a name in common, and processes of the same number."""
     descriptor, mark = shard_group._make_memory(4096)
     path = f"/proc/{os.getpid()}/fd/{descriptor if told == 'another process' else 'x'}"
-    group: Any = SimpleNamespace(gather=lambda name, value: [[path, "0" * len(mark)]] * 2)
+    group: Any = SimpleNamespace(
+        gather=lambda name, value: [[path, "0" * len(mark)]] * 2
+    )
     library: Any = SimpleNamespace(
         fminfer_sums_bytes=type("Call", (), {"__call__": lambda self, *_: 4096})()
     )
     why = "is of another process" if told == "another process" else "No such file"
-    with pytest.raises(UsageError, match=rf"rank 1 cannot map the memory of rank 0 \(.*{why}"):
+    with pytest.raises(
+        UsageError, match=rf"rank 1 cannot map the memory of rank 0 \(.*{why}"
+    ):
         shard_group._map_memory(group, Part(0, 1, 0, 1, shard=1, num_shards=2), library)
     os.close(descriptor)
 
@@ -272,10 +316,14 @@ def test_gloo_adds_up_in_the_order_of_ranks(
     monkeypatch.setattr(torch.distributed, "all_gather", all_gather)
     group: Any = None
     shards = shard_group.TorchGroup(group, 1, 4, is_nccl=False)
-    total = ((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[3].float()
+    total = ((parts[0].float() + parts[1].float()) + parts[2].float()) + parts[
+        3
+    ].float()
     assert torch.equal(shards.sum(parts[1]), total.to(dtype))
     assert torch.equal(shards.gather(parts[1]), torch.stack(parts))
-    assert shards.gather(parts[1][:0]).shape == (4, 0, 5), "of none there is nothing to send"
+    assert shards.gather(parts[1][:0]).shape == (4, 0, 5), (
+        "of none there is nothing to send"
+    )
 
 
 @pytest.mark.parametrize(
@@ -283,10 +331,17 @@ def test_gloo_adds_up_in_the_order_of_ranks(
     [
         ({"tensor_parallel_size": 2}, "starter", 1, 2),
         ({"tensor_parallel_size": 2, "pipeline_group_size": 3}, "starter", 3, 6),
-        ({"tensor_parallel_size": 2, "world_size": 8, "data_group_size": 2}, "starter", 2, 4),
+        (
+            {"tensor_parallel_size": 2, "world_size": 8, "data_group_size": 2},
+            "starter",
+            2,
+            4,
+        ),
     ],
 )
-def test_roles(flags: dict[str, Any], kind: str, num_stages: int, num_ranks: int) -> None:
+def test_roles(
+    flags: dict[str, Any], kind: str, num_stages: int, num_ranks: int
+) -> None:
     role = find_role(RankConfig(**flags), {})
     assert (role.kind, role.spread.num_stages, role.spread.num_ranks) == (
         kind,
@@ -303,15 +358,24 @@ def test_roles_under_a_launcher() -> None:
         "SLURM_STEP_NODELIST": "node[1-2]",
         "SLURM_JOB_ID": "7",
     }
-    with pytest.raises(UsageError, match="--data-group-size 2 × --tensor-parallel-size 8 does not"):
+    with pytest.raises(
+        UsageError, match="--data-group-size 2 × --tensor-parallel-size 8 does not"
+    ):
         find_facts(RankConfig(tensor_parallel_size=8, data_group_size=2), environ)
     role = find_role(RankConfig(tensor_parallel_size=4), environ)
-    assert (role.kind, role.spread.num_stages, role.spread.num_shards) == ("apart", 2, 4)
+    assert (role.kind, role.spread.num_stages, role.spread.num_shards) == (
+        "apart",
+        2,
+        4,
+    )
     with pytest.raises(
-        UsageError, match="8 ranks, which --data-group-size 1 × --tensor-parallel-size 3 does"
+        UsageError,
+        match="8 ranks, which --data-group-size 1 × --tensor-parallel-size 3 does",
     ):
         find_facts(RankConfig(tensor_parallel_size=3), environ)
-    with pytest.raises(UsageError, match=r"--world-size 6 is not .* × --tensor-parallel-size 4"):
+    with pytest.raises(
+        UsageError, match=r"--world-size 6 is not .* × --tensor-parallel-size 4"
+    ):
         RankConfig(tensor_parallel_size=4, world_size=6)
 
 

@@ -34,7 +34,9 @@ INF = float("inf")
 
 def full_step() -> Step:
     """Return a step that has something in each column."""
-    draws = make_draws([1, 2], temperature=[0.0, 0.7], top_p=[1.0, 0.9], top_k=[0, 2**40])
+    draws = make_draws(
+        [1, 2], temperature=[0.0, 0.7], top_p=[1.0, 0.9], top_k=[0, 2**40]
+    )
     draws["min_p"] = [0.0, 0.05]
     draws["noise"] = [0, -(2**63)]
     draws["mask"] = [1, 0]
@@ -69,13 +71,16 @@ def test_a_step() -> None:
     step = full_step()
     for name, like in STEP_COLUMNS.items():
         column = getattr(step, name)
-        assert len(column) and (column.dtype, column.ndim) == (like.dtype, like.ndim), name
+        assert len(column) and (column.dtype, column.ndim) == (like.dtype, like.ndim), (
+            name
+        )
     found = decode_step(encode_step(step))
     check_equal(found, step)
     assert masks_of(found) == masks_of(step)
     check_equal(decode_step(encode_step(Step(13))), Step(13))
     check_equal(
-        decode_step(encode_step(make_step([Row([1], 0, [0])]))), make_step([Row([1], 0, [0])])
+        decode_step(encode_step(make_step([Row([1], 0, [0])]))),
+        make_step([Row([1], 0, [0])]),
     )
 
 
@@ -109,21 +114,31 @@ def test_columns_of_any_bits_and_lengths(seed: int) -> None:
         ("bits", pack_ids([63], 8), 8),  # and all behind
     ],
 )
-def test_a_mask_goes_as_its_few_ids_or_as_bits(form: str, bits: bytes, max_bytes: int) -> None:
+def test_a_mask_goes_as_its_few_ids_or_as_bits(
+    form: str, bits: bytes, max_bytes: int
+) -> None:
     """All went as words: 2 KB for three tokens that may be drawn."""
     mask = make_mask(bits)
     step = Step(1, draws=make_draws([0], mask=[0]), **mask_columns([mask]))
     data = encode_step(step)
     check_equal(decode_step(data), step)
     assert masks_of(decode_step(data)) == [mask]
-    assert (len(step.mask_ids) > 0, len(step.mask_bits) > 0) == (form == "ids", form == "bits")
+    assert (len(step.mask_ids) > 0, len(step.mask_bits) > 0) == (
+        form == "ids",
+        form == "bits",
+    )
     nothing = Step(1, draws=make_draws([0]))
     assert len(data) - len(encode_step(nothing)) <= max_bytes + MASK.itemsize
 
 
 def test_masks_of_both_forms_beside_each_other() -> None:
-    of_few = [make_mask(pack_ids(ids, size)) for ids, size in (([3], 8), ([5, 900], 120))]
-    of_bits = [make_mask(invert(pack_ids(ids, size))) for ids, size in (([1], 8), ([2, 99], 16))]
+    of_few = [
+        make_mask(pack_ids(ids, size)) for ids, size in (([3], 8), ([5, 900], 120))
+    ]
+    of_bits = [
+        make_mask(invert(pack_ids(ids, size)))
+        for ids, size in (([1], 8), ([2, 99], 16))
+    ]
     masks = [of_bits[0], of_few[0], of_few[1], of_bits[1], of_few[0]]
     assert masks_of(decode_step(encode_step(Step(1, **mask_columns(masks))))) == masks
 

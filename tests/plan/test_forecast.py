@@ -32,14 +32,20 @@ from fminfer.runtime.build import agreement
 from fminfer.runtime.build.agreement import plan_run, require_room_for_all
 from tests.conftest import make_model
 
-SMALL = EngineConfig(random_init="llama-160m", dtype="float32", kernels="off", device="cpu")
+SMALL = EngineConfig(
+    random_init="llama-160m", dtype="float32", kernels="off", device="cpu"
+)
 GIB = 1 << 30
 
 
 @pytest.fixture
 def rows(tmp_path: Path) -> Path:
     path = tmp_path / "a.jsonl"
-    lines = [{"prompt": "a", "max_tokens": 9}, {"prompt": 5}, {"prompt": "b", "max_tokens": 1000}]
+    lines = [
+        {"prompt": "a", "max_tokens": 9},
+        {"prompt": 5},
+        {"prompt": "b", "max_tokens": 1000},
+    ]
     path.write_text("".join(json.dumps(line) + "\n" for line in lines))
     return path
 
@@ -87,20 +93,37 @@ def test_a_model_that_does_not_fit_gets_a_table_and_its_lines_are_checked(
     assert "2 right, 1 wrong (1 invalid_type)" in found.output
     assert "KV cache  none fits: random llama-160m does not fit" in found.output
     assert "--dtype bfloat16, which takes half" in found.output
-    table = [line.split() for line in found.output.splitlines() if "MiB" in line and "0" in line]
+    table = [
+        line.split()
+        for line in found.output.splitlines()
+        if "MiB" in line and "0" in line
+    ]
     assert table[0][:2] == ["0", "12"], found.output
     report = json.loads(check(rows, "--random-init", "llama-160m", "--json").stdout)
     assert report["memory"]["kv_tokens"] == 0 and "free" in report["memory"]["shortage"]
 
 
-def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_another_machine_is_planned_for(
+    rows: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     let_be_free(monkeypatch, 1)  # here, which does not matter
-    flags = ["--random-init", "bloom-7b1", "--world-size", "8", "--data-group-size", "2"]
+    flags = [
+        "--random-init",
+        "bloom-7b1",
+        "--world-size",
+        "8",
+        "--data-group-size",
+        "2",
+    ]
     found = check(rows, *flags, "--device-memory", "16G", "--json")
     assert found.exit_code == 3, found.output
     report = json.loads(found.stdout)
     memory = report["memory"]
-    assert [report["device"], memory["room"], memory["num_pipelines"]] == ["cuda", 16 * GIB, 2]
+    assert [report["device"], memory["room"], memory["num_pipelines"]] == [
+        "cuda",
+        16 * GIB,
+        2,
+    ]
     assert [each["rank"] for each in memory["processes"]] == [0, 1, 2, 3]
     most = max(memory["processes"], key=lambda each: cast(int, each["total"]))
     assert most["total"] <= 16.1 * GIB  # the cache is rounded up to blocks
@@ -109,11 +132,18 @@ def test_another_machine_is_planned_for(rows: Path, monkeypatch: pytest.MonkeyPa
     flags[3] = "2"
     found = check(rows, *flags, "--device-memory", "16G")
     assert found.exit_code == 1
-    assert "Spread it over more: --world-size 6 or above with --data-group-size 2" in found.output
-    says = re.search(r"take (.*) GiB \((.*) GiB for weights in .*, the rest for", found.output)
+    assert (
+        "Spread it over more: --world-size 6 or above with --data-group-size 2"
+        in found.output
+    )
+    says = re.search(
+        r"take (.*) GiB \((.*) GiB for weights in .*, the rest for", found.output
+    )
     assert says is not None and 7e9 * 2 < float(says[2]) * GIB < float(says[1]) * GIB
     flags[3] = "6"
-    assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, "as it was told"
+    assert check(rows, *flags, "--device-memory", "16G").exit_code == 3, (
+        "as it was told"
+    )
     found = check(rows, *flags, "--device-memory", "16G", "--budget", str(10**12))
     assert found.exit_code == 1, "more devices would not help"
     assert "Use a smaller --budget" in found.output
@@ -127,15 +157,21 @@ def test_a_run_refuses_with_the_figures_before_it_reads_weights(
     """Such a run met the system's killer after it had read for minutes."""
     let_be_free(monkeypatch, GIB // 4)
     monkeypatch.setattr(
-        "fminfer.runtime.build.builder.load_part", lambda *_: pytest.fail("weights are read")
+        "fminfer.runtime.build.builder.load_part",
+        lambda *_: pytest.fail("weights are read"),
     )
-    with pytest.raises(UsageError, match=r"would take .*iB.* weights in float32.* are free"):
+    with pytest.raises(
+        UsageError, match=r"would take .*iB.* weights in float32.* are free"
+    ):
         fminfer.Engine(**asdict(SMALL))
 
 
-def test_what_fits_is_not_refused(checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_fits_is_not_refused(
+    checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     found = takes_of(SMALL, checkpoint)
-    least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)  # our own grows a bit
+    # our own grows a bit
+    least = 162_417_408 * 4 + 32 * found.kv_token + RUN_BYTES + (1 << 20)
     let_be_free(monkeypatch, least)
     assert plan_run(SMALL, checkpoint).why_reread == ""
     let_be_free(monkeypatch, least // 2, swap=least)  # it goes on in swap
@@ -159,7 +195,9 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     config = replace(SMALL, device="cuda")
     machine = Machine(device_bytes=80 * GIB)
     found = make_plan(config, checkpoint, machine).own.takes
-    longer = make_plan(config, replace(checkpoint, max_model_len=100_000), machine).own.takes
+    longer = make_plan(
+        config, replace(checkpoint, max_model_len=100_000), machine
+    ).own.takes
     more = 100_000 - checkpoint.context_length
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
 
@@ -194,11 +232,13 @@ def test_a_packed_head_is_held_once(tmp_path: Path) -> None:
     assert plain.mapped - tied.mapped >= head
 
 
-def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_mapped_files_can_be_dropped(
+    halves: Checkpoint, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Weights that are used where their file is mapped never fill memory, but may be slow.
 
-    They counted as held where the config does not say the dtype that they have. Those of q, k and v
-    and of gate and up are joined, which makes copies: they counted as mapped.
+    They counted as held where the config does not say the dtype that they have. Those
+    of q, k and v and of gate and up are joined, which makes copies: they counted as mapped.
     """
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
     found = takes_of(config, halves)
@@ -207,7 +247,9 @@ def test_mapped_files_can_be_dropped(halves: Checkpoint, monkeypatch: pytest.Mon
     monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
     assert found.reads_files
-    assert "read from the disk again at each step" in plan_run(config, halves).why_reread
+    assert (
+        "read from the disk again at each step" in plan_run(config, halves).why_reread
+    )
     let_be_free(monkeypatch, found.weights, swap=GIB)
     assert plan_run(config, halves).why_reread == ""
 
@@ -231,8 +273,8 @@ def test_what_latent_attention_moves_is_held(tmp_path: Path) -> None:
 def test_mapped_files_leave_room_for_the_cache(
     halves: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """`check` called lines out_of_memory that a run answers: it measures what is free once it has
-    loaded, and the system counts mapped files as free."""
+    """`check` called lines out_of_memory that a run answers: it measures what is free
+    once it has loaded, and the system counts mapped files as free."""
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
     monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
     found = takes_of(config, halves)
@@ -303,24 +345,34 @@ def test_pipelines_of_one_machine_share_its_memory(
 def gpu_refusal(checkpoint: Checkpoint, budget: int | None, **facts: Any) -> str:
     """Return the shortage of a run on a GPU with 8 GiB free: of this machine, or planned."""
     config = replace(SMALL, device="cuda", budget=budget)
-    return make_plan(config, checkpoint, Machine(num_gpus=1, **{"free": 8 * GIB} | facts)).shortage
+    return make_plan(
+        config, checkpoint, Machine(num_gpus=1, **{"free": 8 * GIB} | facts)
+    ).shortage
 
 
 @pytest.mark.parametrize("facts", [{}, {"device_bytes": 8 * GIB}])
-def test_a_budget_beyond_a_gpus_memory_is_named(checkpoint: Checkpoint, facts: Any) -> None:
+def test_a_budget_beyond_a_gpus_memory_is_named(
+    checkpoint: Checkpoint, facts: Any
+) -> None:
     """The refusal named --world-size and "plan with more memory" only, and too small a size."""
     said = gpu_refusal(checkpoint, 1_000_000, **facts)
-    found = re.search(r"Use a smaller --budget: without the flag it is ([\d,]+) tokens; or ", said)
+    found = re.search(
+        r"Use a smaller --budget: without the flag it is ([\d,]+) tokens; or ", said
+    )
     assert found is not None, said
     fits = int(found[1].replace(",", ""))
     assert 10_000 < fits < 1_000_000 and not gpu_refusal(checkpoint, fits - 32, **facts)
     ranks = re.search(r"spread it over more: --world-size (\d+) or above; or ", said)
-    assert ranks is not None and int(ranks[1]) > 20, "the cache of so many tokens takes 73 GB"
+    assert ranks is not None and int(ranks[1]) > 20, (
+        "the cache of so many tokens takes 73 GB"
+    )
     end = "plan with more memory for each" if facts else "use GPUs with more memory"
     assert said.endswith(end)
 
 
-def test_a_budget_is_no_remedy_where_the_weights_do_not_fit(checkpoint: Checkpoint) -> None:
+def test_a_budget_is_no_remedy_where_the_weights_do_not_fit(
+    checkpoint: Checkpoint,
+) -> None:
     assert "--budget" not in gpu_refusal(checkpoint, 1_000_000, device_bytes=GIB // 2)
     assert "--budget" not in gpu_refusal(checkpoint, None, free=GIB // 2)
 
@@ -331,37 +383,54 @@ def test_ranks_beside_each_other_on_a_gpu_name_a_budget_that_is_given(
     """ "A smaller --budget" was the remedy without any, where weights alone do not fit."""
     for budget, is_named in ((None, False), (1_000_000, True)):
         config = replace(SMALL, device="cuda", budget=budget)
-        plan = make_plan(config, checkpoint, Machine(num_gpus=1, free=GIB // 4, num_stages=2))
+        plan = make_plan(
+            config, checkpoint, Machine(num_gpus=1, free=GIB // 4, num_stages=2)
+        )
         rooms = [find_room(plan, rank, "a card", GIB // 4) for rank in plan.ranks]
         said = find_rank_shortage(plan, rooms)
-        assert "ranks 0, 1 together would take" in said and "a GPU with more memory" in said
+        assert (
+            "ranks 0, 1 together would take" in said
+            and "a GPU with more memory" in said
+        )
         assert ("a smaller --budget" in said) == is_named
 
 
 def test_the_same_facts_give_the_same_plan(checkpoint: Checkpoint) -> None:
-    """A plan looks at nothing but its arguments: it is made again from facts that are found out."""
+    """A plan looks at nothing but its arguments: it is made again from facts that are
+    found out."""
     machine = Machine(free=8 * GIB, has_library=True, num_stages=2, local_size=2)
     plan = make_plan(replace(SMALL, kernels="auto"), checkpoint, machine)
     again = make_plan(plan.config, checkpoint, machine)
     assert again == plan and plan.packed_by == "kernels"
     assert [rank.share for rank in plan.ranks] == [None] * 2
-    less = make_plan(plan.config, checkpoint, replace(machine, free=4 * GIB, has_library=False))
+    less = make_plan(
+        plan.config, checkpoint, replace(machine, free=4 * GIB, has_library=False)
+    )
     assert 0 < less.num_kv_tokens < plan.num_kv_tokens and less.packed_by == ""
-    assert "does not fit" in make_plan(plan.config, checkpoint, replace(machine, free=1)).shortage
+    assert (
+        "does not fit"
+        in make_plan(plan.config, checkpoint, replace(machine, free=1)).shortage
+    )
 
 
-def test_ranks_name_the_first_field_in_which_they_differ(checkpoint: Checkpoint) -> None:
+def test_ranks_name_the_first_field_in_which_they_differ(
+    checkpoint: Checkpoint,
+) -> None:
     mine, other = (replace(SMALL, seed=seed, max_rows=seed) for seed in (5, 6))
     machine = Machine(free=8 * GIB, num_stages=2, rank=1)
     theirs, plan = (make_plan(config, checkpoint, machine) for config in (mine, other))
     group: Any = FakeGroup(1)
     agree(group, "options", plan.shared)
     group.gather = lambda name, value: [theirs.shared, value]
-    with pytest.raises(PipelineError, match="--max-rows is 6 on rank 1 and 5 on rank 0; start"):
+    with pytest.raises(
+        PipelineError, match="--max-rows is 6 on rank 1 and 5 on rank 0; start"
+    ):
         agree(group, "options", plan.shared)
 
 
-def test_swap_that_is_free_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_swap_that_is_free_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
     assert host_memory.free_swap_bytes() == 0, "no Linux"
     (tmp_path / "proc").mkdir()

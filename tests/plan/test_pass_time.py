@@ -81,7 +81,8 @@ def step_of(plan: RunPlan, load: StepLoad, roofs: Roofs) -> tuple[float, str]:
 
 
 @pytest.mark.parametrize(
-    ("rows", "keys", "measured_ms"), [(64, 450, 9.0), (256, 450, 18.9), (1024, 250, 63.3)]
+    ("rows", "keys", "measured_ms"),
+    [(64, 450, 9.0), (256, 450, 18.9), (1024, 250, 63.3)],
 )
 def test_decode_steps_take_about_what_an_h200_took(
     rows: int, keys: int, measured_ms: float
@@ -108,7 +109,9 @@ def test_each_roof_alone_sets_the_pace() -> None:
         (many, "arithmetic_rate", "arithmetic"),
     ):
         base = time_step(plan, work, load, H200)
-        slow = time_step(plan, work, load, replace(H200, **{roof: getattr(H200, roof) / 10}))
+        slow = time_step(
+            plan, work, load, replace(H200, **{roof: getattr(H200, roof) / 10})
+        )
         assert max(base, key=base.__getitem__) == bound
         assert slow.pop(bound) == pytest.approx(10 * base.pop(bound))
         assert slow == base
@@ -127,12 +130,16 @@ def test_streamed_layers_take_their_bytes_through_the_disk_or_the_link() -> None
     assert seconds == pytest.approx(streamed.num_bytes / (32e9 * 0.8), rel=0.01)
     plan = plan_of("bloom-176b", roofs, offload="disk")
     seconds, bound = step_of(plan, load, roofs)
-    assert bound == "disk" and seconds == pytest.approx(streamed.num_bytes / 7e9, rel=0.01)
+    assert bound == "disk" and seconds == pytest.approx(
+        streamed.num_bytes / 7e9, rel=0.01
+    )
 
 
 def test_ranks_of_a_node_share_its_disk() -> None:
     roofs = replace(A100, num_devices=4)
-    plan = plan_of("bloom-176b", A100, offload="disk", pipeline_group_size=2, data_group_size=2)
+    plan = plan_of(
+        "bloom-176b", A100, offload="disk", pipeline_group_size=2, data_group_size=2
+    )
     assert plan.own.streamed is not None
     seconds, bound = step_of(plan, decode(8, 100), roofs)
     most = max(rank.streamed.num_bytes for rank in plan.ranks if rank.streamed)
@@ -140,11 +147,13 @@ def test_ranks_of_a_node_share_its_disk() -> None:
 
 
 def test_stages_that_take_turns_read_a_layer_once_and_add_their_times() -> None:
-    """The disk sets the pace, at its whole speed; with two steps in flight it has twice as much."""
+    """The disk sets the pace, at its whole speed; with two steps in flight it has twice
+    as much."""
     roofs = replace(A100, num_devices=2)
     load = decode(64, 100)
     shared, apart = (
-        plan_of("bloom-176b", A100, here, offload="disk", pipeline_group_size=2) for here in (2, 1)
+        plan_of("bloom-176b", A100, here, offload="disk", pipeline_group_size=2)
+        for here in (2, 1)
     )
     total = sum(rank.streamed.num_bytes for rank in shared.ranks if rank.streamed)
     seconds, bound = step_of(shared, load, roofs)
@@ -192,12 +201,16 @@ def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     assert work.token_operations == pytest.approx(
         2 * 37e9, rel=0.05
     )  # 37 of 671 billion are active
-    one, many = (time_step(plan, work, decode(n, 10), H200)["memory"] for n in (1, 2000))
+    one, many = (
+        time_step(plan, work, decode(n, 10), H200)["memory"] for n in (1, 2000)
+    )
     assert many > 15 * one
     assert work.streamed_bytes > 0.99 * (work.weight_bytes + work.expert_bytes)
 
 
-@pytest.mark.parametrize(("quantize", "moved_bytes"), [("int8", 19 + 1), ("int4", 34 + 0.6)])
+@pytest.mark.parametrize(
+    ("quantize", "moved_bytes"), [("int8", 19 + 1), ("int4", 34 + 0.6)]
+)
 def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
     quantize: Any, moved_bytes: float
 ) -> None:
@@ -210,14 +223,17 @@ def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
     seconds, bound = step_of(small, load, H200)
     num_weights = 32 * 218e6  # of layers
     assert bound == "memory"
-    assert seconds == pytest.approx(num_weights * moved_bytes / (H200.memory_rate * 0.7), rel=0.1)
+    assert seconds == pytest.approx(
+        num_weights * moved_bytes / (H200.memory_rate * 0.7), rel=0.1
+    )
     assert seconds > 6 * step_of(plain, load, H200)[0]
     wide = plan_of("llama-8b", H200, quantize=quantize)  # floats fit
     assert step_of(wide, load, H200)[0] < 1.3 * step_of(plain, load, H200)[0]
 
 
 def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
-    """A graph of an 8B would have had tens of thousands of nodes, and ten a layer were counted."""
+    """A graph of an 8B would have had tens of thousands of nodes, and ten a layer were
+    counted."""
     small_gpu = replace(H200, device_bytes=16 * GIB)
     plain = plan_of("llama-8b", small_gpu)
     small = plan_of("llama-8b", small_gpu, quantize="int4")
@@ -235,14 +251,21 @@ def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
 
 @pytest.mark.parametrize(
     ("fields", "rows", "expected_ms"),
-    [("MIXTRAL", 8, 50), ("MIXTRAL", 64, 55), ("QWEN3_30B", 8, 290), ("QWEN3_30B", 64, 630)],
+    [
+        ("MIXTRAL", 8, 50),
+        ("MIXTRAL", 64, 55),
+        ("QWEN3_30B", 8, 290),
+        ("QWEN3_30B", 64, 630),
+    ],
 )
 def test_experts_on_a_gpu_are_launched_one_by_one(
     fields: str, rows: int, expected_ms: float, tmp_path: Path
 ) -> None:
     """Predictions were ten times too short: they knew bytes alone."""
     (tmp_path / "config.json").write_text(json.dumps(globals()[fields]))
-    config = EngineConfig(model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True)
+    config = EngineConfig(
+        model=str(tmp_path), dtype="bfloat16", skip_tokenizer_init=True
+    )
     machine = Machine(device_bytes=H200.device_bytes)
     plan = make_plan(config, open_model(config, has_weights=False), machine)
     seconds, bound = step_of(plan, decode(rows, 450), H200)
@@ -275,7 +298,10 @@ def test_streamed_shards_are_left_out_of_loading_once(quantize: Any) -> None:
 
 def test_quantizing_takes_its_time() -> None:
     """In each pass, if layers are streamed; the host's cores do it."""
-    one = {q: plan_of("bloom-176b", A100, offload="disk", quantize=q) for q in (None, "int8")}
+    one = {
+        q: plan_of("bloom-176b", A100, offload="disk", quantize=q)
+        for q in (None, "int8")
+    }
     load = decode(64, 100)
     slow, bound = step_of(one["int8"], load, A100)
     assert bound == "quantizing" and slow > step_of(one[None], load, A100)[0]
@@ -284,7 +310,11 @@ def test_quantizing_takes_its_time() -> None:
     kept = [plan_of("llama-8b", A100, quantize=q) for q in (None, "int8", "int4")]
     few = replace(A100, num_cores=2, disk_rate=100e9)
     times = [predict_load(plan, few) - START_S for plan in kept]
-    assert times[0] < 2 and times[1] > 30 and times[2] == pytest.approx(2 * times[1], rel=0.05)
+    assert (
+        times[0] < 2
+        and times[1] > 30
+        and times[2] == pytest.approx(2 * times[1], rel=0.05)
+    )
 
 
 @pytest.mark.parametrize(("quantize", "published"), [(None, 42.88), ("int8", 21.68)])
@@ -292,13 +322,16 @@ def test_quantizing_takes_its_time() -> None:
 def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
     quantize: Any, published: float, unit: float
 ) -> None:
-    """The most that was allocated on a GPU, so without the context of CUDA and what is kept free.
+    """The most that was allocated on a GPU, so without the context of CUDA and what is
+    kept free.
 
-    We count weights, a step of 512 tokens and their keys and values. Their figures have no prompt
-    length, and may be GB or GiB: both hold. On 80 GB ours would hold floats of int8.
+    We count weights, a step of 512 tokens and their keys and values. Their figures have
+    no prompt length, and may be GB or GiB: both hold. On 80 GB ours would hold floats of int8.
     """
     roofs = KINDS["a100-40gb"] if quantize else A100
-    plan = plan_of("bloom-176b", roofs, tensor_parallel_size=8, quantize=quantize, chunk_size=512)
+    plan = plan_of(
+        "bloom-176b", roofs, tensor_parallel_size=8, quantize=quantize, chunk_size=512
+    )
     for rank in plan.ranks:
         takes = rank.takes
         counted = takes.total(512) - takes.libraries
@@ -308,7 +341,9 @@ def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
 def test_what_is_told_of_passes() -> None:
     plan = plan_of("bloom-176b", A100, offload="auto")
     first, second = tell_passes(plan, A100)
-    assert first.startswith("64 of 70 layers, 294.02 GiB, are read from the disk in each pass. A ")
+    assert first.startswith(
+        "64 of 70 layers, 294.02 GiB, are read from the disk in each pass. A "
+    )
     assert second.startswith("predicted: ") and second.endswith("bound by disk")
     assert tell_passes(plan, None) == [first]
     assert tell_passes(plan_of("opt-125m", A100, offload="auto"), A100) == [
@@ -324,4 +359,6 @@ def test_no_step_of_a_slow_machine_is_taken_for_one_that_hangs() -> None:
     assert limit_step(streamed) > 2 * 176.2e9 / 25e6, "a disk of 25 MB/s"
     config = EngineConfig(random_init="llama-70b", dtype="float32", device="cpu")
     plan = make_plan(config, open_model(config, has_weights=False), Machine())
-    assert limit_step(plan) > 2 * 70e9 * plan.sizes.chunk_size / 20e9, "a core of 20 GFLOP/s"
+    assert limit_step(plan) > 2 * 70e9 * plan.sizes.chunk_size / 20e9, (
+        "a core of 20 GFLOP/s"
+    )

@@ -30,9 +30,18 @@ GIB = 1 << 30
 CPU = torch.device("cpu")
 BFLOAT16 = Dense(torch.bfloat16)
 FLOAT32 = Dense(torch.float32)
-OPTIONS: dict[str, Any] = {"dtype": "float32", "kernels": "off", "device": "cpu", "budget": 1024}
+OPTIONS: dict[str, Any] = {
+    "dtype": "float32",
+    "kernels": "off",
+    "device": "cpu",
+    "budget": 1024,
+}
 LINES = [
-    {"prompt": [3 + (7 * n + i) % 17 for i in range(9 + n)], "max_tokens": 5, "logprobs": 1}
+    {
+        "prompt": [3 + (7 * n + i) % 17 for i in range(9 + n)],
+        "max_tokens": 5,
+        "logprobs": 1,
+    }
     for n in range(4)
 ]
 
@@ -60,7 +69,9 @@ def test_blocks_become_floats_where_these_fit_a_gpu(quantize: Any) -> None:
     assert small.held_in == quantize and small.has_blocks
     plain = plan_of(40)
     head = 2 * 128256 * 4096  # the second half of float32
-    assert large.own.takes.weights == pytest.approx(plain.own.takes.weights + head, rel=0.04)
+    assert large.own.takes.weights == pytest.approx(
+        plain.own.takes.weights + head, rel=0.04
+    )
     assert small.own.takes.weights < 0.6 * plain.own.takes.weights
 
 
@@ -88,17 +99,23 @@ def test_a_tied_embedding_is_held_as_the_head_needs_it() -> None:
     assert plan.held["embed.weight"] == plan.held["head.weight"] == FLOAT32
 
 
-def test_a_gpu_of_several_ranks_has_room_for_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_of_several_ranks_has_room_for_all_of_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Each of them alone would have found room for its floats."""
     config = EngineConfig(
         random_init="llama-160m", dtype="bfloat16", quantize="int8", device="cuda"
     )
     checkpoint = open_model(config, has_weights=False)
     alone = Machine(num_gpus=2, free=4 * GIB)
-    needed = make_plan(config, checkpoint, alone).own.takes.total(planning.LEAST_KV_TOKENS)
+    needed = make_plan(config, checkpoint, alone).own.takes.total(
+        planning.LEAST_KV_TOKENS
+    )
     engines = {"num_engines": 2, "free": int(1.5 * needed)}
     found = [
-        make_plan(config, checkpoint, replace(alone, num_gpus=num, **engines)).has_blocks
+        make_plan(
+            config, checkpoint, replace(alone, num_gpus=num, **engines)
+        ).has_blocks
         for num in (1, 2)
     ]
     assert found == [True, False]
@@ -106,7 +123,9 @@ def test_a_gpu_of_several_ranks_has_room_for_all_of_them(monkeypatch: pytest.Mon
 
 def test_ranks_cut_floats_where_they_cut_blocks() -> None:
     """One rank may have room for floats, and another not: their shards must fit each other."""
-    large, small = (plan_of(gib, quantize="int4", tensor_parallel_size=2) for gib in (40, 4))
+    large, small = (
+        plan_of(gib, quantize="int4", tensor_parallel_size=2) for gib in (40, 4)
+    )
     assert [large.has_blocks, small.has_blocks] == [False, True]
     assert [rank.share for rank in large.ranks] == [rank.share for rank in small.ranks]
 
@@ -132,13 +151,17 @@ def answers(model: Path, **options: Any) -> tuple[list[Any], Any]:
     engine = fminfer.Engine(str(model), **OPTIONS | options)
     records = sorted(engine.run(LINES), key=lambda record: record.line.number)
     engine.close()
-    return [record.to_dict()["result"]["choices"][0] for record in records], engine.facts
+    return [
+        record.to_dict()["result"]["choices"][0] for record in records
+    ], engine.facts
 
 
 def check_same(found: list[Any], expected: list[Any]) -> None:
     for ours, theirs in zip(found, expected, strict=True):
         assert ours["text"] == theirs["text"]
-        values = [[*map(float, each["logprobs"]["token_logprobs"])] for each in (ours, theirs)]
+        values = [
+            [*map(float, each["logprobs"]["token_logprobs"])] for each in (ours, theirs)
+        ]
         assert values[0] == pytest.approx(values[1], abs=1e-5)
 
 
@@ -159,8 +182,12 @@ def test_floats_answer_as_blocks_that_become_floats_at_each_use(
 
 
 # Several formats in one weight, and one in all.
-@pytest.mark.parametrize("name", ["kforms-q4_k_m", "fallback-q4_k_m", "legacy-q5_1", "kforms-q8_0"])
-def test_a_gguf_file_answers_the_same(name: str, request: pytest.FixtureRequest) -> None:
+@pytest.mark.parametrize(
+    "name", ["kforms-q4_k_m", "fallback-q4_k_m", "legacy-q5_1", "kforms-q8_0"]
+)
+def test_a_gguf_file_answers_the_same(
+    name: str, request: pytest.FixtureRequest
+) -> None:
     expected, facts = answers(SAMPLES / f"{name}.gguf")
     assert "Q" in facts.weight_dtype
     request.getfixturevalue("pretended_gpu")
@@ -170,7 +197,9 @@ def test_a_gguf_file_answers_the_same(name: str, request: pytest.FixtureRequest)
 
 
 def every_weight(source: LayerSource) -> Weights:
-    layers = {f"{n}.{name}": w for n in source.numbers for name, w in source.layer(n).items()}
+    layers = {
+        f"{n}.{name}": w for n in source.numbers for name, w in source.layer(n).items()
+    }
     entry = source.entry()
     return layers | entry | source.exit(entry)
 
@@ -186,19 +215,25 @@ def test_each_shard_holds_the_floats_of_its_blocks(shard: int, tmp_path: Path) -
     blocks = Holding(torch.float32, quantized="int4")
     floats = replace(blocks, floats=("product", "head"))
     both = [
-        every_weight(open_weights(checkpoint, part, holding=h, device=CPU, seed=1, share=share))
+        every_weight(
+            open_weights(checkpoint, part, holding=h, device=CPU, seed=1, share=share)
+        )
         for h in (blocks, floats)
     ]
     assert both[0].keys() == both[1].keys()
     for name, weight in both[0].items():
         held = both[1][name]
         assert held.is_plain == (name != "embed.weight")
-        assert torch.equal(held.dequantized(torch.float32), weight.dequantized(torch.float32)), name
+        assert torch.equal(
+            held.dequantized(torch.float32), weight.dequantized(torch.float32)
+        ), name
 
 
 @pytest.mark.parametrize("has_blocks", [False, True])
 def test_what_becomes_floats_at_each_use_is_not_captured(
-    has_blocks: bool, llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
+    has_blocks: bool,
+    llama_checkpoint: tuple[Path, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """A graph would have had a node for each kernel that makes floats of a piece."""
     captured = []

@@ -35,7 +35,9 @@ TP = f"{NO_GRAPHS}--tensor-parallel-size (copies and stages have them"
         ("llama-8b", 79, {"tensor_parallel_size": 2, "kernels": "off"}, []),
     ],
 )
-def test_reasons(size: str, gib: float, options: dict[str, Any], reasons: list[str]) -> None:
+def test_reasons(
+    size: str, gib: float, options: dict[str, Any], reasons: list[str]
+) -> None:
     found = find_slowness(plan_of(gib, size, **options))
     assert len(found) == len(reasons), found
     for reason, start in zip(found, reasons, strict=True):
@@ -45,7 +47,8 @@ def test_reasons(size: str, gib: float, options: dict[str, Any], reasons: list[s
 def test_a_run_and_its_summary_say_them(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Mixtures, blocks and --tp on a GPU took many times what they could, and nothing said it."""
+    """Mixtures, blocks and --tp on a GPU took many times what they could, and nothing
+    said it."""
     monkeypatch.setattr(planning, "_makes_floats", lambda *_: True)
     monkeypatch.setattr(planning, "_has_room", lambda _: False)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")

@@ -26,12 +26,16 @@ from tests.conftest import make_model
 GB = 10**9
 
 
-def plan_of(size: str, gpu: float | None, *, on_host: float = 0, **options: Any) -> RunPlan:
+def plan_of(
+    size: str, gpu: float | None, *, on_host: float = 0, **options: Any
+) -> RunPlan:
     """Plan a run on GPUs of so many GB, or on a CPU with `on_host` GB."""
     names = ("num_pipelines", "num_shards", "num_stages", "local_size")
     where = {name: options.pop(name) for name in names if name in options}
     if gpu is not None:
-        machine = Machine(device_bytes=int(gpu * GB), host_free=int(on_host * GB), **where)
+        machine = Machine(
+            device_bytes=int(gpu * GB), host_free=int(on_host * GB), **where
+        )
     else:
         machine = Machine(free=int(on_host * GB), has_library=True, **where)
     device = "cpu" if gpu is None else "cuda"
@@ -61,9 +65,12 @@ def test_auto_streams_only_what_does_not_fit() -> None:
         share = STREAMED_CACHE if numbers else LEAST_CACHE
         assert used <= gpu * GB * (1 - share) or num_streamed(plan) == 80
         counts.append(num_streamed(plan))
-        if numbers and len(numbers) <= 40:  # at most every second layer: none follow each other
+        # at most every second layer: none follow each other
+        if numbers and len(numbers) <= 40:
             assert min(b - a for a, b in pairwise(numbers)) > 1
-    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80, counts
+    assert counts == sorted(counts) and counts[0] == 0 < counts[1] < counts[-2] < 80, (
+        counts
+    )
 
 
 @pytest.mark.parametrize(("on_host", "place"), [(512, "cpu"), (100, "disk")])
@@ -87,13 +94,18 @@ def test_pipelines_share_one_copy_in_the_host() -> None:
 
 def test_shards_stream_their_parts() -> None:
     whole = plan_of("llama-70b", 80, on_host=512, offload="cpu").own.streamed
-    half = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_shards=2).own.streamed
+    half = plan_of(
+        "llama-70b", 80, on_host=512, offload="cpu", num_shards=2
+    ).own.streamed
     assert whole is not None and half is not None
-    assert 0.5 < half.num_bytes / whole.num_bytes < 0.7  # what is cut by inputs is read whole
+    # what is cut by inputs is read whole
+    assert 0.5 < half.num_bytes / whole.num_bytes < 0.7
     assert half.is_shared  # one copy for both
 
 
-def test_a_run_knows_its_host_before_it_looks_at_its_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_knows_its_host_before_it_looks_at_its_gpu(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """--offload cpu was refused: fingerprints were planned with 128 GiB, whatever is there."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
@@ -124,10 +136,14 @@ def test_a_cpu_streams_from_the_disk_what_its_memory_does_not_hold() -> None:
     assert "--offload auto" in plan_of("llama-7b", None, on_host=8).shortage
 
 
-def test_experts_behind_a_dense_layer_count_as_what_is_made_of_them(tmp_path: Path) -> None:
+def test_experts_behind_a_dense_layer_count_as_what_is_made_of_them(
+    tmp_path: Path,
+) -> None:
     """The first layer is used as it lies in its file; that was taken for all of them."""
     make_model("dots1").save_pretrained(tmp_path)
-    config = EngineConfig(model=str(tmp_path), device="cpu", dtype="float32", offload="disk")
+    config = EngineConfig(
+        model=str(tmp_path), device="cpu", dtype="float32", offload="disk"
+    )
     machine = Machine(free=GB, has_library=True)
     plan = make_plan(config, open_checkpoint(str(tmp_path)), machine)
     experts = layer_bytes(plan, None, 1).held
@@ -135,12 +151,18 @@ def test_experts_behind_a_dense_layer_count_as_what_is_made_of_them(tmp_path: Pa
 
 
 def test_a_pass_is_as_large_as_memory_allows() -> None:
-    sizes = [plan_of("llama-7b", None, on_host=n, offload="disk").sizes for n in (3, 8, 64)]
-    assert [each.chunk_size for each in sizes] == sorted(each.chunk_size for each in sizes)
+    sizes = [
+        plan_of("llama-7b", None, on_host=n, offload="disk").sizes for n in (3, 8, 64)
+    ]
+    assert [each.chunk_size for each in sizes] == sorted(
+        each.chunk_size for each in sizes
+    )
     assert sizes[0].chunk_size < sizes[-1].chunk_size == 4096
     assert {each.max_rows for each in sizes} == {1024}
     assert {each.micro_batches for each in sizes} == {1}
-    asked = plan_of("llama-7b", None, on_host=64, offload="disk", chunk_size=100, max_rows=3)
+    asked = plan_of(
+        "llama-7b", None, on_host=64, offload="disk", chunk_size=100, max_rows=3
+    )
     assert (asked.sizes.chunk_size, asked.sizes.max_rows) == (100, 3)
 
 
@@ -148,7 +170,9 @@ def test_stages_take_turns_at_a_disk_that_they_share() -> None:
     """Two stages with two steps in flight read all layers twice in the time of one pass."""
     how = {"num_stages": 2, "on_host": 512}
     found = {
-        (place, here): plan_of("llama-70b", 24, local_size=here, offload=place, **how).sizes
+        (place, here): plan_of(
+            "llama-70b", 24, local_size=here, offload=place, **how
+        ).sizes
         for place in ("disk", "cpu")
         for here in (1, 2)
     }
@@ -164,7 +188,9 @@ def test_a_step_is_as_large_as_each_rank_has_room_for() -> None:
     """Rank 0 made steps as large as its own memory allowed."""
     plan = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_stages=2)
     small: Any = SimpleNamespace(gather=lambda name, value: [value, 1024])
-    assert agree_step_size(plan) == plan.chunk_size > 1024 == agree_step_size(plan, small)
+    assert (
+        agree_step_size(plan) == plan.chunk_size > 1024 == agree_step_size(plan, small)
+    )
     stays = plan_of("llama-7b", 80, num_stages=2)
     assert agree_step_size(stays, small) == agree_step_size(stays) == 0
 
@@ -181,7 +207,9 @@ def test_check_foresees_the_cache_that_a_run_finds_room_for() -> None:
 def test_the_plan_is_told() -> None:
     plan = plan_of("llama-7b", None, on_host=64, offload="disk")
     told = describe_streaming(plan, 2 * 2**30)
-    assert told.startswith("32 of 32 layers, 12.06 GiB, are read from the disk in each pass, which")
+    assert told.startswith(
+        "32 of 32 layers, 12.06 GiB, are read from the disk in each pass, which"
+    )
     assert "which takes about 6.0 s at 2.00 GiB/s. A pass" in told
     assert "A pass computes up to 1,024 rows, or 4,096 tokens" in told
     plan = plan_of("llama-70b", 80, on_host=512, offload="cpu")

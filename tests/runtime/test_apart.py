@@ -38,7 +38,16 @@ def free_port() -> int:
 
 
 def start(source: Path, *flags: object, **variables: object) -> Forked:
-    words = [source, "--dtype", "float32", "--max-rows", "2", "--join-timeout", "120", *flags]
+    words = [
+        source,
+        "--dtype",
+        "float32",
+        "--max-rows",
+        "2",
+        "--join-timeout",
+        "120",
+        *flags,
+    ]
     environ = os.environ | {name: str(value) for name, value in variables.items()}
     return Forked(["run", *map(str, words)], environ)
 
@@ -63,7 +72,8 @@ def texts(path: Path) -> list[str]:
 
 
 def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
-    """--rank with --data-group-size was refused: two pipelines of two ranks, and one rank dies."""
+    """--rank with --data-group-size was refused: two pipelines of two ranks, and one
+    rank dies."""
     source = write(tmp_path, len(ROWS))
     output = tmp_path / "out.jsonl"
     flags = ["--world-size", 4, "--data-group-size", 2, "--output", output]
@@ -76,7 +86,10 @@ def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
     ranks[3].send_signal(signal.SIGKILL)  # the second stage of pipeline 1
     ended = [finish(rank) for rank in ranks]
     assert [status for status, _ in ended] == [0, 0, 1, -9], ended
-    assert "Pipeline 1 " in ended[0][1] and "the others go on, and answer its " in ended[0][1]
+    assert (
+        "Pipeline 1 " in ended[0][1]
+        and "the others go on, and answer its " in ended[0][1]
+    )
     assert "pipeline 1: " in ended[2][1]
     with contextlib.closing(fminfer.Engine(dtype="float32")) as engine:
         alone = {record.line.number: record.result or {} for record in engine.run(ROWS)}
@@ -87,7 +100,11 @@ def test_a_dead_pipeline_of_ranks_by_hand_costs_no_row(tmp_path: Path) -> None:
 def test_two_tasks_of_srun_are_two_pipelines(tmp_path: Path) -> None:
     source = write(tmp_path, 20)
     output = tmp_path / "out.jsonl"
-    variables = {"SLURM_STEP_NUM_TASKS": 2, "SLURM_STEP_NUM_NODES": 1, "MASTER_PORT": free_port()}
+    variables = {
+        "SLURM_STEP_NUM_TASKS": 2,
+        "SLURM_STEP_NUM_NODES": 1,
+        "MASTER_PORT": free_port(),
+    }
     variables |= {"SLURM_STEP_NODELIST": "n1", "SLURM_JOB_ID": 1}
     flags = ["--data-group-size", 2, "--output", output, "--stats", tmp_path / "stats"]
     ranks = [start(source, *flags, SLURM_PROCID=rank, **variables) for rank in range(2)]
@@ -110,17 +127,22 @@ def test_pipelines_of_other_options_are_refused(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("wrong", [[3], [0, 1, 2, 3]])
-def test_all_hear_of_what_only_one_rank_finds_wrong(tmp_path: Path, wrong: list[int]) -> None:
+def test_all_hear_of_what_only_one_rank_finds_wrong(
+    tmp_path: Path, wrong: list[int]
+) -> None:
     """They waited for --rank-timeout, and rank 0 said that a rank had not answered."""
     source = write(tmp_path, 2)
     where = tmp_path / "meet"
     flags = ["--world-size", 4, "--data-group-size", 2, "--rendezvous", where]
     of_wrong = ["--stage-layers", "1,9"]
     ranks = [
-        start(source, *flags, "--rank", rank, *of_wrong * (rank in wrong)) for rank in range(4)
+        start(source, *flags, "--rank", rank, *of_wrong * (rank in wrong))
+        for rank in range(4)
     ]
     for status, err in [finish(rank) for rank in ranks]:
-        assert status == 2 and err.count("Error: rank ") == 1 and "--stage-layers" in err, err
+        assert (
+            status == 2 and err.count("Error: rank ") == 1 and "--stage-layers" in err
+        ), err
         assert any(f"rank {rank}: " in err for rank in wrong)
     assert not list(where.iterdir())
 
@@ -131,9 +153,27 @@ def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) 
     --join-timeout, and failed. So ended each repetition of a run that was complete."""
     source = write(tmp_path, 1)
     output = tmp_path / "out.jsonl"
-    words = ["run", str(source), "--dtype", "float32", "--output", str(output), "--seed", "0"]
+    words = [
+        "run",
+        str(source),
+        "--dtype",
+        "float32",
+        "--output",
+        str(output),
+        "--seed",
+        "0",
+    ]
     assert CliRunner().invoke(main, words).exit_code == 0
-    flags = ["--world-size", 3, "--data-group-size", 3, "--output", output, "--seed", seed]
+    flags = [
+        "--world-size",
+        3,
+        "--data-group-size",
+        3,
+        "--output",
+        output,
+        "--seed",
+        seed,
+    ]
     flags += ["--rendezvous", tmp_path / "meet"]
     ranks = [start(source, *flags, "--rank", rank) for rank in range(3)]
     ended = [finish(rank) for rank in ranks]
@@ -147,7 +187,9 @@ def test_places_among_all_ranks() -> None:
     srun = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "6", "MASTER_ADDR": "a"}
     found = find_facts(RankConfig(data_group_size=3), srun)
     assert found is not None and (found.rank, found.world_size) == (1, 6)
-    with pytest.raises(UsageError, match="srun started 6 ranks, which --data-group-size 4"):
+    with pytest.raises(
+        UsageError, match="srun started 6 ranks, which --data-group-size 4"
+    ):
         find_facts(RankConfig(data_group_size=4), srun)
     with pytest.raises(UsageError, match="--world-size is 4, but srun started 6"):
         find_facts(RankConfig(pipeline_group_size=2, data_group_size=2), srun)
@@ -157,7 +199,9 @@ def test_a_store_of_several_groups_and_its_lines() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         holder = StoreHolder(listener, "secret")
         port = listener.getsockname()[1]
-        one, two = (Store("127.0.0.1", port, "secret", 9, name) for name in ("1/", "2/"))
+        one, two = (
+            Store("127.0.0.1", port, "secret", 9, name) for name in ("1/", "2/")
+        )
         one.set("a", "x")
         two.multi_set(["a", "b"], ["y", "z"])
         assert (one.get("a"), two.multi_get(["a", "b"])) == (b"x", [b"y", b"z"])

@@ -1,4 +1,5 @@
-"""Chat with a real model: by `Engine`, over ranks, and beside the completion that it stands for."""
+"""Chat with a real model: by `Engine`, over ranks, and beside the completion that it
+stands for."""
 
 from __future__ import annotations
 
@@ -20,7 +21,10 @@ from fminfer.models.known_sizes import DEMO_MODEL
 from tests.streams import check_stream, events_of
 
 QUESTION = "How do you go from the kitchen to the attic?"
-ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 12}
+ASKED: dict[str, Any] = {
+    "messages": [{"role": "user", "content": QUESTION}],
+    "max_tokens": 12,
+}
 GREEDY = ASKED | {"temperature": 0}
 
 
@@ -30,7 +34,9 @@ def engine() -> Iterator[fminfer.Engine]:
         yield engine
 
 
-def answers(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def answers(
+    engine: fminfer.Engine, *requests: dict[str, Any]
+) -> list[list[dict[str, Any]]]:
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
     assert not [record.error for record in records if record.error]
     return [record.to_dict()["result"]["choices"] for record in records]
@@ -45,7 +51,9 @@ def rendered() -> str:
     return text
 
 
-def test_a_chat_is_the_completion_of_its_rendered_prompt(engine: fminfer.Engine) -> None:
+def test_a_chat_is_the_completion_of_its_rendered_prompt(
+    engine: fminfer.Engine,
+) -> None:
     """With a seed, and greedily; the logprobs are the same floats."""
     for fields in ({"seed": 3}, {"temperature": 0}, {"seed": 4, "n": 2, "top_p": 0.9}):
         prompt = {"prompt": rendered(), "add_special_tokens": False, "max_tokens": 12}
@@ -56,7 +64,9 @@ def test_a_chat_is_the_completion_of_its_rendered_prompt(engine: fminfer.Engine)
             assert message["finish_reason"] == text["finish_reason"]
             listed = [entry["logprob"] for entry in message["logprobs"]["content"]]
             assert listed == text["logprobs"]["token_logprobs"]
-            said = b"".join(bytes(entry["bytes"]) for entry in message["logprobs"]["content"])
+            said = b"".join(
+                bytes(entry["bytes"]) for entry in message["logprobs"]["content"]
+            )
             assert said.decode() == text["text"]
 
 
@@ -69,7 +79,9 @@ def test_one_by_one(engine: fminfer.Engine) -> None:
     assert sum(isinstance(event, Delta) for event in events) > 1
     engine.add(GREEDY)  # its fields tell that it is chat
     (event,) = events_of(engine)
-    assert isinstance(event, Finished) and event.choices[0]["message"] == choice["message"]
+    assert (
+        isinstance(event, Finished) and event.choices[0]["message"] == choice["message"]
+    )
     for request, endpoint in ((GREEDY, "completions"), ({"prompt": "x"}, "chat")):
         with pytest.raises(RequestError) as caught:
             engine.add(request, endpoint=endpoint)
@@ -85,8 +97,15 @@ def test_max_tokens_left_out_fills_the_context_of_1024(engine: fminfer.Engine) -
 
 
 @pytest.mark.parametrize("options", [{"world_size": 2}, {"data_group_size": 2}])
-def test_ranks_answer_as_one_process(engine: fminfer.Engine, options: dict[str, int]) -> None:
-    requests = [GREEDY, ASKED | {"seed": 5}, {"messages": ASKED["messages"], "seed": 6}, ASKED]
+def test_ranks_answer_as_one_process(
+    engine: fminfer.Engine, options: dict[str, int]
+) -> None:
+    requests = [
+        GREEDY,
+        ASKED | {"seed": 5},
+        {"messages": ASKED["messages"], "seed": 6},
+        ASKED,
+    ]
     expected = answers(engine, *requests)
     with closing(fminfer.Engine(dtype="float32", **options)) as other:  # type: ignore[arg-type]
         assert answers(other, *requests) == expected
@@ -111,7 +130,12 @@ def test_a_template_of_the_users(tmp_path: Path) -> None:
 def test_defaults_of_the_models_own(tmp_path: Path) -> None:
     folder = tmp_path / "model"
     shutil.copytree(DEMO_MODEL, folder)
-    own = {"do_sample": False, "temperature": 0.0, "max_new_tokens": 2, "eos_token_id": 0}
+    own = {
+        "do_sample": False,
+        "temperature": 0.0,
+        "max_new_tokens": 2,
+        "eos_token_id": 0,
+    }
     (folder / GENERATION).write_text(json.dumps(own))
     options: dict[str, Any] = {"dtype": "float32", "generation_config": "model"}
     asked = {"messages": ASKED["messages"]}
@@ -138,6 +162,8 @@ def test_options_of_chat_are_checked() -> None:
 
 
 def test_a_run_without_a_tokenizer_has_no_chat() -> None:
-    refused = pytest.raises(RequestError, match="no tokenizer; give a prompt of token ids")
+    refused = pytest.raises(
+        RequestError, match="no tokenizer; give a prompt of token ids"
+    )
     with closing(fminfer.Engine(skip_tokenizer_init=True)) as engine, refused:
         engine.add(ASKED)

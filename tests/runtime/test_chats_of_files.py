@@ -1,4 +1,5 @@
-"""Chats of a run are rendered while the next ones are read; each has its own prompt and limit."""
+"""Chats of a run are rendered while the next ones are read; each has its own prompt and
+limit."""
 
 from __future__ import annotations
 
@@ -47,11 +48,19 @@ def chat(content: str, args: str = "{}") -> str:
     return f'{{"messages":[{message}],{echo}}}'
 
 
-def test_each_chat_has_its_own_prompt(intake: LineIntake, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_chat_has_its_own_prompt(
+    intake: LineIntake, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Also beside broken lines, other requests, and a chat that is too large for the pipe."""
     pool = LimitedPool(TemplateWorker)
     monkeypatch.setattr(chat_template, "_RENDERERS", pool)
-    chats = [chat("a"), "{", '{"prompt":"p","max_tokens":1}', chat("y" * 50_000), chat("b")]
+    chats = [
+        chat("a"),
+        "{",
+        '{"prompt":"p","max_tokens":1}',
+        chat("y" * 50_000),
+        chat("b"),
+    ]
     for _ in range(2):  # the process does not know the template at first
         first, broken, prompt, long, last = read(intake, *chats)
         assert (first, prompt, last) == ("xa", "p", "xb")
@@ -67,10 +76,17 @@ def test_each_chat_has_its_own_prompt(intake: LineIntake, monkeypatch: pytest.Mo
 def test_one_without_end_costs_its_own_line(
     intake: LineIntake, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(chat_template, "_RENDERERS", LimitedPool(TemplateWorker, seconds=0.4))
+    monkeypatch.setattr(
+        chat_template, "_RENDERERS", LimitedPool(TemplateWorker, seconds=0.4)
+    )
     endless = chat("c", '{"times":99999}')
     told = read(intake, chat("a"), endless, chat("b"), endless)
-    assert ["takes more than 0.4 s" in each for each in told] == [False, True, False, True]
+    assert ["takes more than 0.4 s" in each for each in told] == [
+        False,
+        True,
+        False,
+        True,
+    ]
 
 
 def test_a_machine_that_starts_no_process_is_told_of(

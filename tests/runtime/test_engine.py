@@ -1,4 +1,5 @@
-"""The engine with a small real model: draws belong to their request, neighbours do not matter."""
+"""The engine with a small real model: draws belong to their request, neighbours do not
+matter."""
 
 from __future__ import annotations
 
@@ -43,14 +44,22 @@ def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
 def texts(engine: fminfer.Engine, requests: list[Options]) -> list[list[str]]:
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
     return [
-        ["".join(c["logprobs"]["tokens"]) for c in record.to_dict()["result"]["choices"]]
+        [
+            "".join(c["logprobs"]["tokens"])
+            for c in record.to_dict()["result"]["choices"]
+        ]
         for record in records
     ]
 
 
 def sampled(index: int, **fields: Any) -> Options:
     prompt = random.Random(index).choices(range(300), k=1 + index * 7 % 60)
-    return {"prompt": prompt, "max_tokens": 8, "temperature": 1.2, "logprobs": 0} | fields
+    return {
+        "prompt": prompt,
+        "max_tokens": 8,
+        "temperature": 1.2,
+        "logprobs": 0,
+    } | fields
 
 
 def test_text_is_the_same_alone_and_among_others(engine: fminfer.Engine) -> None:
@@ -72,7 +81,9 @@ def test_equal_lines_differ_without_a_seed_and_agree_with_one(
 ) -> None:
     runs = []
     for _ in range(2):
-        engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
+        engine = fminfer.Engine(
+            str(llama_checkpoint[0]), dtype="float32", kernels="off"
+        )
         unseeded = sampled(3)
         seeded = sampled(3, seed=9)
         runs.append(texts(engine, [unseeded] * 4 + [seeded] * 3))
@@ -87,7 +98,12 @@ def test_candidates_share_their_prompt_and_differ(engine: fminfer.Engine) -> Non
     request = sampled(5, n=6, max_tokens=40)
     (together,) = texts(engine, [request])
     assert len(set(together)) == 6
-    greedy = {"prompt": request["prompt"], "max_tokens": 40, "temperature": 0, "logprobs": 0}
+    greedy = {
+        "prompt": request["prompt"],
+        "max_tokens": 40,
+        "temperature": 0,
+        "logprobs": 0,
+    }
     others = [sampled(i, n=5, max_tokens=30) for i in range(8)]
     alone = texts(engine, [greedy])
     assert texts(engine, [*others, greedy, *others])[8] == alone[0]
@@ -98,8 +114,15 @@ def test_best_of_returns_the_candidates_with_the_highest_mean_logprob(
     engine: fminfer.Engine,
 ) -> None:
     prompt = sampled(5)["prompt"]
-    request = {"prompt": prompt, "max_tokens": 6, "logprobs": 0, "seed": 4, "temperature": 1}
-    # The draws of a candidate depend on the request's bytes: ask for all of the very same request.
+    request = {
+        "prompt": prompt,
+        "max_tokens": 6,
+        "logprobs": 0,
+        "seed": 4,
+        "temperature": 1,
+    }
+    # The draws of a candidate depend on the request's bytes: ask for all of the very
+    # same request.
     (record,) = engine.run([request | {"n": 2, "best_of": 7}])
     result = record.to_dict()["result"]
     means = [sum(c["logprobs"]["token_logprobs"]) / 6 for c in result["choices"]]
@@ -107,9 +130,12 @@ def test_best_of_returns_the_candidates_with_the_highest_mean_logprob(
     assert result["usage"]["completion_tokens"] == 42
     (every,) = engine.run([request | {"n": 7}])
     spread = [
-        sum(c["logprobs"]["token_logprobs"]) / 6 for c in every.to_dict()["result"]["choices"]
+        sum(c["logprobs"]["token_logprobs"]) / 6
+        for c in every.to_dict()["result"]["choices"]
     ]
-    assert means[0] > sorted(spread)[3], "the best of seven is above the middle of seven others"
+    assert means[0] > sorted(spread)[3], (
+        "the best of seven is above the middle of seven others"
+    )
 
 
 def test_few_rows_stay_one_micro_batch(engine: fminfer.Engine) -> None:
@@ -120,7 +146,8 @@ def test_few_rows_stay_one_micro_batch(engine: fminfer.Engine) -> None:
 
 
 def test_stages_work_while_records_are_handled(engine: fminfer.Engine) -> None:
-    """The next step was given only after a record was built and written and new lines were read."""
+    """The next step was given only after a record was built and written and new lines
+    were read."""
     row = {"temperature": 0, "ignore_eos": True}
     run = engine.run([row | {"prompt": "a", "max_tokens": n} for n in (2, 90)])
     next(run)
@@ -131,7 +158,8 @@ def test_stages_work_while_records_are_handled(engine: fminfer.Engine) -> None:
 def test_nan_weights_cost_each_row_an_error_and_not_the_run(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """One token's embedding is nan: the rows that hold it fail, their neighbours are unharmed."""
+    """One token's embedding is nan: the rows that hold it fail, their neighbours are
+    unharmed."""
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
         source: Any = open_weights(*arguments, **options)
@@ -146,19 +174,25 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
         dtype="float32",
         kernels="off",
         budget=512,
-        prefix_cache=False,  # a prefix from the cache may round the last digit otherwise
+        # a prefix from the cache may round the last digit otherwise
+        prefix_cache=False,
     )
     clean = {"prompt": [1, 2, 3, 4], "max_tokens": 5, "temperature": 0, "logprobs": 1}
     poisoned = clean | {"prompt": [1, 2, 77, 4]}
     scored = poisoned | {"echo": True, "max_tokens": 0}
     records = sorted(
-        engine.run([clean, poisoned, clean, scored, *[clean] * 20]), key=lambda r: r.line.number
+        engine.run([clean, poisoned, clean, scored, *[clean] * 20]),
+        key=lambda r: r.line.number,
     )
     engine.close()
     codes = [record.error.code if record.error else None for record in records]
     assert codes == [None, "nan_logits", None, "nan_logits"] + [None] * 20
-    answers = [record.to_dict()["result"]["choices"] for record in records if not record.error]
-    assert all(answer == answers[0] for answer in answers), "blocks of a nan row are used again"
+    answers = [
+        record.to_dict()["result"]["choices"] for record in records if not record.error
+    ]
+    assert all(answer == answers[0] for answer in answers), (
+        "blocks of a nan row are used again"
+    )
     sound = llama_checkpoint[1](torch.tensor([[77]])).logits
     assert not sound.isnan().any(), "the file is sound"
 
@@ -166,7 +200,8 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
 def test_a_nan_score_is_shared_with_nobody(
     llama_checkpoint: tuple[Path, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The second line took the score from the prefix cache: as null, and later as its own error."""
+    """The second line took the score from the prefix cache: as null, and later as its
+    own error."""
 
     def score_damaged(logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
         draws = score(logits, ids, *rest)
@@ -175,7 +210,12 @@ def test_a_nan_score_is_shared_with_nobody(
 
     monkeypatch.setattr("fminfer.models.stage.score", score_damaged)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
-    asked = {"prompt": [5, 77, *range(30)], "max_tokens": 0, "echo": True, "logprobs": 0}
+    asked = {
+        "prompt": [5, 77, *range(30)],
+        "max_tokens": 0,
+        "echo": True,
+        "logprobs": 0,
+    }
     codes = []
     for _ in range(2):
         (record,) = engine.run([asked])
@@ -190,14 +230,20 @@ def test_a_cut_inside_a_character_loses_nothing_that_is_drawn(
 ) -> None:
     """The cut prompt ends in half an emoji, and the model draws the other half."""
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long="truncate-right"
+        str(llama_checkpoint[0]),
+        dtype="float32",
+        kernels="off",
+        on_too_long="truncate-right",
     )
     emoji = list("🙂".encode())
     prompt = "x" * 252 + "🙂"
     asked = {"max_tokens": 1, "logit_bias": {str(emoji[3]): 100}, "temperature": 0}
     (record,) = engine.run([asked | {"prompt": prompt}])
     engine.close()
-    assert record.to_dict()["result"]["usage"]["prompt_tokens_details"]["truncated_tokens"] == 1
+    assert (
+        record.to_dict()["result"]["usage"]["prompt_tokens_details"]["truncated_tokens"]
+        == 1
+    )
     assert record.to_dict()["result"]["choices"][0]["text"] == "🙂"
 
 
@@ -212,7 +258,9 @@ def test_16_bits_are_as_near_as_transformers_own(
     rows = [{"prompt": ids, "max_tokens": 0, "echo": True, "logprobs": 0}]
     rows.append({"prompt": ids[:9], "max_tokens": 6, "temperature": 0, "logprobs": 0})
     with closing(fminfer.Engine(str(folder), dtype=dtype, kernels=kernels)) as engine:
-        scored, drawn = (record.to_dict()["result"]["choices"][0] for record in engine.run(rows))
+        scored, drawn = (
+            record.to_dict()["result"]["choices"][0] for record in engine.run(rows)
+        )
         assert why_slow(engine.dtype, engine.device) in engine.facts.why_slower
     assert len(drawn["logprobs"]["tokens"]) == 6 and drawn["finish_reason"] == "length"
     found = torch.tensor(scored["logprobs"]["token_logprobs"][1:])
@@ -232,10 +280,21 @@ def test_what_is_no_dict_costs_one_record(engine: fminfer.Engine) -> None:
     """It ended the run, where a bad dict costs one record."""
     circle: dict[str, Any] = {"prompt": "x"}
     circle["self"] = circle
-    odd: list[Any] = [b"hello", [1], 5, {"prompt": b"x"}, circle, object(), {"prompt": "x"}]
+    odd: list[Any] = [
+        b"hello",
+        [1],
+        5,
+        {"prompt": b"x"},
+        circle,
+        object(),
+        {"prompt": "x"},
+    ]
     records = sorted(engine.run(odd), key=lambda record: record.line.number)
     messages = [record.error.message if record.error else "" for record in records]
-    assert messages[0] == "request 1 is a bytes; give a dict or a text" and messages[-1] == ""
+    assert (
+        messages[0] == "request 1 is a bytes; give a dict or a text"
+        and messages[-1] == ""
+    )
     assert "request 4 is no JSON" in messages[3]
     assert all(messages[:-1]) and len(messages) == len(odd)
     assert all(record.to_json() for record in records)
@@ -256,8 +315,12 @@ def test_texts_are_asked_and_answers_are_read() -> None:
             except fminfer.RequestError:
                 return []
 
-        assert read(*ways) == [] and read(ways[0]) == [right.text], "the run before has ended"
-        assert engine.make_request("x", n=2).get("temperature") is None, "draws are asked for"
+        assert read(*ways) == [] and read(ways[0]) == [right.text], (
+            "the run before has ended"
+        )
+        assert engine.make_request("x", n=2).get("temperature") is None, (
+            "draws are asked for"
+        )
         request = engine.make_request(ways[0], is_raw=True)
         assert request == {"prompt": ways[0], "max_tokens": 256, "temperature": 0}
         for one in (ways[0], request):
@@ -273,16 +336,29 @@ def test_whatever_an_engine_raises_is_exported_and_in_the_docs() -> None:
     """`fminfer.PipelineError`, which `step` raises, was not there."""
     package = Path(fminfer.__file__).parent
     named = set()
-    of_engine = ("core", "contract", "text", "machine", "compute", "engine", "pipeline", "models")
+    of_engine = (
+        "core",
+        "contract",
+        "text",
+        "machine",
+        "compute",
+        "engine",
+        "pipeline",
+        "models",
+    )
     for file in [
-        path for each in (*of_engine, "plan", "runtime") for path in (package / each).rglob("*.py")
+        path
+        for each in (*of_engine, "plan", "runtime")
+        for path in (package / each).rglob("*.py")
     ]:
         named |= set(re.findall(r"raise (\w+Error)\(", file.read_text()))
     raised = {name for name in named if hasattr(errors, name)} - {"FminferError"}
     assert raised >= {"PipelineError", "OutOfMemoryError", "RequestError"}
     docs = (package.parent / "docs" / "python.md").read_text()
     for name in raised:
-        assert name in fminfer.__all__ and getattr(fminfer, name) is getattr(errors, name)
+        assert name in fminfer.__all__ and getattr(fminfer, name) is getattr(
+            errors, name
+        )
         assert f"── {name} " in docs, name
 
 
@@ -293,16 +369,23 @@ def test_help_names_every_option() -> None:
         for field in dataclasses.fields(EngineConfig):
             (line,) = re.findall(rf"^{field.name}: (.+)$", doc, flags=re.M)
             assert f" = {field.default!r}  {field.metadata['option'].help}" in line
-        assert "kernels: 'auto' | 'off' | 'require' = 'auto'  Use of fminfer's own" in doc
+        assert (
+            "kernels: 'auto' | 'off' | 'require' = 'auto'  Use of fminfer's own" in doc
+        )
         assert "max_rows: int | None = None  Most sequences that run at once." in doc
     shown = inspect.signature(fminfer.Engine).parameters
     for field in dataclasses.fields(EngineConfig):
-        assert field.name == "model" or shown[field.name].default == field.default, field.name
+        assert field.name == "model" or shown[field.name].default == field.default, (
+            field.name
+        )
     with pytest.raises(
-        fminfer.UsageError, match=r"no option buget; did you mean budget\? The options are model, "
+        fminfer.UsageError,
+        match=r"no option buget; did you mean budget\? The options are model, ",
     ):
         fminfer.Engine(buget=5)
-    with pytest.raises(fminfer.UsageError, match="no option zzz; the options are model, "):
+    with pytest.raises(
+        fminfer.UsageError, match="no option zzz; the options are model, "
+    ):
         fminfer.Engine(zzz=5)
 
 
@@ -312,7 +395,9 @@ def test_a_config_travels_as_an_object(engine: fminfer.Engine) -> None:
     assert make_config("somewhere", budget=64) == config
 
 
-def test_values_that_json_lacks_are_refused_and_never_become_null(engine: fminfer.Engine) -> None:
+def test_values_that_json_lacks_are_refused_and_never_become_null(
+    engine: fminfer.Engine,
+) -> None:
     """orjson writes nan as null, and a null temperature is 1."""
     requests = [{"prompt": "x", "temperature": math.nan}, {"prompt": "\ud800"}]
     records = [*engine.run(requests), *engine.run([{"prompt": "x", "user": "\ud800"}])]
@@ -350,13 +435,16 @@ def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
     dropping.join(timeout=30)
     assert not dropping.is_alive() and pipeline.num_in_flight == 0
     pipeline.submit(step)
-    assert pipeline.collect().step_id == 0, "what was dropped is not mistaken for the next result"
+    assert pipeline.collect().step_id == 0, (
+        "what was dropped is not mistaken for the next result"
+    )
     pipeline.close()
     pipeline.drop()
 
 
 def test_a_pipeline_that_has_ended_takes_no_step() -> None:
-    """It was told once alone: after an interrupt at that moment the next call waited for ever."""
+    """It was told once alone: after an interrupt at that moment the next call waited
+    for ever."""
 
     def fail() -> None:
         raise PipelineError("there is no such device")
@@ -376,7 +464,9 @@ def test_a_closed_engine_says_so(llama_checkpoint: tuple[Path, Any]) -> None:
         list(engine.run([sampled(1)]))
 
 
-def test_a_tokenizer_with_more_tokens_than_the_model(llama_checkpoint: tuple[Path, Any]) -> None:
+def test_a_tokenizer_with_more_tokens_than_the_model(
+    llama_checkpoint: tuple[Path, Any],
+) -> None:
     """Llama-2 checkpoints with an added <pad>: its id, in a prompt, ended the whole run."""
     engine = fminfer.Engine(str(llama_checkpoint[0]))
     ids = engine.tokenizer.encode("a").ids
@@ -417,18 +507,29 @@ def test_the_sum_of_row_shares_is_the_wall_time(
     shares = sum(t["batch_time"] / t["batch_size"] for t in times)
     assert shares == pytest.approx(now_s - started_s - 100.0)
     assert shares > 26, "the longest answer takes a step a token"
-    assert len({t["batch_size"] for t in times}) > 5, "rows were in flight together, and not all"
+    assert len({t["batch_size"] for t in times}) > 5, (
+        "rows were in flight together, and not all"
+    )
 
 
 def test_a_shorter_context(llama_checkpoint: tuple[Path, Any]) -> None:
-    config = EngineConfig(model=str(llama_checkpoint[0]), max_model_len=20, dtype="float32")
+    config = EngineConfig(
+        model=str(llama_checkpoint[0]), max_model_len=20, dtype="float32"
+    )
     assert open_model(config).context_length == 20
     engine = fminfer.Engine(config, kernels="off")
-    whole, long = (next(engine.run([{"prompt": [5] * n, "max_tokens": 4}])) for n in (16, 17))
+    whole, long = (
+        next(engine.run([{"prompt": [5] * n, "max_tokens": 4}])) for n in (16, 17)
+    )
     engine.close()
     assert whole.error is None and long.error is not None
-    assert long.error.code == "context_length_exceeded" and "20 tokens" in long.error.message
-    with pytest.raises(fminfer.UsageError, match=r"--max-model-len is 257.* 256 tokens"):
+    assert (
+        long.error.code == "context_length_exceeded"
+        and "20 tokens" in long.error.message
+    )
+    with pytest.raises(
+        fminfer.UsageError, match=r"--max-model-len is 257.* 256 tokens"
+    ):
         open_model(replace(config, max_model_len=257))
 
 
@@ -458,13 +559,21 @@ def test_prompts_are_cut_when_asked_and_it_is_told(
     assert result["choices"][0]["text"].startswith(echoed)
     assert result["choices"][0]["logprobs"]["text_offset"][:10] == list(range(10))
     assert result["usage"]["prompt_tokens_details"]["truncated_tokens"] == 210
-    assert "truncated_tokens" not in whole.to_dict()["result"]["usage"]["prompt_tokens_details"]
-    assert hopeless.error is not None and hopeless.error.code == "context_length_exceeded"
+    assert (
+        "truncated_tokens"
+        not in whole.to_dict()["result"]["usage"]["prompt_tokens_details"]
+    )
+    assert (
+        hopeless.error is not None and hopeless.error.code == "context_length_exceeded"
+    )
 
 
 def test_a_cut_prompt_keeps_its_bos(llama_checkpoint: tuple[Path, Any]) -> None:
     engine = fminfer.Engine(
-        str(llama_checkpoint[0]), dtype="float32", kernels="off", on_too_long="truncate-left"
+        str(llama_checkpoint[0]),
+        dtype="float32",
+        kernels="off",
+        on_too_long="truncate-left",
     )
     engine.tokenizer.bos_id = 1
     asked = {"max_tokens": 200, "return_token_ids": True}

@@ -28,7 +28,12 @@ QUESTION = {
 }
 
 
-LONG = {"prompt": [5] * 40, "max_tokens": 12, "temperature": 0, "return_token_ids": True}
+LONG = {
+    "prompt": [5] * 40,
+    "max_tokens": 12,
+    "temperature": 0,
+    "return_token_ids": True,
+}
 
 
 @pytest.fixture(scope="module")
@@ -38,13 +43,17 @@ def engine() -> Iterator[fminfer.Engine]:
     engine.close()
 
 
-def answers(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[list[dict[str, Any]]]:
+def answers(
+    engine: fminfer.Engine, *requests: dict[str, Any]
+) -> list[list[dict[str, Any]]]:
     ids = [engine.add(request, is_streamed=True) for request in requests]
     events = events_of(engine)
     return [check_stream(events, request_id) for request_id in ids]
 
 
-def test_a_higher_priority_enters_first_and_changes_no_answer(engine: fminfer.Engine) -> None:
+def test_a_higher_priority_enters_first_and_changes_no_answer(
+    engine: fminfer.Engine,
+) -> None:
     low = [QUESTION | {"max_tokens": 40, "seed": i} for i in range(4)]
     high = [QUESTION | {"max_tokens": 5, "seed": i, "n": 2} for i in range(2)]
     expected = [answers(engine, request)[0] for request in low + high]
@@ -61,13 +70,21 @@ def test_a_higher_priority_enters_first_and_changes_no_answer(engine: fminfer.En
 
 
 def test_a_wrong_request_costs_nothing(engine: fminfer.Engine) -> None:
-    for fields in ({"n": 0}, {"prompt": []}, {"max_tokens": 10**6}, {"n": 3}, {"stream": True}):
+    for fields in (
+        {"n": 0},
+        {"prompt": []},
+        {"max_tokens": 10**6},
+        {"n": 3},
+        {"stream": True},
+    ):
         with pytest.raises(RequestError):
             engine.add({"prompt": "x"} | fields)
     assert not engine.has_work
 
 
-def test_a_stage_that_raises(engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_stage_that_raises(
+    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch
+) -> None:
     expected = answers(engine, QUESTION | {"max_tokens": 4, "seed": 1})
     stages: Any = engine.pipeline.stages
     run = stages._run
@@ -99,7 +116,9 @@ def held_by(engine: fminfer.Engine) -> list[weakref.ref[Any]]:
     stage = engine.pipeline._stage
     assert stage is not None, "it is open"
     layers = stage._network.layers
-    return [weakref.ref(each) for each in (stage, stage._network, layers[0], stage.cache)][1:]
+    return [
+        weakref.ref(each) for each in (stage, stage._network, layers[0], stage.cache)
+    ][1:]
 
 
 @pytest.mark.parametrize("options", [{}, {"world_size": 2}])
@@ -134,7 +153,9 @@ def test_an_engine_that_failed_holds_no_weights_once_it_is_closed(
     assert [each() for each in held] == [None] * len(held) and error.value.__traceback__
 
 
-def test_an_engine_that_cannot_be_made_holds_no_weights(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_engine_that_cannot_be_made_holds_no_weights(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Its thread went on, with the weights, to the end of the process."""
     made: list[OnePipeline] = []
 
@@ -153,7 +174,9 @@ def test_an_engine_that_cannot_be_made_holds_no_weights(monkeypatch: pytest.Monk
         made[0].stages.submit(Step(0))
 
 
-def test_events_that_a_run_does_not_need_are_left_for_step(engine: fminfer.Engine) -> None:
+def test_events_that_a_run_does_not_need_are_left_for_step(
+    engine: fminfer.Engine,
+) -> None:
     """They were lost, and nothing ever told of the request again."""
     request_id = engine.add(LONG, is_streamed=True)
     records = list(engine.run([LONG | {"max_tokens": 40, "ignore_eos": True}] * 3))
@@ -163,7 +186,9 @@ def test_events_that_a_run_does_not_need_are_left_for_step(engine: fminfer.Engin
     assert not engine.has_work
 
 
-def test_requests_are_answered_after_a_run_that_was_stopped(engine: fminfer.Engine) -> None:
+def test_requests_are_answered_after_a_run_that_was_stopped(
+    engine: fminfer.Engine,
+) -> None:
     """None could begin any more, and the engine said that it had no work."""
     run = engine.run(LONG | {"seed": seed, "temperature": 1} for seed in range(300))
     next(run)

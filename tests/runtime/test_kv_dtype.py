@@ -30,7 +30,8 @@ SHARED = "".join(
 
 
 def scores(**options: Any) -> list[float]:
-    """Return the logprobs of prompts' tokens and of greedy ones, of rows with a common prefix."""
+    """Return the logprobs of prompts' tokens and of greedy ones, of rows with a common
+    prefix."""
     requests = [
         {
             "prompt": f"{SHARED}Question: How do you go from the {room} to the den?\nAnswer:",
@@ -42,7 +43,8 @@ def scores(**options: Any) -> list[float]:
         for room in ROOMS
     ]
     engine = fminfer.Engine(
-        **{"dtype": "float32", "device": "cpu", "chunk_size": 96, "budget": 4096} | options
+        **{"dtype": "float32", "device": "cpu", "chunk_size": 96, "budget": 4096}
+        | options
     )
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
     engine.close()
@@ -56,7 +58,8 @@ def scores(**options: Any) -> list[float]:
 
 @pytest.mark.parametrize("body", BODIES)
 @pytest.mark.parametrize(
-    ("kv_dtype", "mean", "largest"), [("bfloat16", 0.02, 0.06), ("float16", 0.002, 0.005)]
+    ("kv_dtype", "mean", "largest"),
+    [("bfloat16", 0.02, 0.06), ("float16", 0.002, 0.005)],
 )
 def test_logprobs_are_close_to_those_of_a_cache_of_float32(
     body: str, kv_dtype: str, mean: float, largest: float
@@ -66,7 +69,9 @@ def test_logprobs_are_close_to_those_of_a_cache_of_float32(
     for more in ({}, {"prefix_cache": False}):
         found = torch.tensor(scores(kernels=body, kv_dtype=kv_dtype, **more))
         error = (found - exact).abs()
-        assert 0 < error.mean() < mean and error.max() < largest, "near, and yet rounded"
+        assert 0 < error.mean() < mean and error.max() < largest, (
+            "near, and yet rounded"
+        )
 
 
 @pytest.mark.parametrize("body", BODIES)
@@ -91,7 +96,9 @@ def test_it_takes_half_the_memory() -> None:
         engine = fminfer.Engine(config)
         assert engine.facts.kv_bytes_per_token == found.own.takes.kv_token
         assert engine.dtype == torch.float32
-        assert engine.facts.kv_dtype == ("float32" if kv_dtype == "auto" else "bfloat16")
+        assert engine.facts.kv_dtype == (
+            "float32" if kv_dtype == "auto" else "bfloat16"
+        )
         tokens.append(engine.facts.kv_bytes_per_token)
         engine.close()
     assert tokens[0] == 2 * tokens[1]
@@ -120,14 +127,18 @@ def test_the_command_shows_it_and_goes_on_only_with_the_same(tmp_path: Path) -> 
     report = json.loads(CliRunner().invoke(main, ["check", *narrow, "--json"]).stdout)
     assert (report["dtype"], report["kv_dtype"]) == ("float32", "bfloat16")
 
-    found = CliRunner().invoke(main, ["run", *narrow, "--limit", "1", "--stats", str(stats)])
+    found = CliRunner().invoke(
+        main, ["run", *narrow, "--limit", "1", "--stats", str(stats)]
+    )
     assert found.exit_code == 0, found.output
     assert "fminfer-demo (float32, KV cache bfloat16" in found.output
     assert "with a KV cache in bfloat16 a seed repeats its draws only" in found.output
     assert json.loads(stats.read_text())["kv_dtype"] == "bfloat16"
     same = [*flags, "--output", str(tmp_path / "same.jsonl"), "--stats", str(stats)]
     found = CliRunner().invoke(main, ["run", *same])
-    assert json.loads(stats.read_text())["kv_dtype"] == "float32", "it was empty with auto"
+    assert json.loads(stats.read_text())["kv_dtype"] == "float32", (
+        "it was empty with auto"
+    )
     assert "KV cache" not in found.output, "where it is the same"
     other = CliRunner().invoke(main, ["run", *flags])
     assert other.exit_code == 2 and "--kv-dtype" in other.output, other.output
@@ -136,13 +147,22 @@ def test_the_command_shows_it_and_goes_on_only_with_the_same(tmp_path: Path) -> 
 
 @pytest.mark.parametrize("flag", ["--dtype", "--kv-dtype"])
 def test_short_names_and_capitals_are_understood(flag: str) -> None:
-    for given, meant in (("bf16", "bfloat16"), ("BFLOAT16", "bfloat16"), ("FP32", "float32")):
+    for given, meant in (
+        ("bf16", "bfloat16"),
+        ("BFLOAT16", "bfloat16"),
+        ("FP32", "float32"),
+    ):
         found = main.commands["run"].make_context("run", [flag, given])
         assert found.params[flag.strip("-").replace("-", "_")] == meant
 
 
 def test_another_name_is_refused() -> None:
     found = CliRunner().invoke(main, ["run", "--kv-dtype", "float8", "--prompt", "a"])
-    assert found.exit_code == 2 and "'float8' is not one of 'auto', 'float32'" in found.output
-    with pytest.raises(fminfer.UsageError, match="kv_dtype is 'float8'; it must be one of auto"):
+    assert (
+        found.exit_code == 2
+        and "'float8' is not one of 'auto', 'float32'" in found.output
+    )
+    with pytest.raises(
+        fminfer.UsageError, match="kv_dtype is 'float8'; it must be one of auto"
+    ):
         EngineConfig(kv_dtype="float8")  # type: ignore[arg-type]

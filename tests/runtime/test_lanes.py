@@ -1,4 +1,5 @@
-"""Lanes: whose turn it is, what becomes of events, cancelled requests, and an engine that fails."""
+"""Lanes: whose turn it is, what becomes of events, cancelled requests, and an engine
+that fails."""
 
 from __future__ import annotations
 
@@ -13,7 +14,14 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import FminferError, RequestError
-from fminfer.engine.engine_core import BEHIND_ALL, EngineCore, Event, Failed, Finished, RequestCore
+from fminfer.engine.engine_core import (
+    BEHIND_ALL,
+    EngineCore,
+    Event,
+    Failed,
+    Finished,
+    RequestCore,
+)
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.lines import lanes as lanes_module
 from fminfer.runtime.lines.lanes import MOST_WAITING, Lane, Lanes
@@ -78,7 +86,10 @@ def test_few_wait_in_the_engine(core: FakeCore, lanes: Lanes) -> None:
     for number in range(100):
         lane.add(request(str(number), num_prompts=2))
     lanes.feed()
-    assert core.num_waiting_behind == MOST_WAITING and lane.num_waiting == 200 - MOST_WAITING
+    assert (
+        core.num_waiting_behind == MOST_WAITING
+        and lane.num_waiting == 200 - MOST_WAITING
+    )
     lanes.feed()
     assert core.num_waiting_behind == MOST_WAITING
     core.num_waiting_behind -= 4
@@ -138,7 +149,8 @@ def test_an_engine_that_fails_ends_all_runs(lanes: Lanes) -> None:
 
 
 def test_a_wait_ends(core: FakeCore, lanes: Lanes) -> None:
-    """By an event, by room in the lane, or by a call from elsewhere; also one before the wait."""
+    """By an event, by room in the lane, or by a call from elsewhere; also one before
+    the wait."""
     lane = lanes.open()
     lane.wait(60, wants_room=True)
     lane.wake()
@@ -177,7 +189,9 @@ def test_a_lane_has_what_a_run_asks_of_it_and_nothing_that_does_nothing() -> Non
     assert not of_engine - {"wait", "wake"} & set(dir(Lane))
     for method in ast.walk(ast.parse(Path(lanes_module.__file__).read_text())):
         if isinstance(method, ast.FunctionDef):
-            assert ast.get_docstring(method) is None or len(method.body) > 1, method.name
+            assert ast.get_docstring(method) is None or len(method.body) > 1, (
+                method.name
+            )
 
 
 @pytest.fixture(scope="module", params=[1, 2])

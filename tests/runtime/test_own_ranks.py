@@ -30,10 +30,20 @@ from tests.faults.torture import is_alive
 from tests.forked import Forked
 
 ROWS: list[dict[str, Any]] = [
-    {"prompt": "Question: How do you go", "max_tokens": 12, "temperature": t, "logprobs": 1}
+    {
+        "prompt": "Question: How do you go",
+        "max_tokens": 12,
+        "temperature": t,
+        "logprobs": 1,
+    }
     for t in (0, 1, 1)
 ]
-WAYS = {"type": "array", "items": {"enum": ["north", "east"]}, "minItems": 2, "maxItems": 4}
+WAYS = {
+    "type": "array",
+    "items": {"enum": ["north", "east"]},
+    "minItems": 2,
+    "maxItems": 4,
+}
 ROWS += [row | {"max_tokens": 90, "guided_json": WAYS, "seed": 2} for row in ROWS[:2]]
 LONG = {"prompt": "north", "max_tokens": 400, "ignore_eos": True}
 
@@ -51,7 +61,9 @@ def own_ranks() -> list[int]:
 
 def _is_rank(pid: int) -> bool:
     is_forked = Path(f"/proc/{pid}/comm").read_text() == "serve-part\n"
-    return is_forked or b"serve-part" in Path(f"/proc/{pid}/cmdline").read_bytes().split(b"\0")
+    return is_forked or b"serve-part" in Path(
+        f"/proc/{pid}/cmdline"
+    ).read_bytes().split(b"\0")
 
 
 @pytest.fixture
@@ -64,7 +76,9 @@ def test_two_ranks_answer_as_one(no_rank_is_left: None) -> None:
     """One engine after another, for torch has one group of ranks in a process."""
     with closing(fminfer.Engine(dtype="float32")) as engine:
         expected = answers(engine)
-    assert len(expected) == 5 and all(2 <= len(json.loads(text)) <= 4 for text in expected[3:])
+    assert len(expected) == 5 and all(
+        2 <= len(json.loads(text)) <= 4 for text in expected[3:]
+    )
     for _ in range(2):
         with closing(fminfer.Engine(dtype="float32", world_size=2)) as engine:
             assert len(own_ranks()) == 1
@@ -78,23 +92,38 @@ def test_sampling_reaches_the_last_rank(
     llama_checkpoint: tuple[Path, Any], no_rank_is_left: None
 ) -> None:
     """Texts of two ranks were compared that were all empty."""
-    draw = {"prompt": [5, 17, 80], "max_tokens": 9, "n": 4, "seed": 3, "return_token_ids": True}
+    draw = {
+        "prompt": [5, 17, 80],
+        "max_tokens": 9,
+        "n": 4,
+        "seed": 3,
+        "return_token_ids": True,
+    }
     rows = [draw, draw | {"min_p": 0.5}, draw | {"top_k": 3}]
-    rows += [draw | {"allowed_token_ids": [*range(64, 190)]}, draw | {"bad_words": ["a", "bc"]}]
+    rows += [
+        draw | {"allowed_token_ids": [*range(64, 190)]},
+        draw | {"bad_words": ["a", "bc"]},
+    ]
     found = []
     for world_size in (1, 2):
         with closing(
-            fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", world_size=world_size)
+            fminfer.Engine(
+                str(llama_checkpoint[0]), dtype="float32", world_size=world_size
+            )
         ) as engine:
             records = sorted(engine.run(rows), key=lambda record: record.line.number)
         choices = [record.result["choices"] for record in records if record.result]
         found.append([[choice["token_ids"] for choice in each] for each in choices])
     assert found[0] == found[1]
-    assert len(found[0]) == 5 and all(a != b for a, b in itertools.combinations(found[0], 2))
+    assert len(found[0]) == 5 and all(
+        a != b for a, b in itertools.combinations(found[0], 2)
+    )
     assert all(64 <= token_id < 190 for ids in found[0][3] for token_id in ids)
 
 
-def test_a_closed_engine_leaves_no_connection_and_no_thread(no_rank_is_left: None) -> None:
+def test_a_closed_engine_leaves_no_connection_and_no_thread(
+    no_rank_is_left: None,
+) -> None:
     """Two threads and their connections stayed until the collector of garbage came by."""
     gc.collect()
     num_threads = threading.active_count()
@@ -158,7 +187,9 @@ def test_a_rank_that_dies_before_it_has_come(
         "import sys\nif 'serve-part' in sys.orig_argv: sys.exit('no rank today')\n"
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
-    with pytest.raises(PipelineError, match="rank 1 ended by itself, with exit status 1"):
+    with pytest.raises(
+        PipelineError, match="rank 1 ended by itself, with exit status 1"
+    ):
         fminfer.Engine(world_size=2)
 
 
@@ -177,7 +208,9 @@ print(records[0].result["choices"][0]["text"], flush=True)
 
 def start_program(folder: Path, then: str) -> subprocess.Popen[str]:
     program = folder / "program.py"
-    program.write_text(PROGRAM.format(home=str(Path(fminfer.__file__).parent.parent), then=then))
+    program.write_text(
+        PROGRAM.format(home=str(Path(fminfer.__file__).parent.parent), then=then)
+    )
     command = [sys.executable, program.name]
     return subprocess.Popen(
         command, cwd=folder, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
@@ -192,7 +225,9 @@ def start_program(folder: Path, then: str) -> subprocess.Popen[str]:
         pytest.param("raise ValueError('boom')", 1, marks=more),
     ],
 )
-def test_a_program_is_not_run_again_by_its_ranks(then: str, status: int, tmp_path: Path) -> None:
+def test_a_program_is_not_run_again_by_its_ranks(
+    then: str, status: int, tmp_path: Path
+) -> None:
     """It ends as it would without ranks, whether it closes its engine or not."""
     program = start_program(tmp_path, then)
     out, err = program.communicate(timeout=120)
@@ -222,7 +257,9 @@ def test_two_ranks_give_lm_eval_the_numbers_of_one(no_rank_is_left: None) -> Non
 
     from fminfer.integrations.lm_eval import FminferLM
 
-    pairs = [("Question: How do you go from the den", text) for text in (" to", " north")]
+    pairs = [
+        ("Question: How do you go from the den", text) for text in (" to", " north")
+    ]
     requests = [Instance("loglikelihood", {}, pair, n) for n, pair in enumerate(pairs)]
     found = []
     for further in ("", ",world_size=2"):
@@ -242,7 +279,14 @@ def start_run(folder: Path, *flags: str) -> Forked:
     source = folder / "in.jsonl"
     journal = folder / "out.jsonl.journal"
     source.write_text("".join(json.dumps(row) + "\n" for row in rows))
-    words = ["run", str(source), "--output", str(folder / "out.jsonl"), "--max-rows", "2"]
+    words = [
+        "run",
+        str(source),
+        "--output",
+        str(folder / "out.jsonl"),
+        "--max-rows",
+        "2",
+    ]
     run = Forked([*words, "--world-size", "2", *flags], is_session=True)
     until_s = time.monotonic() + 90
     while not journal.exists() or journal.read_bytes().count(b"\n") < 3:
@@ -251,12 +295,16 @@ def start_run(folder: Path, *flags: str) -> Forked:
     return run
 
 
-def test_ctrl_c_reaches_all_processes_and_ends_the_run_in_good_order(tmp_path: Path) -> None:
+def test_ctrl_c_reaches_all_processes_and_ends_the_run_in_good_order(
+    tmp_path: Path,
+) -> None:
     """A terminal sends it to every process of its group; ranks leave it to rank 0."""
     run = start_run(tmp_path)
     os.killpg(run.pid, signal.SIGINT)
     _, err = run.communicate(timeout=60)
-    assert run.returncode == 130 and "goes on from there" in err and "Traceback" not in err, err
+    assert (
+        run.returncode == 130 and "goes on from there" in err and "Traceback" not in err
+    ), err
     assert "rank 1" not in err
     with pytest.raises(ProcessLookupError):
         os.killpg(run.pid, 0)
@@ -265,7 +313,8 @@ def test_ctrl_c_reaches_all_processes_and_ends_the_run_in_good_order(tmp_path: P
 def test_a_second_ctrl_c_ends_all_at_once(tmp_path: Path) -> None:
     run = start_run(tmp_path, "--grace", "100", "--rank-timeout", "100")
     (child,) = Path(f"/proc/{run.pid}/task/{run.pid}/children").read_text().split()
-    os.kill(int(child), signal.SIGSTOP)  # so that no row ends in the grace, on any machine
+    # so that no row ends in the grace, on any machine
+    os.kill(int(child), signal.SIGSTOP)
     os.killpg(run.pid, signal.SIGINT)
     until_s = time.monotonic() + 20
     while "Ctrl-C again" not in run.said():
@@ -296,11 +345,16 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 def test_what_a_process_is_told_arrives_as_it_was() -> None:
     facts = RankFacts(1, 2, "127.0.0.1", 7, parent=9, secret="s", prefix="pipeline 1/")
     config = EngineConfig(
-        "a model", cuda_ids=(1, 0), stage_layers=(3, 4), request_args={"stop": ["a", "\ud800"]}
+        "a model",
+        cuda_ids=(1, 0),
+        stage_layers=(3, 4),
+        request_args={"stop": ["a", "\ud800"]},
     )
     for task in (
         Task(
-            Role("rank", Spread(2, 1, 5.0, 6.0, 4, 3), facts), config, ChildOptions(1.0, True, True)
+            Role("rank", Spread(2, 1, 5.0, 6.0, 4, 3), facts),
+            config,
+            ChildOptions(1.0, True, True),
         ),
         Task(Role("member", Spread(1, 2), None, 5), EngineConfig(), ChildOptions()),
     ):
@@ -324,9 +378,13 @@ def test_roles() -> None:
     assert role(rendezvous="/shared/job", world_size=2).is_first, "it may become rank 0"
 
 
-def test_processes_find_the_package_that_started_them(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_processes_find_the_package_that_started_them(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The folder of the package itself was named, from which `fminfer` is not found."""
     monkeypatch.setattr("sys.prefix", "/nowhere")
     monkeypatch.setenv("PYTHONPATH", "/elsewhere")
     places = processes._environ()["PYTHONPATH"].split(os.pathsep)
-    assert places[0] == "/elsewhere" and Path(places[1], "fminfer", "__init__.py").exists()
+    assert (
+        places[0] == "/elsewhere" and Path(places[1], "fminfer", "__init__.py").exists()
+    )

@@ -34,12 +34,21 @@ def engine(llama_checkpoint: tuple[Path, Any]) -> Iterator[fminfer.Engine]:
 
 
 def choices(engine: fminfer.Engine, *requests: Options) -> list[Options]:
-    base = {"prompt": PROMPT, "temperature": 0, "max_tokens": 12, "return_token_ids": True}
-    records = sorted(engine.run([base | r for r in requests]), key=lambda r: r.line.number)
+    base = {
+        "prompt": PROMPT,
+        "temperature": 0,
+        "max_tokens": 12,
+        "return_token_ids": True,
+    }
+    records = sorted(
+        engine.run([base | r for r in requests]), key=lambda r: r.line.number
+    )
     return [record.to_dict()["result"]["choices"][0] for record in records]
 
 
-def slow_greedy(model: Any, request: Options, count: int = 12) -> tuple[list[int], list[float]]:
+def slow_greedy(
+    model: Any, request: Options, count: int = 12
+) -> tuple[list[int], list[float]]:
     """Draw greedily with the penalties as they are defined; return ids and raw logprobs."""
     ids = list(PROMPT)
     logprobs = []
@@ -59,7 +68,9 @@ def slow_greedy(model: Any, request: Options, count: int = 12) -> tuple[list[int
             logits[token_id] -= request.get("presence_penalty", 0)
         banned = set(ends_of_words(request, ids[len(PROMPT) :]))
         kept = set(request.get("allowed_token_ids", range(len(logits)))) - banned
-        logits[[each for each in range(len(logits)) if each not in kept]] = float("-inf")
+        logits[[each for each in range(len(logits)) if each not in kept]] = float(
+            "-inf"
+        )
         ids.append(int(logits.argmax()))
         logprobs.append(torch.log_softmax(raw, -1)[ids[-1]].item())
     return ids[len(PROMPT) :], logprobs
@@ -79,7 +90,10 @@ BANNING: list[Options] = [
     {"allowed_token_ids": [9, 17, 250], "logit_bias": {"9": 3, "40": 100}},
     {"allowed_token_ids": [9, 17, 250], "presence_penalty": 2, "frequency_penalty": 2},
     {"allowed_token_ids": [97, 98, 99], "bad_words": ["aa", "cc", "b"]},
-    {"allowed_token_ids": [97, 98, 99, 100], "bad_words": ["ba", "ab", "aa", "bb", "bcb", "dd"]},
+    {
+        "allowed_token_ids": [97, 98, 99, 100],
+        "bad_words": ["ba", "ab", "aa", "bb", "bcb", "dd"],
+    },
     {"allowed_token_ids": [32, 97, 98], "bad_words": [" aa", "b a", "bbb", "ab"]},
 ]
 
@@ -89,7 +103,11 @@ def test_bans_are_as_defined_and_rows_keep_their_own(
 ) -> None:
     """All in one batch, plain rows among them, also of a prompt that is cached by then."""
     plain, _ = slow_greedy(llama_checkpoint[1], {})
-    said = [{"bad_words": [bytes([token_id]).decode()]} for token_id in plain if token_id < 128]
+    said = [
+        {"bad_words": [bytes([token_id]).decode()]}
+        for token_id in plain
+        if token_id < 128
+    ]
     requests: list[Options] = [{"logprobs": 0}]
     for banning in BANNING + said + [{"bad_words": ["q", "a", "never said"]}]:
         requests += [banning | {"logprobs": 0}, {"logprobs": 0}]
@@ -100,7 +118,9 @@ def test_bans_are_as_defined_and_rows_keep_their_own(
         for number, (request, choice) in enumerate(zip(requests, found, strict=True)):
             ids, logprobs = expected[number // 2] if number % 2 else of_plain
             assert choice["token_ids"] == ids, request
-            assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
+            assert choice["logprobs"]["token_logprobs"] == pytest.approx(
+                logprobs, abs=1e-4
+            )
     texts = {tuple(choice["token_ids"]) for choice in found}
     assert len(texts) > len(BANNING), f"bans change too little of {plain}"
 
@@ -117,7 +137,9 @@ def test_bans_hold_in_each_part_of_a_step(
     finally:
         own.close()
     for request, choice in zip(requests, found, strict=True):
-        assert choice["token_ids"] == slow_greedy(llama_checkpoint[1], request)[0], request
+        assert choice["token_ids"] == slow_greedy(llama_checkpoint[1], request)[0], (
+            request
+        )
 
 
 def test_no_draw_completes_a_bad_word(engine: fminfer.Engine) -> None:
@@ -129,7 +151,8 @@ def test_no_draw_completes_a_bad_word(engine: fminfer.Engine) -> None:
     free, held = sorted(records, key=lambda record: record.line.number)
     assert free.result is not None and held.result is not None
     free_text, held_text = (
-        " | ".join(choice["text"] for choice in record.result["choices"]) for record in (free, held)
+        " | ".join(choice["text"] for choice in record.result["choices"])
+        for record in (free, held)
     )
     assert all(word.strip() in free_text for word in words)
     for choice in held.result["choices"]:
@@ -140,10 +163,15 @@ def test_no_draw_completes_a_bad_word(engine: fminfer.Engine) -> None:
     assert "aba" not in held_text
 
 
-def test_allowed_tokens_are_drawn_by_their_own_probabilities(engine: fminfer.Engine) -> None:
-    """Two tokens share all the mass, by their own logits; the logprobs stay those of all tokens."""
+def test_allowed_tokens_are_drawn_by_their_own_probabilities(
+    engine: fminfer.Engine,
+) -> None:
+    """Two tokens share all the mass, by their own logits; the logprobs stay those of
+    all tokens."""
     asked = {"prompt": PROMPT, "max_tokens": 1, "n": 128, "logprobs": 0, "seed": 1}
-    (record,) = engine.run([asked | {"allowed_token_ids": [9, 10], "return_token_ids": True}])
+    (record,) = engine.run(
+        [asked | {"allowed_token_ids": [9, 10], "return_token_ids": True}]
+    )
     drawn = record.to_dict()["result"]["choices"]
     logprobs = {c["token_ids"][0]: c["logprobs"]["token_logprobs"][0] for c in drawn}
     assert set(logprobs) == {9, 10} and max(logprobs.values()) < -1
@@ -158,7 +186,11 @@ def test_a_list_of_the_whole_vocabulary_changes_nothing(engine: fminfer.Engine) 
 
 
 def test_ends_are_drawn_only_if_they_are_allowed(engine: fminfer.Engine) -> None:
-    asked = {"allowed_token_ids": [97, 98], "stop_token_ids": [98], "logit_bias": {"98": 100}}
+    asked = {
+        "allowed_token_ids": [97, 98],
+        "stop_token_ids": [98],
+        "logit_bias": {"98": 100},
+    }
     ended, held = choices(engine, asked, asked | {"min_tokens": 3})
     assert (ended["token_ids"], ended["stop_reason"]) == ([98], 98)
     assert held["token_ids"] == [97, 97, 97, 98]
@@ -166,7 +198,9 @@ def test_ends_are_drawn_only_if_they_are_allowed(engine: fminfer.Engine) -> None
     assert never["token_ids"] == [97] * 12
 
 
-def test_nothing_left_to_draw_is_an_error_of_the_request(engine: fminfer.Engine) -> None:
+def test_nothing_left_to_draw_is_an_error_of_the_request(
+    engine: fminfer.Engine,
+) -> None:
     """A row of -inf alone would draw the first token, whether it may be drawn or not."""
     base = {"prompt": PROMPT, "max_tokens": 5, "n": 2, "temperature": 1}
     rows = [
@@ -180,7 +214,9 @@ def test_nothing_left_to_draw_is_an_error_of_the_request(engine: fminfer.Engine)
     records = sorted(
         engine.run([base | row for row in rows]), key=lambda record: record.line.number
     )
-    told = [record.error and (record.error.code, record.error.param) for record in records]
+    told = [
+        record.error and (record.error.code, record.error.param) for record in records
+    ]
     wrong = ("out_of_range", "allowed_token_ids")
     out = ("token_out_of_range", "allowed_token_ids")
     assert told == [wrong, wrong, wrong, None, out, None]
@@ -216,7 +252,9 @@ def test_penalties_are_as_defined_and_rows_keep_their_own(
         assert choice["token_ids"] == ids, request
         assert choice["logprobs"]["token_logprobs"] == pytest.approx(logprobs, abs=1e-4)
         texts.add(tuple(ids))
-    assert len(texts) > len(PENALTIES) * 0.7, f"the penalties change too little of {plain}"
+    assert len(texts) > len(PENALTIES) * 0.7, (
+        f"the penalties change too little of {plain}"
+    )
 
 
 def test_repetition_penalty_is_that_of_transformers(
@@ -224,7 +262,10 @@ def test_repetition_penalty_is_that_of_transformers(
 ) -> None:
     (choice,) = choices(engine, {"repetition_penalty": 1.4})
     found = llama_checkpoint[1].generate(
-        torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False, repetition_penalty=1.4
+        torch.tensor([PROMPT]),
+        max_new_tokens=12,
+        do_sample=False,
+        repetition_penalty=1.4,
     )
     assert choice["token_ids"] == found[0, len(PROMPT) :].tolist()
 
@@ -233,7 +274,13 @@ def test_a_bias_moves_draws_as_far_as_it_should(engine: fminfer.Engine) -> None:
     """+100 on one token takes all the mass; the same on two shares it by their own logits."""
     tokens = []
     for bias in ({"9": 100}, {"9": 100, "10": 100}):
-        asked = {"prompt": PROMPT, "max_tokens": 1, "n": 100, "logprobs": 0, "logit_bias": bias}
+        asked = {
+            "prompt": PROMPT,
+            "max_tokens": 1,
+            "n": 100,
+            "logprobs": 0,
+            "logit_bias": bias,
+        }
         (record,) = engine.run([asked])
         drawn = record.to_dict()["result"]["choices"]
         tokens.append({choice["logprobs"]["tokens"][0] for choice in drawn})
@@ -241,15 +288,26 @@ def test_a_bias_moves_draws_as_far_as_it_should(engine: fminfer.Engine) -> None:
 
 
 def test_min_p_keeps_what_is_near_the_best(engine: fminfer.Engine) -> None:
-    (certain,) = engine.run([{"prompt": PROMPT, "max_tokens": 1, "n": 50, "min_p": 1.0}])
+    (certain,) = engine.run(
+        [{"prompt": PROMPT, "max_tokens": 1, "n": 50, "min_p": 1.0}]
+    )
     assert len({c["text"] for c in certain.to_dict()["result"]["choices"]}) == 1
-    asked = {"prompt": PROMPT, "max_tokens": 1, "n": 128, "temperature": 2, "logprobs": 1}
+    asked = {
+        "prompt": PROMPT,
+        "max_tokens": 1,
+        "n": 128,
+        "temperature": 2,
+        "logprobs": 1,
+    }
     (record,) = engine.run([asked | {"min_p": 0.5}])
     for choice in record.to_dict()["result"]["choices"]:
         logprobs = choice["logprobs"]
         best = max(logprobs["top_logprobs"][0].values())
         # at temperature 2 the ratio 0.5 is one of 0.25 in the raw probabilities
-        assert logprobs["token_logprobs"][0] >= best + torch.tensor(0.25).log().item() - 1e-5
+        assert (
+            logprobs["token_logprobs"][0]
+            >= best + torch.tensor(0.25).log().item() - 1e-5
+        )
 
 
 def test_stop_token_ids(engine: fminfer.Engine) -> None:
@@ -271,17 +329,22 @@ def test_stop_token_ids(engine: fminfer.Engine) -> None:
     assert len(echoed["logprobs"]["tokens"]) == len(PROMPT) + first + 1
     assert len(kept["logprobs"]["tokens"]) == first + 1
     piece = engine.tokenizer.decode([stop_id])
-    assert kept["text"] == bare["text"] + piece or "\ufffd" in kept["text"] + bare["text"]
+    assert (
+        kept["text"] == bare["text"] + piece or "\ufffd" in kept["text"] + bare["text"]
+    )
 
 
 def test_min_tokens_holds_back_every_end(engine: fminfer.Engine) -> None:
     """End tokens cannot be drawn before it, and stop strings do not stop before it."""
     (plain,) = choices(engine, {"max_tokens": 20})
     stop_id = plain["token_ids"][1]
-    (held,) = choices(engine, {"max_tokens": 20, "stop_token_ids": [stop_id], "min_tokens": 6})
+    (held,) = choices(
+        engine, {"max_tokens": 20, "stop_token_ids": [stop_id], "min_tokens": 6}
+    )
     assert stop_id not in held["token_ids"][:6]
     assert held["token_ids"][0] == plain["token_ids"][0]
-    letter = {"logit_bias": {"97": 100}, "max_tokens": 9, "stop": "a"}  # the model writes aaaaa…
+    # the model writes aaaaa…
+    letter = {"logit_bias": {"97": 100}, "max_tokens": 9, "stop": "a"}
     early, late = choices(engine, letter, letter | {"min_tokens": 5})
     assert early["text"] == "" and early["token_ids"] == [97]
     assert late["text"] == "aaaaa" and late["stop_reason"] == "a"
@@ -299,7 +362,9 @@ def test_min_tokens_holds_back_an_eos_that_is_ignored() -> None:
     way |= {"max_tokens": 12, "ignore_eos": True, "return_token_ids": True}
     ended, held, half = (
         record.to_dict()["result"]["choices"][0]["token_ids"]
-        for record in engine.run([way, way | {"min_tokens": 12}, way | {"min_tokens": 6}])
+        for record in engine.run(
+            [way, way | {"min_tokens": 12}, way | {"min_tokens": 6}]
+        )
     )
     engine.close()
     assert eos in ended and eos not in held
@@ -314,7 +379,11 @@ def test_include_stop_str_in_output(engine: fminfer.Engine) -> None:
 
 
 def test_ids_of_a_biased_or_stopping_token_must_exist(engine: fminfer.Engine) -> None:
-    wrong = [{"logit_bias": {"300": 1}}, {"stop_token_ids": [300]}, {"stop_token_ids": [-1]}]
+    wrong = [
+        {"logit_bias": {"300": 1}},
+        {"stop_token_ids": [300]},
+        {"stop_token_ids": [-1]},
+    ]
     records = list(engine.run([{"prompt": "x", **fields} for fields in wrong]))
     for record in records:
         assert record.error is not None and record.error.code == "token_out_of_range"
@@ -326,7 +395,9 @@ def special_tokenizer() -> Tokenizer:
     """Words, with BOS added in front and EOS spelled </s>."""
     words = ["<s>", "</s>", "one", "two", "three"]
     backend = tokenizers.Tokenizer(
-        tokenizers.models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="one")
+        tokenizers.models.WordLevel(
+            {word: i for i, word in enumerate(words)}, unk_token="one"
+        )
     )
     backend.pre_tokenizer = tokenizers.pre_tokenizers.WhitespaceSplit()
     backend.post_processor = tokenizers.processors.TemplateProcessing(
@@ -344,11 +415,18 @@ def test_a_stop_string_that_is_a_special_token_stops(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Texts leave special tokens out: such a stop never matched, in silence."""
-    monkeypatch.setattr("fminfer.runtime.engine_api.load_tokenizer", lambda *_: special_tokenizer)
+    monkeypatch.setattr(
+        "fminfer.runtime.engine_api.load_tokenizer", lambda *_: special_tokenizer
+    )
     told: list[str] = []
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     engine.intake.on_warning = told.append
-    to_eos = {"prompt": "two three", "logit_bias": {"1": 100}, "max_tokens": 3, "ignore_eos": True}
+    to_eos = {
+        "prompt": "two three",
+        "logit_bias": {"1": 100},
+        "max_tokens": 3,
+        "ignore_eos": True,
+    }
     asked = [
         {},
         {"stop": ["x", "</s>"]},
@@ -364,17 +442,26 @@ def test_a_stop_string_that_is_a_special_token_stops(
     assert [len(choice["token_ids"]) for choice in found] == [3, 1, 1, 3, 3, 1]
     assert [choice["text"].strip() for choice in found[1::4]] == ["", "</s>"]
     (warning,) = told
-    assert "line 5: stop strings with a special token" in warning and "</s> two" in warning
+    assert (
+        "line 5: stop strings with a special token" in warning and "</s> two" in warning
+    )
 
 
-def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(special_tokenizer: Tokenizer) -> None:
+def test_a_prompt_that_spells_bos_is_told_that_it_gets_two(
+    special_tokenizer: Tokenizer,
+) -> None:
     intake = Intake(special_tokenizer, RequestLimits(100, 5))
     (warning,) = intake.parse({"prompt": "<s> two"}).warnings
     assert "begin with <s>" in str(warning) and "add_special_tokens" in str(warning)
-    for others in ({"prompt": "two <s>"}, {"prompt": "<s> two", "add_special_tokens": False}):
+    for others in (
+        {"prompt": "two <s>"},
+        {"prompt": "<s> two", "add_special_tokens": False},
+    ):
         assert not intake.parse(others).warnings
     assert not intake.parse({"prompt": [0, 3]}).warnings, "ids are used as they are"
-    strict = Intake(special_tokenizer, RequestLimits(100, 5, config=EngineConfig(strict=True)))
+    strict = Intake(
+        special_tokenizer, RequestLimits(100, 5, config=EngineConfig(strict=True))
+    )
     with pytest.raises(RequestError, match="they have two"):
         strict.parse({"prompt": ["two", "<s> two"]})
 
@@ -399,10 +486,14 @@ def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> 
     """Texts without a token became BOS, and so BOS would have been banned."""
     intake = Intake(special_tokenizer, RequestLimits(100, 5))
     for words in (["\n"], ["two", " "]):
-        with pytest.raises(RequestError, match=r"bad_words is .* strings that have tokens"):
+        with pytest.raises(
+            RequestError, match=r"bad_words is .* strings that have tokens"
+        ):
             intake.parse({"prompt": "two", "bad_words": words})
     with pytest.raises(RequestError, match="fewer: they can ban every token"):
-        intake.parse({"prompt": "two", "bad_words": ["<s>", "</s>", "one", "two", "three"]})
+        intake.parse(
+            {"prompt": "two", "bad_words": ["<s>", "</s>", "one", "two", "three"]}
+        )
     with pytest.raises(RequestError, match="more tokens than the model has rows"):
         Intake(special_tokenizer, RequestLimits(100, 3)).parse(
             {"prompt": [1], "bad_words": ["two"]}
@@ -410,7 +501,9 @@ def test_bad_words_without_a_token_are_refused(special_tokenizer: Tokenizer) -> 
 
 
 @pytest.mark.parametrize("side", ["left", "right"])
-def test_a_prompt_is_truncated_as_by_transformers(special_tokenizer: Tokenizer, side: str) -> None:
+def test_a_prompt_is_truncated_as_by_transformers(
+    special_tokenizer: Tokenizer, side: str
+) -> None:
     """That is what vLLM does: the BOS that the tokenizer adds stays, and is counted."""
     hf = copy.deepcopy(special_tokenizer.hf)  # it would go on cutting
     assert hf is not None
@@ -421,10 +514,14 @@ def test_a_prompt_is_truncated_as_by_transformers(special_tokenizer: Tokenizer, 
         fields = {"truncate_prompt_tokens": length, "truncation_side": side}
         fields |= {"prompt": text, "add_special_tokens": adds}
         (prompt,) = intake.prepare(intake.parse(fields)).prompts
-        ids = hf(text, truncation=True, max_length=length, add_special_tokens=adds)["input_ids"]
+        ids = hf(text, truncation=True, max_length=length, add_special_tokens=adds)[
+            "input_ids"
+        ]
         assert prompt.ids == ids, fields
         assert prompt.num_cut == 5 + adds - len(ids)
-        (prompt,) = intake.prepare(intake.parse(fields | {"prompt": [0, 3, 4, 3, 2, 4]})).prompts
+        (prompt,) = intake.prepare(
+            intake.parse(fields | {"prompt": [0, 3, 4, 3, 2, 4]})
+        ).prompts
         ids = [0, 3, 4, 3, 2, 4]
         assert prompt.ids == (ids[-length:] if side == "left" else ids[:length])
     assert not intake.warnings.to_dict(), "it is the request's own wish"
@@ -435,7 +532,9 @@ def test_special_tokens_are_added_and_shown_as_asked(
     special_tokenizer: Tokenizer,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr("fminfer.runtime.engine_api.load_tokenizer", lambda *_: special_tokenizer)
+    monkeypatch.setattr(
+        "fminfer.runtime.engine_api.load_tokenizer", lambda *_: special_tokenizer
+    )
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     to_bos = {"prompt": "two three", "logit_bias": {"0": 100}, "max_tokens": 2}
     with_bos, without, shown, echoed = choices(
@@ -443,9 +542,16 @@ def test_special_tokens_are_added_and_shown_as_asked(
         to_bos,
         to_bos | {"add_special_tokens": False},
         to_bos | {"skip_special_tokens": False},
-        {"prompt": [0, 3, 4], "echo": True, "max_tokens": 0, "skip_special_tokens": False},
+        {
+            "prompt": [0, 3, 4],
+            "echo": True,
+            "max_tokens": 0,
+            "skip_special_tokens": False,
+        },
     )
     engine.close()
-    assert with_bos["prompt_token_ids"] == [0, 3, 4] and without["prompt_token_ids"] == [3, 4]
+    assert with_bos["prompt_token_ids"] == [0, 3, 4] and without[
+        "prompt_token_ids"
+    ] == [3, 4]
     assert with_bos["text"] == "" and shown["text"].split() == ["<s>", "<s>"]
     assert echoed["text"] == "<s> two three"

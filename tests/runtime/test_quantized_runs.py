@@ -28,7 +28,10 @@ from tests.gguf_building import SAMPLES
 NAMES = ["llama", "gpt_neox", "mixtral", "gpt2", "gpt_oss", "deepseek_v3", "gemma2"]
 NAMES += ["apertus"]  # some of its tensors have no dimension
 PROMPTS = [[3 + (7 * i + n) % 200 for i in range(9 + 3 * n)] for n in range(5)]
-LINES = [{"prompt": ids, "max_tokens": 6, "ignore_eos": True, "logprobs": 2} for ids in PROMPTS]
+LINES = [
+    {"prompt": ids, "max_tokens": 6, "ignore_eos": True, "logprobs": 2}
+    for ids in PROMPTS
+]
 LINES = [
     line | {"temperature": 0.7 * (number % 2), "seed": number, "return_token_ids": True}
     for number, line in enumerate(LINES)
@@ -41,7 +44,9 @@ def save(name: str, folder: Path) -> Path:
     return folder
 
 
-def answers(model: Path, lines: list[dict[str, Any]] = LINES, **options: Any) -> list[Any]:
+def answers(
+    model: Path, lines: list[dict[str, Any]] = LINES, **options: Any
+) -> list[Any]:
     """Return the choices of lines, in their order."""
     told = {"dtype": "float32", "budget": 1024} | options
     engine = fminfer.Engine(str(model), **told)
@@ -60,7 +65,10 @@ def equal_up_to(found: list[Any], expected: list[Any], error: float) -> None:
 @pytest.mark.parametrize(
     ("name", "to"),  # each name with one of both, in turns
     [(name, ("int8", "int4")[n % 2]) for n, name in enumerate(NAMES)]
-    + [pytest.param(name, ("int4", "int8")[n % 2], marks=more) for n, name in enumerate(NAMES)],
+    + [
+        pytest.param(name, ("int4", "int8")[n % 2], marks=more)
+        for n, name in enumerate(NAMES)
+    ],
 )
 def test_a_written_folder_answers_as_the_model_quantized_at_load(
     name: str, to: str, tmp_path: Path
@@ -69,11 +77,14 @@ def test_a_written_folder_answers_as_the_model_quantized_at_load(
     model = save(name, tmp_path / "model")
     folder = tmp_path / "quantized"
     told = CliRunner().invoke(
-        main, ["quantize", "--model-name", str(model), "--output", str(folder), "--to", to]
+        main,
+        ["quantize", "--model-name", str(model), "--output", str(folder), "--to", to],
     )
     assert told.exit_code == 0, told.output
     equal_up_to(answers(folder), answers(model, quantize=to), 1e-6)
-    plan = plan_ahead(EngineConfig(str(folder), dtype="float32", budget=256), open_at(folder))
+    plan = plan_ahead(
+        EngineConfig(str(folder), dtype="float32", budget=256), open_at(folder)
+    )
     assert plan.held_in.startswith(to) and plan.formats["head"].name.startswith("int8")
 
 
@@ -85,19 +96,34 @@ def test_ranks_rows_put_back_and_plain_torch_answer_alike(tmp_path: Path) -> Non
     model = save("llama", tmp_path)
     expected = answers(model, quantize="int4")
     equal_up_to(answers(model, quantize="int4", world_size=2), expected, 1e-5)
-    equal_up_to(answers(model, quantize="int4", budget=64, chunk_size=16), expected, 1e-5)
+    equal_up_to(
+        answers(model, quantize="int4", budget=64, chunk_size=16), expected, 1e-5
+    )
     equal_up_to(answers(model, quantize="int4", kernels="off"), expected, 1e-5)
-    equal_up_to(answers(model, dtype="int4"), answers(model, dtype="auto", quantize="int4"), 0)
+    equal_up_to(
+        answers(model, dtype="int4"), answers(model, dtype="auto", quantize="int4"), 0
+    )
     assert answers(model) != expected, "bits change answers"
 
 
 def test_random_weights_are_quantized_as_well(tmp_path: Path) -> None:
     folder = tmp_path / "random"
     config = transformers.AutoConfig.for_model(
-        "llama", hidden_size=64, intermediate_size=96, num_hidden_layers=2, vocab_size=256
+        "llama",
+        hidden_size=64,
+        intermediate_size=96,
+        num_hidden_layers=2,
+        vocab_size=256,
     )
     config.save_pretrained(tmp_path / "config")
-    flags = ["--random-init", str(tmp_path / "config"), "--output", str(folder), "--to", "int4"]
+    flags = [
+        "--random-init",
+        str(tmp_path / "config"),
+        "--output",
+        str(folder),
+        "--to",
+        "int4",
+    ]
     assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
     (choices, *_) = answers(folder, skip_tokenizer_init=True)
     assert len(choices[0]["token_ids"]) == 6
@@ -119,13 +145,17 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         with_note = json.loads((folder / "config.json").read_text())
         change(note := dict(with_note["quantization_config"]))
         text = json.dumps(with_note | {"quantization_config": note})
-        other = shutil.copytree(folder, tmp_path / f"of_{note['to']}_{note['source'][:7]}")
+        other = shutil.copytree(
+            folder, tmp_path / f"of_{note['to']}_{note['source'][:7]}"
+        )
         (other / "config.json").write_text(text)
         status, told = quantize(model, other)
         assert status == 2 and "is there already; name a folder" in told
     status, told = quantize(folder, tmp_path / "twice")
     assert status == 1 and "is quantized already" in told
-    assert not (tmp_path / "twice").exists() and not [*tmp_path.glob(".*")], "no draft is left"
+    assert not (tmp_path / "twice").exists() and not [*tmp_path.glob(".*")], (
+        "no draft is left"
+    )
     file = folder / "model-00001.safetensors"
     file.write_bytes(file.read_bytes()[:-100])
     assert quantize(model, folder)[0] == 2, "it is not there, but broken"
@@ -133,8 +163,11 @@ def test_what_cannot_be_written_is_refused(tmp_path: Path) -> None:
         answers(folder)
 
 
-def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: Path) -> None:
-    """The model's own files were written over those of --tokenizer; further templates were not."""
+def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(
+    tmp_path: Path,
+) -> None:
+    """The model's own files were written over those of --tokenizer; further templates
+    were not."""
     model = save("llama", tmp_path / "model")
     named = tmp_path / "named"
     (model / "added_tokens.json").write_text('{"<mine>": 256}')
@@ -143,7 +176,14 @@ def test_a_folder_has_the_tokenizer_that_was_named_and_all_templates(tmp_path: P
     (named / "additional_chat_templates").mkdir()
     (named / "additional_chat_templates" / "tool_use.jinja").write_text("x")
     (named / "tokenizer.json").write_text((named / "tokenizer.json").read_text() + " ")
-    flags = ["--model-name", str(model), "--tokenizer", str(named), "--output", str(tmp_path / "q")]
+    flags = [
+        "--model-name",
+        str(model),
+        "--tokenizer",
+        str(named),
+        "--output",
+        str(tmp_path / "q"),
+    ]
     assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
     for name in ("tokenizer.json", "additional_chat_templates/tool_use.jinja"):
         assert (tmp_path / "q" / name).read_bytes() == (named / name).read_bytes()
@@ -168,7 +208,12 @@ def test_a_gguf_file_in_floats_is_quantized(tmp_path: Path) -> None:
     flags = ["--model-name", str(file), "--output", str(folder), "--quantize", "int4"]
     assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
     equal_up_to(answers(folder), answers(file, quantize="int4"), 1e-6)
-    flags = ["--model-name", str(SAMPLES / "kforms-q2_k.gguf"), "--output", str(tmp_path / "no")]
+    flags = [
+        "--model-name",
+        str(SAMPLES / "kforms-q2_k.gguf"),
+        "--output",
+        str(tmp_path / "no"),
+    ]
     told = CliRunner().invoke(main, ["quantize", *flags])
     assert told.exit_code == 1 and "is quantized already" in told.output
 
@@ -177,7 +222,9 @@ def test_a_gguf_file_in_floats_is_quantized(tmp_path: Path) -> None:
 def test_values_that_are_quantized_stay_so_beside_queries(to: str) -> None:
     """Of one matrix, some rows are quantized and some were."""
     file = SAMPLES / "kforms-q3_k_m.gguf"  # of few tokens
-    lines = [line | {"prompt": [each % 20 for each in line["prompt"]]} for line in LINES]
+    lines = [
+        line | {"prompt": [each % 20 for each in line["prompt"]]} for line in LINES
+    ]
     found = answers(file, lines, quantize=to)
     assert answers(file, lines) != found
     equal_up_to(found, answers(file, lines, quantize=to, kernels="off"), 1e-4)
@@ -201,25 +248,41 @@ def test_what_stays_in_floats_is_as_exact_as_it_was(tmp_path: Path) -> None:
     model = make_model("llama-biases")
     model.config.dtype = torch.bfloat16
     model.save_pretrained(tmp_path / "model")
-    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {"dtype": "bfloat16"}
+    config = json.loads((tmp_path / "model" / "config.json").read_text()) | {
+        "dtype": "bfloat16"
+    }
     (tmp_path / "model" / "config.json").write_text(json.dumps(config))
     save_byte_tokenizer(tmp_path / "model")
     flags = ["--model-name", str(tmp_path / "model"), "--output", str(tmp_path / "q")]
     assert CliRunner().invoke(main, ["quantize", *flags]).exit_code == 0
-    equal_up_to(answers(tmp_path / "q"), answers(tmp_path / "model", quantize="int8"), 1e-6)
+    equal_up_to(
+        answers(tmp_path / "q"), answers(tmp_path / "model", quantize="int8"), 1e-6
+    )
 
 
 def test_a_quantize_that_changes_nothing_is_refused(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     folder = tmp_path / "q"
-    flags = ["quantize", "--model-name", str(model), "--output", str(folder), "--to", "int8"]
+    flags = [
+        "quantize",
+        "--model-name",
+        str(model),
+        "--output",
+        str(folder),
+        "--to",
+        "int8",
+    ]
     assert CliRunner().invoke(main, flags).exit_code == 0
-    with pytest.raises(UsageError, match=r"int4 changes no weight of .*they are quantized already"):
+    with pytest.raises(
+        UsageError, match=r"int4 changes no weight of .*they are quantized already"
+    ):
         answers(folder, quantize="int4")
     fields = json.loads((folder / "config.json").read_text())
     fields["quantization_config"]["version"] = 2
     (folder / "config.json").write_text(json.dumps(fields))
-    with pytest.raises(CheckpointError, match=r"a later fminfer has quantized .*upgrade fminfer"):
+    with pytest.raises(
+        CheckpointError, match=r"a later fminfer has quantized .*upgrade fminfer"
+    ):
         answers(folder)
 
 
@@ -245,15 +308,23 @@ def test_the_fingerprint_knows_the_bits(tmp_path: Path) -> None:
     assert "--quantize" not in plain
     assert (eight["--quantize"], four["--quantize"]) == ("int8", "int4")
     assert fingerprint(quantize="int8") == eight
-    with pytest.raises(UsageError, match="--dtype int8 and --quantize int4 contradict each other"):
+    with pytest.raises(
+        UsageError, match="--dtype int8 and --quantize int4 contradict each other"
+    ):
         EngineConfig(str(model), dtype="int8", quantize="int4")
 
 
 def tell_peak(folder: Path, options: dict[str, Any], to: Connection) -> None:
-    told: dict[str, Any] = {"dtype": "float32", "budget": 256, "skip_tokenizer_init": True}
+    told: dict[str, Any] = {
+        "dtype": "float32",
+        "budget": 256,
+        "skip_tokenizer_init": True,
+    }
     engine = fminfer.Engine(str(folder), **told, **options)
     status = Path("/proc/self/status").read_text()
-    to.send((int(status.split("VmHWM:")[1].split()[0]) * 1024, engine.facts.weight_bytes))
+    to.send(
+        (int(status.split("VmHWM:")[1].split()[0]) * 1024, engine.facts.weight_bytes)
+    )
     engine.close()
 
 
@@ -262,10 +333,16 @@ def large(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """Give a model of 53 million parameters in bfloat16."""
     folder = tmp_path_factory.mktemp("large")
     config = transformers.AutoConfig.for_model(
-        "llama", hidden_size=1024, intermediate_size=2816, num_hidden_layers=4, vocab_size=1024
+        "llama",
+        hidden_size=1024,
+        intermediate_size=2816,
+        num_hidden_layers=4,
+        vocab_size=1024,
     )
     with torch.device("meta"):
-        model = transformers.AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+        model = transformers.AutoModelForCausalLM.from_config(
+            config, dtype=torch.bfloat16
+        )
     model = model.to_empty(device="cpu")
     for parameter in model.parameters():
         parameter.data.fill_(0.01)
@@ -297,7 +374,15 @@ def test_check_and_a_summary_tell_the_format(tmp_path: Path) -> None:
     model = save("llama", tmp_path / "model")
     lines = tmp_path / "lines.jsonl"
     lines.write_text("".join(json.dumps(line) + "\n" for line in LINES))
-    flags = [str(lines), "--model-name", str(model), "--quantize", "int4", "--dtype", "float32"]
+    flags = [
+        str(lines),
+        "--model-name",
+        str(model),
+        "--quantize",
+        "int4",
+        "--dtype",
+        "float32",
+    ]
     checked = CliRunner().invoke(main, ["check", *flags])
     assert "float32 with int4 weights" in checked.output, checked.output
     ran = CliRunner().invoke(main, ["run", *flags])

@@ -29,7 +29,10 @@ from tests.forked import run_forked
 SECRET = "of these tests"
 MIB = 1 << 20
 GIB = 1 << 30
-ROWS = [{"prompt": f"row {number}", "max_tokens": 9, "temperature": 0} for number in range(4)]
+ROWS = [
+    {"prompt": f"row {number}", "max_tokens": 9, "temperature": 0}
+    for number in range(4)
+]
 
 
 def on_gpu(rank: int, size: int) -> RankMemory:
@@ -44,13 +47,26 @@ def test_a_line_tells_each_rank_or_the_largest() -> None:
         "rank 0: CPU 280 MiB (300 MiB foreseen); rank 1: CPU 380 MiB (400 MiB foreseen)"
     )
     eight = [on_gpu(rank, (38 if rank == 5 else 37) * GIB) for rank in range(8)]
-    largest = "rank 5: GPU 38.00 GiB (40.00 GiB foreseen), CPU 3.00 GiB; the most of 8 ranks"
+    largest = (
+        "rank 5: GPU 38.00 GiB (40.00 GiB foreseen), CPU 3.00 GiB; the most of 8 ranks"
+    )
     assert show_memory(eight) == largest
 
 
 def test_a_table_tells_all_ranks() -> None:
-    head, *rows = memory_table([on_gpu(0, 38 * GIB), RankMemory(1, False, GIB, MemoryPeak(GIB))])
-    assert head.split() == ["rank", "CPU", "peak", "GPU", "peak", "GPU", "reserved", "foreseen"]
+    head, *rows = memory_table(
+        [on_gpu(0, 38 * GIB), RankMemory(1, False, GIB, MemoryPeak(GIB))]
+    )
+    assert head.split() == [
+        "rank",
+        "CPU",
+        "peak",
+        "GPU",
+        "peak",
+        "GPU",
+        "reserved",
+        "foreseen",
+    ]
     assert rows[0].split("  ")[-1].strip() == "40.00 GiB" and "37.00 GiB" in rows[0]
     assert rows[1].split() == ["1", "1.00", "GiB", "-", "-", "1.00", "GiB"]
     assert len({len(row) for row in (head, *rows)}) == 1
@@ -60,12 +76,16 @@ def test_a_peak_begins_with_the_process() -> None:
     """The system's older count begins with what the process had that started this one."""
     code = "from fminfer.machine.host_memory import peak_host_bytes; print(peak_host_bytes())"
     large = bytearray(300 * MIB)
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=True
+    )
     assert len(large) > 2 * int(done.stdout) > MIB
     assert measure_peak().host_bytes >= len(large)
 
 
-def test_memory_that_is_touched_ahead_is_no_peak(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_that_is_touched_ahead_is_no_peak(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The run's own work needs less, but its peak would have been this."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 4 * GIB)
@@ -84,7 +104,9 @@ def port() -> Iterator[int]:
         yield listener.getsockname()[1]
 
 
-def test_rank_0_hears_the_last_words_of_all(port: int, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_hears_the_last_words_of_all(
+    port: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A peak between the last beat and the end would be missing."""
     monkeypatch.setattr(watch, "TURN_S", 1000.0)
     first, second = (
@@ -137,7 +159,9 @@ def test_ranks_tell_an_engine_of_a_program() -> None:
     assert all(each.peak.host_bytes > 50 * MIB and not each.is_on_gpu for each in ranks)
 
 
-@pytest.mark.parametrize("flags", [(), ("--world-size", 4, "--tp", 2), ("--data-group-size", 2)])
+@pytest.mark.parametrize(
+    "flags", [(), ("--world-size", 4, "--tp", 2), ("--data-group-size", 2)]
+)
 def test_a_run_tells_all_ranks(flags: tuple[object, ...], tmp_path: Path) -> None:
     """`--stats` had rank 0's GPU alone, and the summary nothing."""
     source = tmp_path / "a.jsonl"
@@ -146,7 +170,9 @@ def test_a_run_tells_all_ranks(flags: tuple[object, ...], tmp_path: Path) -> Non
     done = run_forked(["run", source, "--stats", stats, *flags])
     assert done.returncode == 0, done.stderr
     ranks = json.loads(stats.read_text())["ranks"]
-    assert [each["rank"] for each in ranks] == [*range(int(str(flags[1])) if flags else 1)]
+    assert [each["rank"] for each in ranks] == [
+        *range(int(str(flags[1])) if flags else 1)
+    ]
     assert all(each["peak"]["host_bytes"] > 50 * MIB for each in ranks)
     assert all(each["foreseen_bytes"] > 50 * MIB for each in ranks)
     told = next(line for line in done.stderr.splitlines() if line.startswith("memory "))

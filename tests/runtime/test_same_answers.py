@@ -21,7 +21,12 @@ KINDS: list[dict[str, Any]] = [
     {"temperature": 0.8, "top_p": 0.9, "n": 3, "best_of": 4},
     {"temperature": 1.0, "top_k": 20, "seed": 11},
     {"max_tokens": 0, "echo": True},
-    {"temperature": 1.5, "min_p": 0.02, "frequency_penalty": 0.7, "repetition_penalty": 1.1},
+    {
+        "temperature": 1.5,
+        "min_p": 0.02,
+        "frequency_penalty": 0.7,
+        "repetition_penalty": 1.1,
+    },
     {
         "temperature": 1.0,
         "min_tokens": 1,
@@ -51,7 +56,9 @@ def mixed_lines() -> list[dict[str, Any]]:
     return lines + lines[1::8]
 
 
-def answers(folder: Path, chain: Chain | None = None, **options: Any) -> list[dict[str, Any]]:
+def answers(
+    folder: Path, chain: Chain | None = None, **options: Any
+) -> list[dict[str, Any]]:
     engine = fminfer.Engine(str(folder), **OPTIONS | options)
     if chain is not None:
         engine.pipeline.stages._run = chain.run
@@ -63,7 +70,9 @@ def answers(folder: Path, chain: Chain | None = None, **options: Any) -> list[di
 @pytest.fixture(scope="module")
 def expected(llama_checkpoint: tuple[Path, Any]) -> str:
     found = answers(llama_checkpoint[0])
-    assert len({choice["text"] for result in found for choice in result["choices"]}) > 40
+    assert (
+        len({choice["text"] for result in found for choice in result["choices"]}) > 40
+    )
     return json.dumps(found)
 
 

@@ -39,7 +39,9 @@ class OneOfTwo:
 
 
 @pytest.fixture(scope="module")
-def folders(llama_checkpoint: tuple[Path, Any], tmp_path_factory: Any) -> tuple[Path, Path]:
+def folders(
+    llama_checkpoint: tuple[Path, Any], tmp_path_factory: Any
+) -> tuple[Path, Path]:
     """Give two folders in two shards each, whose second shards differ in one tensor."""
     tensors = load_file(llama_checkpoint[0] / "model.safetensors")
     names = sorted(tensors)
@@ -48,13 +50,17 @@ def folders(llama_checkpoint: tuple[Path, Any], tmp_path_factory: Any) -> tuple[
     pair = []
     for change in (0.0, 0.1):
         folder: Path = tmp_path_factory.mktemp("copy")
-        (folder / "config.json").write_bytes((llama_checkpoint[0] / "config.json").read_bytes())
+        (folder / "config.json").write_bytes(
+            (llama_checkpoint[0] / "config.json").read_bytes()
+        )
         for file in sorted(set(homes.values())):
             part = {name: tensors[name] for name in names if homes[name] == file}
             if changed in part:
                 part[changed] = part[changed] + change
             save_file(part, folder / file, metadata={"format": "pt"})
-        (folder / "model.safetensors.index.json").write_text(json.dumps({"weight_map": homes}))
+        (folder / "model.safetensors.index.json").write_text(
+            json.dumps({"weight_map": homes})
+        )
         pair.append(folder)
     return pair[0], pair[1]
 
@@ -71,8 +77,11 @@ def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
 
 
 def test_a_rank_with_other_weights_is_refused(folders: tuple[Path, Path]) -> None:
-    """Configs and options were compared only: the two halves of two models answered in silence."""
-    with pytest.raises(PipelineError, match=r"of rank 1 are not those of rank 0: model-1\."):
+    """Configs and options were compared only: the two halves of two models answered in
+    silence."""
+    with pytest.raises(
+        PipelineError, match=r"of rank 1 are not those of rank 0: model-1\."
+    ):
         load_as_rank_1(folders[1], of_rank_0=folders[0])
 
 

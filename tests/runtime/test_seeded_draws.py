@@ -49,7 +49,10 @@ def by_add(engine: fminfer.Engine, **request: Any) -> Answer:
 
 def by_run(engine: fminfer.Engine, *requests: dict[str, Any]) -> list[Answer]:
     records = sorted(engine.run(requests), key=lambda record: record.line.number)
-    return [[c["token_ids"] for c in record.to_dict()["result"]["choices"]] for record in records]
+    return [
+        [c["token_ids"] for c in record.to_dict()["result"]["choices"]]
+        for record in records
+    ]
 
 
 def by_file(engine: fminfer.Engine, folder: Path, *lines: str) -> list[Answer]:
@@ -72,7 +75,12 @@ def num_different(answers: Answer) -> int:
         {"user": "somebody", "tag": 5},
         {"logprobs": 3},
         {"echo": False, "ignore_eos": True},
-        {"temperature": 1.0, "top_p": 1.0, "frequency_penalty": 1.0, "max_tokens": 12.0},
+        {
+            "temperature": 1.0,
+            "top_p": 1.0,
+            "frequency_penalty": 1.0,
+            "max_tokens": 12.0,
+        },
         {"presence_penalty": -0.0, "min_p": 0, "top_k": 0, "suffix": None},
         {"logit_bias": {"71": -1.0, "70": 1.0}},
         {"allowed_token_ids": None, "bad_words": [], "truncate_prompt_tokens": None},
@@ -82,7 +90,9 @@ def num_different(answers: Answer) -> int:
         {"best_of": 1, "n": 1},
     ],
 )
-def test_a_seeded_answer_is_the_same(engine: fminfer.Engine, fields: dict[str, Any]) -> None:
+def test_a_seeded_answer_is_the_same(
+    engine: fminfer.Engine, fields: dict[str, Any]
+) -> None:
     expected = by_add(engine, **SEEDED)
     assert by_add(engine, **SEEDED | fields) == expected
     reversed_keys = dict(reversed((SEEDED | fields).items()))
@@ -108,12 +118,18 @@ def test_prompts_of_one_request_draw_by_their_place(engine: fminfer.Engine) -> N
     assert by_add(engine, **SEEDED | {"prompt": [ids]}) == by_add(engine, **SEEDED)
 
 
-@pytest.mark.parametrize("fields", [{"seed": 8}, {"temperature": 1.1}, {"prompt": "Question: How"}])
-def test_what_changes_a_seeded_answer(engine: fminfer.Engine, fields: dict[str, Any]) -> None:
+@pytest.mark.parametrize(
+    "fields", [{"seed": 8}, {"temperature": 1.1}, {"prompt": "Question: How"}]
+)
+def test_what_changes_a_seeded_answer(
+    engine: fminfer.Engine, fields: dict[str, Any]
+) -> None:
     assert by_add(engine, **SEEDED | fields) != by_add(engine, **SEEDED)
 
 
-def test_every_way_gives_the_seeded_answer(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_every_way_gives_the_seeded_answer(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     expected = by_add(engine, **SEEDED)
     wrapped = {"custom_id": "a", "method": "POST", "url": "/v1/completions"}
     lines = (
@@ -131,18 +147,29 @@ def test_every_way_gives_the_seeded_answer(engine: fminfer.Engine, tmp_path: Pat
     assert by_run(engine, SEEDED, SEEDED | {"user": "x"}) == [expected] * 2
 
 
-def test_equal_ones_without_a_seed_differ(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_equal_ones_without_a_seed_differ(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     added = [by_add(engine, **UNSEEDED)[0] for _ in range(4)]
     assert num_different(added) == 4
-    listed = [UNSEEDED, UNSEEDED | {"prompt": [UNSEEDED["prompt"]]}, UNSEEDED | {"user": "x"}]
+    listed = [
+        UNSEEDED,
+        UNSEEDED | {"prompt": [UNSEEDED["prompt"]]},
+        UNSEEDED | {"user": "x"},
+    ]
     ran = by_run(engine, *listed)
     assert num_different([ids for (ids,) in ran]) == 3
     lines = [json.dumps(dict(reversed(each.items()))) for each in listed]
-    assert by_file(engine, tmp_path, *lines) == ran, "they are counted, whatever their spelling"
+    assert by_file(engine, tmp_path, *lines) == ran, (
+        "they are counted, whatever their spelling"
+    )
 
 
-def test_a_split_file_draws_as_the_whole_file(engine: fminfer.Engine, tmp_path: Path) -> None:
-    """Equal lines were counted anew in each part, and drew what those of other parts had drawn."""
+def test_a_split_file_draws_as_the_whole_file(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
+    """Equal lines were counted anew in each part, and drew what those of other parts
+    had drawn."""
     spellings = [UNSEEDED, UNSEEDED | {"n": UNSEEDED.get("n", 1), "top_p": 1.0}, SEEDED]
     whole = tmp_path / "whole.jsonl"
     whole.write_text("".join(json.dumps(row) + "\n" for row in spellings * 4))
@@ -161,17 +188,22 @@ def test_a_split_file_draws_as_the_whole_file(engine: fminfer.Engine, tmp_path: 
     ]
     assert found[0] == found[1] and num_different(found[1]) == 9
     counts = [[line.num_equal for line in read_lines(part, 0)] for part in parts]
-    assert sorted(count or 0 for part in counts for count in part) == [0] * 5 + [*range(1, 8)]
+    assert sorted(count or 0 for part in counts for count in part) == [0] * 5 + [
+        *range(1, 8)
+    ]
     part = parts[0]
     assert counts[0] == [None, 2]
     part.write_bytes(part.read_bytes() + b"\n")
-    assert not any(line.num_equal for line in read_lines(part, 0)), "it is not what was split"
+    assert not any(line.num_equal for line in read_lines(part, 0)), (
+        "it is not what was split"
+    )
 
 
 def test_lines_that_a_run_refuses_do_not_count_in_a_split_file(
     engine: fminfer.Engine, tmp_path: Path
 ) -> None:
-    """Behind a repeated custom_id, or a wrong method, parts drew otherwise than the whole file."""
+    """Behind a repeated custom_id, or a wrong method, parts drew otherwise than the
+    whole file."""
 
     def line(name: str, method: str = "POST") -> str:
         asked = {"custom_id": name, "method": method, "url": "/v1/completions"}
@@ -188,17 +220,25 @@ def test_lines_that_a_run_refuses_do_not_count_in_a_split_file(
     run_files(engine, parts, outputs)
 
     def texts(*paths: Path) -> dict[str, list[str]]:
-        records = [json.loads(line) for path in paths for line in path.read_text().splitlines()]
+        records = [
+            json.loads(line) for path in paths for line in path.read_text().splitlines()
+        ]
         return {
-            each["custom_id"]: [choice["text"] for choice in each["response"]["body"]["choices"]]
+            each["custom_id"]: [
+                choice["text"] for choice in each["response"]["body"]["choices"]
+            ]
             for each in records
         }
 
     assert texts(answers) == texts(*outputs)
-    assert sorted(texts(answers)) == ["1", "2", "3"], "the repeated id is refused in the part, too"
+    assert sorted(texts(answers)) == ["1", "2", "3"], (
+        "the repeated id is refused in the part, too"
+    )
 
 
-def test_equal_lines_of_several_files_are_told(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_equal_lines_of_several_files_are_told(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     """A file cut by hand gave half as many different answers, and nobody said why."""
 
     def warnings(*files: list[dict[str, Any]]) -> list[str]:
@@ -209,7 +249,9 @@ def test_equal_lines_of_several_files_are_told(engine: fminfer.Engine, tmp_path:
         return [*run_files(engine, paths, plan_outputs(paths, None), **terms).warnings]
 
     other = UNSEEDED | {"prompt": "another"}
-    assert not warnings([UNSEEDED, UNSEEDED]) and not warnings([UNSEEDED, SEEDED], [other, SEEDED])
+    assert not warnings([UNSEEDED, UNSEEDED]) and not warnings(
+        [UNSEEDED, SEEDED], [other, SEEDED]
+    )
     for later in ([UNSEEDED, UNSEEDED], [other]):
         (told,) = warnings([UNSEEDED], [other], later)
         assert "equal lines without a seed stand in several files" in told

@@ -31,18 +31,27 @@ from fminfer.models.tensor_specs import Weights, layer_specs
 from fminfer.models.transformer import Transformer
 from fminfer.plan import expected_bytes
 from fminfer.plan.planning import plan_ahead
-from tests.conftest import built_library, make_model, plain_registry, save_byte_tokenizer
+from tests.conftest import (
+    built_library,
+    make_model,
+    plain_registry,
+    save_byte_tokenizer,
+)
 from tests.forked import run_forked
 from tests.models.test_transformer import logits_of, one_stage
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-biases", "bloom", "opt-350m", "gpt2", "gpt2-untied", "mixtral"]
 NAMES += ["qwen3_moe", "gemma2"]
-needs_compiler = pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
+needs_compiler = pytest.mark.skipif(
+    find_compiler() is None, reason="there is no C++ compiler"
+)
 
 
 @pytest.fixture(scope="module", params=NAMES)
-def folders(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> list[Path]:
+def folders(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> list[Path]:
     """Give a checkpoint of bfloat16, and one of the same values in float32."""
     return save_both(request.param, tmp_path_factory.mktemp("stored"))
 
@@ -80,7 +89,8 @@ def test_logits_are_those_of_float32(folders: list[Path], num_stages: int) -> No
     parts = split_layers(3, num_stages, head_cost=0.0)
     holding = Holding(torch.float32, keeps_bfloat16=True)
     kept, widened = (
-        logits_of(folder, parts, holding=holding, bodies=packing_bodies) for folder in folders
+        logits_of(folder, parts, holding=holding, bodies=packing_bodies)
+        for folder in folders
     )
     for ours, expected in zip(kept, widened, strict=True):
         assert torch.equal(ours, expected)
@@ -116,11 +126,15 @@ def test_a_packed_head_is_kept_once(
     x = torch.randn(3, head.shape[1])
     scale = torch.tensor(checkpoint.model.embed_scale)
     assert torch.equal(network.embed(ids, torch.arange(4)), embed[ids].float() * scale)
-    torch.testing.assert_close(network.head(x), x @ head.float().t(), atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(
+        network.head(x), x @ head.float().t(), atol=1e-4, rtol=1e-4
+    )
 
 
 def packing_bodies() -> Bodies:
-    return Bodies(Registry("auto", built_library(), torch.float32, torch.device("cpu")), 256)
+    return Bodies(
+        Registry("auto", built_library(), torch.float32, torch.device("cpu")), 256
+    )
 
 
 @needs_compiler
@@ -135,7 +149,9 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
     for folder in folders:
         engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
         records = sorted(engine.run(rows), key=lambda record: record.line.number)
-        assert not any(record.error for record in records) and not engine.facts.why_plain
+        assert (
+            not any(record.error for record in records) and not engine.facts.why_plain
+        )
         engine.close()
         choices = [record.to_dict()["result"]["choices"][0] for record in records]
         found.append([choice["logprobs"] for choice in choices])
@@ -144,7 +160,9 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
         assert ours["token_logprobs"] == expected["token_logprobs"]
 
 
-def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Path]) -> None:
+def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(
+    folders: list[Path],
+) -> None:
     stored = load(folders[0])
     cast = load(folders[0], keeps=False)
     stays = {"embed", "head", "qkv", "out", "up", "down", "experts.up", "experts.down"}
@@ -152,7 +170,9 @@ def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(folders: list[Pat
         for name, weight in mine.items():
             module, _, leaf = name.rpartition(".")
             is_kept = leaf == "weight" and module in stays
-            assert weight.plain.dtype == (torch.bfloat16 if is_kept else torch.float32), name
+            assert weight.plain.dtype == (
+                torch.bfloat16 if is_kept else torch.float32
+            ), name
             assert torch.equal(weight.dequantized(torch.float32), other[name].plain)
     assert 0.5 <= stored.num_bytes / cast.num_bytes < 0.6
     assert load(folders[1]).num_bytes == cast.num_bytes, "stored in float32"
@@ -169,7 +189,9 @@ def test_progress_counts_what_is_held(tmp_path: Path) -> None:
         seed=0,
         on_progress=lambda done, total: seen.append((done, total)),
     )
-    weights = {id(weight): weight for group in groups_of(found) for weight in group.values()}
+    weights = {
+        id(weight): weight for group in groups_of(found) for weight in group.values()
+    }
     assert found.num_bytes == sum(weight.num_bytes for weight in weights.values())
     assert seen[-1] == (found.num_bytes, found.num_bytes)
 
@@ -188,12 +210,19 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
     held = {}
     for kernels in ("auto", "off"):
         config = EngineConfig(
-            model=str(folder), dtype="float32", device="cpu", kernels=kernels, budget=1024
+            model=str(folder),
+            dtype="float32",
+            device="cpu",
+            kernels=kernels,
+            budget=1024,
         )
         plan = plan_ahead(config, checkpoint)
         found = plan.own.takes
         of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
-        assert (plan.dtype, plan.formats["product"]) == (torch.float32, Dense(of_weights))
+        assert (plan.dtype, plan.formats["product"]) == (
+            torch.float32,
+            Dense(of_weights),
+        )
         engine = fminfer.Engine(config)
         held[kernels] = engine.facts.weight_bytes
         assert engine.facts.weight_dtype == str(of_weights).removeprefix("torch.")
@@ -215,7 +244,10 @@ def test_the_forecast_counts_packed_weights_once(
     model = open_checkpoint(str(folder)).model
     specs = layer_specs(model.layers[0], model.hidden_size)
     packed = sum(
-        w.num_bytes for each in layers for n, w in each.items() if specs[n].use == "product"
+        w.num_bytes
+        for each in layers
+        for n, w in each.items()
+        if specs[n].use == "product"
     )
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
@@ -230,10 +262,20 @@ def test_a_run_says_how_weights_are_held(kernels: str, tmp_path: Path) -> None:
     folder, _ = save_both("llama", tmp_path)
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
-    flags = [str(rows), "--model-name", str(folder), "--dtype", "float32", "--budget", "1024"]
+    flags = [
+        str(rows),
+        "--model-name",
+        str(folder),
+        "--dtype",
+        "float32",
+        "--budget",
+        "1024",
+    ]
     for command in ("check", "run"):
         found = CliRunner().invoke(main, [command, *flags, "--kernels", kernels])
-        says = "float32 with bfloat16 weights" if kernels == "auto" else "(float32 on cpu"
+        says = (
+            "float32 with bfloat16 weights" if kernels == "auto" else "(float32 on cpu"
+        )
         assert found.exit_code == 0 and says in found.output, found.output
 
 
@@ -248,7 +290,16 @@ def test_a_run_whose_kernels_could_not_be_built_says_what_it_holds(
     compiler.chmod(0o755)
     rows = tmp_path / "a.jsonl"
     rows.write_text('{"prompt": "a", "max_tokens": 2}\n')
-    command = ["run", rows, "--model-name", folder, "--dtype", "float32", "--device", "cpu"]
+    command = [
+        "run",
+        rows,
+        "--model-name",
+        folder,
+        "--dtype",
+        "float32",
+        "--device",
+        "cpu",
+    ]
     environ = os.environ | {"CXX": str(compiler)}
     done = run_forked([*command, "--budget", "1024", *flags], environ=environ)
     assert done.returncode == 0 and "the compiler failed" in done.stderr, done.stderr
@@ -260,7 +311,8 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
     bias = torch.randn(70)
     x = torch.randn(5, 40)
     expected = torch.nn.functional.linear(x, weight.float(), bias)
-    for is_fast in (False, True):  # a processor with units for bfloat16 packed it, for such rows
+    # a processor with units for bfloat16 packed it, for such rows
+    for is_fast in (False, True):
         packed = plain_registry()
         packed.of_products += library_products(torch.float32, is_fast=is_fast)
         for registry in (packed, plain_registry()):

@@ -117,9 +117,24 @@ def start_long_run(
     """Return a run of two pipelines that has answered so many of its rows, and its output."""
     source = folder / "long.jsonl"
     output = folder / "out.jsonl"
-    row = {"prompt": "Question: How do you go", "max_tokens": 40, "min_tokens": 40} | fields
-    source.write_text("".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(NUM_ROWS)))
-    flags = ["--dtype", "float32", "--max-rows", "2", "--data-group-size", "2", "--output", output]
+    row = {
+        "prompt": "Question: How do you go",
+        "max_tokens": 40,
+        "min_tokens": 40,
+    } | fields
+    source.write_text(
+        "".join(json.dumps(row | {"user": str(n)}) + "\n" for n in range(NUM_ROWS))
+    )
+    flags = [
+        "--dtype",
+        "float32",
+        "--max-rows",
+        "2",
+        "--data-group-size",
+        "2",
+        "--output",
+        output,
+    ]
     run = start(source, *flags, *more)
     deadline = time.monotonic() + WAIT_S
     while "Ready after" not in run.said() or _num_done(output) < num_done:
@@ -137,10 +152,19 @@ def _num_done(output: Path) -> int:
 def test_two_pipelines_answer_as_one(tmp_path: Path) -> None:
     """Equal sampled lines draw differently, whichever pipeline has which of them."""
     source = tmp_path / "all.jsonl"
-    source.write_bytes(b"".join((QUERIES / f"{name}.jsonl").read_bytes() for name in FILES))
+    source.write_bytes(
+        b"".join((QUERIES / f"{name}.jsonl").read_bytes() for name in FILES)
+    )
     outs = [tmp_path / "one.jsonl", tmp_path / "two.jsonl"]
     for number, out in enumerate(outs, start=1):
-        flags = ["--data-group-size", number, "--dtype", "float32", "--stats", f"{out}.stats"]
+        flags = [
+            "--data-group-size",
+            number,
+            "--dtype",
+            "float32",
+            "--stats",
+            f"{out}.stats",
+        ]
         status, err = finish(start(source, "--output", out, *flags))
         assert status == 3, err
     for end in (".jsonl", ".errors.jsonl"):
@@ -161,12 +185,19 @@ def test_a_pipeline_that_is_killed_costs_no_row(tmp_path: Path) -> None:
     assert status == 0, err
     assert "Pipeline 1 ended; the others go on, and answer its " in err
     records = [json.loads(line) for line in output.read_bytes().splitlines()]
-    assert [record["request"]["user"] for record in records] == [*map(str, range(NUM_ROWS))]
+    assert [record["request"]["user"] for record in records] == [
+        *map(str, range(NUM_ROWS))
+    ]
     # Whoever answered it, a row has drawn what it draws in a run of its own.
     texts = [record["result"]["choices"][0]["text"] for record in records]
     assert len(set(texts)) > 75
     alone = tmp_path / "alone.jsonl"
-    assert finish(start(tmp_path / "long.jsonl", "--output", alone, "--dtype", "float32"))[0] == 0
+    assert (
+        finish(start(tmp_path / "long.jsonl", "--output", alone, "--dtype", "float32"))[
+            0
+        ]
+        == 0
+    )
     assert read(alone) == read(output)
 
 
@@ -175,10 +206,16 @@ def test_when_all_pipelines_are_gone_rows_are_kept(tmp_path: Path) -> None:
     for pid in pipelines_of(run):
         os.kill(pid, signal.SIGKILL)
     status, err = finish(run)
-    assert status == 1 and "every pipeline has ended" in err and "goes on from there" in err
+    assert (
+        status == 1
+        and "every pipeline has ended" in err
+        and "goes on from there" in err
+    )
     kept = output.with_name("out.jsonl.journal").read_bytes().count(b"\n") - 1
     assert kept >= 10 and not output.exists()
-    again = finish(start(tmp_path / "long.jsonl", "--output", output, "--dtype", "float32"))
+    again = finish(
+        start(tmp_path / "long.jsonl", "--output", output, "--dtype", "float32")
+    )
     assert again[0] == 0 and f"{kept:,} kept from earlier runs" in again[1]
     assert output.read_bytes().count(b"\n") == NUM_ROWS
 
@@ -193,8 +230,11 @@ def test_it_stops_in_good_order(tmp_path: Path) -> None:
     assert (read_status(output) or {})["status"] == "cancelled"
 
 
-def test_told_twice_it_ends_at_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Pipelines that still compute have nothing worth waiting for: not for their grace either."""
+def test_told_twice_it_ends_at_once(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Pipelines that still compute have nothing worth waiting for: not for their grace
+    either."""
     # A row takes 8 s: 400 steps of 20 ms.
     (tmp_path / "sitecustomize.py").write_text(SLOW)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
@@ -228,7 +268,16 @@ def test_pipelines_of_two_ranks(tmp_path: Path) -> None:
     outs = [tmp_path / "one.jsonl", tmp_path / "four.jsonl"]
     source = QUERIES / "mixed.jsonl"
     assert finish(start(source, "--output", outs[0], "--dtype", "float32"))[0] == 0
-    flags = ["--world-size", 4, "--data-group-size", 2, "--dtype", "float32", "--output", outs[1]]
+    flags = [
+        "--world-size",
+        4,
+        "--data-group-size",
+        2,
+        "--dtype",
+        "float32",
+        "--output",
+        outs[1],
+    ]
     status, err = finish(start(source, *flags))
     assert status == 0, err
     assert read(outs[0]) == read(outs[1])
@@ -238,7 +287,9 @@ FLAGS = [("--world-size", 2), ("--world-size", 4, "--data-group-size", 2)]
 
 
 @pytest.mark.parametrize("flags", FLAGS)
-def test_what_is_wrong_in_every_process_is_told_once(flags: Any, tmp_path: Path) -> None:
+def test_what_is_wrong_in_every_process_is_told_once(
+    flags: Any, tmp_path: Path
+) -> None:
     """Each process said it, then the run of each pipeline, and then the run itself."""
     output = ["--budget", 10**12, "--output", tmp_path / "out.jsonl"]
     status, err = finish(start(QUERIES / "plain.jsonl", *flags, *output))
@@ -250,7 +301,11 @@ def test_pipelines_that_fail_differently_are_all_told() -> None:
     """Of several that fail alike as they start, the error that ends the run tells."""
     said: list[str] = []
     pipelines: list[TeamPipeline] = []
-    whys = ("no 8 GiB", "UsageError"), ("no file", "CheckpointError"), ("no 9 GiB", "UsageError")
+    whys = (
+        ("no 8 GiB", "UsageError"),
+        ("no file", "CheckpointError"),
+        ("no 9 GiB", "UsageError"),
+    )
     for number, why in enumerate(whys):
         ours, theirs = Pipe()
         pipelines.append(TeamPipeline(number, ours))
@@ -261,13 +316,17 @@ def test_pipelines_that_fail_differently_are_all_told() -> None:
     assert said == ["Pipeline 1 failed: no file; no other is left."]
 
 
-def test_a_fault_of_ours_costs_one_line(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_fault_of_ours_costs_one_line(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It ended the thread that hears what is asked, and the run waited for ever."""
     (tmp_path / "sitecustomize.py").write_text(FAILING)
     monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
-    source.write_text("".join(f'{{"prompt": "x", "max_tokens": {n}}}\n' for n in range(1, 10)))
+    source.write_text(
+        "".join(f'{{"prompt": "x", "max_tokens": {n}}}\n' for n in range(1, 10))
+    )
     status, err = finish(start(source, "--output", output, "--data-group-size", "2"))
     assert status == 3, err
     (error,) = read(output.with_suffix(".errors.jsonl"))
@@ -299,7 +358,19 @@ ASK = Ask(
     is_counted=False,
 )
 FACTS = Facts(
-    "cpu", "float32", "bfloat16", "float32", 2, True, 256, 4, 100, 20, False, "", "no compiler"
+    "cpu",
+    "float32",
+    "bfloat16",
+    "float32",
+    2,
+    True,
+    256,
+    4,
+    100,
+    20,
+    False,
+    "",
+    "no compiler",
 )
 MESSAGES = [
     "go on",
@@ -311,21 +382,40 @@ MESSAGES = [
     Report(failure=Fault("no\nroom", "OutOfMemoryError")),
     Report(
         [
-            Delta(7, 1, "\ud800", [5], {"tokens": ["list"], "top_logprobs": None}, "stop", 5),
-            Finished(7, [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}], {"n": 1}, {}),
+            Delta(
+                7,
+                1,
+                "\ud800",
+                [5],
+                {"tokens": ["list"], "top_logprobs": None},
+                "stop",
+                5,
+            ),
+            Finished(
+                7,
+                [{"list": {"bytes": -0.1}, "text": "\ud800", "big": 2**70}],
+                {"n": 1},
+                {},
+            ),
         ],
         EngineState(3, 2, 1, 0.1, True, 4, 2, 1),
-        EngineStats(num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)),
+        EngineStats(
+            num_steps=3, stages=[StageStats(0.1, 1e-300, math.inf)], read=ReadWork(4, 5)
+        ),
     ),
     Report([Failed(7, RequestError("out_of_range", "n is 0", "n"))], EngineState()),
 ]
 
 
-@pytest.mark.parametrize("message", MESSAGES, ids=lambda message: type(message).__name__)
+@pytest.mark.parametrize(
+    "message", MESSAGES, ids=lambda message: type(message).__name__
+)
 def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
     again = decode(encode(message))
     assert repr(again) == repr(message) and type(again) is type(message)
-    if isinstance(message, Report) and any(isinstance(e, Failed) for e in message.events):
+    if isinstance(message, Report) and any(
+        isinstance(e, Failed) for e in message.events
+    ):
         assert vars(again.events[0].error) == vars(message.events[0].error)
     else:
         assert again == message
@@ -333,12 +423,18 @@ def test_what_travels_between_processes_arrives_as_it_was(message: Any) -> None:
 
 def test_the_state_of_an_engine_travels_whole() -> None:
     """Its fields were named one by one in ten files, so that a new one needed all of these."""
-    values = {each.name: number + 0.5 for number, each in enumerate(fields(EngineState))}
+    values = {
+        each.name: number + 0.5 for number, each in enumerate(fields(EngineState))
+    }
     state = EngineState(**values)  # type: ignore[arg-type]
     assert decode(encode(Report(state=state))).state == state
     checkpoint = open_model(EngineConfig()).with_weights()
     ours, theirs = Pipe()
-    reports = Report(file_digests=digest_files(checkpoint)), Report(facts=FACTS), Report([], state)
+    reports = (
+        Report(file_digests=digest_files(checkpoint)),
+        Report(facts=FACTS),
+        Report([], state),
+    )
     for message in reports:
         send(theirs, message)
     team = Team(checkpoint, lambda: [TeamPipeline(0, ours)], print)

@@ -23,7 +23,12 @@ QUESTION = {
     "return_token_ids": True,
     "logit_bias": {"0": -100},  # the end
 }
-WAYS = {"type": "array", "items": {"enum": ["north", "east"]}, "minItems": 2, "maxItems": 4}
+WAYS = {
+    "type": "array",
+    "items": {"enum": ["north", "east"]},
+    "minItems": 2,
+    "maxItems": 4,
+}
 REQUESTS: list[dict[str, Any]] = [
     QUESTION | fields
     for number in range(6)
@@ -73,7 +78,9 @@ def expected() -> list[Any]:
     return [rounded(answer_in(events, request_id)) for request_id in ids]
 
 
-def test_streams_of_several_pipelines(team: fminfer.Engine, expected: list[Any]) -> None:
+def test_streams_of_several_pipelines(
+    team: fminfer.Engine, expected: list[Any]
+) -> None:
     def use() -> None:
         before = team.stats
         ids = [team.add(request, is_streamed=True) for request in REQUESTS]
@@ -90,7 +97,9 @@ def test_streams_of_several_pipelines(team: fminfer.Engine, expected: list[Any])
         assert drawn == told - copies
         assert stats.num_ended == stats.read.num_sequences
         assert stats.num_generated_tokens + stats.num_undrawn == stats.read.max_draws
-        assert len(stats.stages) == 2 and all(stage.busy_s > 0 for stage in stats.stages)
+        assert len(stats.stages) == 2 and all(
+            stage.busy_s > 0 for stage in stats.stages
+        )
 
     within(60, use)
 
@@ -122,7 +131,8 @@ def test_a_cancel_of_what_is_finished_or_unknown(team: fminfer.Engine) -> None:
         answer_in(events_of(team), done)
         core: Any = team._core
         for request_id in (done, 10**6):
-            core._cancelled.append(request_id)  # as if the byte that wakes was read before
+            # as if the byte that wakes was read before
+            core._cancelled.append(request_id)
             assert team.has_work and team.step() == [] and not team.has_work
             team.cancel(request_id)
             assert events_of(team) == []
@@ -153,11 +163,17 @@ def test_how_busy_all_pipelines_are(team: fminfer.Engine) -> None:
             team.add(LONG | {"max_tokens": 60}, is_streamed=True)
         assert team.num_waiting == 20
         while team.state.num_running < 2 * MAX_ROWS:
-            assert team.has_work, "both pipelines run all their rows at once, at some moment"
+            assert team.has_work, (
+                "both pipelines run all their rows at once, at some moment"
+            )
             team.step()
         assert 0 < team.state.kv_usage < 1 and 0 < team.num_waiting <= 12
         events_of(team)
-        assert (team.num_waiting, team.state.num_running, team.state.kv_usage) == (0, 0, 0)
+        assert (team.num_waiting, team.state.num_running, team.state.kv_usage) == (
+            0,
+            0,
+            0,
+        )
 
     within(60, use)
 
@@ -195,7 +211,9 @@ def test_a_run_is_stopped_and_the_engine_goes_on(team: fminfer.Engine) -> None:
     within(60, use)
 
 
-def test_streams_go_on_when_a_pipeline_is_killed(brief_team: Brief, expected: list[Any]) -> None:
+def test_streams_go_on_when_a_pipeline_is_killed(
+    brief_team: Brief, expected: list[Any]
+) -> None:
     """Nothing is told twice and nothing is lost, whatever of each choice was told before."""
     engine, pids = brief_team
 
@@ -206,7 +224,9 @@ def test_streams_go_on_when_a_pipeline_is_killed(brief_team: Brief, expected: li
             events += engine.step()
         os.kill(pids[1], signal.SIGKILL)
         events += events_of(engine)
-        assert [rounded(check_stream(events, each, is_exact=False)) for each in ids] == expected
+        assert [
+            rounded(check_stream(events, each, is_exact=False)) for each in ids
+        ] == expected
         again = engine.add(REQUESTS[0], is_streamed=True)
         assert rounded(check_stream(events_of(engine), again)) == expected[0]
 
@@ -231,7 +251,9 @@ def test_when_all_pipelines_are_gone_every_step_says_so(
             assert not engine.has_work, "all requests are dropped"
             engine.add(LONG)
         first, last = (record.getMessage() for record in caplog.records)
-        assert "the others go on, and answer its " in first and "no other is left" in last
+        assert (
+            "the others go on, and answer its " in first and "no other is left" in last
+        )
 
     within(60, use)
 

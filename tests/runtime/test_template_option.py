@@ -22,8 +22,12 @@ def test_what_stands_around_a_template_is_in_no_prompt(tmp_path: Path) -> None:
     wrapped.write_text(json.dumps({"chat_template": TEMPLATE}))
     for file in (marked, wrapped):
         with closing(fminfer.Engine(chat_template=str(file))) as engine:
-            prompt = engine.intake.chat_template.render([{"role": "user", "content": "x"}], [])
+            prompt = engine.intake.chat_template.render(
+                [{"role": "user", "content": "x"}], []
+            )
         assert prompt.text == "Question: x\nAnswer:"
     wrapped.write_text("{}")
-    with pytest.raises(UsageError, match=r"chat_template\.json cannot be read: it is no JSON"):
+    with pytest.raises(
+        UsageError, match=r"chat_template\.json cannot be read: it is no JSON"
+    ):
         fminfer.Engine(chat_template=str(wrapped))

@@ -32,7 +32,9 @@ def embedding(
     """Give an engine of one process or two pipelines, and what transformers has."""
     folder = tmp_path_factory.mktemp("bert")
     own = save_bert(folder)
-    with fminfer.Engine(str(folder), dtype="float32", data_group_size=request.param) as engine:
+    with fminfer.Engine(
+        str(folder), dtype="float32", data_group_size=request.param
+    ) as engine:
         yield engine, own
 
 
@@ -75,7 +77,9 @@ def test_embeddings_are_transformers(embedding: Pair) -> None:
     told = np.array([each["embedding"] for each in found["data"]], np.float32)
     np.testing.assert_allclose(told, expected, atol=1e-4)
     num_tokens = sum(map(len, ids))
-    assert found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == num_tokens
+    assert (
+        found["usage"]["prompt_tokens"] == found["usage"]["total_tokens"] == num_tokens
+    )
     assert "completion_tokens" not in found["usage"]
 
 
@@ -83,7 +87,9 @@ def test_forms_of_an_embedding(embedding: Pair) -> None:
     engine, _ = embedding
     whole = engine.embed(["w1 w2"])[0]
     (found,) = result(engine, {"input": "w1 w2", "encoding_format": "base64"})["data"]
-    np.testing.assert_array_equal(np.frombuffer(b64decode(found["embedding"]), "<f4"), whole)
+    np.testing.assert_array_equal(
+        np.frombuffer(b64decode(found["embedding"]), "<f4"), whole
+    )
     np.testing.assert_array_equal(engine.embed(["w1 w2"], dimensions=5)[0], whole[:5])
     for wrong, param in (
         ({"dimensions": 33}, "dimensions"),
@@ -110,20 +116,31 @@ def test_what_a_folder_of_sentence_transformers_says(tmp_path: Path) -> None:
             (engine.embed(["w1"]), asked),
             (engine.embed(["w1"], dimensions=5), asked[:5]),
         ):
-            np.testing.assert_allclose(vector[0], expected / np.linalg.norm(expected), atol=1e-4)
-        assert "document" in str(refusal(engine, {"input": "w1", "prompt_name": "passage"}))
+            np.testing.assert_allclose(
+                vector[0], expected / np.linalg.norm(expected), atol=1e-4
+            )
+        assert "document" in str(
+            refusal(engine, {"input": "w1", "prompt_name": "passage"})
+        )
         (score,) = result(engine, {"text_1": "w1", "text_2": "w1"})["data"]
         assert score["score"] == pytest.approx(1, abs=1e-6)
 
 
 def save_sentence_files(
-    folder: Path, *, is_normalized: bool = True, is_lowercased: bool = False, **settings: Any
+    folder: Path,
+    *,
+    is_normalized: bool = True,
+    is_lowercased: bool = False,
+    **settings: Any,
 ) -> None:
     """Save what sentence-transformers has beside a model whose vectors are means."""
     kinds = {"": "Transformer", "1_Pooling": "Pooling"}
     if is_normalized:
         kinds["2_Normalize"] = "Normalize"
-    modules = [{"path": path, "type": f"sentence_transformers.{k}"} for path, k in kinds.items()]
+    modules = [
+        {"path": path, "type": f"sentence_transformers.{k}"}
+        for path, k in kinds.items()
+    ]
     for name, value in (
         ("modules.json", modules),
         ("1_Pooling/config.json", {"pooling_mode": "mean"}),
@@ -149,7 +166,11 @@ def test_a_score_is_the_model_s_similarity_of_the_vectors_that_are_served(
 ) -> None:
     """Scores were cosines, whatever similarity_fn_name said, and of texts without the prompt."""
     save_bert(tmp_path)
-    settings = {"similarity_fn_name": name, "prompts": {"q": "w7 w8 "}, "default_prompt_name": "q"}
+    settings = {
+        "similarity_fn_name": name,
+        "prompts": {"q": "w7 w8 "},
+        "default_prompt_name": "q",
+    }
     save_sentence_files(tmp_path, is_normalized=False, **settings)
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         own = torch.from_numpy(engine.embed(SOME)).double()
@@ -158,7 +179,9 @@ def test_a_score_is_the_model_s_similarity_of_the_vectors_that_are_served(
     expected = [SIMILARITIES[name](own[0], each).item() for each in own]
     assert [each["score"] for each in scores] == pytest.approx(expected, abs=1e-4)
     ranked = {each["index"]: each["relevance_score"] for each in ranking}
-    assert [ranked[number] for number in range(len(SOME))] == pytest.approx(expected, abs=1e-4)
+    assert [ranked[number] for number in range(len(SOME))] == pytest.approx(
+        expected, abs=1e-4
+    )
     assert [*ranked] == sorted(ranked, key=lambda number: -ranked[number])
     assert {each["document"]["text"] for each in ranking} == {*SOME}
     assert "-0.0" not in json.dumps(scores)
@@ -167,19 +190,28 @@ def test_a_score_is_the_model_s_similarity_of_the_vectors_that_are_served(
 def test_prompts_stand_before_the_first_text_of_a_pair(tmp_path: Path) -> None:
     """A cross-encoder's default prompt was not used; sentence-transformers 6 does so."""
     own = save_bert(tmp_path, num_labels=1)
-    module = {"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}
+    module = {
+        "type": "sentence_transformers.base.modules.transformer.Transformer",
+        "path": "",
+    }
     (tmp_path / "modules.json").write_text(json.dumps([module]))
     settings = {"prompts": {"q": "w7 w8 ", "other": "w9 "}, "default_prompt_name": "q"}
     (tmp_path / "config_sentence_transformers.json").write_text(json.dumps(settings))
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         for prefix, fields in (("w7 w8 ", {}), ("w9 ", {"prompt_name": "other"})):
             pairs = logits_of(own, [f"{prefix}w1", f"{prefix}w1"], ["w2", "w3 w4"])
-            found = result(engine, {"text_1": "w1", "text_2": ["w2", "w3 w4"]} | fields)["data"]
+            found = result(
+                engine, {"text_1": "w1", "text_2": ["w2", "w3 w4"]} | fields
+            )["data"]
             expected = pairs.sigmoid()[:, 0].tolist()
-            assert [each["score"] for each in found] == pytest.approx(expected, abs=1e-5)
+            assert [each["score"] for each in found] == pytest.approx(
+                expected, abs=1e-5
+            )
             raw = {"query": "w1", "documents": ["w2", "w3 w4"], "use_activation": False}
             best = result(engine, raw | fields)["results"][0]
-            assert best["relevance_score"] == pytest.approx(pairs.max().item(), abs=1e-4)
+            assert best["relevance_score"] == pytest.approx(
+                pairs.max().item(), abs=1e-4
+            )
             (classes,) = result(engine, {"input": "w1"} | fields)["data"]
             alone = logits_of(own, [f"{prefix}w1"]).sigmoid().item()
             assert classes["probs"] == pytest.approx([alone], abs=1e-5)
@@ -201,16 +233,25 @@ def test_logits_in_place_of_probabilities(scoring: Pair) -> None:
         found = result(engine, {"input": TEXTS, "use_activation": value})["data"]
         if expected is None:
             expected = logits_of(own, TEXTS)
-            expected = expected.sigmoid() if expected.shape[1] == 1 else expected.softmax(-1)
-        np.testing.assert_allclose([each["probs"] for each in found], expected, atol=1e-4)
+            expected = (
+                expected.sigmoid() if expected.shape[1] == 1 else expected.softmax(-1)
+            )
+        np.testing.assert_allclose(
+            [each["probs"] for each in found], expected, atol=1e-4
+        )
 
 
 def test_vectors_of_length_1(embedding: Pair, tmp_path: Path) -> None:
     engine, _ = embedding
     (whole,) = engine.embed(["w1 w2"])
     for fields, vector in (({}, whole), ({"dimensions": 5}, whole[:5])):
-        for value, expected in ((True, vector / np.linalg.norm(vector)), (False, vector)):
-            (found,) = result(engine, {"input": "w1 w2", "normalize": value} | fields)["data"]
+        for value, expected in (
+            (True, vector / np.linalg.norm(vector)),
+            (False, vector),
+        ):
+            (found,) = result(engine, {"input": "w1 w2", "normalize": value} | fields)[
+                "data"
+            ]
             np.testing.assert_allclose(found["embedding"], expected, rtol=1e-5)
     refused = refusal(engine, {"text_1": "w1", "text_2": "w2", "use_activation": False})
     assert refused.param == "use_activation" and "no logits" in refused.message
@@ -236,20 +277,28 @@ def test_do_lower_case_leaves_special_tokens(tmp_path: Path) -> None:
     fields["normalizer"]["lowercase"] = False
     (tmp_path / "tokenizer.json").write_text(json.dumps(fields))
     config = tmp_path / "tokenizer_config.json"
-    config.write_text(json.dumps(json.loads(config.read_text()) | {"do_lower_case": False}))
+    config.write_text(
+        json.dumps(json.loads(config.read_text()) | {"do_lower_case": False})
+    )
     plain = "w1 [SEP] w2"
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         found = engine.embed([plain, "W1 [SEP] W2"])
-    np.testing.assert_allclose(found, mean_vectors(model, hf, [plain, plain]), atol=1e-4)
+    np.testing.assert_allclose(
+        found, mean_vectors(model, hf, [plain, plain]), atol=1e-4
+    )
 
 
 def test_long_texts_are_cut_as_transformers_cuts(embedding: Pair) -> None:
     engine, (model, hf) = embedding
     long = " ".join(WORDS[:90])
-    cut = hf.decode(hf(long, truncation=True, max_length=10)["input_ids"], skip_special_tokens=True)
+    cut = hf.decode(
+        hf(long, truncation=True, max_length=10)["input_ids"], skip_special_tokens=True
+    )
     found = result(engine, {"input": long, "truncate_prompt_tokens": 10})
     (told,) = found["data"]
-    np.testing.assert_allclose(told["embedding"], mean_vectors(model, hf, [cut])[0], atol=1e-4)
+    np.testing.assert_allclose(
+        told["embedding"], mean_vectors(model, hf, [cut])[0], atol=1e-4
+    )
     assert found["usage"]["prompt_tokens"] == 10
     assert found["usage"]["prompt_tokens_details"]["truncated_tokens"] == 82
 
@@ -268,7 +317,10 @@ def test_batch_lines(embedding: Pair) -> None:
             ]
         )
     ]
-    raw = [Line(0, number, json.dumps(line).encode()) for number, line in enumerate(lines, 1)]
+    raw = [
+        Line(0, number, json.dumps(line).encode())
+        for number, line in enumerate(lines, 1)
+    ]
     records = sorted(engine.run(raw), key=lambda record: record.line.number)
     found = [record.to_dict()["response"] for record in records]
     assert [each["status_code"] for each in found] == [200, 200, 200, 400, 200]
@@ -286,7 +338,9 @@ def test_cosines(embedding: Pair) -> None:
     one, *others = engine.embed(["w1", "w2 w3", "w4"])
     expected = [one @ o / np.linalg.norm(one) / np.linalg.norm(o) for o in others]
     found = result(engine, {"queries": "w1", "documents": ["w2 w3", "w4"]})
-    assert [each["score"] for each in found["data"]] == pytest.approx(expected, abs=1e-5)
+    assert [each["score"] for each in found["data"]] == pytest.approx(
+        expected, abs=1e-5
+    )
 
 
 def logits_of(own: tuple[Any, Any], *texts: list[str]) -> torch.Tensor:
@@ -304,7 +358,9 @@ def test_classes_are_transformers(scoring: Pair) -> None:
     data = result(engine, {"input": TEXTS})["data"]
     np.testing.assert_allclose([each["probs"] for each in data], expected, atol=1e-5)
     for each, row in zip(data, expected, strict=True):
-        assert each["label"] == f"LABEL_{row.argmax()}" and each["num_classes"] == len(row)
+        assert each["label"] == f"LABEL_{row.argmax()}" and each["num_classes"] == len(
+            row
+        )
 
 
 def test_scores_of_pairs_are_transformers(scoring: Pair) -> None:
@@ -322,7 +378,9 @@ def test_scores_of_pairs_are_transformers(scoring: Pair) -> None:
     )
     for each in found:
         assert each["document"]["text"] == documents[each["index"]]
-        assert each["relevance_score"] == pytest.approx(expected[each["index"]], abs=1e-5)
+        assert each["relevance_score"] == pytest.approx(
+            expected[each["index"]], abs=1e-5
+        )
     both = result(engine, {"text_1": ["w1 w2"] * 4, "text_2": documents})
     assert [each["score"] for each in both["data"]] == pytest.approx(expected, abs=1e-5)
     refused = refusal(engine, {"text_1": ["a", "b"], "text_2": ["c"]})
@@ -337,10 +395,15 @@ NAMES = ["torch.nn.modules.linear.Identity", "torch.nn.modules.activation.Sigmoi
 def test_a_score_is_what_its_config_says(name: str, place: str, tmp_path: Path) -> None:
     own = save_bert(tmp_path, num_labels=1)
     if place == "today":
-        module = {"type": "sentence_transformers.base.modules.transformer.Transformer", "path": ""}
+        module = {
+            "type": "sentence_transformers.base.modules.transformer.Transformer",
+            "path": "",
+        }
         (tmp_path / "modules.json").write_text(json.dumps([module]))
         settings = tmp_path / "config_sentence_transformers.json"
-        settings.write_text(json.dumps({"model_type": "CrossEncoder", "activation_fn": name}))
+        settings.write_text(
+            json.dumps({"model_type": "CrossEncoder", "activation_fn": name})
+        )
     elif place == "config":
         tell(tmp_path, sentence_transformers={"activation_fn": name})
     else:
@@ -354,8 +417,13 @@ def test_a_score_is_what_its_config_says(name: str, place: str, tmp_path: Path) 
 
 def test_another_activation_is_refused_by_name(tmp_path: Path) -> None:
     save_bert(tmp_path, num_labels=1)
-    tell(tmp_path, sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"})
-    with pytest.raises(CheckpointError, match=r"scores by .*Tanh; Sigmoid and Identity run"):
+    tell(
+        tmp_path,
+        sentence_transformers={"activation_fn": "torch.nn.modules.activation.Tanh"},
+    )
+    with pytest.raises(
+        CheckpointError, match=r"scores by .*Tanh; Sigmoid and Identity run"
+    ):
         fminfer.Engine(str(tmp_path), dtype="float32")
 
 
@@ -380,14 +448,18 @@ def test_token_types_are_those_that_the_tokenizer_gives(tmp_path: Path) -> None:
     own = save_bert(tmp_path, num_labels=1)
     file = tmp_path / "tokenizer_config.json"
     fields = json.loads(file.read_text())
-    file.write_text(json.dumps(fields | {"model_input_names": ["input_ids", "attention_mask"]}))
+    file.write_text(
+        json.dumps(fields | {"model_input_names": ["input_ids", "attention_mask"]})
+    )
     given = own[1]("w1 w2", "w7", return_tensors="pt")
     with torch.no_grad():
         expected = own[0](input_ids=given["input_ids"]).logits.sigmoid().item()
     with fminfer.Engine(str(tmp_path), dtype="float32") as engine:
         (found,) = result(engine, {"text_1": "w1 w2", "text_2": "w7"})["data"]
     assert found["score"] == pytest.approx(expected, abs=1e-5)
-    assert expected != pytest.approx(logits_of(own, ["w1 w2"], ["w7"]).sigmoid().item(), abs=1e-4)
+    assert expected != pytest.approx(
+        logits_of(own, ["w1 w2"], ["w7"]).sigmoid().item(), abs=1e-4
+    )
 
 
 def test_what_embed_refuses(embedding: Pair, scoring: Pair) -> None:
@@ -405,9 +477,13 @@ def test_a_prompt_is_no_question_for_a_model_of_classes(tmp_path: Path) -> None:
     save_bert(tmp_path, num_labels=3)
     model = ["--model-name", str(tmp_path)]
     refused = CliRunner().invoke(main, ["run", "--prompt", "w1", *model])
-    assert refused.exit_code == 2 and "scores texts or has classes; put" in refused.output
+    assert (
+        refused.exit_code == 2 and "scores texts or has classes; put" in refused.output
+    )
     assert f"fminfer run - --model-name {tmp_path}" in refused.output
-    answered = CliRunner().invoke(main, ["run", "-q", "-", *model], input='{"input": "a text"}\n')
+    answered = CliRunner().invoke(
+        main, ["run", "-q", "-", *model], input='{"input": "a text"}\n'
+    )
     assert answered.exit_code == 0, answered.output
 
 
@@ -432,10 +508,14 @@ def test_the_other_kind_of_model_is_named(embedding: Pair, scoring: Pair) -> Non
     with pytest.raises(RequestError, match="Ask /v1/score"):
         error({"input": "w1"}, endpoint="embeddings")
     with fminfer.Engine(dtype="float32") as generating:
-        assert "needs a model that gives embeddings" in str(refusal(generating, {"input": "w1"}))
+        assert "needs a model that gives embeddings" in str(
+            refusal(generating, {"input": "w1"})
+        )
 
 
-def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(embedding: Pair) -> None:
+def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(
+    embedding: Pair,
+) -> None:
     engine, _ = embedding
     before = engine.stats.num_prompt_tokens
     asked = [{"input": "w1 w2"}] * 50 + [{"input": 5}] + [{"input": "w2 w1"}]
@@ -447,7 +527,9 @@ def test_equal_lines_are_computed_once_and_a_wrong_one_costs_itself(embedding: P
 
 def test_a_text_that_is_too_long_is_named(embedding: Pair) -> None:
     asked = {"input": ["w1", "w2", " ".join(["w3"] * 80)]}
-    assert str(refusal(embedding[0], asked)).startswith("input[2]: the prompt has 82 tokens; ")
+    assert str(refusal(embedding[0], asked)).startswith(
+        "input[2]: the prompt has 82 tokens; "
+    )
 
 
 LONG = "w3 " * 80
@@ -484,7 +566,9 @@ def test_a_query_that_is_too_long_is_named(embedding: Pair) -> None:
         ({"query": LONG, "documents": ["w1", "w2"]}, "query"),
         ({"text_1": ["w1", LONG], "text_2": ["w1", "w2"]}, "text_1[1]"),
     ):
-        assert refusal(embedding[0], fields).message.startswith(f"{place}: the prompt has ")
+        assert refusal(embedding[0], fields).message.startswith(
+            f"{place}: the prompt has "
+        )
 
 
 @pytest.mark.parametrize(
@@ -493,10 +577,19 @@ def test_a_query_that_is_too_long_is_named(embedding: Pair) -> None:
         ({"text_1": "w1", "queries": "w2", "text_2": "w3"}, "queries"),
         ({"text_1": "w1", "text_2": "w2", "documents": "w3"}, "documents"),
         ({"queries": "w1", "documents": "w2", "text_2": "w3"}, "documents"),
-        ({"query": "w1", "documents": [{"text": "w2", "image": "http://x"}]}, "documents.image"),
-        ({"query": "w1", "documents": [{"text": "w2", "audio": "http://x"}]}, "documents.audio"),
+        (
+            {"query": "w1", "documents": [{"text": "w2", "image": "http://x"}]},
+            "documents.image",
+        ),
+        (
+            {"query": "w1", "documents": [{"text": "w2", "audio": "http://x"}]},
+            "documents.audio",
+        ),
         ({"query": {"text": "w1", "image": "x"}, "documents": ["w2"]}, "query.image"),
-        ({"text_1": "w1", "text_2": [{"text": "w2", "video_url": "x"}]}, "text_2.video_url"),
+        (
+            {"text_1": "w1", "text_2": [{"text": "w2", "video_url": "x"}]},
+            "text_2.video_url",
+        ),
     ],
 )
 def test_nothing_that_is_to_be_compared_is_dropped(

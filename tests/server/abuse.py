@@ -1,9 +1,10 @@
 """Abuses a server: `scripts/abuse`.
 
 A third of the requests are good, and must be answered as the engine alone answers them. A third
-leave before they have their answer, or never read it. A third are wrong. After the first of them,
-which warm the server up, and again after all, the server is looked at from outside: it must hold no
-KV block, no connection, no thread more, and no more memory. SIGTERM must then end it in time.
+leave before they have their answer, or never read it. A third are wrong. After the
+first of them, which warm the server up, and again after all, the server is looked at
+from outside: it must hold no KV block, no connection, no thread more, and no more
+memory. SIGTERM must then end it in time.
 """
 
 from __future__ import annotations
@@ -72,9 +73,14 @@ def make_tasks(num_requests: int, rng: random.Random) -> list[Task]:
     num_large = max(len(wrong_requests.BODIES), num_requests // 300)
     num_unread = max(1, num_requests // 100)
     third = num_requests // 3
-    tasks = [Task("good", rng.choice(good_requests.WAYS)) for _ in range(num_requests - 2 * third)]
+    tasks = [
+        Task("good", rng.choice(good_requests.WAYS))
+        for _ in range(num_requests - 2 * third)
+    ]
     tasks += [Task("unread", None)] * num_unread
-    tasks += [Task("leaving", leaving_clients.WAYS[i % 5]) for i in range(third - num_unread)]
+    tasks += [
+        Task("leaving", leaving_clients.WAYS[i % 5]) for i in range(third - num_unread)
+    ]
     for number in range(third):
         known = wrong_requests.BODIES if number < num_large else wrong_requests.SMALL
         tasks.append(Task("wrong", known[number % len(known)]))
@@ -117,7 +123,10 @@ async def run_tasks(
                 report.met[task.kind] += 1
             except Exception as error:
                 last = traceback.extract_tb(error.__traceback__)[-1]
-                told = f"{type(error).__name__} {error} ({Path(last.filename).name}:{last.lineno})"
+                told = (
+                    f"{type(error).__name__} {error} "
+                    f"({Path(last.filename).name}:{last.lineno})"
+                )
                 report.blame(f"{task.kind}, {way}: {told[:600]}")
 
     await asyncio.gather(*(work() for _ in range(NUM_AT_ONCE)))
@@ -136,11 +145,17 @@ async def settle(port: int, pid: int) -> tuple[dict[str, Any], int, View]:
             return stats, num_open, look(pid)
 
 
-def compare(stats: dict[str, Any], num_open: int, before: View, after: View, to: Report) -> None:
+def compare(
+    stats: dict[str, Any], num_open: int, before: View, after: View, to: Report
+) -> None:
     """Note what a server holds that it must not."""
     for name in ("num_running", "num_waiting", "kv_usage"):
-        to.require(stats[name] == 0, f"{name} is {stats[name]} when all clients have left")
-    to.require(num_open == 0, f"{num_open} connections are open when all clients have left")
+        to.require(
+            stats[name] == 0, f"{name} is {stats[name]} when all clients have left"
+        )
+    to.require(
+        num_open == 0, f"{num_open} connections are open when all clients have left"
+    )
     for name in ("num_sockets", "num_files", "num_threads"):
         one = getattr(before, name)
         other = getattr(after, name)
@@ -163,9 +178,13 @@ async def stop(port: int, server: subprocess.Popen[bytes], report: Report) -> fl
     try:
         server.wait(GRACE_S + 10)
     except subprocess.TimeoutExpired:
-        report.blame(f"SIGTERM has not ended it after {time.monotonic() - started:.0f} s")
+        report.blame(
+            f"SIGTERM has not ended it after {time.monotonic() - started:.0f} s"
+        )
     took_s = time.monotonic() - started
-    report.require(took_s < GRACE_S + 5, f"SIGTERM took {took_s:.1f} s; the grace is {GRACE_S} s")
+    report.require(
+        took_s < GRACE_S + 5, f"SIGTERM took {took_s:.1f} s; the grace is {GRACE_S} s"
+    )
     report.require(b"[DONE]" in rest, f"the stream has no end: {rest[-300:]!r}")
     status = 143 if b'"error"' in rest else 0  # 0: what ran has its answer
     told = f"SIGTERM ended it with status {server.returncode}, not {status}"
@@ -174,7 +193,11 @@ async def stop(port: int, server: subprocess.Popen[bytes], report: Report) -> fl
 
 
 async def abuse(
-    server: subprocess.Popen[bytes], port: int, num_requests: int, seed: int, report: Report
+    server: subprocess.Popen[bytes],
+    port: int,
+    num_requests: int,
+    seed: int,
+    report: Report,
 ) -> dict[str, Any]:
     """Run everything against a server that is ready; return the figures."""
     rng = random.Random(seed)
@@ -194,7 +217,9 @@ async def abuse(
     compare(stats, num_open, views[0], views[1], report)
     status = (await get(port, "/metrics")).status
     report.require(status == 200, f"/metrics is {status}")
-    await run_tasks([Task("good", way) for way in good_requests.WAYS], port, good, rng, [], report)
+    await run_tasks(
+        [Task("good", way) for way in good_requests.WAYS], port, good, rng, [], report
+    )
     stop_s = await stop(port, server, report)
     before, after = map(asdict, views)
     return {"took_s": took_s, "stop_s": stop_s, "before": before, "after": after}
@@ -209,15 +234,21 @@ def run_abuse(num_requests: int, seed: int, report: Report) -> dict[str, Any]:
         told = errors.read_text(errors="replace")
     for word in ("Traceback", "Exception in"):
         first = told.find(word)
-        report.require(first < 0, f"stderr has a {word}: {told[max(0, first - 200) :][:3000]}")
+        report.require(
+            first < 0, f"stderr has a {word}: {told[max(0, first - 200) :][:3000]}"
+        )
     return figures
 
 
 @click.command()
 @click.option("--requests", "num_requests", default=300, show_default=True)
-@click.option("--beside", is_flag=True, help="Measure a live client beside hostile loads instead.")
+@click.option(
+    "--beside", is_flag=True, help="Measure a live client beside hostile loads instead."
+)
 @click.option("--load", "loads", multiple=True, help="Of these, only such a load.")
-@click.option("--seed", default=0, help="Of which requests come when.", show_default=True)
+@click.option(
+    "--seed", default=0, help="Of which requests come when.", show_default=True
+)
 def main(num_requests: int, seed: int, *, beside: bool, loads: tuple[str, ...]) -> None:
     """Abuse a server; end with status 1 if anything is off."""
     if beside:
@@ -231,7 +262,10 @@ def main(num_requests: int, seed: int, *, beside: bool, loads: tuple[str, ...]) 
     for name, before in figures["before"].items():
         print(f"{name:14}{before:14,.0f}{figures['after'][name]:14,.0f}")
     print(f"{num_requests} requests in {figures['took_s']:.0f} s; ", end="")
-    print("as they should be: " + ", ".join(f"{n} {kind}" for kind, n in report.met.items()))
+    print(
+        "as they should be: "
+        + ", ".join(f"{n} {kind}" for kind, n in report.met.items())
+    )
     print(f"SIGTERM in the middle of a stream: {figures['stop_s']:.1f} s")
     for problem in report.problems[:MOST_TOLD]:
         print(f"! {problem}")

@@ -7,7 +7,9 @@ from typing import Any
 import fminfer
 
 
-def answer_file(requests: list[tuple[str, dict[str, Any]]], **options: Any) -> list[dict[str, Any]]:
+def answer_file(
+    requests: list[tuple[str, dict[str, Any]]], **options: Any
+) -> list[dict[str, Any]]:
     """Answer a Batch file with an engine of its own; return the bodies.
 
     Args:
@@ -84,7 +86,10 @@ def join_chat(parts: list[dict[str, Any]]) -> list[dict[str, Any]]:
         assert choice.get("finish_reason") is None
         _join_message(choice["message"], delta)
         if part.get("logprobs") is not None:
-            found = choice["logprobs"] = choice["logprobs"] or {"content": [], "refusal": None}
+            found = choice["logprobs"] = choice["logprobs"] or {
+                "content": [],
+                "refusal": None,
+            }
             found["content"] = found["content"] + part["logprobs"]["content"]
         choice["finish_reason"] = part["finish_reason"]
         if "stop_reason" in part:
@@ -98,8 +103,12 @@ def _join_message(message: dict[str, Any], delta: dict[str, Any]) -> None:
     for call in delta.get("tool_calls") or []:
         calls = message.setdefault("tool_calls", [])
         if call["index"] == len(calls):
-            calls.append({"id": call["id"], "type": "function", "function": call["function"]})
+            calls.append(
+                {"id": call["id"], "type": "function", "function": call["function"]}
+            )
         else:
-            calls[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+            calls[call["index"]]["function"]["arguments"] += call["function"][
+                "arguments"
+            ]
     if message.get("tool_calls"):
         message["content"] = message["content"] or None

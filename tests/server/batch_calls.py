@@ -43,7 +43,9 @@ def batch_line(custom_id: str, url: str = COMPLETIONS, **body: Any) -> bytes:
 def long_lines(num: int, num_tokens: int = 200) -> list[bytes]:
     """Return lines that take a while."""
     return [
-        batch_line(f"r{n}", prompt=f"{n} {QUESTION}", max_tokens=num_tokens, ignore_eos=True)
+        batch_line(
+            f"r{n}", prompt=f"{n} {QUESTION}", max_tokens=num_tokens, ignore_eos=True
+        )
         for n in range(num)
     ]
 
@@ -70,7 +72,9 @@ def try_upload(
     return server.call("POST", "/v1/files", body, own | (headers or {}))
 
 
-def upload(server: Running, lines: list[bytes], headers: dict[str, str] | None = None) -> str:
+def upload(
+    server: Running, lines: list[bytes], headers: dict[str, str] | None = None
+) -> str:
     """Upload lines; return the file's id."""
     answer = try_upload(server, b"\n".join(lines) + b"\n", headers)
     assert answer.status == 200, answer.body
@@ -94,7 +98,9 @@ def create(
     return batch
 
 
-def get(server: Running, batch: Fields, headers: dict[str, str] | None = None) -> Fields:
+def get(
+    server: Running, batch: Fields, headers: dict[str, str] | None = None
+) -> Fields:
     """Return a batch as it is now."""
     answer = server.get(f"/v1/batches/{batch['id']}", headers)
     assert answer.status == 200, answer.body
@@ -102,7 +108,9 @@ def get(server: Running, batch: Fields, headers: dict[str, str] | None = None) -
     return found
 
 
-def wait_until(server: Running, batch: Fields, is_so: Callable[[Fields], bool]) -> Fields:
+def wait_until(
+    server: Running, batch: Fields, is_so: Callable[[Fields], bool]
+) -> Fields:
     """Ask until something is so of a batch."""
     deadline = time.monotonic() + WAIT_S
     while not is_so(found := get(server, batch)):
@@ -132,6 +140,8 @@ def content(server: Running, file_id: str | None) -> list[Fields]:
 def texts_of(server: Running, batch: Fields) -> dict[str, str]:
     """Return the text of each answer, by custom_id; no id is there twice."""
     records = content(server, batch["output_file_id"])
-    found = {r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records}
+    found = {
+        r["custom_id"]: r["response"]["body"]["choices"][0]["text"] for r in records
+    }
     assert len(found) == len(records)
     return found

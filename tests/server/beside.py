@@ -25,7 +25,11 @@ FREED_S = 12.0  # after a load, in which its memory must be given back
 P95_S = 0.3
 LONGEST_S = 1.0
 MEMORY_MB = 50.0
-QUESTION = {"prompt": "Question: How do you go there?\nAnswer:", "max_tokens": 4, "temperature": 0}
+QUESTION = {
+    "prompt": "Question: How do you go there?\nAnswer:",
+    "max_tokens": 4,
+    "temperature": 0,
+}
 # What the client asks, by the loads beside it: its path and its fields.
 ASKED = dict.fromkeys(LOADS, (COMPLETIONS, QUESTION)) | dict.fromkeys(
     VECTOR_LOADS, ("/v1/embeddings", {"input": "w1 w2 w3"})
@@ -114,11 +118,16 @@ def print_besides(names: Iterable[str], port: int, pid: int) -> list[str]:
         problems += found.problems
         figures = f"{found.calm_s:7.3f}{found.p95_s:7.3f}{found.longest_s:9.3f}"
         mark = " !" if found.problems else ""
-        print(f"{name:34}{found.num_asked:6}{figures}{found.grown_mb:6.0f}{mark}", flush=True)
+        print(
+            f"{name:34}{found.num_asked:6}{figures}{found.grown_mb:6.0f}{mark}",
+            flush=True,
+        )
     return problems
 
 
-def run_beside(names: Iterable[str], folder: Path, *, warms_up: bool = True) -> list[str]:
+def run_beside(
+    names: Iterable[str], folder: Path, *, warms_up: bool = True
+) -> list[str]:
     """Measure loads beside a live client, each on a server with its model.
 
     Returns:
@@ -133,11 +142,16 @@ def run_beside(names: Iterable[str], folder: Path, *, warms_up: bool = True) -> 
             problems += print_besides(of_demo, port, server.pid)
     if of_vectors := [name for name in names if name in VECTOR_LOADS]:
         save_bert(folder / "bert")
-        with running(folder / "stderr of vectors", model=folder / "bert") as (server, port):
+        with running(folder / "stderr of vectors", model=folder / "bert") as (
+            server,
+            port,
+        ):
             if warms_up:
                 VECTOR_LOADS["many_texts_to_embed"](port)
             problems += print_besides(of_vectors, port, server.pid)
     told = "".join(each.read_text(errors="replace") for each in folder.glob("stderr*"))
     if MARK in told:
-        problems.append(f"the log quotes a prompt: {told[max(0, told.find(MARK) - 300) :][:600]}")
+        problems.append(
+            f"the log quotes a prompt: {told[max(0, told.find(MARK) - 300) :][:600]}"
+        )
     return problems

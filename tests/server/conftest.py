@@ -1,4 +1,5 @@
-"""Clients here reach servers of this machine and nothing else; a browser for a module's tests."""
+"""Clients here reach servers of this machine and nothing else; a browser for a module's
+tests."""
 
 from __future__ import annotations
 

@@ -17,7 +17,8 @@ from .raw_http import HOST, get
 
 START_S = 120.0
 GRACE_S = 5
-BUDGET = 16384  # KV tokens: few, so that some wait, and memory that is touched late is no growth
+# KV tokens: few, so that some wait, and memory that is touched late is no growth
+BUDGET = 16384
 DTYPE = "float32"  # in which answers do not depend on what is computed beside them
 
 
@@ -29,7 +30,16 @@ def running(
     with socket.socket() as free:
         free.bind((HOST, 0))
         port = free.getsockname()[1]
-    command = [sys.executable, "-m", "fminfer", "serve", "--port", str(port), "--dtype", DTYPE]
+    command = [
+        sys.executable,
+        "-m",
+        "fminfer",
+        "serve",
+        "--port",
+        str(port),
+        "--dtype",
+        DTYPE,
+    ]
     command += ["--budget", str(BUDGET), "--grace", str(GRACE_S)]
     command += [] if state is None else ["--state", str(state)]
     command += [] if model is None else ["--model-name", str(model)]
@@ -39,7 +49,9 @@ def running(
         deadline = time.monotonic() + START_S
         while not _is_ready(port):
             told = errors.read_text(errors="replace")
-            assert server.poll() is None, f"the server ended with {server.returncode}: {told}"
+            assert server.poll() is None, (
+                f"the server ended with {server.returncode}: {told}"
+            )
             assert time.monotonic() < deadline, f"the server is not ready: {told}"
             time.sleep(0.1)
         yield server, port

@@ -30,12 +30,18 @@ def make_fields(rng: random.Random) -> dict[str, Any]:
     if rng.random() < 0.3:
         prompt: Any = [rng.randrange(1, 400) for _ in range(rng.randint(1, 200))]
     else:
-        prompt = " ".join(rng.choice(["the", "Question:", "é", "42", "\n"]) for _ in range(20))
+        prompt = " ".join(
+            rng.choice(["the", "Question:", "é", "42", "\n"]) for _ in range(20)
+        )
     fields = {"prompt": prompt, "max_tokens": rng.randint(1, 40)}
     if rng.random() < 0.3:
         fields["temperature"] = 0
     else:
-        fields |= {"seed": rng.randrange(2**31), "temperature": 0.8, "n": rng.randint(1, 3)}
+        fields |= {
+            "seed": rng.randrange(2**31),
+            "temperature": 0.8,
+            "n": rng.randint(1, 3),
+        }
     if rng.random() < 0.3:
         fields["logprobs"] = rng.randint(0, 3)
     if rng.random() < 0.3:

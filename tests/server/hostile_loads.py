@@ -28,7 +28,9 @@ def load(function: Callable[[int], None]) -> Callable[[int], None]:
     return function
 
 
-def call(port: int, method: str, path: str, body: Any = None, **headers: str) -> tuple[int, bytes]:
+def call(
+    port: int, method: str, path: str, body: Any = None, **headers: str
+) -> tuple[int, bytes]:
     """Return status and body of a response; 0: there was none."""
     connection = http.client.HTTPConnection(HOST, port, timeout=TIMEOUT_S)
     raw = body if isinstance(body, bytes | None) else json.dumps(body).encode()
@@ -48,7 +50,9 @@ def post(port: int, fields: Any, path: str = COMPLETIONS) -> tuple[int, bytes]:
 
 def at_once(port: int, bodies: list[Any], path: str = COMPLETIONS) -> None:
     """Send requests, each over a connection and from a thread of its own."""
-    threads = [threading.Thread(target=post, args=(port, body, path)) for body in bodies]
+    threads = [
+        threading.Thread(target=post, args=(port, body, path)) for body in bodies
+    ]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -56,7 +60,9 @@ def at_once(port: int, bodies: list[Any], path: str = COMPLETIONS) -> None:
 
 
 @contextmanager
-def connections(port: int, number: int, data: bytes = b"") -> Iterator[list[socket.socket]]:
+def connections(
+    port: int, number: int, data: bytes = b""
+) -> Iterator[list[socket.socket]]:
     """Open connections, send the same bytes over each, and close them in the end."""
     with ExitStack() as stack:
         opened = []
@@ -78,14 +84,21 @@ def send_batch(port: int, data: bytes, wait_s: float) -> dict[str, Any]:
     """Upload lines and have them answered for a while; return the last that was told."""
     parts = [
         b'Content-Disposition: form-data; name="purpose"\r\n\r\nbatch',
-        b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n' + data,
+        b'Content-Disposition: form-data; name="file"; filename="a.jsonl"\r\n\r\n'
+        + data,
     ]
     body = b"".join(b"--bb\r\n%s\r\n" % part for part in parts) + b"--bb--\r\n"
     form = {"Content-Type": "multipart/form-data; boundary=bb"}
-    told: dict[str, Any] = json.loads(call(port, "POST", "/v1/files", body, **form)[1] or b"{}")
+    told: dict[str, Any] = json.loads(
+        call(port, "POST", "/v1/files", body, **form)[1] or b"{}"
+    )
     if "id" not in told:
         return told
-    wish = {"endpoint": COMPLETIONS, "completion_window": "24h", "input_file_id": told["id"]}
+    wish = {
+        "endpoint": COMPLETIONS,
+        "completion_window": "24h",
+        "input_file_id": told["id"],
+    }
     told = json.loads(post(port, wish, "/v1/batches")[1] or b"{}")
     if "id" not in told:
         return told
@@ -103,7 +116,12 @@ def send_batch(port: int, data: bytes, wait_s: float) -> dict[str, Any]:
 def line(number: int, **fields: Any) -> bytes:
     """Return a line of a batch."""
     body = {"prompt": "a", "max_tokens": 1} | fields
-    entry = {"custom_id": str(number), "method": "POST", "url": COMPLETIONS, "body": body}
+    entry = {
+        "custom_id": str(number),
+        "method": "POST",
+        "url": COMPLETIONS,
+        "body": body,
+    }
     return json.dumps(entry).encode() + b"\n"
 
 
@@ -117,7 +135,14 @@ def many_prompts(port: int) -> None:
 
 @load
 def many_prompts_that_draw(port: int) -> None:
-    post(port, {"prompt": [f"{n} a" for n in range(4096)], "max_tokens": 8, "ignore_eos": True})
+    post(
+        port,
+        {
+            "prompt": [f"{n} a" for n in range(4096)],
+            "max_tokens": 8,
+            "ignore_eos": True,
+        },
+    )
 
 
 @load
@@ -139,12 +164,24 @@ def many_long_choices(port: int) -> None:
 
 @load
 def many_candidates(port: int) -> None:
-    post(port, {"prompt": ["a"] * 32, "best_of": 128, "n": 1, "max_tokens": 16, "temperature": 1})
+    post(
+        port,
+        {
+            "prompt": ["a"] * 32,
+            "best_of": 128,
+            "n": 1,
+            "max_tokens": 16,
+            "temperature": 1,
+        },
+    )
 
 
 @load
 def many_scored_prompts(port: int) -> None:
-    post(port, {"prompt": ["a b c"] * 16384, "echo": True, "logprobs": 5, "max_tokens": 0})
+    post(
+        port,
+        {"prompt": ["a b c"] * 16384, "echo": True, "logprobs": 5, "max_tokens": 0},
+    )
 
 
 @load
@@ -164,7 +201,13 @@ def long_prompts_of_one_request(port: int) -> None:
 
 @load
 def many_logprobs(port: int) -> None:
-    fields = {"prompt": ["a"] * 64, "n": 8, "logprobs": 20, "max_tokens": 32, "ignore_eos": True}
+    fields = {
+        "prompt": ["a"] * 64,
+        "n": 8,
+        "logprobs": 20,
+        "max_tokens": 32,
+        "ignore_eos": True,
+    }
     post(port, fields | {"temperature": 1})
 
 
@@ -176,7 +219,8 @@ def a_thousand_requests(port: int) -> None:
 @load
 def many_prompts_with_biases(port: int) -> None:
     biases = {str(token_id): 0.5 for token_id in range(400)}
-    biases |= {"0" * n + "7": 0.5 for n in range(2, 300)}  # one token, spelled again and again
+    # one token, spelled again and again
+    biases |= {"0" * n + "7": 0.5 for n in range(2, 300)}
     post(port, {"prompt": ["a"] * 16384, "max_tokens": 4, "logit_bias": biases})
 
 
@@ -218,10 +262,17 @@ def add_constraints(name: str, kinds: tuple[str, ...]) -> None:
     LOADS[name] = send
 
 
-add_constraints("hostile_grammars", ("more blank lines", "quotes", "one long name", "odd heads"))
+add_constraints(
+    "hostile_grammars", ("more blank lines", "quotes", "one long name", "odd heads")
+)
 add_constraints(
     "more_hostile_grammars",
-    ("rules, each the next", "terminals, doubled", "an ambiguous grammar", "many alternatives"),
+    (
+        "rules, each the next",
+        "terminals, doubled",
+        "an ambiguous grammar",
+        "many alternatives",
+    ),
 )
 add_constraints(
     "hostile_patterns",
@@ -231,7 +282,9 @@ add_constraints(
     "hostile_schemas",
     ("oneOf of products", "doubled allOf", "doubled properties", "crossed unions"),
 )
-add_constraints("hostile_lists", ("an enum", "equal choices", "long choices", "one long choice"))
+add_constraints(
+    "hostile_lists", ("an enum", "equal choices", "long choices", "one long choice")
+)
 
 
 def constrained(**constraint: Any) -> dict[str, Any]:
@@ -264,19 +317,27 @@ def many_new_patterns(port: int) -> None:
 def large_template_arguments(port: int) -> None:
     for number in range(6):
         fields = {"messages": [{"role": "user", "content": "hi"}], "max_tokens": 1}
-        post(port, fields | {"chat_template_kwargs": {"x": f"{number}" + "z" * (8 << 20)}}, CHAT)
+        post(
+            port,
+            fields | {"chat_template_kwargs": {"x": f"{number}" + "z" * (8 << 20)}},
+            CHAT,
+        )
 
 
 @load
 def many_messages(port: int) -> None:
-    messages = [{"role": ("user", "assistant")[n % 2], "content": "hi"} for n in range(50_001)]
+    messages = [
+        {"role": ("user", "assistant")[n % 2], "content": "hi"} for n in range(50_001)
+    ]
     post(port, {"messages": messages, "max_tokens": 1}, CHAT)
 
 
 @load
 def messages_of_many_parts(port: int) -> None:
     parts = [{"type": "text", "text": f"{MARK} {n}"} for n in range(100_000)]
-    post(port, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}, CHAT)
+    post(
+        port, {"messages": [{"role": "user", "content": parts}], "max_tokens": 1}, CHAT
+    )
 
 
 @load
@@ -306,7 +367,10 @@ def stop_strings_within_bounds(port: int) -> None:
 @load
 def many_stop_prefixes(port: int) -> None:
     stops = ["a" * n + MARK for n in range(1, 500)]
-    post(port, {"prompt": "a" * 300, "max_tokens": 200, "stop": stops, "stream": True, "n": 8})
+    post(
+        port,
+        {"prompt": "a" * 300, "max_tokens": 200, "stop": stops, "stream": True, "n": 8},
+    )
 
 
 @load
@@ -330,7 +394,10 @@ def many_new_bad_words(port: int) -> None:
 
 @load
 def many_unknown_fields(port: int) -> None:
-    post(port, {"prompt": "a", "max_tokens": 1} | {f"unknown{n}": n for n in range(200_000)})
+    post(
+        port,
+        {"prompt": "a", "max_tokens": 1} | {f"unknown{n}": n for n in range(200_000)},
+    )
 
 
 @load
@@ -370,7 +437,11 @@ def nested_lists(port: int) -> None:
 @load
 def small_chunks(port: int) -> None:
     body = b'{"prompt": "' + b"x" * 200_000
-    data = HEAD + b"Transfer-Encoding: chunked\r\n\r\n" + b"".join(b"1\r\n%c\r\n" % c for c in body)
+    data = (
+        HEAD
+        + b"Transfer-Encoding: chunked\r\n\r\n"
+        + b"".join(b"1\r\n%c\r\n" % c for c in body)
+    )
     with connections(port, 4, data):
         time.sleep(0.5)
 
@@ -403,7 +474,13 @@ def slow_bodies(port: int) -> None:
 
 @load
 def unread_streams(port: int) -> None:
-    fields = {"prompt": "a", "n": 64, "max_tokens": 64, "stream": True, "ignore_eos": True}
+    fields = {
+        "prompt": "a",
+        "n": 64,
+        "max_tokens": 64,
+        "stream": True,
+        "ignore_eos": True,
+    }
     with connections(port, 16, announced(fields | {"logprobs": 20, "temperature": 1})):
         time.sleep(3)
 
@@ -463,7 +540,11 @@ def slow_uploads(port: int) -> None:
 
 @load
 def odd_heads(port: int) -> None:
-    for data in (b"\0" * 60_000, b"GET /" + b"x" * 60_000, HEAD + b"a: " + b"b" * 60_000):
+    for data in (
+        b"\0" * 60_000,
+        b"GET /" + b"x" * 60_000,
+        HEAD + b"a: " + b"b" * 60_000,
+    ):
         with connections(port, 100, data):
             time.sleep(0.3)
 
@@ -488,7 +569,12 @@ def a_batch_of_equal_ids(port: int) -> None:
 
 @load
 def a_batch_of_hostile_lines(port: int) -> None:
-    kinds = ("more blank lines", "a regex with a window", "oneOf of products", "long choices")
+    kinds = (
+        "more blank lines",
+        "a regex with a window",
+        "oneOf of products",
+        "long choices",
+    )
     data = b"".join(line(n, **HOSTILE[each]()) for n, each in enumerate(kinds * 3))
     send_batch(port, data, wait_s=5)
 
@@ -505,12 +591,16 @@ def a_batch_of_good_lines(port: int) -> None:
 
 @load
 def a_batch_of_many_prompts(port: int) -> None:
-    send_batch(port, b"".join(line(n, prompt=["a"] * 16384) for n in range(3)), wait_s=5)
+    send_batch(
+        port, b"".join(line(n, prompt=["a"] * 16384) for n in range(3)), wait_s=5
+    )
 
 
 @load
 def a_batch_of_long_lines(port: int) -> None:
-    send_batch(port, b"".join(line(n, prompt="x y" * 1_000_000) for n in range(12)), wait_s=5)
+    send_batch(
+        port, b"".join(line(n, prompt="x y" * 1_000_000) for n in range(12)), wait_s=5
+    )
 
 
 @load
@@ -544,7 +634,11 @@ def odd_forms(port: int) -> None:
     )
     for body in bodies:
         call(
-            port, "POST", "/v1/files", body, **{"Content-Type": "multipart/form-data; boundary=bb"}
+            port,
+            "POST",
+            "/v1/files",
+            body,
+            **{"Content-Type": "multipart/form-data; boundary=bb"},
         )
     for boundary in ("", "b" * 70, "b" * 60_000):
         kind = {"Content-Type": f"multipart/form-data; boundary={boundary}"}

@@ -24,7 +24,9 @@ def many_texts_to_embed(port: int) -> None:
 @vector_load
 def many_lists_to_embed(port: int) -> None:
     texts = [f"w{n % 200}" for n in range(2048)]
-    at_once(port, [{"input": texts, "encoding_format": "base64"}] * 16, "/v1/embeddings")
+    at_once(
+        port, [{"input": texts, "encoding_format": "base64"}] * 16, "/v1/embeddings"
+    )
 
 
 @vector_load

@@ -39,7 +39,9 @@ async def leave(port: int, way: str, rng: random.Random) -> None:
         elif way == "in the stream":
             with contextlib.suppress(asyncio.TimeoutError, asyncio.IncompleteReadError):
                 wanted = rng.randrange(1, 5000)
-                await asyncio.wait_for(wire.reader.readexactly(wanted), rng.uniform(0.05, 1))
+                await asyncio.wait_for(
+                    wire.reader.readexactly(wanted), rng.uniform(0.05, 1)
+                )
 
 
 def open_unread(port: int, rng: random.Random) -> socket.socket:

@@ -31,13 +31,20 @@ class Page:
     def text_of(self, selector: str) -> list[str]:
         """Return the text of each element that a selector finds."""
         every = f"[...document.querySelectorAll({json.dumps(selector)})]"
-        return [str(each) for each in self.browser.run(f"{every}.map(e => e.textContent)")]
+        return [
+            str(each) for each in self.browser.run(f"{every}.map(e => e.textContent)")
+        ]
 
     def tokens(self) -> list[tuple[str, str]]:
         """Return the text and the colour of each token that is seen."""
-        seen = "[...document.querySelectorAll('.token')].filter(e => e.checkVisibility())"
+        seen = (
+            "[...document.querySelectorAll('.token')].filter(e => e.checkVisibility())"
+        )
         of_each = "[e.textContent, e.className.match(/level-./)[0]]"
-        return [(text, level) for text, level in self.browser.run(f"{seen}.map(e => {of_each})")]
+        return [
+            (text, level)
+            for text, level in self.browser.run(f"{seen}.map(e => {of_each})")
+        ]
 
     def wait_for_status(self, status: str) -> None:
         self.browser.wait(

@@ -78,7 +78,9 @@ async def connect(port: int, receive_bytes: int | None = None) -> AsyncIterator[
     Args:
         receive_bytes: of the socket's buffer, for readers that are to block soon.
     """
-    reader, writer = await asyncio.open_connection(HOST, port, limit=receive_bytes or 2**16)
+    reader, writer = await asyncio.open_connection(
+        HOST, port, limit=receive_bytes or 2**16
+    )
     try:
         yield Wire(reader, writer)
     finally:
@@ -98,14 +100,22 @@ def write_post(path: str, body: bytes, *more: str) -> bytes:
     Args:
         more: header lines beside those that are right.
     """
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+    ]
     lines += [f"Content-Length: {len(body)}", *more]
     return "\r\n".join(lines).encode() + b"\r\n\r\n" + body
 
 
 def write_chunked(path: str, pieces: list[bytes]) -> bytes:
     """Return a POST with a chunked body."""
-    lines = [f"POST {path} HTTP/1.1", "Host: localhost", "Content-Type: application/json"]
+    lines = [
+        f"POST {path} HTTP/1.1",
+        "Host: localhost",
+        "Content-Type: application/json",
+    ]
     head = "\r\n".join([*lines, "Transfer-Encoding: chunked"]).encode() + b"\r\n\r\n"
     return head + b"".join(b"%x\r\n%s\r\n" % (len(p), p) for p in pieces) + b"0\r\n\r\n"
 
@@ -116,6 +126,10 @@ def read_events(body: bytes) -> list[Any]:
     Raises:
         AssertionError: it has no [DONE] at its end.
     """
-    lines = [line[5:].strip() for line in body.splitlines() if line.startswith(b"data:")]
-    assert lines and lines[-1] == b"[DONE]", f"a stream without its end: {body[-200:]!r}"
+    lines = [
+        line[5:].strip() for line in body.splitlines() if line.startswith(b"data:")
+    ]
+    assert lines and lines[-1] == b"[DONE]", (
+        f"a stream without its end: {body[-200:]!r}"
+    )
     return [json.loads(line) for line in lines[:-1]]

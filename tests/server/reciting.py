@@ -31,10 +31,14 @@ def save_reciting(folder: Path, texts: dict[str, str], template: str) -> Path:
     spelled = [_spell(piece) for each in pieces.values() for piece in each]
     vocab = {spelling: place for place, spelling in enumerate([*alphabet, *spelled])}
     backend = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
-    backend.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+    backend.pre_tokenizer = pre_tokenizers.ByteLevel(
+        add_prefix_space=False, use_regex=False
+    )
     backend.decoder = decoders.ByteLevel()
     backend.add_special_tokens([END, *(f"<|{name}|>" for name in texts)])
-    tokenizer = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token=END)
+    tokenizer = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token=END
+    )
     tokenizer.chat_template = template
     tokenizer.save_pretrained(folder)
     follows: dict[int, int] = {}
@@ -42,7 +46,9 @@ def save_reciting(folder: Path, texts: dict[str, str], template: str) -> Path:
         chain = [f"<|{name}|>", *map(_spell, each), END]
         ids = [backend.token_to_id(token) for token in chain]
         follows |= dict(pairwise(ids))
-    _make_model(backend.get_vocab_size(), follows, backend.token_to_id(END)).save_pretrained(folder)
+    _make_model(
+        backend.get_vocab_size(), follows, backend.token_to_id(END)
+    ).save_pretrained(folder)
     return folder
 
 
@@ -74,7 +80,9 @@ def _spell(piece: str) -> str:
     return spelling
 
 
-def _make_model(vocab_size: int, follows: dict[int, int], end_id: int) -> torch.nn.Module:
+def _make_model(
+    vocab_size: int, follows: dict[int, int], end_id: int
+) -> torch.nn.Module:
     """Make a llama whose hidden states are its tokens, one dimension each."""
     config = transformers.LlamaConfig(
         vocab_size=vocab_size,
@@ -95,6 +103,7 @@ def _make_model(vocab_size: int, follows: dict[int, int], end_id: int) -> torch.
         for linear in (layer.self_attn.o_proj, layer.mlp.down_proj):
             linear.weight.zero_()
         model.lm_head.weight.zero_()
-        for token_id, next_id in follows.items():  # a norm makes of a 1 the root of the width
+        # a norm makes of a 1 the root of the width
+        for token_id, next_id in follows.items():
             model.lm_head.weight[next_id, token_id] = CERTAINTY / vocab_size**0.5
     return model

@@ -75,10 +75,17 @@ class Running:
     def address(self) -> tuple[str, int]:
         parts = urlsplit(self.url)
         assert parts.hostname is not None and parts.port is not None
-        return "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname, parts.port
+        return (
+            "127.0.0.1" if parts.hostname == "0.0.0.0" else parts.hostname,
+            parts.port,
+        )
 
     def call(
-        self, method: str, path: str, body: Any = None, headers: dict[str, str] | None = None
+        self,
+        method: str,
+        path: str,
+        body: Any = None,
+        headers: dict[str, str] | None = None,
     ) -> Answer:
         """Send a request, and return the whole response."""
         connection = http.client.HTTPConnection(*self.address, timeout=WAIT_S)
@@ -90,7 +97,9 @@ class Running:
         finally:
             connection.close()
 
-    def post(self, path: str, body: Any, headers: dict[str, str] | None = None) -> Answer:
+    def post(
+        self, path: str, body: Any, headers: dict[str, str] | None = None
+    ) -> Answer:
         return self.call("POST", path, body, headers)
 
     def get(self, path: str, headers: dict[str, str] | None = None) -> Answer:
@@ -112,7 +121,9 @@ class Running:
         """Tell whether no request is open, and none holds anything."""
         engine = self.engine
         dispatcher = self.thread.service.dispatcher
-        is_free = not (engine.has_work or engine.state.num_running or engine.num_waiting)
+        is_free = not (
+            engine.has_work or engine.state.num_running or engine.num_waiting
+        )
         return is_free and dispatcher.num_open == 0 and engine.state.kv_usage == 0
 
 

@@ -21,7 +21,9 @@ CALM = {"num_running": 0, "num_waiting": 0, "kv_usage": 0.0}
 VIEW = View(num_sockets=4, num_files=9, num_threads=6, rss_mb=300, peak_mb=400)
 
 
-@pytest.mark.skipif(not Path("/proc/self/fd").exists(), reason="/proc tells what is held")
+@pytest.mark.skipif(
+    not Path("/proc/self/fd").exists(), reason="/proc tells what is held"
+)
 def test_nothing_is_left_of_clients_that_misbehave() -> None:
     report = Report()
     run_abuse(NUM_REQUESTS, seed=1, report=report)
@@ -65,11 +67,14 @@ def test_a_view_counts_sockets() -> None:
     with socket.socket():
         after = look(os.getpid())
     assert after.num_sockets == before.num_sockets + 1
-    assert after.rss_mb > 10 and after.peak_mb >= after.rss_mb and after.num_threads >= 1
+    assert (
+        after.rss_mb > 10 and after.peak_mb >= after.rss_mb and after.num_threads >= 1
+    )
 
 
 @pytest.mark.parametrize(
-    ("status", "body"), [(200, b"{}"), (500, b'{"error": {"message": "x"}}'), (400, b"no json")]
+    ("status", "body"),
+    [(200, b"{}"), (500, b'{"error": {"message": "x"}}'), (400, b"no json")],
 )
 def test_other_refusals_are_told(status: int, body: bytes) -> None:
     with pytest.raises(AssertionError):

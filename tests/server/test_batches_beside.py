@@ -10,7 +10,14 @@ from pathlib import Path
 import pytest
 
 import fminfer
-from tests.server.batch_calls import Clock, create, get, long_lines, wait_for_end, wait_until
+from tests.server.batch_calls import (
+    Clock,
+    create,
+    get,
+    long_lines,
+    wait_for_end,
+    wait_until,
+)
 from tests.server.running import Running, running, until
 
 LIVE = {"prompt": [40, 41, 42], "max_tokens": 3, "ignore_eos": True}
@@ -35,7 +42,8 @@ def has_begun(batch: dict[str, object]) -> bool:
 
 
 def test_a_live_request_takes_few_steps_beside_a_batch(server: Running) -> None:
-    """All rows are a batch's, each for 400 steps more; a live one needs its own steps and two."""
+    """All rows are a batch's, each for 400 steps more; a live one needs its own steps
+    and two."""
     batch = create(server, long_lines(300, 400))
     until(lambda: server.engine.state.num_running == 4, "the batch has all rows")
     num_steps = []
@@ -61,7 +69,9 @@ def test_the_queue_counts_live_requests_alone(server: Running) -> None:
     # The bound is still there: ten long ones at once are too many for four rows and six places.
     long = {"prompt": [5], "max_tokens": 400, "ignore_eos": True}
     connections = [server.start_post("/v1/completions", long) for _ in range(4)]
-    until(lambda: dispatcher.num_open == 4 and not dispatcher.num_waiting, "four rows run")
+    until(
+        lambda: dispatcher.num_open == 4 and not dispatcher.num_waiting, "four rows run"
+    )
     connections += [server.start_post("/v1/completions", long) for _ in range(6)]
     until(lambda: dispatcher.num_waiting >= 6, "the queue is full")
     assert server.post("/v1/completions", LIVE).status == 429
@@ -74,11 +84,17 @@ def test_a_batch_that_gets_no_row_expires(server: Running, clock: Clock) -> None
     lanes = server.engine.runs.lanes
     lanes.is_closed = True
     batch = create(server, long_lines(NUM_WAITING, 1), window="1h")
-    until(lambda: [lane.num_waiting for lane in lanes.all] == [NUM_WAITING], "its lines wait")
+    until(
+        lambda: [lane.num_waiting for lane in lanes.all] == [NUM_WAITING],
+        "its lines wait",
+    )
     time.sleep(0.05)  # until it waits as well
     clock.ahead_s = 3600
     batch = wait_for_end(server, batch)
-    assert batch["status"] == "expired" and batch["request_counts"]["failed"] == NUM_WAITING
+    assert (
+        batch["status"] == "expired"
+        and batch["request_counts"]["failed"] == NUM_WAITING
+    )
     lanes.is_closed = False
 
 
@@ -100,7 +116,10 @@ def test_batches_share(server: Running) -> None:
         wait_until(server, batch, has_begun)
     # A lane that is alone for a moment may have as many prompts in the engine as wait there.
     lanes = server.engine.runs.lanes.all
-    until(lambda: len(lanes) == 3 and all(lane.num_waiting >= 32 for lane in lanes), "all wait")
+    until(
+        lambda: len(lanes) == 3 and all(lane.num_waiting >= 32 for lane in lanes),
+        "all wait",
+    )
     server.engine.runs.lanes.is_closed = False
     found = batches
     while all(batch["status"] != "completed" for batch in found):
@@ -116,7 +135,9 @@ def test_more_batches_than_are_answered_at_once(
 ) -> None:
     monkeypatch.setattr("fminfer.server.batches.batch_work.MOST_AT_ONCE", 2)
     batches = [create(server, long_lines(10, 20)) for _ in range(6)]
-    threads = [thread for thread in threading.enumerate() if thread.name.startswith("batch_")]
+    threads = [
+        thread for thread in threading.enumerate() if thread.name.startswith("batch_")
+    ]
     assert len(threads) <= 2
     for batch in batches:
         assert wait_for_end(server, batch)["status"] == "completed"

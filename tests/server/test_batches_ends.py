@@ -52,7 +52,10 @@ def has_some(batch: dict[str, object]) -> bool:
 def test_a_cancelled_batch_keeps_what_is_finished(server: Running) -> None:
     batch = create(server, [b"bad", *long_lines(NUM_LINES, 100)])
     wait_until(server, batch, has_some)
-    assert server.post(f"/v1/batches/{batch['id']}/cancel", b"").json["status"] == "cancelling"
+    assert (
+        server.post(f"/v1/batches/{batch['id']}/cancel", b"").json["status"]
+        == "cancelling"
+    )
     batch = wait_for_end(server, batch)
     assert batch["status"] == "cancelled"
     counts = batch["request_counts"]
@@ -88,7 +91,10 @@ def test_a_batch_ends_while_others_go_first(
 
 
 def test_a_packed_file_that_is_too_long_makes_no_expired_lines(
-    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    engine: fminfer.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
 ) -> None:
     """Each of a hundred million lines had a row in the journal once the window was over."""
     monkeypatch.setattr(batch_work, "MOST_AT_ONCE", 1)
@@ -130,7 +136,9 @@ def test_an_expired_batch_tells_which_lines_were_not_answered(
     for record in errors[1:]:
         assert record["error"]["code"] == "batch_expired" and record["response"] is None
     ids = [json.loads(line)["custom_id"] for line in lines[1:]]
-    assert sorted([*texts, *(record["custom_id"] for record in errors[1:])]) == sorted(ids)
+    assert sorted([*texts, *(record["custom_id"] for record in errors[1:])]) == sorted(
+        ids
+    )
 
 
 def test_a_window_is_over_while_the_server_is_down(
@@ -151,7 +159,10 @@ def test_a_window_is_over_while_the_server_is_down(
 
 
 def test_what_is_finished_when_the_window_ends_is_completed(
-    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, clock: Clock
+    engine: fminfer.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    clock: Clock,
 ) -> None:
     """A server that died between the output and the batch's own word left a complete output."""
     from fminfer.server.batches.batch_run import BatchRun
@@ -161,7 +172,9 @@ def test_what_is_finished_when_the_window_ends_is_completed(
         patch.setattr(BatchRun, "_complete", lambda self, completed: None)
         with running(engine, state=state) as server:
             batch = create(server, [batch_line("a"), b"bad"], window="1h")
-            output = server.batches.batches.output_of(server.batches.find_batch(batch["id"], ""))
+            output = server.batches.batches.output_of(
+                server.batches.find_batch(batch["id"], "")
+            )
             while not output.exists():
                 time.sleep(0.01)
     clock.ahead_s = 3600
@@ -174,7 +187,8 @@ def test_what_is_finished_when_the_window_ends_is_completed(
 
 
 def test_lines_without_an_id_are_only_counted_when_they_expire(tmp_path: Path) -> None:
-    """Each made a record of hundreds of bytes that named nothing, of two bytes that were sent."""
+    """Each made a record of hundreds of bytes that named nothing, of two bytes that
+    were sent."""
     source = tmp_path / "in.jsonl"
     output = tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join([b"1", batch_line("a"), b"{}", b"[]"]))

@@ -39,17 +39,23 @@ def engine() -> Iterator[fminfer.Engine]:
     engine.close()
 
 
-def page(server: Running, query: str = "", headers: dict[str, str] | None = None) -> list[str]:
+def page(
+    server: Running, query: str = "", headers: dict[str, str] | None = None
+) -> list[str]:
     answer = server.get(f"/v1/files?{query}", headers)
     assert answer.status == 200, answer.body
     return [each["id"] for each in answer.json["data"]]
 
 
-def delete(server: Running, file_id: str, headers: dict[str, str] | None = None) -> None:
+def delete(
+    server: Running, file_id: str, headers: dict[str, str] | None = None
+) -> None:
     assert server.call("DELETE", f"/v1/files/{file_id}", None, headers).status == 200
 
 
-def test_a_page_goes_on_behind_deleted_files(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_page_goes_on_behind_deleted_files(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     """Who deleted the files of each page got 400 for the next one: its cursor was gone."""
     with running(engine, state=tmp_path) as server:
         ids = [upload(server, [batch_line(str(n))]) for n in range(6)][::-1]
@@ -64,11 +70,15 @@ def test_a_page_goes_on_behind_deleted_files(engine: fminfer.Engine, tmp_path: P
         never = server.get(f"/v1/files?after=file-{'0' * 32}")
         assert (never.status, never.error["param"]) == (400, "after")
     with running(engine, state=tmp_path) as server:
-        assert page(server, after) == [ids[2], ids[4]], "the next server knows the place"
+        assert page(server, after) == [ids[2], ids[4]], (
+            "the next server knows the place"
+        )
         assert page(server, f"after={ids[3]}") == ids[4:]
 
 
-def test_another_keys_deleted_files_stay_unknown(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_another_keys_deleted_files_stay_unknown(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     with running(engine, state=tmp_path, api_keys=["a", "b"]) as server:
         file_id = upload(server, [batch_line("a")], A)
         delete(server, file_id, A)
@@ -81,12 +91,15 @@ def test_another_keys_deleted_files_stay_unknown(engine: fminfer.Engine, tmp_pat
 def test_a_full_disk_keeps_nobody_from_deleting(
     engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The place of a deleted file needs a few bytes, and there may be none until it is deleted."""
+    """The place of a deleted file needs a few bytes, and there may be none until it is
+    deleted."""
     with running(engine, state=tmp_path) as server:
         ids = [upload(server, [batch_line("a")]) for _ in range(3)]
     with monkeypatch.context() as patch:
         full = OSError(errno.ENOSPC, "No space left on device")
-        patch.setattr(stored_files, "write_durably", lambda *_: (_ for _ in ()).throw(full))
+        patch.setattr(
+            stored_files, "write_durably", lambda *_: (_ for _ in ()).throw(full)
+        )
         with running(engine, state=tmp_path) as server:
             (tmp_path / "deleted").unlink()
             (tmp_path / "deleted").mkdir()  # which cannot be written, either
@@ -124,7 +137,9 @@ def send(server: Running, *, lines: list[bytes] | None = None, **form: str) -> A
         for name, value in form.items()
     ]
     parts.append(
-        b'Content-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n' + data + b"\r\n"
+        b'Content-Disposition: form-data; name="file"; filename="in.jsonl"\r\n\r\n'
+        + data
+        + b"\r\n"
     )
     mark = f"--{BOUNDARY}\r\n".encode()
     body = b"".join(mark + each for each in parts) + f"--{BOUNDARY}--\r\n".encode()
@@ -133,7 +148,10 @@ def send(server: Running, *, lines: list[bytes] | None = None, **form: str) -> A
 
 
 def send_for(server: Running, seconds: object, **more: Any) -> Answer:
-    form = {"expires_after[anchor]": "created_at", "expires_after[seconds]": str(seconds)}
+    form = {
+        "expires_after[anchor]": "created_at",
+        "expires_after[seconds]": str(seconds),
+    }
     return send(server, **form | more)
 
 
@@ -150,9 +168,15 @@ def test_a_file_expires(engine: fminfer.Engine, tmp_path: Path, clock: Clock) ->
         assert server.get(path).status == server.get(f"{path}/content").status == 404
         assert server.call("DELETE", path).status == 404
         wish = {"endpoint": "/v1/completions", "completion_window": "24h"}
-        assert server.post("/v1/batches", wish | {"input_file_id": sent["id"]}).status == 404
+        assert (
+            server.post("/v1/batches", wish | {"input_file_id": sent["id"]}).status
+            == 404
+        )
         assert page(server) == [stays]
-        until(lambda: not [*tmp_path.glob(f"files/{sent['id']}*")], "it is removed from the disk")
+        until(
+            lambda: not [*tmp_path.glob(f"files/{sent['id']}*")],
+            "it is removed from the disk",
+        )
         assert page(server, f"after={sent['id']}") == [stays], "its place is known"
 
 
@@ -167,7 +191,10 @@ def test_a_file_expires_while_the_server_is_down(
     clock.ahead_s = HOUR
     with running(engine, state=tmp_path) as server:
         assert page(server) == []
-        until(lambda: not [*tmp_path.glob(f"files/{file_id}*")], "it is removed from the disk")
+        until(
+            lambda: not [*tmp_path.glob(f"files/{file_id}*")],
+            "it is removed from the disk",
+        )
 
 
 def test_what_a_batch_reads_is_kept_until_it_ends(
@@ -178,20 +205,31 @@ def test_what_a_batch_reads_is_kept_until_it_ends(
         file_id = send_for(server, HOUR, lines=long_lines(40)).json["id"]
         wish["input_file_id"] = file_id
         batch = server.post("/v1/batches", wish).json
-        wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 0)
+        wait_until(
+            server, batch, lambda found: found["request_counts"]["completed"] > 0
+        )
         clock.ahead_s = HOUR + 1
-        assert server.get(f"/v1/files/{file_id}").status == 404, "it is over for its client"
+        assert server.get(f"/v1/files/{file_id}").status == 404, (
+            "it is over for its client"
+        )
     with running(engine, state=tmp_path) as server:
         until(
             lambda: (
-                server.batches.work.progress_of(server.batches.batches.open_ones[0]) is not None
+                server.batches.work.progress_of(server.batches.batches.open_ones[0])
+                is not None
             ),
             "",
         )
         assert get(server, batch)["status"] == "in_progress"
         batch = wait_for_end(server, batch)
-        assert (batch["status"], batch["request_counts"]["completed"]) == ("completed", 40)
-        until(lambda: not [*tmp_path.glob(f"files/{file_id}*")], "it is removed from the disk")
+        assert (batch["status"], batch["request_counts"]["completed"]) == (
+            "completed",
+            40,
+        )
+        until(
+            lambda: not [*tmp_path.glob(f"files/{file_id}*")],
+            "it is removed from the disk",
+        )
         assert len(content(server, batch["output_file_id"])) == 40
 
 
@@ -211,18 +249,26 @@ def test_a_file_that_its_owner_deletes_as_it_expires(
 
 
 def test_a_disk_that_cannot_delete_is_not_filled(
-    engine: fminfer.Engine, tmp_path: Path, clock: Clock, monkeypatch: pytest.MonkeyPatch
+    engine: fminfer.Engine,
+    tmp_path: Path,
+    clock: Clock,
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """The place of an expired file was written again with each try to remove it."""
     broken = OSError(errno.EIO, "Input/output error")
     with running(engine, state=tmp_path) as server:
         file_id = send_for(server, HOUR).json["id"]
         with monkeypatch.context() as patch:
-            patch.setattr(stored_files, "sync_folder", lambda _: (_ for _ in ()).throw(broken))
+            patch.setattr(
+                stored_files, "sync_folder", lambda _: (_ for _ in ()).throw(broken)
+            )
             clock.ahead_s = HOUR + 1
             time.sleep(0.5)
             assert len((tmp_path / "deleted").read_bytes().splitlines()) == 1
-        until(lambda: not [*tmp_path.glob(f"files/{file_id}*")], "it is removed from the disk")
+        until(
+            lambda: not [*tmp_path.glob(f"files/{file_id}*")],
+            "it is removed from the disk",
+        )
 
 
 def test_outputs_expire(engine: fminfer.Engine, tmp_path: Path, clock: Clock) -> None:
@@ -237,7 +283,9 @@ def test_outputs_expire(engine: fminfer.Engine, tmp_path: Path, clock: Clock) ->
             assert found["expires_at"] == found["created_at"] + HOUR
         clock.ahead_s = HOUR + 1
         assert page(server) == [wish["input_file_id"]]
-        until(lambda: not [*tmp_path.glob("batches/*/output*.jsonl")], "they are removed")
+        until(
+            lambda: not [*tmp_path.glob("batches/*/output*.jsonl")], "they are removed"
+        )
         assert get(server, batch)["output_file_id"] == batch["output_file_id"]
 
 
@@ -256,7 +304,9 @@ def test_outputs_expire(engine: fminfer.Engine, tmp_path: Path, clock: Clock) ->
         ([], "an object"),
     ],
 )
-def test_wrong_times(engine: fminfer.Engine, tmp_path: Path, value: Any, hint: str) -> None:
+def test_wrong_times(
+    engine: fminfer.Engine, tmp_path: Path, value: Any, hint: str
+) -> None:
     with running(engine, state=tmp_path) as server:
         if isinstance(value, dict) and "days" not in value:
             form = {f"expires_after[{name}]": str(each) for name, each in value.items()}
@@ -267,21 +317,38 @@ def test_wrong_times(engine: fminfer.Engine, tmp_path: Path, value: Any, hint: s
         wish = {"endpoint": "/v1/completions", "completion_window": "24h"}
         wish["input_file_id"] = upload(server, [batch_line("a")])
         refused = server.post("/v1/batches", wish | {"output_expires_after": value})
-        assert refused.status == 400 and refused.error["param"] == "output_expires_after"
+        assert (
+            refused.status == 400 and refused.error["param"] == "output_expires_after"
+        )
         assert hint in refused.error["message"]
         for seconds in (3600, 3600.0, 2592000):
             after = {"anchor": "created_at", "seconds": seconds}
-            assert server.post("/v1/batches", wish | {"output_expires_after": after}).status == 200
-        assert server.post("/v1/batches", wish | {"output_expires_after": None}).status == 200
+            assert (
+                server.post(
+                    "/v1/batches", wish | {"output_expires_after": after}
+                ).status
+                == 200
+            )
+        assert (
+            server.post("/v1/batches", wish | {"output_expires_after": None}).status
+            == 200
+        )
 
 
 def test_records_of_an_older_version(engine: fminfer.Engine, tmp_path: Path) -> None:
     """They lack the fields of times, and their files stay."""
     with running(engine, state=tmp_path) as server:
         file_id = upload(server, [batch_line("a")])
-        wish = {"endpoint": "/v1/completions", "completion_window": "24h", "input_file_id": file_id}
+        wish = {
+            "endpoint": "/v1/completions",
+            "completion_window": "24h",
+            "input_file_id": file_id,
+        }
         batch = wait_for_end(server, server.post("/v1/batches", wish).json)
-    for path in (*tmp_path.glob("files/*.json"), *tmp_path.glob("batches/*/batch.json")):
+    for path in (
+        *tmp_path.glob("files/*.json"),
+        *tmp_path.glob("batches/*/batch.json"),
+    ):
         fields = json.loads(path.read_bytes())
         assert {"expires_at", "output_expires_after_s"} & fields.keys()
         if "filename" in fields:

@@ -1,4 +1,5 @@
-"""With keys, each client sees its own files and batches alone; and nobody else on the machine."""
+"""With keys, each client sees its own files and batches alone; and nobody else on the
+machine."""
 
 from __future__ import annotations
 
@@ -46,7 +47,9 @@ def test_each_key_has_its_own(server: Running, tmp_path: Path) -> None:
         assert server.call(method, path, headers=B).status == 404, path
     for path in ("/v1/files", "/v1/batches"):
         assert server.get(path, B).json["data"] == []
-        assert len(server.get(path, A).json["data"]) == (2 if path == "/v1/files" else 1)
+        assert len(server.get(path, A).json["data"]) == (
+            2 if path == "/v1/files" else 1
+        )
     wish = {"endpoint": "/v1/completions", "completion_window": "1h"}
     wish["input_file_id"] = batch["input_file_id"]
     assert server.post("/v1/batches", wish, B).status == 404
@@ -129,7 +132,9 @@ def test_other_folders_are_refused(tmp_path: Path) -> None:
         StateFolder(file)
 
 
-def test_one_key_cannot_take_all_places(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_one_key_cannot_take_all_places(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """Batches were begun by age alone."""
     monkeypatch.setattr("fminfer.server.batches.batch_work.MOST_AT_ONCE", 2)
     many = [create(server, long_lines(40, 40), A) for _ in range(6)]

@@ -1,4 +1,5 @@
-"""A bad line costs its own line, never the batch; and what is refused before there is a batch."""
+"""A bad line costs its own line, never the batch; and what is refused before there is a
+batch."""
 
 from __future__ import annotations
 
@@ -37,7 +38,9 @@ def engine() -> Iterator[fminfer.Engine]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     state = tmp_path_factory.mktemp("lines") / "state"
     with running(engine, state=state, max_upload_bytes=100_000) as server:
         yield server
@@ -69,7 +72,11 @@ def test_slashes_to_spare_in_a_url_are_passed_over(server: Running) -> None:
         for number, url in enumerate(urls)
     ]
     batch = wait_for_end(server, create(server, lines))
-    assert batch["request_counts"] == {"total": len(urls), "completed": len(urls), "failed": 0}
+    assert batch["request_counts"] == {
+        "total": len(urls),
+        "completed": len(urls),
+        "failed": 0,
+    }
     wish = {"input_file_id": batch["input_file_id"], "completion_window": "24h"}
     made = server.post("/v1/batches", wish | {"endpoint": f"{COMPLETIONS}/"})
     assert made.status == 200 and made.json["endpoint"] == COMPLETIONS
@@ -83,7 +90,9 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
         "not_an_object": b"[1]",
         "duplicate_custom_id": good,
         "invalid_type": json.dumps(fields | {"custom_id": 7}).encode(),
-        "unsupported_parameter": json.dumps(fields | {"custom_id": "a", "method": "GET"}).encode(),
+        "unsupported_parameter": json.dumps(
+            fields | {"custom_id": "a", "method": "GET"}
+        ).encode(),
         "missing_prompt": json.dumps(fields | {"custom_id": "b", "body": {}}).encode(),
     }
     others = [
@@ -92,7 +101,9 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
         json.dumps({"request": {"prompt": "wrapped"}}).encode(),
         json.dumps({name: fields[name] for name in ("method", "url", "body")}).encode(),
         json.dumps({"custom_id": "bare", "prompt": "bare"}).encode(),
-        json.dumps({"custom_id": "lacks", "method": "POST", "url": COMPLETIONS}).encode(),
+        json.dumps(
+            {"custom_id": "lacks", "method": "POST", "url": COMPLETIONS}
+        ).encode(),
         json.dumps({"custom_id": "two", "request": {}, "body": {}}).encode(),
     ]
     lines = [good, *bad.values(), b"", *others, batch_line("last")]
@@ -103,8 +114,13 @@ def test_bad_lines_cost_themselves(server: Running) -> None:
     errors = content(server, batch["error_file_id"])
     assert [error_of(each)["code"] for each in errors[:6]] == list(bad)
     for each in errors:  # lines that are no Batch lines had another form
-        assert [*each] == ["id", "custom_id", "response", "error"] and each["error"] is None
-        assert each["id"].startswith("batch_req_") and each["response"]["status_code"] == 400
+        assert [*each] == ["id", "custom_id", "response", "error"] and each[
+            "error"
+        ] is None
+        assert (
+            each["id"].startswith("batch_req_")
+            and each["response"]["status_code"] == 400
+        )
     assert len({each["id"] for each in errors}) == len(errors)
     assert error_of(errors[0])["message"].startswith("line 2: the line is not JSON")
     assert error_of(errors[9])["message"].startswith("line 12: custom_id of line 12 is")
@@ -139,7 +155,8 @@ def test_a_batch_of_bad_lines_alone_is_completed(server: Running) -> None:
 @pytest.mark.parametrize(
     "data",
     [b"", b"\n\n  \n", b"[]", gzip.compress(b"\n"), gzip.compress(b"")],
-    ids=["empty", "blank", "array", "packed-blank", "packed-empty"],  # gzip's bytes hold the time
+    # gzip's bytes hold the time
+    ids=["empty", "blank", "array", "packed-blank", "packed-empty"],
 )
 def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
     """One that was packed or an array was completed, with no line and no file."""
@@ -162,14 +179,19 @@ def test_a_packed_file_or_an_array_has_lines(
     sent = try_upload(server, pack(b"\n".join(lines)))
     answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
     batch = wait_for_end(server, answer.json)
-    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}, batch["errors"]
+    assert batch["request_counts"] == {"total": 2, "completed": 2, "failed": 0}, batch[
+        "errors"
+    ]
     plain = wait_for_end(server, create(server, lines))
     assert texts_of(server, batch) == texts_of(server, plain)
 
 
 def test_a_packed_file_is_not_finalizing_before_its_end(server: Running) -> None:
-    """Once all lines read so far had their record it was, and could not be cancelled any more."""
-    equal = [batch_line(f"{n}", prompt="a", temperature=0, max_tokens=1) for n in range(200)]
+    """Once all lines read so far had their record it was, and could not be cancelled
+    any more."""
+    equal = [
+        batch_line(f"{n}", prompt="a", temperature=0, max_tokens=1) for n in range(200)
+    ]
     lines = equal + [
         json.dumps(json.loads(each) | {"custom_id": f"l{n}"}).encode()
         for n, each in enumerate(long_lines(200))
@@ -186,14 +208,20 @@ def test_a_packed_file_is_not_finalizing_before_its_end(server: Running) -> None
 
 
 def test_brackets_in_brackets_cost_their_line(server: Running) -> None:
-    """The custom_id of a line that is refused was written again, and the batch paused for ever."""
+    """The custom_id of a line that is refused was written again, and the batch paused
+    for ever."""
     deep = b"[" * 1000 + b"]" * 1000
     batch = wait_for_end(
-        server, create(server, [b'{"custom_id":%s,"prompt":"a"}' % deep, batch_line("a")])
+        server,
+        create(server, [b'{"custom_id":%s,"prompt":"a"}' % deep, batch_line("a")]),
     )
-    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}, batch["errors"]
+    assert batch["request_counts"] == {"total": 2, "completed": 1, "failed": 1}, batch[
+        "errors"
+    ]
     (error,) = content(server, batch["error_file_id"])
-    assert error["custom_id"] is None and error_of(error)["message"].startswith("line 1: ")
+    assert error["custom_id"] is None and error_of(error)["message"].startswith(
+        "line 1: "
+    )
 
 
 def test_models_are_checked_as_live_requests_are(
@@ -204,11 +232,17 @@ def test_models_are_checked_as_live_requests_are(
     state = tmp_path_factory.mktemp("names") / "state"
     try:
         with running(engine, state=state, served_model_names=("mine",)) as server:
-            lines = [batch_line("a", model="mine"), batch_line("b", model="other"), batch_line("c")]
+            lines = [
+                batch_line("a", model="mine"),
+                batch_line("b", model="other"),
+                batch_line("c"),
+            ]
             batch = wait_for_end(server, create(server, lines))
             records = content(server, batch["output_file_id"])
             assert [record["custom_id"] for record in records] == ["a", "c"]
-            assert all(record["response"]["body"]["model"] == "mine" for record in records)
+            assert all(
+                record["response"]["body"]["model"] == "mine" for record in records
+            )
             (error,) = content(server, batch["error_file_id"])
             assert error["custom_id"] == "b" and "mine" in error_of(error)["message"]
     finally:
@@ -245,7 +279,9 @@ def test_a_batch_is_refused_by_field(
     assert answer.error["param"] == param
 
 
-@pytest.mark.parametrize(("window", "seconds"), [("90m", 5400), ("2h", 7200), ("7d", 604800)])
+@pytest.mark.parametrize(
+    ("window", "seconds"), [("90m", 5400), ("2h", 7200), ("7d", 604800)]
+)
 def test_other_windows(server: Running, window: str, seconds: int) -> None:
     batch = create(server, [batch_line("a")], window=window)
     assert batch["expires_at"] - batch["created_at"] == seconds
@@ -255,7 +291,9 @@ def test_other_windows(server: Running, window: str, seconds: int) -> None:
 
 def test_an_answer_is_no_input(server: Running) -> None:
     batch = wait_for_end(server, create(server, [batch_line("a")]))
-    answer = server.post("/v1/batches", WISH | {"input_file_id": batch["output_file_id"]})
+    answer = server.post(
+        "/v1/batches", WISH | {"input_file_id": batch["output_file_id"]}
+    )
     assert answer.status == 400 and "batch_output" in answer.error["message"]
 
 
@@ -286,7 +324,11 @@ def test_uploads_are_refused_and_leave_nothing(server: Running) -> None:
         (part("file", line), FORM, "a file, with a filename"),
         (part("purpose", b"batch", "a"), FORM, "not a file"),
         (part("purpose", b"x" * 2000), FORM, "1024 bytes"),
-        (part("expires", b"3600"), FORM, "there are file, purpose, expires_after[anchor]"),
+        (
+            part("expires", b"3600"),
+            FORM,
+            "there are file, purpose, expires_after[anchor]",
+        ),
         (part("file", line, "a") + part("file", line, "b"), FORM, "twice"),
     ):
         end = b"--a--\r\n" if headers is FORM else b""
@@ -318,7 +360,8 @@ def test_a_broken_upload_leaves_nothing(server: Running) -> None:
 
 
 @pytest.mark.parametrize(
-    "filename", ["../../../evil.jsonl", "/etc/passwd", "a\x01b", "ü" * 400, "", "x.json"]
+    "filename",
+    ["../../../evil.jsonl", "/etc/passwd", "a\x01b", "ü" * 400, "", "x.json"],
 )
 def test_a_clients_filename_is_no_path(server: Running, filename: str) -> None:
     answer = try_upload(server, batch_line("a"), filename=filename)
@@ -363,7 +406,10 @@ def test_a_file_has_so_many_lines(small_server: Running, lines: list[bytes]) -> 
 
 @pytest.mark.parametrize(
     "pack",
-    [lambda num: gzip.compress(b"1\n" * num), lambda num: b"[" + b"1," * (num - 1) + b"1]"],
+    [
+        lambda num: gzip.compress(b"1\n" * num),
+        lambda num: b"[" + b"1," * (num - 1) + b"1]",
+    ],
     ids=["gzip", "array"],
 )
 @pytest.mark.parametrize("num_lines", [8, 3000])
@@ -380,7 +426,10 @@ def test_a_packed_file_has_so_many_lines(
     else:
         assert batch["status"] == "failed"
         [error] = batch["errors"]["data"]
-        assert error["code"] == "file_too_large" and "--max-batch-lines" in error["message"]
+        assert (
+            error["code"] == "file_too_large"
+            and "--max-batch-lines" in error["message"]
+        )
     assert not [*server.batches.uploads.parent.rglob("*.journal*")]
 
 
@@ -390,7 +439,11 @@ def test_short_wrong_lines_make_few_records(server: Running, line: bytes) -> Non
     num_lines = 3000
     batch = wait_for_end(server, create(server, [line] * num_lines))
     assert batch["status"] == "completed"
-    assert batch["request_counts"] == {"total": num_lines, "completed": 0, "failed": num_lines}
+    assert batch["request_counts"] == {
+        "total": num_lines,
+        "completed": 0,
+        "failed": num_lines,
+    }
     records = content(server, batch["error_file_id"])
     assert len(records) == MOST_UNNAMED
     assert "only counted" in error_of(records[-1])["message"]

@@ -32,14 +32,18 @@ def engine() -> Iterator[fminfer.Engine]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def server(
+    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
     with running(engine, state=tmp_path_factory.mktemp("openai") / "state") as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -51,7 +55,9 @@ def wait(client: openai.OpenAI, batch: Batch) -> Batch:
     raise AssertionError(batch)
 
 
-def test_the_program_of_the_documentation(client: openai.OpenAI, tmp_path: Path) -> None:
+def test_the_program_of_the_documentation(
+    client: openai.OpenAI, tmp_path: Path
+) -> None:
     """Its calls are as documented; only the model's name is another."""
     path = tmp_path / "batchinput.jsonl"
     system = {"role": "system", "content": "You are a helpful assistant."}
@@ -59,7 +65,12 @@ def test_the_program_of_the_documentation(client: openai.OpenAI, tmp_path: Path)
     body = {"model": "gpt-3.5-turbo-0125", "messages": [system, user], "max_tokens": 20}
     with path.open("w") as file:
         for number in (1, 2):
-            line = {"custom_id": f"request-{number}", "method": "POST", "url": CHAT, "body": body}
+            line = {
+                "custom_id": f"request-{number}",
+                "method": "POST",
+                "url": CHAT,
+                "body": body,
+            }
             file.write(json.dumps(line) + "\n")
 
     batch_input_file = client.files.create(file=path.open("rb"), purpose="batch")
@@ -71,9 +82,15 @@ def test_the_program_of_the_documentation(client: openai.OpenAI, tmp_path: Path)
     )
     batch = wait(client, created)
 
-    assert batch_input_file.filename == path.name and batch_input_file.purpose == "batch"
+    assert (
+        batch_input_file.filename == path.name and batch_input_file.purpose == "batch"
+    )
     assert batch_input_file.bytes == path.stat().st_size
-    assert batch.status == "completed" and batch.errors is None and batch.error_file_id is None
+    assert (
+        batch.status == "completed"
+        and batch.errors is None
+        and batch.error_file_id is None
+    )
     assert batch.metadata == {"description": "nightly eval job"}
     counts = batch.request_counts
     usage = batch.usage
@@ -92,7 +109,10 @@ def test_the_program_of_the_documentation(client: openai.OpenAI, tmp_path: Path)
     for record in records:
         assert record["error"] is None and record["response"]["status_code"] == 200
         body = record["response"]["body"]
-        assert body["object"] == "chat.completion" and body["model"] == "gpt-3.5-turbo-0125"
+        assert (
+            body["object"] == "chat.completion"
+            and body["model"] == "gpt-3.5-turbo-0125"
+        )
         assert body["choices"][0]["message"]["role"] == "assistant"
 
 
@@ -135,7 +155,9 @@ def test_the_output_is_that_of_a_file_run(
     assert len(plain(answers)) >= len(requests)
     errors = client.files.content(batch.error_file_id).text
     of_run = (tmp_path / "out.errors.jsonl").read_text()
-    assert of_run.endswith(f',"line":{len(lines) + 1}}}\n'), "OpenAI's form has no number"
+    assert of_run.endswith(f',"line":{len(lines) + 1}}}\n'), (
+        "OpenAI's form has no number"
+    )
     assert errors == re.sub(r',"line":\d+\}$', "}", of_run, flags=re.M)
     assert "duplicate_custom_id" in errors
 
@@ -153,24 +175,31 @@ def plain(text: str) -> list[Any]:
 
 def test_lists_come_in_pages(client: openai.OpenAI) -> None:
     files = [
-        client.files.create(file=(f"{n}.jsonl", batch_line("a")), purpose="batch") for n in range(5)
+        client.files.create(file=(f"{n}.jsonl", batch_line("a")), purpose="batch")
+        for n in range(5)
     ]
     newest = [file.id for file in reversed(files)]
     first = client.files.list(limit=2, purpose="batch")
     assert [file.id for file in first.data] == newest[:2] and first.has_more
     second = client.files.list(limit=2, after=newest[1])
     assert [file.id for file in second.data] == newest[2:4]
-    assert [file.id for file in client.files.list(limit=2)][:5] == newest, "by pages of two"
+    assert [file.id for file in client.files.list(limit=2)][:5] == newest, (
+        "by pages of two"
+    )
     oldest = client.files.list(order="asc", limit=100, purpose="batch").data
     assert [file.id for file in oldest][-5:] == newest[::-1]
     batches = [
-        client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="2h")
+        client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="2h"
+        )
         for file in files[:3]
     ]
     page = client.batches.list(limit=2)
     assert [batch.id for batch in page.data] == [batches[2].id, batches[1].id]
     assert page.has_more
-    assert [b.id for b in client.batches.list(limit=2)][:3] == [b.id for b in batches[::-1]]
+    assert [b.id for b in client.batches.list(limit=2)][:3] == [
+        b.id for b in batches[::-1]
+    ]
     for batch in batches:
         assert wait(client, batch).status == "completed"
 
@@ -179,7 +208,9 @@ def test_files_are_deleted(client: openai.OpenAI, server: Running) -> None:
     file = client.files.create(file=("a.jsonl", batch_line("a")), purpose="batch")
     batch = wait(
         client,
-        client.batches.create(input_file_id=file.id, endpoint=COMPLETIONS, completion_window="7d"),
+        client.batches.create(
+            input_file_id=file.id, endpoint=COMPLETIONS, completion_window="7d"
+        ),
     )
     assert batch.output_file_id is not None
     for file_id in (file.id, batch.output_file_id):

@@ -70,10 +70,21 @@ def test_the_program_of_the_documentation(
     """It fetched the output of a batch that was not over, of which there is none."""
     monkeypatch.chdir(tmp_path)
     Path("requests.jsonl").write_bytes(batch_line("good") + b"\nno JSON\n")
-    (program,) = [block.removeprefix("python") for block in blocks() if "import OpenAI" in block]
-    exec(compile(program.replace("http://127.0.0.1:8000", server.url), "batches.md", "exec"), {})
+    (program,) = [
+        block.removeprefix("python") for block in blocks() if "import OpenAI" in block
+    ]
+    exec(
+        compile(
+            program.replace("http://127.0.0.1:8000", server.url), "batches.md", "exec"
+        ),
+        {},
+    )
     printed = capsys.readouterr().out
-    assert printed.startswith("completed") and '"good"' in printed and '"invalid_json"' in printed
+    assert (
+        printed.startswith("completed")
+        and '"good"' in printed
+        and '"invalid_json"' in printed
+    )
 
 
 def curl_lines() -> list[str]:

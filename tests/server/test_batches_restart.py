@@ -19,7 +19,9 @@ from tests.server.batch_calls import long_lines
 def test_kill_9_in_the_middle() -> None:
     """A round of `scripts/torture_server`: killed twice, nothing lost or doubled."""
     rounds = 2 if IS_ALL else 1
-    done = CliRunner().invoke(torture_server.main, ["--rounds", str(rounds), "--kills", "2"])
+    done = CliRunner().invoke(
+        torture_server.main, ["--rounds", str(rounds), "--kills", "2"]
+    )
     assert done.exit_code == 0, done.output + repr(done.exception)
     assert f"{rounds} of {rounds} rounds lost nothing" in done.output
 

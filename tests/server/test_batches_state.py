@@ -1,4 +1,5 @@
-"""A state folder that was damaged, copied or restored in part: nothing is removed, all is told."""
+"""A state folder that was damaged, copied or restored in part: nothing is removed, all
+is told."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def some_done(found: dict[str, object]) -> bool:
 
 
 @pytest.mark.parametrize("name", ["salt", "files", "batches"])
-def test_damage_is_told_by_name(engine: fminfer.Engine, tmp_path: Path, name: str) -> None:
+def test_damage_is_told_by_name(
+    engine: fminfer.Engine, tmp_path: Path, name: str
+) -> None:
     state = tmp_path / "state"
     with running(engine, state=state) as server:
         create(server, [batch_line("a")])
@@ -58,7 +61,9 @@ def test_damage_is_told_by_name(engine: fminfer.Engine, tmp_path: Path, name: st
         pass
 
 
-def test_answers_whose_batch_has_no_record_stay(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_answers_whose_batch_has_no_record_stay(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     """The next start took them for a creation that was broken off, and removed them."""
     with running(engine, state=tmp_path) as server:
         batch = create(server, [batch_line("a")])
@@ -70,7 +75,8 @@ def test_answers_whose_batch_has_no_record_stay(engine: fminfer.Engine, tmp_path
         ServerState(tmp_path, {})
     assert record.with_name("output.jsonl").exists()
     record.write_bytes(kept)
-    record.rename(record.with_name("batch.json.new"))  # of a creation that was broken off
+    # of a creation that was broken off
+    record.rename(record.with_name("batch.json.new"))
     for path in record.parent.glob("output*"):
         path.unlink()
     ServerState(tmp_path, {}).close()
@@ -105,7 +111,9 @@ def test_bytes_without_a_record_stay(engine: fminfer.Engine, tmp_path: Path) -> 
         ServerState(tmp_path, {})
     record.write_bytes(kept)
     with running(engine, state=tmp_path) as server:
-        assert server.get(f"/v1/files/{file_id}/content").body.startswith(b'{"custom_id": "a"')
+        assert server.get(f"/v1/files/{file_id}/content").body.startswith(
+            b'{"custom_id": "a"'
+        )
     assert note.read_text() == "mine"
 
 
@@ -185,4 +193,7 @@ def test_an_input_that_is_not_as_it_was(
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
         counts = batch["request_counts"]
-        assert batch["status"] == "expired" and counts["completed"] + counts["failed"] == 60
+        assert (
+            batch["status"] == "expired"
+            and counts["completed"] + counts["failed"] == 60
+        )

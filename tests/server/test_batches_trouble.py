@@ -81,8 +81,13 @@ def test_a_disk_that_fails_pauses_a_batch(
     assert paused["status"] == "in_progress"
     (error,) = paused["errors"]["data"]
     assert error["code"] == code and told in error["message"]
-    assert str(server.batches.uploads.parent) not in error["message"], "paths are the server's own"
-    assert paused["request_counts"]["failed"] == 0 and paused["request_counts"]["completed"] > 5
+    assert str(server.batches.uploads.parent) not in error["message"], (
+        "paths are the server's own"
+    )
+    assert (
+        paused["request_counts"]["failed"] == 0
+        and paused["request_counts"]["completed"] > 5
+    )
     live = server.post("/v1/completions", {"prompt": [5], "max_tokens": 2})
     assert live.status == 200, "the server goes on"
     disk.is_full = False
@@ -105,7 +110,9 @@ def test_a_disk_that_is_full_when_the_output_is_written(
             raise OSError(errno.ENOSPC, "full")
         write(path, data)
 
-    monkeypatch.setattr("fminfer.server.batches.stored_batches.write_durably", fail_once)
+    monkeypatch.setattr(
+        "fminfer.server.batches.stored_batches.write_durably", fail_once
+    )
     batch = wait_for_end(server, create(server, [batch_line("a")]))
     assert batch["status"] == "completed" and batch["errors"] is None
     assert len(written) == 2 and [*texts_of(server, batch)] == ["a"]
@@ -169,12 +176,18 @@ def test_the_log_level_holds_for_batches(
         batch = wait_for_end(server, create(server, [batch_line("a"), b"{}"]))
     told = capfd.readouterr().err
     assert f"Batch {batch['id']} begins: 0 answers and 0 errors of 2 lines.\n" in told
-    assert f"Batch {batch['id']} is completed: 1 answer and 1 error of 2 lines.\n" in told
+    assert (
+        f"Batch {batch['id']} is completed: 1 answer and 1 error of 2 lines.\n" in told
+    )
 
 
-def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_an_upload(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(request_bodies, "write_all", FullDisk(request_bodies.write_all, 0))
+        patch.setattr(
+            request_bodies, "write_all", FullDisk(request_bodies.write_all, 0)
+        )
         answer = try_upload(server, batch_line("a"))
         assert answer.status == 507 and "Delete files" in answer.error["message"]
     with monkeypatch.context() as patch:
@@ -186,7 +199,9 @@ def test_a_full_disk_at_an_upload(server: Running, monkeypatch: pytest.MonkeyPat
     assert server.get("/v1/files").json["data"] == []
     assert try_upload(server, batch_line("a")).status == 200
     monkeypatch.setattr(disk, "_is_only_writer", lambda *_: False)
-    assert try_upload(server, batch_line("a")).status == 507, "it was a fault of fminfer"
+    assert try_upload(server, batch_line("a")).status == 507, (
+        "it was a fault of fminfer"
+    )
 
 
 def test_a_status_that_cannot_be_read_back_pauses_a_batch(
@@ -201,11 +216,19 @@ def test_a_status_that_cannot_be_read_back_pauses_a_batch(
     assert wait_for_end(server, batch)["status"] == "completed"
 
 
-def test_a_full_disk_at_creation(server: Running, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_at_creation(
+    server: Running, monkeypatch: pytest.MonkeyPatch
+) -> None:
     file_id = try_upload(server, batch_line("a")).json["id"]
-    wish = {"input_file_id": file_id, "endpoint": "/v1/completions", "completion_window": "1h"}
+    wish = {
+        "input_file_id": file_id,
+        "endpoint": "/v1/completions",
+        "completion_window": "1h",
+    }
     with monkeypatch.context() as patch:
-        patch.setattr("fminfer.server.batches.stored_batches.write_durably", FullDisk(None, 0))
+        patch.setattr(
+            "fminfer.server.batches.stored_batches.write_durably", FullDisk(None, 0)
+        )
         assert server.post("/v1/batches", wish).status == 507
     with monkeypatch.context() as patch:  # a disk whose locks fail
         patch.setattr(disk, "_is_only_writer", lambda *_: False)
@@ -223,19 +246,29 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
         lanes = server.engine.runs.lanes
         lanes.is_closed = True  # so that they begin together
         first, second = (create(server, long_lines(60, 50)) for _ in range(2))
-        until(lambda: [lane.num_waiting >= 20 for lane in lanes.all] == [True] * 2, "all wait")
+        until(
+            lambda: [lane.num_waiting >= 20 for lane in lanes.all] == [True] * 2,
+            "all wait",
+        )
         lanes.is_closed = False
         for batch in (first, second):
-            wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+            wait_until(
+                server, batch, lambda found: found["request_counts"]["completed"] > 2
+            )
     with running(engine, state=state, fingerprint={"the model": "b"}) as server:
         for batch in (first, second):
             paused = wait_until(server, batch, has_trouble)
             assert paused["status"] == "in_progress"
             (error,) = paused["errors"]["data"]
             assert error["code"] == "model_changed"
-            assert "the model was a, is b" in error["message"] and "cancel" in error["message"]
+            assert (
+                "the model was a, is b" in error["message"]
+                and "cancel" in error["message"]
+            )
             counts = paused["request_counts"]
-            assert counts["total"] == 60 and counts["completed"] > 2, "the finished lines"
+            assert counts["total"] == 60 and counts["completed"] > 2, (
+                "the finished lines"
+            )
         server.post(f"/v1/batches/{second['id']}/cancel", b"")
         second = wait_for_end(server, second)
         assert second["status"] == "cancelled" and len(texts_of(server, second)) > 2
@@ -254,7 +287,10 @@ def test_a_fault_of_ours_pauses_one_batch(
         patch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
         batch = create(server, [batch_line("a")])
         (error,) = wait_until(server, batch, has_trouble)["errors"]["data"]
-        assert error["code"] == "internal_error" and "ZeroDivisionError" in error["message"]
+        assert (
+            error["code"] == "internal_error"
+            and "ZeroDivisionError" in error["message"]
+        )
     assert wait_for_end(server, batch)["status"] == "completed"
     assert "ZeroDivisionError" in capfd.readouterr().err
 
@@ -267,15 +303,22 @@ def test_a_file_that_cannot_be_removed_at_the_start_keeps_no_batch_waiting(
     (output,) = tmp_path.glob("batches/*/output.jsonl")
     journal.journal_path(output).mkdir()
     with running(engine, state=tmp_path) as server:
-        assert wait_for_end(server, create(server, [batch_line("b")]))["status"] == "completed"
+        assert (
+            wait_for_end(server, create(server, [batch_line("b")]))["status"]
+            == "completed"
+        )
         assert [*texts_of(server, batch)] == ["a"]
 
 
-def test_an_input_that_is_gone_pauses_its_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_an_input_that_is_gone_pauses_its_batch(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
     with running(engine, state=state) as server:
         batch = create(server, long_lines(60, 100))
-        wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+        wait_until(
+            server, batch, lambda found: found["request_counts"]["completed"] > 2
+        )
     (source,) = state.glob("files/*.jsonl")
     kept = source.read_bytes()
     source.write_bytes(kept[: len(kept) // 2])
@@ -285,7 +328,9 @@ def test_an_input_that_is_gone_pauses_its_batch(engine: fminfer.Engine, tmp_path
         assert get(server, batch)["status"] == "in_progress"
 
 
-def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_an_engine_that_fails_keeps_the_batch(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     state = tmp_path / "state"
     broken = fminfer.Engine(dtype="float32", max_rows=4)
     is_broken = threading.Event()
@@ -299,7 +344,9 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
     broken._core.step = fail  # type: ignore[method-assign]
     with running(broken, state=state) as server:
         batch = create(server, long_lines(60, 100))
-        wait_until(server, batch, lambda found: found["request_counts"]["completed"] > 2)
+        wait_until(
+            server, batch, lambda found: found["request_counts"]["completed"] > 2
+        )
         is_broken.set()
         server.thread.join(20)
     broken.close()
@@ -310,7 +357,9 @@ def test_an_engine_that_fails_keeps_the_batch(engine: fminfer.Engine, tmp_path: 
         assert len(texts_of(server, batch)) == 60
 
 
-def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path) -> None:
+def test_an_output_that_was_changed_is_not_sent(
+    server: Running, tmp_path: Path
+) -> None:
     """A file that somebody had cut short was sent as if it were whole."""
     batch = wait_for_end(server, create(server, [batch_line("a"), batch_line("b")]))
     (path,) = server.batches.uploads.parent.glob("batches/*/output.jsonl")
@@ -323,7 +372,8 @@ def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path)
     assert server.get(route).body == whole
     path.unlink()
     assert server.get(route).error["code"] == "file_removed"
-    with pytest.MonkeyPatch.context() as patch:  # it goes between the look and the opening
+    # it goes between the look and the opening
+    with pytest.MonkeyPatch.context() as patch:
         patch.setattr(server.batches, "find_bytes", lambda file_id, owner: path)
         answer = server.get(route)
     assert (answer.status, answer.error["code"]) == (410, "file_removed")
@@ -331,7 +381,10 @@ def test_an_output_that_was_changed_is_not_sent(server: Running, tmp_path: Path)
 
 @pytest.mark.parametrize("is_cancelled", [False, True])
 def test_an_output_that_was_changed_before_its_batch_ended_is_not_published(
-    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cancelled: bool
+    engine: fminfer.Engine,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    is_cancelled: bool,
 ) -> None:
     """The server ended between the output's last byte and the batch's last status."""
 
@@ -344,9 +397,14 @@ def test_an_output_that_was_changed_before_its_batch_ended_is_not_published(
     with monkeypatch.context() as patch, running(engine, state=state) as server:
         patch.setattr(batch_run.BatchRun, "_complete", stop)
         batch = create(server, [batch_line("a"), batch_line("b")])
-        for name, is_there in (("output.status.json", True), ("output.jsonl.journal", False)):
+        for name, is_there in (
+            ("output.status.json", True),
+            ("output.jsonl.journal", False),
+        ):
             path = f"batches/*/{name}"
-            wait_until(server, batch, lambda _, p=path, i=is_there: any(state.glob(p)) == i)
+            wait_until(
+                server, batch, lambda _, p=path, i=is_there: any(state.glob(p)) == i
+            )
     (output,) = state.glob("batches/*/output.jsonl")
     whole = output.read_bytes()
     output.write_bytes(whole[:300])

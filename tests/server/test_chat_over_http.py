@@ -15,8 +15,12 @@ from tests.server.running import Running, running
 URL = "/v1/chat/completions"
 QUESTION = "How do you go from the porch to the den?"
 ASKED: dict[str, Any] = {"messages": [{"role": "user", "content": QUESTION}]}
-BROAD = {"0": -100} | {str(token_id): 12 for token_id in range(65, 91)}  # no end; any letter
-PARTS = [{"type": "text", "text": "How do you go"}, {"type": "text", "text": "to the den?"}]
+# no end; any letter
+BROAD = {"0": -100} | {str(token_id): 12 for token_id in range(65, 91)}
+PARTS = [
+    {"type": "text", "text": "How do you go"},
+    {"type": "text", "text": "to the den?"},
+]
 TALK = [
     {"role": "developer", "content": "Answer."},
     *ASKED["messages"],
@@ -26,13 +30,33 @@ TALK = [
 CHATS: list[dict[str, Any]] = [
     ASKED | {"temperature": 0},
     ASKED | {"seed": 7, "max_tokens": 12, "logit_bias": BROAD, "n": 3},
-    ASKED | {"seed": 7, "max_completion_tokens": 9, "logprobs": True, "top_logprobs": 3, "n": 2},
+    ASKED
+    | {
+        "seed": 7,
+        "max_completion_tokens": 9,
+        "logprobs": True,
+        "top_logprobs": 3,
+        "n": 2,
+    },
     ASKED | {"seed": 3, "max_tokens": 6, "logprobs": True, "ignore_eos": True},
-    {"messages": TALK, "seed": 5, "max_tokens": 90, "stop": ["tn", "a"], "logit_bias": BROAD},
+    {
+        "messages": TALK,
+        "seed": 5,
+        "max_tokens": 90,
+        "stop": ["tn", "a"],
+        "logit_bias": BROAD,
+    },
     ASKED | {"max_tokens": 0, "logprobs": True},
     {"messages": [*ASKED["messages"], {"role": "assistant", "content": "south"}]}
     | {"continue_final_message": True, "temperature": 0, "max_tokens": 5},
-    ASKED | {"seed": 9, "max_tokens": 9, "logit_bias": BROAD, "logprobs": True, "top_logprobs": 2},
+    ASKED
+    | {
+        "seed": 9,
+        "max_tokens": 9,
+        "logit_bias": BROAD,
+        "logprobs": True,
+        "top_logprobs": 2,
+    },
 ]
 
 
@@ -79,18 +103,31 @@ def test_a_streams_parts_are_the_answer(
     assert_equal({"choices": joined, "usage": last["usage"]}, file_answers[place])
 
 
-def test_the_answers_compared_have_something_in_them(file_answers: list[dict[str, Any]]) -> None:
-    messages = [choice["message"] for body in file_answers for choice in body["choices"]]
-    assert messages[0]["content"].strip().split()[0] in ("north", "south", "east", "west")
+def test_the_answers_compared_have_something_in_them(
+    file_answers: list[dict[str, Any]],
+) -> None:
+    messages = [
+        choice["message"] for body in file_answers for choice in body["choices"]
+    ]
+    assert messages[0]["content"].strip().split()[0] in (
+        "north",
+        "south",
+        "east",
+        "west",
+    )
     assert len({message["content"] for message in messages}) == 8
-    reasons = {choice["finish_reason"] for body in file_answers for choice in body["choices"]}
+    reasons = {
+        choice["finish_reason"] for body in file_answers for choice in body["choices"]
+    }
     assert reasons == {"stop", "length"}
     assert any("stop_reason" in choice for choice in file_answers[4]["choices"])
 
 
 def test_unseeded_chats_differ_and_a_seed_repeats(server: Running) -> None:
     def text(**fields: Any) -> str:
-        request = ASKED | {"max_tokens": 12, "logit_bias": BROAD, "temperature": 2} | fields
+        request = (
+            ASKED | {"max_tokens": 12, "logit_bias": BROAD, "temperature": 2} | fields
+        )
         found: str = server.post(URL, request).json["choices"][0]["message"]["content"]
         return found
 
@@ -113,13 +150,25 @@ def test_a_chat_is_the_completion_of_its_rendered_prompt(server: Running) -> Non
         ({}, "messages", "messages is absent"),
         ({"prompt": "a"}, "messages", "/v1/completions answers prompts"),
         ({"messages": []}, "messages", "an empty list"),
-        ({"messages": [{"role": "robot", "content": "a"}]}, "messages[0].role", '"robot"'),
+        (
+            {"messages": [{"role": "robot", "content": "a"}]},
+            "messages[0].role",
+            '"robot"',
+        ),
         ({"messages": [{"role": "system", "content": "a"}]}, "messages", "role user"),
         (ASKED | {"logprobs": 3}, "logprobs", '"top_logprobs": 3'),
         (ASKED | {"top_logprobs": 3}, "top_logprobs", '"logprobs": true'),
         (ASKED | {"tool_choice": "required"}, "tool_choice", "forces a call"),
-        (ASKED | {"response_format": {"type": "regex"}}, "response_format", "structured_outputs"),
-        (ASKED | {"max_tokens": 5000}, "max_tokens", "maximum context length is 1024 tokens"),
+        (
+            ASKED | {"response_format": {"type": "regex"}},
+            "response_format",
+            "structured_outputs",
+        ),
+        (
+            ASKED | {"max_tokens": 5000},
+            "max_tokens",
+            "maximum context length is 1024 tokens",
+        ),
         (
             {"messages": [{"role": "user", "content": "a " * 3000}]},
             "messages",
@@ -137,12 +186,19 @@ def test_wrong_chats_are_told_what_is_wrong(
         assert answer.error["type"] == "invalid_request_error"
 
 
-def test_any_model_may_be_asked_for_and_the_served_names_are_listed(server: Running) -> None:
+def test_any_model_may_be_asked_for_and_the_served_names_are_listed(
+    server: Running,
+) -> None:
     listed = server.get("/v1/models").json
     assert [model["id"] for model in listed["data"]] == ["rooms", "other"]
     assert {model["max_model_len"] for model in listed["data"]} == {1024}
     assert server.get("/v1/models/other").json == listed["data"][1]
-    for asked, named in (("gpt-4o", "gpt-4o"), ("other", "other"), (None, "rooms"), ("", "rooms")):
+    for asked, named in (
+        ("gpt-4o", "gpt-4o"),
+        ("other", "other"),
+        (None, "rooms"),
+        ("", "rooms"),
+    ):
         answer = server.post(URL, ASKED | {"model": asked, "max_tokens": 1})
         assert answer.json["model"] == named
 
@@ -150,17 +206,23 @@ def test_any_model_may_be_asked_for_and_the_served_names_are_listed(server: Runn
 def test_tokens_of_a_chat_are_those_that_its_answer_counts(server: Running) -> None:
     found = server.post("/tokenize", ASKED | {"return_token_strs": True}).json
     rendered = f"Question: {QUESTION}\nAnswer:"
-    assert found["tokens"] == server.post("/tokenize", {"prompt": rendered}).json["tokens"]
+    assert (
+        found["tokens"] == server.post("/tokenize", {"prompt": rendered}).json["tokens"]
+    )
     assert found["count"] == len(found["tokens"]) == len(found["token_strs"])
     assert found["max_model_len"] == 1024
     usage = server.post(URL, ASKED | {"max_tokens": 1}).json["usage"]
     assert usage["prompt_tokens"] == found["count"]
-    assert server.post("/detokenize", {"tokens": found["tokens"]}).json == {"prompt": rendered}
+    assert server.post("/detokenize", {"tokens": found["tokens"]}).json == {
+        "prompt": rendered
+    }
 
 
 @pytest.mark.parametrize("text", ["a", " äöü 🙂\n", "<|endoftext|>", "x\x00y"])
 def test_text_comes_back_from_its_tokens(server: Running, text: str) -> None:
-    tokens = server.post("/tokenize", {"prompt": text, "add_special_tokens": False}).json["tokens"]
+    tokens = server.post(
+        "/tokenize", {"prompt": text, "add_special_tokens": False}
+    ).json["tokens"]
     assert server.post("/detokenize", {"tokens": tokens}).json == {"prompt": text}
 
 
@@ -177,7 +239,9 @@ def test_a_model_without_a_template_says_so(llama_checkpoint: tuple[Path, Any]) 
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32")
     with running(engine) as server:
         answer = server.post(URL, ASKED)
-        assert answer.status == 400 and "--chat-template FILE" in answer.error["message"]
+        assert (
+            answer.status == 400 and "--chat-template FILE" in answer.error["message"]
+        )
         (model,) = server.get("/v1/models").json["data"]
         assert model["has_chat_template"] is False
     engine.close()

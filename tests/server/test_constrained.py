@@ -22,7 +22,9 @@ from tests.server.batch_calls import CHAT, batch_line
 from tests.server.reciting import save_reciting
 from tests.server.running import Running, running, until
 
-TALK: list[Any] = [{"role": "user", "content": "How do you go from the den to the porch?"}]
+TALK: list[Any] = [
+    {"role": "user", "content": "How do you go from the den to the porch?"}
+]
 GO: dict[str, Any] = {"prompt": "go"}
 MULTIPLE = {"type": "integer", "multipleOf": 123_456_789}  # compiles for hours
 
@@ -78,14 +80,20 @@ def engine() -> Iterator[fminfer.Engine]:
 
 
 @pytest.fixture(scope="module")
-def server(engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    with running(engine, state=tmp_path_factory.mktemp("constrained") / "state") as server:
+def server(
+    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
+) -> Iterator[Running]:
+    with running(
+        engine, state=tmp_path_factory.mktemp("constrained") / "state"
+    ) as server:
         yield server
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -96,19 +104,27 @@ def test_openais_parse(client: openai.OpenAI, temperature: float) -> None:
     )
     assert len(answer.choices) == 3
     for choice in answer.choices:
-        assert isinstance(choice.message.parsed, Route) and choice.finish_reason == "stop"
+        assert (
+            isinstance(choice.message.parsed, Route) and choice.finish_reason == "stop"
+        )
 
 
 def test_openais_stream_of_a_model(client: openai.OpenAI) -> None:
-    with client.chat.completions.stream(**ASKED, response_format=Route, seed=2) as stream:
+    with client.chat.completions.stream(
+        **ASKED, response_format=Route, seed=2
+    ) as stream:
         texts = [event.delta for event in stream if event.type == "content.delta"]
         message = stream.get_final_completion().choices[0].message
-    assert len(texts) > 3 and message.parsed == Route.model_validate_json("".join(texts))
+    assert len(texts) > 3 and message.parsed == Route.model_validate_json(
+        "".join(texts)
+    )
 
 
 def test_instructors_json_schema(client: openai.OpenAI) -> None:
     reader: Any = instructor.from_openai(client, mode=instructor.Mode.JSON_SCHEMA)
-    assert isinstance(reader.create(**ASKED, response_model=Route, seed=4, max_retries=0), Route)
+    assert isinstance(
+        reader.create(**ASKED, response_model=Route, seed=4, max_retries=0), Route
+    )
 
 
 def test_instructors_json_tells_the_schema_in_the_prompt_alone(tmp_path: Path) -> None:
@@ -119,7 +135,9 @@ def test_instructors_json_tells_the_schema_in_the_prompt_alone(tmp_path: Path) -
     engine = fminfer.Engine(str(folder), dtype="float32")
     with (
         running(engine) as server,
-        openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client,
+        openai.OpenAI(
+            base_url=f"{server.url}/v1", api_key="none", max_retries=0
+        ) as client,
     ):
         reader: Any = instructor.from_openai(client, mode=instructor.Mode.JSON)
         asked = ASKED | {"temperature": 0, "response_model": Route, "max_retries": 0}
@@ -134,20 +152,29 @@ def test_litellms_response_format(litellm: Any, server: Running, provider: str) 
     whole = litellm.completion(f"{provider}/demo", response_format=Route, **asked)
     text = whole.choices[0].message.content
     assert Route.model_validate_json(text)
-    stream = litellm.completion(f"{provider}/demo", response_format=Route, stream=True, **asked)
+    stream = litellm.completion(
+        f"{provider}/demo", response_format=Route, stream=True, **asked
+    )
     assert "".join(chunk.choices[0].delta.content or "" for chunk in stream) == text
 
 
 def test_deltas_join_to_what_the_constraint_allows(server: Running) -> None:
     """The end of a text that may go on is told by EOS alone, which has no text."""
-    wish = {"n": 2, "stream": True, "stream_options": {"include_usage": True}, "seed": 6}
+    wish = {
+        "n": 2,
+        "stream": True,
+        "stream_options": {"include_usage": True},
+        "seed": 6,
+    }
     answer = server.post(CHAT, ASKED | wish | {"response_format": SCHEMA})
     texts = ["", ""]
     for event in answer.events[:-1]:
         for choice in event["choices"]:
             texts[choice["index"]] += choice["delta"].get("content", "")
     assert all(map(Route.model_validate_json, texts))
-    answer = server.post("/v1/completions", {"prompt": "go", "guided_choice": ["up", "upstairs"]})
+    answer = server.post(
+        "/v1/completions", {"prompt": "go", "guided_choice": ["up", "upstairs"]}
+    )
     assert answer.json["choices"][0]["text"] in ("up", "upstairs")
 
 
@@ -155,7 +182,10 @@ def test_deltas_join_to_what_the_constraint_allows(server: Running) -> None:
 @pytest.mark.parametrize(
     "schema, word",
     [
-        ({"type": "array", "items": {"type": "integer"}, "uniqueItems": True}, "uniqueItems"),
+        (
+            {"type": "array", "items": {"type": "integer"}, "uniqueItems": True},
+            "uniqueItems",
+        ),
         ({"not": {"type": "null"}}, "not"),
         ({"type": "string", "format": "regex"}, "regex"),
         ({"name": "x", "schema": {"type": "object"}}, "no keyword of JSON Schema"),
@@ -177,7 +207,9 @@ def test_a_batch(client: openai.OpenAI, tmp_path: Path) -> None:
     refused = {"type": "json_object", "schema": {"not": {}}}
     forms = {"good": SCHEMA, "refused": refused, "any": {"type": "text"}}
     path = tmp_path / "batch.jsonl"
-    lines = [batch_line(name, CHAT, **ASKED, response_format=f) for name, f in forms.items()]
+    lines = [
+        batch_line(name, CHAT, **ASKED, response_format=f) for name, f in forms.items()
+    ]
     path.write_bytes(b"\n".join(lines))
     file = client.files.create(file=path.open("rb"), purpose="batch")
     batch = client.batches.create(
@@ -186,9 +218,13 @@ def test_a_batch(client: openai.OpenAI, tmp_path: Path) -> None:
     until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is over")
     batch = client.batches.retrieve(batch.id)
     assert batch.output_file_id and batch.error_file_id
-    records = map(json.loads, client.files.content(batch.output_file_id).text.splitlines())
+    records = map(
+        json.loads, client.files.content(batch.output_file_id).text.splitlines()
+    )
     texts = {
-        record["custom_id"]: record["response"]["body"]["choices"][0]["message"]["content"]
+        record["custom_id"]: record["response"]["body"]["choices"][0]["message"][
+            "content"
+        ]
         for record in records
     }
     assert texts.keys() == {"good", "any"} and Route.model_validate_json(texts["good"])
@@ -198,7 +234,8 @@ def test_a_batch(client: openai.OpenAI, tmp_path: Path) -> None:
 def test_others_do_not_wait_for_a_constraint_that_takes_long(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Two such took both threads that tokenize; requests behind 30 of them waited half a minute."""
+    """Two such took both threads that tokenize; requests behind 30 of them waited half
+    a minute."""
     label = GO | {"guided_choice": ["north", "east"]}
     assert server.post("/v1/completions", label).status == 200
     go_on = threading.Event()
@@ -214,14 +251,18 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
     with ThreadPoolExecutor() as asking:
         late = [
             asking.submit(
-                server.post, "/v1/completions", {"prompt": "go", "guided_regex": f"on{n}"}
+                server.post,
+                "/v1/completions",
+                {"prompt": "go", "guided_regex": f"on{n}"},
             )
             for n in range(4)
         ]
         try:
             until(lambda: bool(begun), "one is compiled")
             assert server.post("/v1/completions", GO).status == 200
-            assert server.post("/v1/completions", label).status == 200, "its grammar is there"
+            assert server.post("/v1/completions", label).status == 200, (
+                "its grammar is there"
+            )
             tokenized = server.post("/tokenize", GO | {"guided_regex": "unread"})
             assert tokenized.status == 200 and len(begun) <= 3
             assert not [message for message in begun if "unread" in message]

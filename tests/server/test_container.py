@@ -1,4 +1,5 @@
-"""The container's image, as far as that can be tried without a builder: its files and its start."""
+"""The container's image, as far as that can be tried without a builder: its files and
+its start."""
 
 from __future__ import annotations
 
@@ -25,11 +26,16 @@ def instructions() -> list[tuple[str, str]]:
     """Return the Dockerfile's instructions, with their words on one line."""
     text = re.sub(r"^#.*\n", "", DOCKERFILE, flags=re.MULTILINE).replace("\\\n", " ")
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return [(word, rest.strip()) for word, _, rest in (line.partition(" ") for line in lines)]
+    return [
+        (word, rest.strip())
+        for word, _, rest in (line.partition(" ") for line in lines)
+    ]
 
 
 def copied() -> list[str]:
-    return [p for word, rest in instructions() if word == "COPY" for p in rest.split()[:-1]]
+    return [
+        p for word, rest in instructions() if word == "COPY" for p in rest.split()[:-1]
+    ]
 
 
 def start(
@@ -37,7 +43,10 @@ def start(
 ) -> subprocess.CompletedProcess[str]:
     """Start the script in a folder of its own, with nothing of ours in the environment."""
     kept = {name: os.environ[name] for name in ("PATH", "HOME") if name in os.environ}
-    places = {"MODEL_FOLDER": str(tmp_path / "model"), "CONFIG_FILE": str(tmp_path / "c.toml")}
+    places = {
+        "MODEL_FOLDER": str(tmp_path / "model"),
+        "CONFIG_FILE": str(tmp_path / "c.toml"),
+    }
     shown = ["--show-command"] if is_shown else []
     return subprocess.run(
         [sys.executable, str(START), *shown, *flags],
@@ -76,11 +85,18 @@ def test_what_the_image_copies_is_there_and_is_sent_to_the_builder() -> None:
 def test_what_the_image_installs_can_be_installed() -> None:
     setup = ConfigParser()
     setup.read(ROOT / "setup.cfg")
-    arguments = dict(rest.split("=", 1) for word, rest in instructions() if word == "ARG")
+    arguments = dict(
+        rest.split("=", 1) for word, rest in instructions() if word == "ARG"
+    )
     assert arguments.keys() == {"BASE", "DEVICE", "TORCH_INDEX", "EXTRAS"}
     for extra in arguments["EXTRAS"].split(","):
         assert extra in setup["options.extras_require"]
-    needed = {setup["metadata"]["license_files"], "README.md", "constraints.txt", "setup.cfg"}
+    needed = {
+        setup["metadata"]["license_files"],
+        "README.md",
+        "constraints.txt",
+        "setup.cfg",
+    }
     assert needed <= set(copied()), "pip reads them"
     minor = int(re.findall(r"python:3\.(\d+)", arguments["BASE"])[0])
     assert minor >= int(setup["options"]["python_requires"].split(".")[-1])
@@ -92,15 +108,22 @@ def test_the_image_runs_as_a_user_with_a_cache_of_its_own() -> None:
     assert len(users) == 1 and told[users[0]][1] == "fminfer"
     assert not [1 for word, _ in told[users[0] :] if word == "RUN"]
     values = dict(
-        pair.split("=", 1) for word, rest in told if word == "ENV" for pair in rest.split()
+        pair.split("=", 1)
+        for word, rest in told
+        if word == "ENV"
+        for pair in rest.split()
     )
     cache = values["XDG_CACHE_HOME"]
     assert values["HF_HOME"].startswith(f"{cache}/")
-    assert f"--mode 700 --owner fminfer --group fminfer {cache}" in " ".join(r for _, r in told)
+    assert f"--mode 700 --owner fminfer --group fminfer {cache}" in " ".join(
+        r for _, r in told
+    )
     assert ("EXPOSE", "8020") in told and ("ENTRYPOINT", '["container_start"]') in told
 
 
-def test_it_serves_the_mounted_model_on_every_address(tmp_path: Path, model: str) -> None:
+def test_it_serves_the_mounted_model_on_every_address(
+    tmp_path: Path, model: str
+) -> None:
     found = words(start(tmp_path, "--max-rows", "4"))
     assert found == [
         "--model-name",
@@ -114,7 +137,9 @@ def test_it_serves_the_mounted_model_on_every_address(tmp_path: Path, model: str
     ]
 
 
-def test_file_variables_and_flags_go_before_the_defaults(tmp_path: Path, model: str) -> None:
+def test_file_variables_and_flags_go_before_the_defaults(
+    tmp_path: Path, model: str
+) -> None:
     file = tmp_path / "c.toml"
     file.write_text('server_port = 9000\nmodel-name = "/other"\n')
     assert words(start(tmp_path)) == ["--config", str(file), "--host", "0.0.0.0"]
@@ -123,7 +148,13 @@ def test_file_variables_and_flags_go_before_the_defaults(tmp_path: Path, model: 
     assert found == ["--config", str(file), "--model-name", model]
     file.unlink()
     for flags in (["org/name"], ["--random-init", "opt-125m"], ["--model-name=/other"]):
-        assert words(start(tmp_path, *flags)) == ["--host", "0.0.0.0", "--port", "8020", *flags]
+        assert words(start(tmp_path, *flags)) == [
+            "--host",
+            "0.0.0.0",
+            "--port",
+            "8020",
+            *flags,
+        ]
 
 
 @pytest.mark.parametrize("is_empty", [False, True])
@@ -139,14 +170,18 @@ def test_without_a_model_it_says_what_to_mount(tmp_path: Path, is_empty: bool) -
 def test_a_wrong_file_is_told_in_one_line(tmp_path: Path, model: str) -> None:
     (tmp_path / "c.toml").write_text("prot = 8020\n")
     done = start(tmp_path)
-    assert done.returncode == 1 and "prot" in done.stderr and done.stderr.count("\n") == 1
+    assert (
+        done.returncode == 1 and "prot" in done.stderr and done.stderr.count("\n") == 1
+    )
 
 
 def test_it_becomes_the_server(tmp_path: Path, model: str) -> None:
     command = tmp_path / "fminfer"
     command.write_text('#!/bin/sh\necho "$@"\nexit 7\n')
     command.chmod(0o755)
-    done = start(tmp_path, "-q", is_shown=False, PATH=f"{tmp_path}:{os.environ['PATH']}")
+    done = start(
+        tmp_path, "-q", is_shown=False, PATH=f"{tmp_path}:{os.environ['PATH']}"
+    )
     assert done.returncode == 7
     assert done.stdout == f"serve --model-name {model} --host 0.0.0.0 --port 8020 -q\n"
 

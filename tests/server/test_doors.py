@@ -33,9 +33,15 @@ WRONG_CHAT = (
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
 KEY = {"Authorization": "Bearer k2"}
 GUARDED = (
-    *(("POST", path) for path in ("/v1/completions", "/v1/chat/completions", "/tokenize")),
+    *(
+        ("POST", path)
+        for path in ("/v1/completions", "/v1/chat/completions", "/tokenize")
+    ),
     *(("POST", path) for path in ("/detokenize", "/generation", "/")),
-    *(("GET", path) for path in ("/v1/models", "/run/a", "/run_gpt/a", "/stats", "/metrics")),
+    *(
+        ("GET", path)
+        for path in ("/v1/models", "/run/a", "/run_gpt/a", "/stats", "/metrics")
+    ),
     ("GET", "/version"),
 )
 
@@ -50,13 +56,17 @@ def engine() -> Iterator[fminfer.Engine]:
 @pytest.fixture(scope="module")
 def locked() -> Iterator[Running]:  # an engine of its own: one thread steps each
     engine = fminfer.Engine(dtype="float32", max_rows=4)
-    with running(engine, api_keys=("k1", "k2"), allowed_origins=("https://a.example",)) as server:
+    with running(
+        engine, api_keys=("k1", "k2"), allowed_origins=("https://a.example",)
+    ) as server:
         yield server
     engine.close()
 
 
 @pytest.mark.parametrize(("method", "path"), GUARDED)
-def test_routes_that_compute_or_tell_need_a_key(locked: Running, method: str, path: str) -> None:
+def test_routes_that_compute_or_tell_need_a_key(
+    locked: Running, method: str, path: str
+) -> None:
     for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "k1"}):
         answer = locked.call(method, path, {}, headers)
         assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
@@ -79,11 +89,15 @@ def test_pages_of_other_origins_cannot_call_unless_they_may(
         assert answer.status == status
         has_leave = "access-control-allow-origin" in answer.headers
         assert has_leave == (origin == "https://a.example")
-    picture = KEY | {"Sec-Fetch-Site": "cross-site"}  # as <img src> of another site asks for it
+    # as <img src> of another site asks for it
+    picture = KEY | {"Sec-Fetch-Site": "cross-site"}
     assert locked.get("/run/a", picture).status == 403
     assert locked.get("/", picture).status == 200
     assert locked.get("/run/a", KEY | {"Sec-Fetch-Site": "same-origin"}).status == 200
-    assert locked.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status == 403
+    assert (
+        locked.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status
+        == 403
+    )
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     assert locked.call("OPTIONS", "/v1/completions", None, asked).status == 200
     with running(engine) as server:
@@ -102,9 +116,14 @@ def test_a_named_pages_preflight_may_ask_for_this_machine(
     assert answer.headers["access-control-allow-private-network"] == "true"
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
     plain = locked.call("OPTIONS", "/v1/files", None, named)
-    assert plain.status == 200 and "access-control-allow-private-network" not in plain.headers
+    assert (
+        plain.status == 200
+        and "access-control-allow-private-network" not in plain.headers
+    )
     foreign = named | {"Origin": "https://b.example"}
-    assert locked.call("OPTIONS", "/v1/completions", None, foreign | private).status == 400
+    assert (
+        locked.call("OPTIONS", "/v1/completions", None, foreign | private).status == 400
+    )
     with running(engine, allowed_origins=("*",)) as server:
         assert server.call("OPTIONS", "/v1/completions", None, named).status == 200
         refused = server.call("OPTIONS", "/v1/completions", None, named | private)
@@ -175,7 +194,8 @@ def keyless() -> Iterator[Running]:
 
 @pytest.mark.parametrize("host", FOREIGN)
 def test_a_page_whose_name_leads_here_cannot_call(keyless: Running, host: str) -> None:
-    """Such a page (DNS rebinding) was taken for ours: its Origin was compared with its own Host."""
+    """Such a page (DNS rebinding) was taken for ours: its Origin was compared with its
+    own Host."""
     own = (
         "Origin: http://evil.example",
         "Sec-Fetch-Site: same-origin",
@@ -187,21 +207,30 @@ def test_a_page_whose_name_leads_here_cannot_call(keyless: Running, host: str) -
 
 
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_this_machine_may_call_by_each_of_its_names(keyless: Running, host: str) -> None:
+def test_this_machine_may_call_by_each_of_its_names(
+    keyless: Running, host: str
+) -> None:
     assert ask_host(keyless, host, "GET /v1/models HTTP/1.1").status == 200
     origin = "Origin: http://" + host.format(port=keyless.address[1])
     assert ask_host(keyless, host, "GET /v1/models HTTP/1.1", origin).status == 200
 
 
-@pytest.mark.parametrize("path", ["/", "/health", "/docs", "/page/page.js", "/openapi.json", "/no"])
+@pytest.mark.parametrize(
+    "path", ["/", "/health", "/docs", "/page/page.js", "/openapi.json", "/no"]
+)
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE", "BREW"])
-def test_a_foreign_host_is_refused_on_every_route(keyless: Running, method: str, path: str) -> None:
+def test_a_foreign_host_is_refused_on_every_route(
+    keyless: Running, method: str, path: str
+) -> None:
     """Preflights, too: their answer would let the page of an allowed origin call."""
     preflight = ("Origin: https://a.example", "Access-Control-Request-Method: POST")
     head = f"{method} {path} HTTP/1.1"
     answer = ask_host(keyless, "evil.example", head, *preflight, "Content-Length: 0")
     assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
-    assert ask_host(keyless, "localhost", head, *preflight, "Content-Length: 0").status != 403
+    assert (
+        ask_host(keyless, "localhost", head, *preflight, "Content-Length: 0").status
+        != 403
+    )
 
 
 def test_the_host_of_a_whole_address_counts_too(keyless: Running) -> None:
@@ -213,12 +242,21 @@ def test_the_host_of_a_whole_address_counts_too(keyless: Running) -> None:
     ):
         assert ask_host(keyless, host, f"GET {target} HTTP/1.1").status == status
     assert ask_host(keyless, None, "GET http://evil.example/ HTTP/1.0").status == 403
-    assert ask_host(keyless, None, "GET /v1/models HTTP/1.0").status == 200, "no browser"
+    assert ask_host(keyless, None, "GET /v1/models HTTP/1.0").status == 200, (
+        "no browser"
+    )
 
 
-def test_each_of_two_requests_on_one_connection_names_its_host(keyless: Running) -> None:
+def test_each_of_two_requests_on_one_connection_names_its_host(
+    keyless: Running,
+) -> None:
     head = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n"
-    two = head % b"localhost" + b"\r\n" + head % b"evil.example" + b"Connection: close\r\n\r\n"
+    two = (
+        head % b"localhost"
+        + b"\r\n"
+        + head % b"evil.example"
+        + b"Connection: close\r\n\r\n"
+    )
     connection = keyless.send_raw(two)
     received = b""
     while piece := connection.recv(65536):
@@ -227,9 +265,15 @@ def test_each_of_two_requests_on_one_connection_names_its_host(keyless: Running)
 
 
 @pytest.mark.parametrize("path", ["/run/a", "/run_gpt/a", "/run/a/"])
-def test_a_picture_on_a_page_elsewhere_computes_nothing(keyless: Running, path: str) -> None:
-    """Browsers name its site to https and localhost alone, not to [::ffff:127.0.0.1] or a LAN."""
-    browser = ("User-Agent: Mozilla/5.0 (X11) Chrome/150.0", "Accept-Language: en-US,en;q=0.9")
+def test_a_picture_on_a_page_elsewhere_computes_nothing(
+    keyless: Running, path: str
+) -> None:
+    """Browsers name its site to https and localhost alone, not to [::ffff:127.0.0.1] or
+    a LAN."""
+    browser = (
+        "User-Agent: Mozilla/5.0 (X11) Chrome/150.0",
+        "Accept-Language: en-US,en;q=0.9",
+    )
     powershell = ["User-Agent: Mozilla/5.0 (Windows NT; en-US) PowerShell/7.4"]
     for method in ("GET", "HEAD"):
         for headers, status in (
@@ -242,10 +286,15 @@ def test_a_picture_on_a_page_elsewhere_computes_nothing(keyless: Running, path: 
             answer = ask_host(keyless, "[::ffff:7f00:1]:{port}", head, *headers)
             assert answer.status == status, headers
     for path in ("/", "/stats"):
-        assert ask_host(keyless, "localhost", f"GET {path} HTTP/1.1", *browser).status == 200
+        assert (
+            ask_host(keyless, "localhost", f"GET {path} HTTP/1.1", *browser).status
+            == 200
+        )
 
 
-def test_a_page_without_an_origin_of_its_own_is_not_ours(engine: fminfer.Engine) -> None:
+def test_a_page_without_an_origin_of_its_own_is_not_ours(
+    engine: fminfer.Engine,
+) -> None:
     """An empty Host was equal to the place of an Origin that has none."""
     with running(engine, host="0.0.0.0") as server:
         for origin in ("null", "file://", "data:x"):
@@ -259,9 +308,21 @@ def test_a_page_without_an_origin_of_its_own_is_not_ours(engine: fminfer.Engine)
         ({"api_keys": ("k2",)}, {"evil.example": 200}),
         ({"host": "0.0.0.0"}, {"evil.example": 200}),
         (
-            {"allowed_hosts": ("LLM.example.org", "b.example:8443", "c.example:443", "[fd00::1]")},
+            {
+                "allowed_hosts": (
+                    "LLM.example.org",
+                    "b.example:8443",
+                    "c.example:443",
+                    "[fd00::1]",
+                )
+            },
             {"llm.example.org": 200, "llm.example.org.:9": 200, "b.example:8443": 200}
-            | {"b.example": 403, "b.example:8444": 403, "c.example": 200, "[FD00:0::1]:7": 200}
+            | {
+                "b.example": 403,
+                "b.example:8444": 403,
+                "c.example": 200,
+                "[FD00:0::1]:7": 200,
+            }
             | {"evil.example": 403, "a.llm.example.org": 403, "localhost": 200},
         ),
         (
@@ -281,10 +342,14 @@ def test_hosts_that_are_named(
     key = f"Authorization: {KEY['Authorization']}"
     with running(engine, **settings) as server:
         for host, status in hosts.items():
-            assert ask_host(server, host, "GET /v1/models HTTP/1.1", key).status == status, host
+            assert (
+                ask_host(server, host, "GET /v1/models HTTP/1.1", key).status == status
+            ), host
 
 
-def test_a_machines_own_name_may_be_its_loopback(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_machines_own_name_may_be_its_loopback(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Debian writes it so into /etc/hosts: such a server was taken for one that others reach."""
 
     def look_up(host: str, *_: Any, **__: Any) -> Any:
@@ -299,7 +364,10 @@ def test_a_machines_own_name_may_be_its_loopback(monkeypatch: pytest.MonkeyPatch
 
 
 def test_a_request_keeps_its_id(locked: Running) -> None:
-    assert locked.get("/health", {"x-request-id": "abc-1"}).headers["x-request-id"] == "abc-1"
+    assert (
+        locked.get("/health", {"x-request-id": "abc-1"}).headers["x-request-id"]
+        == "abc-1"
+    )
     made = {
         locked.get("/health", {"x-request-id": wrong}).headers["x-request-id"]
         for wrong in ("", "a b", "x" * 200)
@@ -330,7 +398,10 @@ TEXTS = (("/tokenize", {"prompt": "den"}), ("/detokenize", {"tokens": [5]}))
 
 @pytest.mark.parametrize(("path", "body"), TEXTS)
 def test_tokenizing_waits_in_the_queue_too(
-    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, path: str, body: dict[str, Any]
+    engine: fminfer.Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    path: str,
+    body: dict[str, Any],
 ) -> None:
     """Any number of long texts was tokenized at once, and none was refused."""
     prepare = engine.prepare
@@ -343,7 +414,10 @@ def test_tokenizing_waits_in_the_queue_too(
         return prepare(*args, **options)
 
     monkeypatch.setattr(engine, "prepare", prepare_late)
-    with running(engine, queue_size=TOKENIZERS + 1) as server, ThreadPoolExecutor() as asking:
+    with (
+        running(engine, queue_size=TOKENIZERS + 1) as server,
+        ThreadPoolExecutor() as asking,
+    ):
         dispatcher = server.thread.service.dispatcher
         asked = [asking.submit(server.post, path, body) for _ in range(TOKENIZERS + 1)]
         until(lambda: dispatcher.num_waiting == TOKENIZERS + 1, "all are there")
@@ -380,7 +454,10 @@ def test_a_body_beyond_the_limit_is_refused(engine: fminfer.Engine) -> None:
 def test_routes_and_methods_that_are_not_there(engine: fminfer.Engine) -> None:
     with running(engine) as server:
         assert server.get("/v1/models//").status == 404
-        assert server.post("/", {"inputs": "a", "parameters": 0}).error["param"] == "parameters"
+        assert (
+            server.post("/", {"inputs": "a", "parameters": 0}).error["param"]
+            == "parameters"
+        )
         answer = server.get("/v1/engines")
         assert answer.status == 404 and "/docs" in answer.error["message"]
         answer = server.get("/v1/completions")
@@ -397,7 +474,14 @@ def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     engine.close()
 
 
-GETS = ("/v1/models", "/v1/models/fminfer-demo", "/v1/files", "/v1/batches", "/health", "/stats")
+GETS = (
+    "/v1/models",
+    "/v1/models/fminfer-demo",
+    "/v1/files",
+    "/v1/batches",
+    "/health",
+    "/stats",
+)
 
 
 @pytest.mark.parametrize(
@@ -413,7 +497,9 @@ def test_every_get_has_its_head(keeper: Running, path: str) -> None:
 
 
 @pytest.mark.parametrize("path", [*GETS, "/version", "/openapi.json"])
-def test_a_slash_at_the_end_of_a_path_is_passed_over(keeper: Running, path: str) -> None:
+def test_a_slash_at_the_end_of_a_path_is_passed_over(
+    keeper: Running, path: str
+) -> None:
     assert keeper.get(path + "/").status == 200
 
 
@@ -432,9 +518,16 @@ def test_a_compressed_body_is_told(keeper: Running, coding: str) -> None:
     """The message was that byte 1 was no UTF-8."""
     for path in ("/v1/completions", "/v1/files"):
         answer = keeper.post(path, gzip.compress(b"{}"), {"Content-Encoding": coding})
-        assert answer.status == 415 and "send it uncompressed" in answer.error["message"]
+        assert (
+            answer.status == 415 and "send it uncompressed" in answer.error["message"]
+        )
         assert answer.headers["accept-encoding"] == "identity"
-    assert keeper.post("/tokenize", {"prompt": "a"}, {"Content-Encoding": "identity"}).status == 200
+    assert (
+        keeper.post(
+            "/tokenize", {"prompt": "a"}, {"Content-Encoding": "identity"}
+        ).status
+        == 200
+    )
 
 
 def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None:
@@ -452,14 +545,23 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None
         ("/generate", "send a prompt to /v1/completions"),
         ("/embeddings", "it is at /v1/embeddings; set the base_url"),
         ("/pooling", "send texts to /v1/embeddings"),
-        *((path, "texts with texts and vectors") for path in ("/v1/audio/speech", "/v1/images")),
+        *(
+            (path, "texts with texts and vectors")
+            for path in ("/v1/audio/speech", "/v1/images")
+        ),
         ("/v1/vector_stores/v/files", "texts with texts and vectors"),
-        *((path, "it is at /v1/chat/completions; set the base_url") for path in WRONG_CHAT),
+        *(
+            (path, "it is at /v1/chat/completions; set the base_url")
+            for path in WRONG_CHAT
+        ),
         ("/v1/v1/completions", "it is at /v1/completions; set the base_url"),
         ("/models", "it is at /v1/models; set the base_url"),
         ("/v1/tokenize", "it is at /tokenize. "),
         ("/v1/nothing", "there is no /v1/nothing; /docs lists what there is"),
-        ("/v1/" + "n" * 3000, f"there is no /v1/{'n' * 196}; /docs lists what there is"),
+        (
+            "/v1/" + "n" * 3000,
+            f"there is no /v1/{'n' * 196}; /docs lists what there is",
+        ),
         ("/v1/nothing//", "there is no /v1/nothing; /docs lists what there is"),
         ("/docs/nothing/", "there is no /docs/nothing/; /docs lists what there is"),
     ],
@@ -478,7 +580,8 @@ def test_what_is_not_there_is_told_with_what_is(
 
 
 def test_a_path_of_many_parts_costs_nothing(keeper: Running) -> None:
-    """One of 60,000 bytes took 10 s of the event loop and 2.5 GB: each of its ends was written."""
+    """One of 60,000 bytes took 10 s of the event loop and 2.5 GB: each of its ends was
+    written."""
     tracemalloc.start()
     try:
         assert keeper.get("/" + "a/" * 5000).error["code"] == "unknown_url"
@@ -554,16 +657,26 @@ def test_a_connection_that_sends_nothing_is_closed(
     monkeypatch.setattr("fminfer.server.connections.HEAD_S", 0.2)
     monkeypatch.setattr("fminfer.server.request_bodies.READ_S", 0.2)
     with running(engine) as server:
-        for sent in (b"", b"POST /v1/comp", b"GET /health HTTP/1.1\r\nHost: localhost\r\n"):
+        for sent in (
+            b"",
+            b"POST /v1/comp",
+            b"GET /health HTTP/1.1\r\nHost: localhost\r\n",
+        ):
             connection = server.send_raw(sent)
             assert connection.recv(100) == b""
-        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        half = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+            b"100\r\n\r\n{"
+        )
         received = server.send_raw(half).recv(100)
         assert received.startswith(b"HTTP/1.1 408")
 
 
 def test_an_address_in_use_is_told_before_a_model_is_loaded() -> None:
-    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(UsageError, match="--port"):
+    with (
+        socket.create_server(("127.0.0.1", 0)) as taken,
+        pytest.raises(UsageError, match="--port"),
+    ):
         open_socket(ServerSettings(port=taken.getsockname()[1]))
 
 

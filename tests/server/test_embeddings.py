@@ -21,7 +21,9 @@ TEXTS = ["w1 w2", "w3", "w4 w5 w6"]
 
 
 @pytest.fixture(scope="module")
-def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Running, Any]]:
+def embedding(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> Iterator[tuple[Running, Any]]:
     """Give a server of a model that embeds, and what transformers says of TEXTS."""
     folder = tmp_path_factory.mktemp("bert")
     expected = mean_vectors(*save_bert(folder), TEXTS)
@@ -35,7 +37,10 @@ def embedding(tmp_path_factory: pytest.TempPathFactory) -> Iterator[tuple[Runnin
 def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
     folder = tmp_path_factory.mktemp("scores")
     save_bert(folder, num_labels=1)
-    with fminfer.Engine(str(folder), dtype="float32") as engine, running(engine) as server:
+    with (
+        fminfer.Engine(str(folder), dtype="float32") as engine,
+        running(engine) as server,
+    ):
         yield server
 
 
@@ -48,21 +53,29 @@ def test_openais_client(embedding: tuple[Running, Any]) -> None:
     server, expected = embedding
     with connect(server) as client:
         found = client.embeddings.create(model="mine", input=TEXTS)
-        np.testing.assert_allclose([each.embedding for each in found.data], expected, atol=1e-4)
+        np.testing.assert_allclose(
+            [each.embedding for each in found.data], expected, atol=1e-4
+        )
         assert found.model == "mine" and found.usage.prompt_tokens == 12
-        plain = client.embeddings.create(model="mine", input=TEXTS[0], encoding_format="float")
+        plain = client.embeddings.create(
+            model="mine", input=TEXTS[0], encoding_format="float"
+        )
         first = found.data[0].embedding
         assert np.float32(plain.data[0].embedding).tolist() == first
         short = client.embeddings.create(model="mine", input=TEXTS[0], dimensions=4)
         assert short.data[0].embedding == first[:4]
         ids = client.embeddings.create(model="mine", input=[[2, 6, 7, 3]])
         assert ids.data[0].embedding == first
-        with pytest.raises(openai.BadRequestError, match="Ask /v1/embeddings") as caught:
+        with pytest.raises(
+            openai.BadRequestError, match="Ask /v1/embeddings"
+        ) as caught:
             client.completions.create(model="mine", prompt="w1")
         assert caught.value.status_code == 400
 
 
-def test_litellm(litellm: Any, embedding: tuple[Running, Any], scoring: Running) -> None:
+def test_litellm(
+    litellm: Any, embedding: tuple[Running, Any], scoring: Running
+) -> None:
     server, expected = embedding
     to_server = {"api_base": f"{server.url}/v1", "api_key": "k1"}
     for provider in ("openai", "hosted_vllm"):
@@ -78,7 +91,9 @@ def test_litellm(litellm: Any, embedding: tuple[Running, Any], scoring: Running)
     ]
 
 
-@pytest.mark.parametrize("path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"])
+@pytest.mark.parametrize(
+    "path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"]
+)
 def test_answers_are_what_the_document_says(scoring: Running, path: str) -> None:
     asked = {"query": "w1", "documents": TEXTS}
     if path.endswith("score"):
@@ -96,7 +111,11 @@ def test_answers_are_what_the_document_says(scoring: Running, path: str) -> None
 def test_classes(scoring: Running) -> None:
     found = scoring.post("/classify", {"input": TEXTS}).json
     assert [each["num_classes"] for each in found["data"]] == [1, 1, 1]
-    assert scoring.post("/v1/embeddings", {"input": "w1"}).error["message"].endswith("/v1/classify")
+    assert (
+        scoring.post("/v1/embeddings", {"input": "w1"})
+        .error["message"]
+        .endswith("/v1/classify")
+    )
 
 
 def test_a_batch(
@@ -109,7 +128,12 @@ def test_a_batch(
     bodies: list[Any] = [{"input": TEXTS}, {"input": ["w1"] * 16}]
     bodies += 4 * [{"input": ["w2"] * 12}]
     lines = [
-        {"custom_id": f"{number}", "method": "POST", "url": "/v1/embeddings", "body": body}
+        {
+            "custom_id": f"{number}",
+            "method": "POST",
+            "url": "/v1/embeddings",
+            "body": body,
+        }
         for number, body in enumerate(bodies)
     ]
     path = tmp_path / "batch.jsonl"
@@ -118,25 +142,34 @@ def test_a_batch(
         file = client.files.create(file=path.open("rb"), purpose="batch")
         with pytest.raises(openai.BadRequestError, match="Ask /v1/embeddings"):
             client.batches.create(
-                input_file_id=file.id, endpoint="/v1/completions", completion_window="24h"
+                input_file_id=file.id,
+                endpoint="/v1/completions",
+                completion_window="24h",
             )
         batch = client.batches.create(
             input_file_id=file.id, endpoint="/v1/embeddings", completion_window="24h"
         )
-        until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is over")
+        until(
+            lambda: client.batches.retrieve(batch.id).status == "completed",
+            "it is over",
+        )
         over = client.batches.retrieve(batch.id)
         assert over.output_file_id is not None and over.error_file_id is not None
         answers = client.files.content(over.output_file_id).text.splitlines()
         errors = client.files.content(over.error_file_id).text.splitlines()
     data = json.loads(answers[0])["response"]["body"]["data"]
-    np.testing.assert_allclose([each["embedding"] for each in data], expected, atol=1e-4)
+    np.testing.assert_allclose(
+        [each["embedding"] for each in data], expected, atol=1e-4
+    )
     assert len(answers) == 4 and len(errors) == 2 and "more than 50 inputs" in errors[0]
 
 
 def test_other_routes_of_such_a_model(embedding: tuple[Running, Any]) -> None:
     server, _ = embedding
     keys = {"Authorization": "Bearer k1"}
-    assert server.post("/tokenize", {"prompt": "w1 w2"}, headers=keys).json["tokens"] == [
+    assert server.post("/tokenize", {"prompt": "w1 w2"}, headers=keys).json[
+        "tokens"
+    ] == [
         2,
         6,
         7,
@@ -145,5 +178,7 @@ def test_other_routes_of_such_a_model(embedding: tuple[Running, Any]) -> None:
     assert server.get("/stats", headers=keys).json["generation_tokens_per_s"] == 0
     metrics = server.get("/metrics", headers=keys).body.decode()
     assert "vllm:prompt_tokens_total" in metrics
-    wrong = server.post("/v1/embeddings", {"input": "w1", "dimensions": 99}, headers=keys)
+    wrong = server.post(
+        "/v1/embeddings", {"input": "w1", "dimensions": 99}, headers=keys
+    )
     assert wrong.status == 400 and wrong.error["param"] == "dimensions"

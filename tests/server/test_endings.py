@@ -43,7 +43,13 @@ INRErk6fIRiFUJe3ggUG+TiZ0uKxqp+FHxtpjuTsmxCPbz7XGmJAakrrCpQZkCn6
 mytK8NKq+lkrtEgiW1zYYlxSwZSAgEYFhEs2diiJXfF9K1OrDiRkpKbpNSLwx3g=
 -----END ENCRYPTED PRIVATE KEY-----
 """
-LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "stream": True, "logprobs": 5}
+LONG = {
+    "prompt": [5] * 20,
+    "max_tokens": 900,
+    "ignore_eos": True,
+    "stream": True,
+    "logprobs": 5,
+}
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +76,9 @@ def tls(tmp_path: Path) -> ServerSettings:
     return ServerSettings(port=0, ssl_certfile=certificate, ssl_keyfile=key)
 
 
-def test_a_key_with_a_password_is_told_before_a_model_is_loaded(tls: ServerSettings) -> None:
+def test_a_key_with_a_password_is_told_before_a_model_is_loaded(
+    tls: ServerSettings,
+) -> None:
     """OpenSSL asked for the password on the terminal, and nobody was there to answer."""
     with pytest.raises(UsageError, match="is encrypted"):
         open_socket(tls)
@@ -89,19 +97,28 @@ def test_a_server_that_cannot_start_says_why(
     """It was said to serve, and to have ended by itself for a reason that stood nowhere."""
     assert tls.ssl_keyfile is not None
     tls.ssl_keyfile.write_text("junk\n")
-    monkeypatch.setattr("fminfer.server.connections.check_certificate", lambda *files: None)
+    monkeypatch.setattr(
+        "fminfer.server.connections.check_certificate", lambda *files: None
+    )
     with pytest.raises(FminferError, match=r"cannot start: .*SSL"):  # noqa: SIM117
-        with running(engine, ssl_certfile=tls.ssl_certfile, ssl_keyfile=tls.ssl_keyfile):
+        with running(
+            engine, ssl_certfile=tls.ssl_certfile, ssl_keyfile=tls.ssl_keyfile
+        ):
             pass
 
 
 def test_clients_that_are_slow_are_left_without_a_traceback(
-    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+    engine: fminfer.Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     """One that had not sent its body got a 500, and each of them cost a traceback."""
     monkeypatch.setattr("fminfer.server.http.LEAVE_S", 0.5)
     with running(engine) as server:
-        half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 100\r\n\r\n{"
+        half = (
+            b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: "
+            b"100\r\n\r\n{"
+        )
         sending = server.send_raw(half)
         reading = socket.socket()
         reading.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
@@ -132,7 +149,9 @@ def ask(server: Running, body: dict[str, Any], version: str = "1.1") -> socket.s
 
 
 @pytest.mark.parametrize("is_streamed", [False, True])
-def test_a_client_that_only_listens_gets_its_answer(server: Running, *, is_streamed: bool) -> None:
+def test_a_client_that_only_listens_gets_its_answer(
+    server: Running, *, is_streamed: bool
+) -> None:
     """Whoever shut down the sending side behind a request was taken for gone."""
     client = ask(server, SHORT | {"stream": is_streamed})
     response = http.client.HTTPResponse(client)
@@ -147,7 +166,9 @@ def test_a_client_that_only_listens_gets_its_answer(server: Running, *, is_strea
     assert "keep-alive" not in response.headers
 
 
-@pytest.mark.parametrize("fields", [{}, {"n": 4}, {"stream": True}, {"n": 2, "best_of": 4}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"n": 4}, {"stream": True}, {"n": 2, "best_of": 4}]
+)
 @pytest.mark.parametrize("is_halved", [False, True])
 def test_a_client_that_leaves_is_noticed_soon(
     server: Running, fields: dict[str, Any], *, is_halved: bool
@@ -165,7 +186,9 @@ def test_a_client_that_leaves_is_noticed_soon(
     assert time.monotonic() - started_s < 1.5
 
 
-def test_a_client_that_leaves_before_its_request_is_whole_is_gone(server: Running) -> None:
+def test_a_client_that_leaves_before_its_request_is_whole_is_gone(
+    server: Running,
+) -> None:
     half = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     for sent in (b"", b"GET /v1", half):
         client = server.send_raw(sent)
@@ -180,7 +203,11 @@ def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) ->
     """It was 5 s, and unsaid: clients that came back after 5 s lost one in five requests."""
     assert ServerSettings().keep_alive_s == 75
     with running(engine, keep_alive_s=90.5) as server:
-        for path, body in (("/v1/completions", SHORT), ("/v1/completions", b"{"), ("/no", {})):
+        for path, body in (
+            ("/v1/completions", SHORT),
+            ("/v1/completions", b"{"),
+            ("/no", {}),
+        ):
             assert server.post(path, body).headers["keep-alive"] == "timeout=90"
         stream = server.post("/v1/completions", SHORT | {"stream": True})
         assert stream.headers["keep-alive"] == "timeout=90"
@@ -193,7 +220,10 @@ def test_answers_say_how_long_a_connection_stays_open(engine: fminfer.Engine) ->
         assert b"keep-alive" not in both.recv(4096).lower(), "it is closed"
     with running(engine, max_body_bytes=10) as server:
         refused = server.post("/v1/completions", b"x" * 11)
-        assert refused.headers["connection"] == "close" and "keep-alive" not in refused.headers
+        assert (
+            refused.headers["connection"] == "close"
+            and "keep-alive" not in refused.headers
+        )
 
 
 @pytest.mark.parametrize("pipelines", [1, 2])
@@ -214,10 +244,17 @@ def test_an_idle_engine_hears_at_once_that_its_server_ends(
 def test_pipelines_that_die_while_nothing_is_asked_end_the_server() -> None:
     """It went on, in good health, until somebody asked for something."""
     environ = os.environ | {"OMP_NUM_THREADS": "1"}
-    server = Forked(["serve", "--device", "cpu", "--port", "0", "--data-group-size", "2"], environ)
+    server = Forked(
+        ["serve", "--device", "cpu", "--port", "0", "--data-group-size", "2"], environ
+    )
     try:
-        until(lambda: "Ctrl-C" in server.said() or server.poll() is not None, "it has started")
-        children = Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        until(
+            lambda: "Ctrl-C" in server.said() or server.poll() is not None,
+            "it has started",
+        )
+        children = (
+            Path(f"/proc/{server.pid}/task/{server.pid}/children").read_text().split()
+        )
         for child in children:
             os.kill(int(child), signal.SIGKILL)
         _, err = server.communicate(timeout=60)

@@ -13,14 +13,25 @@ import fminfer
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
-from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line, content, create, wait_for_end
+from tests.server.batch_calls import (
+    CHAT,
+    COMPLETIONS,
+    batch_line,
+    content,
+    create,
+    wait_for_end,
+)
 from tests.server.running import Running, running
 from tests.vector_models import save_bert
 
 QUESTION = "How do you go from the porch to the den?"
 BODIES: dict[Endpoint, dict[str, Any]] = {
     "completions": {"prompt": QUESTION, "max_tokens": 2, "temperature": 0},
-    "chat": {"messages": [{"role": "user", "content": QUESTION}], "max_tokens": 2, "seed": 5},
+    "chat": {
+        "messages": [{"role": "user", "content": QUESTION}],
+        "max_tokens": 2,
+        "seed": 5,
+    },
     "embeddings": {"input": "w1 w2"},
     "score": {"text_1": "w1", "text_2": ["w2", "w3"]},
     "rerank": {"query": "w1", "documents": ["w2", "w3"]},
@@ -84,7 +95,9 @@ def test_neutral_values_and_recorded_fields_change_nothing(
 
 
 @pytest.mark.parametrize("endpoint", ["completions", "chat"])
-def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpoint) -> None:
+def test_a_wish_is_refused_in_batches_and_files(
+    server: Running, endpoint: Endpoint
+) -> None:
     wishes = [wish_of(each) for each in refused(endpoint)]
     names = [name for wish in wishes for name in wish]
     lines = [
@@ -98,9 +111,15 @@ def test_a_wish_is_refused_in_batches_and_files(server: Running, endpoint: Endpo
     batch = wait_for_end(server, create(server, lines, endpoint=URLS[endpoint]))
     output = content(server, batch["output_file_id"])
     errors = content(server, batch["error_file_id"])
-    assert batch["request_counts"] == {"total": len(lines), "completed": 1, "failed": len(names)}
+    assert batch["request_counts"] == {
+        "total": len(lines),
+        "completed": 1,
+        "failed": len(names),
+    }
     assert [row["custom_id"] for row in output] == ["good"]
-    found = {row["custom_id"]: row["response"]["body"]["error"]["param"] for row in errors}
+    found = {
+        row["custom_id"]: row["response"]["body"]["error"]["param"] for row in errors
+    }
     assert found == {name: name for name in names}
     with fminfer.Engine(dtype="float32") as engine:
         records = list(engine.run([BODIES[endpoint] | wish for wish in wishes]))
@@ -130,7 +149,10 @@ def test_another_spelling_is_refused_wherever_it_is_sent(
         for more in ({}, {"stream": True}):
             answer = server.post(url, body | more | {name: value})
             assert (answer.status, answer.error["param"]) == (400, name)
-    lines = [batch_line(name, url, **body, **{name: value}) for name, value in SPELLINGS.items()]
+    lines = [
+        batch_line(name, url, **body, **{name: value})
+        for name, value in SPELLINGS.items()
+    ]
     batch = wait_for_end(server, create(server, lines, endpoint=url))
     assert batch["request_counts"]["failed"] == len(SPELLINGS)
     with fminfer.Engine(dtype="float32") as engine:
@@ -149,12 +171,19 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
 
 
 @pytest.mark.parametrize("endpoint", VECTORS)
-def test_no_wish_for_vectors_is_ignored(endpoint: Endpoint, folders: dict[str, Path]) -> None:
-    """`input_type`, `top_k`, `rank_fields` and others were answered as if they were not there."""
+def test_no_wish_for_vectors_is_ignored(
+    endpoint: Endpoint, folders: dict[str, Path]
+) -> None:
+    """`input_type`, `top_k`, `rank_fields` and others were answered as if they were not
+    there."""
     folder = folders["embedding" if endpoint == "embeddings" else "scoring"]
     body = BODIES[endpoint]
     path = f"/v1/{endpoint}"
-    wishes = [each for each in refused(endpoint) if each.name not in ("query", "queries", "input")]
+    wishes = [
+        each
+        for each in refused(endpoint)
+        if each.name not in ("query", "queries", "input")
+    ]
     wishes = [each for each in wishes if not each.name.startswith("text_")]
     with fminfer.Engine(str(folder), dtype="float32") as engine:
         records = list(engine.run([body | wish_of(each) for each in wishes]))
@@ -172,7 +201,10 @@ def test_no_wish_for_vectors_is_ignored(endpoint: Endpoint, folders: dict[str, P
                 for value in values:
                     answer = server.post(path, body | {each.name: value})
                     assert answer.status == 200, (each.name, value, answer.body)
-                    assert {**answer.json, "id": "", "created": 0} == plain, (each.name, value)
+                    assert {**answer.json, "id": "", "created": 0} == plain, (
+                        each.name,
+                        value,
+                    )
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,9 @@ from tests.server.running import running, until
 SHORT = {"prompt": [5] * 20, "max_tokens": 2}
 
 
-def test_a_second_ctrl_c_is_no_fault_of_the_engine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_ctrl_c_is_no_fault_of_the_engine(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Clients were told that the engine failed: KeyboardInterrupt."""
     engine = fminfer.Engine(dtype="float32")
     with running(engine) as server:
@@ -51,7 +53,9 @@ def test_a_template_with_an_error_of_syntax_ends_the_start(tmp_path: Path) -> No
     """It was found with the first request, whose messages were blamed."""
     template = tmp_path / "broken.jinja"
     template.write_text("{% for message in messages %}\n{{ message.content }")
-    with pytest.raises(fminfer.UsageError, match="--chat-template has an error in line 2"):
+    with pytest.raises(
+        fminfer.UsageError, match="--chat-template has an error in line 2"
+    ):
         fminfer.Engine(chat_template=str(template))
     template.write_text("{{ messages[3].content }}")  # which one message cannot show
     fminfer.Engine(chat_template=str(template)).close()
@@ -64,14 +68,20 @@ def test_a_models_folder_has_a_name(tmp_path: Path) -> None:
     engine = fminfer.Engine(str(folder), check_model=True)
     with running(engine) as server:
         for name, status in (("rooms", 200), (str(folder), 200), ("other", 404)):
-            assert server.post("/v1/completions", SHORT | {"model": name}).status == status
+            assert (
+                server.post("/v1/completions", SHORT | {"model": name}).status == status
+            )
     engine.close()
 
 
 def test_a_file_with_chats_that_may_fill_the_context_says_so() -> None:
     """One such line took minutes, and nothing told why."""
     engine = fminfer.Engine(dtype="float32")
-    chat = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "How do you go from the den to the porch?"}
+        ]
+    }
     list(engine.run([chat | {"max_tokens": 3}, chat | {"max_completion_tokens": 3}]))
     assert not engine.warnings
     list(engine.run([chat]))
@@ -84,7 +94,11 @@ def test_a_default_for_the_tokens_of_chats_is_no_filled_context(tmp_path: Path) 
     folder = tmp_path / "rooms"
     shutil.copytree(DEMO_MODEL, folder)
     (folder / "generation_config.json").write_text('{"max_new_tokens": 3}')
-    chat = {"messages": [{"role": "user", "content": "How do you go from the den to the porch?"}]}
+    chat = {
+        "messages": [
+            {"role": "user", "content": "How do you go from the den to the porch?"}
+        ]
+    }
     by_model = fminfer.EngineConfig(str(folder), generation_config="model")
     by_command = fminfer.EngineConfig(request_args={"max_tokens": 3})
     for config in (by_model, by_command):
@@ -96,7 +110,9 @@ def test_a_default_for_the_tokens_of_chats_is_no_filled_context(tmp_path: Path) 
         engine.close()
 
 
-def told_at(level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> str:
+def told_at(
+    level: str, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> str:
     """Return what a server tells of an odd request, a fault and its work."""
 
     ticks: list[float] = []
@@ -132,7 +148,9 @@ def test_each_log_level_tells_what_its_help_says(
     levels = ("critical", *(level for level, _ in kinds))
     for number, level in enumerate(levels):
         told = told_at(level, capfd, monkeypatch)
-        assert [words in told for _, words in kinds] == [at < number for at in range(4)], level
+        assert [words in told for _, words in kinds] == [
+            at < number for at in range(4)
+        ], level
 
 
 def test_quiet_tells_errors_alone() -> None:

@@ -1,4 +1,5 @@
-"""Requests that are meant to harm: they cost nobody else anything, and the log stays readable."""
+"""Requests that are meant to harm: they cost nobody else anything, and the log stays
+readable."""
 
 from __future__ import annotations
 
@@ -53,14 +54,19 @@ def test_the_log_ends_its_list_of_unknown_names_aloud(
     """Behind 300 names it fell silent for ever, as if nobody sent further ones."""
     engine = fminfer.Engine(dtype="float32")
     with running(engine, log_level="warning", is_quiet=False) as server:
-        server.post("/v1/completions", SHORT | {f"a{number}": 1 for number in range(299)})
+        server.post(
+            "/v1/completions", SHORT | {f"a{number}": 1 for number in range(299)}
+        )
         for name in ("b1", "b1", "b2", "b3"):
             server.post("/v1/completions", SHORT | {name: 1})
     engine.close()
     first, *told = capfd.readouterr().err.splitlines()
     assert "a298" in first
     kind = "unknown parameters are kept and not acted on"
-    assert [line.partition(kind)[2] for line in told] == [": b1", ": others, which are not named"]
+    assert [line.partition(kind)[2] for line in told] == [
+        ": b1",
+        ": others, which are not named",
+    ]
 
 
 def test_a_run_goes_on_behind_a_line_with_such_a_name(
@@ -74,7 +80,9 @@ def test_a_run_goes_on_behind_a_line_with_such_a_name(
     assert r"a\ud800" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/generation"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/generation"]
+)
 def test_a_name_of_the_model_that_is_too_long(server: Running, path: str) -> None:
     """Each chunk of a stream repeats it: one request of 4 MB made the server need 6 GB."""
     answer = server.post(path, {"prompt": "x", "messages": [], "model": "m" * 257})
@@ -84,7 +92,9 @@ def test_a_name_of_the_model_that_is_too_long(server: Running, path: str) -> Non
 
 
 def test_a_fault_is_told_once_and_its_answer_is_like_all_others(
-    engine: fminfer.Engine, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+    engine: fminfer.Engine,
+    monkeypatch: pytest.MonkeyPatch,
+    capfd: pytest.CaptureFixture[str],
 ) -> None:
     """It lacked its x-request-id and what lets a page read it, and was told twice."""
 
@@ -94,7 +104,9 @@ def test_a_fault_is_told_once_and_its_answer_is_like_all_others(
     monkeypatch.setattr(engine, "prepare", fail)
     page = "https://a.example"
     with running(engine, allowed_origins=(page,), log_level="error") as server:
-        answer = server.post("/v1/completions", SHORT, {"x-request-id": "r7", "Origin": page})
+        answer = server.post(
+            "/v1/completions", SHORT, {"x-request-id": "r7", "Origin": page}
+        )
     assert answer.status == 500 and answer.error["code"] == "internal_error"
     assert answer.headers["x-request-id"] == "r7"
     assert answer.headers["access-control-allow-origin"] == page
@@ -108,9 +120,14 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(
     engine: fminfer.Engine, caplog: pytest.LogCaptureFixture, *, is_later: bool
 ) -> None:
     """Anybody could fill the log with tracebacks, also without the key."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: "
+        b"chunked\r\n\r\n"
+    )
     with running(engine, api_keys=("k",)) as server, caplog.at_level(logging.ERROR):
-        connection = server.send_raw(head + b"5\r\nabcde\r\n" + (b"" if is_later else b"zz\r\n"))
+        connection = server.send_raw(
+            head + b"5\r\nabcde\r\n" + (b"" if is_later else b"zz\r\n")
+        )
         if is_later:
             assert connection.recv(4096).startswith(b"HTTP/1.1 401")
             connection.sendall(b"zz\r\n")
@@ -127,16 +144,24 @@ def test_a_broken_chunk_behind_a_refusal_is_no_fault(
         ("GET /\xe4 HTTP/1.1\r\nHost: a", "illegal request line"),
         ("POST / HTTP/1.1\r\nHost: a\r\nContent-Length: +1", "bad Content-Length"),
         ("HEAD / HTTP/1.1", "Missing mandatory Host: header"),
-        ("POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nz", "illegal"),
+        (
+            "POST / HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\nz",
+            "illegal",
+        ),
     ],
 )
 def test_what_is_no_http_is_told_why(server: Running, head: str, why: str) -> None:
     """It got a line of plain text, which said nothing, and clients of the API read JSON."""
-    response = http.client.HTTPResponse(server.send_raw(f"{head}\r\n\r\n".encode("latin-1")))
+    response = http.client.HTTPResponse(
+        server.send_raw(f"{head}\r\n\r\n".encode("latin-1"))
+    )
     response.begin()
     error = json.loads(response.read())["error"]
     assert response.status == 400 and why in error["message"]
-    assert error["type"] == "invalid_request_error" and response.headers["connection"] == "close"
+    assert (
+        error["type"] == "invalid_request_error"
+        and response.headers["connection"] == "close"
+    )
 
 
 def test_bodies_that_never_end_do_not_fill_the_memory(
@@ -156,7 +181,9 @@ def test_bodies_that_never_end_do_not_fill_the_memory(
         answer = server.post("/v1/completions", whole)
         assert answer.status == 429 and answer.error["code"] == "too_many_bodies"
         assert answer.headers["retry-after"] == "1"
-        assert server.post("/v1/completions", SHORT).status == 200, "small ones always pass"
+        assert server.post("/v1/completions", SHORT).status == 200, (
+            "small ones always pass"
+        )
         for connection in slow:
             connection.close()
         until(lambda: bodies._num_held == 0, "they are forgotten")
@@ -187,7 +214,9 @@ def test_debug_tells_each_request(
     assert "127.0.0.1 GET /nope%0a 404 r8\n" in capfd.readouterr().err
 
 
-@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions", "/tokenize"])
+@pytest.mark.parametrize(
+    "path", ["/v1/completions", "/v1/chat/completions", "/tokenize"]
+)
 def test_no_prompt_stands_in_the_log(
     engine: fminfer.Engine, capfd: pytest.CaptureFixture[str], path: str
 ) -> None:
@@ -195,7 +224,12 @@ def test_no_prompt_stands_in_the_log(
         {"prompt": "MARK", "max_tokens": 1},
         {"prompt": ["MARK", "MARK"], "max_tokens": "MARK", "temperature": "MARK"},
         {"messages": [{"role": "MARK", "content": "MARK"}], "seed": "MARK"},
-        {"prompt": "MARK", "user": "MARK", "metadata": {"a": "MARK"}, "strange": "MARK"},
+        {
+            "prompt": "MARK",
+            "user": "MARK",
+            "metadata": {"a": "MARK"},
+            "strange": "MARK",
+        },
         {"prompt": "MARK " * 9000},
         b'{"prompt": "MARK',
     ]
@@ -219,7 +253,10 @@ def test_the_oldest_silent_connection_makes_room(
     slow = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nContent-Length: 9\r\n\r\n{"
     with running(engine) as server:
         first = server.send_raw(slow)  # it has begun: silent ones go before it
-        until(lambda: len(server.thread._server.server_state.connections) == 1, "it is open")
+        until(
+            lambda: len(server.thread._server.server_state.connections) == 1,
+            "it is open",
+        )
         silent = [server.send_raw(b"") for _ in range(2)]
         assert server.get("/health").status == 200
         assert silent[0].recv(1) == b"", "the oldest"
@@ -264,22 +301,35 @@ def test_as_many_files_as_the_system_allows() -> None:
 @pytest.mark.parametrize(
     ("head", "why"),
     [
-        (b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nTransfer-Encoding: chunked", "and T"),
+        (
+            b"POST / HTTP/1.1\r\nHost: a\r\nContent-Length: 0\r\nTransfer-Encoding: chunked",
+            "and T",
+        ),
         (b"GET /health HTTP/1.1\nHost: localhost\n", "LF"),
         (b"GET /health HTTP/1.1\r\nHost: localhost\nX: y\r\n", "LF"),
-        (b"GET /health HTTP/1.1\r\nHost: localhost\n\r\nGET /v1/models HTTP/1.1\r\n", "LF"),
+        (
+            b"GET /health HTTP/1.1\r\nHost: localhost\n\r\nGET /v1/models HTTP/1.1\r\n",
+            "LF",
+        ),
     ],
 )
-def test_what_parsers_read_differently_is_refused(server: Running, head: bytes, why: str) -> None:
+def test_what_parsers_read_differently_is_refused(
+    server: Running, head: bytes, why: str
+) -> None:
     """The connection went on, and what stood behind could be another request to a proxy."""
-    received = _read_all(server.send_raw(head + b"\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n"))
+    received = _read_all(
+        server.send_raw(head + b"\r\n\r\n0\r\n\r\nGET /health HTTP/1.1\r\n\r\n")
+    )
     assert received.startswith(b"HTTP/1.1 400") and received.count(b"HTTP/1.1 ") == 1
     assert why.encode() in received
 
 
 def test_chunks_of_single_bytes_end(server: Running) -> None:
     """A megabyte of them took the event loop 13 s."""
-    head = b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: chunked\r\n\r\n"
+    head = (
+        b"POST /v1/completions HTTP/1.1\r\nHost: localhost\r\nTransfer-Encoding: "
+        b"chunked\r\n\r\n"
+    )
     received = _read_all(server.send_raw(head + b"1\r\n \r\n" * 4200))
     assert received.startswith(b"HTTP/1.1 400") and b"few bytes" in received
     body = json.dumps(SHORT).encode()
@@ -288,7 +338,9 @@ def test_chunks_of_single_bytes_end(server: Running) -> None:
     assert connection.recv(15).startswith(b"HTTP/1.1 200")
 
 
-def test_a_request_of_many_prompts_does_not_fill_the_queue(engine: fminfer.Engine) -> None:
+def test_a_request_of_many_prompts_does_not_fill_the_queue(
+    engine: fminfer.Engine,
+) -> None:
     """Others got status 429 as long as its prompts waited."""
     with running(engine, queue_size=3) as server:
         many = server.start_post("/v1/completions", SHORT | {"prompt": ["a"] * 400})
@@ -309,7 +361,9 @@ def test_prepared_requests_have_a_bound_in_bytes(
         until(lambda: engine.num_waiting > 0, "its prompts wait")
         answer = server.post("/v1/completions", long)
         assert answer.status == 429 and answer.error["code"] == "too_many_prompts"
-        assert server.post("/v1/completions", SHORT).status == 200, "small ones always pass"
+        assert server.post("/v1/completions", SHORT).status == 200, (
+            "small ones always pass"
+        )
         first.close()
         until(server.is_idle, "it is forgotten")
         assert server.post("/v1/completions", long).status == 200

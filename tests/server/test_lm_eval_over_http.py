@@ -27,7 +27,12 @@ from tests.server.running import Running, running
 
 TOLERANCE = 1e-4
 CLIENTS_LENGTH = 1024
-TEXTS = ["north", QUESTIONS[0] + " north east\n", "".join(QUESTIONS) * 12, "\n\n é 東 \n"]
+TEXTS = [
+    "north",
+    QUESTIONS[0] + " north east\n",
+    "".join(QUESTIONS) * 12,
+    "\n\n é 東 \n",
+]
 WAYS = [f" How do you go from the {a} to the {b}?" for a, b in pairwise(ROOMS)]
 GREEDY = {"until": ["\n", " west"], "max_gen_toks": 12, "temperature": 0}
 
@@ -41,10 +46,14 @@ def scored_tasks() -> list[dict[str, Any]]:
             [{"text": text} for text in TEXTS],
             doc_to_text="",
             doc_to_target="{{text}}",
-            metric_list=[{"metric": name} for name in ("word_perplexity", "bits_per_byte")],
+            metric_list=[
+                {"metric": name} for name in ("word_perplexity", "bits_per_byte")
+            ],
         ),
         generation_task("stops", QUESTIONS, **GREEDY),
-        generation_task("ends", QUESTIONS, until=["h e", "ast"], max_gen_toks=40, do_sample=False),
+        generation_task(
+            "ends", QUESTIONS, until=["h e", "ast"], max_gen_toks=40, do_sample=False
+        ),
     ]
 
 
@@ -61,7 +70,11 @@ def server() -> Iterator[Running]:
 
 
 def evaluate_over(
-    model: str, url: str, tasks: list[dict[str, Any]], is_chat: bool = False, **model_args: Any
+    model: str,
+    url: str,
+    tasks: list[dict[str, Any]],
+    is_chat: bool = False,
+    **model_args: Any,
 ) -> dict[str, Any]:
     results: dict[str, Any] = lm_eval.simple_evaluate(
         model=model,
@@ -78,7 +91,9 @@ def evaluate_over(
 def own() -> dict[str, Any]:
     """Evaluate in this process; the client's windows are two tokens below its max_length."""
     length = CLIENTS_LENGTH - 2
-    return evaluate("fminfer", DEMO_MODEL, scored_tasks(), {"kernels": "off", "max_length": length})
+    return evaluate(
+        "fminfer", DEMO_MODEL, scored_tasks(), {"kernels": "off", "max_length": length}
+    )
 
 
 @pytest.mark.parametrize(
@@ -98,8 +113,12 @@ def test_local_completions(
     for name, metrics in own["results"].items():
         for metric, value in metrics.items():
             if isinstance(value, float):
-                assert found["results"][name][metric] == pytest.approx(value, rel=TOLERANCE)
-    for ours, theirs in zip(responses(own, "choice"), responses(found, "choice"), strict=True):
+                assert found["results"][name][metric] == pytest.approx(
+                    value, rel=TOLERANCE
+                )
+    for ours, theirs in zip(
+        responses(own, "choice"), responses(found, "choice"), strict=True
+    ):
         assert theirs[0][0] == pytest.approx(ours[0][0], abs=TOLERANCE)
         assert theirs[0][1] == ours[0][1]
     for name in ("stops", "ends"):

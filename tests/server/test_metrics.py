@@ -57,7 +57,10 @@ class Still:
     runs = SimpleNamespace(cache=None)
     facts = SimpleNamespace(weight_bytes=4096, weight_dtype="Q4_K", dtype="bfloat16")
     memory = [  # noqa: RUF012
-        *(RankMemory(r, True, 2**32, MemoryPeak(2**28 + r, 2**30, 2**31)) for r in range(2)),
+        *(
+            RankMemory(r, True, 2**32, MemoryPeak(2**28 + r, 2**30, 2**31))
+            for r in range(2)
+        ),
         RankMemory(2, False, 2**29, MemoryPeak(2**28)),
     ]
 
@@ -83,12 +86,20 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
     def grown(name: str) -> float:
         return after[name] - before[name]
 
-    assert grown("vllm:prompt_tokens_total") == grown("vllm:prefix_cache_queries_total") == 80
+    assert (
+        grown("vllm:prompt_tokens_total")
+        == grown("vllm:prefix_cache_queries_total")
+        == 80
+    )
     assert grown("vllm:prefix_cache_hits_total") == 39
     assert grown("vllm:generation_tokens_total") == 6 * 2 + 4
     assert grown("vllm:request_success_total{finished_reason=length}") == 3
     assert grown("vllm:request_success_total{finished_reason=stop}") == 0
-    assert grown("vllm:num_preemptions_total") == grown("fminfer:tokens_fed_again_total") == 0
+    assert (
+        grown("vllm:num_preemptions_total")
+        == grown("fminfer:tokens_fed_again_total")
+        == 0
+    )
     assert grown("fminfer:engine_steps_total") >= 6 + 4
     assert after["vllm:request_prompt_tokens_sum"] == 80
     assert after["vllm:request_generation_tokens_sum"] == 16
@@ -96,21 +107,36 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
     assert after["vllm:num_requests_waiting"] == after["vllm:kv_cache_usage_perc"] == 0
     assert after["fminfer:kv_cache_tokens"] == engine.stats.num_kv_tokens > 0
     (memory,) = engine.memory
-    assert 2**24 < after["fminfer:peak_memory_bytes{rank=0}"] <= memory.peak.host_bytes < 2**36
-    assert after["fminfer:foreseen_memory_bytes{rank=0}"] == memory.foreseen_bytes > 2**24
-    (weights,) = (value for name, value in after.items() if "fminfer:weight_bytes" in name)
+    assert (
+        2**24
+        < after["fminfer:peak_memory_bytes{rank=0}"]
+        <= memory.peak.host_bytes
+        < 2**36
+    )
+    assert (
+        after["fminfer:foreseen_memory_bytes{rank=0}"] == memory.foreseen_bytes > 2**24
+    )
+    (weights,) = (
+        value for name, value in after.items() if "fminfer:weight_bytes" in name
+    )
     assert weights == engine.facts.weight_bytes > 0
     assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
 
 
 def test_values_while_it_works(engine: fminfer.Engine) -> None:
     metrics = Metrics(engine, "demo")
-    ids = [engine.add({"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True}) for _ in range(6)]
+    ids = [
+        engine.add({"prompt": PROMPT, "max_tokens": 30, "ignore_eos": True})
+        for _ in range(6)
+    ]
     assert read(metrics)["vllm:num_requests_waiting"] == 6
     while engine.state.num_running < 4:
         engine.step()
     found = read(metrics)
-    assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (4, 2)
+    assert (found["vllm:num_requests_running"], found["vllm:num_requests_waiting"]) == (
+        4,
+        2,
+    )
     assert 0 < found["vllm:kv_cache_usage_perc"] == engine.state.kv_usage < 1
     for request_id in ids:
         engine.cancel(request_id)
@@ -122,7 +148,12 @@ def test_values_while_it_works(engine: fminfer.Engine) -> None:
 
 
 def answer(
-    num_prompt: int, num_drawn: int, reasons: list[str], *, batch_s: float, prefill_s: float = 0.0
+    num_prompt: int,
+    num_drawn: int,
+    reasons: list[str],
+    *,
+    batch_s: float,
+    prefill_s: float = 0.0,
 ) -> Finished:
     """Return an answer whose times in the engine are known."""
     usage = {"prompt_tokens": num_prompt, "completion_tokens": num_drawn}
@@ -132,7 +163,9 @@ def answer(
 
 def test_histograms_hold_what_was_observed() -> None:
     metrics = Metrics(Still(), "demo")
-    metrics.observe(answer(10, 3, ["stop", "length"], batch_s=1.75, prefill_s=0.25), 2.0)
+    metrics.observe(
+        answer(10, 3, ["stop", "length"], batch_s=1.75, prefill_s=0.25), 2.0
+    )
     metrics.observe(answer(300, 0, ["length"], batch_s=0.75), 1.0)
     for seconds in (0.001, 0.004, 0.3):
         metrics.observe_gap(seconds)

@@ -16,7 +16,9 @@ from tests.server.test_chat_over_http import CHATS
 from tests.server.test_completions import REQUESTS
 
 URLS = {"/v1/completions": REQUESTS, "/v1/chat/completions": CHATS}
-CASES = [(url, place) for url, requests in URLS.items() for place in range(len(requests))]
+CASES = [
+    (url, place) for url, requests in URLS.items() for place in range(len(requests))
+]
 SHORT: Any = {"temperature": 0, "max_tokens": 6}
 EXTENSIONS = (  # what the client has no argument for
     "ignore_eos",
@@ -47,13 +49,17 @@ def server(engine: fminfer.Engine) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def file_answers() -> dict[tuple[str, int], dict[str, Any]]:
     """What the requests have as answers in a Batch file."""
-    bodies = answer_file([(url, URLS[url][place]) for url, place in CASES], dtype="float32")
+    bodies = answer_file(
+        [(url, URLS[url][place]) for url, place in CASES], dtype="float32"
+    )
     return dict(zip(CASES, bodies, strict=True))
 
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -112,13 +118,16 @@ def test_streams_are_those_of_a_file(
 
 
 def test_answers_are_of_the_clients_types(server: Running) -> None:
-    """The client checks types only if it is told to; otherwise a wrong one surprises the program.
+    """The client checks types only if it is told to; otherwise a wrong one surprises
+    the program.
 
-    OpenAI sends two nulls that its types leave out: an echo's first logprob, and the reason in all
-    but the last chunk of a completion.
+    OpenAI sends two nulls that its types leave out: an echo's first logprob, and the
+    reason in all but the last chunk of a completion.
     """
     url = f"{server.url}/v1"
-    with openai.OpenAI(base_url=url, api_key="none", _strict_response_validation=True) as client:
+    with openai.OpenAI(
+        base_url=url, api_key="none", _strict_response_validation=True
+    ) as client:
         for case in CASES:
             if not URLS[case[0]][case[1]].get("echo"):
                 assert method(client, case)(**arguments(case)).choices
@@ -134,10 +143,16 @@ def test_answers_are_of_the_clients_types(server: Running) -> None:
         {"refusal": None, "annotations": [], "audio": None, "function_call": None},
         {"tool_calls": []},
         {"tool_calls": None, "name": "guide", "reasoning_content": "north?"},
-        {"content": [{"type": "text", "text": "east", "cache_control": {"type": "ephemeral"}}]},
+        {
+            "content": [
+                {"type": "text", "text": "east", "cache_control": {"type": "ephemeral"}}
+            ]
+        },
     ],
 )
-def test_what_programs_keep_in_a_message(client: openai.OpenAI, kept: dict[str, Any]) -> None:
+def test_what_programs_keep_in_a_message(
+    client: openai.OpenAI, kept: dict[str, Any]
+) -> None:
     """They send answers back with fields of the client's classes, or of other servers."""
     user = {"role": "user", "content": "den?"}
     said = {"role": "assistant", "content": "east"}
@@ -154,13 +169,19 @@ def test_many_at_once_with_asyncio(
     server: Running, file_answers: dict[tuple[str, int], dict[str, Any]]
 ) -> None:
     async def ask_all() -> list[tuple[dict[str, Any], dict[str, Any]]]:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none"
+        ) as client:
 
-            async def ask(case: tuple[str, int]) -> tuple[dict[str, Any], dict[str, Any]]:
+            async def ask(
+                case: tuple[str, int],
+            ) -> tuple[dict[str, Any], dict[str, Any]]:
                 whole = await method(client, case)(**arguments(case))
                 wish = {"stream": True, "stream_options": {"include_usage": True}}
                 stream = await method(client, case)(**arguments(case), **wish)
-                return whole.model_dump(), joined(case, [chunk async for chunk in stream])
+                return whole.model_dump(), joined(
+                    case, [chunk async for chunk in stream]
+                )
 
             return await asyncio.gather(*map(ask, CASES))
 
@@ -176,10 +197,16 @@ def test_the_stream_helper_for_chat(
     with client.chat.completions.stream(**arguments(case)) as stream:
         kinds = [event.type for event in stream]
         final = stream.get_final_completion().model_dump()
-    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= set(kinds)
-    for choice, expected in zip(final["choices"], file_answers[case]["choices"], strict=True):
+    assert {"chunk", "content.delta", "content.done", "logprobs.content.delta"} <= set(
+        kinds
+    )
+    for choice, expected in zip(
+        final["choices"], file_answers[case]["choices"], strict=True
+    ):
         assert choice["message"]["content"] == expected["message"]["content"]
-        assert len(choice["logprobs"]["content"]) == len(expected["logprobs"]["content"])
+        assert len(choice["logprobs"]["content"]) == len(
+            expected["logprobs"]["content"]
+        )
         assert choice["finish_reason"] == expected["finish_reason"]
 
 
@@ -191,13 +218,17 @@ def test_models(client: openai.OpenAI, engine: fminfer.Engine) -> None:
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt/5")
     assert caught.value.code == "model_not_found"
-    assert f"there is no model gpt/5; this server has {engine.model_name}" in str(caught.value)
+    assert f"there is no model gpt/5; this server has {engine.model_name}" in str(
+        caught.value
+    )
 
 
 def test_a_requests_id_comes_back(client: openai.OpenAI) -> None:
     short = {"model": "demo", "prompt": "a", "max_tokens": 1}
     own = {"x-request-id": "mine-1"}
     raw = client.completions.with_raw_response.create(**short, extra_headers=own)
-    assert raw.headers["x-request-id"] == "mine-1" and raw.parse()._request_id == "mine-1"
+    assert (
+        raw.headers["x-request-id"] == "mine-1" and raw.parse()._request_id == "mine-1"
+    )
     found = {client.completions.create(**short)._request_id for _ in range(2)}
     assert len(found) == 2 and None not in found

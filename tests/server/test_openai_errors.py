@@ -56,27 +56,43 @@ def test_wrong_requests_are_bad_requests(client: openai.OpenAI) -> None:
     assert (error.status_code, error.code, error.param) == (400, "out_of_range", "n")
     assert error.type == "invalid_request_error" and error.request_id
     assert isinstance(error.body, dict) and "from 1 to 128" in error.body["message"]
-    with pytest.raises(openai.BadRequestError, match="maximum context length is 1024 tokens"):
+    with pytest.raises(
+        openai.BadRequestError, match="maximum context length is 1024 tokens"
+    ):
         talk: Any = [{"role": "user", "content": "a " * 3000}]
         client.chat.completions.create(model="demo", messages=talk, stream=True)
-    with pytest.raises(openai.BadRequestError, match="needs a model that gives embeddings"):
+    with pytest.raises(
+        openai.BadRequestError, match="needs a model that gives embeddings"
+    ):
         client.embeddings.create(model="demo", input="a")
 
 
-def test_keys_and_models_that_a_server_does_not_have(strict_engine: fminfer.Engine) -> None:
+def test_keys_and_models_that_a_server_does_not_have(
+    strict_engine: fminfer.Engine,
+) -> None:
     short: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
     options: dict[str, Any] = {"api_keys": ("k1",), "served_model_names": ("rooms",)}
     with running(strict_engine, **options) as server:
-        with connect(server, api_key="k2") as client, pytest.raises(openai.AuthenticationError):
+        with (
+            connect(server, api_key="k2") as client,
+            pytest.raises(openai.AuthenticationError),
+        ):
             client.completions.create(model="rooms", **short)
         with connect(server, api_key="k1") as client:
             assert client.completions.create(model="rooms", **short).model == "rooms"
-            with pytest.raises(openai.NotFoundError, match="this server has rooms") as caught:
+            with pytest.raises(
+                openai.NotFoundError, match="this server has rooms"
+            ) as caught:
                 client.completions.create(model="gpt-4o", **short)
-            assert (caught.value.code, caught.value.param) == ("model_not_found", "model")
+            assert (caught.value.code, caught.value.param) == (
+                "model_not_found",
+                "model",
+            )
 
 
-def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(strict_engine: fminfer.Engine) -> None:
+def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(
+    strict_engine: fminfer.Engine,
+) -> None:
     long = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "n": 2}
     with running(strict_engine, queue_size=1) as server:
         connections = [server.start_post("/v1/completions", long)]
@@ -89,7 +105,9 @@ def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(strict_engine: fminf
         assert caught.value.response.headers["retry-after"] == "1"
         _close_later(server, connections)
         with connect(server, max_retries=3) as client:
-            found = client.completions.create(model=strict_engine.model_name, prompt="a")
+            found = client.completions.create(
+                model=strict_engine.model_name, prompt="a"
+            )
         assert found.choices
         until(server.is_idle, "all is free")
 
@@ -99,18 +117,24 @@ def _close_later(server: Running, connections: list[socket.socket]) -> None:
         for connection in connections:
             connection.close()
 
-    server.thread.loop.call_soon_threadsafe(server.thread.loop.call_later, 0.3, close_all)
+    server.thread.loop.call_soon_threadsafe(
+        server.thread.loop.call_later, 0.3, close_all
+    )
 
 
 def test_a_server_that_ends_is_a_503(strict_engine: fminfer.Engine) -> None:
     with running(strict_engine) as server, connect(server) as client:
-        server.thread.service.dispatcher.close(HttpError(503, "the server is shutting down"))
+        server.thread.service.dispatcher.close(
+            HttpError(503, "the server is shutting down")
+        )
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
             client.completions.create(model=strict_engine.model_name, prompt="a")
         assert caught.value.status_code == 503 and caught.value.type == "server_error"
 
 
-def test_an_error_in_the_middle_of_a_stream(server: Running, client: openai.OpenAI) -> None:
+def test_an_error_in_the_middle_of_a_stream(
+    server: Running, client: openai.OpenAI
+) -> None:
     stream = client.completions.create(model="demo", stream=True, **LONG)
     next(iter(stream))
     error = HttpError(500, "a rank died", code="internal_error")
@@ -123,7 +147,9 @@ def test_an_error_in_the_middle_of_a_stream(server: Running, client: openai.Open
     until(server.is_idle, "all is free")
 
 
-def test_clients_that_leave_free_their_rows(server: Running, client: openai.OpenAI) -> None:
+def test_clients_that_leave_free_their_rows(
+    server: Running, client: openai.OpenAI
+) -> None:
     with client.completions.create(model="demo", stream=True, **LONG) as stream:
         assert next(iter(stream)).choices
         assert server.engine.state.num_running == 1
@@ -133,8 +159,12 @@ def test_clients_that_leave_free_their_rows(server: Running, client: openai.Open
     until(server.is_idle, "what took too long is free")
 
     async def leave() -> None:
-        async with openai.AsyncOpenAI(base_url=f"{server.url}/v1", api_key="none") as client:
-            asking = asyncio.create_task(client.completions.create(model="demo", n=8, **LONG))
+        async with openai.AsyncOpenAI(
+            base_url=f"{server.url}/v1", api_key="none"
+        ) as client:
+            asking = asyncio.create_task(
+                client.completions.create(model="demo", n=8, **LONG)
+            )
             while not server.engine.state.num_running:
                 await asyncio.sleep(0.01)
             asking.cancel()

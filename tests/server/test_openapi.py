@@ -69,7 +69,9 @@ def test_no_request_is_a_500(document: Any, route: str, mode: str) -> None:
         pytest.skip("it has nothing that could be wrong")
 
     @settings(
-        max_examples=60 if IS_ALL else 10, deadline=None, suppress_health_check=[*HealthCheck]
+        max_examples=60 if IS_ALL else 10,
+        deadline=None,
+        suppress_health_check=[*HealthCheck],
     )
     @given(case=operation.as_strategy(generation_mode=GenerationMode(mode)))
     def check(case: Any) -> None:
@@ -111,7 +113,9 @@ def test_the_document_has_every_route_and_no_error_of_fastapis(server: Running) 
         "/v1/batches/{batch_id}/cancel",
     } == set(document["paths"])
     for path in (each for each in document["paths"] if "{" not in each and each != "/"):
-        assert "it is at /" in server.get(f"/elsewhere{path}").error["message"], "paths are known"
+        assert "it is at /" in server.get(f"/elsewhere{path}").error["message"], (
+            "paths are known"
+        )
     for operations in document["paths"].values():
         for operation in operations.values():
             assert "422" not in operation["responses"]

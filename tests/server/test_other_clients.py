@@ -40,7 +40,12 @@ def server(engine: fminfer.Engine) -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def to_server(server: Running) -> dict[str, Any]:
     """Arguments of LiteLLM's functions that name the server."""
-    return {"api_base": f"{server.url}/v1", "api_key": "k1", "num_retries": 0, "max_retries": 0}
+    return {
+        "api_base": f"{server.url}/v1",
+        "api_key": "k1",
+        "num_retries": 0,
+        "max_retries": 0,
+    }
 
 
 @pytest.fixture(scope="module")
@@ -51,7 +56,10 @@ def file_answers() -> list[dict[str, Any]]:
 
 @pytest.mark.parametrize("provider", ["openai", "hosted_vllm"])
 def test_litellm_chat(
-    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]], provider: str
+    litellm: Any,
+    to_server: dict[str, Any],
+    file_answers: list[dict[str, Any]],
+    provider: str,
 ) -> None:
     found = litellm.completion(f"{provider}/demo", **CHAT, **to_server).model_dump()
     expected = file_answers[0]
@@ -69,7 +77,9 @@ def test_litellm_chat_streamed_with_asyncio(
 ) -> None:
     async def ask() -> list[Any]:
         wish = {"stream": True, "stream_options": {"include_usage": True}}
-        stream: Any = await litellm.acompletion("openai/demo", **CHAT, **wish, **to_server)
+        stream: Any = await litellm.acompletion(
+            "openai/demo", **CHAT, **wish, **to_server
+        )
         return [chunk async for chunk in stream]
 
     chunks = asyncio.run(ask())
@@ -77,21 +87,28 @@ def test_litellm_chat_streamed_with_asyncio(
     for chunk in chunks:
         for choice in chunk.choices:
             texts[choice.index] += choice.delta.content or ""
-    assert texts == [choice["message"]["content"] for choice in file_answers[0]["choices"]]
+    assert texts == [
+        choice["message"]["content"] for choice in file_answers[0]["choices"]
+    ]
     expected = file_answers[0]["usage"]["completion_tokens"]
     assert chunks[-1].usage.completion_tokens == expected
 
 
 @pytest.mark.parametrize("provider", ["text-completion-openai", "openai"])
 def test_litellm_completions(
-    litellm: Any, to_server: dict[str, Any], file_answers: list[dict[str, Any]], provider: str
+    litellm: Any,
+    to_server: dict[str, Any],
+    file_answers: list[dict[str, Any]],
+    provider: str,
 ) -> None:
     expected = [choice["text"] for choice in file_answers[1]["choices"]]
     model = f"{provider}/demo"
     whole: Any = litellm.text_completion(model=model, **COMPLETION, **to_server)
     assert [choice.text for choice in whole.choices] == expected
     texts = [""] * len(expected)
-    stream: Any = litellm.text_completion(model=model, stream=True, **COMPLETION, **to_server)
+    stream: Any = litellm.text_completion(
+        model=model, stream=True, **COMPLETION, **to_server
+    )
     for chunk in stream:
         for choice in chunk.choices:
             texts[choice.index] += choice.text or ""
@@ -99,7 +116,10 @@ def test_litellm_completions(
 
 
 def test_litellm_reads_past_signs_of_life(
-    litellm: Any, server: Running, to_server: dict[str, Any], monkeypatch: pytest.MonkeyPatch
+    litellm: Any,
+    server: Running,
+    to_server: dict[str, Any],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     whole = litellm.completion("openai/demo", **CHAT, **to_server)
     monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", 0.2)
@@ -115,7 +135,9 @@ def test_litellm_reads_past_signs_of_life(
         assert found.finish_reason == expected.finish_reason
 
 
-def test_litellms_errors(litellm: Any, server: Running, to_server: dict[str, Any]) -> None:
+def test_litellms_errors(
+    litellm: Any, server: Running, to_server: dict[str, Any]
+) -> None:
     """Its classes are chosen by status, and by words that it looks for in messages."""
 
     def ask(content: str = "a", **fields: Any) -> None:
@@ -130,8 +152,15 @@ def test_litellms_errors(litellm: Any, server: Running, to_server: dict[str, Any
         ask(n=0)
 
 
-def test_litellm_leaves_a_stream(litellm: Any, server: Running, to_server: dict[str, Any]) -> None:
-    fields = {"prompt": QUESTION, "max_tokens": 900, "logit_bias": {"0": -100}, "stream": True}
+def test_litellm_leaves_a_stream(
+    litellm: Any, server: Running, to_server: dict[str, Any]
+) -> None:
+    fields = {
+        "prompt": QUESTION,
+        "max_tokens": 900,
+        "logit_bias": {"0": -100},
+        "stream": True,
+    }
     stream: Any = litellm.text_completion(model="openai/demo", **fields, **to_server)
     next(iter(stream))
     assert server.engine.state.num_running == 1
@@ -194,7 +223,9 @@ def asked(content: str) -> dict[str, Any]:
 def test_instructor_reads_json_in_markdown(reader: Any) -> None:
     found, raw = reader.create_with_completion(**asked("Ann is 34."))
     assert found.model_dump() == ANN
-    assert raw.choices[0].message.content == TEXTS["ann"] and raw.usage.total_tokens > 100
+    assert (
+        raw.choices[0].message.content == TEXTS["ann"] and raw.usage.total_tokens > 100
+    )
 
 
 def test_instructor_asks_again_until_it_is_valid(reader: Any) -> None:
@@ -212,7 +243,9 @@ def test_instructor_reads_parts_of_a_stream(reader: Any) -> None:
 
 def test_instructor_with_asyncio(reciting: Running) -> None:
     async def ask() -> Person:
-        async with openai.AsyncOpenAI(base_url=f"{reciting.url}/v1", api_key="none") as client:
+        async with openai.AsyncOpenAI(
+            base_url=f"{reciting.url}/v1", api_key="none"
+        ) as client:
             reader: Any = instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
             found: Person = await reader.create(**asked("Ann is 34."))
             return found

@@ -54,7 +54,8 @@ def test_head_is_answered_without_a_body(served: Fake, accept: str) -> None:
 def test_pages_allow_no_script_but_the_servers_own(served: Fake, path: str) -> None:
     _, headers, page = ask(urljoin(served.url, path))
     policy = dict(
-        part.strip().split(" ", 1) for part in headers["Content-Security-Policy"].split(";")
+        part.strip().split(" ", 1)
+        for part in headers["Content-Security-Policy"].split(";")
     )
     assert {name: policy[name] for name in policy if "trusted" not in name} == {
         "default-src": "'none'",
@@ -83,7 +84,11 @@ def test_every_file_of_a_page_comes_from_the_server(served: Fake, path: str) -> 
     for each in files:
         status, headers, text = ask(urljoin(served.url, each), "*/*")
         kind = {"css": "text/css", "js": "text/javascript"}[each.rpartition(".")[2]]
-        assert status == 200 and text and headers["Content-Type"] == f"{kind}; charset=utf-8", each
+        assert (
+            status == 200
+            and text
+            and headers["Content-Type"] == f"{kind}; charset=utf-8"
+        ), each
 
 
 def test_a_browser_that_has_a_file_gets_no_second_one(served: Fake) -> None:

@@ -58,7 +58,8 @@ def test_a_token_shows_its_alternatives_to_mouse_and_keys(page: Page) -> None:
     page.browser.press("Escape", 27)
     assert page.browser.run("hint.hidden")
     reached = (
-        "[...document.querySelectorAll('#completion-log .token')].filter(e => e.tabIndex === 0)"
+        "[...document.querySelectorAll('#completion-log .token')].filter(e => "
+        "e.tabIndex === 0)"
     )
     assert page.browser.run(f"{reached}.length") == 1
 
@@ -76,7 +77,9 @@ def test_what_a_model_says_is_never_markup(page: Page, is_chat: bool) -> None:
         assert text.replace(" ", "·") in page.text_of("#hint b")
         page.browser.press("ArrowRight", 39)
     assert (
-        page.browser.run("document.querySelectorAll('main :is(script, img), #hint b *').length")
+        page.browser.run(
+            "document.querySelectorAll('main :is(script, img), #hint b *').length"
+        )
         == 0
     )
     assert not page.browser.log
@@ -92,11 +95,15 @@ def test_a_violation_would_be_heard_of(page: Page) -> None:
 
 @pytest.mark.parametrize("is_chat", [True, False])
 def test_text_is_right_where_tokens_are_pieces(page: Page, is_chat: bool) -> None:
-    """A character of two tokens is one span of both; text may come before or after its tokens."""
+    """A character of two tokens is one span of both; text may come before or after its
+    tokens."""
     if not is_chat:
         page.take_completion()
     page.submit("pieces")
-    assert "".join(text for text, _ in page.tokens()) == "a 🤗STone of\N{REPLACEMENT CHARACTER}"
+    assert (
+        "".join(text for text, _ in page.tokens())
+        == "a 🤗STone of\N{REPLACEMENT CHARACTER}"
+    )
     assert page.tokens() == [
         ("a", "level-0"),
         (" 🤗", "level-2"),  # 0.5 × 0.5
@@ -128,7 +135,10 @@ def test_a_chat_goes_on(page: Page) -> None:
         {"role": "user", "content": ROUTE},
     ]
     assert page.fake.bodies[1]["seed"] == 7 and "temperature" not in page.fake.bodies[1]
-    assert page.fake.bodies[1]["logprobs"] is True and page.fake.bodies[1]["top_logprobs"] == 5
+    assert (
+        page.fake.bodies[1]["logprobs"] is True
+        and page.fake.bodies[1]["top_logprobs"] == 5
+    )
     page.browser.click("#clear")
     assert page.text_of(".entry") == []
     page.submit("pieces")
@@ -187,12 +197,14 @@ def test_a_key_is_asked_for_and_kept_in_the_tab(page: Page) -> None:
         page.browser.press("Enter", 13)
         page.browser.wait("!document.querySelector('#key').value")
         page.browser.run("new Promise((resolve) => setTimeout(resolve, 300))")
-        assert page.browser.run("document.querySelector('#key-dialog').open") == (key == "wrong")
+        assert page.browser.run("document.querySelector('#key-dialog').open") == (
+            key == "wrong"
+        )
     page.submit(ROUTE)
     assert len(page.tokens()) == 5
-    assert page.browser.run("localStorage.length") == 0 and "sesame" not in page.browser.run(
-        "document.cookie"
-    )
+    assert page.browser.run(
+        "localStorage.length"
+    ) == 0 and "sesame" not in page.browser.run("document.cookie")
     page.browser.wait("document.querySelector('#num_running').textContent === '3'")
 
 

@@ -38,7 +38,9 @@ def test_live_figures_come_each_second(page: Page) -> None:
     before = page.fake.num_stats
     page.browser.run("new Promise((resolve) => setTimeout(resolve, 2500))")
     assert 1 <= page.fake.num_stats - before <= 3
-    page.browser.run("Object.defineProperty(document, 'visibilityState', {value: 'hidden'})")
+    page.browser.run(
+        "Object.defineProperty(document, 'visibilityState', {value: 'hidden'})"
+    )
     page.browser.run("new Promise((resolve) => setTimeout(resolve, 100))")
     before = page.fake.num_stats
     page.browser.run("new Promise((resolve) => setTimeout(resolve, 1500))")
@@ -58,7 +60,8 @@ def test_the_page_is_readable(page: Page, width: int, scheme: str) -> None:
     assert len(contrasts) > 40
     assert [each for each in contrasts if each[0] < 4.5] == []
     box = page.browser.run(
-        "(({left, right, top, bottom}) => [left, right, top, bottom])(hint.getBoundingClientRect())"
+        "(({left, right, top, bottom}) => [left, right, top, "
+        "bottom])(hint.getBoundingClientRect())"
     )
     assert box[0] >= 0 and box[1] <= width and box[2] >= 0 and box[3] <= 844
 
@@ -66,7 +69,9 @@ def test_the_page_is_readable(page: Page, width: int, scheme: str) -> None:
 def test_examples_are_whole_and_can_be_copied(page: Page) -> None:
     """On a phone they were cut at the right, without a sign, and no button copied them."""
     page.browser.look(390, 844)
-    cut = "[...document.querySelectorAll('pre')].map(e => e.scrollWidth - e.clientWidth)"
+    cut = (
+        "[...document.querySelectorAll('pre')].map(e => e.scrollWidth - e.clientWidth)"
+    )
     assert page.browser.run(cut) == [0, 0]
     page.browser.click("#try-curl + button")
     assert page.text_of(".code button") == ["Copied", "Copy"]
@@ -77,15 +82,21 @@ def test_examples_are_whole_and_can_be_copied(page: Page) -> None:
 def test_the_model_is_named_whole_on_a_phone(page: Page) -> None:
     """Its name was cut with dots, and the length of its context could not be read."""
     page.browser.look(390, 844)
-    page.browser.run("document.querySelector('#model').textContent += ' and a long name'.repeat(9)")
+    page.browser.run(
+        "document.querySelector('#model').textContent += ' and a long name'.repeat(9)"
+    )
     assert (
-        page.browser.run("(e => e.scrollWidth - e.clientWidth)(document.querySelector('#model'))")
+        page.browser.run(
+            "(e => e.scrollWidth - e.clientWidth)(document.querySelector('#model'))"
+        )
         == 0
     )
 
 
 @pytest.mark.parametrize(("scheme", "is_dark"), [("light", False), ("dark", True)])
-def test_the_docs_are_as_dark_as_the_page(page: Page, scheme: str, is_dark: bool) -> None:
+def test_the_docs_are_as_dark_as_the_page(
+    page: Page, scheme: str, is_dark: bool
+) -> None:
     """They stayed white in dark mode."""
     page.browser.look(1280, 844, scheme)
     page.browser.open(urljoin(page.fake.url, "docs"))
@@ -105,7 +116,9 @@ def test_the_docs_show_the_routes(page: Page) -> None:
     page.browser.open(urljoin(page.fake.url, "docs"))
     page.browser.wait("document.querySelectorAll('.opblock').length === 4")
     assert "/v1/chat/completions" in "".join(page.text_of(".opblock-summary-path"))
-    page.browser.run("document.querySelector('#operations-default-stats_stats_get button').click()")
+    page.browser.run(
+        "document.querySelector('#operations-default-stats_stats_get button').click()"
+    )
     page.browser.wait("document.querySelector('.try-out__btn')")
     page.browser.run("document.querySelector('.try-out__btn').click()")
     page.browser.wait("document.querySelector('.execute')")

@@ -50,12 +50,16 @@ def ask(server: Running, path: str, **fields: Any) -> str:
     """Return the text of a whole answer."""
     choice = server.post(path, fields | BABBLE | {"top_p": 1}).json["choices"][0]
     text = choice["text"] if "text" in choice else choice["message"]["content"]
-    assert "\N{REPLACEMENT CHARACTER}" in text, "the sample shows no pieces of characters"
+    assert "\N{REPLACEMENT CHARACTER}" in text, (
+        "the sample shows no pieces of characters"
+    )
     return str(text)
 
 
 @pytest.mark.parametrize("is_chat", [True, False])
-def test_the_page_shows_what_the_api_answers(page: Page, server: Running, is_chat: bool) -> None:
+def test_the_page_shows_what_the_api_answers(
+    page: Page, server: Running, is_chat: bool
+) -> None:
     """Every character of it, all under tokens, although some tokens are pieces of characters."""
     set_babble(page)
     if is_chat:
@@ -102,14 +106,22 @@ def test_the_docs_send_the_example_of_a_route(page: Page) -> None:
     """Swagger UI made values such as "Unknown Type: integer,null", which a route refuses."""
     browser = page.browser
     browser.open(urljoin(page.fake.url, "docs"))
-    for number, wanted in enumerate([".opblock-summary-control", ".try-out__btn", ".execute"]):
+    for number, wanted in enumerate(
+        [".opblock-summary-control", ".try-out__btn", ".execute"]
+    ):
         browser.wait(f"document.querySelector('{wanted}')")
         browser.run(f"document.querySelector('{wanted}').click()")
         if number == 1:
             browser.wait("document.querySelector('.body-param__text')")
-            body = json.loads(browser.run("document.querySelector('.body-param__text').value"))
+            body = json.loads(
+                browser.run("document.querySelector('.body-param__text').value")
+            )
             assert "max_tokens" in body and len(body) < 5
-    browser.wait("document.querySelector('.live-responses-table tbody .response-col_status')")
-    assert page.text_of(".live-responses-table tbody .response-col_status")[0].startswith("200")
+    browser.wait(
+        "document.querySelector('.live-responses-table tbody .response-col_status')"
+    )
+    assert page.text_of(".live-responses-table tbody .response-col_status")[
+        0
+    ].startswith("200")
     assert "Unknown Type" not in browser.run("document.body.textContent")
     assert not browser.log

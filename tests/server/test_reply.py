@@ -33,7 +33,8 @@ def prepared() -> Prepared:
 
 
 def test_signs_of_life_come_only_while_nothing_else_does(prepared: Prepared) -> None:
-    """A wait ends without an event at the second beat that saw none, and else with its events."""
+    """A wait ends without an event at the second beat that saw none, and else with its
+    events."""
     reply = Reply(0, 0.0, prepared, lambda _: None)
     delta = Delta(0, 0, "a", [1])
 
@@ -104,15 +105,17 @@ def test_signs_of_life_come_while_nothing_else_does(
 ) -> None:
     """They are chunks with nothing new.
 
-    Clients in Go ended at the empty events that were sent. vLLM's benchmark joined a comment to the
-    events behind it.
+    Clients in Go ended at the empty events that were sent. vLLM's benchmark joined a
+    comment to the events behind it.
     """
     monkeypatch.setattr("fminfer.server.replies.KEEP_ALIVE_S", WAIT_S)
     engine = fminfer.Engine(dtype="float32")
     with running(engine) as server:
         monkeypatch.setattr(engine, "step", lambda: [])
         connection = http.client.HTTPConnection(*server.address, timeout=20)
-        connection.request("POST", path, json.dumps(fields | {"max_tokens": 1, "stream": True}))
+        connection.request(
+            "POST", path, json.dumps(fields | {"max_tokens": 1, "stream": True})
+        )
         response = connection.getresponse()
         signs = [response.read1() for _ in range(3)]
         monkeypatch.undo()
@@ -126,7 +129,9 @@ def test_signs_of_life_come_while_nothing_else_does(
     empty = {"logprobs": None, "finish_reason": None}
     choices = [chunk["choices"][0] for chunk in chunks]
     for place in range(3):
-        said = {name: value for name, value in choices[place].items() if name not in empty}
+        said = {
+            name: value for name, value in choices[place].items() if name not in empty
+        }
         assert choices[place] == said | empty and said.pop("index") == 0
         assert said == (first if place == 0 else later)
     assert choices[-1]["finish_reason"] == "length"
@@ -148,14 +153,21 @@ def test_signs_of_life_change_no_answer_of_openais_client(
         "max_tokens": 4,
         "temperature": 0,
     }
-    plain: dict[str, Any] = {"model": "demo", "prompt": "Question: How", "max_tokens": 4, "seed": 3}
+    plain: dict[str, Any] = {
+        "model": "demo",
+        "prompt": "Question: How",
+        "max_tokens": 4,
+        "seed": 3,
+    }
     usage = {"include_usage": True}
 
     with (
         running(engine) as server,
         openai.OpenAI(base_url=f"{server.url}/v1", api_key="x") as client,
     ):
-        say: Any = client.completions if kind == "completions" else client.chat.completions
+        say: Any = (
+            client.completions if kind == "completions" else client.chat.completions
+        )
         asked = plain if kind == "completions" else chat
         whole = say.create(**asked)
         monkeypatch.setattr(engine, "step", lambda: [])
@@ -166,17 +178,25 @@ def test_signs_of_life_change_no_answer_of_openais_client(
                 num_chunks = sum(event.type == "chunk" for event in stream)
                 found = stream.get_final_completion()
             assert found.choices[0].message.content == whole.choices[0].message.content
-            assert found.choices[0].message.role == "assistant" and found.usage is not None
+            assert (
+                found.choices[0].message.role == "assistant" and found.usage is not None
+            )
             assert found.usage.total_tokens == whole.usage.total_tokens
         else:
             chunks = list(say.create(**asked, stream=True, stream_options=usage))
             num_chunks = len(chunks)
             *said, last = chunks
             choices = [chunk.choices[0] for chunk in said]
-            parts = [c.text if kind == "completions" else c.delta.content or "" for c in choices]
+            parts = [
+                c.text if kind == "completions" else c.delta.content or ""
+                for c in choices
+            ]
             answer = whole.choices[0]
             text = answer.text if kind == "completions" else answer.message.content
-            assert "".join(parts) == text and choices[-1].finish_reason == answer.finish_reason
+            assert (
+                "".join(parts) == text
+                and choices[-1].finish_reason == answer.finish_reason
+            )
             assert last.usage.total_tokens == whole.usage.total_tokens
         timer.join()
     engine.close()

@@ -1,4 +1,5 @@
-"""Kept answers over HTTP: as if they had been computed, whole and streamed; and when they are."""
+"""Kept answers over HTTP: as if they had been computed, whole and streamed; and when
+they are."""
 
 from __future__ import annotations
 
@@ -37,11 +38,22 @@ REQUESTS: list[tuple[str, dict[str, Any]]] = [
     (COMPLETIONS, GREEDY | {"stop": ["o"]}),
     (COMPLETIONS, GREEDY | {"max_tokens": 0, "echo": True, "logprobs": 1}),
     (COMPLETIONS, DRAWN | {"seed": 5, "logprobs": 0, "best_of": 2}),
-    (CHAT, TALK | {"max_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 2}),
+    (
+        CHAT,
+        TALK | {"max_tokens": 9, "temperature": 0, "logprobs": True, "top_logprobs": 2},
+    ),
     (CHAT, TALK | {"max_tokens": 9, "seed": 5, "n": 2}),
 ]
 CALLS: list[tuple[str, dict[str, Any]]] = [
-    (CHAT, {"messages": [{"role": "user", "content": name}], "tools": TOOLS, "seed": 3, "n": n})
+    (
+        CHAT,
+        {
+            "messages": [{"role": "user", "content": name}],
+            "tools": TOOLS,
+            "seed": 3,
+            "n": n,
+        },
+    )
     for name, n in (("one", 1), ("two", 2))
 ]
 
@@ -65,7 +77,9 @@ def serving(
     told: list[str] = []
     place = None if folder is None else CachePlace(folder, 2**24)
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
-    cache = open_answers(fingerprint, place, told.append, size=size, list_size=list_size)
+    cache = open_answers(
+        fingerprint, place, told.append, size=size, list_size=list_size
+    )
     assert cache is not None
     engine.runs.cache = cache
     try:
@@ -99,7 +113,9 @@ def streamed(answer: Answer, path: str) -> tuple[Any, dict[str, Any]]:
     return (join_chat(parts) if path == CHAT else join(parts)), last["usage"]
 
 
-def ask_streamed(server: Running, path: str, fields: dict[str, Any]) -> tuple[Any, dict[str, Any]]:
+def ask_streamed(
+    server: Running, path: str, fields: dict[str, Any]
+) -> tuple[Any, dict[str, Any]]:
     more = {"stream": True, "stream_options": {"include_usage": True}}
     return streamed(server.post(path, fields | more), path)
 
@@ -111,22 +127,31 @@ def check_all(
         computed = [whole(server.post(path, fields)) for path, fields in requests]
         assert counts(server) == (len(requests), 0)
     with running(engine) as server:  # without a cache
-        assert [ask_streamed(server, *each) for each in requests] and counts(server) == (0, 0)
+        assert [ask_streamed(server, *each) for each in requests] and counts(
+            server
+        ) == (0, 0)
         expected = [ask_streamed(server, *each) for each in requests]
     before = engine.stats.num_prompt_tokens, engine.stats.num_generated_tokens
     with serving(engine, folder) as server:
-        assert [whole(server.post(path, fields)) for path, fields in requests] == computed
+        assert [
+            whole(server.post(path, fields)) for path, fields in requests
+        ] == computed
         assert [ask_streamed(server, *each) for each in requests] == expected
         assert counts(server) == (2 * len(requests), 2 * len(requests))
         again = server.post(*requests[0]).json["usage"]
         assert again["prompt_tokens_details"]["cached_tokens"] == again["prompt_tokens"]
         metrics = server.get("/metrics").body.decode()
-        assert f'fminfer:result_cache_hits_total{{model_name="{engine.model_name}"}}' in metrics
+        assert (
+            f'fminfer:result_cache_hits_total{{model_name="{engine.model_name}"}}'
+            in metrics
+        )
         assert server.is_idle()
     assert (engine.stats.num_prompt_tokens, engine.stats.num_generated_tokens) == before
 
 
-def test_kept_answers_are_those_that_were_computed(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_kept_answers_are_those_that_were_computed(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     """Whole and in a stream, with logprobs, echo, several choices, seeds and ids."""
     check_all(engine, tmp_path, REQUESTS)
 
@@ -155,7 +180,9 @@ def test_the_usage_so_far_of_a_kept_answer(
 
 
 def test_calls_of_tools_are_kept(tmp_path: Path) -> None:
-    engine = fminfer.Engine(str(save_reciting(tmp_path / "m", TEXTS, TEMPLATE)), dtype="float32")
+    engine = fminfer.Engine(
+        str(save_reciting(tmp_path / "m", TEXTS, TEMPLATE)), dtype="float32"
+    )
     try:
         check_all(engine, tmp_path / "cache", CALLS)
     finally:
@@ -171,7 +198,9 @@ def test_a_streamed_answer_is_kept_for_one_that_is_not(
         assert counts(server) == (2, 1)
 
 
-def test_a_run_and_a_server_share_answers(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_run_and_a_server_share_answers(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     with serving(engine, tmp_path) as server:
         server.post(CHAT, TALK | {"max_tokens": 9, "temperature": 0})
     with serving(engine, tmp_path):
@@ -199,7 +228,9 @@ def test_cache_list_size_of_energonai(engine: fminfer.Engine) -> None:
     with serving(engine, size=2, list_size=3) as server:
         drawn = [whole(server.post(COMPLETIONS, DRAWN))[0][0]["text"] for _ in range(3)]
         assert counts(server) == (3, 0)
-        again = {whole(server.post(COMPLETIONS, DRAWN))[0][0]["text"] for _ in range(60)}
+        again = {
+            whole(server.post(COMPLETIONS, DRAWN))[0][0]["text"] for _ in range(60)
+        }
         assert counts(server) == (63, 60) and again == {*drawn}
         other = DRAWN | {"temperature": 1.9}
         server.post(COMPLETIONS, other)
@@ -248,7 +279,9 @@ def test_a_slow_disk_holds_no_other_request_up(
         until(server.is_idle, "all is free")
 
 
-def test_a_damaged_file_costs_no_request(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_damaged_file_costs_no_request(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     with serving(engine, tmp_path) as server:
         expected = whole(server.post(COMPLETIONS, GREEDY))
         cache = engine.runs.cache
@@ -266,7 +299,9 @@ def test_a_damaged_file_costs_no_request(engine: fminfer.Engine, tmp_path: Path)
 def test_what_a_client_reads_is_no_other_clients(engine: fminfer.Engine) -> None:
     """Ids of answers differ, and each has the model's name as it was asked for."""
     with serving(engine, size=5) as server:
-        found = [server.post(COMPLETIONS, GREEDY | {"model": name}).json for name in "ab"]
+        found = [
+            server.post(COMPLETIONS, GREEDY | {"model": name}).json for name in "ab"
+        ]
     assert [answer["model"] for answer in found] == ["a", "b"]
     assert found[0]["id"] != found[1]["id"]
     assert json.dumps(found[0]["choices"]) == json.dumps(found[1]["choices"])

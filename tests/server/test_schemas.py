@@ -90,7 +90,9 @@ def limits(engine: fminfer.Engine) -> RequestLimits:
     return engine.intake.limits
 
 
-def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> RequestError | None:
+def refusal(
+    engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False
+) -> RequestError | None:
     """Return why an engine refuses a request; None: it takes it."""
     sent = {name: value for name, value in sent.items() if name not in OF_THE_SERVER}
     try:
@@ -101,7 +103,10 @@ def refusal(engine: fminfer.Engine, sent: Fields, *, is_chat: bool = False) -> R
 
 
 def tables() -> dict[str, tuple[Field, ...]]:
-    return {"text": (*FIELDS["completions"].values(),), "chat": (*FIELDS["chat"].values(),)}
+    return {
+        "text": (*FIELDS["completions"].values(),),
+        "chat": (*FIELDS["chat"].values(),),
+    }
 
 
 def ranges(limits: RequestLimits) -> Iterator[tuple[str, str, float, float, float]]:
@@ -115,7 +120,9 @@ def ranges(limits: RequestLimits) -> Iterator[tuple[str, str, float, float, floa
                     yield kind, each.name, schema["minimum"], schema["maximum"], step
 
 
-def test_every_default_changes_nothing(engine: fminfer.Engine, limits: RequestLimits) -> None:
+def test_every_default_changes_nothing(
+    engine: fminfer.Engine, limits: RequestLimits
+) -> None:
     names = {each.name for each in fields_of(SamplingParams)}
     for kind, fields in tables().items():
         needed: Fields = PROMPT if kind == "text" else MESSAGES
@@ -131,13 +138,17 @@ def test_every_default_changes_nothing(engine: fminfer.Engine, limits: RequestLi
                 assert getattr(plain.params, each.name) == default
 
 
-def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: RequestLimits) -> None:
+def test_every_limit_is_the_real_one(
+    engine: fminfer.Engine, limits: RequestLimits
+) -> None:
     found = list(ranges(limits))
     assert len(found) > 25, "the test looks at nothing"
     for kind, name, low, high, step in found:
         is_chat = kind == "chat"
 
-        def refuse(value: float, name: str = name, is_chat: bool = is_chat) -> RequestError | None:
+        def refuse(
+            value: float, name: str = name, is_chat: bool = is_chat
+        ) -> RequestError | None:
             sent: Fields = (MESSAGES if is_chat else PROMPT) | {name: value}
             if name == "min_tokens":
                 sent["max_tokens"] = max(1, value)
@@ -150,7 +161,9 @@ def test_every_limit_is_the_real_one(engine: fminfer.Engine, limits: RequestLimi
         if not (is_chat and high == limits.context_length - 1):
             assert refuse(high) is None, (kind, name, high)
         for beyond in (
-            (low - step, high + step) if step else (nextafter(low, -inf), nextafter(high, inf))
+            (low - step, high + step)
+            if step
+            else (nextafter(low, -inf), nextafter(high, inf))
         ):
             if (name, beyond) == ("top_k", -1):
                 continue  # it means off
@@ -179,7 +192,9 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(
             sent["add_generation_prompt"] = None
         error = refusal(engine, sent, is_chat=is_chat)
         # Whether a schema or a grammar can be had shows only when it is compiled.
-        is_read = error is None or "that answers are to follow cannot be had" in error.message
+        is_read = (
+            error is None or "that answers are to follow cannot be had" in error.message
+        )
         if valid.is_valid(sent) is not is_read:
             wrong.append(f"{name}: {value!r}: {error}")
     assert not wrong, "\n".join(wrong)
@@ -187,16 +202,41 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(
 
 TEXT_PART = {"type": "text", "text": "Hello"}
 CALL = {"id": "1", "type": "function", "function": {"name": "look", "arguments": "{}"}}
-TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": "object"}}}
+TOOL = {
+    "type": "function",
+    "function": {"name": "look", "parameters": {"type": "object"}},
+}
 
 
 @pytest.mark.parametrize(
     "messages",
     [
         [{"role": role, "content": content} | more]
-        for role in ("system", "developer", "user", "assistant", "tool", "function", None, 5)
-        for content in ("x", "", None, [], [TEXT_PART], [TEXT_PART, {"type": "image_url"}], ["x"])
-        for more in ({}, {"tool_calls": [CALL]}, {"tool_calls": []}, {"tool_calls": [{}]})
+        for role in (
+            "system",
+            "developer",
+            "user",
+            "assistant",
+            "tool",
+            "function",
+            None,
+            5,
+        )
+        for content in (
+            "x",
+            "",
+            None,
+            [],
+            [TEXT_PART],
+            [TEXT_PART, {"type": "image_url"}],
+            ["x"],
+        )
+        for more in (
+            {},
+            {"tool_calls": [CALL]},
+            {"tool_calls": []},
+            {"tool_calls": [{}]},
+        )
     ]
     + [
         [{"role": "assistant", "tool_calls": [call]}]
@@ -209,11 +249,19 @@ TOOL = {"type": "function", "function": {"name": "look", "parameters": {"type": 
             {"function": None},
         )
     ]
-    + [[{"role": "user"}], [{}], [[]], [{"role": "user", "content": "x", "audio": {"id": "1"}}]],
+    + [
+        [{"role": "user"}],
+        [{}],
+        [[]],
+        [{"role": "user", "content": "x", "audio": {"id": "1"}}],
+    ],
     ids=str,
 )
-def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[Any]) -> None:
-    question = {"role": "user", "content": "x"}  # which the demo model's template asks for
+def test_messages(
+    engine: fminfer.Engine, limits: RequestLimits, messages: list[Any]
+) -> None:
+    # which the demo model's template asks for
+    question = {"role": "user", "content": "x"}
     sent = {"messages": [question, *messages]}
     valid = Draft202012Validator(schemas.request_schema("chat", limits))
     error = refusal(engine, sent, is_chat=True)
@@ -225,7 +273,10 @@ def test_messages(engine: fminfer.Engine, limits: RequestLimits, messages: list[
     "tool",
     [
         TOOL,
-        {"type": "function", "function": {"name": "look", "strict": None, "description": None}},
+        {
+            "type": "function",
+            "function": {"name": "look", "strict": None, "description": None},
+        },
         {},
         5,
         {"type": "code"},
@@ -270,7 +321,12 @@ def whole(kind: str, finished: Finished) -> Fields:
         {"max_tokens": 4},
         {"max_tokens": 3, "logprobs": 2, "n": 2, "return_token_ids": True},
         {"max_tokens": 0, "echo": True, "logprobs": 0},
-        {"max_tokens": 5, "stop_token_ids": [*range(1, 400)], "echo": True, "logprobs": 1},
+        {
+            "max_tokens": 5,
+            "stop_token_ids": [*range(1, 400)],
+            "echo": True,
+            "logprobs": 1,
+        },
     ],
 )
 def test_answers(engine: fminfer.Engine, fields: Fields) -> None:
@@ -299,12 +355,21 @@ def test_chat_answers(engine: fminfer.Engine, fields: Fields) -> None:
 
 def test_requests_of_older_servers(limits: RequestLimits) -> None:
     generation = Draft202012Validator(compat.generation_request_schema(limits))
-    assert generation.is_valid({"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None})
-    for wrong in ({}, {"prompt": ["x"]}, {"prompt": "x", "n": 1}, {"prompt": "x", "top_p": 2}):
+    assert generation.is_valid(
+        {"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None}
+    )
+    for wrong in (
+        {},
+        {"prompt": ["x"]},
+        {"prompt": "x", "n": 1},
+        {"prompt": "x", "top_p": 2},
+    ):
         assert not generation.is_valid(wrong), wrong
     properties = compat.generation_request_schema(limits)["properties"]
     assert properties["max_new_tokens"]["default"] == 64
-    assert "default" not in properties["temperature"], "without any of the three it is greedy"
+    assert "default" not in properties["temperature"], (
+        "without any of the three it is greedy"
+    )
     latency = Draft202012Validator(compat.latency_request_schema(limits))
     for sent in (
         {"inputs": "x"},
@@ -312,8 +377,15 @@ def test_requests_of_older_servers(limits: RequestLimits) -> None:
         {"inputs": "x", "parameters": {"do_sample": False, "max_new_tokens": 3}},
     ):
         assert latency.is_valid(sent), sent
-    for parameters in ({"best_of": 2}, {"num_return_sequences": 0}, {"do_sample": 1}, []):
-        assert not latency.is_valid({"inputs": "x", "parameters": parameters}), parameters
+    for parameters in (
+        {"best_of": 2},
+        {"num_return_sequences": 0},
+        {"do_sample": 1},
+        [],
+    ):
+        assert not latency.is_valid({"inputs": "x", "parameters": parameters}), (
+            parameters
+        )
 
 
 def test_requests_to_the_tokenizer(limits: RequestLimits) -> None:
@@ -337,7 +409,10 @@ def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
 
 def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> None:
     requests = [
-        *(schemas.request_schema(endpoint, limits) for endpoint in schemas.ENDPOINT_DOCS),
+        *(
+            schemas.request_schema(endpoint, limits)
+            for endpoint in schemas.ENDPOINT_DOCS
+        ),
         compat.generation_request_schema(limits),
         compat.latency_request_schema(limits),
         model_routes.detokenize_request_schema(limits),
@@ -349,7 +424,11 @@ def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> No
         Draft202012Validator(schema).validate(example)
     answers = [
         *(each.answer for each in schemas.ENDPOINT_DOCS.values()),
-        *(each.chunk for each in schemas.ENDPOINT_DOCS.values() if each.chunk is not None),
+        *(
+            each.chunk
+            for each in schemas.ENDPOINT_DOCS.values()
+            if each.chunk is not None
+        ),
         schemas.ERROR,
         model_routes.TOKENIZED,
         model_routes.STATS,

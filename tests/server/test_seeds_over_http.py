@@ -16,12 +16,19 @@ import fminfer
 from tests.server.answers import answer_file
 from tests.server.running import Running, running
 
-pytestmark = pytest.mark.skipif(shutil.which("curl") is None, reason="curl is not installed")
+pytestmark = pytest.mark.skipif(
+    shutil.which("curl") is None, reason="curl is not installed"
+)
 
 QUANTUM = "However, there are still immense benefits to learning quantum computing."
 QUESTION = "Question: How do you go from the porch to the den?\nAnswer:"
 JSON = ("-H", "Content-Type: application/json")
-TEST_JSON: dict[str, Any] = {"prompt": QUANTUM, "top_p": 0.90, "top_k": 40, "max_new_tokens": 60}
+TEST_JSON: dict[str, Any] = {
+    "prompt": QUANTUM,
+    "top_p": 0.90,
+    "top_k": 40,
+    "max_new_tokens": 60,
+}
 Expected = dict[str, list[str]]
 
 
@@ -51,7 +58,9 @@ def server() -> Iterator[Running]:
 @pytest.fixture(scope="module")
 def expected() -> Expected:
     """The texts of a file's answers."""
-    bodies = answer_file([("/v1/completions", body) for body in FILE.values()], dtype="float32")
+    bodies = answer_file(
+        [("/v1/completions", body) for body in FILE.values()], dtype="float32"
+    )
     texts = [[choice["text"] for choice in body["choices"]] for body in bodies]
     return dict(zip(FILE, texts, strict=True))
 
@@ -75,14 +84,18 @@ def test_bloom_with_the_file_of_its_readme(
     (tmp_path / "test.json").write_text(json.dumps(TEST_JSON, indent=4))
     line = ("-X", "POST", *JSON, "-d", f"@{tmp_path / 'test.json'}")
     found = [curl(server, "/generation", *line) for _ in range(2)]
-    assert all(set(each) == {"text"} and each["text"].startswith(QUANTUM) for each in found)
+    assert all(
+        set(each) == {"text"} and each["text"].startswith(QUANTUM) for each in found
+    )
     assert found[0] != found[1]
     seeded = post(server, "/generation", TEST_JSON | {"seed": 11})
     assert seeded == {"text": expected["sampled"][0]}
 
 
 def test_opt_with_max_tokens(server: Running, expected: Expected) -> None:
-    assert post(server, "/generation", {"prompt": QUESTION}) == {"text": expected["greedy"][0]}
+    assert post(server, "/generation", {"prompt": QUESTION}) == {
+        "text": expected["greedy"][0]
+    }
     short = {"prompt": QUESTION, "max_tokens": 7}
     assert post(server, "/generation", short) == {"text": expected["short"][0]}
     tempered = {"prompt": QUESTION, "max_tokens": 12, "temperature": 1.5, "seed": 2}
@@ -90,14 +103,28 @@ def test_opt_with_max_tokens(server: Running, expected: Expected) -> None:
 
 
 def test_the_latency_server(server: Running, expected: Expected) -> None:
-    asked: dict[str, Any] = {"inputs": [QUESTION, "den"], "parameters": {"do_sample": False}}
+    asked: dict[str, Any] = {
+        "inputs": [QUESTION, "den"],
+        "parameters": {"do_sample": False},
+    }
     assert post(server, "/", asked) == expected["two"]
     asked["inputs"] = QUESTION
     assert post(server, "/", asked) == expected["two"][:1]
     several = {"num_return_sequences": 2, "seed": 3, "top_p": 0.8}
-    assert post(server, "/", {"inputs": QUANTUM, "parameters": several}) == expected["several"]
-    whole = {"return_full_text": True, "max_new_tokens": 4, "seed": 3, "temperature": 1.0}
-    assert post(server, "/", {"inputs": QUESTION, "parameters": whole}) == expected["whole"]
+    assert (
+        post(server, "/", {"inputs": QUANTUM, "parameters": several})
+        == expected["several"]
+    )
+    whole = {
+        "return_full_text": True,
+        "max_new_tokens": 4,
+        "seed": 3,
+        "temperature": 1.0,
+    }
+    assert (
+        post(server, "/", {"inputs": QUESTION, "parameters": whole})
+        == expected["whole"]
+    )
     sampled = {tuple(post(server, "/", {"inputs": QUANTUM})) for _ in range(3)}
     assert len(sampled) == 3
 
@@ -114,7 +141,8 @@ def test_gpt2_as_its_readme_asks_it(server: Running) -> None:
     line = ("-X", "GET", "-H", "accept: application/json")
     found = curl(server, "/run_hf_gpt2/I%20do%20not?max_seq_length=16", *line)
     (body,) = answer_file(
-        [("/v1/completions", echoed("I do not", 16 - 5, temperature=0))], dtype="float32"
+        [("/v1/completions", echoed("I do not", 16 - 5, temperature=0))],
+        dtype="float32",
     )
     assert server.post("/tokenize", {"prompt": "I do not"}).json["count"] == 5
     assert found == [body["choices"][0]["text"]] == run_of(server, "I do not", 16)
@@ -157,9 +185,26 @@ def test_a_text_that_fills_what_it_may(server: Running) -> None:
 
 
 def test_a_stream_by_curl(server: Running, expected: Expected) -> None:
-    body = {"prompt": QUESTION, "max_tokens": 7, "temperature": 0, "stream": True, "echo": True}
-    command = ["curl", "-sSN", *JSON, "-d", json.dumps(body), f"{server.url}/v1/completions"]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.split("\n\n")
+    body = {
+        "prompt": QUESTION,
+        "max_tokens": 7,
+        "temperature": 0,
+        "stream": True,
+        "echo": True,
+    }
+    command = [
+        "curl",
+        "-sSN",
+        *JSON,
+        "-d",
+        json.dumps(body),
+        f"{server.url}/v1/completions",
+    ]
+    lines = subprocess.run(
+        command, capture_output=True, text=True, check=True
+    ).stdout.split("\n\n")
     assert lines[-2:] == ["data: [DONE]", ""]
     chunks = [json.loads(line.removeprefix("data: ")) for line in lines[:-2]]
-    assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected["short"][0]
+    assert (
+        "".join(chunk["choices"][0]["text"] for chunk in chunks) == expected["short"][0]
+    )

@@ -33,7 +33,10 @@ def serving(*flags: str) -> Iterator[tuple[Forked, str]]:
     """Start the command; give the process and its address."""
     process = Forked(["serve", "--port", "0", "--dtype", "float32", *flags])
     try:
-        until(lambda: "Ctrl-C" in process.said() or process.poll() is not None, "it serves")
+        until(
+            lambda: "Ctrl-C" in process.said() or process.poll() is not None,
+            "it serves",
+        )
         said = re.search(
             r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, .*\n"
             r"Serving .* at (.*)\n",
@@ -47,7 +50,9 @@ def serving(*flags: str) -> Iterator[tuple[Forked, str]]:
 
 
 def post(url: str, fields: dict[str, Any]) -> dict[str, Any]:
-    request = urllib.request.Request(f"{url}/v1/completions", json.dumps(fields).encode())
+    request = urllib.request.Request(
+        f"{url}/v1/completions", json.dumps(fields).encode()
+    )
     with urllib.request.urlopen(request, timeout=WAIT_S) as response:
         found: dict[str, Any] = json.load(response)
         return found
@@ -65,21 +70,32 @@ def expected() -> str:
     return text
 
 
-@pytest.mark.parametrize("flags", [(), ("--world-size", "2"), ("--data-group-size", "2")])
-def test_it_answers_as_a_file_does_and_ends_when_told(expected: str, flags: list[str]) -> None:
+@pytest.mark.parametrize(
+    "flags", [(), ("--world-size", "2"), ("--data-group-size", "2")]
+)
+def test_it_answers_as_a_file_does_and_ends_when_told(
+    expected: str, flags: list[str]
+) -> None:
     with serving(*flags) as (process, url):
         assert post(url, QUESTION)["choices"][0]["text"] == expected
         process.send_signal(signal.SIGTERM)
         assert process.wait(WAIT_S) == 0
         assert "Traceback" not in (told := process.said())
-        assert "Ending: open requests (0) have 10 s to finish (--grace). Ctrl-C ends" in told
-        assert told.endswith("Ended; every open request has its answer.\n"), "it was silent"
+        assert (
+            "Ending: open requests (0) have 10 s to finish (--grace). Ctrl-C ends"
+            in told
+        )
+        assert told.endswith("Ended; every open request has its answer.\n"), (
+            "it was silent"
+        )
 
 
 def test_a_dead_rank_ends_the_server_with_the_reason() -> None:
     with serving("--world-size", "2") as (process, url):
         children = subprocess.run(
-            ["ps", "-o", "pid=", "--ppid", str(process.pid)], capture_output=True, text=True
+            ["ps", "-o", "pid=", "--ppid", str(process.pid)],
+            capture_output=True,
+            text=True,
         ).stdout.split()
         os.kill(int(children[0]), signal.SIGKILL)
         started_s = time.monotonic()

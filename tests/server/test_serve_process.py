@@ -1,4 +1,5 @@
-"""`fminfer serve` starts, stops and spreads its engine as `fminfer run` does, without any HTTP."""
+"""`fminfer serve` starts, stops and spreads its engine as `fminfer run` does, without
+any HTTP."""
 
 from __future__ import annotations
 
@@ -85,7 +86,11 @@ def start(tmp_path: Path) -> Iterator[Callable[..., Server]]:
 # Those that test_serve_command.py has over HTTP are more of the same.
 @pytest.mark.parametrize(
     "flags",
-    [pytest.param("", marks=more), "--tp 2", pytest.param("--data-group-size 2", marks=more)],
+    [
+        pytest.param("", marks=more),
+        "--tp 2",
+        pytest.param("--data-group-size 2", marks=more),
+    ],
 )
 def test_it_serves_with_all_its_processes_until_told_to_stop(
     start: Callable[..., Server], flags: str
@@ -111,7 +116,8 @@ def test_ranks_that_are_started_apart_serve_too(start: Callable[..., Server]) ->
 def test_the_file_is_read_by_the_first_process_alone(
     start: Callable[..., Server], tmp_path: Path
 ) -> None:
-    """Those that it starts have their options from it, also where they could not read the file."""
+    """Those that it starts have their options from it, also where they could not read
+    the file."""
     file = tmp_path / "fminfer.toml"
     file.write_text("modle = 1\n")
     wrong = {"FMINFER_CONFIG": str(file), "FMINFER_RANKS": "x", "FMINFER_MAX_ROWS": "x"}

@@ -50,15 +50,41 @@ TOOLS: Any = [
             },
         },
     },
-    {"type": "function", "function": {"name": "list_rooms", "parameters": {"type": "object"}}},
+    {
+        "type": "function",
+        "function": {"name": "list_rooms", "parameters": {"type": "object"}},
+    },
 ]
 CHATS: list[dict[str, Any]] = [
-    {"messages": [{"role": "user", "content": "one"}], "tools": TOOLS, "logprobs": True, "seed": 3},
-    {"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "n": 2, "seed": 4},
-    {"messages": [{"role": "user", "content": "one"}], "tools": TOOLS, "tool_choice": "none"},
-    {"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "max_tokens": 12, "seed": 3},
     {
-        **{"messages": [{"role": "user", "content": "two"}], "tools": TOOLS, "logprobs": True},
+        "messages": [{"role": "user", "content": "one"}],
+        "tools": TOOLS,
+        "logprobs": True,
+        "seed": 3,
+    },
+    {
+        "messages": [{"role": "user", "content": "two"}],
+        "tools": TOOLS,
+        "n": 2,
+        "seed": 4,
+    },
+    {
+        "messages": [{"role": "user", "content": "one"}],
+        "tools": TOOLS,
+        "tool_choice": "none",
+    },
+    {
+        "messages": [{"role": "user", "content": "two"}],
+        "tools": TOOLS,
+        "max_tokens": 12,
+        "seed": 3,
+    },
+    {
+        **{
+            "messages": [{"role": "user", "content": "two"}],
+            "tools": TOOLS,
+            "logprobs": True,
+        },
         **{"parallel_tool_calls": False, "seed": 4},
     },
 ]
@@ -79,7 +105,9 @@ def server(folder: str) -> Iterator[Running]:
 
 @pytest.fixture(scope="module")
 def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(base_url=f"{server.url}/v1", api_key="none", max_retries=0) as client:
+    with openai.OpenAI(
+        base_url=f"{server.url}/v1", api_key="none", max_retries=0
+    ) as client:
         yield client
 
 
@@ -126,7 +154,9 @@ def test_calls_and_what_is_said_before_them(client: openai.OpenAI) -> None:
 
 
 def test_one_call_is_kept_if_no_more_are_wanted(client: openai.OpenAI) -> None:
-    (both,) = client.chat.completions.create(model="demo", **CHATS[1] | {"n": 1}).choices
+    (both,) = client.chat.completions.create(
+        model="demo", **CHATS[1] | {"n": 1}
+    ).choices
     (one,) = client.chat.completions.create(model="demo", **CHATS[4]).choices
     assert (one.finish_reason, one.message.content) == ("tool_calls", "I look it up.")
     assert one.message.tool_calls == (both.message.tool_calls or [])[:1]
@@ -146,11 +176,15 @@ def test_calls_that_are_not_there(client: openai.OpenAI) -> None:
     assert (without.message.content, without.finish_reason) == (TEXTS["talk"], "stop")
     cut = client.chat.completions.create(model="demo", **CHATS[3]).choices[0]
     assert cut.finish_reason == "length" and not cut.message.tool_calls
-    assert cut.message.content is not None and TEXTS["two"].startswith(cut.message.content)
+    assert cut.message.content is not None and TEXTS["two"].startswith(
+        cut.message.content
+    )
 
 
 def test_a_stream_sends_text_at_once_and_each_call_whole(client: openai.OpenAI) -> None:
-    stream = client.chat.completions.create(model="demo", stream=True, **CHATS[1] | {"n": 1})
+    stream = client.chat.completions.create(
+        model="demo", stream=True, **CHATS[1] | {"n": 1}
+    )
     deltas = [chunk.choices[0].delta for chunk in stream]
     assert len([delta for delta in deltas if delta.content]) > 2
     calls = [call for delta in deltas for call in delta.tool_calls or []]
@@ -161,9 +195,13 @@ def test_a_stream_sends_text_at_once_and_each_call_whole(client: openai.OpenAI) 
 def test_a_round_trip(client: openai.OpenAI) -> None:
     """A call's message goes back as it came, with the tool's answer."""
     asked: Any = [{"role": "user", "content": "one"}]
-    with client.chat.completions.stream(model="demo", messages=asked, tools=TOOLS) as stream:
+    with client.chat.completions.stream(
+        model="demo", messages=asked, tools=TOOLS
+    ) as stream:
         names = [
-            event.name for event in stream if event.type == "tool_calls.function.arguments.done"
+            event.name
+            for event in stream
+            if event.type == "tool_calls.function.arguments.done"
         ]
         message = stream.get_final_completion().choices[0].message
     assert names == ["find_way"]
@@ -180,5 +218,7 @@ def test_calls_that_would_be_forced_are_refused(client: openai.OpenAI) -> None:
     named: Any = {"type": "function", "function": {"name": "find_way"}}
     for choice in ("required", named):
         with pytest.raises(openai.BadRequestError, match="forces a call") as caught:
-            client.chat.completions.create(model="demo", **CHATS[0] | {"tool_choice": choice})
+            client.chat.completions.create(
+                model="demo", **CHATS[0] | {"tool_choice": choice}
+            )
         assert caught.value.param == "tool_choice"

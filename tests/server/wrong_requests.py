@@ -79,10 +79,26 @@ FIELDS = [
 ]
 ROUTES = [
     _raw("no such route", b"GET /nope HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    _raw("a path up", b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404),
-    _raw("zero in the path", b"GET /%00/%ff HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, 404),
-    _raw("wrong method", b"DELETE /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 405),
-    _raw("unknown method", b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n", 400, 405),
+    _raw(
+        "a path up", b"GET /../../etc/passwd HTTP/1.1\r\nHost: localhost\r\n\r\n", 404
+    ),
+    _raw(
+        "zero in the path",
+        b"GET /%00/%ff HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        400,
+        404,
+    ),
+    _raw(
+        "wrong method",
+        b"DELETE /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        405,
+    ),
+    _raw(
+        "unknown method",
+        b"BREW /v1/completions HTTP/1.1\r\nHost: localhost\r\n\r\n",
+        400,
+        405,
+    ),
     _raw(
         "websocket",
         b"GET /v1/completions HTTP/1.1\r\nHost: localhost\r\n"
@@ -97,18 +113,48 @@ ROUTES = [
 PROTOCOL = [
     _raw("not HTTP", b"\x16\x03\x01\x02\x00\x01\x00\x01\xfc\x03\x03" * 30, 400, CLOSED),
     _raw("a line of nothing", b"\r\n\r\n\r\n\r\n", 400, CLOSED, has_end=False),
-    _raw("HTTP 9", b"GET /nope HTTP/9.9\r\nHost: localhost\r\n\r\n", 400, 404, 505, CLOSED),
-    _raw("two lengths", _head("Content-Length: 5", "Content-Length: 7") + b"12345", 400, CLOSED),
+    _raw(
+        "HTTP 9",
+        b"GET /nope HTTP/9.9\r\nHost: localhost\r\n\r\n",
+        400,
+        404,
+        505,
+        CLOSED,
+    ),
+    _raw(
+        "two lengths",
+        _head("Content-Length: 5", "Content-Length: 7") + b"12345",
+        400,
+        CLOSED,
+    ),
     _raw("negative length", _head("Content-Length: -1"), 400, CLOSED),
     _raw("length is text", _head("Content-Length: five") + b"12345", 400, CLOSED),
     _raw("length too small", _head("Content-Length: 2") + b'{"prompt": "x"}', 400),
-    _raw("bad chunk", _head("Transfer-Encoding: chunked") + b"zz\r\nx\r\n", 400, CLOSED),
-    _raw("endless line", b"GET /" + b"a" * 300_000 + b" HTTP/1.1\r\n\r\n", 400, 414, 431, CLOSED),
+    _raw(
+        "bad chunk", _head("Transfer-Encoding: chunked") + b"zz\r\nx\r\n", 400, CLOSED
+    ),
+    _raw(
+        "endless line",
+        b"GET /" + b"a" * 300_000 + b" HTTP/1.1\r\n\r\n",
+        400,
+        414,
+        431,
+        CLOSED,
+    ),
     _raw("large header", _head("X-Large: " + "a" * 300_000), 400, 431, CLOSED),
-    _raw("many headers", _head(*(f"X-{i}: {i}" for i in range(20_000))), 400, 431, CLOSED),
-    _raw("length too large", _head("Content-Length: 99") + b"{}", CLOSED, has_end=False),
+    _raw(
+        "many headers", _head(*(f"X-{i}: {i}" for i in range(20_000))), 400, 431, CLOSED
+    ),
+    _raw(
+        "length too large", _head("Content-Length: 99") + b"{}", CLOSED, has_end=False
+    ),
     _raw("half a head", b"POST /v1/compl", CLOSED, has_end=False),
-    _raw("half a chunk", _head("Transfer-Encoding: chunked") + b"ff\r\nx", CLOSED, has_end=False),
+    _raw(
+        "half a chunk",
+        _head("Transfer-Encoding: chunked") + b"ff\r\nx",
+        CLOSED,
+        has_end=False,
+    ),
 ]
 BODIES = [  # 50 MB, so that few of them are sent
     Wrong("large body", lambda: write_post(PATH, b"[" * LARGE), frozenset({413})),
@@ -156,4 +202,5 @@ def check_refusal(wrong: Wrong, response: Response) -> None:
     if response.headers.get("content-type", "").startswith("application/json"):
         assert response.json["error"]["message"], told
     elif response.status != CLOSED:
-        assert wrong in PROTOCOL, told  # what the HTTP library refuses has a line of text
+        # what the HTTP library refuses has a line of text
+        assert wrong in PROTOCOL, told

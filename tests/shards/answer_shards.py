@@ -33,13 +33,19 @@ def share(
     def find() -> Plan:
         return plan_each(find_inputs([folder], may_be_empty=True), output)
 
-    return SharedFiles(find, RunTerms("none", {}, restart=restart), is_watching=is_watching)
+    return SharedFiles(
+        find, RunTerms("none", {}, restart=restart), is_watching=is_watching
+    )
 
 
 def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> None:
     """Answer lines of a file, all of them if none are given."""
     for line in lines or file.lines(lambda line: None):
-        file.add(Record(line, open_envelope(line), result={"choices": [], "said": line.number}))
+        file.add(
+            Record(
+                line, open_envelope(line), result={"choices": [], "said": line.number}
+            )
+        )
 
 
 def main(folder: Path, log: Path) -> None:
@@ -52,7 +58,9 @@ def main(folder: Path, log: Path) -> None:
                 continue
             for line in file.lines(lambda line: None):
                 time.sleep(random.uniform(0, PAUSE_S))
-                file.add(Record(line, open_envelope(line), result={"said": line.number}))
+                file.add(
+                    Record(line, open_envelope(line), result={"said": line.number})
+                )
                 if not file.is_lost:
                     notes.write(f"{file.path.name} {line.number}\n")
             file.abandon(StoppedError("the end"))

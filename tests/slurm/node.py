@@ -1,4 +1,5 @@
-"""A Slurm of one node in a folder: munged, slurmctld and slurmd, started and ended by their ids."""
+"""A Slurm of one node in a folder: munged, slurmctld and slurmd, started and ended by
+their ids."""
 
 from __future__ import annotations
 
@@ -57,7 +58,9 @@ def one_node(folder: Path) -> Iterator[None]:
     host = socket.gethostname().partition(".")[0]
     ports = _free_ports(2)
     config = folder / "slurm.conf"
-    config.write_text(CONFIG.format(folder=folder, host=host, ports=ports, cpus=NUM_CPUS))
+    config.write_text(
+        CONFIG.format(folder=folder, host=host, ports=ports, cpus=NUM_CPUS)
+    )
     os.environ["SLURM_CONF"] = str(config)
     daemons: list[subprocess.Popen[bytes]] = []
     names = ("key-file=munge.key", "socket=munge.sock", "pid-file=munged.pid")
@@ -71,15 +74,20 @@ def one_node(folder: Path) -> Iterator[None]:
     try:
         for command in commands:
             with (folder / f"{command[0]}.out").open("wb") as out:
-                # A session of its own: who tells all of us to end leaves it to us to end it, last.
+                # A session of its own: who tells all of us to end leaves it to us to
+                # end it, last.
                 daemons.append(
-                    subprocess.Popen(command, stdout=out, stderr=out, start_new_session=True)
+                    subprocess.Popen(
+                        command, stdout=out, stderr=out, start_new_session=True
+                    )
                 )
             time.sleep(1)
         _wait_until_idle(folder, daemons)
         yield
     finally:
-        subprocess.run(["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], check=False)
+        subprocess.run(
+            ["scancel", "--full", "--signal=KILL", f"--user={os.getuid()}"], check=False
+        )
         subprocess.run(["scancel", f"--user={os.getuid()}"], check=False)
         wait_until(is_empty, 25, "the last jobs to end", is_needed=False)
         for daemon in reversed(daemons):
@@ -89,7 +97,10 @@ def one_node(folder: Path) -> Iterator[None]:
 def job_field(job: str, name: str) -> str:
     """Return a field of what Slurm knows of a job."""
     shown = subprocess.run(
-        ["scontrol", "--oneliner", "show", "job", job], capture_output=True, text=True, check=True
+        ["scontrol", "--oneliner", "show", "job", job],
+        capture_output=True,
+        text=True,
+        check=True,
     )
     fields = dict(word.partition("=")[::2] for word in shown.stdout.split())
     return fields[name]
@@ -117,7 +128,10 @@ def is_empty() -> bool:
 
 def _squeue() -> list[str]:
     listing = subprocess.run(
-        ["squeue", "--noheader", "--format=%F"], capture_output=True, text=True, check=False
+        ["squeue", "--noheader", "--format=%F"],
+        capture_output=True,
+        text=True,
+        check=False,
     )
     return listing.stdout.split()
 
@@ -126,10 +140,15 @@ def _wait_until_idle(folder: Path, daemons: list[subprocess.Popen[bytes]]) -> No
     def is_idle() -> bool:
         for daemon in daemons:
             if daemon.poll() is not None:
-                logs = "".join(path.read_text()[-2000:] for path in folder.glob("*.log"))
+                logs = "".join(
+                    path.read_text()[-2000:] for path in folder.glob("*.log")
+                )
                 raise AssertionError(f"{daemon.args} ended: {logs}")
         listing = subprocess.run(
-            ["sinfo", "--noheader", "--format=%T"], capture_output=True, text=True, check=False
+            ["sinfo", "--noheader", "--format=%T"],
+            capture_output=True,
+            text=True,
+            check=False,
         )
         return listing.stdout.strip() == "idle"
 

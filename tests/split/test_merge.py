@@ -46,7 +46,10 @@ def split(source: Path, folder: Path, chunk: int = 1000) -> list[Path]:
 @pytest.fixture
 def answered(tmp_path: Path) -> Path:
     """A folder of answered parts: a good line of each of three engines, and bad ones of one."""
-    lines = [b'{"prompt": "%d", "engine": "%s"}' % (i, b"abc"[i % 3 :][:1]) for i in range(12)]
+    lines = [
+        b'{"prompt": "%d", "engine": "%s"}' % (i, b"abc"[i % 3 :][:1])
+        for i in range(12)
+    ]
     lines[4] = lines[7] = b'{"engine": "b"}'
     (tmp_path / "all.jsonl").write_bytes(b"\n".join(lines))
     for part in split(tmp_path / "all.jsonl", tmp_path / "parts"):
@@ -55,7 +58,9 @@ def answered(tmp_path: Path) -> Path:
 
 
 def files_of(folder: Path) -> dict[str, bytes]:
-    return {str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        str(path): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def member(record: bytes, name: bytes) -> bytes:
@@ -99,7 +104,9 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for line in read_lines(source, 0):
         envelope = open_envelope(line)
         own_id = make_id(Line(0, own_lines[line.number], line.raw), envelope).encode()
-        is_error = error.startswith((b'{"line":%d,' % line.number, b'{"id":"batch_req_' + own_id))
+        is_error = error.startswith(
+            (b'{"line":%d,' % line.number, b'{"id":"batch_req_' + own_id)
+        )
         num_errors += is_error
         if is_error:
             check_error(error, line, own_lines[line.number])
@@ -111,12 +118,16 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             assert answer.startswith(b'{"id":"batch_req_' + own_id)
         else:
             text = f"é{own_lines[line.number]}"
-            start = b'{"request":' + envelope.request + b',"result":{"choices":[{"text":"'
+            start = (
+                b'{"request":' + envelope.request + b',"result":{"choices":[{"text":"'
+            )
             assert answer.startswith(start + text.encode() + b'"')
     assert (next(answers, None), error) == (None, b""), "nothing else"
     assert (summary.num_answers, summary.num_errors) == (num_answers, num_errors)
     assert num_errors > NUM_LINES // 10 < num_answers, "both kinds were there"
-    assert sorted(path.name for path in tmp_path.iterdir() if "merged" in path.name) == [
+    assert sorted(
+        path.name for path in tmp_path.iterdir() if "merged" in path.name
+    ) == [
         "merged.errors.jsonl",
         "merged.jsonl",
     ]
@@ -148,7 +159,9 @@ def test_a_wrong_line_that_begins_as_another_kind_of_file_costs_itself(
     merged = tmp_path / "merged.jsonl"
     summary = merge_parts(tmp_path / "parts", merged)
     assert (summary.num_answers, summary.num_errors) == (len(FOREIGN), len(FOREIGN))
-    errors = [json.loads(line) for line in errors_path(merged).read_bytes().splitlines()]
+    errors = [
+        json.loads(line) for line in errors_path(merged).read_bytes().splitlines()
+    ]
     assert [error["line"] for error in errors] == [*range(2, 2 * len(FOREIGN) + 1, 2)]
 
 
@@ -158,7 +171,9 @@ def test_the_command_ends_with_3_if_there_are_errors(answered: Path) -> None:
     found = CliRunner().invoke(main, [*flags, str(output)])
     assert found.exit_code == 3 and found.stdout == "", found.output
     assert "10 answers" in found.stderr and "2 lines" in found.stderr
-    errors = [json.loads(line) for line in errors_path(output).read_bytes().splitlines()]
+    errors = [
+        json.loads(line) for line in errors_path(output).read_bytes().splitlines()
+    ]
     assert [error["line"] for error in errors] == [5, 8]
     found = CliRunner().invoke(main, [*flags, str(output)])
     assert found.exit_code == 3 and f"{output} is already there" in found.stderr
@@ -177,7 +192,10 @@ def test_no_errors_no_file(tmp_path: Path) -> None:
     flags = ["merge", "--input-dir", str(tmp_path / "parts"), "--output", str(output)]
     assert CliRunner().invoke(main, flags).exit_code == 0
     assert [path.name for path in output.parent.iterdir()] == ["m.jsonl"]
-    prompts = [json.loads(line)["request"]["prompt"] for line in output.read_bytes().splitlines()]
+    prompts = [
+        json.loads(line)["request"]["prompt"]
+        for line in output.read_bytes().splitlines()
+    ]
     assert prompts == ["a", "bb"]
 
 
@@ -199,8 +217,13 @@ def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
     for size, text in ((48, '{"prompt": "a"}\n' * 3), (16, '{"prompt": "b"}\n')):
         source.write_text(text)
         said = merge(f"{size}.jsonl")
-        assert f"Warning: {source} has changed since it was split: it had 32 bytes (" in said
-        assert f"and has {size} bytes (" in said and "split it into another folder" in said
+        assert (
+            f"Warning: {source} has changed since it was split: it had 32 bytes ("
+            in said
+        )
+        assert (
+            f"and has {size} bytes (" in said and "split it into another folder" in said
+        )
     source.unlink()
     assert "Warning" not in merge("gone.jsonl"), "its answers can be merged without it"
 
@@ -209,7 +232,8 @@ def test_a_source_that_has_changed_is_told(tmp_path: Path) -> None:
 
 
 def test_missing_parts_are_named_with_each_engines_own_command(answered: Path) -> None:
-    """One command named the parts of two engines: it would answer one of them by a wrong model."""
+    """One command named the parts of two engines: it would answer one of them by a
+    wrong model."""
     (answered / "a" / "output_request_0.jsonl").unlink()
     shutil.rmtree(answered / "c")
     before = files_of(answered.parent)
@@ -217,8 +241,13 @@ def test_missing_parts_are_named_with_each_engines_own_command(answered: Path) -
     flags = ["merge", "--input-dir", str(answered), "--output", str(output)]
     found = CliRunner().invoke(main, flags)
     assert found.exit_code == 1
-    assert "8 of 12 lines" in found.stderr and "lines 1, 3-4, 6-7, 9-10, 12." in found.stderr
-    commands = [line for line in found.stderr.split("\n") if line.startswith("  fminfer run")]
+    assert (
+        "8 of 12 lines" in found.stderr
+        and "lines 1, 3-4, 6-7, 9-10, 12." in found.stderr
+    )
+    commands = [
+        line for line in found.stderr.split("\n") if line.startswith("  fminfer run")
+    ]
     assert commands == [
         f"  fminfer run {answered}/{name}/request_0.jsonl --model-name 'MODEL of {name}'"
         for name in "ac"
@@ -230,7 +259,8 @@ def test_a_part_that_was_begun_is_not_merged(answered: Path) -> None:
     answers = answers_path(answered / "b" / "request_0.jsonl")
     status = status_path(answers)
     text = status.read_text()
-    for wrong in ("in_progress", "finalizing", "failed"):  # such as a run with --restart
+    # such as a run with --restart
+    for wrong in ("in_progress", "finalizing", "failed"):
         status.write_text(json.dumps(json.loads(text) | {"status": wrong}))
         with pytest.raises(FminferError, match=r"b/request_0.jsonl \(not finished\)"):
             merge_parts(answered, answered.parent / "m.jsonl")
@@ -252,12 +282,16 @@ def test_many_missing_parts_are_named_by_their_folders(tmp_path: Path) -> None:
         merge_parts(tmp_path / "parts", tmp_path / "m.jsonl")
     message = str(error.value)
     assert "lines 1, 3, 5" in message and "and 30 more places" in message
-    assert message.endswith(f"fminfer run {tmp_path}/parts/a%20b --model-name 'MODEL of a b'")
+    assert message.endswith(
+        f"fminfer run {tmp_path}/parts/a%20b --model-name 'MODEL of a b'"
+    )
 
 
 def test_ranges() -> None:
     def of(*lines: list[int]) -> str:
-        return show_ranges([SplitPart("", None, {}, "", array("q", some)) for some in lines])
+        return show_ranges(
+            [SplitPart("", None, {}, "", array("q", some)) for some in lines]
+        )
 
     assert of([1]) == "1" and of([3, 1], [2]) == "1-3" and of([9, 7, 1]) == "1, 7, 9"
 
@@ -278,9 +312,17 @@ def test_answers_to_another_file(answered: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "change", "reason"),
     [
-        ("output_request_0.jsonl", lambda data: data + b'{"request":{}}', "more than the 4 lines"),
+        (
+            "output_request_0.jsonl",
+            lambda data: data + b'{"request":{}}',
+            "more than the 4 lines",
+        ),
         ("output_request_0.jsonl", lambda data: b"", "answers to 2 of the 4 lines"),
-        ("output_request_0.errors.jsonl", lambda data: b"", "answers to 2 of the 4 lines"),
+        (
+            "output_request_0.errors.jsonl",
+            lambda data: b"",
+            "answers to 2 of the 4 lines",
+        ),
         ("output_request_0.errors.jsonl", lambda data: data + data, "is of no line"),
         (
             "output_request_0.errors.jsonl",
@@ -292,7 +334,11 @@ def test_answers_to_another_file(answered: Path) -> None:
             lambda data: data.replace(b'{"line":3', b'{"line":0'),
             "is of no line",
         ),
-        ("output_request_0.errors.jsonl", lambda data: b"garbage\n" + data, "is of no line"),
+        (
+            "output_request_0.errors.jsonl",
+            lambda data: b"garbage\n" + data,
+            "is of no line",
+        ),
         (
             "output_request_0.errors.jsonl",
             lambda data: b'{"id":"batch_req_%s"}\n' % (b"0" * 32) + data,
@@ -310,9 +356,16 @@ def test_counts_that_do_not_fit(
     assert not (answered.parent / "m.jsonl").exists()
 
 
-def test_batch_errors_of_earlier_versions_need_the_part_as_it_was(tmp_path: Path) -> None:
+def test_batch_errors_of_earlier_versions_need_the_part_as_it_was(
+    tmp_path: Path,
+) -> None:
     """They did not say their line."""
-    line = {"custom_id": "1", "method": "GET", "url": "/v1/completions", "body": {"prompt": "a"}}
+    line = {
+        "custom_id": "1",
+        "method": "GET",
+        "url": "/v1/completions",
+        "body": {"prompt": "a"},
+    }
     (tmp_path / "all.jsonl").write_text(json.dumps(line))
     (part,) = split(tmp_path / "all.jsonl", tmp_path / "parts")
     answer_part(part)
@@ -333,7 +386,9 @@ def test_answers_of_the_old_tool(answered: Path) -> None:
         status_path(answers).unlink()
         errors_path(answers).unlink(missing_ok=True)
         lines = part.read_bytes().split(b"\n")[:-1]
-        answers.write_bytes(b"\n".join(b'{"request": %s, "result": {}}' % line for line in lines))
+        answers.write_bytes(
+            b"\n".join(b'{"request": %s, "result": {}}' % line for line in lines)
+        )
     output = answered.parent / "m.jsonl"
     assert merge_parts(answered, output).num_answers == 12
     lines = (answered.parent / "all.jsonl").read_bytes().split(b"\n")
@@ -391,7 +446,9 @@ def test_the_answers_come_last(answered: Path, monkeypatch: pytest.MonkeyPatch) 
     assert renamed == ["m.errors.jsonl", "m.jsonl"]
 
 
-def test_answers_that_change_meanwhile(answered: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_that_change_meanwhile(
+    answered: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     place = merging._place
 
     def place_and_change(*arguments: Any) -> Any:
@@ -422,12 +479,15 @@ def test_few_files_are_open_at_once(tmp_path: Path) -> None:
 
 
 def test_with_the_demo_model(tmp_path: Path) -> None:
-    """Split, run each engine's parts, merge: the same greedy answers as a run of the whole file."""
+    """Split, run each engine's parts, merge: the same greedy answers as a run of the
+    whole file."""
     queries = ROOT / "examples" / "queries"
     source = tmp_path / "all.jsonl"
     folder = tmp_path / "parts"
     names = ("plain", "bad_lines", "wrapped", "stop", "batch")
-    source.write_bytes(b"\n".join((queries / f"{name}.jsonl").read_bytes() for name in names))
+    source.write_bytes(
+        b"\n".join((queries / f"{name}.jsonl").read_bytes() for name in names)
+    )
     split(source, folder)
     engines = sorted({path.parent for path in folder.rglob("request_*.jsonl")})
     assert len(engines) > 1
@@ -439,7 +499,10 @@ def test_with_the_demo_model(tmp_path: Path) -> None:
     assert summary.num_errors > 5
     for place in (Path, errors_path):
         merged, expected = (
-            [_comparable(json.loads(line)) for line in place(path).read_bytes().split(b"\n")[:-1]]
+            [
+                _comparable(json.loads(line))
+                for line in place(path).read_bytes().split(b"\n")[:-1]
+            ]
             for path in (tmp_path / "m.jsonl", whole)
         )
         assert merged == expected
@@ -451,14 +514,19 @@ def _comparable(record: dict[str, object]) -> object:
     if not isinstance(result, dict):
         return record
     body = result.get("body", result)
-    texts = [(choice["text"], choice["finish_reason"]) for choice in body.get("choices", [])]
+    texts = [
+        (choice["text"], choice["finish_reason"]) for choice in body.get("choices", [])
+    ]
     return record.get("request"), record.get("custom_id"), texts, body.get("error")
 
 
 def test_a_merge_beside_another_is_refused(answered: Path) -> None:
     """Both wrote into one draft: one said "merged", and the other's file had less."""
     output = answered.parent / "m.jsonl"
-    with claiming(output), pytest.raises(InUseError, match="is being written by process"):
+    with (
+        claiming(output),
+        pytest.raises(InUseError, match="is being written by process"),
+    ):
         merge_parts(answered, output)
     assert merge_parts(answered, output).num_answers == 10
     assert {*answered.parent.glob("m.*")} == {output, errors_path(output)}
@@ -485,10 +553,14 @@ def test_a_status_that_cannot_be_read_ends_a_merge(answered: Path) -> None:
     assert not (answered.parent / "m.jsonl").exists()
 
 
-def test_parts_whose_vectors_stand_apart_are_refused(answered: Path, tmp_path: Path) -> None:
+def test_parts_whose_vectors_stand_apart_are_refused(
+    answered: Path, tmp_path: Path
+) -> None:
     part = next(answered.rglob("request_*.jsonl"))
     status = json.loads(status_path(answers_path(part)).read_text())
     status["fminfer"] = {"written": {"vectors": {}}}
     status_path(answers_path(part)).write_text(json.dumps(status))
-    with pytest.raises(UsageError, match=r"are in a \.npy file, .*without --embeddings npy"):
+    with pytest.raises(
+        UsageError, match=r"are in a \.npy file, .*without --embeddings npy"
+    ):
         merge_parts(answered, tmp_path / "merged.jsonl")

@@ -53,7 +53,12 @@ assert zstd is not None, "the tests need fminfer[zst]"
 
 
 def split(
-    source: Path, folder: Path, least: int = 100, chunk: int = 100_000, *, is_flat: bool = False
+    source: Path,
+    folder: Path,
+    least: int = 100,
+    chunk: int = 100_000,
+    *,
+    is_flat: bool = False,
 ) -> SplitSummary:
     return split_file(source, folder, SplitOptions(least, chunk, is_flat))
 
@@ -105,16 +110,22 @@ def test_a_file_that_becomes_shorter_is_told(tmp_path: Path) -> None:
     ],
 )
 def test_equal_hyperparameters(one: dict[str, Any], other: dict[str, Any]) -> None:
-    assert json.dumps(find_hyperparameters(one)) == json.dumps(find_hyperparameters(other))
+    assert json.dumps(find_hyperparameters(one)) == json.dumps(
+        find_hyperparameters(other)
+    )
 
 
 # A constraint is made of several fields, which are of lines.
-OF_PARTS = {each.name for each in fields(SamplingParams)} - FIELDS_OF_LINES - {"constraint"}
+OF_PARTS = (
+    {each.name for each in fields(SamplingParams)} - FIELDS_OF_LINES - {"constraint"}
+)
 
 
 @pytest.mark.parametrize("name", sorted(OF_PARTS))
 def test_every_sampling_field_counts(name: str, tmp_path: Path) -> None:
-    source = write(tmp_path, {"prompt": "a", name: 0}, {"prompt": "b", name: 5}, {"prompt": "c"})
+    source = write(
+        tmp_path, {"prompt": "a", name: 0}, {"prompt": "b", name: 5}, {"prompt": "c"}
+    )
     assert len(split(source, tmp_path / "parts").manifest.parts) == 3
 
 
@@ -143,18 +154,26 @@ def test_custom_ids_that_come_again_are_named(tmp_path: Path) -> None:
     """A run over the whole file refuses such a line; its parts were answered without a word."""
     ids = ["a", "b", "a", "\\u0062", *"ccccc", "\\ud800", "c"]
     rest = '"method": "POST", "url": "/v1/completions", "body": {"prompt": "x", "max_tokens": '
-    lines = [f'{{"custom_id": "{name}", {rest}{number}}}}}' for number, name in enumerate(ids)]
+    lines = [
+        f'{{"custom_id": "{name}", {rest}{number}}}}}'
+        for number, name in enumerate(ids)
+    ]
     (tmp_path / "all.jsonl").write_text("\n".join(lines))
     summary = split(tmp_path / "all.jsonl", tmp_path / "parts")
     assert summary.manifest.num_lines == 11
-    assert 'come again: "a" of line 3, "b" of line 4, "c" of line 6, ' in summary.to_text()
+    assert (
+        'come again: "a" of line 3, "b" of line 4, "c" of line 6, ' in summary.to_text()
+    )
     assert '"c" of line 8, … (2 more). A run over' in summary.to_text()
     (tmp_path / "all.jsonl").write_text("\n".join(lines[:2]))
-    assert "come again" not in split(tmp_path / "all.jsonl", tmp_path / "parts").to_text()
+    assert (
+        "come again" not in split(tmp_path / "all.jsonl", tmp_path / "parts").to_text()
+    )
 
 
 def test_the_order_of_parts_and_lines(tmp_path: Path) -> None:
-    """Groups as first seen, long prompts first, equal lengths as they came, N from 0 an engine."""
+    """Groups as first seen, long prompts first, equal lengths as they came, N from 0 an
+    engine."""
     cold = {"temperature": 0, "max_tokens": 40_000}
     hot = {"temperature": 1}
     source = write(
@@ -197,7 +216,9 @@ def test_rows_of_a_part(
 ) -> None:
     """The ancestor divided by a number above the chunk, and wrote nothing."""
     request = {"prompt": "a", "max_tokens": max_tokens}
-    parts = split(write(tmp_path, *[request] * 60), tmp_path / "parts", least, chunk).manifest.parts
+    parts = split(
+        write(tmp_path, *[request] * 60), tmp_path / "parts", least, chunk
+    ).manifest.parts
     assert len(parts[0].lines) == min(num_rows, 60)
     assert len(parts) == -(-60 // num_rows)
 
@@ -236,14 +257,18 @@ def test_folder_names(engine: str | None, folder: str) -> None:
 def test_folder_names_are_safe_and_differ(one: str, other: str) -> None:
     name = folder_name(one)
     assert is_folder_name(name) and len(name.encode()) <= MAX_BYTES
-    assert (Path("/d") / name).resolve().is_relative_to("/d") and Path("/d", name) != Path("/d")
+    assert (Path("/d") / name).resolve().is_relative_to("/d") and Path(
+        "/d", name
+    ) != Path("/d")
     assert os.path.normpath(name) == name, "no component is empty, . or .."
     assert (name == folder_name(other)) == (one == other)
     assert name != folder_name(None)
 
 
 def test_long_names_differ_in_their_last_letter() -> None:
-    names = {folder_name("漢" * 200 + letter) for letter in "abc"} | {folder_name("漢" * 200)}
+    names = {folder_name("漢" * 200 + letter) for letter in "abc"} | {
+        folder_name("漢" * 200)
+    }
     assert len(names) == 4 and all(is_folder_name(name) for name in names)
 
 
@@ -301,7 +326,10 @@ def test_equal_lines_are_known_whatever_their_fields_hold(tmp_path: Path) -> Non
     source = tmp_path / "all.jsonl"
     source.write_text('{"prompt": "a", "note": "\\ud800", "max_tokens": 100}\n' * 3)
     split(source, tmp_path / "parts", chunk=200)
-    found = [find_num_equal(tmp_path / "parts" / name) for name in parts_of(tmp_path / "parts")]
+    found = [
+        find_num_equal(tmp_path / "parts" / name)
+        for name in parts_of(tmp_path / "parts")
+    ]
     assert [list(each or ()) for each in found] == [[0, 1], [2]]
 
 
@@ -310,7 +338,8 @@ def gz(data: bytes) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("name", "pack"), [("a.jsonl", bytes), ("a.jsonl.gz", gz), ("a.jsonl.zst", zstd.compress)]
+    ("name", "pack"),
+    [("a.jsonl", bytes), ("a.jsonl.gz", gz), ("a.jsonl.zst", zstd.compress)],
 )
 def test_packed_files_give_the_same_parts(
     name: str, pack: Callable[[bytes], bytes], tmp_path: Path
@@ -329,14 +358,20 @@ def test_stdin(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     lines = [b'{"prompt": "a"}', b"", b'{"prompt": "bb"}\r']
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\n".join(lines))))
     manifest = split(Path("-"), tmp_path / "parts").manifest
-    assert parts_of(tmp_path / "parts") == {"default/request_0.jsonl": [lines[2], lines[0]]}
+    assert parts_of(tmp_path / "parts") == {
+        "default/request_0.jsonl": [lines[2], lines[0]]
+    }
     assert list(manifest.parts[0].lines) == [3, 1]
-    assert manifest.source == "-" and manifest.digest.startswith("34 bytes"), "of the copy"
+    assert manifest.source == "-" and manifest.digest.startswith("34 bytes"), (
+        "of the copy"
+    )
 
 
 def test_a_json_array_becomes_lines(tmp_path: Path) -> None:
     source = tmp_path / "all.json"
-    source.write_bytes(b'[{"prompt":\n  "a\\n"},\n {"prompt": "b", "n": 1\n2}, {"prompt": "cc"}]')
+    source.write_bytes(
+        b'[{"prompt":\n  "a\\n"},\n {"prompt": "b", "n": 1\n2}, {"prompt": "cc"}]'
+    )
     split(source, tmp_path / "parts")
     lines = [line for lines in parts_of(tmp_path / "parts").values() for line in lines]
     # What is no JSON must not become a request with n = 12.
@@ -352,10 +387,15 @@ def test_a_file_that_breaks_off_is_not_split(name: str, tmp_path: Path) -> None:
     source.write_bytes(data if name == "a.json" else gzip.compress(data)[:-500])
     with pytest.raises(DamagedInputError, match="breaks off at line"):
         split(source, tmp_path / "parts")
-    assert parts_of(tmp_path / "parts") == {} and not (tmp_path / "parts" / MANIFEST).exists()
+    assert (
+        parts_of(tmp_path / "parts") == {}
+        and not (tmp_path / "parts" / MANIFEST).exists()
+    )
 
 
-def test_a_file_that_changes_meanwhile(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_changes_meanwhile(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     source = write(tmp_path, {"prompt": "a"}, {"prompt": "b"})
     read = split_parts.read_index
 
@@ -381,7 +421,9 @@ def test_an_empty_file(tmp_path: Path) -> None:
 
 def test_stale_parts_are_removed(tmp_path: Path) -> None:
     """The ancestor left files with higher numbers, and they were answered with the new ones."""
-    source = write(tmp_path, *[{"engine": f"e{i}/x", "prompt": str(i)} for i in range(4)])
+    source = write(
+        tmp_path, *[{"engine": f"e{i}/x", "prompt": str(i)} for i in range(4)]
+    )
     split(source, tmp_path / "parts")
     (tmp_path / "parts" / "e3" / "notes.txt").write_text("mine")
     source = write(tmp_path, {"engine": "e1/x", "prompt": "new"})
@@ -398,7 +440,9 @@ TRACES = ("", ".journal", ".errors", ".status")
 @pytest.mark.parametrize("part", ["a/request_0", "b/request_0"])
 def test_answers_keep_their_requests(trace: str, part: str, tmp_path: Path) -> None:
     """Whether a part would change (a) or go (b), by answers or by what a run has begun."""
-    source = write(tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "b", "prompt": "2"})
+    source = write(
+        tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "b", "prompt": "2"}
+    )
     folder = tmp_path / "parts"
     split(source, folder)
     before = parts_of(folder)
@@ -427,15 +471,20 @@ def test_requests_of_nobody_are_not_touched(tmp_path: Path) -> None:
     mine.write_text("mine")
     with pytest.raises(UsageError, match=r"b/request_7\.jsonl"):
         split(source, tmp_path / "parts")
-    assert mine.read_text() == "mine" and list(mine.parent.parent.iterdir()) == [mine.parent]
+    assert mine.read_text() == "mine" and list(mine.parent.parent.iterdir()) == [
+        mine.parent
+    ]
 
 
 class Killed(BaseException):
     """Stands for the end of the process."""
 
 
-def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Before each change of a name in turn; parts are whole at any moment, and repeating mends all.
+def test_killed_anywhere_and_repeated(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Before each change of a name in turn; parts are whole at any moment, and
+    repeating mends all.
 
     Folder and staging are left as a killed process leaves them.
     """
@@ -445,7 +494,9 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     new = write(tmp_path, *requests, name="new.jsonl")
     wanted = tmp_path / "wanted"
     split(new, wanted)
-    sound = {line for path in (old, new) for line in path.read_bytes().split(b"\n") if line}
+    sound = {
+        line for path in (old, new) for line in path.read_bytes().split(b"\n") if line
+    }
     real_replace = os.replace
     real_unlink = Path.unlink
     left = 0
@@ -479,7 +530,9 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
                 kills += 1
         drop_claims(folder / MANIFEST)  # as those of a process that is dead
         shown = parts_of(folder)
-        assert all(set(shown[name]) <= sound for name in shown if not name.startswith(STAGING))
+        assert all(
+            set(shown[name]) <= sound for name in shown if not name.startswith(STAGING)
+        )
         split(new, folder)
         assert parts_of(folder) == parts_of(wanted)
         assert read_manifest(folder).parts == read_manifest(wanted).parts
@@ -487,7 +540,9 @@ def test_killed_anywhere_and_repeated(tmp_path: Path, monkeypatch: pytest.Monkey
     assert 6 < kills < 30, "it was killed at every moment, and then not any more"
 
 
-def test_an_unfinished_manifest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unfinished_manifest(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     real = split_parts.write_manifest
 
     def fail_if_complete(*given: Any, **named: Any) -> None:
@@ -515,15 +570,26 @@ def test_a_disk_that_is_full(tmp_path: Path) -> None:
 
 
 def test_the_command_and_its_old_name(tmp_path: Path) -> None:
-    source = write(tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "a", "prompt": "22"})
+    source = write(
+        tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "a", "prompt": "22"}
+    )
     flags = ["--input-file", str(source), "--generate-token-chunk-size", "100"]
-    found = CliRunner().invoke(main, ["split", *flags, "--output-dir", str(tmp_path / "one")])
+    found = CliRunner().invoke(
+        main, ["split", *flags, "--output-dir", str(tmp_path / "one")]
+    )
     assert found.exit_code == 0, found.output
-    assert found.stdout == "" and "2 lines" in found.stderr and "fminfer merge" in found.stderr
+    assert (
+        found.stdout == ""
+        and "2 lines" in found.stderr
+        and "fminfer merge" in found.stderr
+    )
     flags += ["--min-generate-token", "100", "--output-dir", str(tmp_path / "two")]
     environment = {key: os.environ[key] for key in os.environ if key != "PYTHONPATH"}
     done = subprocess.run(
-        [sys.executable, SCRIPT, *flags], capture_output=True, cwd=tmp_path, env=environment
+        [sys.executable, SCRIPT, *flags],
+        capture_output=True,
+        cwd=tmp_path,
+        env=environment,
     )
     assert done.returncode == 0, done.stderr
     assert parts_of(tmp_path / "one") == parts_of(tmp_path / "two")
@@ -545,7 +611,9 @@ def test_flat_parts_stand_in_the_folder_itself(tmp_path: Path) -> None:
     expected = {"request_0.jsonl": ["1"], "request_1.jsonl": ["2"]}
     split(source, tmp_path / "parts", is_flat=True)
     assert prompts_of(tmp_path / "parts") == expected
-    source = write(tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "b", "prompt": "2"})
+    source = write(
+        tmp_path, {"engine": "a", "prompt": "1"}, {"engine": "b", "prompt": "2"}
+    )
     message = r"all.jsonl names 2 engines, whose parts --flat would mix: a, b\. Leave out --flat"
     with pytest.raises(UsageError, match=message):
         split(source, tmp_path / "parts", is_flat=True)
@@ -560,9 +628,13 @@ def test_many_small_parts_are_told(tmp_path: Path) -> None:
     assert "parts     150 files for 150 sets of hyperparameters, in" in found.stderr
 
 
-def test_a_run_over_the_whole_folder_does_not_answer_the_manifest(tmp_path: Path) -> None:
+def test_a_run_over_the_whole_folder_does_not_answer_the_manifest(
+    tmp_path: Path,
+) -> None:
     split(write(tmp_path, {"prompt": "a"}), tmp_path / "parts")
-    assert [path.name for path in find_inputs([tmp_path / "parts"])] == ["request_0.jsonl"]
+    assert [path.name for path in find_inputs([tmp_path / "parts"])] == [
+        "request_0.jsonl"
+    ]
 
 
 def test_each_line_is_in_one_part(tmp_path: Path) -> None:
@@ -574,7 +646,9 @@ def test_each_line_is_in_one_part(tmp_path: Path) -> None:
     found: dict[int, bytes] = {}
     for part in manifest.parts:
         read: list[Line] = list(read_lines(tmp_path / "parts" / part.path, 0))
-        found |= {number: line.raw for number, line in zip(part.lines, read, strict=True)}
+        found |= {
+            number: line.raw for number, line in zip(part.lines, read, strict=True)
+        }
         assert part.digest == digest_of(tmp_path / "parts" / part.path)
     assert found == expected and manifest.num_lines == len(expected)
 

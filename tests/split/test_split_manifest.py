@@ -22,7 +22,9 @@ from tests.fuzz.fuzz import check_manifest, make_split, mutate, sign
 
 ANY_JSON = st.recursive(
     st.none() | st.booleans() | st.integers() | st.floats() | st.text(max_size=5),
-    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner),
+    lambda inner: (
+        st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner)
+    ),
     max_leaves=5,
 )
 
@@ -45,7 +47,12 @@ HOSTILE_PATHS = [
     "a/request_1e9.jsonl",
     "a.jsonl/request_0.jsonl",
 ]
-ODD_PATHS = ["", "a/\0/request_0.jsonl", "\ud800/request_0.jsonl", "a" * 300 + "/request_0.jsonl"]
+ODD_PATHS = [
+    "",
+    "a/\0/request_0.jsonl",
+    "\ud800/request_0.jsonl",
+    "a" * 300 + "/request_0.jsonl",
+]
 
 
 @pytest.fixture
@@ -74,11 +81,15 @@ def test_it_is_json_with_one_part_a_line(folder: Path) -> None:
     text = (folder / MANIFEST).read_text()
     assert len(text.splitlines()) == len(manifest["parts"]) + 2
     assert [part["num_rows"] for part in manifest["parts"]] == [3, 2, 1]
-    assert manifest["num_lines"] == 6 and manifest["options"]["min_generate_token"] == 100
+    assert (
+        manifest["num_lines"] == 6 and manifest["options"]["min_generate_token"] == 100
+    )
     assert manifest["parts"][0]["hyperparameters"] == {"max_tokens": 5}
     found = read_manifest(folder)
     store(folder, manifest)
-    assert read_manifest(folder) == found, "it is what is written that counts, not its spaces"
+    assert read_manifest(folder) == found, (
+        "it is what is written that counts, not its spaces"
+    )
 
 
 @pytest.mark.parametrize("path", [*HOSTILE_PATHS, *ODD_PATHS])
@@ -87,7 +98,9 @@ def test_paths_stay_in_the_folder(path: str, folder: Path) -> None:
     manifest["parts"][1]["path"] = path
     store(folder, manifest)
     for read in (read_manifest, read_paths):
-        with pytest.raises(UsageError, match=r"manifest\.json is damaged, in its line 3"):
+        with pytest.raises(
+            UsageError, match=r"manifest\.json is damaged, in its line 3"
+        ):
             read(folder)
     store(folder, manifest | {"is_complete": False, "parts": [path]})
     with pytest.raises(UsageError, match="damaged"):
@@ -105,7 +118,9 @@ def put(name: str, value: object) -> Callable[[dict[str, Any]], object]:
 @pytest.mark.parametrize(
     "change",
     [
-        *map(drop, ("path", "engine", "hyperparameters", "num_rows", "digest", "lines")),
+        *map(
+            drop, ("path", "engine", "hyperparameters", "num_rows", "digest", "lines")
+        ),
         put("path", 5),
         put("engine", 5),
         put("hyperparameters", []),
@@ -139,11 +154,15 @@ def put(name: str, value: object) -> Callable[[dict[str, Any]], object]:
         lambda manifest: manifest.update(options=[]),
     ],
 )
-def test_what_is_wrong_is_told(change: Callable[[dict[str, Any]], object], folder: Path) -> None:
+def test_what_is_wrong_is_told(
+    change: Callable[[dict[str, Any]], object], folder: Path
+) -> None:
     manifest = load(folder)
     change(manifest)
     store(folder, manifest)
-    with pytest.raises(UsageError, match=r"manifest\.json is damaged, in its line \d: .{15}"):
+    with pytest.raises(
+        UsageError, match=r"manifest\.json is damaged, in its line \d: .{15}"
+    ):
         read_manifest(folder)
 
 
@@ -166,7 +185,11 @@ def test_any_bit_that_flips_is_noticed(folder: Path) -> None:
         read_manifest(folder)
 
 
-@given(value=ANY_JSON, place=st.sampled_from(["head", "part", "lines"]), name=st.text(max_size=9))
+@given(
+    value=ANY_JSON,
+    place=st.sampled_from(["head", "part", "lines"]),
+    name=st.text(max_size=9),
+)
 @settings(
     max_examples=num_examples(150),
     deadline=None,
@@ -200,7 +223,11 @@ def test_any_bytes(seed: int, tmp_path: Path) -> None:
 
 
 def check_manifest_reader(folder: Path) -> None:
-    for read in (read_manifest, read_paths, lambda path: merge_parts(path, path / "m.jsonl")):
+    for read in (
+        read_manifest,
+        read_paths,
+        lambda path: merge_parts(path, path / "m.jsonl"),
+    ):
         try:
             found = read(folder)
         except FminferError as error:

@@ -1,4 +1,5 @@
-"""Constraints that somebody writes to keep a computer busy: each is within the bounds in bytes."""
+"""Constraints that somebody writes to keep a computer busy: each is within the bounds
+in bytes."""
 
 from __future__ import annotations
 
@@ -18,11 +19,16 @@ def one_of_products(size: int) -> Any:
         return {"type": "object", "properties": properties, "required": names}
 
     last = {"type": "object"}
-    return {"$defs": {"B": of("C"), "C": of("D"), "D": last}, "oneOf": [of("B"), of("B")]}
+    return {
+        "$defs": {"B": of("C"), "C": of("D"), "D": last},
+        "oneOf": [of("B"), of("B")],
+    }
 
 
 def one_of_enums(branches: int, size: int) -> Any:
-    return {"oneOf": [{"enum": [f"{n}.{i}" for i in range(size)]} for n in range(branches)]}
+    return {
+        "oneOf": [{"enum": [f"{n}.{i}" for i in range(size)]} for n in range(branches)]
+    }
 
 
 def one_of_references(branches: int, depth: int) -> Any:
@@ -55,7 +61,10 @@ def doubled_properties(depth: int) -> Any:
 
 def crossed_unions(size: int) -> Any:
     """Return an allOf of anyOf, which multiply."""
-    union = [{"properties": {f"p{n}": {"const": n}}, "required": [f"p{n}"]} for n in range(size)]
+    union = [
+        {"properties": {f"p{n}": {"const": n}}, "required": [f"p{n}"]}
+        for n in range(size)
+    ]
     return {"type": "object", "allOf": [{"anyOf": union}] * size}
 
 
@@ -64,7 +73,9 @@ def shortest_texts(size: int) -> Any:
     defs = {
         f"d{n}": {
             "type": "object",
-            "properties": {f"p{i}": {"$ref": f"#/$defs/d{n + i + 1}"} for i in range(10)},
+            "properties": {
+                f"p{i}": {"$ref": f"#/$defs/d{n + i + 1}"} for i in range(10)
+            },
             "required": [f"p{i}" for i in range(10)],
         }
         for n in range(size)
@@ -113,25 +124,37 @@ HOSTILE: dict[str, Callable[[], Fields]] = {
     "escapes": lambda: grammar('root ::= "' + "\\" * MOST),
     "one long name": lambda: grammar("a" * MOST),
     "rules, each the next": lambda: grammar(
-        "root ::= r0\n" + fill(lambda n: f"r{n} ::= r{n + 1} | r{n + 1}\n") + "r99999 ::= r0"
+        "root ::= r0\n"
+        + fill(lambda n: f"r{n} ::= r{n + 1} | r{n + 1}\n")
+        + "r99999 ::= r0"
     ),
     "rules in rules, doubled": lambda: grammar(
-        "".join(f"r{n} ::= r{n + 1} r{n + 1}\n" for n in range(40)).replace("r0 ", "root ", 1)
+        "".join(f"r{n} ::= r{n + 1} r{n + 1}\n" for n in range(40)).replace(
+            "r0 ", "root ", 1
+        )
         + 'r40 ::= "a"'
     ),
     "terminals, doubled": lambda: grammar(
-        "start: T0\n" + "".join(f"T{n}: T{n + 1} T{n + 1}\n" for n in range(40)) + 'T40: "a"'
+        "start: T0\n"
+        + "".join(f"T{n}: T{n + 1} T{n + 1}\n" for n in range(40))
+        + 'T40: "a"'
     ),
-    "an ambiguous grammar": lambda: grammar('start: s\ns: s s | s s s | "a" | "ab" | "b" |'),
+    "an ambiguous grammar": lambda: grammar(
+        'start: s\ns: s s | s s s | "a" | "ab" | "b" |'
+    ),
     "many rules": lambda: grammar(
         'root ::= "x"\n' + fill(lambda n: f'a{n} ::= "a" a{n}? "b{n}"\n')
     ),
-    "many alternatives": lambda: grammar("start: " + fill(lambda n: f'"a{n}" start | ') + '"z"'),
+    "many alternatives": lambda: grammar(
+        "start: " + fill(lambda n: f'"a{n}" start | ') + '"z"'
+    ),
     "bounds in bounds": lambda: grammar(
         'root ::= ((((("a"{0,1000}){0,1000}){0,1000}){0,1000}){0,1000})'
     ),
     "parentheses": lambda: grammar("start: " + "(" * 60_000 + '"a"' + ")" * 60_000),
-    "JSON in Lark": lambda: grammar('start: %json {"type": "integer", "multipleOf": 123456789}'),
+    "JSON in Lark": lambda: grammar(
+        'start: %json {"type": "integer", "multipleOf": 123456789}'
+    ),
     "odd heads": lambda: grammar(fill(lambda n: "a[" + "b" * 50 + "\n")),
     "spaces and heads": lambda: grammar(fill(lambda n: " " * 1000 + "a[temperature=")),
     "%json again and again": lambda: grammar(fill(lambda n: "%json ")),
@@ -140,7 +163,9 @@ HOSTILE: dict[str, Callable[[], Fields]] = {
     "nested bounds": lambda: regex("(" * 500 + "a" + "{0,9})" * 500),
     "a regex of parentheses": lambda: regex("(" * 8000 + "a" + ")" * 8000),
     "a regex with a window": lambda: regex("(.|a)*a" + "." * 300),
-    "a regex with windows": lambda: regex("|".join(f"(.*a.{{{n}}})" for n in range(1, 1200))),
+    "a regex with windows": lambda: regex(
+        "|".join(f"(.*a.{{{n}}})" for n in range(1, 1200))
+    ),
     "an intersection by look-ahead": lambda: regex("(?=.*a.{50})" * 100 + ".*"),
     "open classes of a regex": lambda: regex("[" * 16_000),
     "Unicode classes": lambda: regex(r"(\p{L}\w){1,900}" * 1000),
@@ -157,7 +182,11 @@ HOSTILE: dict[str, Callable[[], Fields]] = {
         {"oneOf": [{"enum": list(range(10_000))}, {"enum": list(range(9000, 19_000))}]}
     ),
     "unions in unions": lambda: as_json(
-        {"oneOf": [{"oneOf": [{"const": f"{n}.{i}"} for i in range(90)]} for n in range(90)]}
+        {
+            "oneOf": [
+                {"oneOf": [{"const": f"{n}.{i}"} for i in range(90)]} for n in range(90)
+            ]
+        }
     ),
     "doubled allOf": lambda: as_json(doubled_references(40, "allOf")),
     "doubled anyOf": lambda: as_json(doubled_references(40, "anyOf")),
@@ -180,17 +209,34 @@ HOSTILE: dict[str, Callable[[], Fields]] = {
         {"patternProperties": {f"^a{n}.*b.{{{n}}}$": {} for n in range(1, 2000)}}
     ),
     "a pattern and a length": lambda: as_json(
-        {"type": "string", "pattern": "^(ab?c?)*$", "minLength": 5000, "maxLength": 9000}
+        {
+            "type": "string",
+            "pattern": "^(ab?c?)*$",
+            "minLength": 5000,
+            "maxLength": 9000,
+        }
     ),
     "formats and patterns": lambda: as_json(
-        {"allOf": [{"type": "string", "format": "email", "pattern": f"a{n}"} for n in range(99)]}
+        {
+            "allOf": [
+                {"type": "string", "format": "email", "pattern": f"a{n}"}
+                for n in range(99)
+            ]
+        }
     ),
     "an enum": lambda: as_json({"enum": [f"value {n}" for n in range(15_000)]}),
     "an enum of numbers": lambda: as_json({"enum": list(range(30_000))}),
     "long lists": lambda: as_json(
-        {"type": "array", "items": {"type": "string"}, "minItems": 10**6, "maxItems": 10**9}
+        {
+            "type": "array",
+            "items": {"type": "string"},
+            "minItems": 10**6,
+            "maxItems": 10**9,
+        }
     ),
-    "bounds of digits": lambda: as_json({"type": "number", "minimum": 5e-324, "maximum": 1e308}),
+    "bounds of digits": lambda: as_json(
+        {"type": "number", "minimum": 5e-324, "maximum": 1e308}
+    ),
     "tiny numbers": lambda: as_json(
         {"enum": [float(f"{n}e-{300 + n % 20}") for n in range(1, 12_000)]}
     ),
@@ -200,21 +246,29 @@ HOSTILE: dict[str, Callable[[], Fields]] = {
     "a reference to itself": lambda: as_json({"$ref": "#", "x": 1}),
     "a circle of references": lambda: as_json(
         {
-            "$defs": {f"d{n}": {"$ref": f"#/$defs/d{(n + 1) % 5000}"} for n in range(5000)},
+            "$defs": {
+                f"d{n}": {"$ref": f"#/$defs/d{(n + 1) % 5000}"} for n in range(5000)
+            },
             "$ref": "#/$defs/d0",
         }
     ),
     "long references": lambda: as_json(
         {"anyOf": [{"$ref": "#" + "/a" * 1000} for n in range(120)], "a": {}}
     ),
-    "unknown keywords": lambda: as_json({"type": "object"} | {f"k{n}": 1 for n in range(20_000)}),
+    "unknown keywords": lambda: as_json(
+        {"type": "object"} | {f"k{n}": 1 for n in range(20_000)}
+    ),
     "properties in unknown keywords": lambda: as_json(
         {"type": "object", "components": nested_names(20)}
     ),
-    "equal choices": lambda: {"guided_choice": ["a" * 20 + f"{n:05}" for n in range(9000)]},
+    "equal choices": lambda: {
+        "guided_choice": ["a" * 20 + f"{n:05}" for n in range(9000)]
+    },
     "long choices": lambda: {"guided_choice": [f"{n}" + "a" * 600 for n in range(400)]},
     "one long choice": lambda: {"guided_choice": ["ab" * (MOST // 2)]},
-    "choices of quotes": lambda: {"guided_choice": ['"' * 50 + str(n) for n in range(2000)]},
+    "choices of quotes": lambda: {
+        "guided_choice": ['"' * 50 + str(n) for n in range(2000)]
+    },
     "white space": lambda: {
         "guided_json": {"type": "object"},
         "guided_whitespace_pattern": "[ ]" * 5000 + "x",
@@ -238,5 +292,9 @@ def nested_names(depth: int) -> Any:
     """Return values under names that schemas use, where each rewriting looks anew."""
     value: Any = {"type": "string"}
     for number in range(depth):
-        value = {f"x{number}": value, "properties": {"a": value}} if number < 9 else {"b": value}
+        value = (
+            {f"x{number}": value, "properties": {"a": value}}
+            if number < 9
+            else {"b": value}
+        )
     return value

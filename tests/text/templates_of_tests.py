@@ -1,12 +1,13 @@
-"""Chat templates written for the tests, in the manner of models', and the messages they expect."""
+"""Chat templates written for the tests, in the manner of models', and the messages they
+expect."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Literal
 
-# What a template's author expects of a role: strings, lists of parts of which all are read, lists
-# of which only the first part is read, or strings as well as lists.
+# What a template's author expects of a role: strings, lists of parts of which all are
+# read, lists of which only the first part is read, or strings as well as lists.
 Content = Literal["strings", "parts", "one part", "both", "both without tools"]
 
 
@@ -16,7 +17,8 @@ class WrittenTemplate:
 
     text: str
     contents: Content = "strings"
-    contents_of: dict[str, Content] = field(default_factory=dict)  # roles with another form
+    # roles with another form
+    contents_of: dict[str, Content] = field(default_factory=dict)
     reads_json: bool = False  # the arguments of calls, as a string
     lacking: Literal["absent", "null", "empty"] = "absent"  # the content beside calls
     knows_developer: bool = False  # or writes it as the system's
@@ -29,7 +31,8 @@ BOTH = """{%- macro text(content) -%}
 {%- if content is string -%}{{- content -}}
 {%- else -%}
 {%- for part in content or [] -%}
-{%- if part.type == "text" -%}{{- part.text -}}{%- else -%}{{- raise_exception("?") -}}{%- endif -%}
+{%- if part.type == "text" -%}{{- part.text -}}
+{%- else -%}{{- raise_exception("?") -}}{%- endif -%}
 {%- endfor -%}
 {%- endif -%}
 {%- endmacro -%}"""
@@ -77,7 +80,9 @@ STRINGS = {
         every("{{- message.role -}}{{- message.content | upper -}}"),
         refuses="prefill prefill_of_parts",
     ),
-    "written whole": WrittenTemplate(every("{{- message.role -}}: {{ message.content }}\n")),
+    "written whole": WrittenTemplate(
+        every("{{- message.role -}}: {{ message.content }}\n")
+    ),
     "messages as JSON": WrittenTemplate(
         "{{- tools | tojson -}}{{- messages | tojson(indent=1) -}}",
         refuses="prefill prefill_of_parts",
@@ -89,7 +94,8 @@ STRINGS = {
         ),
         refuses="call call_of_object two_calls",
     ),
-    "system first": WrittenTemplate(  # Llama 2's system message goes into the user's first
+    # Llama 2's system message goes into the user's first
+    "system first": WrittenTemplate(
         "{%- if messages[0].role == 'system' -%}"
         "{%- set start = '<<SYS>>' + messages[0].content + '<</SYS>>' -%}"
         "{%- set messages = messages[1:] -%}{%- endif -%}"
@@ -103,9 +109,11 @@ STRINGS = {
 }
 CALLS = {
     "JSON joined": WrittenTemplate(
-        calling("{{- '```json\n' + call['function']['arguments'] + '\n```' -}}"), reads_json=True
+        calling("{{- '```json\n' + call['function']['arguments'] + '\n```' -}}"),
+        reads_json=True,
     ),
-    "calls beside a null": WrittenTemplate(  # DeepSeek V3's: beside a content calls are not written
+    # DeepSeek V3's: beside a content calls are not written
+    "calls beside a null": WrittenTemplate(
         every(
             "{%- if message['role'] == 'assistant' and message['content'] is none -%}"
             "{%- for call in message['tool_calls'] -%}"
@@ -160,10 +168,13 @@ CALLS = {
 }
 ONLY_PARTS = {
     "idefics": WrittenTemplate(
-        every("{{- message['role'] | capitalize + ': ' -}}" + PARTS + "{{- '<end>\n' -}}"),
+        every(
+            "{{- message['role'] | capitalize + ': ' -}}" + PARTS + "{{- '<end>\n' -}}"
+        ),
         "parts",
     ),
-    "smolvlm": WrittenTemplate(  # looks at the first part, which a message without content lacks
+    # looks at the first part, which a message without content lacks
+    "smolvlm": WrittenTemplate(
         every(
             "{{- message['role'] -}}"
             "{{- ':' if message['content'][0]['type'] == 'image' else ': ' -}}" + PARTS
@@ -182,12 +193,15 @@ ONLY_PARTS = {
         "parts",
     ),
     "parts without a look at types": WrittenTemplate(
-        every("<{{ message.role }}>{% for part in message.content %}{{ part.text }}{% endfor %}"),
+        every(
+            "<{{ message.role }}>{% for part in message.content %}{{ part.text }}{% endfor %}"
+        ),
         "parts",
     ),
     "parts with an empty line between": WrittenTemplate(
         every(
-            "{{- message.role + ': ' + message.content | map(attribute='text') | join('\n\n') -}}"
+            "{{- message.role + ': ' + message.content | map(attribute='text') | "
+            "join('\n\n') -}}"
         ),
         "parts",
     ),
@@ -223,8 +237,10 @@ ONLY_PARTS = {
             "{%- if messages[0].role != 'system' -%}{{- raise_exception('no') -}}{%- endif -%}",
         ),
         "parts",
-        refuses="user parts turns answer_of_parts call call_of_object call_beside_empty two_calls "
-        "said_beside_call tools tools_and_parts turns_of_parts prefill prefill_of_parts no_prompt "
+        refuses="user parts turns answer_of_parts call call_of_object "
+        "call_beside_empty two_calls "
+        "said_beside_call tools tools_and_parts turns_of_parts prefill "
+        "prefill_of_parts no_prompt "
         "variable",
     ),
     "wants no system message": WrittenTemplate(
@@ -238,10 +254,13 @@ ONLY_PARTS = {
 }
 BY_ROLE = {
     "strings and parts": WrittenTemplate(
-        every("{{- '<' + message.role + '>' + text(message.content) + '</s>' -}}", BOTH),
+        every(
+            "{{- '<' + message.role + '>' + text(message.content) + '</s>' -}}", BOTH
+        ),
         "both",
     ),
-    "trims each part": WrittenTemplate(  # and writes its calls only as objects, as Gemma 4 does
+    # and writes its calls only as objects, as Gemma 4 does
+    "trims each part": WrittenTemplate(
         every(
             "{{- '<turn>' + message.role -}}"
             "{%- for call in message.tool_calls -%}"
@@ -249,7 +268,8 @@ BY_ROLE = {
             "{{- name -}}:{{- value -}}{%- endfor -%}{%- endfor -%}"
             "{%- if message.content is string -%}{{- message.content | trim -}}"
             "{%- elif message.content is sequence -%}"
-            "{%- for part in message.content -%}{{- part.text | trim -}}{%- endfor -%}{%- endif -%}"
+            "{%- for part in message.content -%}{{- part.text | trim -}}{%- endfor "
+            "-%}{%- endif -%}"
         ),
         "both",
     ),
@@ -274,7 +294,8 @@ BY_ROLE = {
         "both",
         {"system": "strings", "tool": "strings"},
     ),
-    "tools with the first question": WrittenTemplate(  # Llama 4's, which is then a string
+    # Llama 4's, which is then a string
+    "tools with the first question": WrittenTemplate(
         every(
             "{{- '<' + message.role + '>' + text(message.content) -}}"
             "{%- for call in message.tool_calls or [] -%}"
@@ -285,19 +306,23 @@ BY_ROLE = {
         "both",
         {"user": "both without tools"},
     ),
-    "answers written whole": WrittenTemplate(  # GLM 4.5's answers of tools, if no string
+    # GLM 4.5's answers of tools, if no string
+    "answers written whole": WrittenTemplate(
         every(
             "{%- if message.role == 'tool' and message.content is not string -%}"
             "{%- for each in message.content -%}{{- each.output or each -}}{%- endfor -%}"
-            "{%- else -%}{{- '<|' + message.role + '|>' + text(message.content) -}}{%- endif -%}",
+            "{%- else -%}{{- '<|' + message.role + '|>' + text(message.content) -}}{%- "
+            "endif -%}",
             BOTH,
         ),
         "both",
         {"tool": "strings"},
     ),
-    "long ids": WrittenTemplate(  # Mistral's, which alternates and wants nine letters or digits
+    # Mistral's, which alternates and wants nine letters or digits
+    "long ids": WrittenTemplate(
         every(
-            "{%- if message.role == 'user' -%}{{- '[INST]' + text(message.content) + '[/INST]' -}}"
+            "{%- if message.role == 'user' -%}{{- '[INST]' + text(message.content) + "
+            "'[/INST]' -}}"
             "{%- elif message.role == 'system' -%}{{- '[SYS]' + text(message.content) -}}"
             "{%- elif message.role == 'tool' -%}"
             "{%- if message.tool_call_id | length != 9 -%}"
@@ -327,7 +352,8 @@ BY_ROLE = {
     ),
     "last turns": WrittenTemplate(  # shortened
         "{{- 'Today is Monday. ' -}}" + BOTH + "{%- for message in messages[-2:] -%}"
-        "{{- message.role + ':' + text(message.content)[:80] + '\n' -}}{%- endfor -%}" + BEGIN,
+        "{{- message.role + ':' + text(message.content)[:80] + '\n' -}}{%- endfor -%}"
+        + BEGIN,
         "both",
     ),
     "developer": WrittenTemplate(

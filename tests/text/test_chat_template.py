@@ -48,7 +48,11 @@ GEMMA = """{{- bos_token -}}
 {%- endfor -%}
 {%- if add_generation_prompt -%}{{- "<start_of_turn>model\n" -}}{%- endif -%}"""
 STYLES = {"chatml": CHATML, "llama3": LLAMA3, "mistral": MISTRAL, "gemma": GEMMA}
-CALL = {"id": "c", "type": "function", "function": {"name": "f", "arguments": '{"a": "é"}'}}
+CALL = {
+    "id": "c",
+    "type": "function",
+    "function": {"name": "f", "arguments": '{"a": "é"}'},
+}
 TOOL = {"type": "function", "function": {"name": "f", "parameters": {"type": "object"}}}
 CHATS: list[dict[str, Any]] = [
     {"messages": [{"role": "user", "content": "Hello"}]},
@@ -76,7 +80,10 @@ CHATS: list[dict[str, Any]] = [
         ],
         "continue_final_message": True,
     },
-    {"messages": [{"role": "user", "content": "Hello"}], "add_generation_prompt": False},
+    {
+        "messages": [{"role": "user", "content": "Hello"}],
+        "add_generation_prompt": False,
+    },
 ]
 
 
@@ -138,9 +145,16 @@ def test_ids_are_those_of_transformers(
     assert len(expected) > 5
 
 
-def test_developer_is_system_where_a_template_has_no_such_role(tokenizer: Tokenizer) -> None:
-    messages = [{"role": "developer", "content": "Be brief."}, {"role": "user", "content": "x"}]
-    assert "<|im_start|>system\nBe brief." in render(tokenizer, CHATML, messages=messages)
+def test_developer_is_system_where_a_template_has_no_such_role(
+    tokenizer: Tokenizer,
+) -> None:
+    messages = [
+        {"role": "developer", "content": "Be brief."},
+        {"role": "user", "content": "x"},
+    ]
+    assert "<|im_start|>system\nBe brief." in render(
+        tokenizer, CHATML, messages=messages
+    )
     aware = CHATML + "{# 'developer' #}"
     assert "<|im_start|>developer\n" in render(tokenizer, aware, messages=messages)
 
@@ -180,7 +194,10 @@ def test_a_model_with_several_templates(tokenizer: Tokenizer) -> None:
     try:
         hf.chat_template = {"default": CHATML, "tool_use": "tools {{ tools | length }}"}
         assert render(tokenizer, None, **CHATS[0]).startswith("<|im_start|>")
-        assert render(tokenizer, None, **CHATS[2] | {"chat_template_kwargs": {}}) == "tools 1"
+        assert (
+            render(tokenizer, None, **CHATS[2] | {"chat_template_kwargs": {}})
+            == "tools 1"
+        )
         hf.chat_template = {"other": CHATML}
         with pytest.raises(RequestError, match="--chat-template FILE"):
             render(tokenizer, None, **CHATS[0])

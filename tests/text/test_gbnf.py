@@ -60,7 +60,8 @@ def test_escapes_and_classes(grammar: str, fitting: str, other: str) -> None:
     ],
 )
 def test_lark_and_gbnf_are_told_apart(grammar: str, fitting: str, other: str) -> None:
-    """A rule `start` made GBNF Lark, `?start` made Lark GBNF, and names of rules fell together."""
+    """A rule `start` made GBNF Lark, `?start` made Lark GBNF, and names of rules fell
+    together."""
     assert accepts(grammar, fitting) and not accepts(grammar, other)
 
 
@@ -88,6 +89,11 @@ def test_large_grammars_take_no_time() -> None:
     start = time.thread_time()
     chain = "".join(f"r{n} ::= r{n + 1}\n" for n in range(8000))
     assert convert_gbnf(f'root ::= r0\n{chain}r8000 ::= "a"').count("\n") == 8001
-    for text in ("\n" * 200_000 + "root ::= a", "#" * 200_000, "# \n" * 60_000, "a " * 100_000):
+    for text in (
+        "\n" * 200_000 + "root ::= a",
+        "#" * 200_000,
+        "# \n" * 60_000,
+        "a " * 100_000,
+    ):
         assert is_gbnf(text) == text.endswith("::= a")
     assert time.thread_time() - start < 2

@@ -27,13 +27,17 @@ from tests.conftest import IS_ALL
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
 
 __all__ = ["sentencepiece_tokenizer"]  # a fixture
-DATA = Path(__file__).parents[3] / "shared" / "data"  # schemas of others, where they are at hand
+# schemas of others, where they are at hand
+DATA = Path(__file__).parents[3] / "shared" / "data"
 CORPUS = [
     '{"name": "Ada", "long name": [1, 2.5, null]} and some words in a row of words. Größe\n'
 ] * 40
 SCHEMA = {
     "type": "object",
-    "properties": {"name": {"type": "string"}, "long name": {"enum": [1, 2.5, None, "Größe 北"]}},
+    "properties": {
+        "name": {"type": "string"},
+        "long name": {"enum": [1, 2.5, None, "Größe 北"]},
+    },
     "required": ["name", "long name"],
     "additionalProperties": False,
 }
@@ -52,7 +56,10 @@ def trained(kind: str) -> Tokenizer:
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
         trainer: Any = trainers.UnigramTrainer(
-            vocab_size=120, special_tokens=special, unk_token="<unk>", show_progress=False
+            vocab_size=120,
+            special_tokens=special,
+            unk_token="<unk>",
+            show_progress=False,
         )
     else:
         backend = BackendTokenizer(models.WordPiece(unk_token="<unk>"))
@@ -68,11 +75,15 @@ def trained(kind: str) -> Tokenizer:
     return Tokenizer(hf)
 
 
-def compile_for(tokenizer: Tokenizer, constraint: Constraint, num_more: int = 5) -> Grammar:
+def compile_for(
+    tokenizer: Tokenizer, constraint: Constraint, num_more: int = 5
+) -> Grammar:
     """Compile for a model that has more rows than the tokenizer has tokens."""
     assert tokenizer.backend is not None and tokenizer.eos_id is not None
     vocab_size = tokenizer.backend.get_vocab_size() + num_more
-    return Grammars(tokenizer, vocab_size, frozenset({tokenizer.eos_id})).find(constraint)
+    return Grammars(tokenizer, vocab_size, frozenset({tokenizer.eos_id})).find(
+        constraint
+    )
 
 
 def ids_of(grammar: Grammar, text: str) -> list[int]:
@@ -110,7 +121,9 @@ def test_answers_of_all_kinds_of_tokenizers(tokenizer: Tokenizer) -> None:
         shown = tokenizer.decode([*before, *ids]).removeprefix(tokenizer.decode(before))
         assert shown == text
     assert not follow(grammar, ids_of(grammar, '{"name": "a", "long name": 3}'))
-    assert not follow(grammar, ids_of(grammar, '{"long name": 1, "name": "a"}')), "another order"
+    assert not follow(grammar, ids_of(grammar, '{"long name": 1, "name": "a"}')), (
+        "another order"
+    )
 
 
 def test_what_is_no_text_is_never_allowed(tokenizer: Tokenizer) -> None:
@@ -123,7 +136,9 @@ def test_what_is_no_text_is_never_allowed(tokenizer: Tokenizer) -> None:
         bits = matcher.mask.bits
         allowed = {i for i in range(len(bits) * 8) if bits[i // 8] >> i % 8 & 1}
         assert len(allowed) > 30 and max(allowed) < size
-        assert allowed & tokenizer.special_ids == (set() if is_first else {tokenizer.eos_id})
+        assert allowed & tokenizer.special_ids == (
+            set() if is_first else {tokenizer.eos_id}
+        )
         matcher.take(ids_of(grammar, "a")[0])
 
 
@@ -142,14 +157,29 @@ def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
         (as_json({"not": {}}), 'it has "not", to which answers cannot be held'),
         (as_json({"items": {"uniqueItems": True}}), '"uniqueItems"'),
         (as_json({"not": {}, "x-guidance": {"lenient": True}}), '"not"'),
-        (as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}), "oneOf whose branches may fit"),
+        (
+            as_json({"oneOf": [{"minimum": 1}, {"maximum": 3}]}),
+            "oneOf whose branches may fit",
+        ),
         (as_json({"type": "what"}), "Invalid type: what"),
         (as_json({"allOf": [{"const": 1}, {"const": 2}]}), "Unsatisfiable"),
-        (as_json({"enum": [1, 2**53 + 1]}), '9007199254740993 under "enum" is beyond 2\\^53'),
+        (
+            as_json({"enum": [1, 2**53 + 1]}),
+            '9007199254740993 under "enum" is beyond 2\\^53',
+        ),
         (as_json({"const": {"id": -(2**64)}}), "-18446744073709551616 under"),
-        (as_json({"const": 2.0**64}), "18446744073709551616.0|1.8446744073709552e\\+19"),
-        (as_json({"items": {"minimum": 2**53 + 1}}), 'under "minimum" is beyond 2\\^53'),
-        (as_json({"minProperties": 2}), '"minProperties" is above 1 where keys are free'),
+        (
+            as_json({"const": 2.0**64}),
+            "18446744073709551616.0|1.8446744073709552e\\+19",
+        ),
+        (
+            as_json({"items": {"minimum": 2**53 + 1}}),
+            'under "minimum" is beyond 2\\^53',
+        ),
+        (
+            as_json({"minProperties": 2}),
+            '"minProperties" is above 1 where keys are free',
+        ),
         (as_json({}, whitespace="("), "the JSON schema .* unclosed group"),
         (Constraint("regex", "("), "the regex .* unclosed group"),
         (Constraint("regex", "(?=a)b"), "look-around"),
@@ -173,14 +203,20 @@ def test_what_cannot_be_had_is_named(constraint: Constraint, told: str) -> None:
 
 
 def test_keys_are_spelled_in_one_way() -> None:
-    """llguidance takes "\\u0061" for a key beside "a": twice in an object, or with another type."""
-    schema = {"properties": {"a": {"type": "integer"}}, "additionalProperties": {"type": "string"}}
+    """llguidance takes "\\u0061" for a key beside "a": twice in an object, or with
+    another type."""
+    schema = {
+        "properties": {"a": {"type": "integer"}},
+        "additionalProperties": {"type": "string"},
+    }
     grammar = compile_for(byte_level(), as_json(schema))
     assert follow(grammar, ids_of(grammar, r'{"a":1,"b\n\"":"\n"}'))
     for text in (r'{"\u0061":"x"}', r'{"a":1,"\u0061":"x"}', r'{"b":"","b\u0061":""}'):
         assert not follow(grammar, ids_of(grammar, text)), text
     grammar = compile_for(byte_level(), as_json({"enum": ["\0", "a\\u00"]}))
-    assert follow(grammar, ids_of(grammar, r'"\u0000"')), "it can be spelled in no other way"
+    assert follow(grammar, ids_of(grammar, r'"\u0000"')), (
+        "it can be spelled in no other way"
+    )
 
 
 def test_numbers_are_exact() -> None:
@@ -196,10 +232,17 @@ def test_numbers_are_exact() -> None:
 
 def test_white_space_is_bounded_and_can_be_chosen() -> None:
     """Small models go on with it for ever; "x-guidance" in a schema changes nothing."""
-    schema = SCHEMA | {"x-guidance": {"whitespace_flexible": True, "item_separator": ";"}}
+    schema = SCHEMA | {
+        "x-guidance": {"whitespace_flexible": True, "item_separator": ";"}
+    }
     grammar = compile_for(byte_level(), as_json(schema))
     spaced = '{%s"name": "a", "long name": 1}'
-    for space, is_allowed in ((" ", True), ("\n" + " " * 20, True), ("  ", False), ("\n\n", False)):
+    for space, is_allowed in (
+        (" ", True),
+        ("\n" + " " * 20, True),
+        ("  ", False),
+        ("\n\n", False),
+    ):
         assert follow(grammar, ids_of(grammar, spaced % space)) is is_allowed
     assert not follow(grammar, ids_of(grammar, " " + spaced % " "))
     assert not follow(grammar, ids_of(grammar, '{"name": "a"; "long name": 1}'))
@@ -215,7 +258,12 @@ def test_white_space_is_bounded_and_can_be_chosen() -> None:
     [
         (as_json(SCHEMA), '{"name":"","long name":1}'),
         (as_json(TWO), '["ab","ab"]'),
-        (as_json({"anyOf": [{"type": "string", "minLength": 9}, {"type": ["null"]}]}), "null"),
+        (
+            as_json(
+                {"anyOf": [{"type": "string", "minLength": 9}, {"type": ["null"]}]}
+            ),
+            "null",
+        ),
         (Constraint("choice", '["a long one", "short"]'), "short"),
         (as_json({"$ref": "#"}), None),
         (as_json({"type": "string", "minLength": 10**9}), None),
@@ -232,7 +280,9 @@ def test_the_shortest_answer(constraint: Constraint, text: str | None) -> None:
     assert grammar.shortest == (len(ids_of(grammar, text)) if text else 0)
 
 
-def test_sequences_share_masks_until_there_are_too_many(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sequences_share_masks_until_there_are_too_many(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(grammars, "MAX_NODES", 6)
     grammar = compile_for(byte_level(), as_json(SCHEMA))
     ids = ids_of(grammar, '{"name": "a longer text", "long name": null}')
@@ -246,7 +296,9 @@ def test_sequences_share_masks_until_there_are_too_many(monkeypatch: pytest.Monk
     assert first.is_complete and second.is_complete
 
 
-def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_grammars_that_are_not_used_any_more_leave(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """The masks that are kept are counted for all grammars together."""
     monkeypatch.setattr(grammars, "MAX_KEPT", 3)
     grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
@@ -258,13 +310,16 @@ def test_grammars_that_are_not_used_any_more_leave(monkeypatch: pytest.MonkeyPat
             grammar.grammars.find(Constraint("regex", f"({number}"))
     assert len(grammar.grammars._found._entries) == 3
     kept = [
-        each for each, _ in grammar.grammars._found._entries.values() if isinstance(each, Grammar)
+        each
+        for each, _ in grammar.grammars._found._entries.values()
+        if isinstance(each, Grammar)
     ]
     assert grammar.grammars._num_nodes == sum(each.num_nodes for each in kept)
 
 
 def test_a_shortest_answer_is_never_built_at_length() -> None:
-    """20,000 items of 15,000 characters took 600 MB; each name was looked up among all others."""
+    """20,000 items of 15,000 characters took 600 MB; each name was looked up among all
+    others."""
     long = {"const": "x" * 15_000}
     many = {f"{n}": {"$ref": "#/d"} for n in range(4000)}
     items = {"type": "array", "minItems": 20_000, "items": {"$ref": "#/d"}}
@@ -284,7 +339,9 @@ def test_thousands_of_choices_are_compiled_at_once() -> None:
     assert grammar.shortest == 1 and time.thread_time() - start < 1.2
 
 
-def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_masks_of_grammars_that_left_are_not_counted(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """Rows that go on with such a grammar filled the place of all others; so did two threads."""
     monkeypatch.setattr(grammars, "MAX_KEPT", 2)
     grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
@@ -296,7 +353,9 @@ def test_masks_of_grammars_that_left_are_not_counted(monkeypatch: pytest.MonkeyP
     for token_id in ids_of(grammar, "abab"):
         matcher.take(token_id)
         assert matcher.mask == grammar.first.mask or matcher.is_complete
-    kept = [each for each, _ in places._found._entries.values() if isinstance(each, Grammar)]
+    kept = [
+        each for each, _ in places._found._entries.values() if isinstance(each, Grammar)
+    ]
     assert places._num_nodes == sum(each.num_nodes for each in kept)
 
 
@@ -316,7 +375,9 @@ def write_longest(schema: Any, first: str, most: int = 60, begun: str = "") -> s
         if not ids:
             break
         matcher.take(favoured if favoured in ids else ids[0])
-        text += grammar.grammars.vocabulary.tokens[favoured if favoured in ids else ids[0]]
+        text += grammar.grammars.vocabulary.tokens[
+            favoured if favoured in ids else ids[0]
+        ]
     return text.decode()
 
 
@@ -382,15 +443,21 @@ def test_digits_of_numbers_are_counted() -> None:
         ({"type": "integer", "minimum": 123456789012345680}, "113488326021705123"),
         ({"type": "integer", "maximum": -123456789012345680}, "-113488326021705123"),
         ({"type": "number", "maximum": 2**53 - 1}, str(2**53 - 1)),
-        ({"type": "number", "exclusiveMinimum": 0, "maximum": 2**53 - 1}, str(2**53 - 1)),
+        (
+            {"type": "number", "exclusiveMinimum": 0, "maximum": 2**53 - 1},
+            str(2**53 - 1),
+        ),
         ({"type": "number", "multipleOf": 3.5, "maximum": 1e20}, "1994402688317769912"),
     ],
 )
 def test_no_digits_lead_to_a_place_without_an_end(schema: Any, begun: str) -> None:
-    """Some bounds need a digit more than they have, and 2^53 - 1 took a point, but no 0 behind."""
+    """Some bounds need a digit more than they have, and 2^53 - 1 took a point, but no 0
+    behind."""
     for digit in "019.":
         text = write_longest(schema, digit, begun=begun)
-        assert text.startswith(begun) and not jsonschema_errors(schema, json.loads(text))
+        assert text.startswith(begun) and not jsonschema_errors(
+            schema, json.loads(text)
+        )
 
 
 N = "#/$defs/N"
@@ -402,10 +469,19 @@ N = "#/$defs/N"
         ({"properties": {"n": {"$ref": N}}, "required": ["n"]}, False),
         ({"properties": {"n": {"$ref": N}}}, True),
         (
-            {"properties": {"n": {"anyOf": [{"type": "null"}, {"$ref": N}]}}, "required": ["n"]},
+            {
+                "properties": {"n": {"anyOf": [{"type": "null"}, {"$ref": N}]}},
+                "required": ["n"],
+            },
             True,
         ),
-        ({"properties": {"n": {"anyOf": [{"$ref": N}, {"$ref": N}]}}, "required": ["n"]}, False),
+        (
+            {
+                "properties": {"n": {"anyOf": [{"$ref": N}, {"$ref": N}]}},
+                "required": ["n"],
+            },
+            False,
+        ),
         ({"required": ["n"], "additionalProperties": {"$ref": N}}, False),
         ({"allOf": [{"properties": {"n": {"$ref": N}}, "required": ["n"]}]}, False),
         ({"type": "array", "items": {"$ref": N}, "minItems": 1}, False),
@@ -436,7 +512,9 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
         ("#/$defs/%4E", {}),
     ],
 )
-def test_references_that_only_llguidance_follows(reference: str, names: dict[str, str]) -> None:
+def test_references_that_only_llguidance_follows(
+    reference: str, names: dict[str, str]
+) -> None:
     """An `$anchor` and a relative name were taken for the root: "no finite value fits it"."""
     schema = {
         "$id": "urn:x:1" if reference.startswith("urn") else "http://x.org/all.json",
@@ -453,11 +531,17 @@ def test_references_that_only_llguidance_follows(reference: str, names: dict[str
 @pytest.mark.parametrize(
     ("schema", "told"),
     [
-        ({"name": "x", "strict": True, "schema": {"type": "object"}}, 'stands under "schema" as'),
+        (
+            {"name": "x", "strict": True, "schema": {"type": "object"}},
+            'stands under "schema" as',
+        ),
         ({"city": {"type": "string"}}, 'names of properties under "properties"'),
         ({"description": "A town", "city": {"type": "string"}}, 'under "properties"'),
         ({"name": "f", "parameters": {"type": "object"}}, 'stands under "parameters"'),
-        ({"type": "array", "items": {"city": {"type": "string"}}}, '"city" and no keyword'),
+        (
+            {"type": "array", "items": {"city": {"type": "string"}}},
+            '"city" and no keyword',
+        ),
         ({"title": "Any", "x-order": 1}, ""),
         ({"$ref": "#/$defs/all/a", "$defs": {"all": {"a": {"type": "null"}}}}, ""),
         ({"properties": {"a": {"javaType": "String"}}}, ""),
@@ -480,7 +564,11 @@ ODD_CODES = (0x1F, 0x20, 0x22, 0x5C, 0x7F, 0x80, 0xFF, 0x2028, 0xFEFF, 0xFFFF, 0
 def test_constants_have_any_character(code: int) -> None:
     """U+007F was left out: llguidance writes it as an escape alone, and its Lark has none."""
     text = f"a{chr(code)}b"
-    spelled = {json.dumps(text), json.dumps(text, ensure_ascii=False), f'"a\\u{code:04X}b"'}
+    spelled = {
+        json.dumps(text),
+        json.dumps(text, ensure_ascii=False),
+        f'"a\\u{code:04X}b"',
+    }
     schema = {"enum": [text, 1]}
     named = {"type": "object", "properties": {text: {}}, "required": [text]}
     grammar = compile_for(byte_level(), as_json(schema))
@@ -513,7 +601,8 @@ def read_suite(name: str) -> Iterator[dict[str, Any]]:
 
 @pytest.mark.skipif(not DATA.exists(), reason="the schemas of others are not at hand")
 @pytest.mark.parametrize(
-    ("name", "compiled", "lost"), [("maskbench", 934, 10), ("json_schema_suite", 168, 22)]
+    ("name", "compiled", "lost"),
+    [("maskbench", 934, 10), ("json_schema_suite", 168, 22)],
 )
 def test_real_schemas(name: str, compiled: int, lost: int) -> None:
     """Nothing that is accepted is invalid; few valid instances are lost, by order and space."""
@@ -530,7 +619,9 @@ def test_real_schemas(name: str, compiled: int, lost: int) -> None:
         places._num_nodes = grammars.MAX_NODES  # keep no masks: only ends are asked for
         for test in each["tests"]:
             matcher = grammar.start()
-            for token_id in ids_of(grammar, json.dumps(test["data"], ensure_ascii=False)):
+            for token_id in ids_of(
+                grammar, json.dumps(test["data"], ensure_ascii=False)
+            ):
                 matcher.take(token_id)
             try:
                 is_accepted = matcher.is_complete
@@ -564,7 +655,9 @@ def kinds(*values: Any, **more: Any) -> dict[str, Any]:
         ([True, {"type": "string"}], False),
     ],
 )
-def test_one_of_branches_that_exclude_each_other(branches: list[Any], is_joined: bool) -> None:
+def test_one_of_branches_that_exclude_each_other(
+    branches: list[Any], is_joined: bool
+) -> None:
     """Only a proof makes `oneOf` an `anyOf`: else what fits two branches would be accepted."""
     inner = {"items": {"oneOf": branches, "title": "T"}, "const": {"oneOf": [1]}}
     schema = {"$defs": {"d": kinds("d"), "more": {"anyOf": [inner]}}}
@@ -574,7 +667,12 @@ def test_one_of_branches_that_exclude_each_other(branches: list[Any], is_joined:
 
 
 @pytest.mark.parametrize(
-    "text", ['root ::= "temperature = " [0-9]+', 'start: "lenient" | "temperature="', "start: /a/"]
+    "text",
+    [
+        'root ::= "temperature = " [0-9]+',
+        'start: "lenient" | "temperature="',
+        "start: /a/",
+    ],
 )
 def test_words_of_a_grammar_are_no_options(text: str) -> None:
     """A literal `"lenient"` was taken for an option, and the grammar refused."""
@@ -598,7 +696,10 @@ def test_odd_values_that_llguidance_passes_over(key: str, odd: Any) -> None:
 
 def test_one_of_in_places_of_their_own_stays() -> None:
     """References are looked up in the whole schema, and `$id` makes them mean others."""
-    union = {"oneOf": [kinds("a"), kinds("b")], "discriminator": {"propertyName": "kind"}}
+    union = {
+        "oneOf": [kinds("a"), kinds("b")],
+        "discriminator": {"propertyName": "kind"},
+    }
     assert list(Branches(union | {"$id": "x"}).join(union | {"$id": "x"})) == [
         "oneOf",
         "discriminator",
@@ -610,5 +711,8 @@ def test_one_of_in_places_of_their_own_stays() -> None:
         most = {"$anchor": "foo", "type": "integer", "maximum": 5}
         places = {"oneOf": both, "type": "null", "$defs": {"a/b": most, "ab": most}}
         assert "oneOf" in Branches(places).join(places), "3 fits both"
-    circle = {"$defs": {"c": {"$ref": "#/$defs/c"}}, "oneOf": [{"$ref": "#/$defs/c"}, kinds("a")]}
+    circle = {
+        "$defs": {"c": {"$ref": "#/$defs/c"}},
+        "oneOf": [{"$ref": "#/$defs/c"}, kinds("a")],
+    }
     assert "oneOf" in Branches(circle).join(circle)

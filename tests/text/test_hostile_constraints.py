@@ -41,7 +41,9 @@ def places() -> Grammars:
 
 
 def read(fields: dict[str, Any]) -> Constraint:
-    found = {name: CONSTRAINTS[name].kind.read(name, fields[name], 1) for name in fields}
+    found = {
+        name: CONSTRAINTS[name].kind.read(name, fields[name], 1) for name in fields
+    }
     constraint = find_constraint(found)
     assert constraint is not None
     return constraint
@@ -51,7 +53,9 @@ def write(grammar: Grammar, most: int) -> None:
     """Write an answer of the tokens with the lowest ids."""
     matcher = grammar.start()
     for _ in range(most):
-        bits = int.from_bytes(matcher.mask.bits, "little") & ~(1 << min(places()._eos_ids))
+        bits = int.from_bytes(matcher.mask.bits, "little") & ~(
+            1 << min(places()._eos_ids)
+        )
         if not bits:
             return
         matcher.take((bits & -bits).bit_length() - 1)
@@ -83,7 +87,10 @@ def test_other_constraints_do_not_wait() -> None:
         for number in range(5):
             assert one.find(Constraint("regex", f"north{number}")).first.mask.few
         assert not waiting.done(), time.monotonic() - start_s
-        told = r"^the JSON schema .* it takes more than 2 s, or 2 GB of memory to compile. Make it"
+        told = (
+            r"^the JSON schema .* it takes more than 2 s, or 2 GB of memory to compile. "
+            r"Make it"
+        )
         with pytest.raises(RequestError, match=told):
             waiting.result()
     with pytest.raises(RequestError, match=told):
@@ -91,7 +98,9 @@ def test_other_constraints_do_not_wait() -> None:
     assert time.monotonic() - start_s < 30, "it is kept"
 
 
-def test_equal_constraints_at_once_are_compiled_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_equal_constraints_at_once_are_compiled_once(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     asked: list[Any] = []
     ask = LimitedPool.ask
 
@@ -112,7 +121,9 @@ def test_proofs_of_practice_are_not_refused() -> None:
     assert places().find(read({"guided_json": one_of_enums(50, 20)})).shortest
 
 
-def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_kept_of_constraints_is_bounded_in_bytes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     """256 grammars of 256 KB were kept, and as many texts."""
     monkeypatch.setattr(grammars, "MAX_KEPT_BYTES", 10 << 20)
     tokenizer = byte_level()
@@ -127,7 +138,8 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(monkeypatch: pytest.Mon
 
 
 def test_the_memory_of_a_grammar_is_bounded() -> None:
-    """25,000 texts in a row, 210 KB, took 500 MB here each time, and 25 such grammars were kept."""
+    """25,000 texts in a row, 210 KB, took 500 MB here each time, and 25 such grammars
+    were kept."""
     row = " ".join(f'"a{number}"' for number in range(12_000))
     told = r"it takes \d+ MB of memory; at most 64 MB is allowed. Make it simpler"
     with pytest.raises(RequestError, match=told):
@@ -157,7 +169,9 @@ def test_the_mean_of_masks_counts(monkeypatch: pytest.MonkeyPatch) -> None:
         grammar.check_time(0.15)
         for _ in range(100):
             grammar.check_time(0.0001)
-    with pytest.raises(RequestError, match=r"a token takes more than 5 ms of computing"):
+    with pytest.raises(
+        RequestError, match=r"a token takes more than 5 ms of computing"
+    ):
         for _ in range(20):
             grammar.check_time(0.1)
     with pytest.raises(RequestError, match="Make it simpler"):

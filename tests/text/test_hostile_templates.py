@@ -28,7 +28,10 @@ HOSTILE = {
     "batches": "{% for each in [1] | batch(10**11, 'x') %}{% endfor %}",
     "doubling": "{% set n = namespace(x='xx') %}"
     "{% for i in range(99) %}{% set n.x = n.x ~ n.x %}{% endfor %}{{ n.x }}",
-    "recursion": "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro %}{{ f(99) }}",
+    "recursion": (
+        "{% macro f(n) %}{{ f(n - 1) if n }}{{ f(n - 1) if n }}{% endmacro "
+        "%}{{ f(99) }}"
+    ),
     "long lists": "{% for i in range(99) %}{{ range(99999) | list | tojson }}{% endfor %}",
 }
 BY_DEFAULT = ("loops", "padding", "doubling")
@@ -36,7 +39,9 @@ BY_DEFAULT = ("loops", "padding", "doubling")
 
 @pytest.fixture
 def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
-    monkeypatch.setattr(chat_template, "_RENDERERS", LimitedPool(TemplateWorker, seconds=0.4))
+    monkeypatch.setattr(
+        chat_template, "_RENDERERS", LimitedPool(TemplateWorker, seconds=0.4)
+    )
     return Tokenizer.load(DEMO_MODEL)
 
 
@@ -44,10 +49,14 @@ def tokenizer(monkeypatch: pytest.MonkeyPatch) -> Tokenizer:
     "name",
     [pytest.param(name, marks=() if name in BY_DEFAULT else more) for name in HOSTILE],
 )
-def test_a_template_without_end_costs_its_request(tokenizer: Tokenizer, name: str) -> None:
+def test_a_template_without_end_costs_its_request(
+    tokenizer: Tokenizer, name: str
+) -> None:
     """A loop in a template held a run for ever, and a padded text took all memory."""
     began = time.perf_counter()
-    with pytest.raises(RequestError, match=r"takes more than|becomes|OverflowError|Recursion"):
+    with pytest.raises(
+        RequestError, match=r"takes more than|becomes|OverflowError|Recursion"
+    ):
         ChatTemplate(tokenizer, HOSTILE[name]).render(HELLO, [])
     assert time.perf_counter() - began < 8
 
@@ -58,7 +67,9 @@ def test_what_a_client_sends_may_be_the_program() -> None:
     assert len(ours.render(HELLO, [], args={"width": 30}).text) == 30
     with pytest.raises(RequestError, match=r"takes more than .* of memory"):
         ours.render(HELLO, [], args={"width": 10**11})
-    with pytest.raises(RequestError, match=r"it becomes 17,\d+,\d+ bytes; 16,777,216 are allowed"):
+    with pytest.raises(
+        RequestError, match=r"it becomes 17,\d+,\d+ bytes; 16,777,216 are allowed"
+    ):
         ours.render(HELLO, [], args={"width": 17_000_000})
     assert ours.render(HELLO, [], args={"width": 3}).text == " x "
 

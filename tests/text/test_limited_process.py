@@ -67,8 +67,12 @@ def pool() -> Iterator[LimitedPool]:
 
 
 def test_a_process_answers_one_message_after_another(pool: LimitedPool) -> None:
-    answers = [pool.ask(["echo", {"é": [number, None, "\ud800"]}]) for number in range(3)]
-    assert [number for _, number in answers] == [{"é": [n, None, "\ud800"]} for n in range(3)]
+    answers = [
+        pool.ask(["echo", {"é": [number, None, "\ud800"]}]) for number in range(3)
+    ]
+    assert [number for _, number in answers] == [
+        {"é": [n, None, "\ud800"]} for n in range(3)
+    ]
     assert len({pid for pid, _ in answers}) == 1 and answers[0][0] != os.getpid()
     assert pool.ask(["print", "no answer"]) is None
 
@@ -76,13 +80,19 @@ def test_a_process_answers_one_message_after_another(pool: LimitedPool) -> None:
 @pytest.mark.parametrize(
     "message", [["spin", 60], ["fill", 3 << 30], ["grow", 3 << 30], ["sink", 1 << 30]]
 )
-def test_a_limit_ends_a_process_and_the_next_one_answers(pool: LimitedPool, message: Any) -> None:
-    with pytest.raises(LimitError, match=r"^it takes more than 0.3 s, or 2 GB of memory$"):
+def test_a_limit_ends_a_process_and_the_next_one_answers(
+    pool: LimitedPool, message: Any
+) -> None:
+    with pytest.raises(
+        LimitError, match=r"^it takes more than 0.3 s, or 2 GB of memory$"
+    ):
         pool.ask(message)
     assert pool.ask(["echo", 1])[1] == 1
 
 
-def test_waiting_is_bounded_as_well(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_waiting_is_bounded_as_well(
+    monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
     """Time of computing does not pass while a process waits."""
     text = Path(limited_process.__file__).read_text()
     quick = tmp_path / "quick.py"
@@ -105,12 +115,16 @@ def test_faults_of_the_work_are_told_and_end_no_process(pool: LimitedPool) -> No
         with pytest.raises(ValueError, match=told) as caught:
             pool.ask(["raise", text])
         assert not isinstance(caught.value, LimitError)
-    with pytest.raises(ValueError, match="it becomes 20,000,008 bytes; 16,777,216 are allowed"):
+    with pytest.raises(
+        ValueError, match="it becomes 20,000,008 bytes; 16,777,216 are allowed"
+    ):
         pool.ask(["grow", 20_000_000])
     assert pool.ask(["echo", 1])[0] == pid
 
 
-def test_small_pipes_hold_nobody_up(pool: LimitedPool, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_small_pipes_hold_nobody_up(
+    pool: LimitedPool, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A user of many pipes gets small ones: both sides waited for each other, without end."""
     start = pool._start
 
@@ -123,14 +137,18 @@ def test_small_pipes_hold_nobody_up(pool: LimitedPool, monkeypatch: pytest.Monke
     monkeypatch.setattr(pool, "_start", start_narrow)
     messages = iter([json.dumps(["grow", 3000 + n]) for n in range(40)] * 40)
     found: list[str] = []
-    asking = threading.Thread(target=lambda: found.extend(pool.ask_all(messages)), daemon=True)
+    asking = threading.Thread(
+        target=lambda: found.extend(pool.ask_all(messages)), daemon=True
+    )
     asking.start()
     asking.join(10)
     assert found[:2] == ["x" * 3000, "x" * 3001]
 
 
 def test_a_message_that_takes_long_holds_no_other_up(pool: LimitedPool) -> None:
-    assert len({pid for pid, _ in map(pool.ask, [["echo", 1]] * 3)}) == 1, "one is enough"
+    assert len({pid for pid, _ in map(pool.ask, [["echo", 1]] * 3)}) == 1, (
+        "one is enough"
+    )
     with ThreadPoolExecutor() as threads:
         slow = threads.submit(pool.ask, ["sleep", 1.0])
         start = time.monotonic()
@@ -176,7 +194,9 @@ def test_what_cannot_be_imported_is_no_limit() -> None:
     """It said that each grammar takes more than 2 s, at once."""
     pool = LimitedPool(build_nothing)
     for _ in range(3):
-        with pytest.raises(OSError, match=r"cannot import .*test_limited_process\. Install"):
+        with pytest.raises(
+            OSError, match=r"cannot import .*test_limited_process\. Install"
+        ):
             pool.ask(1)
 
 
@@ -195,7 +215,11 @@ def test_limits_hold_whatever_a_process_is_started_from() -> None:
         except ValueError as error: print(error)
     """
     done = subprocess.run(
-        [sys.executable, "-c", code], capture_output=True, text=True, timeout=30, check=True
+        [sys.executable, "-c", code],
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
     )
     limits, told = done.stdout.splitlines()
     assert json.loads(limits) == [[1 << 30] * 2, [0, 0]]

@@ -1,4 +1,5 @@
-"""Templates differ in the form of messages that they read; each gets its own, as transformers'."""
+"""Templates differ in the form of messages that they read; each gets its own, as
+transformers'."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ def call(arguments: object, call_id: str = "call00001") -> dict[str, Any]:
 
 def history(*calls: dict[str, Any], said: Any = None, answer: tuple[str, ...]) -> Any:
     asked = {"role": "assistant", "content": said, "tool_calls": list(calls)}
-    answers = [say("tool", *answer, tool_call_id=each["id"], name="look") for each in calls]
+    answers = [
+        say("tool", *answer, tool_call_id=each["id"], name="look") for each in calls
+    ]
     return {"messages": [HELLO, asked, *answers], "tools": [TOOL]}
 
 
@@ -71,7 +74,9 @@ CHATS: dict[str, dict[str, Any]] = {
     "two_calls": history(call(SPACED), call("", "call00002"), answer=("far",)),
     "call_beside_empty": history(call(SPACED), said="", answer=("far",)),
     "said_beside_call": history(call(SPACED), said="Let me look.", answer=TWO),
-    "turns_of_parts": {"messages": [say("user", *TWO), say("assistant", "Hi"), say("user", *TWO)]},
+    "turns_of_parts": {
+        "messages": [say("user", *TWO), say("assistant", "Hi"), say("user", *TWO)]
+    },
     "prefill": {
         "messages": [HELLO, say("assistant", "The way ")],
         "continue_final_message": True,
@@ -100,20 +105,28 @@ def render(template: ChatTemplate, fields: dict[str, Any]) -> str:
     return render_whole(template, fields).text
 
 
-def intend(message: dict[str, Any], template: WrittenTemplate, *, has_tools: bool) -> Any:
+def intend(
+    message: dict[str, Any], template: WrittenTemplate, *, has_tools: bool
+) -> Any:
     """Return a message in the form that the template's author has in mind."""
     message = {name: value for name, value in message.items() if value is not None}
     if message["role"] == "developer" and not template.knows_developer:
         message["role"] = "system"
     form = template.contents_of.get(message["role"], template.contents)
     content = message.get("content")
-    joined = "\n".join(part["text"] for part in content) if isinstance(content, list) else content
+    joined = (
+        "\n".join(part["text"] for part in content)
+        if isinstance(content, list)
+        else content
+    )
     if form == "strings" or (form == "both without tools" and has_tools):
         content = joined
     elif form == "one part" or (form == "parts" and isinstance(content, str)):
         content = [{"type": "text", "text": joined}]
     if joined is not None or template.lacking != "absent":
-        message["content"] = "" if joined is None and template.lacking == "empty" else content
+        message["content"] = (
+            "" if joined is None and template.lacking == "empty" else content
+        )
     if content == "" and template.lacking == "null":
         message["content"] = None
     calls = message.pop("tool_calls", [])
@@ -132,7 +145,10 @@ def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) ->
     tools = fields.get("tools")
     assert hf is not None
     continues = fields.get("continue_final_message", False)
-    messages = [intend(message, template, has_tools=bool(tools)) for message in fields["messages"]]
+    messages = [
+        intend(message, template, has_tools=bool(tools))
+        for message in fields["messages"]
+    ]
     how = {
         "tools": tools,
         "chat_template": template.text,
@@ -140,8 +156,11 @@ def render_by_transformers(template: WrittenTemplate, fields: dict[str, Any]) ->
         "continue_final_message": continues,
         **fields.get("chat_template_kwargs", {}),
     }
-    if template.lacking == "null":  # from some version on, apply_chat_template leaves it out
-        return str(render_jinja_template([messages], **hf.special_tokens_map, **how)[0][0])
+    # from some version on, apply_chat_template leaves it out
+    if template.lacking == "null":
+        return str(
+            render_jinja_template([messages], **hf.special_tokens_map, **how)[0][0]
+        )
     return str(hf.apply_chat_template(messages, tokenize=False, **how))
 
 
@@ -154,7 +173,9 @@ def test_a_template_gets_the_form_that_it_reads(template: WrittenTemplate) -> No
             with pytest.raises(RequestError):
                 render(ours, fields)
         else:
-            assert render(ours, fields) == render_by_transformers(template, fields), name
+            assert render(ours, fields) == render_by_transformers(template, fields), (
+                name
+            )
     two = CHATS["system_of_parts" if "parts" in template.refuses.split() else "parts"]
     assert all(text.strip() in render(ours, two).lower() for text in TWO)
 
@@ -194,23 +215,40 @@ def test_broken_arguments_come_in_the_form_that_shows_them_best() -> None:
         return render(template, fields).split("<call>look")[1].split("<tool>")[0]
 
     read = "call.function.arguments"
-    assert find(f"{{{{- {read} if {read} is string else {read} | tojson -}}}}") == broken
+    assert (
+        find(f"{{{{- {read} if {read} is string else {read} | tojson -}}}}") == broken
+    )
     assert find(f"{{{{- {read} | tojson -}}}}") == json.dumps(broken)
     assert find(f"{{{{- '(' + {read} + ')' -}}}}") == f"({broken})"
     items = (
-        "{%- for name, value in " + read + ".items() -%}{{- name ~ '=' ~ value -}}{%- endfor -%}"
+        "{%- for name, value in "
+        + read
+        + ".items() -%}{{- name ~ '=' ~ value -}}{%- endfor -%}"
     )
     assert find(items) == f"arguments={broken}"
-    only = "{%- if " + read + " is mapping -%}{{- " + read + " | tojson -}}{%- endif -%}"
+    only = (
+        "{%- if " + read + " is mapping -%}{{- " + read + " | tojson -}}{%- endif -%}"
+    )
     assert json.loads(find(only)) == {"arguments": broken}
 
 
 def test_an_empty_answer_is_rendered_as_an_empty_one() -> None:
     """A past answer without content ended in 400."""
-    for text in (STRICT, TEMPLATES["smolvlm"].text, TEMPLATES["strings and parts"].text):
+    for text in (
+        STRICT,
+        TEMPLATES["smolvlm"].text,
+        TEMPLATES["strings and parts"].text,
+    ):
         ours = ChatTemplate(TOKENIZER, text)
-        empty = render(ours, {"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED]})
-        for past in ({"content": None}, {"content": []}, {}, {"content": [], "tool_calls": []}):
+        empty = render(
+            ours, {"messages": [ASKED, {"role": "assistant", "content": ""}, ASKED]}
+        )
+        for past in (
+            {"content": None},
+            {"content": []},
+            {},
+            {"content": [], "tool_calls": []},
+        ):
             past = {"role": "assistant"} | past
             assert render(ours, {"messages": [ASKED, past, ASKED]}) == empty
         parts = [{"type": "refusal", "refusal": "I will not."}]
@@ -242,7 +280,9 @@ def test_parts_are_joined_if_a_place_of_their_role_writes_lists_whole() -> None:
     check_joined(of_calls, history_of_parts["messages"], tools=[TOOL])
     of_first = every(
         "{%- set content = message.content -%}"
-        "{%- if loop.first -%}{{- '<s>' ~ content -}}{%- else -%}" + READS_BOTH + "{%- endif -%}"
+        "{%- if loop.first -%}{{- '<s>' ~ content -}}{%- else -%}"
+        + READS_BOTH
+        + "{%- endif -%}"
     )
     check_joined(of_first, CHATS["turns_of_parts"]["messages"])
 
@@ -251,13 +291,17 @@ def test_a_requests_variables_decide_its_forms() -> None:
     """Probes left them out, and Python's list came into the prompt."""
     text = every(
         "{%- set content = message.content -%}"
-        "{%- if whole is defined -%}{{- content -}}{%- else -%}" + READS_BOTH + "{%- endif -%}"
+        "{%- if whole is defined -%}{{- content -}}{%- else -%}"
+        + READS_BOTH
+        + "{%- endif -%}"
     )
     ours = ChatTemplate(TOKENIZER, text)
     fields = CHATS["parts"]
     assert "first second" in render(ours, fields)
     check_joined(text, fields["messages"], chat_template_kwargs={"whole": True})
-    assert "first \nsecond" in render(ours, fields | {"chat_template_kwargs": {"whole": True}})
+    assert "first \nsecond" in render(
+        ours, fields | {"chat_template_kwargs": {"whole": True}}
+    )
 
 
 def test_a_null_that_would_be_written_is_no_content() -> None:
@@ -265,7 +309,8 @@ def test_a_null_that_would_be_written_is_no_content() -> None:
     text = every(
         "{%- if message.content is not defined -%}{{- raise_exception('?') -}}{%- endif -%}"
         "{{- message.content | tojson -}}"
-        "{%- for call in message.tool_calls or [] -%}{{- call.function | tojson -}}{%- endfor -%}"
+        "{%- for call in message.tool_calls or [] -%}{{- call.function | tojson -}}{%- "
+        "endfor -%}"
     )
     found = render(ChatTemplate(TOKENIZER, text), CHATS["call"])
     assert "null" not in found and '""{"name": "look"' in found
@@ -284,14 +329,19 @@ def test_what_a_template_leaves_out_is_told() -> None:
     (told,) = find(every("{{- message.contnet -}}"), CHATS["turns"])
     assert "writes no text" in told
     of_null = TEMPLATES["calls beside a null"].text
-    assert find(of_null, CHATS["call_beside_empty"]) == find(of_null, CHATS["call"]) == ()
+    assert (
+        find(of_null, CHATS["call_beside_empty"]) == find(of_null, CHATS["call"]) == ()
+    )
     assert "leaves out tool calls" in find(of_null, CHATS["said_beside_call"])[0]
 
 
 def test_calls_are_refused_rather_than_left_out() -> None:
     """Beside an empty content a template that writes no calls would drop them in silence."""
     with pytest.raises(RequestError, match=r"messages\[1\] has no content"):
-        render(ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")), CHATS["call"])
+        render(
+            ChatTemplate(TOKENIZER, every("{{- message.content + '.' -}}")),
+            CHATS["call"],
+        )
 
 
 def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:
@@ -302,8 +352,13 @@ def test_forms_do_not_depend_on_the_order_of_requests_and_threads() -> None:
         TEMPLATES["JSON joined to content"],
     ):
         names = [name for name in CHATS if name not in template.refuses.split()]
-        apart = [render(ChatTemplate(TOKENIZER, template.text), CHATS[name]) for name in names]
+        apart = [
+            render(ChatTemplate(TOKENIZER, template.text), CHATS[name])
+            for name in names
+        ]
         together = ChatTemplate(TOKENIZER, template.text)
         with ThreadPoolExecutor(4) as pool:
-            found = pool.map(render, repeat(together), [CHATS[name] for name in reversed(names)])
+            found = pool.map(
+                render, repeat(together), [CHATS[name] for name in reversed(names)]
+            )
         assert list(found) == apart[::-1]

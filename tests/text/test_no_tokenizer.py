@@ -11,7 +11,12 @@ import pytest
 import fminfer
 from fminfer.core.errors import CheckpointError
 
-ROW: dict[str, Any] = {"prompt": [5, 6, 7], "max_tokens": 4, "temperature": 0, "logprobs": 2}
+ROW: dict[str, Any] = {
+    "prompt": [5, 6, 7],
+    "max_tokens": 4,
+    "temperature": 0,
+    "logprobs": 2,
+}
 
 
 @pytest.fixture(scope="module")
@@ -32,7 +37,9 @@ def answers(folder: Path, rows: list[dict[str, Any]], **options: Any) -> list[An
 
 def test_a_folder_without_a_tokenizer_says_so(bare_folder: Path) -> None:
     """It said "You need to have sentencepiece or tiktoken installed"."""
-    with pytest.raises(CheckpointError, match=r"has no tokenizer .*--skip-tokenizer-init") as told:
+    with pytest.raises(
+        CheckpointError, match=r"has no tokenizer .*--skip-tokenizer-init"
+    ) as told:
         fminfer.Engine(str(bare_folder))
     assert "installed" not in str(told.value)
 
@@ -41,7 +48,9 @@ def test_token_ids_are_answered_without_a_tokenizer(
     bare_folder: Path, llama_checkpoint: tuple[Path, Any]
 ) -> None:
     rows = [ROW, ROW | {"echo": True, "return_token_ids": True}]
-    with_words = answers(llama_checkpoint[0], [row | {"return_token_ids": True} for row in rows])
+    with_words = answers(
+        llama_checkpoint[0], [row | {"return_token_ids": True} for row in rows]
+    )
     without = answers(bare_folder, rows, skip_tokenizer_init=True)
     for with_text, bare in zip(with_words, without, strict=True):
         expected = with_text["choices"][0]
@@ -50,15 +59,31 @@ def test_token_ids_are_answered_without_a_tokenizer(
         for name in ("token_ids", "prompt_token_ids", "finish_reason"):
             assert choice[name] == expected[name]
         ids = choice["token_ids"]
-        listed = ids if len(ids) == len(choice["logprobs"]["tokens"]) else [5, 6, 7, *ids]
-        assert choice["logprobs"]["tokens"] == [f"token_id:{token_id}" for token_id in listed]
+        listed = (
+            ids if len(ids) == len(choice["logprobs"]["tokens"]) else [5, 6, 7, *ids]
+        )
+        assert choice["logprobs"]["tokens"] == [
+            f"token_id:{token_id}" for token_id in listed
+        ]
         values = [each["logprobs"]["token_logprobs"] for each in (choice, expected)]
         assert values[0] == values[1]
 
 
 def test_text_is_refused_line_by_line(bare_folder: Path) -> None:
-    rows = [ROW | {"prompt": "text"}, ROW | {"stop": "x"}, ROW | {"bad_words": ["x"]}, ROW]
+    rows = [
+        ROW | {"prompt": "text"},
+        ROW | {"stop": "x"},
+        ROW | {"bad_words": ["x"]},
+        ROW,
+    ]
     found = answers(bare_folder, rows, skip_tokenizer_init=True)
-    assert [getattr(each, "param", None) for each in found] == ["prompt", "stop", "bad_words", None]
+    assert [getattr(each, "param", None) for each in found] == [
+        "prompt",
+        "stop",
+        "bad_words",
+        None,
+    ]
     assert all(each.code == "unsupported_parameter" for each in found[:3])
-    assert "--skip-tokenizer-init" in str(found[0]) and "stop_token_ids" in str(found[1])
+    assert "--skip-tokenizer-init" in str(found[0]) and "stop_token_ids" in str(
+        found[1]
+    )

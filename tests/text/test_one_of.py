@@ -1,4 +1,5 @@
-"""`oneOf` is taken as `anyOf` where its branches are proven to exclude each other, never else."""
+"""`oneOf` is taken as `anyOf` where its branches are proven to exclude each other,
+never else."""
 
 from __future__ import annotations
 
@@ -44,21 +45,38 @@ NUMBER = {"type": "number"}
 @pytest.mark.parametrize(
     ("schema", "fits", "fits_not"),
     [
-        (one_of(LEAF, branch("tree", n=NUMBER)), {"kind": "tree", "n": 1}, {"kind": "tree"}),
-        (one_of(LEAF, CIRCLE), {"kind": "tree", "inner": {"kind": "leaf"}}, {"kind": "root"}),
+        (
+            one_of(LEAF, branch("tree", n=NUMBER)),
+            {"kind": "tree", "n": 1},
+            {"kind": "tree"},
+        ),
+        (
+            one_of(LEAF, CIRCLE),
+            {"kind": "tree", "inner": {"kind": "leaf"}},
+            {"kind": "root"},
+        ),
         (one_of(LEAF, CIRCLE, discriminator=HINT), {"kind": "leaf"}, {"kind": "tree"}),
         (one_of({"enum": ["a", "b"]}, {"const": "c"}), "c", "d"),
         (one_of({"type": ["integer", "null"]}, TEXT), None, 0.5),
-        (one_of(branch("a", to=TEXT), branch("a", to=NUMBER)), {"kind": "a", "to": 1}, {}),
+        (
+            one_of(branch("a", to=TEXT), branch("a", to=NUMBER)),
+            {"kind": "a", "to": 1},
+            {},
+        ),
     ],
 )
-def test_branches_that_exclude_each_other(schema: Any, fits: Any, fits_not: Any) -> None:
-    """pydantic-ai's discriminated unions were refused, and circles of them, whoever wrote them."""
+def test_branches_that_exclude_each_other(
+    schema: Any, fits: Any, fits_not: Any
+) -> None:
+    """pydantic-ai's discriminated unions were refused, and circles of them, whoever
+    wrote them."""
     for value, is_fit in ((fits, True), (fits_not, False)):
         matcher = matcher_of(schema)
         assert not matcher.is_error(), matcher.get_error()
         data = [*json.dumps(value, separators=(",", ":")).encode()]
-        assert (matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()) is is_fit
+        assert (
+            matcher.try_consume_tokens(data) == len(data) and matcher.is_accepting()
+        ) is is_fit
 
 
 @pytest.mark.parametrize(
@@ -66,7 +84,9 @@ def test_branches_that_exclude_each_other(schema: Any, fits: Any, fits_not: Any)
     [
         one_of(LEAF, branch("leaf", n=NUMBER)),
         one_of(LEAF, branch("leaf", n=NUMBER), discriminator=HINT),
-        one_of(LEAF, LEAF | {"properties": {"kind": {"const": "tree"}}, "required": []}),
+        one_of(
+            LEAF, LEAF | {"properties": {"kind": {"const": "tree"}}, "required": []}
+        ),
         one_of(LEAF, {"properties": {"kind": {"const": "tree"}}, "required": ["kind"]}),
         one_of({"type": "integer"}, NUMBER),
         one_of({"const": 1}, {"const": 1.0}),
@@ -89,4 +109,7 @@ def test_values_that_look_like_schemas_stay() -> None:
     value = {"oneOf": [{"type": "null"}, {"type": "string"}]}
     matcher = matcher_of({"enum": [value], "properties": {"oneOf": {"type": "array"}}})
     assert not matcher.is_error(), matcher.get_error()
-    assert matcher.try_consume_tokens([*json.dumps(value, separators=(",", ":")).encode()]) > 20
+    assert (
+        matcher.try_consume_tokens([*json.dumps(value, separators=(",", ":")).encode()])
+        > 20
+    )

@@ -15,7 +15,11 @@ from fminfer.core.errors import CheckpointError, RequestError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
 
-REPLACES_WORDS = {"type": "Replace", "pattern": {"Regex": "(?=panic)"}, "content": "aaaa"}
+REPLACES_WORDS = {
+    "type": "Replace",
+    "pattern": {"Regex": "(?=panic)"},
+    "content": "aaaa",
+}
 
 
 def make_folder(folder: Path, **parts: Any) -> Path:
@@ -27,7 +31,9 @@ def make_folder(folder: Path, **parts: Any) -> Path:
 
 def test_a_text_that_panics_the_tokenizer_is_an_error(tmp_path: Path) -> None:
     """`tokenizers` panics where a normalizer replaces nothing by something, and a run ended."""
-    tokenizer = Tokenizer.load(make_folder(tmp_path / "model", normalizer=REPLACES_WORDS))
+    tokenizer = Tokenizer.load(
+        make_folder(tmp_path / "model", normalizer=REPLACES_WORDS)
+    )
     for with_offsets in (False, True):
         with pytest.raises(RequestError, match="tokenizer fails at this text: "):
             tokenizer.encode("panic", with_offsets=with_offsets)
@@ -75,15 +81,27 @@ SEQUENCES = {
 
 
 @pytest.mark.parametrize("name", SEQUENCES)
-def test_a_tokenizer_that_multiplies_texts_is_refused(tmp_path: Path, name: str) -> None:
+def test_a_tokenizer_that_multiplies_texts_is_refused(
+    tmp_path: Path, name: str
+) -> None:
     """A request of one letter took gigabytes, and the run with it."""
     folder = make_folder(tmp_path / "model", **{name: SEQUENCES[name]})
-    with pytest.raises(CheckpointError, match=rf"its {name} may make a text .* times as long"):
+    with pytest.raises(
+        CheckpointError, match=rf"its {name} may make a text .* times as long"
+    ):
         Tokenizer.load(folder)
 
 
 def test_a_tokenizer_that_writes_three_for_one_is_read(tmp_path: Path) -> None:
-    steps = [{"type": "Prepend", "prepend": "\u2581"}, replaces(" ", "\u2581"), replaces("``", '"')]
+    steps = [
+        {"type": "Prepend", "prepend": "\u2581"},
+        replaces(" ", "\u2581"),
+        replaces("``", '"'),
+    ]
     steps.append({"type": "Replace", "pattern": {"Regex": " {2,}"}, "content": " "})
     normalizer = {"type": "Sequence", "normalizers": [*steps, {"type": "NFKC"}]}
-    assert Tokenizer.load(make_folder(tmp_path / "model", normalizer=normalizer)).encode("a").ids
+    assert (
+        Tokenizer.load(make_folder(tmp_path / "model", normalizer=normalizer))
+        .encode("a")
+        .ids
+    )

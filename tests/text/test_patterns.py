@@ -1,4 +1,5 @@
-r"""Classes of regexes mean what ECMA 262, Python, Lark and GBNF say, not what Rust's crate does."""
+r"""Classes of regexes mean what ECMA 262, Python, Lark and GBNF say, not what Rust's
+crate does."""
 
 from __future__ import annotations
 
@@ -51,26 +52,35 @@ def test_classes_have_no_set_operators(letters: str) -> None:
     except re.error:  # a range from its end to its start
         expected = []
     strings = [json.dumps(each) for each in ASCII]
-    as_pattern = accepted(as_json({"type": "string", "pattern": f"^{letters}$"}), strings)
+    as_pattern = accepted(
+        as_json({"type": "string", "pattern": f"^{letters}$"}), strings
+    )
     assert [json.loads(each) for each in as_pattern] == expected
     assert accepted(Constraint("regex", letters), ASCII) == expected
     assert accepted(Constraint("grammar", f"start: /{letters}/"), ASCII) == expected
 
 
 def test_patterns_of_names_are_read_alike() -> None:
-    schema = {"patternProperties": {"^[a&&b]$": {"const": 1}}, "additionalProperties": False}
+    schema = {
+        "patternProperties": {"^[a&&b]$": {"const": 1}},
+        "additionalProperties": False,
+    }
     names = [f'{{"{name}":1}}' for name in "ab&c"]
     assert accepted(as_json({"type": "object"} | schema), names) == names[:3]
 
 
 def test_ecma_has_empty_classes_and_a_dot_without_line_ends() -> None:
     r"""`[^]` was an open class, and `.` let \r and U+2028 through, at which ECMA's dot stops."""
-    texts = [json.dumps(each, ensure_ascii=False) for each in ("a", "\n", "\r", "\u2028")]
+    texts = [
+        json.dumps(each, ensure_ascii=False) for each in ("a", "\n", "\r", "\u2028")
+    ]
     any_letter, dot = ({"type": "string", "pattern": each} for each in ("^[^]$", "^.$"))
     assert accepted(as_json(any_letter), texts) == texts
     assert accepted(as_json(dot), texts) == texts[:1]
     assert accepted(as_json({"type": "string", "pattern": "^[]$"}), texts) == []
-    assert accepted(Constraint("regex", "[]a]"), ["]", "a", "b"]) == ["]", "a"], "as in Python"
+    assert accepted(Constraint("regex", "[]a]"), ["]", "a", "b"]) == ["]", "a"], (
+        "as in Python"
+    )
 
 
 def test_strings_and_comments_of_lark_stay() -> None:
@@ -80,7 +90,9 @@ def test_strings_and_comments_of_lark_stay() -> None:
 
 
 @pytest.mark.parametrize("rewrite", [plain_pattern, plain_regex, plain_lark])
-@pytest.mark.parametrize("part", ["[", "[^", "\\", "[\\", '"\\', "/\\", "[a-", "\\p{", "//", "[]"])
+@pytest.mark.parametrize(
+    "part", ["[", "[^", "\\", "[\\", '"\\', "/\\", "[a-", "\\p{", "//", "[]"]
+)
 def test_long_texts_take_no_time(rewrite: Any, part: str) -> None:
     """A search that starts anew at each open bracket takes hours for 256 KiB of them."""
     start = time.thread_time()

@@ -34,7 +34,10 @@ def record(**more: Any) -> dict[str, Any]:
             {"c": True},
         ),
         (
-            record(propertyNames={"type": "string", "const": "a"}, additionalProperties=TRUE),
+            record(
+                propertyNames={"type": "string", "const": "a"},
+                additionalProperties=TRUE,
+            ),
             {"a": True},
             {"a": 1},
         ),
@@ -45,7 +48,11 @@ def record(**more: Any) -> dict[str, Any]:
         ),
         ({"type": "array", "uniqueItems": False}, [1, 1], {}),
         (record(required=None, properties=None), {}, 1),
-        (record(properties={"a": TRUE | {"enum": None}}, maxProperties=1), {"a": True}, {"a": 1}),
+        (
+            record(properties={"a": TRUE | {"enum": None}}, maxProperties=1),
+            {"a": True},
+            {"a": 1},
+        ),
         ({"const": None}, None, 1),
         ({"type": "integer", "minimum": -(2**63), "maximum": 2**63 - 1}, -(2**62), 0.5),
         ({"type": "integer", "maximum": 2**64, "minimum": 0}, 2**62, -1),
@@ -67,7 +74,9 @@ def record(**more: Any) -> dict[str, Any]:
         (
             {
                 "$ref": "#/components/schemas/Day",
-                "components": {"schemas": {"Day": {"format": "date", "type": "string"}}},
+                "components": {
+                    "schemas": {"Day": {"format": "date", "type": "string"}}
+                },
             },
             "2024-02-29",
             "2023-02-29",
@@ -80,7 +89,8 @@ def record(**more: Any) -> dict[str, Any]:
     ],
 )
 def test_what_they_mean(schema: Any, fitting: Any, other: Any) -> None:
-    """Draft 4's `exclusiveMinimum: true` and OpenAPI's `nullable` had no effect, others refused."""
+    """Draft 4's `exclusiveMinimum: true` and OpenAPI's `nullable` had no effect, others
+    refused."""
     assert accepts(schema, fitting) and not accepts(schema, other)
 
 
@@ -98,7 +108,8 @@ def test_names_with_patterns_beside_an_enum_are_refused() -> None:
 
 
 def test_unknown_formats_are_named() -> None:
-    """`format: password` and `path` were refused: they ask for nothing that a text could break."""
+    """`format: password` and `path` were refused: they ask for nothing that a text
+    could break."""
     schema = {"items": {"type": "string", "format": "password"}, "format": "uuid"}
     grammar = compile_for(byte_level(), as_json(schema))
     assert grammar.unknown == ('the format "password"',)

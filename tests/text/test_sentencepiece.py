@@ -1,4 +1,5 @@
-"""Folders that hold a sentencepiece model and no tokenizer.json, against sentencepiece itself."""
+"""Folders that hold a sentencepiece model and no tokenizer.json, against sentencepiece
+itself."""
 
 from __future__ import annotations
 
@@ -98,7 +99,9 @@ def make_folder(folder: Path, kind: str) -> Any:
     )
     transformers.LlamaConfig(vocab_size=400).save_pretrained(folder)
     (folder / "tokenizer_config.json").write_text(json.dumps(tokenizer_config))
-    return sentencepiece.SentencePieceProcessor(model_file=str(folder / f"{name}.model"))
+    return sentencepiece.SentencePieceProcessor(
+        model_file=str(folder / f"{name}.model")
+    )
 
 
 @pytest.fixture(scope="module", params=sorted(KINDS))
@@ -130,7 +133,9 @@ def test_text_comes_back(pair: tuple[str, Tokenizer, Any], text: str) -> None:
     assert one_by_one == tokenizer.decode(ids)
     if kind == "llama":
         assert one_by_one == text
-    elif 2 not in ids or kind == "open_llama":  # T5's <unk> is special, and so without text
+    elif (
+        2 not in ids or kind == "open_llama"
+    ):  # T5's <unk> is special, and so without text
         assert one_by_one == own.decode(own.encode(text))
 
 
@@ -165,7 +170,9 @@ def test_offsets(pair: tuple[str, Tokenizer, Any], text: str) -> None:
         for token_id, offset in zip(encoded.ids[1:], encoded.offsets[1:], strict=True):
             spelled = tokenizer.piece(token_id).replace("▁", " ")
             if not spelled.startswith("<0x"):
-                assert spelled.strip() == "" or text[offset:].lstrip().startswith(spelled.strip())
+                assert spelled.strip() == "" or text[offset:].lstrip().startswith(
+                    spelled.strip()
+                )
 
 
 def test_offsets_of_a_known_text(tmp_path: Path) -> None:
@@ -173,7 +180,11 @@ def test_offsets_of_a_known_text(tmp_path: Path) -> None:
     tokenizer = Tokenizer.load(tmp_path)
     encoded = tokenizer.encode("The 🙂 garden", with_offsets=True)
     found = dict(zip(map(tokenizer.piece, encoded.ids), encoded.offsets, strict=True))
-    assert found["<s>"] == 0 and found["<0xF0>"] == found["<0x82>"] == 4 and found["▁garden"] == 5
+    assert (
+        found["<s>"] == 0
+        and found["<0xF0>"] == found["<0x82>"] == 4
+        and found["▁garden"] == 5
+    )
 
 
 def test_a_tokenizer_json_rules_where_there_is_one(tmp_path: Path) -> None:
@@ -199,7 +210,9 @@ def test_files_that_are_no_model_of_this_tokenizer(tmp_path: Path) -> None:
 
 def random_ids(tokenizer: Tokenizer, vocab: int, rng: random.Random) -> list[int]:
     """Draw ids of a vocabulary and beyond, with runs of bytes, characters cut and whole."""
-    spelled = tokenizer.encode("x" + rng.choice(["é", "🙂", "東京", "👩‍👩‍👧", "\ufffd"])).ids
+    spelled = tokenizer.encode(
+        "x" + rng.choice(["é", "🙂", "東京", "👩‍👩‍👧", "\ufffd"])
+    ).ids
     tail = [i for i in spelled if i not in (tokenizer.bos_id, tokenizer.eos_id)]
     ids: list[int] = []
     while len(ids) < 40:
@@ -244,16 +257,27 @@ def test_many_broken_bytes_and_then_a_character(tmp_path: Path) -> None:
     own = make_folder(tmp_path, "llama")
     tokenizer = Tokenizer.load(tmp_path)
     byte = {value: own.piece_to_id(f"<0x{value:02X}>") for value in range(256)}
-    ids = [byte[0xFF]] * 23 + [byte[value] for value in "🙂".encode()] + [byte[0xF0], byte[0x9F]]
-    assert tokenizer.decode(ids) == own.decode(ids) == "\ufffd" * 23 + "🙂" + "\ufffd" * 2
+    ids = (
+        [byte[0xFF]] * 23
+        + [byte[value] for value in "🙂".encode()]
+        + [byte[0xF0], byte[0x9F]]
+    )
+    assert (
+        tokenizer.decode(ids) == own.decode(ids) == "\ufffd" * 23 + "🙂" + "\ufffd" * 2
+    )
     detokenizer = Detokenizer(tokenizer, [])
     parts = [detokenizer.add(token_id) for token_id in ids]
     assert parts[3:23] == ["\ufffd"] * 20 and parts[26].endswith("🙂")
     assert "".join(parts) + detokenizer.flush() == tokenizer.decode(ids)
 
 
-@pytest.mark.parametrize("text", [*TEXTS, " " * 5000, "a " * 5000, "\x07" * 5000, "ﬁ" * 500])
-def test_texts_have_at_least_so_many_tokens(pair: tuple[str, Tokenizer, Any], text: str) -> None:
-    """Some of these models merge spaces, drop signs, or have one token for all that is unknown."""
+@pytest.mark.parametrize(
+    "text", [*TEXTS, " " * 5000, "a " * 5000, "\x07" * 5000, "ﬁ" * 500]
+)
+def test_texts_have_at_least_so_many_tokens(
+    pair: tuple[str, Tokenizer, Any], text: str
+) -> None:
+    """Some of these models merge spaces, drop signs, or have one token for all that is
+    unknown."""
     _, tokenizer, _ = pair
     assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text).ids)

@@ -1,4 +1,5 @@
-"""How tokens are spelled in the logprobs arrays: by piece, or by the text that they stand for."""
+"""How tokens are spelled in the logprobs arrays: by piece, or by the text that they
+stand for."""
 
 from __future__ import annotations
 
@@ -47,8 +48,12 @@ def sentencepiece_like(*, strips: bool) -> Tokenizer:
     return Tokenizer(hf)
 
 
-@pytest.fixture(scope="module", params=["byte_level", "bytes", "sentencepiece", "with_space"])
-def tokenizer(request: pytest.FixtureRequest, sentencepiece_tokenizer: Tokenizer) -> Tokenizer:
+@pytest.fixture(
+    scope="module", params=["byte_level", "bytes", "sentencepiece", "with_space"]
+)
+def tokenizer(
+    request: pytest.FixtureRequest, sentencepiece_tokenizer: Tokenizer
+) -> Tokenizer:
     if request.param == "sentencepiece":
         return sentencepiece_tokenizer
     if request.param == "with_space":
@@ -61,13 +66,17 @@ def as_bytes(spelling: str) -> bytes:
     if not spelling.startswith("bytes:"):
         return spelling.encode()
     escaped = spelling.removeprefix("bytes:").encode()
-    return re.sub(rb"\\x([0-9a-f]{2})", lambda hit: bytes.fromhex(hit[1].decode()), escaped)
+    return re.sub(
+        rb"\\x([0-9a-f]{2})", lambda hit: bytes.fromhex(hit[1].decode()), escaped
+    )
 
 
 def join(tokenizer: Tokenizer, ids: list[int]) -> str:
     spelling = Spelling(tokenizer, is_text=True)
     first = spelling.find_first(ids, skip_special_tokens=True)
-    shown = [spelling.spell(i, is_first=n == first) for n, i in enumerate(ids) if n >= first]
+    shown = [
+        spelling.spell(i, is_first=n == first) for n, i in enumerate(ids) if n >= first
+    ]
     return b"".join(map(as_bytes, shown)).decode()
 
 
@@ -78,7 +87,9 @@ def test_spellings_joined_give_the_text(tokenizer: Tokenizer, text: str) -> None
 
 
 @pytest.mark.parametrize("text", TEXTS)
-def test_spellings_of_a_completion_give_its_text(tokenizer: Tokenizer, text: str) -> None:
+def test_spellings_of_a_completion_give_its_text(
+    tokenizer: Tokenizer, text: str
+) -> None:
     """Wherever the prompt ends on a whole character: the completion's leading space is there."""
     ids = tokenizer.encode("a " + text).ids
     spelling = Spelling(tokenizer, is_text=True)
@@ -109,7 +120,9 @@ def test_sentencepiece_spellings() -> None:
         spelling = Spelling(tokenizer, is_text=True)
         ids = {piece: i for i in range(280) if (piece := tokenizer.piece(i))}
         assert spelling.spell(ids["▁north"]) == " north"
-        assert spelling.spell(ids["▁north"], is_first=True) == ("north" if strips else " north")
+        assert spelling.spell(ids["▁north"], is_first=True) == (
+            "north" if strips else " north"
+        )
         assert spelling.spell(ids["north"], is_first=True) == "north"
         assert spelling.spell(ids["▁▁"], is_first=True) == (" " if strips else "  ")
         assert spelling.spell(ids["<0xE2>"]) == "bytes:\\xe2"
@@ -147,25 +160,40 @@ def test_batch_lines_get_text_and_the_others_pieces_unless_told() -> None:
         ("vocab", pieces, pieces),
         ("text", texts, texts),
     ]:
-        for line, expected in [(body, of_bare), ({"request": body}, of_bare), (batch, of_batch)]:
+        for line, expected in [
+            (body, of_bare),
+            ({"request": body}, of_bare),
+            (batch, of_batch),
+        ]:
             found = choice(token_format, line, script)
             assert found["text"] == " x🙂"
             logprobs = found["logprobs"]
             assert logprobs["tokens"] == expected
             for token, logprob, top in zip(
-                expected, logprobs["token_logprobs"], logprobs["top_logprobs"], strict=True
+                expected,
+                logprobs["token_logprobs"],
+                logprobs["top_logprobs"],
+                strict=True,
             ):
                 assert top[token] == logprob, "one spelling, one float, in both places"
 
 
 def test_under_echo_the_tokens_begin_with_the_prompt() -> None:
-    line = {"prompt": "é>", "max_tokens": 2, "temperature": 0, "logprobs": 1, "echo": True}
+    line = {
+        "prompt": "é>",
+        "max_tokens": 2,
+        "temperature": 0,
+        "logprobs": 1,
+        "echo": True,
+    }
     found = choice("text", line, b"...ab")
     joined = b"".join(map(as_bytes, found["logprobs"]["tokens"])).decode()
     assert joined.startswith(found["text"]) and found["text"].startswith("é>")
 
 
-def test_of_two_ids_with_one_spelling_the_better_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_of_two_ids_with_one_spelling_the_better_stays(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     monkeypatch.setattr(Tokenizer, "token_bytes", lambda self, token_id: b"same")
     line = {"prompt": ">", "max_tokens": 1, "temperature": 0, "logprobs": 3}
     found = choice("text", line, b"a")

@@ -15,8 +15,20 @@ from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 from tests.text.test_grammars import as_json, compile_for, follow, ids_of
 from tests.text.test_tokenizer import byte_level
 
-HELD = ["date", "time", "date-time", "duration", "email", "hostname", "ipv4", "ipv6", "uuid", "uri"]
-BOUNDED = {"date": 12, "time": 26, "date-time": 37, "duration": 70, "uuid4": 38}  # characters
+HELD = [
+    "date",
+    "time",
+    "date-time",
+    "duration",
+    "email",
+    "hostname",
+    "ipv4",
+    "ipv6",
+    "uuid",
+    "uri",
+]
+# characters
+BOUNDED = {"date": 12, "time": 26, "date-time": 37, "duration": 70, "uuid4": 38}
 
 
 def accepts(schema: Any, value: Any) -> bool:
@@ -42,7 +54,8 @@ def draw(schema: Any, rng: random.Random) -> str | None:
 
 
 def test_days_are_those_of_the_calendar() -> None:
-    """2023-02-29 was a date, and so was a day of the year 0; 1900 has no leap day, 2000 has one."""
+    """2023-02-29 was a date, and so was a day of the year 0; 1900 has no leap day, 2000
+    has one."""
     pattern = re.compile(FORMATS["date"]["pattern"])
     for year in (0, 1, 4, 96, 100, 400, 1900, 2000, 2023, 2024, 2100, 9999):
         for month, day in ((m, d) for m in range(14) for d in range(33)):
@@ -70,7 +83,11 @@ def test_days_are_those_of_the_calendar() -> None:
         ("email", "a.b@example.org", "a..b@example.org"),
         ("email", f"{'a' * 64}@b.c", f"{'a' * 65}@b.c"),
         ("hostname", "a.example", f"{'a' * 64}.example"),
-        ("uuid4", "12345678-1234-4234-8234-123456789abc", "12345678-1234-1234-8234-123456789abc"),
+        (
+            "uuid4",
+            "12345678-1234-4234-8234-123456789abc",
+            "12345678-1234-1234-8234-123456789abc",
+        ),
         ("byte", "YQ==", "YQ="),
     ],
 )
@@ -80,7 +97,9 @@ def test_string_formats_are_held_to(form: str, good: str, bad: str) -> None:
     both = schema | {"pattern": f"^{re.escape(bad)}$"}
     with pytest.raises(RequestError, match=r"nothing matches it$"):
         compile_for(byte_level(), as_json(both))
-    assert accepts(schema | {"pattern": f"^{re.escape(good)}$"}, good), "beside a pattern"
+    assert accepts(schema | {"pattern": f"^{re.escape(good)}$"}, good), (
+        "beside a pattern"
+    )
 
 
 @pytest.mark.parametrize("form", HELD)

@@ -29,7 +29,9 @@ def test_a_folder_with_spiece_model_alone(tmp_path: Path) -> None:
         minloglevel=2,
     )
     (folder / "spiece.vocab").unlink()
-    (folder / "config.json").write_text(json.dumps({"model_type": "t5", "vocab_size": 256}))
+    (folder / "config.json").write_text(
+        json.dumps({"model_type": "t5", "vocab_size": 256})
+    )
     tokenizer = Tokenizer.load(folder)
     own = sentencepiece.SentencePieceProcessor(str(folder / "spiece.model"))
     assert (tokenizer.eos_id, tokenizer.bos_id) == (1, None)
@@ -46,7 +48,9 @@ def test_a_folder_with_spiece_model_alone(tmp_path: Path) -> None:
 
 def name_class(folder: Path, file: str, name: str) -> None:
     (folder / "config.json").write_text(json.dumps({"model_type": "t5"}))
-    (folder / file).write_text(json.dumps({"model_type": "t5", "tokenizer_class": name}))
+    (folder / file).write_text(
+        json.dumps({"model_type": "t5", "tokenizer_class": name})
+    )
 
 
 @pytest.mark.parametrize("file", ["tokenizer_config.json", "config.json"])
@@ -70,5 +74,7 @@ def test_byt5_needs_no_vocabulary_file(file: str, tmp_path: Path) -> None:
 
 def test_another_class_without_a_vocabulary_is_named(tmp_path: Path) -> None:
     name_class(tmp_path, "tokenizer_config.json", "PerceiverTokenizer")
-    with pytest.raises(CheckpointError, match="no tokenizer of its class PerceiverTokenizer"):
+    with pytest.raises(
+        CheckpointError, match="no tokenizer of its class PerceiverTokenizer"
+    ):
         Tokenizer.load(tmp_path)

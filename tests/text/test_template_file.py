@@ -36,7 +36,12 @@ def test_a_processors_json_is_not_taken_for_jinja(tmp_path: Path) -> None:
     file = tmp_path / LEGACY_TEMPLATE
     file.write_text(json.dumps({"chat_template": TEMPLATE}))
     assert read_template(file) == TEMPLATE
-    for wrong in ('{"other": 1}', '{"chat_template": {"default": "x"}}', "[]", TEMPLATE):
+    for wrong in (
+        '{"other": 1}',
+        '{"chat_template": {"default": "x"}}',
+        "[]",
+        TEMPLATE,
+    ):
         file.write_text(wrong)
         with pytest.raises(ValueError, match=r"chat_template|Expecting"):
             read_template(file)
@@ -61,6 +66,12 @@ def test_a_word_is_not_a_role() -> None:
     messages = [{"role": "developer", "content": "Be brief."}]
     tokenizer = Tokenizer.load(DEMO_MODEL)
     speaks = TEMPLATE + "{# for developers #}{{ 'a developer wrote this' }}"
-    assert ChatTemplate(tokenizer, speaks).render(messages, []).text.startswith("<system>")
+    assert (
+        ChatTemplate(tokenizer, speaks).render(messages, []).text.startswith("<system>")
+    )
     knows = TEMPLATE + '{% if messages[0]["role"] == "developer" %}{% endif %}'
-    assert ChatTemplate(tokenizer, knows).render(messages, []).text.startswith("<developer>")
+    assert (
+        ChatTemplate(tokenizer, knows)
+        .render(messages, [])
+        .text.startswith("<developer>")
+    )

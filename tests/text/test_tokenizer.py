@@ -36,7 +36,9 @@ def byte_level() -> Tokenizer:
         show_progress=False,
     )
     backend.train_from_iterator(TEXTS[:1] * 50, trainer)
-    hf = transformers.PreTrainedTokenizerFast(tokenizer_object=backend, eos_token="<eos>")
+    hf = transformers.PreTrainedTokenizerFast(
+        tokenizer_object=backend, eos_token="<eos>"
+    )
     return Tokenizer(hf)
 
 
@@ -57,12 +59,16 @@ def sentencepiece_tokenizer(tmp_path_factory: pytest.TempPathFactory) -> Tokeniz
         minloglevel=2,
     )
     transformers.LlamaConfig(vocab_size=300).save_pretrained(folder)
-    (folder / "tokenizer_config.json").write_text('{"tokenizer_class": "LlamaTokenizer"}')
+    (folder / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "LlamaTokenizer"}'
+    )
     return Tokenizer.load(folder)
 
 
 @pytest.fixture(scope="module", params=["byte_level", "bytes", "sentencepiece"])
-def tokenizer(request: pytest.FixtureRequest, sentencepiece_tokenizer: Tokenizer) -> Tokenizer:
+def tokenizer(
+    request: pytest.FixtureRequest, sentencepiece_tokenizer: Tokenizer
+) -> Tokenizer:
     if request.param == "sentencepiece":
         return sentencepiece_tokenizer
     return byte_level() if request.param == "byte_level" else Tokenizer(None)
@@ -70,7 +76,9 @@ def tokenizer(request: pytest.FixtureRequest, sentencepiece_tokenizer: Tokenizer
 
 @pytest.mark.parametrize("text", TEXTS)
 @pytest.mark.parametrize("cut", [0, 1, 3, 7])
-def test_detokenizing_one_by_one_gives_the_text(tokenizer: Tokenizer, text: str, cut: int) -> None:
+def test_detokenizing_one_by_one_gives_the_text(
+    tokenizer: Tokenizer, text: str, cut: int
+) -> None:
     """Wherever the prompt ends, even inside a character, prompt and completion give the text."""
     ids = tokenizer.encode("x " + text).ids
     cut = min(cut, len(ids) - 1)
@@ -92,7 +100,9 @@ def test_an_unfinished_character_becomes_a_replacement_at_the_end() -> None:
 
 def test_a_replacement_character_of_the_prompt_is_its_own() -> None:
     tokenizer = Tokenizer(None)
-    detokenizer = Detokenizer(tokenizer, tokenizer.encode("abc\ufffd").ids, is_whole_text=True)
+    detokenizer = Detokenizer(
+        tokenizer, tokenizer.encode("abc\ufffd").ids, is_whole_text=True
+    )
     ids = [*tokenizer.encode(" d").ids, 0xC3, 0xA9, 0xC3]
     assert [detokenizer.add(i) for i in ids] == [" ", "d", "", "é", ""]
     assert detokenizer.flush() == "\ufffd"
@@ -144,7 +154,8 @@ def byte_starts(text: bytes) -> list[int]:
         length = next(
             n
             for n in lengths
-            if rest[:n].decode(errors="replace") + rest[n:].decode(errors="replace") == whole
+            if rest[:n].decode(errors="replace") + rest[n:].decode(errors="replace")
+            == whole
             and len(rest[:n].decode(errors="replace")) == 1
         )
         starts += [starts[-1] + 1 if starts else 0] * length
@@ -152,7 +163,8 @@ def byte_starts(text: bytes) -> list[int]:
 
 
 def test_offsets_of_bytes_that_are_no_character() -> None:
-    """A token behind a broken byte had the byte's offset, as the byte's U+FFFD was not yet out."""
+    """A token behind a broken byte had the byte's offset, as the byte's U+FFFD was not
+    yet out."""
     tokenizer = Tokenizer(None)
     assert byte_starts(b"a\xe5\x98a\xff") == [0, 1, 1, 2, 3]
     chance = random.Random(7)
@@ -160,18 +172,25 @@ def test_offsets_of_bytes_that_are_no_character() -> None:
     for _ in range(300):
         text = bytes(chance.choices(alphabet, k=9))
         expected = byte_starts(text)
-        assert tokenizer.describe_ids(list(text), with_offsets=True).offsets == expected, text
+        assert (
+            tokenizer.describe_ids(list(text), with_offsets=True).offsets == expected
+        ), text
         cut = chance.randrange(9)
         detokenizer = Detokenizer(tokenizer, list(text[:cut]))
         found: list[int] = []
         out = ""
         for byte in text[cut:]:
             out += detokenizer.add(byte)
-            found = found[: len(found) + 1 - len(detokenizer.starts)] + detokenizer.starts
+            found = (
+                found[: len(found) + 1 - len(detokenizer.starts)] + detokenizer.starts
+            )
         out += detokenizer.flush()
         # An unfinished character of the prompt is the completion's if it is whole now.
         num_prompt = len(text.decode(errors="replace")) - len(out)
-        assert found == [max(0, start - num_prompt) for start in expected[cut:]], (text, cut)
+        assert found == [max(0, start - num_prompt) for start in expected[cut:]], (
+            text,
+            cut,
+        )
 
 
 def test_offsets_of_bytes_among_pieces(sentencepiece_tokenizer: Tokenizer) -> None:
@@ -195,7 +214,9 @@ def test_leading_space_of_a_completion(sentencepiece_tokenizer: Tokenizer) -> No
     assert "".join(detokenizer.add(token_id) for token_id in ids[place:]) == " north"
 
 
-def test_a_broken_end_after_a_whole_character(sentencepiece_tokenizer: Tokenizer) -> None:
+def test_a_broken_end_after_a_whole_character(
+    sentencepiece_tokenizer: Tokenizer,
+) -> None:
     """Byte fallback shows the emoji as broken too, as long as the bytes behind it are."""
     ids = sentencepiece_tokenizer.encode("x 🙂").ids
     detokenizer = Detokenizer(sentencepiece_tokenizer, [])
@@ -211,7 +232,8 @@ def test_offsets_say_where_each_token_starts(tokenizer: Tokenizer, text: str) ->
     assert encoded.offsets[0] == 0 and encoded.offsets[-1] < len(text)
     from_ids = tokenizer.describe_ids(encoded.ids, with_offsets=True)
     assert from_ids.text == tokenizer.decode(encoded.ids)
-    if from_ids.text == text:  # llama's tokenizer eats one space that the text begins with
+    # llama's tokenizer eats one space that the text begins with
+    if from_ids.text == text:
         assert from_ids.offsets[1:] == encoded.offsets[1:], "both ways must agree"
 
 
@@ -220,7 +242,9 @@ def test_offsets_of_a_known_text() -> None:
     encoded = tokenizer.encode("The bedroom 🙂!", with_offsets=True)
     pieces = [tokenizer.piece(token_id) for token_id in encoded.ids]
     assert pieces[:2] == ["The", "Ġbedroom"]
-    assert encoded.offsets[:2] == [0, 3], "the space belongs to the token that begins with it"
+    assert encoded.offsets[:2] == [0, 3], (
+        "the space belongs to the token that begins with it"
+    )
     emoji = encoded.offsets[pieces.index("!") - 4 : pieces.index("!")]
     assert emoji == [12] * 4, "tokens of one split character share its offset"
 

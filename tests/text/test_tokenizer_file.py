@@ -1,7 +1,8 @@
 """A folder's tokenizer.json rules, whatever class its tokenizer_config.json names.
 
-transformers 5 builds that class anew from the file's vocabulary, and drops the file's normalizer,
-pre-tokenizer and decoder. So the oracle is the tokenizers package, which reads the file alone.
+transformers 5 builds that class anew from the file's vocabulary, and drops the file's
+normalizer, pre-tokenizer and decoder. So the oracle is the tokenizers package, which
+reads the file alone.
 """
 
 from __future__ import annotations
@@ -35,12 +36,29 @@ from fminfer.text.gguf_vocabulary import find_cuts
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import IS_ALL
 
-SPECIALS = ["<unk>", "<s>", "</s>", "<pad>", "[UNK]", "[CLS]", "[SEP]", "[PAD]", "[MASK]"]
-NAMED = {"bos_token": "<s>", "eos_token": "</s>", "unk_token": "<unk>", "pad_token": "<pad>"}
+SPECIALS = [
+    "<unk>",
+    "<s>",
+    "</s>",
+    "<pad>",
+    "[UNK]",
+    "[CLS]",
+    "[SEP]",
+    "[PAD]",
+    "[MASK]",
+]
+NAMED = {
+    "bos_token": "<s>",
+    "eos_token": "</s>",
+    "unk_token": "<unk>",
+    "pad_token": "<pad>",
+}
 CORPUS = (
-    "the quick brown fox jumps over 123 lazy dogs in 2024 and 1999 ; x = 12345 ; café naïve 日本\n"
+    "the quick brown fox jumps over 123 lazy dogs in 2024 and 1999 ; x = 12345 ; café "
+    "naïve 日本\n"
     "    def f(x):\n        return  1000 + 2000\nHELLO Hello World's don't I'm we've 'S 'T\n"
-    "Привет мир, 你好世界; e\u0301te\u0301 ½ … <b>{[(/)]}</b> a_b=c+d*e-f? yes! no. 10,000.50 €\n"
+    "Привет мир, 你好世界; e\u0301te\u0301 ½ … <b>{[(/)]}</b> a_b=c+d*e-f? yes! no. "
+    "10,000.50 €\n"
     "ＡＢＣ ﬁne ABC fine\n"
 ) * 20
 WORDS = (
@@ -95,9 +113,15 @@ TRAINERS = {
 NUM_TEXTS = 3000 if IS_ALL else 150
 
 
-def train(kind: str, normalizer: Any, pre_tokenizer: Any, decoder: Any) -> BackendTokenizer:
+def train(
+    kind: str, normalizer: Any, pre_tokenizer: Any, decoder: Any
+) -> BackendTokenizer:
     """Train a small tokenizer of these parts."""
-    ends = {"end_of_word_suffix": "</w>"} if isinstance(decoder, decoders.BPEDecoder) else {}
+    ends = (
+        {"end_of_word_suffix": "</w>"}
+        if isinstance(decoder, decoders.BPEDecoder)
+        else {}
+    )
     empty: dict[str, Any] = {
         "BPE": models.BPE(unk_token="<unk>", **ends),
         "WordPiece": models.WordPiece(unk_token="[UNK]"),
@@ -132,7 +156,13 @@ def shapes() -> Iterator[tuple[str, str, Any, Any, Any]]:
         yield name, "BPE", cuts.normalizer, cuts.pre_tokenizer, decoders.ByteLevel()
     prepends = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     joins = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    yield "llama2", "BPE", normalizers.Sequence(prepends), None, decoders.Sequence(joins)
+    yield (
+        "llama2",
+        "BPE",
+        normalizers.Sequence(prepends),
+        None,
+        decoders.Sequence(joins),
+    )
 
 
 def write_folder(folder: Path, backend: BackendTokenizer, **config: Any) -> Path:
@@ -182,7 +212,9 @@ def byte_level(**options: Any) -> BackendTokenizer:
     """Train a tokenizer of bytes whose digits stand alone, as SmolLM2's."""
     digits = pre_tokenizers.Digits(individual_digits=True)
     bytes_ = pre_tokenizers.ByteLevel(add_prefix_space=False)
-    backend = train("BPE", None, pre_tokenizers.Sequence([digits, bytes_]), decoders.ByteLevel())
+    backend = train(
+        "BPE", None, pre_tokenizers.Sequence([digits, bytes_]), decoders.ByteLevel()
+    )
     for name, value in options.items():
         setattr(backend.model, name, value)
     return backend
@@ -190,26 +222,39 @@ def byte_level(**options: Any) -> BackendTokenizer:
 
 @pytest.mark.parametrize("declared", ["Qwen2Tokenizer", "LlamaTokenizer"])
 @pytest.mark.parametrize(
-    "options", [{"ignore_merges": True}, {"fuse_unk": False}, {"fuse_unk": True}], ids=str
+    "options",
+    [{"ignore_merges": True}, {"fuse_unk": False}, {"fuse_unk": True}],
+    ids=str,
 )
 def test_options_of_merges_are_the_files(
     tmp_path: Path, declared: str, options: dict[str, bool]
 ) -> None:
-    """The class that is named has options of its own, such as whether unknown letters are one."""
+    """The class that is named has options of its own, such as whether unknown letters
+    are one."""
     backend = train("BPE", None, pre_tokenizers.WhitespaceSplit(), decoders.Fuse())
     for name, value in options.items():
         setattr(backend.model, name, value)
     content = json.loads(backend.to_str())
-    content["model"]["vocab"]["Helo"] = len(content["model"]["vocab"])  # no merges make it
+    # no merges make it
+    content["model"]["vocab"]["Helo"] = len(content["model"]["vocab"])
     folder = write_folder(
-        tmp_path, BackendTokenizer.from_str(json.dumps(content)), tokenizer_class=declared
+        tmp_path,
+        BackendTokenizer.from_str(json.dumps(content)),
+        tokenizer_class=declared,
     )
     assert differing(folder, ["Helo", "ÀÈÌÒ the ÀÈ", *make_texts(1, 50)]) == []
 
 
 def test_the_unknown_piece_is_the_files(tmp_path: Path) -> None:
     """T5's class takes the third piece for what is unknown, and no bytes for it."""
-    pieces = [("<pad>", 0.0), ("</s>", 0.0), ("<x>", 0.0), ("<unk>", 0.0), ("▁", -2.0), ("a", -3.0)]
+    pieces = [
+        ("<pad>", 0.0),
+        ("</s>", 0.0),
+        ("<x>", 0.0),
+        ("<unk>", 0.0),
+        ("▁", -2.0),
+        ("a", -3.0),
+    ]
     pieces += [(f"<0x{byte:02X}>", -9.0) for byte in range(256)]
     for has_bytes in (False, True):
         backend = BackendTokenizer(models.Unigram(pieces, 3, has_bytes))
@@ -217,7 +262,10 @@ def test_the_unknown_piece_is_the_files(tmp_path: Path) -> None:
         backend.pre_tokenizer = pre_tokenizers.Metaspace()
         backend.decoder = decoders.Metaspace()
         folder = write_folder(
-            tmp_path / str(has_bytes), backend, tokenizer_class="T5Tokenizer", extra_ids=0
+            tmp_path / str(has_bytes),
+            backend,
+            tokenizer_class="T5Tokenizer",
+            extra_ids=0,
         )
         assert differing(folder, ["a b é", "aé\u6771 a"]) == []
 
@@ -229,8 +277,12 @@ def test_what_stands_around_a_text_is_the_files(tmp_path: Path) -> None:
         "WordPiece", normalizer, pre_tokenizers.BertPreTokenizer(), decoders.WordPiece()
     )
     sep_id = backend.token_to_id("[SEP]")
-    backend.post_processor = processors.TemplateProcessing("$A [SEP]", None, [("[SEP]", sep_id)])
-    folder = write_folder(tmp_path, backend, tokenizer_class="BertTokenizer", do_lower_case=False)
+    backend.post_processor = processors.TemplateProcessing(
+        "$A [SEP]", None, [("[SEP]", sep_id)]
+    )
+    folder = write_folder(
+        tmp_path, backend, tokenizer_class="BertTokenizer", do_lower_case=False
+    )
     assert differing(folder, ["HELLO the fox", "don't"]) == []
 
 
@@ -242,7 +294,9 @@ def test_the_language_of_a_text_is_the_folders(tmp_path: Path) -> None:
     backend.post_processor = processors.TemplateProcessing(
         "$A </s> en_XX", None, [("</s>", 2), ("en_XX", backend.token_to_id("en_XX"))]
     )
-    folder = write_folder(tmp_path, backend, tokenizer_class="MBartTokenizer", src_lang="fr_XX")
+    folder = write_folder(
+        tmp_path, backend, tokenizer_class="MBartTokenizer", src_lang="fr_XX"
+    )
     ids = Tokenizer.load(folder).encode("the fox").ids
     assert ids[-2:] == [2, backend.token_to_id("fr_XX")]
 
@@ -262,7 +316,9 @@ def test_flags_of_added_tokens_are_the_files(tmp_path: Path, declared: str) -> N
         }
         for token in added
     }
-    folder = write_folder(tmp_path, backend, tokenizer_class=declared, added_tokens_decoder=entries)
+    folder = write_folder(
+        tmp_path, backend, tokenizer_class=declared, added_tokens_decoder=entries
+    )
     assert differing(folder, ["a <call> b", "a  <end>  b <call>\n"]) == []
     special_ids = Tokenizer.load(folder).special_ids
     assert backend.token_to_id("<end>") in special_ids
@@ -282,8 +338,12 @@ def test_added_tokens_that_only_the_file_has_are_read(tmp_path: Path) -> None:
     assert differing(folder, ["a <call> b <later> c"]) == []
 
 
-@pytest.mark.parametrize("declared", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer"])
-def test_tokens_that_only_the_class_names_are_text(tmp_path: Path, declared: str) -> None:
+@pytest.mark.parametrize(
+    "declared", ["GPT2Tokenizer", "Qwen2Tokenizer", "GPTNeoXTokenizer"]
+)
+def test_tokens_that_only_the_class_names_are_text(
+    tmp_path: Path, declared: str
+) -> None:
     """Its class gave a model without <|endoftext|> an id for it, behind the model's own.
 
     Tokens that came behind it in another file got other ids, or the folder was refused.
@@ -301,8 +361,12 @@ def test_tokens_that_only_the_class_names_are_text(tmp_path: Path, declared: str
 
 def test_a_class_whose_unknown_token_the_file_lacks_is_followed(tmp_path: Path) -> None:
     """BERT's class cannot cut a word where [UNK] is missing; it was tried out, and failed."""
-    backend = BackendTokenizer(models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")]))
-    (tmp_path / "tokenizer_config.json").write_text('{"tokenizer_class": "BertTokenizer"}')
+    backend = BackendTokenizer(
+        models.BPE({"a": 0, "b": 1, "ab": 2, "?": 3}, [("a", "b")])
+    )
+    (tmp_path / "tokenizer_config.json").write_text(
+        '{"tokenizer_class": "BertTokenizer"}'
+    )
     backend.save(str(tmp_path / "tokenizer.json"))
     assert differing(tmp_path, ["ab", "aab"]) == []
 
@@ -324,7 +388,9 @@ def test_files_that_give_a_token_two_ids_are_refused(tmp_path: Path) -> None:
 def test_a_class_that_cuts_otherwise_is_told(tmp_path: Path) -> None:
     folder = write_folder(tmp_path, byte_level(), tokenizer_class="GPT2Tokenizer")
     assert "the class GPT2Tokenizer" in Tokenizer.load(folder).note
-    folder = write_folder(tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast")
+    folder = write_folder(
+        tmp_path, byte_level(), tokenizer_class="PreTrainedTokenizerFast"
+    )
     assert Tokenizer.load(folder).note == ""
 
 
@@ -351,7 +417,9 @@ def test_a_gguf_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
         "tokenizer.ggml.model": "gpt2",
         "tokenizer.ggml.pre": "smollm",
         "tokenizer.ggml.tokens": vocabulary,
-        "tokenizer.ggml.token_type": [3 if piece in SPECIALS else 1 for piece in vocabulary],
+        "tokenizer.ggml.token_type": [
+            3 if piece in SPECIALS else 1 for piece in vocabulary
+        ],
         "tokenizer.ggml.merges": [" ".join(pair) for pair in stored],
         "tokenizer.ggml.eos_token_id": 2,
     }
@@ -364,8 +432,12 @@ def test_a_gguf_file_gives_the_ids_of_its_folder(tmp_path: Path) -> None:
         assert of_gguf.encode(text).ids == of_folder.encode(text).ids, text
 
 
-@pytest.mark.parametrize("declared", ["T5Tokenizer", "PegasusTokenizer", "MistralCommonBackend"])
-def test_a_file_does_without_a_class_that_cannot_be_made(tmp_path: Path, declared: str) -> None:
+@pytest.mark.parametrize(
+    "declared", ["T5Tokenizer", "PegasusTokenizer", "MistralCommonBackend"]
+)
+def test_a_file_does_without_a_class_that_cannot_be_made(
+    tmp_path: Path, declared: str
+) -> None:
     """A class that wants another kind of vocabulary, or a library, made the folder unusable."""
     folder = write_folder(tmp_path, byte_level(), tokenizer_class=declared)
     assert differing(folder, make_texts(4, 50)) == []

@@ -15,14 +15,17 @@ from fminfer.text.tool_calls import ToolCall, ToolCallReader, find_parser
 
 Answer = tuple[str, list[ToolCall]]
 SCALARS = st.none() | st.booleans() | st.integers() | st.text()
-ANY_TIME = settings(deadline=None)  # how long a machine takes says nothing of what is read
+# how long a machine takes says nothing of what is read
+ANY_TIME = settings(deadline=None)
 PARSERS: list[KnownParser] = ["hermes", "llama3_json"]
 
 
 def read_pieces(parser: KnownParser, pieces: list[str]) -> Answer:
     reader = ToolCallReader(parser)
     parts = [reader.feed(piece) for piece in pieces] + [reader.finish()]
-    return "".join(content for content, _ in parts), [call for _, calls in parts for call in calls]
+    return "".join(content for content, _ in parts), [
+        call for _, calls in parts for call in calls
+    ]
 
 
 def read(parser: KnownParser, text: str) -> Answer:
@@ -235,7 +238,9 @@ def test_nothing_is_lost(text: str) -> None:
 @ANY_TIME
 @given(
     name=st.text(min_size=1),
-    arguments=st.dictionaries(st.text(), st.recursive(SCALARS, st.lists, max_leaves=5), max_size=5),
+    arguments=st.dictionaries(
+        st.text(), st.recursive(SCALARS, st.lists, max_leaves=5), max_size=5
+    ),
 )
 def test_every_object_comes_back(name: str, arguments: dict[str, object]) -> None:
     for parser, key in (("hermes", "arguments"), ("llama3_json", "parameters")):
@@ -246,7 +251,17 @@ def test_every_object_comes_back(name: str, arguments: dict[str, object]) -> Non
 
 @pytest.mark.parametrize("parser", PARSERS)
 @pytest.mark.parametrize(
-    "unit", [" ", "<", "<tool_call>", "<tool_call>{", "{", '{"a": "\\', tagged(A), "<tool_call>{} "]
+    "unit",
+    [
+        " ",
+        "<",
+        "<tool_call>",
+        "<tool_call>{",
+        "{",
+        '{"a": "\\',
+        tagged(A),
+        "<tool_call>{} ",
+    ],
 )
 def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
     """Of 60,000 characters one by one; what looks at all of them for each takes far longer."""
@@ -271,7 +286,10 @@ def test_long_texts_take_linear_time(parser: KnownParser, unit: str) -> None:
             "llama3_json",
         ),
         ("{{- '<|python_tag|>' + tool_call.name }}", "llama3_json"),
-        ("{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}", None),
+        (
+            "{% for message in messages %}<|im_start|>{{ message.content }}{% endfor %}",
+            None,
+        ),
         ("[TOOL_CALLS]", None),
     ],
 )

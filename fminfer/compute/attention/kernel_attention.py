@@ -16,7 +16,12 @@ from fminfer.compute.attention.paged_attention import (
     PlainAttention,
     find_shared_runs,
 )
-from fminfer.compute.attention.scoring import AttentionCall, Scoring, scoring_of, with_rows
+from fminfer.compute.attention.scoring import (
+    AttentionCall,
+    Scoring,
+    scoring_of,
+    with_rows,
+)
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.spec import Attention
 from fminfer.compute.step import Column, Rows
@@ -27,27 +32,35 @@ CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
 NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
-ATTENTION_ERRORS: Limits = {torch.float32: 2e-4, torch.float16: 0.01, torch.bfloat16: 0.05}
+ATTENTION_ERRORS: Limits = {
+    torch.float32: 2e-4,
+    torch.float16: 0.01,
+    torch.bfloat16: 0.05,
+}
 # Of the longer row of a trial: more than a split of the GPU's kernel has. And its rows times KV
 # heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
 TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
-MOST_ENTRIES = 4  # runs that a row is in, on average: each costs memory, and less and less is left
+# runs that a row is in, on average: each costs memory, and less and less is left
+MOST_ENTRIES = 4
 
 
 @dataclass(slots=True, frozen=True)
 class KernelRows:
     """The rows of a step, as the kernel reads them."""
 
-    # (rows, 7) int64: first packed token, tokens, position, start of its table in all of `tables`,
-    # start in `entries`, their number, the first key of no run
+    # (rows, 7) int64: first packed token, tokens, position, start of its table in all
+    # of `tables`, start in `entries`, their number, the first key of no run
     rows: torch.Tensor
     tables: torch.Tensor  # (tables, blocks) int32, of `Rows`
-    slots: torch.Tensor  # (tokens,) int64: block * block_size + place, of each token's key
+    # (tokens,) int64: block * block_size + place, of each token's key
+    slots: torch.Tensor
     # Of rows of one token, those that share blocks:
-    runs: torch.Tensor  # (runs, 4) int64: first in `members`, their number, keys [first, last)
+    # (runs, 4) int64: first in `members`, their number, keys [first, last)
+    runs: torch.Tensor
     members: torch.Tensor  # (members,) int64: rows of each run, one run after another
-    entries: torch.Tensor  # (members,) int64: places in `members` of each row, row by row
+    # (members,) int64: places in `members` of each row, row by row
+    entries: torch.Tensor
     num_tokens: int  # of all rows
 
 
@@ -172,8 +185,12 @@ class KernelAttention(AttentionBody):
             for each in (how.slopes, how.sinks, how.relative)
         ]
         given = step_arguments(rows, heads, keys, kind)
-        given.query, given.new_keys, given.new_values = (t.data_ptr() for t in (asked, key, value))
-        given.out, given.keys, given.values = (t.data_ptr() for t in (out, keys, values))
+        given.query, given.new_keys, given.new_values = (
+            t.data_ptr() for t in (asked, key, value)
+        )
+        given.out, given.keys, given.values = (
+            t.data_ptr() for t in (out, keys, values)
+        )
         given.slopes, given.sinks, given.relative = (
             None if t is None else t.data_ptr() for t in of_heads
         )
@@ -206,7 +223,13 @@ class AttentionAsked:
     def kinds(self) -> list[Attention]:
         """One layer of each kind that a GPU compiles for."""
         kind = {
-            (e.window is None, e.has_sinks, e.alibi is None, e.is_causal, e.relative is None): e
+            (
+                e.window is None,
+                e.has_sinks,
+                e.alibi is None,
+                e.is_causal,
+                e.relative is None,
+            ): e
             for e in self.hows
         }
         return list(kind.values())
@@ -217,7 +240,9 @@ def attention_trial(
 ) -> Trial[AttentionBody]:
     """Return how it is tried, with queries, new keys and values of a dtype."""
     num_keys = TRIED_KEYS[device.type]
-    pairs = partial(attention_pairs, asked=asked, num_keys=num_keys, dtype=dtype, device=device)
+    pairs = partial(
+        attention_pairs, asked=asked, num_keys=num_keys, dtype=dtype, device=device
+    )
     return Trial("attention", pairs, ATTENTION_ERRORS[dtype], asked)
 
 
@@ -259,7 +284,8 @@ def _attend_some(
     dtype: torch.dtype,  # of queries
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
-    """Attend from two prompts, a chunk of one beside a token of the other, and some that share."""
+    """Attend from two prompts, a chunk of one beside a token of the other, and some
+    that share."""
     how = asked.how
     block_size = asked.block_size
     (num_keys, num_rows) = sizes

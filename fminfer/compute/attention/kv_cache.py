@@ -33,7 +33,9 @@ class KvCache:
         kernel: AttentionBody | None,  # None: plain torch
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
-        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {(2, 1, 1)}
+        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {
+            (2, 1, 1)
+        }
         self._shape = [len(layers), kept, num_blocks, kv_heads, block_size, head_dim]
         self.block_size = block_size
         self.device = device
@@ -52,12 +54,15 @@ class KvCache:
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
 
     def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
-        """Return the attention of tokens to what the encoder gave, as `BlockTables.cross` has them.
+        """Return the attention of tokens to what the encoder gave, as
+        `BlockTables.cross` has them.
 
         The last layer has the queries of the tokens `kept` alone.
         """
         plan = self.body.plan(rows, self.block_size)
-        last = plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
+        last = (
+            plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
+        )
         return StepAttention(self.body, self.layers, plan, last)
 
     def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
@@ -95,7 +100,8 @@ class StepAttention:
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     plan: Any  # made by the body
     plan_of_last: Any
-    kept: torch.Tensor | None = None  # int64: the tokens whose outputs the last layer gives
+    # int64: the tokens whose outputs the last layer gives
+    kept: torch.Tensor | None = None
 
     def plan_of(self, layer: int) -> Any:
         """Return the plan by which a layer attends."""

@@ -1,7 +1,8 @@
 """Attention over the paged KV cache, for packed rows of any lengths.
 
-Chunks of prompts (several tokens of one row) are matrix products row by row; decode rows (one token
-each) run together, over the flat list of their blocks, so that no row is padded to another.
+Chunks of prompts (several tokens of one row) are matrix products row by row; decode
+rows (one token each) run together, over the flat list of their blocks, so that no row
+is padded to another.
 """
 
 from __future__ import annotations
@@ -62,12 +63,15 @@ def _same_at(places: Column, rows: Rows, start: int) -> list[Column]:
         return []
     blocks = rows.tables[rows.table_of[places], start]
     _, first, counts = np.unique(blocks, return_index=True, return_counts=True)
-    return [places[blocks == blocks[each]] for each in np.sort(first[counts >= MIN_ROWS])]
+    return [
+        places[blocks == blocks[each]] for each in np.sort(first[counts >= MIN_ROWS])
+    ]
 
 
 @dataclass(slots=True, frozen=True)
 class SeenBlocks:
-    """Blocks that decode rows see. An entry is one row and a block of its own, or rows that share.
+    """Blocks that decode rows see. An entry is one row and a block of its own, or rows
+    that share.
 
     The blocks of an entry follow each other in the sequences of all its rows.
     """
@@ -111,7 +115,9 @@ class AttentionPlan:
     decode: DecodeRows | None
 
 
-def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) -> DecodeRows:
+def _plan_decode(
+    rows: Rows, first: int, block_size: int, device: torch.device
+) -> DecodeRows:
     runs = find_shared_runs(rows, block_size)
     counts = rows.num_blocks(block_size)
     num_shared = np.zeros(len(rows), np.int64)  # blocks of each row that are in runs
@@ -124,7 +130,9 @@ def _plan_decode(rows: Rows, first: int, block_size: int, device: torch.device) 
     own = (column[is_own].astype(np.int64) for column in columns)
     positions, blocks, row_of, start = send([rows.positions, *own], device)
     alone = SeenBlocks(row_of[:, None], blocks[:, None], start)
-    return DecodeRows(first, positions, [alone, *_shared_blocks(runs, rows, block_size, device)])
+    return DecodeRows(
+        first, positions, [alone, *_shared_blocks(runs, rows, block_size, device)]
+    )
 
 
 def _shared_blocks(
@@ -143,7 +151,8 @@ def _shared_blocks(
 
 def chunk_attention(
     query: torch.Tensor,  # (heads, queries, head_dim)
-    keys: torch.Tensor,  # (kv_heads, keys, head_dim), from position 0 up to what is seen
+    # (kv_heads, keys, head_dim), from position 0 up to what is seen
+    keys: torch.Tensor,
     values: torch.Tensor,
     position: int,
     how: Scoring,
@@ -168,8 +177,12 @@ def chunk_attention(
     scores, is_hidden = how.bend(scores, distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:
-        scores = torch.cat([scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1)
-    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(values.dtype)
+        scores = torch.cat(
+            [scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1
+        )
+    weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(
+        values.dtype
+    )
     weights = weights.reshape(kv_heads, -1, num_keys)
     out = weigh_values(weights, values, is_hidden.repeat(heads // kv_heads, 1))
     return out.view(heads, queries, head_dim).transpose(0, 1)
@@ -200,17 +213,23 @@ def decode_attention(
     row_of = torch.cat([each.rows.flatten() for each in seen])
     shape = (num_rows, *largest.shape[1:])
     index = row_of[:, None, None].expand_as(largest)
-    row_largest = largest.new_full(shape, float("-inf")).scatter_reduce(0, index, largest, "amax")
+    row_largest = largest.new_full(shape, float("-inf")).scatter_reduce(
+        0, index, largest, "amax"
+    )
     factor = torch.exp(largest - row_largest[row_of])
     row_total = total.new_zeros(shape).index_add(0, row_of, total * factor)
-    row_out = out.new_zeros((*shape, head_dim)).index_add(0, row_of, out * factor[..., None])
+    row_out = out.new_zeros((*shape, head_dim)).index_add(
+        0, row_of, out * factor[..., None]
+    )
     if how.sinks is not None:  # a key more, which has no value
         of_sink = how.sinks.view(kv_heads, -1)
         most = torch.maximum(row_largest, of_sink)
         fade = torch.exp(row_largest - most)
         row_total = row_total * fade + torch.exp(of_sink - most)
         row_out = row_out * fade[..., None]
-    return (row_out / row_total[..., None]).view(num_rows, heads, head_dim).to(query.dtype)
+    return (
+        (row_out / row_total[..., None]).view(num_rows, heads, head_dim).to(query.dtype)
+    )
 
 
 def _partial(
@@ -222,8 +241,9 @@ def _partial(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's largest score, sum of exponentials and weighted values, by products.
 
-    (entries * rows, kv_heads, group), the same, and (…, head_dim); float32. All queries of an entry
-    are in one product. Hidden keys have a finite lowest score, so that nothing becomes nan.
+    (entries * rows, kv_heads, group), the same, and (…, head_dim); float32. All queries
+    of an entry are in one product. Hidden keys have a finite lowest score, so that
+    nothing becomes nan.
     """
     (entries, rows) = seen.rows.shape
     (_, kv_heads, group, head_dim) = grouped.shape
@@ -237,22 +257,34 @@ def _partial(
     )  # (entries, kv_heads, keys, head_dim)
     sizes = entries, kv_heads, rows, group, keys.shape[2]
     query = grouped[seen.rows].transpose(1, 2).flatten(2, 3)
-    scores = (query @ keys.transpose(2, 3)).view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    scores = (
+        (query @ keys.transpose(2, 3)).view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
+    )
     places = seen.starts[:, None] + torch.arange(keys.shape[2], device=grouped.device)
-    scores, is_hidden = how.bend(scores, positions[seen.rows][..., None] - places[:, None])
+    scores, is_hidden = how.bend(
+        scores, positions[seen.rows][..., None] - places[:, None]
+    )
     scores = scores.masked_fill(is_hidden, LOWEST)  # (heads, entries, rows, keys)
     largest = scores.amax(-1)
     weights = torch.exp(scores - largest[..., None])
     by_product = (
-        weights.view(kv_heads, group, *is_hidden.shape).permute(2, 0, 3, 1, 4).flatten(2, 3)
+        weights.view(kv_heads, group, *is_hidden.shape)
+        .permute(2, 0, 3, 1, 4)
+        .flatten(2, 3)
     )
     if rows == 1:
         # Past a row's end lies what another row left, or nothing: 0 times it might still be nan.
         out = by_product @ values.masked_fill_(is_hidden[:, :, :, None], 0.0)
     else:
-        out = weigh_values(by_product, values, is_hidden.repeat_interleave(group, 1)[:, None])
-    largest, total = (each.permute(1, 2, 0).flatten(0, 1) for each in (largest, weights.sum(-1)))
-    out = out.view(entries, kv_heads, rows, group, head_dim).transpose(1, 2).flatten(0, 1)
+        out = weigh_values(
+            by_product, values, is_hidden.repeat_interleave(group, 1)[:, None]
+        )
+    largest, total = (
+        each.permute(1, 2, 0).flatten(0, 1) for each in (largest, weights.sum(-1))
+    )
+    out = (
+        out.view(entries, kv_heads, rows, group, head_dim).transpose(1, 2).flatten(0, 1)
+    )
     return largest.view(out.shape[:-1]), total.view(out.shape[:-1]), out
 
 
@@ -263,7 +295,8 @@ class AttentionBody(Protocol):
         """Lay out a step's rows, in packed order, as the body reads them."""
 
     def skip(self, plan: Any, kept: torch.Tensor) -> Any:
-        """Return a plan that may leave out the outputs of all but some tokens, int64, in order."""
+        """Return a plan that may leave out the outputs of all but some tokens, int64,
+        in order."""
         return plan
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
@@ -291,13 +324,22 @@ class PlainAttention(AttentionBody):
         # A step that is cut may leave one token of a chunk; before chunks it is one, too.
         several = np.flatnonzero(rows.lengths > 1)
         num_chunks = int(several[-1]) + 1 if len(several) else 0
-        tables = np.split(rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1])
+        tables = np.split(
+            rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1]
+        )
         firsts = rows.firsts.tolist()
         positions = rows.positions.tolist()
         lengths = rows.lengths.tolist()[:num_chunks]
         chunks = [
-            ChunkRow(first, first + num, position, torch.from_numpy(table).to(device, torch.int64))
-            for num, first, position, table in zip(lengths, firsts, positions, tables, strict=False)
+            ChunkRow(
+                first,
+                first + num,
+                position,
+                torch.from_numpy(table).to(device, torch.int64),
+            )
+            for num, first, position, table in zip(
+                lengths, firsts, positions, tables, strict=False
+            )
         ]
         blocks, places = send(np.divmod(rows.slots(block_size), block_size), device)
         decode = None
@@ -314,7 +356,9 @@ class PlainAttention(AttentionBody):
         caches = (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
             cache[rows.blocks, :, rows.places] = each.transpose(0, 1).to(cache.dtype)
-        out = torch.empty_like(query.transpose(1, 2), memory_format=torch.contiguous_format)
+        out = torch.empty_like(
+            query.transpose(1, 2), memory_format=torch.contiguous_format
+        )
         for chunk in rows.chunks:
             all_keys, all_values = map(partial(_gather, chunk), new, caches)
             for start in range(chunk.first, chunk.last, QUERY_TILE):
@@ -322,7 +366,11 @@ class PlainAttention(AttentionBody):
                 position = chunk.position + start - chunk.first
                 seen = position + end - start + how.ahead
                 out[0, start:end] = chunk_attention(
-                    query[0, :, start:end], all_keys[:, :seen], all_values[:, :seen], position, how
+                    query[0, :, start:end],
+                    all_keys[:, :seen],
+                    all_values[:, :seen],
+                    position,
+                    how,
                 )
         if rows.decode is not None:
             first = rows.decode.first
@@ -339,5 +387,7 @@ def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Te
     if chunk.position == 0:  # they are all at hand
         return new[:, chunk.first : chunk.last].to(cache.dtype).to(new.dtype)
     num_keys = chunk.position + chunk.last - chunk.first
-    kept = cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+    kept = (
+        cache.index_select(0, chunk.blocks).transpose(0, 1).flatten(1, 2)[:, :num_keys]
+    )
     return kept.to(new.dtype)

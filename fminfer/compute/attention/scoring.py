@@ -18,9 +18,9 @@ MOST_RELATIVE = 8192  # tokens of a model whose positions are learned biases by 
 class Scoring:
     """What a layer makes of its scores, at each step.
 
-    A key is seen if -ahead <= query position - key position < window (None: no limit). Scores are
-    bent into (-softcap, softcap) before biases and mask (None: left as they are). A sink is the
-    score of one key more, which has no value (Xiao et al. 2024; gpt-oss).
+    A key is seen if -ahead <= query position - key position < window (None: no limit).
+    Scores are bent into (-softcap, softcap) before biases and mask (None: left as they
+    are). A sink is the score of one key more, which has no value (Xiao et al. 2024; gpt-oss).
     """
 
     scaling: float
@@ -29,8 +29,8 @@ class Scoring:
     softcap: float | None = None
     sinks: torch.Tensor | None = None  # (heads,) float32
     ahead: int = 0  # keys behind its own that a query sees, at most
-    # (heads, 2 * reach + 1) float32: added to scores by query position - key position, from -reach
-    # to reach; what is farther has that of the end.
+    # (heads, 2 * reach + 1) float32: added to scores by query position - key position,
+    # from -reach to reach; what is farther has that of the end.
     relative: torch.Tensor | None = None
 
     @property
@@ -43,16 +43,22 @@ class Scoring:
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return bent scores with their biases, (heads, …, keys), and which keys are hidden.
 
-        The distance is query position - key position, (…, keys), with as many dimensions as here.
+        The distance is query position - key position, (…, keys), with as many
+        dimensions as here.
         """
         if self.softcap is not None:
             scores = soft_cap(scores, self.softcap)
         if self.slopes is not None:
             scores = scores - self.slopes.view(-1, *[1] * distance.dim()) * distance
         if self.relative is not None:
-            scores = scores + self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+            scores = (
+                scores
+                + self.relative[:, self.reach + distance.clamp(-self.reach, self.reach)]
+            )
         is_hidden = distance < -self.ahead
-        return scores, is_hidden if self.window is None else is_hidden | (distance >= self.window)
+        return scores, is_hidden if self.window is None else is_hidden | (
+            distance >= self.window
+        )
 
 
 @dataclass(slots=True)
@@ -107,8 +113,11 @@ def relative_buckets(how: Relative) -> torch.Tensor:
 def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
     """Return the buckets of distances that share a bucket; below 0: there is no bucket."""
     exact = spec.num_exact
-    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(spec.max_distance / exact)
-    far = exact + (logs * (buckets - exact)).long()  # in transformers' order, to round as it does
+    logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(
+        spec.max_distance / exact
+    )
+    # in transformers' order, to round as it does
+    far = exact + (logs * (buckets - exact)).long()
     return far.clamp(max=buckets - 1)
 
 
@@ -135,8 +144,8 @@ def weigh_values(
 ) -> torch.Tensor:  # (…, kv_heads, queries, head_dim)
     """Return weights @ values, with nan where a query sees a value that is nan or infinite.
 
-    A hidden value has the weight 0. But 0 times a nan or an infinity is nan, and so a later token,
-    or one that a window has left behind, would reach those that must not see it.
+    A hidden value has the weight 0. But 0 times a nan or an infinity is nan, and so a
+    later token, or one that a window has left behind, would reach those that must not see it.
     """
     is_odd = ~values.isfinite()
     if not is_odd.any():

@@ -1,4 +1,5 @@
-"""Calls the GPU's attention kernels, for all rows of a step at once. Importing it needs triton."""
+"""Calls the GPU's attention kernels, for all rows of a step at once. Importing it needs
+triton."""
 
 from __future__ import annotations
 
@@ -10,15 +11,21 @@ import triton
 
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, with_rows
-from fminfer.compute.kernels.triton_kernels import attend_kernel, join_kernel, store_kernel
+from fminfer.compute.kernels.triton_kernels import (
+    attend_kernel,
+    join_kernel,
+    store_kernel,
+)
 from fminfer.compute.step import Rows, ranges
 from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
-SHARED_BYTES = (99 << 10, 163 << 10)  # of a program: what small GPUs have; what ours use, at most
+# of a program: what small GPUs have; what ours use, at most
+SHARED_BYTES = (99 << 10, 163 << 10)
 SPLIT = 256
 SPLITS = 32  # keys of a split, at least; splits of a row, at most
-MAX_DIM = 256  # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
+# elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
+MAX_DIM = 256
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,7 +37,8 @@ class TileRows:
     prompt_tiles: torch.Tensor
     decode_tiles: torch.Tensor  # those of one token, of rows that have no other
     blocks: torch.Tensor  # (blocks,): the rows' block tables, one after another
-    slots: torch.Tensor  # (tokens,): block * block_size + place, of each token's key; -1: no token
+    # (tokens,): block * block_size + place, of each token's key; -1: no token
+    slots: torch.Tensor
 
 
 @dataclass(slots=True, frozen=True)
@@ -52,7 +60,8 @@ class TritonAttention(AttentionBody):
         kv_heads: int,
         head_dim: int,
         *,
-        dtype: torch.dtype,  # of queries; cached keys and values become it as they are read
+        # of queries; cached keys and values become it as they are read
+        dtype: torch.dtype,
         device: torch.device,
         kv_dtype: torch.dtype | None = None,  # of the KV cache; None: the same
     ) -> None:
@@ -64,8 +73,8 @@ class TritonAttention(AttentionBody):
         self._dim = max(16, triton.next_power_of_2(head_dim))
         if self._dim > MAX_DIM:
             raise ValueError(
-                f"keys of {head_dim} elements need more shared memory than a GPU has; the kernel "
-                f"serves up to {MAX_DIM}"
+                f"keys of {head_dim} elements need more shared memory than a GPU has; "
+                f"the kernel serves up to {MAX_DIM}"
             )
         key_bytes = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
         self.prompt = self._prompt_shape(key_bytes)
@@ -89,16 +98,24 @@ class TritonAttention(AttentionBody):
         queries = max(queries, triton.next_power_of_2(self.group))
         warps = 8 if queries * self._dim > 8192 and size == 2 else 4
         room -= queries * self._dim * size
-        sizes = [(keys, ahead) for keys in (64, 32, 16) if keys <= most for ahead in (2, 1)]
-        fitting = (each for each in sizes if (each[1] + 1) * 2 * each[0] * key_bytes <= room)
+        sizes = [
+            (keys, ahead) for keys in (64, 32, 16) if keys <= most for ahead in (2, 1)
+        ]
+        fitting = (
+            each for each in sizes if (each[1] + 1) * 2 * each[0] * key_bytes <= room
+        )
         keys, ahead = next(fitting, sizes[-1])
         return TileShape(queries, keys, warps, ahead)
 
     def _decode_shape(self, key_bytes: int) -> TileShape:
         queries = max(16, triton.next_power_of_2(self.group))
         keys = 32 if key_bytes <= 512 else 16
-        warps = max(2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024))
-        return TileShape(queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes)))
+        warps = max(
+            2 if self.dtype.itemsize == 2 else 4, min(8, queries * self._dim // 1024)
+        )
+        return TileShape(
+            queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes))
+        )
 
     def constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
         """Return what `attend_kernel` is compiled for, but for what layers differ in."""
@@ -111,7 +128,8 @@ class TritonAttention(AttentionBody):
             "IS_ONE": is_one,
             "SPLIT": SPLIT,
             "SPLITS": SPLITS,
-            "num_stages": 2 * tile.ahead + 1,  # block ids are on their way before their pieces
+            # block ids are on their way before their pieces
+            "num_stages": 2 * tile.ahead + 1,
             # Rounding must not depend on what is fused: where a row's splits are merged differs
             # from step to step.
             "enable_fp_fusion": not is_one,
@@ -152,20 +170,26 @@ class TritonAttention(AttentionBody):
         prompts[:, 0] += starts
         prompts[:, 1] = np.minimum(most, prompts[:, 1] - starts)
         prompts[:, 2] += starts
-        prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]  # short ones fill the end
+        # short ones fill the end
+        prompts = prompts[np.argsort(-prompts[:, 2], kind="stable")]
         columns = (
             prompts.ravel(),
             tiles[is_one].ravel(),
             rows.blocks(block_size),
             rows.slots(block_size),
         )
-        first, second, *others = send([each.astype(np.int32) for each in columns], self.device)
+        first, second, *others = send(
+            [each.astype(np.int32) for each in columns], self.device
+        )
         return TileRows(first.view(-1, 5), second.view(-1, 5), *others)
 
-    def decode_numbers(self, rows: Rows, block_size: int, size: int) -> list[np.ndarray]:
+    def decode_numbers(
+        self, rows: Rows, block_size: int, size: int
+    ) -> list[np.ndarray]:
         """Lay out rows of one token each, and none up to `size`, as `decode_plan` reads them."""
         num = len(rows)
-        tiles = np.zeros((size, 5), np.int32)  # without tokens; none has another's place in `out`
+        # without tokens; none has another's place in `out`
+        tiles = np.zeros((size, 5), np.int32)
         tiles[:, 0] = np.arange(size)
         tiles[:num] = _tiles_of(rows, block_size)
         slots = np.full(size, -1, np.int32)
@@ -173,7 +197,8 @@ class TritonAttention(AttentionBody):
         return [tiles.ravel(), slots, rows.blocks(block_size)]
 
     def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
-        """Return the plan of so many rows of one token, whatever `numbers`, int32, come to hold."""
+        """Return the plan of so many rows of one token, whatever `numbers`, int32, come
+        to hold."""
         tiles, slots, blocks = numbers.tensor_split([5 * size, 6 * size])
         return TileRows(tiles[:0].view(-1, 5), tiles.view(-1, 5), blocks, slots)
 
@@ -184,14 +209,20 @@ class TritonAttention(AttentionBody):
         how = call.how
         rows: TileRows = call.rows
         asked = with_rows(call.query[0])
-        key, value = (with_rows(new[0].to(keys.dtype)) for new in (call.new_keys, call.new_values))
+        key, value = (
+            with_rows(new[0].to(keys.dtype)) for new in (call.new_keys, call.new_values)
+        )
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
         # The kernels trust what they are given.
         num_new = len(rows.slots)
-        assert key.shape == value.shape == (kv_heads, num_new, head_dim), "keys of a step"
+        assert key.shape == value.shape == (kv_heads, num_new, head_dim), (
+            "keys of a step"
+        )
         assert head_dim == keys.shape[3] and heads == self.heads, "heads"
-        out = torch.empty((1, tokens, heads, head_dim), dtype=asked.dtype, device=keys.device)
+        out = torch.empty(
+            (1, tokens, heads, head_dim), dtype=asked.dtype, device=keys.device
+        )
         slopes, of_sinks, relative = (
             self._no_slopes if each is None else each.float().contiguous()
             for each in (how.slopes, how.sinks, how.relative)
@@ -221,7 +252,10 @@ class TritonAttention(AttentionBody):
                     **self.shape(block_size),
                     num_warps=1,
                 )
-            for tiles, is_one in ((rows.prompt_tiles, False), (rows.decode_tiles, True)):
+            for tiles, is_one in (
+                (rows.prompt_tiles, False),
+                (rows.decode_tiles, True),
+            ):
                 num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
                 if len(tiles):
                     attend_kernel[(len(tiles) * kv_heads, num_splits)](

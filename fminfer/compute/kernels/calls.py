@@ -1,6 +1,7 @@
 """How the CPU's library is called: its functions, and the structs that they take.
 
-Sources say what each argument and field is: `calls.h` and `sums.h`, and each function's own file.
+Sources say what each argument and field is: `calls.h` and `sums.h`, and each function's
+own file.
 """
 
 from __future__ import annotations
@@ -35,7 +36,8 @@ FUNCTIONS = {
     "fminfer_sum": "ppnnn",
     "fminfer_gather": "pppn",
 }
-SIZES = ("fminfer_panel", "fminfer_panel_bytes", "fminfer_sums_bytes")  # what these return
+# what these return
+SIZES = ("fminfer_panel", "fminfer_panel_bytes", "fminfer_sums_bytes")
 
 
 class Library(ctypes.CDLL):
@@ -59,7 +61,10 @@ class Arguments(ctypes.Structure):
     """A step's attention in a layer."""
 
     _fields_ = _fields(
-        (ADDRESS, "query out keys values new_keys new_values slots rows tables runs members"),
+        (
+            ADDRESS,
+            "query out keys values new_keys new_values slots rows tables runs members",
+        ),
         (ADDRESS, "entries slopes sinks relative"),
         (NUMBER, "num_rows num_runs num_members num_tokens query_head query_token"),
         (NUMBER, "new_key_head new_key_token new_value_head new_value_token"),
@@ -100,11 +105,16 @@ class ExpertCall(ctypes.Structure):
         (ADDRESS, "x"),
         (PackedCall, "up down"),
         (ADDRESS, "chosen shares out space"),
-        (NUMBER, "tokens top_k num_experts hidden size is_gated activation x_type num_threads"),
+        (
+            NUMBER,
+            "tokens top_k num_experts hidden size is_gated activation x_type num_threads",
+        ),
     )
 
 
 class SumsStruct(ctypes.Structure):
     """One process's way to others that share a stage's layers."""
 
-    _fields_ = _fields((ADDRESS, "memory"), (NUMBER, "capacity index count turn is_over"))
+    _fields_ = _fields(
+        (ADDRESS, "memory"), (NUMBER, "capacity index count turn is_over")
+    )

@@ -1,8 +1,8 @@
 """Builds and loads the CPU's kernels, kernels/*.cpp.
 
 Building takes some seconds of g++ once on a machine and needs no torch, so it can run while the
-process imports and loads. The library is kept in the user's cache folder, under a name made of its
-source, the compiler and its version, the processor and its own checksum.
+process imports and loads. The library is kept in the user's cache folder, under a name
+made of its source, the compiler and its version, the processor and its own checksum.
 """
 
 from __future__ import annotations
@@ -160,7 +160,8 @@ def is_building() -> bool:
 
 
 def abandon_build() -> None:
-    """End this process's build if it is under way; for those who leave without Python's own end."""
+    """End this process's build if it is under way; for those who leave without Python's
+    own end."""
     if _build is not None:
         _build.abandon()
 
@@ -207,9 +208,19 @@ def _remove_old_parts(folder: Path) -> None:
 
 def _build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
-    sources = [p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])]
-    parts = [*FLAGS, *compiler, _version_of(compiler), platform.machine(), processor.describe()]
-    return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[:24]
+    sources = [
+        p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
+    ]
+    parts = [
+        *FLAGS,
+        *compiler,
+        _version_of(compiler),
+        platform.machine(),
+        processor.describe(),
+    ]
+    return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[
+        :24
+    ]
 
 
 def _version_of(compiler: list[str]) -> str:

@@ -22,7 +22,8 @@ def store_kernel(
     KV_HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, BLOCK_SIZE: tl.constexpr,
     DIM: tl.constexpr,  # the power of two that holds head_dim
 ):  # fmt: skip
-    """Put one token's keys and values of one head where they belong. Grid: (tokens, kv_heads)."""
+    """Put one token's keys and values of one head where they belong. Grid: (tokens,
+    kv_heads)."""
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     slot = tl.load(slots + token).to(tl.int64)
@@ -30,7 +31,9 @@ def store_kernel(
     dims = tl.arange(0, DIM)
     is_dim = (dims < HEAD_DIM) & (slot >= 0)
     key = tl.load(new_keys + head * key_head + token * key_token + dims, mask=is_dim)
-    value = tl.load(new_values + head * value_head + token * value_token + dims, mask=is_dim)
+    value = tl.load(
+        new_values + head * value_head + token * value_token + dims, mask=is_dim
+    )
     tl.store(keys + row * HEAD_DIM + dims, key, mask=is_dim)
     tl.store(values + row * HEAD_DIM + dims, value, mask=is_dim)
 
@@ -40,7 +43,8 @@ def row_splits(
     tile, window, ahead, HAS_WINDOW: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr,
     SPLITS: tl.constexpr,
 ):  # fmt: skip
-    """Return the first key of a tile's first piece, the end of its last, and the keys of a split.
+    """Return the first key of a tile's first piece, the end of its last, and the keys
+    of a split.
 
     Then the position of its first token, their number, and the end of its keys. The row alone
     decides: its result is the same beside any others, and in any number of programs.
@@ -58,7 +62,8 @@ def row_splits(
 
 @triton.jit
 def merge(best, total, sums, other_best, other_total, other_sums):
-    """Join what was found in some keys and in others: the best score, as a power of 2, and sums."""
+    """Join what was found in some keys and in others: the best score, as a power of 2,
+    and sums."""
     most = tl.maximum(best, other_best)
     base = tl.where(most == float("-inf"), 0.0, most)  # a window may hide all of these
     fade = tl.math.exp2(best - base)
@@ -127,7 +132,9 @@ def attend_pieces(
             start += tl.where(start >= left, skipped, 0)
         at = start + tl.arange(0, KEYS)
         distance = position[:, None] - at[None, :]
-        lines = key_lines(table, kv_head, start, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS)
+        lines = key_lines(
+            table, kv_head, start, end, KV_HEADS, HEAD_DIM, BLOCK_SIZE, KEYS
+        )
         places = lines[:, None] + dims[None, :]
         is_key = at < end
         if IS_ONE and HAS_WINDOW:
@@ -142,7 +149,9 @@ def attend_pieces(
         value = value.to(asked.dtype)
         scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
         if HAS_CAP:  # softcap * tanh(scores / softcap)
-            scores = softcap - 2.0 * softcap / (tl.exp(2.0 * (scores * scaling) / softcap) + 1.0)
+            scores = softcap - 2.0 * softcap / (
+                tl.exp(2.0 * (scores * scaling) / softcap) + 1.0
+            )
         elif HAS_SLOPES or HAS_RELATIVE:
             scores *= scaling
         if HAS_SLOPES:
@@ -186,7 +195,8 @@ def attend_kernel(
     out,  # (tokens, heads, head_dim)
     keys,  # (pool, kv_heads, block_size, head_dim)
     values,
-    tiles,  # (tiles, 5) int32: first packed token, tokens, position, and of the row its start in
+    # (tiles, 5) int32: first packed token, tokens, position, and of the row its start in
+    tiles,
     # `blocks` and the number of its keys
     blocks,  # int32: the rows' block tables, one after another
     slopes,  # (heads,) float32
@@ -270,7 +280,9 @@ def attend_kernel(
         BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
     )  # fmt: skip
     if is_part:
-        line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (KV_HEADS * GROUP) + head
+        line = (number.to(tl.int64) * SPLITS + tl.program_id(1)) * (
+            KV_HEADS * GROUP
+        ) + head
         tl.store(parts + line[:, None] * HEAD_DIM + dims[None, :], sums, mask=is_query)
         tl.store(marks + line * 2, best, mask=is_row)
         tl.store(marks + line * 2 + 1, total, mask=is_row)
@@ -278,18 +290,22 @@ def attend_kernel(
         if HAS_SINKS:
             sink = tl.load(sinks + head, mask=is_row, other=0.0) * 1.4426950408889634
             best, total, sums = merge(best, total, sums, sink, 1.0, 0.0)
-        written = out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
+        written = (
+            out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
+        )
         given = (sums / total[:, None]).to(out.dtype.element_ty)
         tl.store(written + dims[None, :], given, mask=is_query)
 
 
 @triton.jit(
-    do_not_specialize=["window", "ahead"], do_not_specialize_on_alignment=["tiles", "sinks"]
+    do_not_specialize=["window", "ahead"],
+    do_not_specialize_on_alignment=["tiles", "sinks"],
 )
 def join_kernel(
     out, tiles, sinks, parts, marks, window, ahead,  # as `attend_kernel` has them
-    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr, HEADS: tl.constexpr, HEAD_DIM: tl.constexpr,
-    DIM: tl.constexpr, KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
+    HAS_SINKS: tl.constexpr, HAS_WINDOW: tl.constexpr,
+    HEADS: tl.constexpr, HEAD_DIM: tl.constexpr, DIM: tl.constexpr,
+    KEYS: tl.constexpr, SPLIT: tl.constexpr, SPLITS: tl.constexpr,
 ):  # fmt: skip
     """Merge the splits of one token's head, in their order. Grid: (tiles, heads)."""
     number = tl.program_id(0)
@@ -345,14 +361,18 @@ def norm_kernel(
     start = row // inner * outer_step + row % inner * inner_step
     value = tl.load(x + start + columns, mask=is_used, other=0.0).to(tl.float32)
     if ADDS:
-        value += tl.load(other + row * WIDTH + columns, mask=is_used, other=0.0).to(tl.float32)
+        value += tl.load(other + row * WIDTH + columns, mask=is_used, other=0.0).to(
+            tl.float32
+        )
         rounded = value.to(both.dtype.element_ty)
         tl.store(both + row * WIDTH + columns, rounded, mask=is_used)
         value = rounded.to(tl.float32)
     scale = 1.0 / tl.sqrt(tl.sum(value * value, 0) / WIDTH + eps)
     factor = tl.load(weight + columns, mask=is_used, other=0.0).to(tl.float32) + offset
     tl.store(
-        out + row * WIDTH + columns, (value * scale * factor).to(out.dtype.element_ty), is_used
+        out + row * WIDTH + columns,
+        (value * scale * factor).to(out.dtype.element_ty),
+        is_used,
     )
 
 
@@ -409,10 +429,13 @@ def gate_kernel(
     if IS_SILU:
         value = value / (1.0 + tl.exp(-value))
     else:
-        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)  # 2 sqrt(2 / pi)
+        # 2 sqrt(2 / pi)
+        inner = 1.5957691216057308 * (value + 0.044715 * value * value * value)
         value = value / (1.0 + tl.exp(-inner))  # 0.5 (1 + tanh(u)) = 1 / (1 + exp(-2u))
     if GATES:
-        value *= tl.load(second + row * step + columns, mask=is_used, other=0.0).to(tl.float32)
+        value *= tl.load(second + row * step + columns, mask=is_used, other=0.0).to(
+            tl.float32
+        )
     tl.store(out + row * width + columns, value.to(out.dtype.element_ty), is_used)
 
 
@@ -445,7 +468,9 @@ def race_kernel(
     bits = mixed(mixed((ids + first_id).to(tl.uint32) ^ lower) ^ upper)
     # Constants are float32, which has no 2^32 - 0.5.
     rest = (4294967296.0 - bits.to(tl.float64) - 0.5) * 2.3283064365386963e-10  # 2^-32
-    score, place = tl.max(logits.to(tl.float64) - tl.log(-tl.log(rest)), 0, return_indices=True)
+    score, place = tl.max(
+        logits.to(tl.float64) - tl.log(-tl.log(rest)), 0, return_indices=True
+    )
     here = row * tl.num_programs(1) + part
     tl.store(scores + here, score)
     tl.store(winners + here, (part * SIZE + place).to(tl.int64))

@@ -1,4 +1,5 @@
-"""Bodies of norms, rotary positions and activations: compiled for what kernels serve, or plain."""
+"""Bodies of norms, rotary positions and activations: compiled for what kernels serve,
+or plain."""
 
 from __future__ import annotations
 
@@ -24,7 +25,8 @@ GELU_TANH = 1
 RELU = 2
 GELU = 3
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
-GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)  # of all kernels
+# of all kernels
+GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +38,8 @@ class NormWeights:
     bias: Tensor | None
 
 
-Rotate = Callable[[Tensor, Tensor], Tensor]  # of rows, and turns as `PartKernels.rotate` has them
+# of rows, and turns as `PartKernels.rotate` has them
+Rotate = Callable[[Tensor, Tensor], Tensor]
 Sum = tuple[Tensor, Tensor]  # what is added to rows, and where the sum is put
 
 
@@ -44,14 +47,17 @@ class PartKernels(ABC):
     """The compiled parts of layers. Each passes over memory once, and rounds float32 once."""
 
     device: torch.device
-    activations: Mapping[str, int]  # the numbers of those that `gate` and `gelu` compute
+    # the numbers of those that `gate` and `gelu` compute
+    activations: Mapping[str, int]
 
     @abstractmethod
     def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Tell whether `run_norm` computes such a norm."""
 
     @abstractmethod
-    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
+    def run_norm(
+        self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
+    ) -> None:
         """Write the norm of x, or of its sum with what is added, to `out`."""
 
     @abstractmethod
@@ -59,7 +65,9 @@ class PartKernels(ABC):
         """Write x with rotary positions to `out`; cosines and sines are (tokens, turned / 2)."""
 
     @abstractmethod
-    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
+    def run_gate(
+        self, x: Tensor, second: Tensor | None, activation: int, out: Tensor
+    ) -> None:
         """Write the activation of x, times `second` if there is one, to `out`."""
 
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
@@ -69,7 +77,9 @@ class PartKernels(ABC):
         self.run_norm(x, norm, out, None)
         return out
 
-    def add_and_norm(self, x: Tensor, other: Tensor, norm: NormWeights) -> tuple[Tensor, Tensor]:
+    def add_and_norm(
+        self, x: Tensor, other: Tensor, norm: NormWeights
+    ) -> tuple[Tensor, Tensor]:
         """Return x + other and that normed; all are (rows, width)."""
         assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
         self._check_norm(x, norm)
@@ -81,11 +91,14 @@ class PartKernels(ABC):
     def _check_norm(self, x: Tensor, norm: NormWeights) -> None:
         """Check what kernels trust."""
         for each in (norm.weight,) if norm.bias is None else (norm.weight, norm.bias):
-            assert each.is_contiguous() and each.shape == x.shape[-1:], "weight of a norm"
+            assert each.is_contiguous() and each.shape == x.shape[-1:], (
+                "weight of a norm"
+            )
             assert each.dtype == x.dtype, "weight of a norm"
 
     def rotate(self, x: Tensor, turns: Tensor) -> Tensor:
-        """Return x with rotary positions (Su et al. 2021), its first half paired with its second.
+        """Return x with rotary positions (Su et al. 2021), its first half paired with
+        its second.
 
         Args:
             x: (tokens, heads, head_dim).
@@ -95,7 +108,9 @@ class PartKernels(ABC):
         half = turns.shape[-1]
         (cos, sin) = turns.contiguous()
         out = _like(x)
-        assert turns.shape == (2, len(x), half) and turns.dtype == torch.float32, "cos and sin"
+        assert turns.shape == (2, len(x), half) and turns.dtype == torch.float32, (
+            "cos and sin"
+        )
         assert 2 * half <= x.shape[-1], "cos and sin"
         self.run_rotate(x, cos, sin, out)
         return out
@@ -139,26 +154,37 @@ class LayerKernels(PartKernels):
         self._library = library
 
     def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
-        """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight and bias."""
+        """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight
+        and bias."""
         has_both = how.has_bias != how.is_rms and not (how.offset and not how.is_rms)
         return how.has_weight and has_both and weight is not None and weight.dim() == 1
 
-    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
+    def run_norm(
+        self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
+    ) -> None:
         how = norm.how
         rows = self._rows(x, out)
         weight = norm.weight.data_ptr()
-        sums = (None, None) if added is None else (added[0].data_ptr(), added[1].data_ptr())
+        sums = (
+            (None, None)
+            if added is None
+            else (added[0].data_ptr(), added[1].data_ptr())
+        )
         if how.is_rms:
             self._library.fminfer_rms_norm(rows, weight, how.eps, how.offset, *sums)
             return
         assert norm.bias is not None, "bias of a norm"
-        self._library.fminfer_layer_norm(rows, weight, norm.bias.data_ptr(), how.eps, *sums)
+        self._library.fminfer_layer_norm(
+            rows, weight, norm.bias.data_ptr(), how.eps, *sums
+        )
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         turns = cos.data_ptr(), sin.data_ptr()
         self._library.fminfer_rotate(self._rows(x, out), *turns, 2 * cos.shape[-1])
 
-    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
+    def run_gate(
+        self, x: Tensor, second: Tensor | None, activation: int, out: Tensor
+    ) -> None:
         address = None if second is None else second.data_ptr()
         self._library.fminfer_gate(self._rows(x, out), address, activation)
 
@@ -187,12 +213,20 @@ class NormBody:
     """A norm with its weights, on (…, width)."""
 
     def __init__(
-        self, how: Norm, weight: Tensor | None, bias: Tensor | None, kernels: PartKernels | None
+        self,
+        how: Norm,
+        weight: Tensor | None,
+        bias: Tensor | None,
+        kernels: PartKernels | None,
     ) -> None:
         self._plain = (how, weight, bias)
         self._kernels = kernels
         self._own = None
-        if kernels is not None and weight is not None and kernels.can_norm(how, weight, bias):
+        if (
+            kernels is not None
+            and weight is not None
+            and kernels.can_norm(how, weight, bias)
+        ):
             self._own = NormWeights(how, weight.contiguous(), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
@@ -225,7 +259,9 @@ class Parts:
     def gate(self, activation: str) -> Function:
         if self.kernels is None or activation not in self.kernels.activations:
             return partial(plain.gate, activation=activation)
-        return partial(self.kernels.gate, activation=self.kernels.activations[activation])
+        return partial(
+            self.kernels.gate, activation=self.kernels.activations[activation]
+        )
 
     def activation(self, name: str) -> Function:
         if self.kernels is None or name not in self.kernels.activations:
@@ -233,15 +269,21 @@ class Parts:
         return partial(self.kernels.gelu, activation=self.kernels.activations[name])
 
 
-def parts_trial(_: None, dtype: torch.dtype, device: torch.device) -> Trial[PartKernels]:
+def parts_trial(
+    _: None, dtype: torch.dtype, device: torch.device
+) -> Trial[PartKernels]:
     pairs = partial(part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
 
 
-def part_pairs(kernels: PartKernels, dtype: torch.dtype, device: torch.device) -> Iterator[Pair]:
+def part_pairs(
+    kernels: PartKernels, dtype: torch.dtype, device: torch.device
+) -> Iterator[Pair]:
     """Compute small tensors with compiled parts, and with those of plain torch."""
     generator = torch.Generator().manual_seed(0)
-    x, other = (torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy")
+    x, other = (
+        torch.randn(5, 3, 80, generator=generator).to(device, dtype) for _ in "xy"
+    )
     weight = x[0, 0].contiguous()
     row = x[:, 0]
     more = other[:, 0]

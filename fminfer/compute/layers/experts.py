@@ -12,7 +12,12 @@ import torch
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import activations_of
-from fminfer.compute.layers.products import Linear, PackedPart, ProductKernel, kernel_takes
+from fminfer.compute.layers.products import (
+    Linear,
+    PackedPart,
+    ProductKernel,
+    kernel_takes,
+)
 from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
@@ -30,12 +35,16 @@ class PlainExperts:
         self._how = how
         self._experts = experts
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
         how = self._how
         order = chosen.flatten().argsort(stable=True)
         counts = chosen.flatten().bincount(minlength=how.num_experts).tolist()
         parts = torch.split(x[order // how.top_k], counts)
-        outs = [e(part) for e, part in zip(self._experts, parts, strict=True) if len(part)]
+        outs = [
+            e(part) for e, part in zip(self._experts, parts, strict=True) if len(part)
+        ]
         joined = torch.cat(outs)
         out = torch.empty_like(joined)
         out[order] = joined
@@ -52,7 +61,8 @@ class Mixture:
     down: Weight  # (experts, hidden, size)
 
     def trial(self, dtype: torch.dtype) -> Trial[Mix]:
-        """Return how a mixture of hidden states of a dtype is tried; each shape and format once."""
+        """Return how a mixture of hidden states of a dtype is tried; each shape and
+        format once."""
         pairs = partial(expert_pairs, asked=self, dtype=dtype)
         name = f"{self.how.num_experts} experts of {self.how.expert.size}"
         key = self.how, self.up.shape, self.up.format, self.down.format
@@ -65,7 +75,9 @@ def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
-    chosen = torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
+    chosen = (
+        torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
+    )
     act: Function = plain.ACTIVATIONS[how.expert.activation]
     if how.expert.is_gated:
         act = partial(plain.gate, activation=how.expert.activation)
@@ -110,7 +122,9 @@ class PackedExperts:
     up: PackedPart  # of all experts, gates first
     down: PackedPart
 
-    def __call__(self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor) -> torch.Tensor:
+    def __call__(
+        self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
+    ) -> torch.Tensor:
         """Return the sum of each token's experts, times their shares; as x.
 
         Args:
@@ -160,7 +174,9 @@ def serves(how: Moe) -> bool:
     return is_plain and expert.activation in activations_of(expert)
 
 
-def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixture, Mix]:
+def expert_candidate(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> Candidate[Mixture, Mix]:
     """Return the kernel's mixtures, of hidden states of a dtype."""
     kernel = ProductKernel(library)
     workspace = Workspace()
@@ -170,17 +186,25 @@ def expert_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Mixt
         up = asked.up
         down = asked.down
         num_experts, hidden, size = down.shape
-        assert (num_experts, size) == (asked.how.num_experts, expert.size), "weights of experts"
+        assert (num_experts, size) == (asked.how.num_experts, expert.size), (
+            "weights of experts"
+        )
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
         parts = (
-            kernel.pack_part(up.format, up.tensors[0], 2 if expert.is_gated else 1, hidden),
+            kernel.pack_part(
+                up.format, up.tensors[0], 2 if expert.is_gated else 1, hidden
+            ),
             kernel.pack_part(down.format, down.tensors[0], 1, size),
         )
         return PackedExperts(library.fminfer_mix, workspace, asked.how, *parts)
 
     def serves_all(asked: Mixture) -> bool:
         weights = (asked.up, asked.down)
-        is_best = all(kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights)
-        return is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
+        is_best = all(
+            kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights
+        )
+        return (
+            is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
+        )
 
     return Candidate(pack, partial(Mixture.trial, dtype=dtype), serves_all)

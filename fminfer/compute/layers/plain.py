@@ -41,7 +41,8 @@ def xielu(
 def norm(
     x: torch.Tensor, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
-    """Normalize the last dimension in float32, and round once; weights are of last dimensions."""
+    """Normalize the last dimension in float32, and round once; weights are of last
+    dimensions."""
     if not (how.is_rms or how.offset) and (weight is None or weight.dim() == 1):
         return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
     y = x.float()
@@ -56,7 +57,8 @@ def norm(
 
 
 def sinusoids(num_positions: int, size: int) -> torch.Tensor:
-    """Return (positions, size) float32: sines and cosines of each position, as fairseq has them."""
+    """Return (positions, size) float32: sines and cosines of each position, as fairseq
+    has them."""
     half = size // 2
     powers = torch.arange(half).float() * -(math.log(10000) / (half - 1))
     angles = torch.arange(num_positions).float()[:, None] * powers.exp()
@@ -74,7 +76,8 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
 
 
 def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
-    """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a `rotary_table`."""
+    """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a
+    `rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
     part = x[..., :size].float()
@@ -88,7 +91,9 @@ def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
     return torch.cat([turned.to(x.dtype), x[..., size:]], -1)
 
 
-def gate(both: torch.Tensor, activation: str, limit: float | None = None) -> torch.Tensor:
+def gate(
+    both: torch.Tensor, activation: str, limit: float | None = None
+) -> torch.Tensor:
     """Return activation(first half) * second half of the last dimension; see `Mlp.limit`."""
     first, second = both.chunk(2, -1)
     if limit is not None:

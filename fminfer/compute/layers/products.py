@@ -19,7 +19,14 @@ from torch import nn
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
 from fminfer.compute.quantized import Blocks
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.weights import KERNEL_TYPES, Dense, Format, Function, Joined, Weight
+from fminfer.compute.weights import (
+    KERNEL_TYPES,
+    Dense,
+    Format,
+    Function,
+    Joined,
+    Weight,
+)
 from fminfer.machine.processor import has_unit
 
 CHECKED_ROWS = [1, 5, 48]
@@ -48,7 +55,10 @@ class Linear:
         bias = self.bias
         if weight.is_plain:
             return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
-        parts = [nn.functional.linear(x, each.dequantized(x.dtype)) for each in weight.pieces()]
+        parts = [
+            nn.functional.linear(x, each.dequantized(x.dtype))
+            for each in weight.pieces()
+        ]
         found = torch.cat(parts, -1)
         return found if bias is None else found + bias
 
@@ -61,7 +71,10 @@ class Linear:
 
 
 def product_pairs(
-    product: Function, asked: Linear, dtype: torch.dtype, summed: torch.dtype | None = None
+    product: Function,
+    asked: Linear,
+    dtype: torch.dtype,
+    summed: torch.dtype | None = None,
 ) -> Iterator[Pair]:
     """Multiply few rows and some, of a dtype, packed and plain; `summed` is the plain dtype."""
     inputs = asked.weight.shape[1]
@@ -132,14 +145,20 @@ def pack_by_onednn(asked: Linear) -> Function:
         rows = x.numel() // x.shape[-1]
         if is_narrow and rows > MOST_NARROW_ROWS and torch.get_num_threads() == 2:
             halves = x.reshape(rows, -1).tensor_split(2)
-            return torch.cat([multiply(half) for half in halves]).view(*x.shape[:-1], -1)
-        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
+            return torch.cat([multiply(half) for half in halves]).view(
+                *x.shape[:-1], -1
+            )
+        out: torch.Tensor = torch.ops.mkldnn._linear_pointwise(
+            x, packed, bias, "none", [], ""
+        )
         return out
 
     return multiply
 
 
-def library_products(dtype: torch.dtype, *, is_fast: bool) -> list[Candidate[Linear, Function]]:
+def library_products(
+    dtype: torch.dtype, *, is_fast: bool
+) -> list[Candidate[Linear, Function]]:
     """Return the products of torch's libraries, for rows of a dtype; see `torch_takes`."""
 
     def serves(asked: Linear) -> bool:
@@ -153,10 +172,12 @@ def library_products(dtype: torch.dtype, *, is_fast: bool) -> list[Candidate[Lin
 
 @dataclass(slots=True, frozen=True)
 class PackedPart:
-    """Some outputs of a weight, or of all experts, in one format and in the kernel's own order."""
+    """Some outputs of a weight, or of all experts, in one format and in the kernel's
+    own order."""
 
     held: Format
-    packed: torch.Tensor  # (outputs, to whole panels, inputs); of blocks (panels, bytes)
+    # (outputs, to whole panels, inputs); of blocks (panels, bytes)
+    packed: torch.Tensor
     outputs: int
     inputs: int
     is_lent: bool = False  # as stored; the kernel packs each panel as it multiplies
@@ -168,7 +189,9 @@ class PackedPart:
         if isinstance(self.held, Blocks):
             block = self.held.block or self.inputs
             return PackedCall(address, self.outputs, self.held.kind, block)
-        return PackedCall(address, self.outputs, KERNEL_TYPES[self.packed.dtype], 0, self.is_lent)
+        return PackedCall(
+            address, self.outputs, KERNEL_TYPES[self.packed.dtype], 0, self.is_lent
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -193,7 +216,9 @@ class PackedProduct:
 
     def unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sums as they are, in float32, of x in float32 or bfloat16."""
-        return self._multiply(x.to(torch.promote_types(x.dtype, self.least)), torch.float32)
+        return self._multiply(
+            x.to(torch.promote_types(x.dtype, self.least)), torch.float32
+        )
 
     def rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
@@ -201,7 +226,9 @@ class PackedProduct:
         if isinstance(part.held, Blocks):
             call = part.call
             ids = ids.contiguous()
-            out = torch.empty((len(ids), part.inputs), dtype=torch.float32, device="cpu")
+            out = torch.empty(
+                (len(ids), part.inputs), dtype=torch.float32, device="cpu"
+            )
             self.kernel.library.fminfer_unpack_rows(
                 call.type,
                 call.weight,
@@ -254,7 +281,9 @@ class ProductKernel:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
         held = [each for each, _ in weight.parts]
         is_even = weight.shape[-1] % 2 == 0
-        fits = all(head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held)
+        fits = all(
+            head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held
+        )
         return fits and is_on_cpu(weight)
 
     def make(self, asked: Linear) -> PackedProduct:
@@ -274,15 +303,20 @@ class ProductKernel:
         biases = None
         if bias is not None:
             assert bias.shape == (outputs,), "a bias"
-            biases = torch.zeros(outputs + self.panel, dtype=torch.float32, device="cpu")
+            biases = torch.zeros(
+                outputs + self.panel, dtype=torch.float32, device="cpu"
+            )
             biases[:outputs] = bias.detach()
         calls = (PackedCall * len(parts))(*[part.call for part in parts])
         has_float32 = any(part.held == Dense(torch.float32) for part in parts)
         least = torch.float32 if has_float32 else torch.bfloat16
         return PackedProduct(self, parts, biases, inputs, outputs, calls, least)
 
-    def pack_part(self, held: Format, tensor: torch.Tensor, halves: int, inputs: int) -> PackedPart:
-        """Pack the only tensor of a weight, (items, halves * outputs, …), each half for itself."""
+    def pack_part(
+        self, held: Format, tensor: torch.Tensor, halves: int, inputs: int
+    ) -> PackedPart:
+        """Pack the only tensor of a weight, (items, halves * outputs, …), each half for
+        itself."""
         tensor = tensor.contiguous()
         items, all_outputs, row = tensor.shape
         outputs = all_outputs // halves
@@ -318,23 +352,30 @@ def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
 
 
 def head_takes(held: Format) -> bool:
-    """Tell whether the kernel's sums may stay float32 for weights of a format, as a head's do."""
+    """Tell whether the kernel's sums may stay float32 for weights of a format, as a
+    head's do."""
     if isinstance(held, Dense):
         return held.dtype in KERNEL_TYPES
     return isinstance(held, Blocks) and held.kind is not None
 
 
-def product_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, Function]:
+def product_candidate(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> Candidate[Linear, Function]:
     """Return the kernel's products, for rows of a dtype."""
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
-        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(asked.weight)
+        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(
+            asked.weight
+        )
 
     return Candidate(kernel.make, partial(Linear.trial, dtype=dtype), serves)
 
 
-def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear, PackedProduct]:
+def head_candidate(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> Candidate[Linear, PackedProduct]:
     """Return products whose sums stay float32, tried with the weight's first outputs."""
     kernel = ProductKernel(library)
 
@@ -351,6 +392,8 @@ def head_candidate(library: ctypes.CDLL, dtype: torch.dtype) -> Candidate[Linear
             yield rows, some.weight.dequantized(rows.dtype)
             yield from product_pairs(product.unrounded, some, dtype, torch.float32)
 
-        return Trial("products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name)
+        return Trial(
+            "products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name
+        )
 
     return Candidate(kernel.make, trial, serves)

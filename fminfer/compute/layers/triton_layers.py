@@ -31,7 +31,9 @@ class TritonLayers(PartKernels):
         """Tell whether it computes such a norm: an RMSNorm with a weight."""
         return how.is_rms and weight is not None and weight.dim() == 1 and bias is None
 
-    def run_norm(self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None) -> None:
+    def run_norm(
+        self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
+    ) -> None:
         outer, inner, *steps = self.walk(x)
         other, both = (out, out) if added is None else added
         size = triton.next_power_of_2(x.shape[-1])
@@ -70,7 +72,9 @@ class TritonLayers(PartKernels):
                 num_warps=1,
             )
 
-    def run_gate(self, x: Tensor, second: Tensor | None, activation: int, out: Tensor) -> None:
+    def run_gate(
+        self, x: Tensor, second: Tensor | None, activation: int, out: Tensor
+    ) -> None:
         rows, _, step, _ = self.walk(x)
         width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -90,12 +94,14 @@ class TritonLayers(PartKernels):
 def triton_race(scaled: Tensor, noise: Tensor, first_id: int = 0) -> Tensor:
     """Return the places of the highest sums of scaled logit and noise, as `sampler.race` does.
 
-    Each logit is read once. In plain torch the noise of all tokens goes over the GPU's memory some
-    thirty times: about 500 bytes a logit.
+    Each logit is read once. In plain torch the noise of all tokens goes over the GPU's
+    memory some thirty times: about 500 bytes a logit.
     """
     rows, vocab = scaled.shape
     assert scaled.dtype == torch.float32 and scaled.is_contiguous(), "scaled logits"
-    assert noise.dtype == torch.int64 and noise.is_contiguous() and len(noise) == rows, "noise"
+    assert (
+        noise.dtype == torch.int64 and noise.is_contiguous() and len(noise) == rows
+    ), "noise"
     parts = triton.cdiv(vocab, TOKENS)
     scores = torch.empty((rows, parts), dtype=torch.float64, device=scaled.device)
     winners = torch.empty((rows, parts), dtype=torch.int64, device=scaled.device)

@@ -9,7 +9,14 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors, draw, rank
+from fminfer.compute.sampling.sampler import (
+    Drawer,
+    Ranker,
+    Ranking,
+    SamplingTensors,
+    draw,
+    rank,
+)
 from fminfer.compute.step import make_draws
 from fminfer.compute.trial import Pair, Trial
 
@@ -29,7 +36,8 @@ class DrawKernel:
     def __call__(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
-        """Return the places that some rows of (rows, vocab) logits draw, each as its own says."""
+        """Return the places that some rows of (rows, vocab) logits draw, each as its
+        own says."""
         num_rows, vocab = logits.shape
         logits = logits.float().contiguous()
         # The kernel trusts what it is given.
@@ -78,7 +86,9 @@ class ScoreKernel:
         best = torch.empty((rows, num_top), device="cpu")
         best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
         found = [each.data_ptr() for each in (normalizer, best, best_ids)]
-        self._score(logits.data_ptr(), rows, vocab, num_top, *found, torch.get_num_threads())
+        self._score(
+            logits.data_ptr(), rows, vocab, num_top, *found, torch.get_num_threads()
+        )
         return Ranking(normalizer, best, best_ids)
 
 
@@ -87,7 +97,8 @@ def draws_trial(_: None, device: torch.device) -> Trial[Drawer]:
 
 
 def draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
-    """Draw on a device with a kernel, and in plain torch on the CPU: by each filter, and without.
+    """Draw on a device with a kernel, and in plain torch on the CPU: by each filter,
+    and without.
 
     Then again from what masks leave: a token or two of each row, the first and last among them.
     """
@@ -109,7 +120,9 @@ def draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
     for given, first_id in cases:
         there = given.to(device), rows.to(device)
-        own, how = (SamplingTensors.of(draws, each.device) for each in (there[0], given))
+        own, how = (
+            SamplingTensors.of(draws, each.device) for each in (there[0], given)
+        )
         found = drawer(there[0], replace(own, first_id=first_id), there[1])
         yield found, draw(given, replace(how, first_id=first_id), rows)
 

@@ -1,4 +1,5 @@
-"""What is left of logits before tokens are drawn: masks of rows, and changes of single logits."""
+"""What is left of logits before tokens are drawn: masks of rows, and changes of single
+logits."""
 
 from __future__ import annotations
 
@@ -13,10 +14,11 @@ from fminfer.compute.step import Step, masks_of
 from fminfer.core.messages import Mask
 from fminfer.machine.device import send
 
-# What each byte of a mask leaves of 8 logits, as the most that they may be. On the CPU, numpy takes
-# a tenth of torch's time for this: its one thread waits for no other.
+# What each byte of a mask leaves of 8 logits, as the most that they may be. On the CPU,
+# numpy takes a tenth of torch's time for this: its one thread waits for no other.
 HIGHEST = np.where(
-    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little") > 0,
+    np.unpackbits(np.arange(256, dtype=np.uint8)[:, None], axis=1, bitorder="little")
+    > 0,
     np.float32("inf"),
     np.float32("-inf"),
 )
@@ -24,12 +26,16 @@ HIGHEST = np.where(
 
 @dataclass(slots=True, frozen=True)
 class MaskTensors:
-    """The masks of a step. One more stands behind them: it allows all, for rows that have none."""
+    """The masks of a step. One more stands behind them: it allows all, for rows that
+    have none."""
 
-    bits: torch.Tensor  # (masks + 1, vocab / 8) uint8: bit i % 8 of byte i // 8 is of token i
-    few: torch.Tensor  # (masks + 1, k) int64: allowed ids in order, then -1; all -1: not few
+    # (masks + 1, vocab / 8) uint8: bit i % 8 of byte i // 8 is of token i
+    bits: torch.Tensor
+    # (masks + 1, k) int64: allowed ids in order, then -1; all -1: not few
+    few: torch.Tensor
     first: torch.Tensor  # (masks + 1,) int64: the lowest allowed id
-    mask_of: torch.Tensor  # (rows,) int64: the place of each row's; -1, the last: it has none
+    # (rows,) int64: the place of each row's; -1, the last: it has none
+    mask_of: torch.Tensor
     first_id: int = 0  # the token of the first logit, a multiple of 8
 
     def part(self, part: torch.Tensor) -> MaskTensors:
@@ -48,7 +54,9 @@ class MaskTensors:
         """Say whether each row may draw its id, of (rows,) int64."""
         return self.bits[self.mask_of, ids >> 3] >> (ids & 7) & 1 > 0
 
-    def gather(self, logits: torch.Tensor, rows: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def gather(
+        self, logits: torch.Tensor, rows: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of few tokens, (rows, k) float32, and their ids.
 
         Behind a row's last token stand -inf and -1. Nothing draws them: where all are -inf, the
@@ -83,8 +91,13 @@ class MaskTensors:
 
 
 def likeliest(logits: torch.Tensor) -> torch.Tensor:
-    """Return the id of each row's highest logit, of (rows, vocab) float32; of equals the lowest."""
-    return torch.from_numpy(logits.numpy().argmax(-1)) if logits.is_cpu else logits.argmax(-1)
+    """Return the id of each row's highest logit, of (rows, vocab) float32; of equals
+    the lowest."""
+    return (
+        torch.from_numpy(logits.numpy().argmax(-1))
+        if logits.is_cpu
+        else logits.argmax(-1)
+    )
 
 
 def make_masks(
@@ -93,12 +106,17 @@ def make_masks(
     """Put a step's masks on a device, and the place of each row's; -1: it has none."""
     size = -(-vocab // 8)
     filler = [b"\xff" if mask.bits[-1] > 127 else b"\0" for mask in masks]
-    rows = [mask.bits[:size].ljust(size, end) for mask, end in zip(masks, filler, strict=True)]
+    rows = [
+        mask.bits[:size].ljust(size, end)
+        for mask, end in zip(masks, filler, strict=True)
+    ]
     few = [torch.tensor(mask.few or [-1]) for mask in masks]
     bits = bytearray().join([*rows, b"\xff" * size])
     return MaskTensors(
         torch.frombuffer(bits, dtype=torch.uint8).view(-1, size).to(device),
-        pad_sequence([*few, torch.tensor([-1])], batch_first=True, padding_value=-1).to(device),
+        pad_sequence([*few, torch.tensor([-1])], batch_first=True, padding_value=-1).to(
+            device
+        ),
         torch.tensor([*map(_first, rows), 0], device=device),
         torch.tensor(mask_of, dtype=torch.int64, device=device),
     )
@@ -156,20 +174,26 @@ class StepEdits:
         self._step = step
         self._device = device
         self._own = own or range(vocab)
-        self._is_none = not (len(step.edit_ids) or len(step.banned_ids) or len(step.masks))
+        self._is_none = not (
+            len(step.edit_ids) or len(step.banned_ids) or len(step.masks)
+        )
         self._masks = None
         if len(step.masks):
             masks = make_masks(masks_of(step), [], vocab, device)
             self._masks = replace(masks, first_id=self._own.start)
 
     def part(self, part: slice) -> LogitEditTensors | None:
-        """Return the changes of some draws; rows count from the first of them. None: no changes."""
+        """Return the changes of some draws; rows count from the first of them. None: no
+        changes."""
         if self._is_none:
             return None
         step = self._step
         columns = list[np.ndarray]()
         has_others = False
-        for name, ids in (("num_edits", step.edit_ids), ("num_banned", step.banned_ids)):
+        for name, ids in (
+            ("num_edits", step.edit_ids),
+            ("num_banned", step.banned_ids),
+        ):
             counts = step.draws[name]
             first = int(counts[: part.start].sum())
             entries = np.arange(first, first + int(counts[part].sum()))
@@ -180,7 +204,9 @@ class StepEdits:
             has_others |= not is_own.all()
         edits = columns.pop(2)
         sent = (*columns[:4], step.draws["mask"][part].astype(np.int64))
-        floats = (each[edits] for each in (step.edit_bias, step.edit_factor, step.edit_minus))
+        floats = (
+            each[edits] for each in (step.edit_bias, step.edit_factor, step.edit_minus)
+        )
         of_edits, ids, of_banned, banned_ids, mask_of, bias, factor, minus = send(
             [*sent, *floats], self._device
         )

@@ -27,8 +27,9 @@ SECOND = 0x846CA68B - 2**32
 def token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """Return 32 random bits for each row and token id, (rows, tokens) int32; see `gumbel`.
 
-    Two rounds of a mixer of 32 bits: one with the lower half of a row's noise, one with the upper.
-    One round would give two rows whose halves are near each other the same numbers at other ids.
+    Two rounds of a mixer of 32 bits: one with the lower half of a row's noise, one with
+    the upper. One round would give two rows whose halves are near each other the same
+    numbers at other ids.
     """
     lower = (noise << 32 >> 32).to(torch.int32)[:, None]
     upper = (noise >> 32).to(torch.int32)[:, None]
@@ -43,7 +44,8 @@ def gumbel(
 
     The few that win have uniform numbers near 0, and need all 32 bits, which float64 holds.
     """
-    # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1 - unsigned.
+    # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1
+    # - unsigned.
     flipped = token_bits(noise, ids).bitwise_xor_(0x7FFFFFFF)
     rest = flipped.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return rest.log_().neg_().log_().neg_()
@@ -70,7 +72,9 @@ def to_host(found: TokenLogprobs) -> TokenLogprobs:
             [found.ids[:, None].double(), found.logprobs[:, None], *columns[2:]], 1
         ).cpu()
         sent = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
-        columns = [each.to(like.dtype) for each, like in zip(sent, columns, strict=True)]
+        columns = [
+            each.to(like.dtype) for each, like in zip(sent, columns, strict=True)
+        ]
     return TokenLogprobs(*(column.numpy() for column in columns))
 
 
@@ -136,7 +140,9 @@ class SamplingTensors:
     def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
         """Put some draws, (rows,) of `DRAW`, on a device."""
         columns = [draws[name].copy() for name in _LARGE_FIRST]
-        tensors: dict[str, Any] = dict(zip(_LARGE_FIRST, send(columns, device), strict=True))
+        tensors: dict[str, Any] = dict(
+            zip(_LARGE_FIRST, send(columns, device), strict=True)
+        )
         on_host = None if device.type == "cpu" else cls.of(draws, torch.device("cpu"))
         return cls(**tensors, on_host=on_host)
 
@@ -158,18 +164,22 @@ class SamplingTensors:
 
 
 _DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if not each.kw_only)
-_LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)  # as `send` asks
+# as `send` asks
+_LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)
 
 
-# Of (rows, vocab) scaled logits, of the rows' noise and of the first logit's token: the places that
-# win, int64.
+# Of (rows, vocab) scaled logits, of the rows' noise and of the first logit's token: the
+# places that win, int64.
 Racer = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 # Of (rows, vocab) logits, and which rows draw: the places of their tokens, int64.
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
 
 def race(
-    scaled: torch.Tensor, noise: torch.Tensor, first_id: int = 0, ids: torch.Tensor | None = None
+    scaled: torch.Tensor,
+    noise: torch.Tensor,
+    first_id: int = 0,
+    ids: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Return the places of the highest sums of scaled logit and noise, in plain torch.
 
@@ -182,12 +192,14 @@ def race(
 
 def draw(
     logits: torch.Tensor,
-    how: SamplingTensors,  # of all rows; temperature and top_p above 0 in those that draw
+    # of all rows; temperature and top_p above 0 in those that draw
+    how: SamplingTensors,
     rows: torch.Tensor,
     racer: Racer = race,  # or a compiled body of it
 ) -> torch.Tensor:  # as many places as rows, int64
     """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
-    host = how.host  # to see which filters are used; a filter leaves other rows as they are
+    # to see which filters are used; a filter leaves other rows as they are
+    host = how.host
     most_kept = int(host.top_k.max())
     has_min_p = bool((host.min_p > 0).any())
     has_top_p = bool((host.top_p < 1).any())
@@ -218,7 +230,8 @@ def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.T
 
 
 def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
-    """Zero all but the smallest set of mass >= top_p, at least one; ties go to the lowest ids."""
+    """Zero all but the smallest set of mass >= top_p, at least one; ties go to the
+    lowest ids."""
     is_limited = top_p < 1
     candidates = min(TOP_P_CANDIDATES, probs.shape[-1])
     best = probs.topk(candidates, -1)[0]
@@ -236,7 +249,8 @@ def _smallest_set(
     best: torch.Tensor,  # (rows, k): probabilities, best first
     top_p: torch.Tensor,  # (rows,)
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """Return, of the smallest sets of mass >= top_p, the last value, (rows, 1), and the sizes."""
+    """Return, of the smallest sets of mass >= top_p, the last value, (rows, 1), and the
+    sizes."""
     mass_before = best.double().cumsum(-1) - best
     counts = (mass_before < top_p.double()[:, None]).sum(-1).clamp(min=1)
     return best.gather(-1, counts[:, None] - 1), counts
@@ -276,7 +290,9 @@ class TokenSpan:
         """Rank the whole vocabulary, and find `num_top` of it, or at least the best."""
         return self.ranker(logits, max(1, min(num_top, self.size)))
 
-    def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+    ) -> torch.Tensor:
         """Draw ids from the whole vocabulary, as `Drawer`."""
         return self.drawer(logits, how, rows)
 
@@ -297,8 +313,10 @@ def sample(
     logits: torch.Tensor,
     how: SamplingTensors,
     num_top: int,  # alternatives to report
-    edits: LogitEditTensors | None = None,  # the logprobs are those of the logits without them
-    tokens: TokenSpan | None = None,  # that the logits belong to; None: the whole vocabulary
+    # the logprobs are those of the logits without them
+    edits: LogitEditTensors | None = None,
+    # that the logits belong to; None: the whole vocabulary
+    tokens: TokenSpan | None = None,
 ) -> TokenLogprobs:
     """Draw one token a row of logits, (rows, vocab), of any floating dtype."""
     tokens = tokens or TokenSpan(logits.shape[-1])
@@ -306,12 +324,16 @@ def sample(
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
-    ids = ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
+    ids = (
+        ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
+    )
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
     is_drawn = how.host.is_random
     if masks is not None:
-        is_drawn = is_drawn & ~(masks.has_mask.to(is_drawn.device) & how.host.is_filtered)
+        is_drawn = is_drawn & ~(
+            masks.has_mask.to(is_drawn.device) & how.host.is_filtered
+        )
     drawn = is_drawn.nonzero()[:, 0]
     if len(drawn):
         rows = drawn.to(ids.device, non_blocking=True)
@@ -331,7 +353,9 @@ def _draw_masked(
     tokens: TokenSpan,
 ) -> None:
     """Draw some rows with their masks."""
-    kinds = torch.where(is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0).tolist()
+    kinds = torch.where(
+        is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0
+    ).tolist()
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
@@ -353,7 +377,10 @@ def _draw_masked(
 
 
 def score(
-    logits: torch.Tensor, ids: torch.Tensor, num_top: int, tokens: TokenSpan | None = None
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    num_top: int,
+    tokens: TokenSpan | None = None,
 ) -> TokenLogprobs:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
@@ -361,7 +388,11 @@ def score(
 
 
 def _report(
-    logits: torch.Tensor, ids: torch.Tensor, num_top: int, ranking: Ranking, tokens: TokenSpan
+    logits: torch.Tensor,
+    ids: torch.Tensor,
+    num_top: int,
+    ranking: Ranking,
+    tokens: TokenSpan,
 ) -> TokenLogprobs:
     logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.

@@ -1,7 +1,7 @@
 """Ranks and draws from logits that are spread over ranks.
 
-Each finds the best of its own, and they share those few numbers. Then all of them decide the same.
-Logits are gathered of the few rows alone whose filters leave more.
+Each finds the best of its own, and they share those few numbers. Then all of them
+decide the same. Logits are gathered of the few rows alone whose filters leave more.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ from fminfer.compute.sampling.sampler import Ranking, SamplingTensors, TokenSpan
 from fminfer.compute.shards import ShardGroup
 
 LOWEST = float("-inf")
-NUM_BEST = 64  # tokens of a rank that most filtered draws look at; the kernel finds so many at once
+# tokens of a rank that most filtered draws look at; the kernel finds so many at once
+NUM_BEST = 64
 MOST_ROWS = 16  # whose logits of all tokens are gathered at once
 
 
@@ -41,14 +42,18 @@ class TokenShard(TokenSpan):
         best = _padded(found.best, num_top)
         ids = _padded(found.best_ids, num_top, 0)
         table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
-        normalizers, best, ids = torch.split(self._share(table), [1, num_top, num_top], -1)
+        normalizers, best, ids = torch.split(
+            self._share(table), [1, num_top, num_top], -1
+        )
         # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
         best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
         ids = _side_by_side(ids).gather(-1, order)[:, :num_top].long()
         normalizer = normalizers[..., 0].logsumexp(0).float()
         return Ranking(normalizer, best[:, :num_top].float(), ids)
 
-    def draw(self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor) -> torch.Tensor:
+    def draw(
+        self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+    ) -> torch.Tensor:
         logits = _rows_of(logits, rows).float()
         own = how.rows(rows)
         if not how.host.is_filtered.any():
@@ -68,23 +73,31 @@ class TokenShard(TokenSpan):
         own = replace(how, first_id=self.own.start)
         places = self.drawer(logits, own, _all_of(logits))[:, None]
         noise = gumbel(how.noise, places + self.own.start)
-        scores = logits.gather(-1, places).double() / how.temperature[:, None].double() + noise
+        scores = (
+            logits.gather(-1, places).double() / how.temperature[:, None].double()
+            + noise
+        )
         return self._winner(scores, places)
 
-    def _draw_filtered(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
+    def _draw_filtered(
+        self, logits: torch.Tensor, how: SamplingTensors
+    ) -> torch.Tensor:
         """Draw from the best tokens where filters leave no others, and else from all."""
         found, is_drawn = self._draw_from_best(logits, how)
         left = (~is_drawn).nonzero()[:, 0]
         for some in torch.split(left, MOST_ROWS) if len(left) else ():
             padded = self.shards.gather(_padded(logits[some], self.most_own))
-            whole = torch.cat([e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1)
+            whole = torch.cat(
+                [e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1
+            )
             found[some] = self.drawer(whole, how.rows(some), _all_of(whole))
         return found
 
     def _draw_from_best(
         self, logits: torch.Tensor, how: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Return the tokens of rows whose filters leave only some of the best, and which these are.
+        """Return the tokens of rows whose filters leave only some of the best, and
+        which these are.
 
         Tokens are known in the order of their logits, down to the best that a rank has not told.
         """
@@ -93,7 +106,8 @@ class TokenShard(TokenSpan):
         scale = 1 / how.temperature[:, None].double()
         top = ranking.best[:, :1].double()
         far = (logits - ranking.best[:, :1]).mul_(scale.float())
-        mass = far.exp_().sum(-1, keepdim=True).where(top.isfinite(), 0.0)  # a mask may leave none
+        # a mask may leave none
+        mass = far.exp_().sum(-1, keepdim=True).where(top.isfinite(), 0.0)
         last = ranking.best[:, -1:].double()
         if num == logits.shape[-1]:  # there are no others
             last = torch.full_like(last, LOWEST)
@@ -108,11 +122,15 @@ class TokenShard(TokenSpan):
         total = (masses * ((tops - best[:, :1]) * scale).exp_()).sum(0)
         is_kept = best > LOWEST
         top_k = how.top_k[:, None]
-        is_kept &= (top_k == 0) | (torch.arange(best.shape[1], device=best.device) < top_k)
+        is_kept &= (top_k == 0) | (
+            torch.arange(best.shape[1], device=best.device) < top_k
+        )
         is_kept &= weights >= how.min_p[:, None].double()
         has_others = (how.top_k > 0) | (how.min_p > 0)
         num_left = is_kept.sum(-1)
-        total = torch.where(has_others[:, None], (weights * is_kept).sum(-1, keepdim=True), total)
+        total = torch.where(
+            has_others[:, None], (weights * is_kept).sum(-1, keepdim=True), total
+        )
         is_kept &= weights.cumsum(-1) - weights < how.top_p[:, None].double() * total
         is_whole = (lasts.amax(0) == LOWEST)[:, 0]
         num_known = (best > lasts.amax(0)).sum(-1)
@@ -138,13 +156,14 @@ class TokenShard(TokenSpan):
         return self._share(few).amax(0).float()
 
     def _winner(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
-        """Return the id with the highest score of all ranks, int64, of each one's best, (rows, 1).
+        """Return the id with the highest score of all ranks, int64, of each one's best,
+        (rows, 1).
 
         Of equals the lowest rank's wins.
         """
-        scores, ids = self._share(torch.cat([scores.double(), places + self.own.start], 1)).unbind(
-            -1
-        )
+        scores, ids = self._share(
+            torch.cat([scores.double(), places + self.own.start], 1)
+        ).unbind(-1)
         return ids.gather(0, scores.argmax(0, keepdim=True))[0].long()
 
     def _share(self, table: torch.Tensor) -> torch.Tensor:

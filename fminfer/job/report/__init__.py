@@ -1,1 +1,2 @@
-"""The report of a run: one HTML file about outputs, made from them and from their status files."""
+"""The report of a run: one HTML file about outputs, made from them and from their
+status files."""

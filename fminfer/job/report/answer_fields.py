@@ -1,4 +1,5 @@
-"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of its text."""
+"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of
+its text."""
 
 from __future__ import annotations
 
@@ -34,7 +35,9 @@ class AnswerFields:
         """The further keys of a wrapped line."""
         if self.is_batch:
             return {}
-        return {name: value for name, value in self.fields.items() if name not in RESERVED}
+        return {
+            name: value for name, value in self.fields.items() if name not in RESERVED
+        }
 
 
 def read_answer(raw: bytes) -> AnswerFields | None:
@@ -59,11 +62,17 @@ def read_answer(raw: bytes) -> AnswerFields | None:
     # One that is made of vectors has no choices.
     is_of_vectors = isinstance(result.get("data", result.get("results")), list)
     choices = result.get("choices", [] if is_of_vectors else None)
-    if not isinstance(choices, list) or not all(isinstance(each, dict) for each in choices):
+    if not isinstance(choices, list) or not all(
+        isinstance(each, dict) for each in choices
+    ):
         return None
     times = as_dict(result.get("request_time"))
-    times = {name: value for name, value in times.items() if type(value) in (float, int)}
-    return AnswerFields(request, choices, as_dict(result.get("usage")), times, None, fields)
+    times = {
+        name: value for name, value in times.items() if type(value) in (float, int)
+    }
+    return AnswerFields(
+        request, choices, as_dict(result.get("usage")), times, None, fields
+    )
 
 
 def as_dict(value: Any) -> dict[str, Any]:
@@ -94,7 +103,9 @@ def _num_echoed(choice: dict[str, Any], request: Any) -> int:
         return 0
     if not prompt:  # one token stands for an empty prompt
         return 1
-    return sum(offset < len(prompt) for offset in choice["logprobs"].get("text_offset") or [])
+    return sum(
+        offset < len(prompt) for offset in choice["logprobs"].get("text_offset") or []
+    )
 
 
 def prompt_of(request: Any, index: int) -> Any:
@@ -142,7 +153,11 @@ class TextPiece:
         """Return text, logprob, alternatives token by token, and whether it was given."""
         known = [token.logprob for token in self.tokens if token.logprob is not None]
         total = round(sum(known), 3) if known else None
-        listed = [token.to_list(num_others) for token in self.tokens if token.logprob is not None]
+        listed = [
+            token.to_list(num_others)
+            for token in self.tokens
+            if token.logprob is not None
+        ]
         return [show(self.text), total, listed, *([1] if self.is_given else [])]
 
 
@@ -158,7 +173,10 @@ def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
         return []
     given = _num_echoed(choice, request)
     if not text:  # of a run without a tokenizer: the names are all that there is
-        return [TextPiece(f"{token.name} ", [token], i < given) for i, token in enumerate(tokens)]
+        return [
+            TextPiece(f"{token.name} ", [token], i < given)
+            for i, token in enumerate(tokens)
+        ]
     return list(_cut_by_offsets(text, tokens, offsets, given))
 
 
@@ -183,7 +201,9 @@ def _cut_by_offsets(
     base = 0 if num_given else offsets[0]
     ends = [*offsets[1:], base + len(text)]
     joined: list[Token] = []
-    for place, (token, first, end) in enumerate(zip(tokens, offsets, ends, strict=True)):
+    for place, (token, first, end) in enumerate(
+        zip(tokens, offsets, ends, strict=True)
+    ):
         joined.append(token)
         piece = text[first - base : end - base]
         is_last_given = place == num_given - 1
@@ -199,11 +219,18 @@ def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
     raw = b""
     joined = []
     for entry in entries:
-        others = [(str(each["token"]), each["logprob"]) for each in entry.get("top_logprobs") or []]
+        others = [
+            (str(each["token"]), each["logprob"])
+            for each in entry.get("top_logprobs") or []
+        ]
         text = str(entry["token"])
         joined.append(Token(text, entry["logprob"], others))
         found = entry.get("bytes")
-        raw += bytes(found) if isinstance(found, list) else text.encode(errors="surrogatepass")
+        raw += (
+            bytes(found)
+            if isinstance(found, list)
+            else text.encode(errors="surrogatepass")
+        )
         try:
             text = raw.decode()
         except UnicodeDecodeError as error:

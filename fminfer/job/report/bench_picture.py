@@ -27,7 +27,9 @@ MOST_TICKS = 9
 Curves = Mapping[str, Sequence[tuple[int, float | None]]]
 
 
-def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemory]) -> str:
+def draw_bench(
+    title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemory]
+) -> str:
     """Return the picture, with a logarithmic axis and batch sizes at equal distances."""
     top = TOP + HEIGHT + 90
     bottom = top + ROW * len(ranks) + 40
@@ -39,7 +41,9 @@ def draw_bench(title: str, y_name: str, curves: Curves, ranks: Sequence[RankMemo
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{bottom}" '
         f'viewBox="0 0 {WIDTH} {bottom}" font-family="sans-serif" font-size="13">'
-        '<rect width="100%" height="100%" fill="white"/>\n' + "\n".join(parts) + "\n</svg>\n"
+        '<rect width="100%" height="100%" fill="white"/>\n'
+        + "\n".join(parts)
+        + "\n</svg>\n"
     )
 
 
@@ -63,7 +67,9 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
     found = [value for points in curves.values() for _, value in points if value]
     ticks = find_log_ticks(min(found, default=1), max(found, default=1))
     sizes = sorted({size for points in curves.values() for size, _ in points})
-    columns = {size: LEFT + PLOT * (i + 0.5) / len(sizes) for i, size in enumerate(sizes)}
+    columns = {
+        size: LEFT + PLOT * (i + 0.5) / len(sizes) for i, size in enumerate(sizes)
+    }
 
     def height(value: float) -> float:
         share = math.log(value / ticks[0]) / math.log(ticks[-1] / ticks[0])
@@ -80,7 +86,9 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
             x = LEFT + PLOT - 110 * (len(curves) - number)
             yield f'<circle cx="{x}" cy="{TOP - 28}" r="5" fill="{colour}"/>'
             yield _write(x + 10, TOP - 24, name)
-        places = [(columns[size], height(value), value) for size, value in points if value]
+        places = [
+            (columns[size], height(value), value) for size, value in points if value
+        ]
         path = " ".join(f"{x:.1f},{y:.1f}" for x, y, _ in places)
         yield f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="2"/>'
         for x, y, value in places:
@@ -89,13 +97,19 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
                 yield _write(x + 7, y - 7, f"{value:.3g}")
         for size in (size for size, value in points if not value):
             fill = f'text-anchor="middle" fill="{OOM if len(curves) == 1 else colour}"'
-            y = TOP + 16 if len(curves) == 1 else TOP + HEIGHT - 8 - 16 * (len(curves) - 1 - number)
+            y = (
+                TOP + 16
+                if len(curves) == 1
+                else TOP + HEIGHT - 8 - 16 * (len(curves) - 1 - number)
+            )
             yield _write(columns[size], y, "oom", fill)
 
 
 def _draw_ranks(ranks: Sequence[RankMemory], top: float) -> Iterator[str]:
     """Draw a bar for each rank's peak, and a line for its forecast."""
-    yield _write(LEFT, top - 24, "Peak memory of each rank, GiB; the line is the forecast")
+    yield _write(
+        LEFT, top - 24, "Peak memory of each rank, GiB; the line is the forecast"
+    )
     sizes = [size for each in ranks for size in (each.peak_bytes, each.foreseen_bytes)]
     ticks = find_ticks(max(sizes, default=0) / 2**30)
     scale = (PLOT - TOLD) / ticks[-1] / 2**30
@@ -120,7 +134,9 @@ def _write(x: float, y: float, text: str, how: str = "") -> str:
     return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
 
 
-def _line(x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1.0) -> str:
+def _line(
+    x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1.0
+) -> str:
     return (
         f'<line x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}" '
         f'stroke-width="{width}"/>'

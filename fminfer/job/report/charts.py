@@ -48,13 +48,18 @@ MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
 
 
 def find_ticks(most: float, number: int = 4) -> list[float]:
-    """Return round numbers from 0 to at least `most`, about so many; whole ones up to a whole."""
+    """Return round numbers from 0 to at least `most`, about so many; whole ones up to a
+    whole."""
     if most <= 0:
         return [0.0, 1.0]
     is_whole = most == int(most)  # as counts are
     least = max(most / number, float(is_whole))
     unit = 10 ** math.floor(math.log10(least))
-    steps = [unit * times for times in (1, 2, 2.5, 5, 10) if unit * times % 1 == 0 or not is_whole]
+    steps = [
+        unit * times
+        for times in (1, 2, 2.5, 5, 10)
+        if unit * times % 1 == 0 or not is_whole
+    ]
     step = next(step for step in steps if step >= least * (1 - 1e-9))
     return [step * place for place in range(math.ceil(most / step - 1e-9) + 1)]
 
@@ -96,19 +101,26 @@ def count_lengths(counts: Counter[int]) -> list[Bar]:
     low, high = min(counts), max(counts)
     start = min((value for value in counts if value > 0), default=1)
     if low >= 0 and high > 50 * start:
-        edges = [1 << power for power in range(start.bit_length() - 1, high.bit_length() + 1)]
+        edges = [
+            1 << power for power in range(start.bit_length() - 1, high.bit_length() + 1)
+        ]
         if 2 * len(edges) < MAX_BARS and edges[0] >= 2:
             edges += [edge + edge // 2 for edge in edges[:-1]]
         edges = sorted(edges if low else [0, *edges])
     else:
         least = (high - low) / (MAX_BARS - 1)
-        widths = (digit * 10**power for power in itertools.count() for digit in (1, 2, 5))
+        widths = (
+            digit * 10**power for power in itertools.count() for digit in (1, 2, 5)
+        )
         width = next(width for width in widths if width >= least)
         edges = [*range(low // width * width, high // width * width + width + 1, width)]
     numbers = [0] * (len(edges) - 1)
     for value, count in counts.items():
         numbers[bisect_right(edges, value) - 1] += count
-    return [Bar(*span, [number]) for span, number in zip(pairwise(edges), numbers, strict=True)]
+    return [
+        Bar(*span, [number])
+        for span, number in zip(pairwise(edges), numbers, strict=True)
+    ]
 
 
 def make_histogram(title: str, counts: Counter[int]) -> str:
@@ -122,7 +134,9 @@ def make_histogram(title: str, counts: Counter[int]) -> str:
     for place, bar in enumerate(bars):
         span = f"{bar.first:,}" if is_each else f"{bar.first:,} – {bar.end - 1:,}"
         x = (place + 0.5) * slot - width / 2
-        drawn += _draw_bar(x, width, bar, ticks[-1], ("bar",), f"{span}: {bar.heights[0]:,}")
+        drawn += _draw_bar(
+            x, width, bar, ticks[-1], ("bar",), f"{span}: {bar.heights[0]:,}"
+        )
     edges = [bar.first for bar in bars] + ([] if is_each else [bars[-1].end])
     shift = 0.5 if is_each else 0.0  # under the bar, or between two
     labels = [((i + shift) * slot, show_number(edge)) for i, edge in enumerate(edges)]
@@ -137,13 +151,19 @@ def _describe(counts: Counter[int]) -> str:
     mean = sum(value * count for value, count in counts.items()) / total
     ordered = sorted(counts)
     ranks = [*accumulate(counts[value] for value in ordered)]
-    median, tail = (ordered[bisect_right(ranks, share * (total - 1))] for share in (0.5, 0.99))
+    median, tail = (
+        ordered[bisect_right(ranks, share * (total - 1))] for share in (0.5, 0.99)
+    )
     shown = [show_number(value) for value in (mean, median, tail, ordered[-1])]
     return "mean {}, median {}, 99 % up to {}, longest {}".format(*shown)
 
 
 def make_time_line(
-    title: str, note: str, bars: Sequence[Bar], names: dict[str, str], breaks: Sequence[float]
+    title: str,
+    note: str,
+    bars: Sequence[Bar],
+    names: dict[str, str],
+    breaks: Sequence[float],
 ) -> str:
     """Return bars over time, without a space between them.
 
@@ -163,7 +183,10 @@ def make_time_line(
         inner += _draw_bar(x, width, bar, ticks[-1], [*names], f"{span}: {numbers}")
     for at in breaks:
         x_text = f"{at * scale:.2f}%"
-        inner += f'<line class="break" x1="{x_text}" x2="{x_text}" y1="{TOP}" y2="{TOP + HEIGHT}">'
+        inner += (
+            f'<line class="break" x1="{x_text}" x2="{x_text}" y1="{TOP}" '
+            f'y2="{TOP + HEIGHT}">'
+        )
         inner += "<title>another run begins</title></line>"
     labels = [(at * scale, show_time(at)) for at in find_time_ticks(bars[-1].end)]
     keys = "".join(
@@ -183,7 +206,8 @@ def _draw_bar(
     for css, number in zip(classes, bar.heights, strict=True):
         if not number:
             continue
-        height = max(HEIGHT * number / top, 1.5)  # a single row among a million is seen, too
+        # a single row among a million is seen, too
+        height = max(HEIGHT * number / top, 1.5)
         y -= height
         drawn += (
             f'<rect class="{css}" x="{x:.3f}%" width="{width:.3f}%" y="{y:.1f}" '
@@ -192,8 +216,11 @@ def _draw_bar(
     return drawn
 
 
-def _make_figure(title: str, note: str, ticks: Sequence[float], inner: str, keys: str = "") -> str:
-    """Return a chart: its title, a line of figures, keys of colours, and a plot beside its axis."""
+def _make_figure(
+    title: str, note: str, ticks: Sequence[float], inner: str, keys: str = ""
+) -> str:
+    """Return a chart: its title, a line of figures, keys of colours, and a plot beside
+    its axis."""
     total = TOP + HEIGHT + BOTTOM
     numbers = grid = ""
     for tick in ticks:
@@ -205,7 +232,8 @@ def _make_figure(title: str, note: str, ticks: Sequence[float], inner: str, keys
         f'<figure class="chart"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
         f'</figcaption>{listed}<div class="plot">'
         f'<svg class="axis" height="{total}" aria-hidden="true">{numbers}</svg>'
-        f'<svg class="area" height="{total}" role="img" aria-label="{escape(f"{title}. {note}")}">'
+        f'<svg class="area" height="{total}" role="img" '
+        f'aria-label="{escape(f"{title}. {note}")}">'
         f"{grid}{inner}</svg></div></figure>"
     )
 

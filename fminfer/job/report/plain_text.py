@@ -6,8 +6,8 @@ import html
 import json
 import re
 
-# What is not a character to see: controls but tab and newline, and marks that turn the direction of
-# the text behind them.
+# What is not a character to see: controls but tab and newline, and marks that turn the
+# direction of the text behind them.
 _UNSEEN = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\u202a-\u202e\u2066-\u2069\ufeff\ufffe\uffff]"
 )

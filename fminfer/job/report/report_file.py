@@ -65,8 +65,8 @@ def write_report(
             file.write(page)
     except OSError as error:
         raise OutputError(
-            f"the report {path} cannot be written: {error.strerror or error}. The answers are not "
-            "touched by that"
+            f"the report {path} cannot be written: {error.strerror or error}. The "
+            "answers are not touched by that"
         ) from error
     return ReportSummary(scan.tally.num_rows, len(shown), len(page))
 
@@ -82,7 +82,10 @@ def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
         num_bytes += place.size
         if (answer := scan.read(place)) is not None:
             shown.append(ShownRow(place, reasons, answer, answer.request))
-    note = f"{counted(num_left_out, 'row')} among those chosen to be shown are too long for that."
+    note = (
+        f"{counted(num_left_out, 'row')} among those chosen to be shown are too long "
+        "for that."
+    )
     return shown, [note] * (num_left_out > 0)
 
 
@@ -123,9 +126,13 @@ def _requests_in(
     path: Path, output: ToldOutput, end_s: float
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield the id of its record, the line's number and the request of each Batch line."""
-    for count, line in enumerate(read_lines(path, 0, limit=limit_of(output.status or {}))):
+    for count, line in enumerate(
+        read_lines(path, 0, limit=limit_of(output.status or {}))
+    ):
         if count % LOOK_EVERY == 0 and time.monotonic() > end_s:
-            raise OutOfTimeError("to read the input takes too long; fminfer report does it")
+            raise OutOfTimeError(
+                "to read the input takes too long; fminfer report does it"
+            )
         envelope = open_envelope(line)
         if envelope.shape == "batch":
             yield ID + make_id(line, envelope), line.number, envelope.fields

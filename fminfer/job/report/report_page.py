@@ -14,7 +14,13 @@ import orjson
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import counted, name_few
 from fminfer.files.run_facts import runs_in
-from fminfer.job.report.charts import Bar, make_histogram, make_time_line, show_number, show_time
+from fminfer.job.report.charts import (
+    Bar,
+    make_histogram,
+    make_time_line,
+    show_number,
+    show_time,
+)
 from fminfer.job.report.plain_text import escape, shorten, show
 from fminfer.job.report.scanning import AnswerTally, Scan
 from fminfer.job.report.shown_rows import ShownRow, dump_rows
@@ -24,12 +30,18 @@ MAX_EXAMPLES = 6  # of each code
 MAX_CHARS = 300  # of a message
 MAX_NAMED = 5
 # Terms of a fingerprint that people look for; the others are there for machines.
-TERMS = {"the dtype": "Number type", "--kv-dtype": "KV cache", "fminfer's version": "Version"}
-# Nothing is loaded, and only the page's own script and styles count, by their digests. The script
-# makes no markup of any text, and with this the browser would not let it.
+TERMS = {
+    "the dtype": "Number type",
+    "--kv-dtype": "KV cache",
+    "fminfer's version": "Version",
+}
+# Nothing is loaded, and only the page's own script and styles count, by their digests.
+# The script makes no markup of any text, and with this the browser would not let it.
 POLICY = (
-    "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; img-src data:; "
-    "form-action 'none'; base-uri 'none'; require-trusted-types-for 'script'; trusted-types 'none'"
+    "default-src 'none'; script-src 'sha256-{script}'; style-src 'sha256-{style}'; "
+    "img-src data:; "
+    "form-action 'none'; base-uri 'none'; require-trusted-types-for 'script'; "
+    "trusted-types 'none'"
 )
 # What may end a script element, or a line of an old script.
 UNSAFE = {b"<": b"\\u003c", b">": b"\\u003e", b"&": b"\\u0026"}
@@ -45,9 +57,13 @@ def make_page(
 ) -> bytes:
     """Return the report's HTML."""
     own = files("fminfer.job.report") / "page"
-    style, script = ((own / name).read_text("utf-8") for name in ("report.css", "report.js"))
+    style, script = (
+        (own / name).read_text("utf-8") for name in ("report.css", "report.js")
+    )
     rows, cut = dump_rows(shown)
-    names = orjson.dumps([show(name) for name in name_files([s.path for s in scan.sources])])
+    names = orjson.dumps(
+        [show(name) for name in name_files([s.path for s in scan.sources])]
+    )
     parts = {
         "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
         "title": escape(name_few([output.path.name for output in outputs], 1)),
@@ -96,7 +112,11 @@ def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
         ("Prompt tokens", f"{num_prompt:,}", ""),
         ("Answer tokens", f"{num_drawn:,}", ""),
         ("Time of answering", show_time(seconds) if runs else "not known", ""),
-        ("Tokens/s computed", show_number(num_tokens / seconds) if seconds else "not known", ""),
+        (
+            "Tokens/s computed",
+            show_number(num_tokens / seconds) if seconds else "not known",
+            "",
+        ),
     ]
     cells = "".join(
         f'<div class="{css}"><dt>{name}</dt><dd>{escape(value)}</dd></div>'
@@ -121,8 +141,8 @@ def _find_notes(
         if output.is_unfinished:
             state = status.get("status", "not known")
             yield (
-                f"{name} is not complete (status: {state}). Shown is what its journal has so far; "
-                "the same command of fminfer run goes on from there."
+                f"{name} is not complete (status: {state}). Shown is what its journal "
+                "has so far; the same command of fminfer run goes on from there."
             )
         elif not output.path.exists():
             yield f"{name} is not there; only its errors file is."
@@ -132,47 +152,65 @@ def _find_notes(
     without = [each.path.name for each in outputs if each.status is None]
     if without:
         yield (
-            f"{name_few(without, MAX_NAMED)}: there is no status file, as after a download. So the "
-            "model, the input, the settings and the speed are not known."
+            f"{name_few(without, MAX_NAMED)}: there is no status file, as after a "
+            "download. So the model, the input, the settings and the speed are not "
+            "known."
         )
-    untimed = [each.path.name for each in outputs if each.status and not runs_in(each.status)]
+    untimed = [
+        each.path.name for each in outputs if each.status and not runs_in(each.status)
+    ]
     if untimed:
         yield (
-            f"{name_few(untimed, MAX_NAMED)}: no run has left its times in a status file: an older "
-            "version wrote it, the output was merged, or its rows were taken from elsewhere. So "
-            "speed, time line and device are not known."
+            f"{name_few(untimed, MAX_NAMED)}: no run has left its times in a status "
+            "file: an older version wrote it, the output was merged, or its rows were "
+            "taken from elsewhere. So speed, time line and device are not known."
         )
     if num_before := sum(run.num_before for run in runs):
         yield f"{counted(num_before, 'earlier run')} took part, whose times are not kept."
     if tally.num_unread:
         yield (
-            f"{counted(tally.num_unread, 'line')} could not be read as records, and are left out "
-            "of all numbers."
+            f"{counted(tally.num_unread, 'line')} could not be read as records, and "
+            "are left out of all numbers."
         )
     if tally.num_truncated:
         yield (
-            f"{counted(tally.num_truncated, 'prompt')} were cut to fit the context (--on-too-long)."
+            f"{counted(tally.num_truncated, 'prompt')} were cut to fit the context "
+            "(--on-too-long)."
         )
 
 
-def _make_facts(outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
-    """Return what answered what: model, device, runs, inputs, settings, and how answers ended."""
+def _make_facts(
+    outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]
+) -> str:
+    """Return what answered what: model, device, runs, inputs, settings, and how answers
+    ended."""
     statuses = [each.status for each in outputs if each.status is not None]
     terms = [dict(status.get("metadata") or {}) for status in statuses]
     models = [str(s["model"]) for s in statuses if s.get("model")] or list(tally.models)
     sources = [str(each.source) for each in outputs if each.source is not None]
-    ends = [f"{count:,} {name}" for name, count in tally.finish_reasons.most_common(MAX_NAMED)]
+    ends = [
+        f"{count:,} {name}"
+        for name, count in tally.finish_reasons.most_common(MAX_NAMED)
+    ]
     facts = [
         ("Model", _join(models) or "not known"),
-        *((title, _join(t[name] for t in terms if name in t)) for name, title in TERMS.items()),
+        *(
+            (title, _join(t[name] for t in terms if name in t))
+            for name, title in TERMS.items()
+        ),
         ("Device", _join(_describe_device(run) for run in runs if run.device)),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
         ("Input", name_few(sources, MAX_NAMED)),
-        ("Settings", _join(f"{k} {v}" for run in runs for k, v in run.settings.items())),
+        (
+            "Settings",
+            _join(f"{k} {v}" for run in runs for k, v in run.settings.items()),
+        ),
         ("Ends of answers", ", ".join(ends)),
     ]
     rows = "".join(
-        f"<dt>{name}</dt><dd>{escape(shorten(told, 1000))}</dd>" for name, told in facts if told
+        f"<dt>{name}</dt><dd>{escape(shorten(told, 1000))}</dd>"
+        for name, told in facts
+        if told
     )
     return f'<dl class="facts">{rows}</dl>'
 
@@ -182,7 +220,9 @@ def _join(values: Iterable[str]) -> str:
 
 
 def _describe_device(run: ToldRun) -> str:
-    return run.device + (f", {counted(run.num_threads, 'thread')}" if run.num_threads else "")
+    return run.device + (
+        f", {counted(run.num_threads, 'thread')}" if run.num_threads else ""
+    )
 
 
 def _describe_times(run: ToldRun) -> str:
@@ -199,24 +239,34 @@ def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
     numbers = {row.place: number for number, row in enumerate(shown)}
     rows = []
     for code, count in tally.error_codes.most_common():
-        kinds = [(n, kind) for kind, n in tally.error_kinds.most_common() if kind[0] == code]
+        kinds = [
+            (n, kind) for kind, n in tally.error_kinds.most_common() if kind[0] == code
+        ]
         texts: list[str] = []
         for number, kind in kinds:
-            examples = [numbers[p] for p in scan.choice.errors.get(kind, ()) if p in numbers]
+            examples = [
+                numbers[p] for p in scan.choice.errors.get(kind, ()) if p in numbers
+            ]
             if examples and len(texts) < MAX_EXAMPLES:
-                texts.append(_make_example(shown[examples[0]], examples[0], number, count))
+                texts.append(
+                    _make_example(shown[examples[0]], examples[0], number, count)
+                )
         if len(kinds) > len(texts):
             texts.append(
                 f"<li>… and {counted(len(kinds) - len(texts), 'more kind')} of message</li>"
             )
         if code in RETRYABLE:
-            texts.append("<li>The same command of fminfer run tries these rows again.</li>")
+            texts.append(
+                "<li>The same command of fminfer run tries these rows again.</li>"
+            )
         rows.append(
             f'<tr><th scope="row"><code>{escape(code).replace("_", "_<wbr>")}</code></th>'
             f"<td>{count:,}</td>"
             f'<td class="wide"><ul>{"".join(texts)}</ul></td></tr>'
         )
-    heads = "".join(f'<th scope="col">{name}</th>' for name in ("code", "rows", "examples"))
+    heads = "".join(
+        f'<th scope="col">{name}</th>' for name in ("code", "rows", "examples")
+    )
     return (
         '<section aria-labelledby="errors"><h2 id="errors">Rows in error</h2>'
         '<div class="scroll errors" tabindex="0" role="group" aria-label="Table">'

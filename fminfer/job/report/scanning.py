@@ -18,11 +18,17 @@ from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.streams import reading_file
-from fminfer.job.report.answer_fields import ODD_RECORD, AnswerFields, choice_logprobs, read_answer
+from fminfer.job.report.answer_fields import (
+    ODD_RECORD,
+    AnswerFields,
+    choice_logprobs,
+    read_answer,
+)
 from fminfer.job.report.told_outputs import ToldOutput
 
 Reason = Literal["sample", "slow", "long", "unlikely", "error"]
-ErrorKind = tuple[str, str]  # an error's code, and its message without numbers and quoted texts
+# an error's code, and its message without numbers and quoted texts
+ErrorKind = tuple[str, str]
 NUM_SHOWN = 200
 EXTREMES: tuple[Reason, ...] = ("slow", "long", "unlikely")
 NUM_EXTREME = 15  # of each kind
@@ -83,7 +89,9 @@ class AnswerTally:
             self.prompt_lengths[num_prompt] += 1
             self.completion_lengths[num_drawn] += 1
         self.num_answers += 1
-        self.num_truncated += "truncated_tokens" in (usage.get("prompt_tokens_details") or {})
+        self.num_truncated += "truncated_tokens" in (
+            usage.get("prompt_tokens_details") or {}
+        )
         for choice in answer.choices:
             _count(self.finish_reasons, choice.get("finish_reason") or "none")
         if answer.is_batch:
@@ -101,7 +109,9 @@ def _count(counts: Counter[str], value: object) -> str:
 
 def _mean_logprob(answer: AnswerFields) -> float | None:
     """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
-    values = [v for choice in answer.choices for v in choice_logprobs(choice, answer.request)]
+    values = [
+        v for choice in answer.choices for v in choice_logprobs(choice, answer.request)
+    ]
     return sum(values) / len(values) if values else None
 
 
@@ -119,7 +129,8 @@ class _Best:
     """The rows with the largest keys; of equal ones, the first."""
 
     most: int
-    rows: list[tuple[float, Place]] = field(default_factory=list)  # some more of them at times
+    # some more of them at times
+    rows: list[tuple[float, Place]] = field(default_factory=list)
     least: float = math.inf  # key of all rows
 
     def add(self, key: float, place: Place) -> None:
@@ -147,7 +158,11 @@ class RowChoice:
     errors: dict[ErrorKind, list[Place]] = field(default_factory=dict)
 
     def add_answer(
-        self, place: Place, num_drawn: int, seconds: float | None, mean_logprob: float | None
+        self,
+        place: Place,
+        num_drawn: int,
+        seconds: float | None,
+        mean_logprob: float | None,
     ) -> None:
         """Consider an answered row."""
         self.extremes["long"].add(num_drawn, place)
@@ -168,7 +183,12 @@ class RowChoice:
         """Return the rows to show, in their order in the outputs, each with why it is shown."""
         found: dict[Place, set[Reason]] = {}
         # The first of each kind, then the second of each.
-        errors = [each for places in zip_longest(*self.errors.values()) for each in places if each]
+        errors = [
+            each
+            for places in zip_longest(*self.errors.values())
+            for each in places
+            if each
+        ]
         for error in errors[:MAX_ERRORS]:
             found.setdefault(error, set()).add("error")
         for reason, best in self.extremes.items():
@@ -234,14 +254,18 @@ class Scan:
         file = len(self.sources) - 1
         for count, (number, start, record, is_error) in enumerate(source.rows()):
             if count % LOOK_EVERY == 0 and time.monotonic() > self.end_s:
-                raise OutOfTimeError("to read the answers takes too long; fminfer report does it")
+                raise OutOfTimeError(
+                    "to read the answers takes too long; fminfer report does it"
+                )
             answer = read_answer(record)
             place = Place(file, number, start, len(record))
             try:
                 if answer is None:
                     self.tally.num_unread += 1
                 elif is_error or answer.error is not None:
-                    self.choice.add_error(self.tally.add_error(answer.error or {}), place)
+                    self.choice.add_error(
+                        self.tally.add_error(answer.error or {}), place
+                    )
                 else:
                     self.choice.add_answer(
                         place,

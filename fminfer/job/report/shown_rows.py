@@ -25,14 +25,20 @@ from fminfer.job.report.plain_text import dump, show
 from fminfer.job.report.scanning import Place, Reason
 
 # Fields of a request that are not told as its parameters.
-UNTOLD = frozenset({"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"})
+UNTOLD = frozenset(
+    {"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"}
+)
 
 MAX_SHOWN = 80  # characters
 # Of them, those before the first that is not as in the most similar text.
 MIN_SHARED = 12
 MAX_SHARED = 60
 # Where a preview begins best: with a line, else with a sentence, else with a word.
-STARTS = (re.compile(r"\n\s*(?=\S)"), re.compile(r"[.?!]\s+(?=\S)"), re.compile(r"\s+(?=\S)"))
+STARTS = (
+    re.compile(r"\n\s*(?=\S)"),
+    re.compile(r"[.?!]\s+(?=\S)"),
+    re.compile(r"\s+(?=\S)"),
+)
 
 
 def make_previews(texts: Sequence[str]) -> list[str]:
@@ -56,7 +62,8 @@ def _make_preview(text: str, num_shared: int) -> str:
     if first <= 0:
         return make_line(text, MAX_SHOWN)
     last = num_shared - MIN_SHARED
-    found = (each.search(text, first, last + 1) for each in STARTS)  # it looks at what follows
+    # it looks at what follows
+    found = (each.search(text, first, last + 1) for each in STARTS)
     start = next((match.end() for match in found if match), first)
     return "…" + make_line(text[start:], MAX_SHOWN)
 
@@ -64,7 +71,9 @@ def _make_preview(text: str, num_shared: int) -> str:
 def _count_shared(one: str, other: str) -> int:
     """Count the first characters that two texts share; slices are compared fast."""
     most = min(len(one), len(other))
-    return bisect_left(range(1, most + 1), True, key=lambda end: one[:end] != other[:end])
+    return bisect_left(
+        range(1, most + 1), True, key=lambda end: one[:end] != other[:end]
+    )
 
 
 MAX_BYTES = 1_400_000  # of all rows
@@ -117,25 +126,35 @@ class ShownRow:
             "input_line": self.input_line or answer.fields.get("line"),
             "why": sorted(self.reasons),
             "id": None if custom_id is None else show(str(custom_id))[:200],
-            "asked": [] if _is_echo_alone(answer, fields) else _list_asked(request, cut),
+            "asked": []
+            if _is_echo_alone(answer, fields)
+            else _list_asked(request, cut),
             "params": [
                 [show(str(name))[:80], show(dump(value))[:200]]
                 for name, value in fields.items()
                 if name not in UNTOLD and name != "tools"
             ],
-            "tools": [_tool_name(each) for each in (fields.get("tools") or [])[:MAX_PARTS]],
+            "tools": [
+                _tool_name(each) for each in (fields.get("tools") or [])[:MAX_PARTS]
+            ],
         }
         if answer.others:
             own["others"] = cut_text(dump(answer.others), 400)
         if answer.error is not None:
-            return own | {"error": {k: show(str(v))[:2000] for k, v in answer.error.items()}}
+            return own | {
+                "error": {k: show(str(v))[:2000] for k, v in answer.error.items()}
+            }
         usage = answer.usage
         return own | {
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
-            "cached_tokens": (usage.get("prompt_tokens_details") or {}).get("cached_tokens"),
+            "cached_tokens": (usage.get("prompt_tokens_details") or {}).get(
+                "cached_tokens"
+            ),
             "seconds": answer.times.get("batch_time"),
-            "choices": [_show_choice(each, fields, cut) for each in answer.choices[:MAX_PARTS]],
+            "choices": [
+                _show_choice(each, fields, cut) for each in answer.choices[:MAX_PARTS]
+            ],
             "num_choices": len(answer.choices),
         }
 
@@ -155,7 +174,9 @@ def cut_text(text: str, num_chars: int) -> dict[str, Any]:
 
 def _is_echo_alone(answer: AnswerFields, request: dict[str, Any]) -> bool:
     """Tell whether each choice is its prompt and no more: the prompt is then shown once."""
-    told = ((c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices)
+    told = (
+        (c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices
+    )
     is_drawn = not answer.choices or answer.usage.get("completion_tokens") != 0
     return not is_drawn and all(text and text == prompt for text, prompt in told)
 
@@ -163,7 +184,11 @@ def _is_echo_alone(answer: AnswerFields, request: dict[str, Any]) -> bool:
 def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
     """Return the messages or prompts of a request; what is no request is shown as it stands."""
     if not isinstance(request, dict):
-        return [] if request is None else [{"who": "line", **cut_text(str(request), cut.num_chars)}]
+        return (
+            []
+            if request is None
+            else [{"who": "line", **cut_text(str(request), cut.num_chars)}]
+        )
     messages = request.get("messages")
     if isinstance(messages, list) and "prompt" not in request:
         shown = [_show_message(each, cut) for each in messages[-MAX_PARTS:]]
@@ -174,11 +199,17 @@ def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
     if "prompt" not in request:
         return [{"who": "line", **cut_text(dump(request), cut.num_chars)}]
     prompt = request["prompt"]
-    is_many = isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    is_many = (
+        isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
+    )
     prompts: Sequence[Any] = prompt if is_many else [prompt]
-    shown = [{"who": "prompt", **_show_prompt(each, cut)} for each in prompts[:MAX_PARTS]]
+    shown = [
+        {"who": "prompt", **_show_prompt(each, cut)} for each in prompts[:MAX_PARTS]
+    ]
     num_more = len(prompts) - len(shown)
-    return shown + [{"who": "note", "text": counted(num_more, "more prompt")}] * (num_more > 0)
+    return shown + [{"who": "note", "text": counted(num_more, "more prompt")}] * (
+        num_more > 0
+    )
 
 
 def _show_prompt(prompt: Any, cut: Cut) -> dict[str, Any]:
@@ -215,7 +246,9 @@ def _list_calls(calls: Any, cut: Cut) -> list[list[str]]:
         if isinstance(each, dict):
             given = each.get("arguments")
             text = given if isinstance(given, str) else dump(given)
-            shown.append([show(str(each.get("name")))[:200], show(text)[: cut.num_chars]])
+            shown.append(
+                [show(str(each.get("name")))[:200], show(text)[: cut.num_chars]]
+            )
     return shown
 
 
@@ -224,10 +257,14 @@ def _tool_name(tool: Any) -> str:
     return show(str(function.get("name") if isinstance(function, dict) else tool))[:80]
 
 
-def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> dict[str, Any]:
+def _show_choice(
+    choice: dict[str, Any], request: dict[str, Any], cut: Cut
+) -> dict[str, Any]:
     """Return a choice's text: its tokens as far as they have logprobs, and the rest plainly."""
     message = choice.get("message")
-    content = message.get("content") if isinstance(message, dict) else choice.get("text")
+    content = (
+        message.get("content") if isinstance(message, dict) else choice.get("text")
+    )
     text = "" if content is None else str(content)
     logprobs = choice_logprobs(choice, request)
     shown: dict[str, Any] = {"reason": show(str(choice.get("finish_reason")))[:40]}
@@ -235,7 +272,9 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
         shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
     if choice.get("stop_reason") is not None:
         shown["stop"] = show(dump(choice["stop_reason"]))[:100]
-    calls = _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
+    calls = (
+        _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
+    )
     pieces = cut_choice(choice, request)
     kept, rest = _fit(text, pieces[: cut.num_tokens], is_all=bool(calls))
     if kept:
@@ -249,7 +288,9 @@ def _show_choice(choice: dict[str, Any], request: dict[str, Any], cut: Cut) -> d
     return shown
 
 
-def _fit(text: str, pieces: list[TextPiece], *, is_all: bool) -> tuple[list[TextPiece], str]:
+def _fit(
+    text: str, pieces: list[TextPiece], *, is_all: bool
+) -> tuple[list[TextPiece], str]:
     """Return the pieces to show (`is_all`: all of them), and what of the text is behind them."""
     covered = "".join(piece.text for piece in pieces)
     if not pieces or is_all or not text:
@@ -291,7 +332,9 @@ def _drawn_text(choice: dict[str, Any], request: Any) -> str:
     """Return a choice's text, or the calls in its place; under echo what follows the prompt."""
     message = choice.get("message")
     if isinstance(message, dict):
-        calls = ["".join(call) for call in _list_calls(message.get("tool_calls"), WHOLE)]
+        calls = [
+            "".join(call) for call in _list_calls(message.get("tool_calls"), WHOLE)
+        ]
         return "".join([str(message.get("content") or ""), *calls])
     text = str(choice.get("text") or "")
     if not isinstance(request, dict) or not request.get("echo"):

@@ -1,4 +1,5 @@
-"""The files of a report: the outputs that it is about, what they tell, and where it is written."""
+"""The files of a report: the outputs that it is about, what they tell, and where it is
+written."""
 
 from __future__ import annotations
 
@@ -18,7 +19,12 @@ from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
 from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
-from fminfer.files.status_file import STATUS, read_sound_status, read_status, status_path
+from fminfer.files.status_file import (
+    STATUS,
+    read_sound_status,
+    read_status,
+    status_path,
+)
 from fminfer.job.report.answer_fields import as_dict
 
 
@@ -40,7 +46,11 @@ class ToldOutput:
     @property
     def files(self) -> list[Path]:
         """List what belongs to it: rows, errors, journal, status and input."""
-        others = [errors_path(self.path), journal_path(self.path), status_path(self.path)]
+        others = [
+            errors_path(self.path),
+            journal_path(self.path),
+            status_path(self.path),
+        ]
         return [self.path, *others, *([self.source] if self.source else [])]
 
     @property
@@ -61,7 +71,9 @@ def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
 
 def open_output(path: Path) -> ToldOutput:
     """Return an output with what its status file tells; refuse one that cannot be read."""
-    return ToldOutput(path, read_sound_status(path), is_unfinished=journal_path(path).exists())
+    return ToldOutput(
+        path, read_sound_status(path), is_unfinished=journal_path(path).exists()
+    )
 
 
 def is_there(output: Path) -> bool:
@@ -106,13 +118,19 @@ def output_of(status: Path) -> Path:
     output = beside(status, ".jsonl", without=STATUS)
     # A long name is cut in another place.
     noted = ((read_status(output) or {}).get("fminfer") or {}).get("output")
-    return status.with_name(noted) if noted and Path(str(noted)).name == noted else output
+    return (
+        status.with_name(noted) if noted and Path(str(noted)).name == noted else output
+    )
 
 
 def _named(path: Path) -> Path:
     """Return the output that a path names: its own, or that of an input."""
     refuse_models([path])
-    is_input = path.name.endswith(ENDINGS) and path.exists() and not journal_path(path).exists()
+    is_input = (
+        path.name.endswith(ENDINGS)
+        and path.exists()
+        and not journal_path(path).exists()
+    )
     if is_input and holds_requests(path) and not holds_answers(path):
         output = answers_path(path)
         if is_there(output):
@@ -126,7 +144,9 @@ def _named(path: Path) -> Path:
             return path
         raise UsageError(f"{path} does not exist; give an output of fminfer run")
     if not (path.suffix == ".jsonl" or read_status(path) or holds_answers(path)):
-        raise UsageError(f"{path} is no output of a run; give one, as in output_requests.jsonl")
+        raise UsageError(
+            f"{path} is no output of a run; give one, as in output_requests.jsonl"
+        )
     return path
 
 
@@ -158,7 +178,9 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
     for output in outputs:
         for run in runs_in(output.status):
             key = str(run.get("id"))
-            if key not in found or _number(run, "seconds") > _number(found[key], "seconds"):
+            if key not in found or _number(run, "seconds") > _number(
+                found[key], "seconds"
+            ):
                 found[key] = run
     return sorted(map(_read_run, found.values()), key=lambda run: run.started_at)
 

@@ -39,12 +39,21 @@ LAYERED = {"gemma3_text", "modernbert", "olmo3"}
 Where = Literal["before", "once", "after", "around", "of_sum"]
 
 
-def like(row: Callable[..., Architecture], **fields: Any) -> Callable[..., Architecture]:
-    """Return a row like another with these arguments; one that is a function reads the config."""
+def like(
+    row: Callable[..., Architecture], **fields: Any
+) -> Callable[..., Architecture]:
+    """Return a row like another with these arguments; one that is a function reads the
+    config."""
 
     def read(c: Any, **more: Any) -> Architecture:
         given = fields | more
-        return row(c, **{name: each(c) if callable(each) else each for name, each in given.items()})
+        return row(
+            c,
+            **{
+                name: each(c) if callable(each) else each
+                for name, each in given.items()
+            },
+        )
 
     return read
 
@@ -61,7 +70,9 @@ def norm_of(c: Any, **changes: Any) -> Norm:
     """Return an RMSNorm if the config's eps is of one, else a LayerNorm with a bias."""
     if hasattr(c, "rms_norm_eps"):
         return Norm(**{"eps": c.rms_norm_eps} | changes)
-    eps = first_of(c, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps")
+    eps = first_of(
+        c, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
+    )
     return Norm(**{"eps": eps, "is_rms": False, "has_bias": True} | changes)
 
 
@@ -94,7 +105,9 @@ def mlp_of(c: Any, size: int | None = None, **changes: Any) -> Mlp:
 def moe_of(c: Any, **changes: Any) -> Moe:
     """Return experts that a softmax chooses by the fields of most configs, with changes."""
     if "expert" not in changes:
-        changes["expert"] = mlp_of(c, first_of(c, "moe_intermediate_size", "intermediate_size"))
+        changes["expert"] = mlp_of(
+            c, first_of(c, "moe_intermediate_size", "intermediate_size")
+        )
     if "is_normalized" not in changes:
         changes["is_normalized"] = getattr(c, "norm_topk_prob", True)
     num = first_of(c, "num_local_experts", "n_routed_experts", "num_experts")
@@ -116,10 +129,14 @@ def sigmoid_moe(c: Any) -> Moe:
     )
 
 
-def with_experts(c: Any, moe: Moe, numbers: Collection[int], plain: Mlp | None = None) -> Mlps:
+def with_experts(
+    c: Any, moe: Moe, numbers: Collection[int], plain: Mlp | None = None
+) -> Mlps:
     """Return the MLP of each layer, of which these have experts, and the others a plain one."""
     plain = plain or mlp_of(c)
-    return [moe if number in numbers else plain for number in range(c.num_hidden_layers)]
+    return [
+        moe if number in numbers else plain for number in range(c.num_hidden_layers)
+    ]
 
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
@@ -130,7 +147,11 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
             inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
             rope = Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
         else:
-            part = how.get("partial_rotary_factor", 1.0) if c.model_type in PARTIAL else 1.0
+            part = (
+                how.get("partial_rotary_factor", 1.0)
+                if c.model_type in PARTIAL
+                else 1.0
+            )
             size = int(head_dim_of(c) * part)
             rope = plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
         if not all(map(math.isfinite, (*rope.inv_freq, rope.scale))):
@@ -139,25 +160,29 @@ def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
 
 
 def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a layer's rotary settings as transformers reads them, and their kind of layer if any.
+    """Return a layer's rotary settings as transformers reads them, and their kind of
+    layer if any.
 
     Raises:
-        CheckpointError: there are none for this kind of layer, or some for kinds that nobody reads.
+        CheckpointError: there are none for this kind of layer, or some for kinds that
+        nobody reads.
     """
     how = c.rope_parameters
-    if c.model_type in LAYERED:  # what stands beside the kinds' own entries is never read
+    # what stands beside the kinds' own entries is never read
+    if c.model_type in LAYERED:
         kind = c.layer_types[layer]
         if not isinstance(how.get(kind), dict):
             raise CheckpointError(
-                f"config.json has no rope_parameters for {kind!r} layers. Use the config.json that "
-                "the model was published with"
+                f"config.json has no rope_parameters for {kind!r} layers. Use the "
+                "config.json that the model was published with"
             )
         return how[kind], {"layer_type": kind}
     nested = [name for name, value in how.items() if isinstance(value, dict)]
     if nested:
         raise CheckpointError(
-            f"rope_parameters in config.json has entries for kinds of layers, {', '.join(nested)}, "
-            f"but {c.model_type} takes one setting for all layers. Remove them"
+            "rope_parameters in config.json has entries for kinds of layers, "
+            f"{', '.join(nested)}, but {c.model_type} takes one setting for all "
+            "layers. Remove them"
         )
     return how, {}
 
@@ -183,7 +208,9 @@ def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
     if "window" not in changes:
         types = getattr(c, "layer_types", None)
         window = getattr(c, "sliding_window", None)
-        changes["window"] = None if types and types[layer] != "sliding_attention" else window
+        changes["window"] = (
+            None if types and types[layer] != "sliding_attention" else window
+        )
     how = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
     return replace(how, **changes)
 
@@ -212,7 +239,8 @@ def assemble(
     prefix: str,
     norms: Where = "before",  # where they stand in a layer
     usual: Changes | None = None,  # fields of `Attention` that differ in all layers
-    attention: Changes | Sequence[Changes] | None = None,  # and from these, in all or in each
+    # and from these, in all or in each
+    attention: Changes | Sequence[Changes] | None = None,
     layer: Changes | None = None,  # fields of every `Layer` that differ
     left_out: str = "",  # as `Architecture.left_out`
     **changes: Any,  # fields of the `Model` that differ
@@ -223,7 +251,8 @@ def assemble(
     own = attention if isinstance(attention, Sequence) else [attention or {}] * num
     how = places_of(norm, norms) | (layer or {})
     layers = tuple(
-        Layer(attention_of(c, n, **(usual or {}) | own[n]), mlps[n], **how) for n in range(num)
+        Layer(attention_of(c, n, **(usual or {}) | own[n]), mlps[n], **how)
+        for n in range(num)
     )
     changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes
     model = Model(c.hidden_size, c.vocab_size, layers, **changes)

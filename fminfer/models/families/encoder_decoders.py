@@ -5,17 +5,33 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import Attention, Cross, Encoder, Layer, Mlp, Model, Norm, Relative
+from fminfer.compute.spec import (
+    Attention,
+    Cross,
+    Encoder,
+    Layer,
+    Mlp,
+    Model,
+    Norm,
+    Relative,
+)
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import Row, like, places_of
 from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
-from fminfer.models.families.tensor_names import AS_ROW, Architecture, Sources, parameter, sources
+from fminfer.models.families.tensor_names import (
+    AS_ROW,
+    Architecture,
+    Sources,
+    parameter,
+    sources,
+)
 
 
 def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     """Return T5 (Raffel et al. 2020), v1.1, Flan-T5, UL2, T0 or mT5.
 
-    If `is_shared`, all layers have the biases by distance of the first; in UMT5 each has its own.
+    If `is_shared`, all layers have the biases by distance of the first; in UMT5 each
+    has its own.
     """
     is_scaled = getattr(c, "scale_decoder_outputs", c.tie_word_embeddings)
     is_scaled = is_scaled and c.model_type != "mt5"
@@ -112,8 +128,9 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
     heads = c.decoder_attention_heads
     if c.encoder_attention_heads != heads:
         raise CheckpointError(
-            f"config.json has {c.encoder_attention_heads} heads in the encoder and {heads} in the "
-            "decoder; fminfer computes such a model only with as many in both"
+            f"config.json has {c.encoder_attention_heads} heads in the encoder and "
+            f"{heads} in the decoder; fminfer computes such a model only with as many "
+            "in both"
         )
     dim = c.d_model // heads
     own = Attention(heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True)

@@ -17,7 +17,13 @@ from fminfer.models.families.config_parts import (
     norm_of,
     rope_of,
 )
-from fminfer.models.families.tensor_names import AS_STORED, Architecture, Source, Sources, sources
+from fminfer.models.families.tensor_names import (
+    AS_STORED,
+    Architecture,
+    Source,
+    Sources,
+    sources,
+)
 
 MEAN = Pooling("mean")  # as sentence-transformers pools what does not say how
 BERT_OUTER = sources(
@@ -167,8 +173,12 @@ def modernbert(c: Any) -> Architecture:
     span = c.local_attention // 2 + 1  # itself, and so many on either side
     windows = [span if kind == "sliding_attention" else None for kind in c.layer_types]
     dense = Reading(c.hidden_size, c.classifier_activation, c.classifier_bias, norm)
-    head = sources(reading_0="head.dense", reading_0_norm="head.norm", reading_1="classifier")
-    pooling = Pooling(c.classifier_pooling, (dense, Reading(c.num_labels)), is_scored=True)
+    head = sources(
+        reading_0="head.dense", reading_0_norm="head.norm", reading_1="classifier"
+    )
+    pooling = Pooling(
+        c.classifier_pooling, (dense, Reading(c.num_labels)), is_scored=True
+    )
     outer = sources(
         embed="embeddings.tok_embeddings",
         encoder__embed_norm="embeddings.norm",
@@ -214,13 +224,14 @@ _REFUSED = re.compile(
     r"For(MaskedLM|PreTraining|TokenClassification|QuestionAnswering|MultipleChoice"
     r"|NextSentencePrediction)$"
 )
-_HEADS = (  # left out where a folder of sentence-transformers says how its vectors are made
-    r"(model\.)?(cls|lm_head|embed_out|(pre_)?classifier|score|head|decoder|vocab_\w+)\."
-)
+# left out where a folder of sentence-transformers says how its vectors are made
+_HEADS = r"(model\.)?(cls|lm_head|embed_out|(pre_)?classifier|score|head|decoder|vocab_\w+)\."
 _MOVED = ("positions", "embed_norm", "final_norm")  # from a decoder to an encoder
 
 
-def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Architecture:
+def with_head(
+    architecture: Architecture, c: Any, pooling: Pooling | None
+) -> Architecture:
     """Return an architecture with what its checkpoint gives: tokens, vectors or scores.
 
     Args:
@@ -229,15 +240,24 @@ def with_head(architecture: Architecture, c: Any, pooling: Pooling | None) -> Ar
     name = (c.architectures or [""])[0]
     model = architecture.model
     if pooling is not None:
-        names = {f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))}
-        return pooled(_without_heads(architecture), pooling, sources(AS_STORED, **names))
+        names = {
+            f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))
+        }
+        return pooled(
+            _without_heads(architecture), pooling, sources(AS_STORED, **names)
+        )
     if name.endswith("ForSequenceClassification"):
         if model.encoder is not None and architecture.scored is None:
-            raise _refused(name, "a head for classes behind a decoder, which does not run")
+            raise _refused(
+                name, "a head for classes behind a decoder, which does not run"
+            )
         reading = Reading(c.num_labels, has_bias=False)
         padding_id = getattr(c, "pad_token_id", None)
         of_last = Pooling("last", (reading,), is_scored=True, padding_id=padding_id)
-        return pooled(architecture, *(architecture.scored or (of_last, sources(reading_0="score"))))
+        return pooled(
+            architecture,
+            *(architecture.scored or (of_last, sources(reading_0="score"))),
+        )
     if _REFUSED.search(name):
         why = "whose head does not run"
         if "MaskedLM" in name:
@@ -264,7 +284,8 @@ def _without_heads(architecture: Architecture) -> Architecture:
 def pooled(
     architecture: Architecture,
     pooling: Pooling,
-    readings: Sources | None = None,  # where the tensors of the pooling's dense layers are
+    # where the tensors of the pooling's dense layers are
+    readings: Sources | None = None,
     num_types: int = 0,  # of tokens
     padding_id: int | None = None,  # of tokens without a position
 ) -> Architecture:
@@ -288,7 +309,9 @@ def pooled(
             num_types,
             padding_id,
         )
-        outer = {f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()}
+        outer = {
+            f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()
+        }
     elif not model.is_pooled:
         architecture = replace(
             architecture,
@@ -321,7 +344,9 @@ def seen_both_ways(architecture: Architecture, c: Any) -> Architecture:
 
     def one(layer: Layer) -> Layer:
         window = layer.attention.window and layer.attention.window + (not is_gemma)
-        return replace(layer, attention=replace(layer.attention, is_causal=False, window=window))
+        return replace(
+            layer, attention=replace(layer.attention, is_causal=False, window=window)
+        )
 
     layers = tuple(map(one, architecture.model.layers))
     return replace(architecture, model=replace(architecture.model, layers=layers))

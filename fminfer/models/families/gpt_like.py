@@ -45,7 +45,8 @@ INNER = sources(
     down="mlp.c_proj",
 )
 BLOOM_OUTER = sources(
-    embed="transformer.word_embeddings", embed_norm="transformer.word_embeddings_layernorm"
+    embed="transformer.word_embeddings",
+    embed_norm="transformer.word_embeddings_layernorm",
 )
 BLOOM_INNER = sources(
     before_attention="input_layernorm",
@@ -55,7 +56,9 @@ BLOOM_INNER = sources(
     down="mlp.dense_4h_to_h",
 ) | sources(BY_HEAD, qkv="self_attention.query_key_value")
 NEOX_INNER = (
-    BLOOM_INNER | sources(out="attention.dense") | sources(BY_HEAD, qkv="attention.query_key_value")
+    BLOOM_INNER
+    | sources(out="attention.dense")
+    | sources(BY_HEAD, qkv="attention.query_key_value")
 )
 FAIRSEQ_NORM = Norm(1e-5, is_rms=False, has_bias=True)
 FAIRSEQ_INNER = sources(
@@ -95,10 +98,15 @@ def gpt_like(
     )
 
 
-def _fairseq(c: Any, *, top: str, outer: Sources | None = None, **more: Any) -> Architecture:
-    """Return a GPT with the names, positions and eps of fairseq, whatever the config says of it."""
+def _fairseq(
+    c: Any, *, top: str, outer: Sources | None = None, **more: Any
+) -> Architecture:
+    """Return a GPT with the names, positions and eps of fairseq, whatever the config
+    says of it."""
     own = sources(
-        embed=f"{top}embed_tokens", positions=f"{top}embed_positions", final_norm=f"{top}layer_norm"
+        embed=f"{top}embed_tokens",
+        positions=f"{top}embed_positions",
+        final_norm=f"{top}layer_norm",
     )
     usual: Changes = {
         "norm": FAIRSEQ_NORM,
@@ -177,7 +185,11 @@ def gpt_neo(c: Any) -> Architecture:
         size=c.intermediate_size,
         inner=own,
         attention=[
-            {"scaling": 1.0, "window": window if kind == "local" else None, "has_qkv_bias": False}
+            {
+                "scaling": 1.0,
+                "window": window if kind == "local" else None,
+                "has_qkv_bias": False,
+            }
             for kind in kinds
         ],
         num_positions=c.max_position_embeddings,
@@ -212,7 +224,10 @@ def falcon(c: Any) -> Architecture:
     has_two = is_new and num_norms != 1
     attention: Changes = {"kv_heads": kv_heads, "rope": rope_of(c)}
     if c.alibi:
-        attention |= {"rope": None, "alibi": Alibi(interleaved_slopes(heads), is_rounded=True)}
+        attention |= {
+            "rope": None,
+            "alibi": Alibi(interleaved_slopes(heads), is_rounded=True),
+        }
     two = sources(before_attention="ln_attn", before_mlp="ln_mlp") if has_two else {}
     return gpt_like(
         c,
@@ -265,9 +280,13 @@ def bloom(c: Any) -> Architecture:
     )
 
 
-def _neox_like(c: Any, *, head: str, inner: Sources = NEOX_INNER, **more: Any) -> Architecture:
+def _neox_like(
+    c: Any, *, head: str, inner: Sources = NEOX_INNER, **more: Any
+) -> Architecture:
     top = f"{c.model_type}."
-    outer = sources(embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head=head)
+    outer = sources(
+        embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head=head
+    )
     return gpt_like(c, inner=inner, outer=outer, prefix=f"{top}layers.{{}}.", **more)
 
 

@@ -1,4 +1,5 @@
-"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two products."""
+"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two
+products."""
 
 from __future__ import annotations
 
@@ -44,7 +45,9 @@ INNER = sources(
     down="mlp.down_proj",
     router="mlp.gate",
 ) | experts(
-    "mlp.experts.*.gate_proj mlp.experts.*.up_proj", "mlp.experts.*.down_proj", "mlp.experts"
+    "mlp.experts.*.gate_proj mlp.experts.*.up_proj",
+    "mlp.experts.*.down_proj",
+    "mlp.experts",
 )
 SANDWICH = sources(
     after_attention="post_attention_layernorm",
@@ -61,7 +64,8 @@ def llama_like(
     norm: Norm | None = None,  # at all places; None: by the config's eps
     mlp: Mlps | None = None,  # None: a gated one
     inner: Sources | None = None,  # names that differ from LLaMA's
-    qk_norm: str = "",  # `qk_norm_over` of queries and keys with the same norm; "": they have none
+    # `qk_norm_over` of queries and keys with the same norm; "": they have none
+    qk_norm: str = "",
     is_interleaved: bool = False,  # neighbours rotate together
     **more: Any,  # as for `assemble`
 ) -> Architecture:
@@ -101,7 +105,9 @@ def turned_where(rope: Rope, has_rope: Iterable[object]) -> list[Changes]:
     return [{"rope": rope if each else None} for each in has_rope]
 
 
-def gemma_like(c: Any, *, attention: Changes | None = None, **more: Any) -> Architecture:
+def gemma_like(
+    c: Any, *, attention: Changes | None = None, **more: Any
+) -> Architecture:
     own: Changes = {}
     if hasattr(c, "query_pre_attn_scalar"):
         own["scaling"] = c.query_pre_attn_scalar**-0.5
@@ -127,7 +133,9 @@ gemma3_text = like(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
 def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
     """Return a LLaMA with LayerNorms and biases, and maybe norms of queries and keys."""
     own = sources(
-        out="self_attn.dense", q_norm="self_attn.q_layernorm", k_norm="self_attn.k_layernorm"
+        out="self_attn.dense",
+        q_norm="self_attn.q_layernorm",
+        k_norm="self_attn.k_layernorm",
     )
     return llama_like(
         c,
@@ -145,14 +153,18 @@ def stablelm(c: Any) -> Architecture:
     qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": of_head, "qk_norm_over": "heads"}
     q_norm, k_norm = (f"self_attn.{n}_layernorm.norms.*" for n in "qk")
     norms = "once" if c.use_parallel_residual else "before"
-    return llama_like(c, inner=sources(q_norm=q_norm, k_norm=k_norm), attention=qk, norms=norms)
+    return llama_like(
+        c, inner=sources(q_norm=q_norm, k_norm=k_norm), attention=qk, norms=norms
+    )
 
 
 def smollm3(c: Any) -> Architecture:
     return llama_like(c, attention=turned_where(rope_of(c), c.no_rope_layers))
 
 
-def cohere(c: Any, attention: Changes | Sequence[Changes] | None = None) -> Architecture:
+def cohere(
+    c: Any, attention: Changes | Sequence[Changes] | None = None
+) -> Architecture:
     norm = norm_of(c, has_bias=False)
     return llama_like(
         c,
@@ -168,13 +180,17 @@ def cohere(c: Any, attention: Changes | Sequence[Changes] | None = None) -> Arch
 def cohere2(c: Any) -> Architecture:
     """Only layers with a window have rotary positions."""
     rope = rope_of(c, is_interleaved=True)
-    return cohere(c, turned_where(rope, [kind == "sliding_attention" for kind in c.layer_types]))
+    return cohere(
+        c, turned_where(rope, [kind == "sliding_attention" for kind in c.layer_types])
+    )
 
 
 def exaone_attention(c: Any) -> list[Changes]:
     """Return attention as in Cohere 2. Without windows all layers have positions."""
     every = c.sliding_window is None
-    return turned_where(rope_of(c), [every or t == "sliding_attention" for t in c.layer_types])
+    return turned_where(
+        rope_of(c), [every or t == "sliding_attention" for t in c.layer_types]
+    )
 
 
 def granite_like(c: Any, logit_scale: float | None = None, **more: Any) -> Architecture:
@@ -195,7 +211,9 @@ def hyperclovax(c: Any) -> Architecture:
     return granite_like(c, c.logits_scaling, inner=own, norms=norms)
 
 
-def hunyuan(c: Any, inner: Sources | None = None, mlp: Mlps | None = None) -> Architecture:
+def hunyuan(
+    c: Any, inner: Sources | None = None, mlp: Mlps | None = None
+) -> Architecture:
     """Return a LLaMA whose norms of queries and keys come behind rotary positions."""
     how = c.rope_parameters
     rope = rope_of(c)
@@ -219,8 +237,13 @@ _plain_like = like(llama_like, inner=_UP, mlp=partial(mlp_of, is_gated=False))
 _XIELU = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
 _APERTUS = (
     _UP
-    | sources(before_attention="attention_layernorm", before_mlp="feedforward_layernorm")
-    | {f"xielu.{ours}": parameter(f"mlp.act_fn.{theirs}") for ours, theirs in _XIELU.items()}
+    | sources(
+        before_attention="attention_layernorm", before_mlp="feedforward_layernorm"
+    )
+    | {
+        f"xielu.{ours}": parameter(f"mlp.act_fn.{theirs}")
+        for ours, theirs in _XIELU.items()
+    }
 )
 
 
@@ -244,7 +267,15 @@ GATE_UP = sources(up="mlp.gate_up_proj")
 _behind = like(llama_like, inner=SANDWICH, norms="after")
 _glm = like(llama_like, is_interleaved=True, attention=WITHOUT_OUT_BIAS)
 # Queries of Ministral 3 grow beyond the original length, which is the limit: `context_length`.
-_OF_LLAMA = ("llama", "internlm3", "mistral", "ministral", "ministral3", "cwm", "seed_oss")
+_OF_LLAMA = (
+    "llama",
+    "internlm3",
+    "mistral",
+    "ministral",
+    "ministral3",
+    "cwm",
+    "seed_oss",
+)
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(_OF_LLAMA, llama_like),
@@ -259,7 +290,10 @@ ROWS: dict[str, Row] = {
         gemma2, inner=sources(before_mlp="pre_feedforward_layernorm"), norms="before"
     ),
     "phi": like(
-        _phi_like, inner=sources(up="mlp.fc1", down="mlp.fc2"), norms="once", has_head_bias=True
+        _phi_like,
+        inner=sources(up="mlp.fc1", down="mlp.fc2"),
+        norms="once",
+        has_head_bias=True,
     ),
     "persimmon": like(
         _phi_like,
@@ -274,7 +308,9 @@ ROWS: dict[str, Row] = {
     "glm4": like(
         _glm,
         inner=GATE_UP
-        | sources(after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"),
+        | sources(
+            after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
+        ),
         norms="around",
     ),
     "ernie4_5": like(llama_like, is_interleaved=True),

@@ -43,18 +43,23 @@ from fminfer.models.families.tensor_names import (
 
 def shared_names(top: str) -> Sources:
     """Return where the expert of all tokens is."""
-    return sources(shared__up=f"{top}.gate_proj {top}.up_proj", shared__down=f"{top}.down_proj")
+    return sources(
+        shared__up=f"{top}.gate_proj {top}.up_proj", shared__down=f"{top}.down_proj"
+    )
 
 
 def _choice(*names: str, **layout: Any) -> Sources:
-    """Return where the bias is that counts for the choice of experts alone, by one of two names."""
+    """Return where the bias is that counts for the choice of experts alone, by one of
+    two names."""
     whole = "|".join(f"{name}.e_score_correction_bias" for name in names)
     return {"choice": parameter(whole, **layout)}
 
 
 SIGMOID = shared_names("mlp.shared_experts") | _choice("mlp.gate")
 _WHICH = ("w1", "w2", "w3")
-_FIRST, _SECOND, _THIRD = (f"block_sparse_moe.experts.*.{w}|mlp.experts.*.{w}" for w in _WHICH)
+_FIRST, _SECOND, _THIRD = (
+    f"block_sparse_moe.experts.*.{w}|mlp.experts.*.{w}" for w in _WHICH
+)
 # In the first form and in that of transformers 5.
 MIXTRAL = sources(router="block_sparse_moe.gate|mlp.gate") | experts(
     f"{_FIRST} {_THIRD}", _SECOND, "mlp.experts"
@@ -65,13 +70,19 @@ def _some_layers(c: Any, **moe: Any) -> Mlps:
     """Return the MLP of each layer where, as in Qwen's models, only some have experts."""
     without = c.mlp_only_layers
     every = c.decoder_sparse_step
-    numbers = [n for n in range(c.num_hidden_layers) if n not in without and (n + 1) % every == 0]
+    numbers = [
+        n
+        for n in range(c.num_hidden_layers)
+        if n not in without and (n + 1) % every == 0
+    ]
     return with_experts(c, moe_of(c, **moe), numbers if c.num_experts else ())
 
 
 def qwen2_moe(c: Any) -> Architecture:
     shared = mlp_of(c, c.shared_expert_intermediate_size)
-    own = shared_names("mlp.shared_expert") | sources(shared_gate="mlp.shared_expert_gate")
+    own = shared_names("mlp.shared_expert") | sources(
+        shared_gate="mlp.shared_expert_gate"
+    )
     mlp = _some_layers(c, shared=shared, has_shared_gate=True)
     return llama_like(c, inner=own, attention={"has_qkv_bias": c.qkv_bias}, mlp=mlp)
 
@@ -84,8 +95,12 @@ def granitemoe(c: Any) -> Architecture:
         shared__up="shared_mlp.input_linear",
         shared__down="shared_mlp.output_linear",
     ) | {
-        "experts.up": parameter(f"{top}.input_linear.weight|{top}.experts.gate_up_proj"),
-        "experts.down": parameter(f"{top}.output_linear.weight|{top}.experts.down_proj"),
+        "experts.up": parameter(
+            f"{top}.input_linear.weight|{top}.experts.gate_up_proj"
+        ),
+        "experts.down": parameter(
+            f"{top}.output_linear.weight|{top}.experts.down_proj"
+        ),
     }
     mlp = moe_of(c, shared=mlp_of(c, size) if size else None)
     return granite_like(c, mlp=mlp, inner=names)
@@ -100,15 +115,20 @@ def hunyuan_v1_moe(c: Any) -> Architecture:
     num = c.num_experts
     top_k = c.moe_topk
     mlp = [
-        Moe(of_layer(num, n), of_layer(top_k, n), expert, is_precise=True, shared=expert)
+        Moe(
+            of_layer(num, n), of_layer(top_k, n), expert, is_precise=True, shared=expert
+        )
         for n in range(c.num_hidden_layers)
     ]
-    return hunyuan(c, shared_names("mlp.shared_mlp") | sources(router="mlp.gate.wg"), mlp)
+    return hunyuan(
+        c, shared_names("mlp.shared_mlp") | sources(router="mlp.gate.wg"), mlp
+    )
 
 
 def phimoe(c: Any) -> Architecture:
     rope = rope_of(c)
-    if c.rope_parameters["rope_type"] != "default":  # up to its original length, as for Phi-3
+    # up to its original length, as for Phi-3
+    if c.rope_parameters["rope_type"] != "default":
         rope = replace(rope, scale=c.rope_parameters["short_mscale"])
     return llama_like(
         c,
@@ -133,7 +153,8 @@ def ernie4_5_moe(c: Any) -> Architecture:
         c,
         is_interleaved=True,
         # Published, and of transformers 5.
-        inner=SIGMOID | _choice("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
+        inner=SIGMOID
+        | _choice("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
         mlp=with_experts(c, moe, numbers),
         has_head_bias=c.use_bias,
         left_out=r"model\.mtp_",  # of several tokens at once
@@ -208,7 +229,9 @@ def _latent_like(
         "kv_heads": 1,
         "head_dim": c.kv_lora_rank + turned,
         "scaling": (key_dim + turned) ** -0.5 * _yarn_scale(c.rope_parameters) ** 2,
-        "latent": Latent(c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm),
+        "latent": Latent(
+            c.kv_lora_rank, c.q_lora_rank, key_dim, turned, c.v_head_dim, norm
+        ),
     }
     return llama_like(
         c,
@@ -273,7 +296,9 @@ ROWS: dict[str, Row] = {
         mlp=_by_kinds,
         left_out=r"mtp\.",  # of several tokens at once
     ),
-    "solar_open": like(llama_like, inner=SIGMOID, attention=WITHOUT_OUT_BIAS, mlp=sigmoid_moe),
+    "solar_open": like(
+        llama_like, inner=SIGMOID, attention=WITHOUT_OUT_BIAS, mlp=sigmoid_moe
+    ),
     "dots1": like(llama_like, inner=SIGMOID, qk_norm="head", mlp=_behind_plain_ones),
     "minimax_m2": like(
         llama_like,

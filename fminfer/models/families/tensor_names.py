@@ -17,7 +17,8 @@ Change = Callable[[torch.Tensor, Attention], torch.Tensor]
 class Layout:
     """How a stored tensor becomes ours: turned, and then with its rows in another order."""
 
-    change: Change | None = None  # of rows; queries, keys and values stay among themselves
+    # of rows; queries, keys and values stay among themselves
+    change: Change | None = None
     is_transposed: bool = False  # stored matrices are (inputs, outputs)
     is_row: bool = False  # stored vectors are matrices of one row
     added: float = 0.0  # to each value
@@ -43,13 +44,14 @@ class Source:
     """The modules of a checkpoint whose weights and biases are joined into one of ours.
 
     Rows are joined in order. In a name `*` stands for 0, 1, …: these are stacked. A name `a|b`
-    means that a checkpoint has either a or b. A name that begins with `/` is whole: nothing comes
-    before it, also in a layer.
+    means that a checkpoint has either a or b. A name that begins with `/` is whole:
+    nothing comes before it, also in a layer.
     """
 
     names: tuple[str, ...]
     layout: Layout = AS_STORED
-    # A parameter that some checkpoints have instead, equal to ours. All have it, if names is empty.
+    # A parameter that some checkpoints have instead, equal to ours. All have it, if
+    # names is empty.
     whole: str = ""
 
 
@@ -66,7 +68,8 @@ class Architecture:
     prefix: str  # of a layer's names, with {} for its number
     # The prefix that checkpoints saved without the head leave out; | is between several.
     base: str
-    left_out: str = ""  # a pattern of the names of stored tensors that are none of the model's
+    # a pattern of the names of stored tensors that are none of the model's
+    left_out: str = ""
     # Of an encoder's layers beside a decoder's; "": as those above.
     encoder_prefix: str = ""
     encoder_inner: Sources = field(default_factory=dict)
@@ -84,7 +87,9 @@ class Architecture:
 def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
     """Return an architecture whose checkpoint has all tensors by our names, as "0.up.weight"."""
     inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
-    own = {module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)}
+    own = {
+        module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)
+    }
     return Architecture(architecture.model, own, own, prefix="layers.{}.", base="")
 
 
@@ -122,7 +127,10 @@ def laid_out(layout: Layout, where: Sources, *ours: str) -> Sources:
 def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:
     parts = t.view(how.kv_heads, -1, how.head_dim, *t.shape[1:])
     return torch.cat(
-        [part.reshape(-1, *t.shape[1:]) for part in (parts[:, :-2], parts[:, -2], parts[:, -1])]
+        [
+            part.reshape(-1, *t.shape[1:])
+            for part in (parts[:, :-2], parts[:, -2], parts[:, -1])
+        ]
     )
 
 
@@ -147,6 +155,8 @@ BY_TURNS_TRANSPOSED = Layout(_by_turns, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
 BY_HEAD = Layout(_by_head)
 AS_ROW = Layout(is_row=True)  # ERNIE's bias of experts
-BY_CORE = Layout(_by_core)  # CodeGen's: four cores of a TPU, each with queries, values and keys
-BY_PAIRS = Layout(_by_pairs)  # llama.cpp's LLaMA and Granite: neighbours of a head form pairs
+# CodeGen's: four cores of a TPU, each with queries, values and keys
+BY_CORE = Layout(_by_core)
+# llama.cpp's LLaMA and Granite: neighbours of a head form pairs
+BY_PAIRS = Layout(_by_pairs)
 WITH_ONE = Layout(added=-1.0)  # llama.cpp's norms of Gemma

@@ -47,12 +47,14 @@ def config_of(model: GgufModel) -> Any:
     """Return the config of transformers for a model.
 
     Raises:
-        CheckpointError: its architecture does not run, or a key changes answers and is not known.
+        CheckpointError: its architecture does not run, or a key changes answers and is
+        not known.
     """
     if (row := ROWS.get(model.arch)) is None:
         raise CheckpointError(
-            f"{model.path} has the architecture {model.arch!r}, which does not run in GGUF; these "
-            f"do: {', '.join(sorted(ROWS))}. fminfer families lists what runs in safetensors"
+            f"{model.path} has the architecture {model.arch!r}, which does not run in "
+            f"GGUF; these do: {', '.join(sorted(ROWS))}. fminfer families lists what "
+            "runs in safetensors"
         )
     model.only("attention.causal", True)
     model.only("pooling_type", 0)
@@ -62,7 +64,9 @@ def config_of(model: GgufModel) -> Any:
         if callable(row):
             fields |= row(model)
         else:
-            fields |= {name: own(model) if callable(own) else own for name, own in row.items()}
+            fields |= {
+                name: own(model) if callable(own) else own for name, own in row.items()
+            }
         fields |= {name: fields[own] for name, own in ALIASES.items() if own in fields}
         model.refuse_unread()
         return transformers.AutoConfig.for_model(fields.pop("model_type"), **fields)
@@ -117,12 +121,16 @@ def _experts(m: GgufModel) -> Fields:
 def _expert_size(m: GgufModel) -> int:
     """Return the inputs of an expert's last product, which older files do not tell."""
     key = "expert_feed_forward_length"
-    return m.rows("blk.0.ffn_gate_exps.0.weight") if m.find(key) is None else m.whole(key)
+    return (
+        m.rows("blk.0.ffn_gate_exps.0.weight") if m.find(key) is None else m.whole(key)
+    )
 
 
 def _qwen2moe(m: GgufModel) -> Fields:
     m.only("expert_weights_norm", False)
-    shared = m.whole("expert_shared_feed_forward_length", m.rows("blk.0.ffn_gate_shexp.weight"))
+    shared = m.whole(
+        "expert_shared_feed_forward_length", m.rows("blk.0.ffn_gate_shexp.weight")
+    )
     return {
         "model_type": "qwen2_moe",
         "moe_intermediate_size": _expert_size(m),
@@ -251,7 +259,8 @@ def _latent(m: GgufModel) -> Fields:
         key_dim = m.whole("attention.key_length_mla")
         value_dim = m.whole("attention.value_length_mla")
     how = _rope(m, size=turned)
-    if by := m.real("rope.scaling.yarn_log_multiplier", 0.0):  # files store a tenth of mscale
+    # files store a tenth of mscale
+    if by := m.real("rope.scaling.yarn_log_multiplier", 0.0):
         how |= dict.fromkeys(("mscale", "mscale_all_dim"), round(10 * by, 6))
     return {
         "qk_rope_head_dim": turned,
@@ -290,9 +299,13 @@ def _original_length(m: GgufModel) -> int:
 
 
 def _rope(m: GgufModel, size: int | None = None) -> Fields:
-    """Return the rotary settings of all layers, or of those without a window (size: of a head)."""
+    """Return the rotary settings of all layers, or of those without a window (size: of
+    a head)."""
     size = turned = size or _head_dim(m)
-    how: Fields = {"rope_type": "default", "rope_theta": m.real("rope.freq_base", 10000.0)}
+    how: Fields = {
+        "rope_type": "default",
+        "rope_theta": m.real("rope.freq_base", 10000.0),
+    }
     if m.arch in PARTLY_TURNED:
         turned = m.whole("rope.dimension_count", size, most=size)
         # transformers rounds size * part down
@@ -303,7 +316,8 @@ def _rope(m: GgufModel, size: int | None = None) -> Fields:
     kind = m.find("rope.scaling.type")
     factor = m.real("rope.scaling.factor", m.real("rope.scale_linear", 1.0)) or 1.0
     original = _original_length(m)
-    if FREQUENCIES in m.tensors:  # of LLaMA 3, whose factors are the same for all lengths
+    # of LLaMA 3, whose factors are the same for all lengths
+    if FREQUENCIES in m.tensors:
         m.only("rope.scaling.type", "none")
         m.only("rope.scaling.factor", 1.0, 0.0)
         how |= _divided(m, turned // 2, FREQUENCIES, FREQUENCIES, m.context_length)
@@ -313,7 +327,11 @@ def _rope(m: GgufModel, size: int | None = None) -> Fields:
         how |= _if_set(m, attention_factor="attn_factor")
     elif kind == "yarn":
         m.only("rope.scaling.yarn_ext_factor", 1.0)
-        how |= {"rope_type": "yarn", "factor": factor, "original_max_position_embeddings": original}
+        how |= {
+            "rope_type": "yarn",
+            "factor": factor,
+            "original_max_position_embeddings": original,
+        }
         how |= _if_set(
             m,
             beta_fast="yarn_beta_fast",
@@ -339,7 +357,9 @@ def _kinds_of_layers(m: GgufModel, every: int) -> list[str]:
         return [NEAR if each else FULL for each in found[: m.num_layers]]
     every = m.whole("attention.sliding_window_pattern", every)
     numbers = range(m.num_layers)
-    return [NEAR if every == 0 or number % every < every - 1 else FULL for number in numbers]
+    return [
+        NEAR if every == 0 or number % every < every - 1 else FULL for number in numbers
+    ]
 
 
 def _window(m: GgufModel) -> int | None:
@@ -352,7 +372,10 @@ def _divided(m: GgufModel, num: int, long: str, short: str, original: int) -> Fi
     found = {name: read_values(m.tensors[name]) for name in (long, short)}
     for name, factors in found.items():
         if len(factors) != num or min(factors) <= 0:
-            raise broken(m.path, f"{name} has {len(factors)} factors, and {num} above 0 are needed")
+            raise broken(
+                m.path,
+                f"{name} has {len(factors)} factors, and {num} above 0 are needed",
+            )
     how: Fields = {"long_factor": found[long], "short_factor": found[short]}
     return how | {"rope_type": "longrope", "original_max_position_embeddings": original}
 
@@ -373,10 +396,15 @@ ROWS: dict[str, Callable[[GgufModel], Fields] | Fields] = {
         "sliding_window": methodcaller("whole", "attention.sliding_window", 4096),
         "layer_types": partial(_kinds_of_layers, every=2),
         "attn_logit_softcapping": methodcaller("real", "attn_logit_softcapping", 50.0),
-        "final_logit_softcapping": methodcaller("real", "final_logit_softcapping", 30.0),
+        "final_logit_softcapping": methodcaller(
+            "real", "final_logit_softcapping", 30.0
+        ),
     },
     "gemma3": _gemma3,
-    "phi3": {"sliding_window": _window, "original_max_position_embeddings": _original_length},
+    "phi3": {
+        "sliding_window": _window,
+        "original_max_position_embeddings": _original_length,
+    },
     "bloom": _bloom,
     "gptneox": _gptneox,
     "falcon": _falcon,

@@ -44,7 +44,8 @@ HARMLESS = {
 
 @dataclass(slots=True)
 class GgufModel:
-    """What the headers of a model's GGUF files tell; a value that is missing or wrong is refused.
+    """What the headers of a model's GGUF files tell; a value that is missing or wrong
+    is refused.
 
     Keys of its architecture are given without the architecture's name.
     """
@@ -66,7 +67,9 @@ class GgufModel:
         size = self.whole("embedding_length", least=1)
         stored = getattr(self.tensors.get(LAST_NORM), "shape", None)
         if stored != (size,):
-            raise broken(self.path, f"embedding_length is {size}, {LAST_NORM} has {stored}")
+            raise broken(
+                self.path, f"embedding_length is {size}, {LAST_NORM} has {stored}"
+            )
         return size
 
     @property
@@ -75,7 +78,9 @@ class GgufModel:
         num = self.whole("block_count")
         numbers = {n.split(".")[1] for n in self.tensors if n.startswith("blk.")}
         if num != len(numbers) or not num:
-            raise broken(self.path, f"block_count is {num}, and {len(numbers)} are stored")
+            raise broken(
+                self.path, f"block_count is {num}, and {len(numbers)} are stored"
+            )
         return num
 
     @property
@@ -100,7 +105,9 @@ class GgufModel:
         found = self.find(key)
         if isinstance(found, list) and found:
             if any(each != found[0] for each in found):
-                raise self._refusal(key, found, f"{ONLY_WITH} one number for all layers")
+                raise self._refusal(
+                    key, found, f"{ONLY_WITH} one number for all layers"
+                )
             found = found[0]
         found = default if found is None else found
         if type(found) is not int or not least <= found <= max(most, default or 0):
@@ -209,10 +216,20 @@ LATENT = sources(
     kv_down="attn_kv_a_mqa",
     kv_norm="attn_kv_a_norm",
 )
-PAIRED = ("llama", "granite")  # llama.cpp's converter reorders their rows of queries and keys
+# llama.cpp's converter reorders their rows of queries and keys
+PAIRED = ("llama", "granite")
 WITH_ONES = ("gemma", "gemma2", "gemma3")
-NORMS = ("before_attention", "after_attention", "before_mlp", "after_mlp", "q_norm", "k_norm")
-LEFT_OUT = r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.attn_rot_embd\."
+NORMS = (
+    "before_attention",
+    "after_attention",
+    "before_mlp",
+    "after_mlp",
+    "q_norm",
+    "k_norm",
+)
+LEFT_OUT = (
+    r"rope_freqs\.weight$|rope_factors_(long|short)\.weight$|blk\.\d+\.attn_rot_embd\."
+)
 
 
 def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
@@ -235,7 +252,9 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
         inner |= sources(before_mlp="post_attention_norm|ffn_norm")
     if model.arch == "deepseek2":
         is_old = "attn_kv_b.weight" in modules
-        inner |= LATENT | sources(kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*")
+        inner |= LATENT | sources(
+            kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*"
+        )
     if model.arch in PAIRED:
         inner = laid_out(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
@@ -245,7 +264,8 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
 
 
 def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
-    """Return the folder of a model's small files in the user's cache, written if it is not there.
+    """Return the folder of a model's small files in the user's cache, written if it is
+    not there.
 
     All other code reads such files. Without a tokenizer, generation_config.json is all.
     """
@@ -266,7 +286,8 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
                 write(model.metadata, part)
                 part.rename(folder)
             except OSError:
-                if not folder.is_dir():  # else another process was first, with the same files
+                # else another process was first, with the same files
+                if not folder.is_dir():
                     raise
             finally:
                 shutil.rmtree(part, ignore_errors=True)
@@ -279,7 +300,8 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
 
 
 def _key(model: GgufModel) -> str:
-    """Return a digest of what the files are made of: the header, and the code that writes them."""
+    """Return a digest of what the files are made of: the header, and the code that
+    writes them."""
     first, last = model.header
     digest = hashlib.blake2b(digest_size=16)
     for code in (gguf_tokenizer.__file__, gguf_vocabulary.__file__):

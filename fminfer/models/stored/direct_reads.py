@@ -58,7 +58,11 @@ class Lent:
         """Return the place of a byte in the buffer, less its place in the file."""
         start = 0
         for each in self.spans:
-            if each.file == span.file and each.first <= span.first and span.last <= each.last:
+            if (
+                each.file == span.file
+                and each.first <= span.first
+                and span.last <= each.last
+            ):
                 return start - each.whole.start
             start += len(each.whole)
         raise AssertionError(f"{span} is in none of the spans")
@@ -106,7 +110,8 @@ class OpenFile:
         self._was = seen or facts_of(self._file.fileno())
 
     def read(self, start: int, target: memoryview, least: int) -> None:
-        """Read bytes from `start` on, until the target is full, or the file ends behind `least`."""
+        """Read bytes from `start` on, until the target is full, or the file ends behind
+        `least`."""
         number = self._file.fileno()
         done = 0
         facts = self._was
@@ -127,13 +132,15 @@ class OpenFile:
 
     def _trouble(self, what: str) -> MachineError:
         return MachineError(
-            f"{self._path} {what} while its weights were read in each step (--offload). Finished "
-            "rows are kept; repair the file or disk, and run the same command to go on"
+            f"{self._path} {what} while its weights were read in each step "
+            "(--offload). Finished rows are kept; repair the file or disk, and run the "
+            "same command to go on"
         )
 
 
 def _open_direct(path: Path) -> FileIO | None:
-    """Open a file past the system's cache; None: its file system refuses that, or such a read."""
+    """Open a file past the system's cache; None: its file system refuses that, or such
+    a read."""
     with suppress(OSError), ExitStack() as stack:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
         file = stack.enter_context(FileIO(number))
@@ -163,9 +170,12 @@ class DirectReads:
         MachineError: a file cannot be opened.
     """
 
-    def __init__(self, seen: Mapping[Path, FileFacts | None], *, is_direct: bool = True) -> None:
+    def __init__(
+        self, seen: Mapping[Path, FileFacts | None], *, is_direct: bool = True
+    ) -> None:
         self._files = {
-            path: OpenFile(path, is_direct=is_direct, seen=facts) for path, facts in seen.items()
+            path: OpenFile(path, is_direct=is_direct, seen=facts)
+            for path, facts in seen.items()
         }
         self._threads = ThreadPoolExecutor(NUM_THREADS, "fminfer layers")
         self._lock = threading.Lock()
@@ -185,7 +195,9 @@ class DirectReads:
                 last = min(first + PIECE, span.whole.stop)
                 target = buffer[offset + first : offset + last]
                 least = min(last, span.last) - first
-                futures.append(self._threads.submit(self._read, file, first, target, least))
+                futures.append(
+                    self._threads.submit(self._read, file, first, target, least)
+                )
         return futures
 
     def close(self) -> None:

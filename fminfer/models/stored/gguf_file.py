@@ -41,8 +41,8 @@ ONE_ROW = ".ffn_gate_inp_shexp.weight"
 def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     """Return the tensors and the metadata of one GGUF file. No value of a tensor is read.
 
-    A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked experts or heads
-    are one tensor each, with their number before the end of the name.
+    A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked
+    experts or heads are one tensor each, with their number before the end of the name.
     """
     refuse_impostor(path)
     with (
@@ -57,7 +57,9 @@ def read_values(tensor: StoredTensor) -> list[float]:
     """Return the values of a vector of float32; a tensor of another kind is refused."""
     with naming_faults(tensor.file):
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
-            raise ValueError(f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed")
+            raise ValueError(
+                f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed"
+            )
         stored = np.fromfile(tensor.file, "<f4", tensor.shape[0], offset=tensor.start)
         return [float(each) for each in stored]
 
@@ -74,7 +76,9 @@ class _Cursor:
     def take(self, num_bytes: int) -> bytes:
         """Return the next bytes."""
         if num_bytes > (left := self._end - self.at):
-            raise ValueError(f"{self._where_cut()}: {left} of {num_bytes} bytes are left there")
+            raise ValueError(
+                f"{self._where_cut()}: {left} of {num_bytes} bytes are left there"
+            )
         self.at += num_bytes
         return self._data[self.at - num_bytes : self.at]
 
@@ -82,7 +86,9 @@ class _Cursor:
         """Say why the header breaks off, as the beginning of a sentence."""
         if self._end < self.size:
             return f"its header is damaged, or longer than {MOST_HEADER_BYTES} bytes"
-        return f"it has {self.size} bytes and is cut off in its header, or that is damaged"
+        return (
+            f"it has {self.size} bytes and is cut off in its header, or that is damaged"
+        )
 
     def numbers(self, form: str, num: int) -> list[Any]:
         """Return so many values, by their letter of numpy."""
@@ -132,11 +138,13 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
         raise ValueError("it does not begin with GGUF")
     version = cursor.whole()
     if version & 0xFFFF == 0:
-        raise CheckpointError(f"{path} is big-endian, which does not run; take one for x86 or ARM")
+        raise CheckpointError(
+            f"{path} is big-endian, which does not run; take one for x86 or ARM"
+        )
     if version not in (2, 3):
         raise CheckpointError(
-            f"{path} is GGUF version {version}; fminfer reads versions 2 and 3. Convert the model "
-            "again with a current llama.cpp"
+            f"{path} is GGUF version {version}; fminfer reads versions 2 and 3. "
+            "Convert the model again with a current llama.cpp"
         )
     num_tensors, num_keys = cursor.numbers("Q", 2)
     metadata: Metadata = {}
@@ -154,8 +162,8 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
     whole = first + max((tensor.span[1] for _, tensor in tensors), default=0)
     if whole > cursor.size:
         raise ValueError(
-            f"it is cut off, or its header is damaged: the file has {cursor.size} bytes and should "
-            f"have {whole}"
+            f"it is cut off, or its header is damaged: the file has {cursor.size} "
+            f"bytes and should have {whole}"
         )
     _check_spans(tensors, step)
     parts: dict[str, StoredTensor] = {}
@@ -171,7 +179,9 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     (name,) = cursor.texts(1)
     num = cursor.whole()
     if num > GGML_DIMENSIONS:
-        raise ValueError(f"tensor {name!r} has {num} dimensions; {GGML_DIMENSIONS} are the most")
+        raise ValueError(
+            f"tensor {name!r} has {num} dimensions; {GGML_DIMENSIONS} are the most"
+        )
     shape = tuple(reversed(cursor.numbers("Q", num)))
     kind = cursor.whole()
     start = cursor.whole("Q")
@@ -184,7 +194,9 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
         (size, num_bytes) = BLOCKS[dtype]
         row = shape[-1] if shape else 1
         if row % size:
-            raise ValueError(f"tensor {name!r} has rows of {row}, no multiple of {size}")
+            raise ValueError(
+                f"tensor {name!r} has rows of {row}, no multiple of {size}"
+            )
         shape = (*shape[:-1], row // size * num_bytes)
     return name, StoredTensor(path, dtype, shape, start, plain_strides(shape))
 
@@ -196,7 +208,9 @@ def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
     for name, tensor in sorted(tensors, key=lambda item: item[1].span):
         last = tensor.span[1]
         if tensor.start % step:
-            raise ValueError(f"tensor {name!r} begins at {tensor.start}, no multiple of {step}")
+            raise ValueError(
+                f"tensor {name!r} begins at {tensor.start}, no multiple of {step}"
+            )
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
         end = last
@@ -211,7 +225,9 @@ def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTen
         yield name, tensor
         return
     if tensor.shape[0] > MOST_STACKED:
-        raise ValueError(f"tensor {name!r} stacks {tensor.shape[0]}; the most are {MOST_STACKED}")
+        raise ValueError(
+            f"tensor {name!r} stacks {tensor.shape[0]}; the most are {MOST_STACKED}"
+        )
     stem, _, leaf = name.rpartition(".")
     one = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
     for number in range(tensor.shape[0]):

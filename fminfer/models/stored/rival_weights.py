@@ -85,9 +85,13 @@ def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
 def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
     """Return the first tensor that has other values in another file; "": none."""
     try:
-        tensors = {BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()}
+        tensors = {
+            BASE.sub("", n): t for n, t in read_weight_file(other).tensors.items()
+        }
         names = sorted(tensors.keys() & table.keys())
-        return next((name for name in names if _differs(table[name], tensors[name])), "")
+        return next(
+            (name for name in names if _differs(table[name], tensors[name])), ""
+        )
     except (CheckpointError, OSError):  # an incomplete download, which is not read
         return ""
 
@@ -113,4 +117,6 @@ def _read_some(tensor: StoredTensor) -> torch.Tensor:
     num = min(NUM_VALUES, count)
     with tensor.file.open("rb") as file:
         file.seek(tensor.start + (count - num) // 2 * size)
-        return torch.frombuffer(bytearray(file.read(num * size)), dtype=DTYPES[tensor.dtype])
+        return torch.frombuffer(
+            bytearray(file.read(num * size)), dtype=DTYPES[tensor.dtype]
+        )

@@ -1,4 +1,5 @@
-"""The place of a tensor in a file, the same for every kind of file; safetensors says it plainly."""
+"""The place of a tensor in a file, the same for every kind of file; safetensors says it
+plainly."""
 
 from __future__ import annotations
 
@@ -13,9 +14,9 @@ import torch
 
 from fminfer.core.impostors import broken, naming_faults
 
-# Types of GGUF by their numbers, from 0 on: name, and of those in blocks the inputs and the bytes
-# of one. A row is blocks after each other. Those behind _4_ or _8_ were interleaved for some
-# processors, and ggml has given them up.
+# Types of GGUF by their numbers, from 0 on: name, and of those in blocks the inputs and
+# the bytes of one. A row is blocks after each other. Those behind _4_ or _8_ were
+# interleaved for some processors, and ggml has given them up.
 _GGUF = """
 F32 F16 Q4_0/32/18 Q4_1/32/20 - - Q5_0/32/22 Q5_1/32/24 Q8_0/32/34 Q8_1/32/40 Q2_K/256/84
 Q3_K/256/110 Q4_K/256/144 Q5_K/256/176 Q6_K/256/210 Q8_K/256/292 IQ2_XXS/256/66 IQ2_XS/256/74
@@ -27,9 +28,19 @@ GGUF_TYPES = [each.split("/") for each in _GGUF.split()]
 BLOCKS = {name: (int(sizes[0]), int(sizes[1])) for name, *sizes in GGUF_TYPES if sizes}
 # Of values, by the type's name in safetensors; those in blocks have shapes in bytes.
 DTYPES = {
-    **{"F64": torch.float64, "F32": torch.float32, "F16": torch.float16, "BF16": torch.bfloat16},
+    **{
+        "F64": torch.float64,
+        "F32": torch.float32,
+        "F16": torch.float16,
+        "BF16": torch.bfloat16,
+    },
     **{"I64": torch.int64, "I32": torch.int32, "I16": torch.int16, "I8": torch.int8},
-    **{"U64": torch.uint64, "U32": torch.uint32, "U16": torch.uint16, "U8": torch.uint8},
+    **{
+        "U64": torch.uint64,
+        "U32": torch.uint32,
+        "U16": torch.uint16,
+        "U8": torch.uint8,
+    },
     **{"BOOL": torch.bool, "C64": torch.complex64, "F8_E8M0": torch.float8_e8m0fnu},
     **{"F8_E4M3": torch.float8_e4m3fn, "F8_E4M3FNUZ": torch.float8_e4m3fnuz},
     **{"F8_E5M2": torch.float8_e5m2, "F8_E5M2FNUZ": torch.float8_e5m2fnuz},
@@ -41,7 +52,8 @@ BITS = {
 }
 FLOATS = ("F64", "F32", "BF16", "F16")  # the types in which weights run
 MOST_HEADER_BYTES = 100_000_000  # of what names the tensors of a file
-MOST_HEADER_VALUES = 2_000_000  # in the header of a safetensors file; a tensor has about 5
+# in the header of a safetensors file; a tensor has about 5
+MOST_HEADER_VALUES = 2_000_000
 MOST_DIMENSIONS = 16  # of a tensor; weights have up to four
 
 
@@ -60,7 +72,9 @@ class StoredTensor:
         """The bytes of the file from its first value to its last."""
         if not math.prod(self.shape):
             return self.start, self.start
-        far = sum((n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True))
+        far = sum(
+            (n - 1) * stride for n, stride in zip(self.shape, self.strides, strict=True)
+        )
         return self.start, self.start + -(-(far + 1) * BITS.get(self.dtype, 8) // 8)
 
     def rows(self, first: int, last: int) -> StoredTensor:
@@ -111,12 +125,17 @@ def read_safetensors(path: Path) -> StoredFile:
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         if size < 8 or start > size:
-            raise broken(path, f"its header should have {start} bytes, the file has {size}")
+            raise broken(
+                path, f"its header should have {start} bytes, the file has {size}"
+            )
         if start > MOST_HEADER_BYTES:
-            raise broken(path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}")
+            raise broken(
+                path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}"
+            )
         raw = file.read(start - 8)
     with naming_faults(f"the header of {path}"):
-        if raw.count(b",") > MOST_HEADER_VALUES:  # a value takes more memory than its text
+        # a value takes more memory than its text
+        if raw.count(b",") > MOST_HEADER_VALUES:
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
         header = json.loads(raw, object_pairs_hook=_without_doubles)
         header.pop("__metadata__", None)
@@ -125,7 +144,9 @@ def read_safetensors(path: Path) -> StoredFile:
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
         first, last = tensor.span
         if first != end:
-            raise broken(path, f"tensor {name!r} begins at byte {first} instead of {end}")
+            raise broken(
+                path, f"tensor {name!r} begins at byte {first} instead of {end}"
+            )
         end = last
     if end != size:
         raise broken(path, f"it has {size} bytes, and its header tells of {end}")
@@ -153,5 +174,7 @@ def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     if dtype not in BITS:  # a type of tomorrow, refused by its name later
         shape = (last - first,)
     if math.prod(shape) * BITS.get(dtype, 8) != 8 * (last - first):
-        raise ValueError(f"{dtype} of the shape {shape} does not take {last - first} bytes")
+        raise ValueError(
+            f"{dtype} of the shape {shape} does not take {last - first} bytes"
+        )
     return StoredTensor(path, dtype, shape, start + first, plain_strides(shape))

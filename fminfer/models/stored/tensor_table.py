@@ -39,11 +39,14 @@ from fminfer.models.stored.weight_folder import (
 
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
-MOST_SEARCHED = 4 << 30  # bytes of weights that are searched for nan while a run goes on
-AHEAD = 1 << 29  # bytes that are read before they are asked for; one group is in any case
-# metaseq's OPT: names of tensors, and how parts for tensor parallelism are joined. A fused qkv_proj
-# holds keys, values and queries in this order. Each part has its share of all three.
-LEFT_OUT = ("decoder.version", "decoder.output_projection.weight")  # a copy of the embedding
+# bytes of weights that are searched for nan while a run goes on
+MOST_SEARCHED = 4 << 30
+# bytes that are read before they are asked for; one group is in any case
+AHEAD = 1 << 29
+# metaseq's OPT: names of tensors, and how parts for tensor parallelism are joined. A
+# fused qkv_proj holds keys, values and queries in this order. Each part has its share
+# of all three. a copy of the embedding
+LEFT_OUT = ("decoder.version", "decoder.output_projection.weight")
 FUSED = ".qkv_proj."
 BY_ROWS = (FUSED, ".fc1.", ".embed_tokens.")
 BY_COLUMNS = (".out_proj.weight", ".fc2.weight")
@@ -60,7 +63,11 @@ def read_weight_file(path: Path) -> StoredFile:
         refuse_impostor(path)
         if is_gguf(path):
             return read_gguf(path)[0]
-        return read_safetensors(path) if path.suffix == ".safetensors" else read_torch_file(path)
+        return (
+            read_safetensors(path)
+            if path.suffix == ".safetensors"
+            else read_torch_file(path)
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -80,7 +87,8 @@ class TensorFiles:
         beside: further folders, by what the names of their tensors begin with.
 
     Raises:
-        CheckpointError: there are no files, one is broken or missing, or a tensor is there twice.
+        CheckpointError: there are no files, one is broken or missing, or a tensor is
+        there twice.
     """
 
     def __init__(
@@ -107,7 +115,9 @@ class TensorFiles:
         )
         for start, other in beside.items():
             own = TensorFiles(other)
-            self._tensors |= {start + name: tensor for name, tensor in own._tensors.items()}
+            self._tensors |= {
+                start + name: tensor for name, tensor in own._tensors.items()
+            }
             self.seen |= own.seen
         self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
         self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
@@ -141,7 +151,11 @@ class TensorFiles:
             size = part.shape[tensor.dim]
             rows = part.shape[0]
             own = target.narrow(tensor.dim, first, size)
-            step = rows if _is_aligned(part) else -(-rows * COPIED_BYTES // max(1, own.nbytes))
+            step = (
+                rows
+                if _is_aligned(part)
+                else -(-rows * COPIED_BYTES // max(1, own.nbytes))
+            )
             for row in range(0, rows, step or 1):
                 last = min(row + step, rows)
                 own[row:last] = self._view(part.rows(row, last))
@@ -173,7 +187,9 @@ class TensorFiles:
         size = span.last - span.first
         fetch = partial(_have_read, span)
         if is_used_there and size:
-            address = torch.frombuffer(self._map(span.file), dtype=torch.uint8).data_ptr()
+            address = torch.frombuffer(
+                self._map(span.file), dtype=torch.uint8
+            ).data_ptr()
             fetch = partial(read_mapped, address + span.first, size)
         return Waiting(size, fetch)
 
@@ -183,7 +199,8 @@ class TensorFiles:
         if first == last:
             return torch.empty(tensor.shape, dtype=dtype)
         stored = self._bytes(tensor.file, first, last)
-        if not _is_aligned(tensor):  # of old files: the processor may not read it where it lies
+        # of old files: the processor may not read it where it lies
+        if not _is_aligned(tensor):
             stored = stored.clone()
             self._drop(tensor)
         return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
@@ -194,7 +211,9 @@ class TensorFiles:
         mapped = self._map(file)
         if last > len(mapped):
             raise broken(file, "it was cut off meanwhile")
-        return torch.frombuffer(mapped, dtype=torch.uint8, count=last - first, offset=first)
+        return torch.frombuffer(
+            mapped, dtype=torch.uint8, count=last - first, offset=first
+        )
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
@@ -225,7 +244,8 @@ def find_odd_tensor(folder: Path) -> str:
 def _have_read(span: Span) -> None:
     """Have the system read a part of a file; it goes on by itself."""
     if hasattr(os, "posix_fadvise"):
-        with suppress(OSError), span.file.open("rb") as file:  # who needs it says what is wrong
+        # who needs it says what is wrong
+        with suppress(OSError), span.file.open("rb") as file:
             size = span.last - span.first
             os.posix_fadvise(file.fileno(), span.first, size, os.POSIX_FADV_WILLNEED)
 
@@ -289,8 +309,8 @@ def _join_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:
     for file in files:
         for name in file.tensors.keys() ^ first.tensors.keys():
             raise CheckpointError(
-                f"{first.path.name} and {file.path.name} do not hold the same tensors: {name!r} is "
-                "in one of them; fetch both again"
+                f"{first.path.name} and {file.path.name} do not hold the same tensors: "
+                f"{name!r} is in one of them; fetch both again"
             )
     for name in first.tensors:
         if "flat_param" in name:
@@ -310,11 +330,17 @@ def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTen
     dim = 1 if name.endswith(BY_COLUMNS) else dim
     _check_shapes(name, parts, dim)
     if FUSED not in name:
-        yield name, JoinedTensor(tuple(parts if dim is not None else parts[:1]), dim or 0)
+        yield (
+            name,
+            JoinedTensor(tuple(parts if dim is not None else parts[:1]), dim or 0),
+        )
         return
     for place, which in enumerate(("k_proj", "v_proj", "q_proj")):
         sizes = [part.shape[0] // 3 for part in parts]
-        rows = (part.rows(place * n, (place + 1) * n) for part, n in zip(parts, sizes, strict=True))
+        rows = (
+            part.rows(place * n, (place + 1) * n)
+            for part, n in zip(parts, sizes, strict=True)
+        )
         yield name.replace("qkv_proj", which), JoinedTensor(tuple(rows))
 
 
@@ -324,7 +350,9 @@ def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None
     fits = True
     others = set(shapes)
     if dim is not None:
-        fits = all(len(s) > dim and (FUSED not in name or s[0] % 3 == 0) for s in shapes)
+        fits = all(
+            len(s) > dim and (FUSED not in name or s[0] % 3 == 0) for s in shapes
+        )
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if not fits or len(others) > 1:
         found = " and ".join(map(str, shapes[:2]))

@@ -1,7 +1,7 @@
 """Reads where the tensors of a file of torch.save are. Nothing is run or imported.
 
-A pickle is instructions. A small machine follows them. What a name would make is known beforehand,
-or the pickle is refused.
+A pickle is instructions. A small machine follows them. What a name would make is known
+beforehand, or the pickle is refused.
 """
 
 from __future__ import annotations
@@ -37,11 +37,16 @@ STORAGES = {
     **{"ByteStorage": "U8", "BoolStorage": "BOOL", "UntypedStorage": "U8"},
 }
 OF_DTYPES = {
-    str(dtype).removeprefix("torch."): name for name, dtype in DTYPES.items() if name not in BLOCKS
+    str(dtype).removeprefix("torch."): name
+    for name, dtype in DTYPES.items()
+    if name not in BLOCKS
 }
 DICTS = {"collections.OrderedDict", "builtins.dict", "__builtin__.dict"}
 TENSORS = {f"torch._utils._rebuild_tensor{version}" for version in ("", "_v2", "_v3")}
-PARAMETERS = {"torch._utils._rebuild_parameter", "torch._utils._rebuild_parameter_with_state"}
+PARAMETERS = {
+    "torch._utils._rebuild_parameter",
+    "torch._utils._rebuild_parameter_with_state",
+}
 # Settings and counters beside weights, which mean nothing here.
 PASSED_OVER = {
     "argparse.Namespace",
@@ -124,9 +129,19 @@ PUSHED = {
     "INT",
     "LONG",
 }
-FIXED = {"NONE": None, "NEWTRUE": True, "NEWFALSE": False, "EMPTY_SET": THING, "MARK": MARK}
+FIXED = {
+    "NONE": None,
+    "NEWTRUE": True,
+    "NEWFALSE": False,
+    "EMPTY_SET": THING,
+    "MARK": MARK,
+}
 # Instructions that add so many of the last values to a list, a dict or a thing before them.
-ADDED = {"APPEND": 1, "SETITEM": 2, **dict.fromkeys(("APPENDS", "SETITEMS", "ADDITEMS"), TO_MARK)}
+ADDED = {
+    "APPEND": 1,
+    "SETITEM": 2,
+    **dict.fromkeys(("APPENDS", "SETITEMS", "ADDITEMS"), TO_MARK),
+}
 
 
 def read_torch_file(path: Path) -> StoredFile:
@@ -141,8 +156,8 @@ def read_torch_file(path: Path) -> StoredFile:
             return _read_zip(path, file) if is_zip else _read_older(path, file)
         except UnsafePickleError as error:
             raise CheckpointError(
-                f"{path} asks to load {error}, which no weights need, and nothing of it was run; "
-                "take the model's safetensors, or save its weights alone: "
+                f"{path} asks to load {error}, which no weights need, and nothing of "
+                "it was run; take the model's safetensors, or save its weights alone: "
                 "torch.save(model.state_dict(), …)"
             ) from error
         except zipfile.BadZipFile as error:
@@ -157,17 +172,24 @@ def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
             if entry.filename in bounds:
                 raise ValueError(f"{entry.filename} is in it twice")
             if entry.compress_type != zipfile.ZIP_STORED or entry.flag_bits & 1:
-                raise ValueError(f"{entry.filename} is compressed, which torch.save does not do")
+                raise ValueError(
+                    f"{entry.filename} is compressed, which torch.save does not do"
+                )
             bounds[entry.filename] = _find_entry(file, entry, size)
     found = [name for name in bounds if name.rpartition("/")[2] == "data.pkl"]
     if len(found) != 1:
         raise ValueError("it is no archive of torch.save: it should hold one data.pkl")
     top = found[0].removesuffix("data.pkl")
-    if f"{top}byteorder" in bounds and _read(file, bounds[f"{top}byteorder"]) != b"little":
+    if (
+        f"{top}byteorder" in bounds
+        and _read(file, bounds[f"{top}byteorder"]) != b"little"
+    ):
         raise ValueError("its numbers are big-endian")
     first, last = header = bounds[found[0]]
     if last - first > MOST_HEADER_BYTES:
-        raise ValueError(f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}")
+        raise ValueError(
+            f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}"
+        )
     value = _Machine().follow(io.BytesIO(_read(file, header)))
     return StoredFile(path, _find_tensors(path, value, bounds, f"{top}data/"), header)
 
@@ -292,7 +314,9 @@ def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
     for key, value in zip(items[::2], items[1::2], strict=True):
         if isinstance(key, str) and key in target:
             raise ValueError(f"{key!r} is there twice")
-        if isinstance(key, str | float) or (isinstance(key, int) and key.bit_length() < 60):
+        if isinstance(key, str | float) or (
+            isinstance(key, int) and key.bit_length() < 60
+        ):
             target[key] = value
 
 
@@ -301,7 +325,9 @@ def _named(parts: list[str]) -> Name:
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("a name in it is no text")
     path = ".".join(parts)
-    of_torch = next((path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), "")
+    of_torch = next(
+        (path.removeprefix(top) for top in IN_TORCH if path.startswith(top)), ""
+    )
     is_known = path in DICTS | TENSORS | PARAMETERS | PASSED_OVER
     is_known = is_known or of_torch in STORAGES or of_torch in OF_DTYPES
     if not is_known and not path.startswith(PASSED_OVER_FROM):
@@ -336,7 +362,12 @@ def _called(call: list[Any]) -> object:
 
 # Instructions that make a value of so many of the last ones.
 MADE: dict[str, tuple[int, Callable[[list[Any]], object]]] = {
-    **{"EMPTY_TUPLE": (0, tuple), "TUPLE1": (1, tuple), "TUPLE2": (2, tuple), "TUPLE3": (3, tuple)},
+    **{
+        "EMPTY_TUPLE": (0, tuple),
+        "TUPLE1": (1, tuple),
+        "TUPLE2": (2, tuple),
+        "TUPLE3": (3, tuple),
+    },
     **{"TUPLE": (TO_MARK, tuple), "EMPTY_LIST": (0, list), "LIST": (TO_MARK, list)},
     **{"EMPTY_DICT": (0, dict), "STACK_GLOBAL": (2, _named)},
     **dict.fromkeys(("REDUCE", "NEWOBJ"), (2, _called)),
@@ -346,7 +377,8 @@ MADE: dict[str, tuple[int, Callable[[list[Any]], object]]] = {
 def _find_tensors(
     path: Path, value: object, bounds: dict[str, Bounds], top: str = ""
 ) -> dict[str, StoredTensor]:
-    """Find the tensors of a state dict, which may stand in another, in storages by top and key."""
+    """Find the tensors of a state dict, which may stand in another, in storages by top
+    and key."""
     found = {}
     for name, tensor in _tensors_of(value).items():
         try:
@@ -357,9 +389,14 @@ def _find_tensors(
 
 
 def _tensors_of(value: object) -> dict[str, PickledTensor]:
-    for each in (value, *(value.get(name) for name in WRAPPERS if isinstance(value, dict))):
+    for each in (
+        value,
+        *(value.get(name) for name in WRAPPERS if isinstance(value, dict)),
+    ):
         if isinstance(each, dict):
-            found = {name: t for name, t in each.items() if isinstance(t, PickledTensor)}
+            found = {
+                name: t for name, t in each.items() if isinstance(t, PickledTensor)
+            }
             if found:
                 if not all(isinstance(name, str) for name in found):
                     raise ValueError("the names of its tensors are no strings")
@@ -377,7 +414,9 @@ def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTe
         and isinstance(strides, tuple)
         and len(shape) == len(strides) <= MOST_DIMENSIONS
     )
-    if not is_told or not all(type(n) is int and n >= 0 for n in (*shape, *strides, offset)):
+    if not is_told or not all(
+        type(n) is int and n >= 0 for n in (*shape, *strides, offset)
+    ):
         raise ValueError("it has no shape")
     storage = pickled.storage
     bits = BITS[pickled.dtype]
@@ -386,5 +425,7 @@ def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTe
     last = min(bounds[1], bounds[0] + storage.num_values * BITS[storage.dtype] // 8)
     num_bytes = math.prod(shape) * bits // 8
     if tensor.span[1] > last or num_bytes > max(0, last - start):
-        raise ValueError(f"it should take {num_bytes} bytes, and the file has {last - start} of it")
+        raise ValueError(
+            f"it should take {num_bytes} bytes, and the file has {last - start} of it"
+        )
     return tensor

@@ -1,4 +1,5 @@
-"""The files that hold a model's weights, their form, and how large they are. It needs no torch."""
+"""The files that hold a model's weights, their form, and how large they are. It needs
+no torch."""
 
 from __future__ import annotations
 
@@ -9,7 +10,13 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, gguf_error, is_gguf, naming_faults, refuse_impostor
+from fminfer.core.impostors import (
+    GGUF,
+    gguf_error,
+    is_gguf,
+    naming_faults,
+    refuse_impostor,
+)
 from fminfer.core.quantities import counted, name_few
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
@@ -35,7 +42,8 @@ class WeightFiles:
 
     form: Form
     files: list[Path]
-    homes: dict[str, str] = field(default_factory=dict)  # of each tensor, where an index tells it
+    # of each tensor, where an index tells it
+    homes: dict[str, str] = field(default_factory=dict)
     index: str = ""  # the name of such an index
 
 
@@ -70,16 +78,16 @@ def no_weights_error(folder: Path) -> CheckpointError:
         return gguf_error(str(folder), ggufs)
     found = f"; it holds {others[0]}, which does not run" if others else ""
     return CheckpointError(
-        f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch one of them; "
-        "docs/models.md lists all forms of weights that run"
+        f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch "
+        "one of them; docs/models.md lists all forms of weights that run"
     )
 
 
 def unsharded_error(name: str) -> CheckpointError:
     """Return the error of a file that metaseq's training wrote."""
     return CheckpointError(
-        f"{name} is a raw shard of metaseq, a piece of all weights; join the shards of each model "
-        f"part first: {RESHARD}"
+        f"{name} is a raw shard of metaseq, a piece of all weights; join the shards of "
+        f"each model part first: {RESHARD}"
     )
 
 
@@ -98,8 +106,8 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
             others = sorted(file.name for file in {*folder.glob(several)} - {*files})
             remedy = f". If {name_few(others, 2)} hold the model, delete {index.name}"
             raise CheckpointError(
-                f"{folder} lacks {name}, which its {index.name} names ({len(missing)} such files); "
-                f"fetch it{remedy if others else ''}"
+                f"{folder} lacks {name}, which its {index.name} names ({len(missing)} "
+                f"such files); fetch it{remedy if others else ''}"
             )
         return WeightFiles(form, files, homes, index.name)
     files = [folder / one] if is_one else sorted(folder.glob(several))
@@ -110,7 +118,9 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
         parts = _part_names(name)
         missing = [other for other in parts if other not in names]
         if missing and len(names) < len(parts):  # some count from 0
-            raise CheckpointError(f"{folder} lacks {missing[0]}, a part beside {name}; fetch it")
+            raise CheckpointError(
+                f"{folder} lacks {missing[0]}, a part beside {name}; fetch it"
+            )
     return WeightFiles(form, files, {}, index.name) if files else None
 
 
@@ -118,8 +128,8 @@ def _find_gguf(file: Path) -> list[Path]:
     """Find the parts of a GGUF model by the name of the first one: m-00001-of-00003.gguf."""
     if not file.is_file():
         raise CheckpointError(
-            f"there is no file {file}. A GGUF file of the hub is downloaded first: hf download ID "
-            "FILE --local-dir ."
+            f"there is no file {file}. A GGUF file of the hub is downloaded first: hf "
+            "download ID FILE --local-dir ."
         )
     if not (parts := _part_names(file.name)):
         return [file]
@@ -130,11 +140,14 @@ def _find_gguf(file: Path) -> list[Path]:
 
 
 def _part_names(name: str) -> list[str]:
-    """Return the names of all parts by that of one, as m-00001-of-00003.gguf; none: it is whole."""
+    """Return the names of all parts by that of one, as m-00001-of-00003.gguf; none: it
+    is whole."""
     if (found := SHARD_OF.fullmatch(name)) is None:
         return []
     stem, number, num, suffix = found.groups()
-    return [f"{stem}{n:0{len(number)}}-of-{num}{suffix}" for n in range(1, int(num) + 1)]
+    return [
+        f"{stem}{n:0{len(number)}}-of-{num}{suffix}" for n in range(1, int(num) + 1)
+    ]
 
 
 def _read_index(index: Path) -> dict[str, str]:
@@ -162,7 +175,9 @@ def _find_metaseq(folder: Path) -> WeightFiles | None:
     if (folder / "restored.pt").exists():
         return WeightFiles("metaseq", [folder / "restored.pt"])
     if numbers := _numbers(folder, PART):
-        parts = [f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)]
+        parts = [
+            f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)
+        ]
         return WeightFiles("metaseq", _all_there(folder, parts))
     if raw := sorted(folder.glob("*-shard[0-9]*.pt")):
         raise unsharded_error(raw[0].name)

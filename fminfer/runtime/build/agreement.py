@@ -1,4 +1,5 @@
-"""What the ranks of a pipeline tell each other before they compute: room, plan, weights, memory."""
+"""What the ranks of a pipeline tell each other before they compute: room, plan,
+weights, memory."""
 
 from __future__ import annotations
 
@@ -21,7 +22,13 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
-from fminfer.plan.shortage import RankRoom, find_rank_shortage, find_room, fit_kv_tokens, no_cache
+from fminfer.plan.shortage import (
+    RankRoom,
+    find_rank_shortage,
+    find_room,
+    fit_kv_tokens,
+    no_cache,
+)
 
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
@@ -54,7 +61,9 @@ def plan_run(
         free = (plan.machine.free or 0) + plan.machine.swap
         shortage = find_rank_shortage(plan, _gather_rooms(plan, group, "room", free))
     if not shortage and plan.device.type == "cpu" and config.budget is not None:
-        shortage = _refuse_cache(plan, -(-config.budget // config.block_size) * config.block_size)
+        shortage = _refuse_cache(
+            plan, -(-config.budget // config.block_size) * config.block_size
+        )
     if shortage:
         if group is not None and group.rank > 0:
             time.sleep(END_S)  # rank 0 says it, and ends the run
@@ -62,20 +71,26 @@ def plan_run(
     return plan
 
 
-def require_room_for_all(config: EngineConfig, checkpoint: Checkpoint, spread: Spread) -> None:
-    """Refuse pipelines for which this machine has no memory; of GPUs each process looks itself."""
+def require_room_for_all(
+    config: EngineConfig, checkpoint: Checkpoint, spread: Spread
+) -> None:
+    """Refuse pipelines for which this machine has no memory; of GPUs each process looks
+    itself."""
     plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
     if plan.shortage:
         raise UsageError(plan.shortage)
 
 
 def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
-    """Say why the CPU's system gives no memory for a --budget before weights are read; "": it does.
+    """Say why the CPU's system gives no memory for a --budget before weights are read;
+    "": it does.
 
     It asks for that memory and gives it back. Nothing touches it, so that this costs no time.
     """
     try:
-        torch.empty(num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu")
+        torch.empty(
+            num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu"
+        )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
@@ -88,8 +103,8 @@ def compare_weights(group: Group, mine: dict[str, str]) -> None:
     theirs = group.gather("weights", mine)[0]
     if differences := name_differences(mine, theirs):
         raise PipelineError(
-            f"the weights of rank {group.rank} are not those of rank 0: {differences} differ; give "
-            "every rank the same model"
+            f"the weights of rank {group.rank} are not those of rank 0: {differences} "
+            "differ; give every rank the same model"
         )
 
 
@@ -103,11 +118,13 @@ def connect_gpus(group: Group, device: torch.device) -> dist.ProcessGroup | None
     return gpus
 
 
-def connect_neighbours(gpus: dist.ProcessGroup, group: Group, device: torch.device) -> None:
+def connect_neighbours(
+    gpus: dist.ProcessGroup, group: Group, device: torch.device
+) -> None:
     """Send a message from each rank to the next, pair after pair.
 
-    NCCL connects two ranks at their first message. If a receiving and a sending thread did this at
-    once, two ranks could wait for each other for ever.
+    NCCL connects two ranks at their first message. If a receiving and a sending thread
+    did this at once, two ranks could wait for each other for ever.
     """
     word = torch.zeros(1, device=device)
     for first in range(group.world_size - 1):
@@ -125,13 +142,15 @@ def gather(group: Group | None, name: str, value: object) -> list[Any]:
 
 
 def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
-    """Return the most tokens of a step with streamed layers, by each rank's room; 0: by options."""
+    """Return the most tokens of a step with streamed layers, by each rank's room; 0: by
+    options."""
     told = gather(group, "step size", plan.sizes.chunk_size)
     return min(told) if plan.chunk_size else 0
 
 
 def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
-    """Return the size of the KV cache in blocks, the same on every rank, once weights are loaded.
+    """Return the size of the KV cache in blocks, the same on every rank, once weights
+    are loaded.
 
     Of an automatic budget each rank allows what its memory has room for; the least counts.
     """
@@ -143,7 +162,11 @@ def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     return -(-budget // plan.config.block_size)
 
 
-def _gather_rooms(plan: RunPlan, group: Group | None, name: str, free: int) -> list[RankRoom]:
+def _gather_rooms(
+    plan: RunPlan, group: Group | None, name: str, free: int
+) -> list[RankRoom]:
     """Return what each rank needs and has, of which this one has so many bytes free."""
-    mine = find_room(plan, plan.own, memory_name(plan.device, socket.gethostname()), free)
+    mine = find_room(
+        plan, plan.own, memory_name(plan.device, socket.gethostname()), free
+    )
     return [RankRoom(**each) for each in gather(group, name, asdict(mine))]

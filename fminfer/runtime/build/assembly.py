@@ -1,4 +1,5 @@
-"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a pipeline."""
+"""Puts together what an engine needs beside weights: tokenizer, limits, a loop over a
+pipeline."""
 
 from __future__ import annotations
 
@@ -15,7 +16,13 @@ from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
 from fminfer.contract.fields import INT64, integer
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
-from fminfer.core.config import EngineConfig, MemoryOptions, ModelOptions, RequestOptions, StepSizes
+from fminfer.core.config import (
+    EngineConfig,
+    MemoryOptions,
+    ModelOptions,
+    RequestOptions,
+    StepSizes,
+)
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.core.impostors import naming_faults
 from fminfer.engine.answer import AnswerForm
@@ -47,7 +54,8 @@ def make_intake(
     tokenizer: Tokenizer,
     num_blocks: int | None = None,
 ) -> Intake:
-    """Return the intake; `num_blocks` are those of each pipeline's KV cache, once it is known."""
+    """Return the intake; `num_blocks` are those of each pipeline's KV cache, once it is
+    known."""
     vectors = find_vectors(checkpoint)
     limits = RequestLimits(
         checkpoint.context_length,
@@ -103,13 +111,14 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
         if tokenizer.num_trained > num_rows:
             raise CheckpointError(
                 f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
-                f"counting added ones, and the model {num_rows}: it is another model's. Name the "
-                "folder of the model's own by --tokenizer"
+                f"counting added ones, and the model {num_rows}: it is another "
+                "model's. Name the folder of the model's own by --tokenizer"
             )
         if checkpoint.eos_ids and not find_ends(checkpoint, tokenizer):
             tokenizer.note += (
-                f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} is one of "
-                f"its {num_rows} tokens, so that answers end only by max_tokens or stop"
+                f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} "
+                f"is one of its {num_rows} tokens, so that answers end only by "
+                "max_tokens or stop"
             )
         return tokenizer
     if num_rows < 256:
@@ -147,8 +156,8 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
 def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
 
-    As in transformers, config.json counts only without a generation_config.json. BOS begins if no
-    start token is named.
+    As in transformers, config.json counts only without a generation_config.json. BOS
+    begins if no start token is named.
     """
     if checkpoint.model.encoder is None or checkpoint.model.is_pooled:
         return None
@@ -161,12 +170,18 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     start, bos, forced = map(fields.get, START_FIELDS)
     if start is None:
         start = bos
-    if start is None and checkpoint.folder is None:  # random weights may begin with any token
+    # random weights may begin with any token
+    if start is None and checkpoint.folder is None:
         start = checkpoint.config.pad_token_id
 
     ids: list[Any] = [start] if forced is None else [start, forced]
-    ids = [each[0] if isinstance(each, list) and len(each) == 1 else each for each in ids]
-    if all(isinstance(each, int) and 0 <= each < checkpoint.config.vocab_size for each in ids):
+    ids = [
+        each[0] if isinstance(each, list) and len(each) == 1 else each for each in ids
+    ]
+    if all(
+        isinstance(each, int) and 0 <= each < checkpoint.config.vocab_size
+        for each in ids
+    ):
         return tuple(ids)
     stated = ", ".join(f"{name} {fields.get(name)!r}" for name in START_FIELDS)
     raise CheckpointError(
@@ -203,7 +218,9 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
         _odds_of(checkpoint, len(labels)),
         pooling.is_normalized,
         has_types=encoder.num_types > 1,
-        labels=tuple(labels[number] for number in sorted(labels)) if pooling.is_scored else (),
+        labels=tuple(labels[number] for number in sorted(labels))
+        if pooling.is_scored
+        else (),
         prompts=sentence.prompts,
         default_prompt=sentence.default_prompt or None,
         is_lowercased=sentence.is_lowercased,
@@ -212,7 +229,8 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
 
 
 def _are_scores_logits(checkpoint: Checkpoint) -> bool:
-    """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder is told."""
+    """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder
+    is told."""
     config = checkpoint.config
     sentence = checkpoint.sentence
     told = (
@@ -223,18 +241,24 @@ def _are_scores_logits(checkpoint: Checkpoint) -> bool:
     name = str(told or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise CheckpointError(
-            f"{checkpoint.name} makes scores by {told}; Sigmoid and Identity run. Name one of them "
-            "as activation_fn in its config"
+            f"{checkpoint.name} makes scores by {told}; Sigmoid and Identity run. Name "
+            "one of them as activation_fn in its config"
         )
     return name == "Identity"
 
 
-def _odds_of(checkpoint: Checkpoint, num_labels: int) -> Literal["softmax", "sigmoid", "identity"]:
+def _odds_of(
+    checkpoint: Checkpoint, num_labels: int
+) -> Literal["softmax", "sigmoid", "identity"]:
     """Return how a text's classes get their probabilities: as in transformers' pipeline."""
     kind = getattr(checkpoint.config, "problem_type", None)
     if kind == "regression":
         return "identity"
-    return "sigmoid" if kind == "multi_label_classification" or num_labels == 1 else "softmax"
+    return (
+        "sigmoid"
+        if kind == "multi_label_classification" or num_labels == 1
+        else "softmax"
+    )
 
 
 def _find_defaults(
@@ -245,8 +269,8 @@ def _find_defaults(
         return DEFAULTS, None
     if checkpoint.generation_folder is None:
         raise CheckpointError(
-            f"--generation-config model, and {checkpoint.name} has no {GENERATION}; leave the flag "
-            "out"
+            f"--generation-config model, and {checkpoint.name} has no {GENERATION}; "
+            "leave the flag out"
         )
     kinds = {name: FIELDS["completions"][name].kind for name in OF_MODELS}
     kinds["max_new_tokens"] = integer(1)
@@ -261,8 +285,8 @@ def _find_defaults(
         return replace(DEFAULTS, **found), most
     except RequestError as error:
         raise CheckpointError(
-            f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, or leave out "
-            "--generation-config model"
+            f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, "
+            "or leave out --generation-config model"
         ) from error
 
 
@@ -274,13 +298,16 @@ def _read_template(config: RequestOptions) -> str | None:
         return read_template(Path(config.chat_template))
     except (OSError, ValueError, RecursionError) as error:
         raise UsageError(
-            f"--chat-template {config.chat_template} cannot be read: {error}. Give a file with a "
-            "Jinja template"
+            f"--chat-template {config.chat_template} cannot be read: {error}. Give a "
+            "file with a Jinja template"
         ) from error
 
 
-def line_counting(config: EngineConfig, checkpoint: Checkpoint) -> Callable[[], LineCounter]:
-    """Return a function that begins to count a file's lines; its first call loads the tokenizer."""
+def line_counting(
+    config: EngineConfig, checkpoint: Checkpoint
+) -> Callable[[], LineCounter]:
+    """Return a function that begins to count a file's lines; its first call loads the
+    tokenizer."""
 
     @cache
     def load() -> Intake:

@@ -105,7 +105,9 @@ def load_part(
     registry = open_registry(config.kernels, plan.dtype, device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
         plan = make_plan(config, checkpoint, find_machine(config, plan.machine))
-    shards = None if group is None else connect_shards(group, part, device, registry.library)
+    shards = (
+        None if group is None else connect_shards(group, part, device, registry.library)
+    )
     source = open_weights(
         checkpoint,
         part,
@@ -125,7 +127,8 @@ def load_part(
     network = Transformer(
         model,
         source,
-        bodies=Bodies(registry, max(4, checkpoint.context_length)),  # a trial has 4 positions
+        # a trial has 4 positions
+        bodies=Bodies(registry, max(4, checkpoint.context_length)),
         join=WholeLayers(registry).join,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
@@ -156,7 +159,9 @@ def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slo
     plain = "; ".join(filter(None, (loaded.why_plain, not_captured)))
     slower = "; ".join(filter(None, (*find_slowness(loaded.plan), plain)))
     ranks = gather(group, "why slower", [plain, slower])
-    return Slowness(*(next(filter(None, each), "") for each in zip(*ranks, strict=True)))
+    return Slowness(
+        *(next(filter(None, each), "") for each in zip(*ranks, strict=True))
+    )
 
 
 def build_stage(loaded: LoadedPart) -> Stage:
@@ -229,6 +234,8 @@ def build(
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * config.block_size
     size = agree_step_size(loaded.plan, group)
-    loaded = replace(loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens, chunk_size=size))
+    loaded = replace(
+        loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens, chunk_size=size)
+    )
     stage = build_stage(loaded)
     return loaded, stage, _find_slowness(loaded, stage, group)

@@ -64,7 +64,12 @@ class OnePipeline:
         spread: Spread = ALONE,
     ) -> None:
         loaded, stage, why = build(
-            config, checkpoint, group, spread, on_progress=on_progress, on_loaded=on_loaded
+            config,
+            checkpoint,
+            group,
+            spread,
+            on_progress=on_progress,
+            on_loaded=on_loaded,
         )
         self.plan = plan = loaded.plan
         num_threads = torch.get_num_threads()
@@ -101,7 +106,9 @@ class OnePipeline:
             config,
             Starter(tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size),
             self.stages,
-            AnswerForm(tokenizer, config.token_format, nan_explanation(checkpoint, plan.dtype)),
+            AnswerForm(
+                tokenizer, config.token_format, nan_explanation(checkpoint, plan.dtype)
+            ),
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
@@ -132,12 +139,18 @@ class OnePipeline:
             if each.rank in peaks
         ]
 
-    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
+    def follow(
+        self, on_work: OnWork | None = None, on_step: OnStep | None = None
+    ) -> None:
         """Call functions after each step, as `Computing.follow` says."""
 
         def tell(trace: StepTrace) -> None:
             if on_work is not None:
-                on_work(trace.num_prompt_tokens, len(trace.step.draws), self.core.num_running)
+                on_work(
+                    trace.num_prompt_tokens,
+                    len(trace.step.draws),
+                    self.core.num_running,
+                )
             if on_step is not None:
                 on_step(trace)
 
@@ -151,10 +164,13 @@ class OnePipeline:
         self._group = None
         self.stages.close()
         # A pipeline that failed without other ranks hangs, and closing the stream might block.
-        if self._stream is not None and (group is not None or self.stages.failure is None):
+        if self._stream is not None and (
+            group is not None or self.stages.failure is None
+        ):
             self._stream.close()
 
-        self._facts = self.facts  # taken before the graphs are freed, which have a part of them
+        # taken before the graphs are freed, which have a part of them
+        self._facts = self.facts
         self._stage.free()
         self._stage = self._stream = self.graphs = None
         give_back_freed(self.plan.device)
@@ -175,7 +191,9 @@ def _most_read(loaded: LoadedPart) -> int:
     return plan.most_read(left)
 
 
-def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]) -> None:
+def serve_rank(
+    group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]
+) -> None:
     """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
         loaded, stage, _ = build(config, fetch(), group, group.spread)
@@ -187,7 +205,9 @@ def serve_rank(group: Group, config: EngineConfig, fetch: Callable[[], Checkpoin
     group.leave()
 
 
-def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> QueuedPipeline:
+def _build_pipeline(
+    stage: Stage, loaded: LoadedPart, group: Group | None
+) -> QueuedPipeline:
     if group is None:
         return LocalPipeline(stage.run, partial(use_device, loaded.device))
 
@@ -202,7 +222,8 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
         group.fault = fault
         ring.fail(_error_of(fault))
         time.sleep(END_S)
-        group.die(fault)  # whoever was to hear of it waits for something else, such as stdin
+        # whoever was to hear of it waits for something else, such as stdin
+        group.die(fault)
 
     group.watch.on_fault = fail
     return ring
@@ -210,7 +231,9 @@ def _build_pipeline(stage: Stage, loaded: LoadedPart, group: Group | None) -> Qu
 
 def _error_of(fault: Fault) -> FminferError:
     """Return rank 0's error for a rank's fault; a lack of memory keeps its class."""
-    kind = OutOfMemoryError if fault.kind == OutOfMemoryError.__name__ else PipelineError
+    kind = (
+        OutOfMemoryError if fault.kind == OutOfMemoryError.__name__ else PipelineError
+    )
     return kind(fault.text)
 
 

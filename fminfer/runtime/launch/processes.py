@@ -1,7 +1,7 @@
 """Starts the other processes of a run on this machine, watches them, and ends them.
 
-Each is `python -m fminfer`, never the program that made the engine. It starts early, imports what
-it needs, and then waits on its stdin for its task.
+Each is `python -m fminfer`, never the program that made the engine. It starts early,
+imports what it needs, and then waits on its stdin for its task.
 """
 
 from __future__ import annotations
@@ -41,7 +41,9 @@ class Process:
         has_line: give it a connection, whose end here is `line`.
     """
 
-    def __init__(self, name: str, *, num_ranks: int = 0, has_line: bool = False) -> None:
+    def __init__(
+        self, name: str, *, num_ranks: int = 0, has_line: bool = False
+    ) -> None:
         self.name = name
         self.line: socket.socket | None = None
         self.descriptor = -1  # of the other end, in that process
@@ -49,7 +51,8 @@ class Process:
         if has_line:
             self.line, theirs = socket.socketpair()
             self.descriptor = theirs.fileno()
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)  # which it inherits
+        # which it inherits
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, MEANT_FOR_FIRST)
         try:
             self._process = subprocess.Popen(
                 [*COMMAND, name, "--ranks", str(num_ranks)],
@@ -98,7 +101,9 @@ class Processes:
     Each may start so many ranks itself.
     """
 
-    def __init__(self, names: Sequence[str], *, num_ranks: int = 0, has_line: bool = False) -> None:
+    def __init__(
+        self, names: Sequence[str], *, num_ranks: int = 0, has_line: bool = False
+    ) -> None:
         self.all: list[Process] = []
         self._is_over = False
         try:
@@ -140,17 +145,24 @@ class Processes:
         ended = [process for process in self.all if process.status is not None]
         if self._is_over or not ended:
             return ""
-        first = min(ended, key=lambda process: process.status or 0)  # who was killed died first
+        # who was killed died first
+        first = min(ended, key=lambda process: process.status or 0)
         if (status := first.status or 0) >= 0:
             return f"{first.name} ended by itself, with exit status {status}; see what it said"
-        why = " (the system does so when memory runs out)" if status == -signal.SIGKILL else ""
+        why = (
+            " (the system does so when memory runs out)"
+            if status == -signal.SIGKILL
+            else ""
+        )
         return f"{first.name} was ended by {signal.Signals(-status).name}{why}"
 
     def why_killed(self, wait_s: float) -> str:
         """Say which process a signal has ended within this time; "": none."""
 
         def is_known() -> bool:
-            return self._is_over or any((process.status or 0) < 0 for process in self.all)
+            return self._is_over or any(
+                (process.status or 0) < 0 for process in self.all
+            )
 
         return self.why_ended() if wait_until(is_known, wait_s) else ""
 
@@ -169,7 +181,8 @@ class Processes:
 
 
 def end_after(parent: int) -> None:
-    """End this process soon after its parent, also while it imports or waits for a stuck disk."""
+    """End this process soon after its parent, also while it imports or waits for a
+    stuck disk."""
 
     def look() -> None:
         if os.getppid() != parent:
@@ -190,9 +203,13 @@ def _environ() -> dict[str, str]:
     """Return the variables of a process that is to find the same fminfer as this one."""
     environ = {"TORCH_CPP_LOG_LEVEL": "ERROR"} | os.environ
     home = str(Path(__file__).parents[3])  # the folder in which the package lies
-    if not home.startswith(sys.prefix):  # perhaps this process was told only while it ran
-        environ["PYTHONPATH"] = os.pathsep.join(filter(None, (environ.get("PYTHONPATH"), home)))
-    if sys.path[0] not in ("", os.getcwd()):  # `python -m` must not look there if we did not
+    # perhaps this process was told only while it ran
+    if not home.startswith(sys.prefix):
+        environ["PYTHONPATH"] = os.pathsep.join(
+            filter(None, (environ.get("PYTHONPATH"), home))
+        )
+    # `python -m` must not look there if we did not
+    if sys.path[0] not in ("", os.getcwd()):
         environ["PYTHONSAFEPATH"] = "1"
     return environ
 
@@ -205,7 +222,8 @@ class ProcessContext:
     role: Role
     children: Processes  # what this process has started
     stopper: Stopper  # hears that the command is to stop
-    end: Callable[[str], None]  # ends this process at once; it is told the kind of an error
+    # ends this process at once; it is told the kind of an error
+    end: Callable[[str], None]
     elapsed_s: Callable[[], float]  # since the command started
     is_quiet: bool
     is_verbose: bool

@@ -28,12 +28,14 @@ class Role:
 
     kind: Kind
     spread: Spread = field(default_factory=Spread)
-    facts: RankFacts | None = None  # its place among ranks that meet; None: it meets none
+    # its place among ranks that meet; None: it meets none
+    facts: RankFacts | None = None
     link: int | None = None  # of a member: the descriptor of its connection to the run
 
     @property
     def is_first(self) -> bool:
-        """Return whether this process speaks to the user; ranks without a number may all do so."""
+        """Return whether this process speaks to the user; ranks without a number may
+        all do so."""
         if self.kind == "apart":
             return self.facts is not None and not self.facts.rank
         return self.kind in ("alone", "starter")
@@ -51,8 +53,12 @@ def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
     facts = find_facts(ranks, environ)
     groups = ranks.data_group_size
     shards = ranks.tensor_parallel_size
-    num_stages = ranks.num_stages if facts is None else facts.world_size // (groups * shards)
-    spread = Spread(num_stages, groups, shards, ranks.join_timeout_s, ranks.rank_timeout_s)
+    num_stages = (
+        ranks.num_stages if facts is None else facts.world_size // (groups * shards)
+    )
+    spread = Spread(
+        num_stages, groups, shards, ranks.join_timeout_s, ranks.rank_timeout_s
+    )
     if facts is not None:
         return Role("apart", spread, facts)
     return Role("alone" if spread.num_ranks * groups == 1 else "starter", spread)
@@ -69,7 +75,8 @@ class ChildOptions:
 
     grace_s: float = 0.0
     is_verbose: bool = False
-    # Whoever started it ends when the run fails. Otherwise that is somebody's program, and goes on.
+    # Whoever started it ends when the run fails. Otherwise that is somebody's program,
+    # and goes on.
     is_of_command: bool = False
 
 

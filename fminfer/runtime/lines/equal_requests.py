@@ -8,7 +8,8 @@ from fminfer.answers.answer_index import RecentAnswers, copy_answer
 from fminfer.engine.engine_core import Failed, Finished
 from fminfer.runtime.lines.line_intake import Answer, LineRequest
 
-MAX_FOLLOWERS = 1024  # requests that wait for another's answer; with more, reading stops
+# requests that wait for another's answer; with more, reading stops
+MAX_FOLLOWERS = 1024
 MAX_FOLLOWERS_OF_FILES = 64  # the same from several files, which stay open
 MAX_FOLLOWER_BYTES = 16 << 20  # size of their lines
 MAX_KEPT_ENTRIES = 1 << 17  # size of the finished answers that are kept, about 25 MB
@@ -26,7 +27,8 @@ class EqualRequests:
 
     def __init__(self, *, is_on: bool = True) -> None:
         self._is_on = is_on
-        self._followers: dict[bytes, list[LineRequest]] = {}  # of requests that are being answered
+        # of requests that are being answered
+        self._followers: dict[bytes, list[LineRequest]] = {}
         self._num_followers: Counter[int] = Counter()  # by file
         self._follower_bytes = 0  # of their lines
         self._finished: RecentAnswers[Finished] = RecentAnswers(MAX_KEPT_ENTRIES)
@@ -35,7 +37,10 @@ class EqualRequests:
     def is_full(self) -> bool:
         """Return whether so many wait that no more should be read."""
         most = MAX_FOLLOWERS if len(self._num_followers) < 2 else MAX_FOLLOWERS_OF_FILES
-        return self._follower_bytes >= MAX_FOLLOWER_BYTES or self._num_followers.total() >= most
+        return (
+            self._follower_bytes >= MAX_FOLLOWER_BYTES
+            or self._num_followers.total() >= most
+        )
 
     def find(self, asked: LineRequest) -> Finished | None:
         """Return what a request gets from an equal one that is finished; None: there is none."""
@@ -54,8 +59,11 @@ class EqualRequests:
         self._follower_bytes += len(asked.line.raw)
         return True
 
-    def finish(self, asked: LineRequest, answer: Answer) -> list[tuple[LineRequest, Answer]]:
-        """Keep a request's answer for later ones; return those that waited, each with its own."""
+    def finish(
+        self, asked: LineRequest, answer: Answer
+    ) -> list[tuple[LineRequest, Answer]]:
+        """Keep a request's answer for later ones; return those that waited, each with
+        its own."""
         if not (self._is_on and asked.key):
             return []
         followers = self._followers.pop(asked.key)
@@ -67,7 +75,9 @@ class EqualRequests:
         self._num_followers = +self._num_followers  # without those that are 0
         if isinstance(answer, Failed):
             return [(follower, answer) for follower in followers]
-        return [(follower, copy_answer(answer, follower.read_s)) for follower in followers]
+        return [
+            (follower, copy_answer(answer, follower.read_s)) for follower in followers
+        ]
 
 
 def _num_entries(asked: LineRequest, answer: Finished) -> int:

@@ -1,8 +1,9 @@
 """Several runs over lines behind the other requests of one engine: each has a lane.
 
-A run works in a thread of its own: it reads and tokenizes lines there, and puts requests into its
-lane. Before each step, the engine's thread moves some of them to the engine, one of each lane in
-turn, so that a short run does not wait for a long one. They have the lowest priority.
+A run works in a thread of its own: it reads and tokenizes lines there, and puts
+requests into its lane. Before each step, the engine's thread moves some of them to the
+engine, one of each lane in turn, so that a short run does not wait for a long one. They
+have the lowest priority.
 """
 
 from __future__ import annotations
@@ -16,13 +17,15 @@ from fminfer.core.errors import FminferError, row_error
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, EngineCore, Event, Failed
 from fminfer.engine.sequence import Prepared
 
-MOST_WAITING = 64  # prompts of all lanes that wait in the engine: as many as it looks at in a step
+# prompts of all lanes that wait in the engine: as many as it looks at in a step
+MOST_WAITING = 64
 FIRST_ID = 2**40  # of lanes' requests; others' ids are below it
 FEW = 32  # with fewer in its lane, a run brings more
 
 
 class Lane:
-    """One run's way to the engine. It is a `RequestCore`, whose methods the run's thread calls."""
+    """One run's way to the engine. It is a `RequestCore`, whose methods the run's
+    thread calls."""
 
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
@@ -62,16 +65,23 @@ class Lane:
         """
         with self._lanes.lock:
             if self._failure is not None:
-                raise FminferError(f"the engine failed: {self._failure}") from self._failure
+                raise FminferError(
+                    f"the engine failed: {self._failure}"
+                ) from self._failure
             events = self._events
             self._events = []
             return events
 
     def wait(self, timeout_s: float, *, wants_room: bool) -> None:
-        """Wait for events, for `wake`, or, if it wants room, until few requests are in the lane."""
+        """Wait for events, for `wake`, or, if it wants room, until few requests are in
+        the lane."""
         with self._news:
             self._news.wait_for(
-                lambda: self._is_woken or self.has_work or (wants_room and self.num_waiting < FEW),
+                lambda: (
+                    self._is_woken
+                    or self.has_work
+                    or (wants_room and self.num_waiting < FEW)
+                ),
                 timeout_s,
             )
             self._is_woken = False
@@ -132,7 +142,8 @@ class Lanes:
         self.all: deque[Lane] = deque()  # in the order of their turns
         self.ids = count(FIRST_ID)
         self._failure: BaseException | None = None
-        self.is_closed = False  # the engine gets no more requests; those that it has go on
+        # the engine gets no more requests; those that it has go on
+        self.is_closed = False
 
     def open(self) -> Lane:
         """Return a new lane. Any thread may call it."""
@@ -161,7 +172,9 @@ class Lanes:
         others = []
         with self.lock:
             for event in events:
-                lane = next((each for each in self.all if event.request_id in each.asked), None)
+                lane = next(
+                    (each for each in self.all if event.request_id in each.asked), None
+                )
                 if lane is None:
                     others.append(event)
                 else:

@@ -21,7 +21,9 @@ from fminfer.engine.intake import Asked, Intake
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.vector_answer import head_of_answer
 
-FILLS = RowWarning("chats without max_tokens are answered until they end or the context is full")
+FILLS = RowWarning(
+    "chats without max_tokens are answered until they end or the context is full"
+)
 MAX_GROUP = 64  # lines whose texts are tokenized together
 MAX_CHATS = 16  # lines whose chats are rendered together
 NameLine = Callable[[Line], str]
@@ -75,7 +77,8 @@ class LineIntake:
         self._intake = intake
         self._name_line = name_line or (lambda line: f"line {line.number}")
         self._counter = LineCounter(intake, check)
-        self.pass_over = self._counter.pass_over  # lines that are not to be answered again
+        # lines that are not to be answered again
+        self.pass_over = self._counter.pass_over
         # How many lines it opens at once: as many as are tokenized or rendered together.
         self.group_size = MAX_CHATS if intake.limits.vectors is None else MAX_GROUP
 
@@ -84,7 +87,8 @@ class LineIntake:
         return self.open_all([line])[0]
 
     def open_all(self, lines: Iterable[Line]) -> list[LineRequest | Record]:
-        """Do as `open` for each line; texts of all are tokenized together, where that is faster."""
+        """Do as `open` for each line; texts of all are tokenized together, where that
+        is faster."""
         enclosed = [(line, _open_envelope(line)) for line in lines]
         self._intake.render_ahead(
             (envelope.fields, envelope.endpoint, self._counter.find_clock(line))
@@ -102,15 +106,25 @@ class LineIntake:
         """Return a line's request as far as that goes without its tokens."""
         try:
             request, repeat = self._counter.parse(line, envelope)
-            return line, envelope, Asked(request, repeat, is_openai=envelope.shape == "batch")
+            return (
+                line,
+                envelope,
+                Asked(request, repeat, is_openai=envelope.shape == "batch"),
+            )
         except Exception as error:
             return Record(line, envelope, error=row_error(error, f"line {line.number}"))
 
     def _finish(
-        self, line: Line, envelope: Envelope, asked: Asked, prepared: Prepared | Exception
+        self,
+        line: Line,
+        envelope: Envelope,
+        asked: Asked,
+        prepared: Prepared | Exception,
     ) -> LineRequest | Record:
         if isinstance(prepared, Exception):
-            return Record(line, envelope, error=row_error(prepared, f"line {line.number}"))
+            return Record(
+                line, envelope, error=row_error(prepared, f"line {line.number}")
+            )
         warnings = [*envelope.warnings, *asked.request.warnings]
         if asked.request.fills_context and self._intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
@@ -124,14 +138,20 @@ def _open_envelope(line: Line) -> Envelope:
     try:
         return open_envelope(line)
     except Exception as error:
-        return Envelope("bare", as_text(line.raw), error=row_error(error, f"line {line.number}"))
+        return Envelope(
+            "bare", as_text(line.raw), error=row_error(error, f"line {line.number}")
+        )
 
 
 def _take_vector(answer: Finished) -> tuple[Finished, bytes]:
     """Return an answer without its only vector, and that one."""
     (entry,) = answer.choices
     vector = entry["embedding"]
-    raw = b64decode(vector) if isinstance(vector, str) else np.asarray(vector, "<f4").tobytes()
+    raw = (
+        b64decode(vector)
+        if isinstance(vector, str)
+        else np.asarray(vector, "<f4").tobytes()
+    )
     return replace(answer, choices=[entry | {"embedding": None}]), raw
 
 
@@ -148,7 +168,9 @@ class RecordForm:
         line = asked.line
         envelope = asked.envelope
         if isinstance(answer, Failed):
-            return Record(line, envelope, error=answer.error, repeat=asked.prepared.repeat)
+            return Record(
+                line, envelope, error=answer.error, repeat=asked.prepared.repeat
+            )
         usage = answer.usage
         vector = b""
         if self.keeps_vectors_apart:
@@ -162,7 +184,11 @@ class RecordForm:
         else:
             times = dict(answer.times)
             times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
-            result = {answer.part: answer.choices, "request_time": times, "usage": usage}
+            result = {
+                answer.part: answer.choices,
+                "request_time": times,
+                "usage": usage,
+            }
         return Record(
             line,
             envelope,

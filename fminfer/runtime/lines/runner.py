@@ -13,18 +13,31 @@ from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError, row_error
-from fminfer.engine.engine_core import Delta, EngineCore, Event, Failed, Finished, RequestCore
+from fminfer.engine.engine_core import (
+    Delta,
+    EngineCore,
+    Event,
+    Failed,
+    Finished,
+    RequestCore,
+)
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.waiting import plan_order
 from fminfer.runtime.lines.equal_requests import EqualRequests
-from fminfer.runtime.lines.line_intake import Answer, LineIntake, LineRequest, RecordForm
+from fminfer.runtime.lines.line_intake import (
+    Answer,
+    LineIntake,
+    LineRequest,
+    RecordForm,
+)
 
 # Of a line's answer: the model; an equal line, which had it computed; or another run.
 Origin = Literal["computed", "copied", "kept"]
 LOOKAHEAD = 64  # lines to read between steps, and the default number of waiting prompts
 WINDOW = 1024  # prompts that a run over files reads ahead, to put them in order
 MAX_WINDOW_TOKENS = 500_000  # of all their ids, some 20 MB
-MAX_GROUP_BYTES = 1 << 17  # of lines that are tokenized together, before more are wanted or not
+# of lines that are tokenized together, before more are wanted or not
+MAX_GROUP_BYTES = 1 << 17
 MIN_WAITING = 32  # when fewer prompts wait, those that were read join them
 
 
@@ -35,12 +48,15 @@ class LineRunner:
     core: RequestCore  # answers the lines' requests
     intake: LineIntake
     form: RecordForm
-    engine: EngineCore | None = None  # the same as `core`, if the run has the engine for itself
-    read_ahead: int = LOOKAHEAD  # prompts read before there is room for them, to be put in order
+    # the same as `core`, if the run has the engine for itself
+    engine: EngineCore | None = None
+    # prompts read before there is room for them, to be put in order
+    read_ahead: int = LOOKAHEAD
     has_long_steps: bool = False  # all wanted prompts are read between two steps
     is_only_run: bool = False  # keep no prefixes for another run of the engine
     joins_equal: InitVar[bool] = True  # compute equal requests once
-    cache: AnswerIndex | None = None  # answers of other runs; several runners may share it
+    # answers of other runs; several runners may share it
+    cache: AnswerIndex | None = None
     # Told by `step` of events of requests that others have added to the engine.
     on_other: Callable[[Event], None] = lambda event: None
 
@@ -91,7 +107,10 @@ class LineRunner:
                 break
             self._read.append(line)
             num_bytes += len(line.raw)
-            if len(self._read) >= self.intake.group_size or num_bytes >= MAX_GROUP_BYTES:
+            if (
+                len(self._read) >= self.intake.group_size
+                or num_bytes >= MAX_GROUP_BYTES
+            ):
                 self._open_read()
                 num_bytes = 0
         self._open_read()
@@ -104,7 +123,8 @@ class LineRunner:
             or self._is_stopping
             or self.core.num_waiting + self._num_window_prompts >= self._window_size
             or self._num_window_tokens >= MAX_WINDOW_TOKENS
-            or len(self._done) >= LOOKAHEAD  # lines that need no step: hand them out first
+            # lines that need no step: hand them out first
+            or len(self._done) >= LOOKAHEAD
             or self._equal.is_full
         )
 
@@ -157,7 +177,8 @@ class LineRunner:
         self.intake.pass_over(line)
 
     def stop(self, grace_s: float) -> None:
-        """Take no more lines in; rows that run may go on so long. It may be called at any moment.
+        """Take no more lines in; rows that run may go on so long. It may be called at
+        any moment.
 
         `step` then raises StoppedError, unless every line is answered.
         """
@@ -203,7 +224,12 @@ class LineRunner:
             self._num_window_prompts = self._num_window_tokens = 0
             for asked in _in_order(window):
                 self._give(asked)
-        if self.engine is not None and self.is_only_run and self._has_all and not self._window:
+        if (
+            self.engine is not None
+            and self.is_only_run
+            and self._has_all
+            and not self._window
+        ):
             self.engine.expect_no_more()
 
     def close(self) -> None:
@@ -243,9 +269,13 @@ class LineRunner:
     def _give(self, asked: LineRequest) -> None:
         asked.added_s = time.perf_counter()
         try:
-            self._asked[self.core.add(asked.prepared, is_counted=self.engine is not None)] = asked
+            self._asked[
+                self.core.add(asked.prepared, is_counted=self.engine is not None)
+            ] = asked
         except Exception as error:  # it can never run here
-            self._finish(asked, Failed(-1, row_error(error, f"line {asked.line.number}")))
+            self._finish(
+                asked, Failed(-1, row_error(error, f"line {asked.line.number}"))
+            )
 
     def _finish(self, asked: LineRequest, answer: Answer) -> None:
         for each, its_answer in [(asked, answer), *self._equal.finish(asked, answer)]:

@@ -1,4 +1,5 @@
-"""Runs over lines on one engine: one that has it for itself, or several behind other requests."""
+"""Runs over lines on one engine: one that has it for itself, or several behind other
+requests."""
 
 from __future__ import annotations
 
@@ -35,7 +36,8 @@ class Runs:
         self._model_name = model_name
         self._has_long_steps = has_long_steps
         self._runner: LineRunner | None = None  # of the run of `start`
-        self.left: deque[Event] = deque()  # of others' requests, which a run's steps have returned
+        # of others' requests, which a run's steps have returned
+        self.left: deque[Event] = deque()
 
     def start(
         self,
@@ -57,7 +59,9 @@ class Runs:
         if read_ahead < 1:
             raise UsageError(f"read_ahead is {read_ahead}; it must be at least 1")
         if self._runner is not None and self._runner.is_busy:
-            raise UsageError("the engine is in the middle of a run; finish or close that one first")
+            raise UsageError(
+                "the engine is in the middle of a run; finish or close that one first"
+            )
         self._intake.warnings.clear()
         keeps_vectors_apart = is_only_run and self._config.embeddings == "npy"
         self._runner = LineRunner(
@@ -83,11 +87,12 @@ class Runs:
     ) -> tuple[LineRunner, Lane]:
         """Start a run over lines behind all other requests; there may be several.
 
-        Step the runner in a thread of its own. While it has no events, wait on the lane. The thread
-        that answers the other requests calls `step`.
+        Step the runner in a thread of its own. While it has no events, wait on the
+        lane. The thread that answers the other requests calls `step`.
 
         Args:
-            check: raises a RequestError for a line that is not of this run, in place of the check
+            check: raises a RequestError for a line that is not of this run, in place of
+            the check
                 of the line's model.
         """
         lane = self.lanes.open()
@@ -101,7 +106,9 @@ class Runs:
         )
         return runner, lane
 
-    def run(self, requests: Iterable[AnyRequest], read_ahead: int) -> Generator[Record, None, None]:
+    def run(
+        self, requests: Iterable[AnyRequest], read_ahead: int
+    ) -> Generator[Record, None, None]:
         """Answer requests and lines, as `Engine.run` does."""
         lines = (
             request if isinstance(request, Line) else as_line(number, request)

@@ -1,8 +1,8 @@
 """Ranks of several pipelines that were started apart: they meet once, then each takes its part.
 
-Of all ranks, r is rank r % N of pipeline r // N, where N is how many ranks a pipeline has. Rank 0
-runs the job, and starts another process as rank 0 of pipeline 0. The first rank of each other
-pipeline has a line to it.
+Of all ranks, r is rank r % N of pipeline r // N, where N is how many ranks a pipeline
+has. Rank 0 runs the job, and starts another process as rank 0 of pipeline 0. The first
+rank of each other pipeline has a line to it.
 """
 
 from __future__ import annotations
@@ -58,11 +58,13 @@ class Apart(Meeting):
         agree(self, "fingerprint", fingerprint)
         counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
         if len(set(counts.values())) > 1:
-            told = ", ".join(f"pipeline {n} has {count}" for n, count in sorted(counts.items()))
+            told = ", ".join(
+                f"pipeline {n} has {count}" for n, count in sorted(counts.items())
+            )
             raise UsageError(
-                f"of the ranks on {self._where['host']}, {told}; start as many of each there, for "
-                f"they share its cores and GPUs evenly (rank r is of pipeline r // "
-                f"{self._num_ranks})"
+                f"of the ranks on {self._where['host']}, {told}; start as many of each "
+                "there, for they share its cores and GPUs evenly (rank r is of "
+                f"pipeline r // {self._num_ranks})"
             )
         self.gather("agreed", True)
         self._store.hide()
@@ -105,7 +107,9 @@ class Apart(Meeting):
         """Start rank 0's own stage, and wait for the lines of the other pipelines."""
         self._end_meeting(is_needed=True)
         member = Processes([self.pipeline_name], has_line=True).all[0]
-        facts = replace(self._facts, parent=os.getpid()) if self._num_ranks > 1 else None
+        facts = (
+            replace(self._facts, parent=os.getpid()) if self._num_ranks > 1 else None
+        )
         first = start_pipeline(self.spread, member, config, child_options, facts)
         try:
             return [first, *map(self._await_line, range(1, self.spread.num_pipelines))]
@@ -119,7 +123,9 @@ class Apart(Meeting):
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
-        peer = self._store.connect_again(self.spread.join_timeout_s).become_line(self._number)
+        peer = self._store.connect_again(self.spread.join_timeout_s).become_line(
+            self._number
+        )
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, peer.detach()
 
@@ -129,8 +135,8 @@ class Apart(Meeting):
         timeout_s = self.spread.join_timeout_s
         if not wait_until(lambda: number in lines, timeout_s):
             raise PipelineError(
-                f"rank {number * self._num_ranks}, the first of pipeline {number}, did not connect "
-                f"within {timeout_s:g} s (--join-timeout)"
+                f"rank {number * self._num_ranks}, the first of pipeline {number}, did "
+                f"not connect within {timeout_s:g} s (--join-timeout)"
             )
         peer = lines.pop(number)
         end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)

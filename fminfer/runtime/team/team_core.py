@@ -1,4 +1,5 @@
-"""Several pipelines for one engine: each takes requests as it gets free; a dead one loses none."""
+"""Several pipelines for one engine: each takes requests as it gets free; a dead one
+loses none."""
 
 from __future__ import annotations
 
@@ -57,7 +58,8 @@ class Team:
         self._is_closed = self._is_woken = False
         self._wake_out, self._wake_in = os.pipe()
         os.set_blocking(self._wake_in, False)
-        self.lines = EngineStats()  # of lines that were read, which pipelines do not see
+        # of lines that were read, which pipelines do not see
+        self.lines = EngineStats()
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
@@ -78,8 +80,12 @@ class Team:
             num_kv_blocks=min(facts.num_kv_blocks for facts in all_facts),
             num_stages=sum(facts.num_stages for facts in all_facts),
             num_ranks=sum(facts.num_ranks for facts in all_facts),
-            why_plain=next((facts.why_plain for facts in all_facts if facts.why_plain), ""),
-            why_slower=next((facts.why_slower for facts in all_facts if facts.why_slower), ""),
+            why_plain=next(
+                (facts.why_plain for facts in all_facts if facts.why_plain), ""
+            ),
+            why_slower=next(
+                (facts.why_slower for facts in all_facts if facts.why_slower), ""
+            ),
         )
 
     @property
@@ -95,7 +101,9 @@ class Team:
             for each in pipeline.memory
         ]
 
-    def follow(self, on_work: OnWork | None = None, on_step: OnStep | None = None) -> None:
+    def follow(
+        self, on_work: OnWork | None = None, on_step: OnStep | None = None
+    ) -> None:
         """Call a function now and then with the numbers of tokens that were fed and drawn."""
         self._on_work = on_work
 
@@ -213,7 +221,9 @@ class Team:
     @property
     def num_waiting_behind(self) -> int:
         """Requests behind all others that have not begun."""
-        here = sum(asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting)))
+        here = sum(
+            asking.is_behind for asking in (*tuple(self._added), *tuple(self._waiting))
+        )
         return here + sum(pipeline.num_waiting_behind for pipeline in self._living)
 
     @property
@@ -224,7 +234,9 @@ class Team:
     @property
     def has_begun(self) -> bool:
         """Whether rows run, as the pipelines last said it."""
-        return any(pipeline.state.has_begun and pipeline.asked for pipeline in self._living)
+        return any(
+            pipeline.state.has_begun and pipeline.asked for pipeline in self._living
+        )
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
@@ -266,15 +278,18 @@ class Team:
             pipeline.tell(what)
 
     def _start(self) -> None:
-        """Wait until each pipeline has loaded, then for its KV cache; tell of those that ended."""
+        """Wait until each pipeline has loaded, then for its KV cache; tell of those
+        that ended."""
         try:
             self._await_all(lambda each: each.file_digests is not None)
             for pipeline in self._living:  # the folder may have changed
-                if names := name_differences(pipeline.file_digests or {}, self._file_digests):
+                if names := name_differences(
+                    pipeline.file_digests or {}, self._file_digests
+                ):
                     raise PipelineError(
-                        f"the weights of pipeline {pipeline.number} are not those with which the "
-                        f"run began: {names} differ; leave the model's folder as it is while a run "
-                        "starts"
+                        f"the weights of pipeline {pipeline.number} are not those with "
+                        f"which the run began: {names} differ; leave the model's "
+                        "folder as it is while a run starts"
                     )
             self._tell_all(GO_ON)
             self._await_all(lambda each: each.facts is not None)
@@ -290,9 +305,14 @@ class Team:
 
     def _take_in(self) -> None:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
-        num_cancelled = len(self._cancelled)  # counted first: all of these were added by now
+        # counted first: all of these were added by now
+        num_cancelled = len(self._cancelled)
         while self._added:
-            insort(self._waiting, self._added.popleft(), key=lambda each: -each.ask.priority)
+            insort(
+                self._waiting,
+                self._added.popleft(),
+                key=lambda each: -each.ask.priority,
+            )
         for _ in range(num_cancelled):
             request_id = self._cancelled.popleft()
             kept = [each for each in self._waiting if each.ask.request_id != request_id]
@@ -330,7 +350,9 @@ class Team:
             pipeline.take(report)
             if report.stats is not None and self._on_work is not None:
                 num_fed = report.stats.num_prompt_tokens - before.num_prompt_tokens
-                num_drawn = report.stats.num_generated_tokens - before.num_generated_tokens
+                num_drawn = (
+                    report.stats.num_generated_tokens - before.num_generated_tokens
+                )
                 self._on_work(num_fed, num_drawn, self.state.num_running)
             for event in report.events:
                 yield from self._take_event(pipeline, event)
@@ -342,7 +364,9 @@ class Team:
         if not isinstance(event, Delta):
             pipeline.leave(event.request_id)
             yield event
-        elif (new := asking.told.setdefault(event.index, StreamPosition()).take(event)) is not None:
+        elif (
+            new := asking.told.setdefault(event.index, StreamPosition()).take(event)
+        ) is not None:
             yield new
 
     def _bury(self, pipeline: TeamPipeline) -> None:
@@ -354,7 +378,9 @@ class Team:
         for asking in left:
             for heard in asking.told.values():
                 heard.begin_anew()
-        left_first = sorted([*left, *self._waiting], key=lambda asking: -asking.ask.priority)
+        left_first = sorted(
+            [*left, *self._waiting], key=lambda asking: -asking.ask.priority
+        )
         self._waiting = deque(left_first)
         if self._has_started:
             self._tell_end(pipeline, len(left))
@@ -394,4 +420,6 @@ class Team:
 
 def _is_alike(one: Fault, other: Fault) -> bool:
     """Tell whether two failures differ in numbers at most, such as free bytes."""
-    return one.kind == other.kind and re.sub(r"\d+", "", one.text) == re.sub(r"\d+", "", other.text)
+    return one.kind == other.kind and re.sub(r"\d+", "", one.text) == re.sub(
+        r"\d+", "", other.text
+    )

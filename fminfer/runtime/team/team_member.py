@@ -21,13 +21,25 @@ from fminfer.pipeline.watch import Fault
 from fminfer.runtime.build.assembly import load_tokenizer
 from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.role import Role
-from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Order, Report, receive, send
+from fminfer.runtime.team.team_messages import (
+    END,
+    GO_ON,
+    Ask,
+    Cancel,
+    Order,
+    Report,
+    receive,
+    send,
+)
 
 STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(
-    config: EngineConfig, group: Group | None, role: Role, fetch: Callable[[], Checkpoint]
+    config: EngineConfig,
+    group: Group | None,
+    role: Role,
+    fetch: Callable[[], Checkpoint],
 ) -> None:
     """Answer the run's requests until there are no more; tell the run why that ends early."""
     assert role.link is not None, "a member has a way to the run"
@@ -68,7 +80,12 @@ class TeamMember:
 
         tokenizer = load_tokenizer(config, checkpoint)
         self._computing = OnePipeline(
-            config, checkpoint, tokenizer, group=group, spread=spread, on_loaded=wait_for_others
+            config,
+            checkpoint,
+            tokenizer,
+            group=group,
+            spread=spread,
+            on_loaded=wait_for_others,
         )
         self._core = self._computing.core
 
@@ -100,7 +117,9 @@ class TeamMember:
         stands = core.stats.num_begun, core.has_begun
         is_due = now_s - self._told_s > STATS_EVERY_S or not core.has_work
         if events or is_due or stands != self._told:
-            stats, memory = (core.stats, self._computing.memory) if is_due else (None, None)
+            stats, memory = (
+                (core.stats, self._computing.memory) if is_due else (None, None)
+            )
             send(self._connection, Report(events, core.state, stats, memory))
             self._told = stands
             self._told_s = now_s if is_due else self._told_s

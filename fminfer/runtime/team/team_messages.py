@@ -20,7 +20,8 @@ from fminfer.pipeline.watch import Fault
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 # To a pipeline go Ask, Cancel and these words; a Report comes from it.
-GO_ON = "go on"  # all pipelines have their weights: the memory that is left can be shared out
+# all pipelines have their weights: the memory that is left can be shared out
+GO_ON = "go on"
 END = "end"  # no more is asked
 Order = Literal["start_run", "drain", "expect_no_more"]  # methods of the engine's loop
 
@@ -125,7 +126,11 @@ def _plain(value: object, parts: list[bytes]) -> object:
         return ["bytes", len(parts) - 1]
     if isinstance(value, RequestError):
         return ["error", *value.__reduce__()[1]]
-    if isinstance(value, list) and len(value) > 8 and all(type(each) is int for each in value):
+    if (
+        isinstance(value, list)
+        and len(value) > 8
+        and all(type(each) is int for each in value)
+    ):
         parts.append(dump(value))  # token ids
         return ["json", len(parts) - 1]
     if isinstance(value, list | tuple):
@@ -133,12 +138,19 @@ def _plain(value: object, parts: list[bytes]) -> object:
         return [kind, *[_plain(each, parts) for each in value]]
     if isinstance(value, dict):
         if any(isinstance(each, bytes) for each in value.values()):
-            return ["dict", [[name, _plain(each, parts)] for name, each in value.items()]]
+            return [
+                "dict",
+                [[name, _plain(each, parts)] for name, each in value.items()],
+            ]
         parts.append(dump(value))  # an answer, or counts: JSON already
         return ["json", len(parts) - 1]
     name = type(value).__name__
     assert is_dataclass(value) and name in _CLASSES, f"{name} does not travel"
-    return ["object", name, *[_plain(getattr(value, f.name), parts) for f in fields(value)]]
+    return [
+        "object",
+        name,
+        *[_plain(getattr(value, f.name), parts) for f in fields(value)],
+    ]
 
 
 def _restored(value: Any, parts: list[bytes]) -> Any:

@@ -39,20 +39,28 @@ class StreamPosition:
         """Return the new part of a delta; None: nothing is new."""
         logprobs = delta.logprobs
         skip = self.num_again[-1]
-        listed = logprobs["content" if "content" in logprobs else "tokens"] if logprobs else []
+        listed = (
+            logprobs["content" if "content" in logprobs else "tokens"]
+            if logprobs
+            else []
+        )
         parts: tuple[Any, ...] = delta.text, delta.token_ids, delta.tool_calls, listed
         new = [part[again:] for part, again in zip(parts, self.num_again, strict=True)]
         counts = [*zip(parts, new, self.num_sent, self.num_again, strict=True)]
         if logprobs is not None:
             logprobs = {k: v if v is None else v[skip:] for k, v in logprobs.items()}
-        self.num_again = tuple(max(0, again - len(part)) for part, _, _, again in counts)
+        self.num_again = tuple(
+            max(0, again - len(part)) for part, _, _, again in counts
+        )
         self.num_sent = tuple(sent + len(each) for _, each, sent, _ in counts)
         is_end = delta.finish_reason is not None and not self.is_over
         if not (any(new) or is_end):
             return None
         self.is_over = is_end
         text, ids, calls, _ = new
-        return replace(delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls)
+        return replace(
+            delta, text=text, token_ids=ids, logprobs=logprobs, tool_calls=calls
+        )
 
 
 @dataclass(slots=True, eq=False)
@@ -79,7 +87,9 @@ class SentRequest:
 class TeamPipeline:
     """What the run knows of one of its pipelines; it may have started its first process."""
 
-    def __init__(self, number: int, connection: Connection, process: Process | None = None) -> None:
+    def __init__(
+        self, number: int, connection: Connection, process: Process | None = None
+    ) -> None:
         self.number = number
         self.connection = connection
         self._process = process
@@ -91,7 +101,8 @@ class TeamPipeline:
         self.state = EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
         self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
-        self.num_sent = self.num_sent_behind = 0  # requests so far, and those behind all others
+        # requests so far, and those behind all others
+        self.num_sent = self.num_sent_behind = 0
         self.cost = 0  # of its requests
 
     def take(self, report: Report) -> None:
@@ -150,6 +161,8 @@ def start_pipeline(
     facts: RankFacts | None = None,
 ) -> TeamPipeline:
     """Give a process its pipeline; it has a place on this machine, or among ranks apart."""
-    process.give(Task(Role("member", place, facts, process.descriptor), config, child_options))
+    process.give(
+        Task(Role("member", place, facts, process.descriptor), config, child_options)
+    )
     assert process.line is not None, "a member has a line"
     return TeamPipeline(place.engine_number, Connection(process.line.detach()), process)

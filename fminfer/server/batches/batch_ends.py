@@ -21,7 +21,8 @@ from fminfer.server.batches.stored_batches import Progress, StoredBatch, Trouble
 
 EXPIRED = {
     "code": "batch_expired",
-    "message": "This line was not answered before the batch's completion window was over. Send it "
+    "message": "This line was not answered before the batch's completion window was "
+    "over. Send it "
     "again, with a longer completion_window",
 }
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
@@ -59,7 +60,8 @@ def end_early(output: Path, source: Path | None, total: int) -> Progress:
 
 
 def count_kept(output: Path, total: int) -> Progress | None:
-    """Count what is finished of a batch, whatever model its rows are of; None: there is nothing."""
+    """Count what is finished of a batch, whatever model its rows are of; None: there is
+    nothing."""
     if not journal_path(output).exists():
         return None
     with closing(_open(output)) as journal:
@@ -87,7 +89,13 @@ def _add_expired(journal: Journal, source: Path) -> int:
     for line in read_lines(source, 0):
         num_lines += 1
         if line.number not in journal:
-            row = Row(line.number, True, (0, 0, 0), zlib.crc32(line.raw), _expired_record(line))
+            row = Row(
+                line.number,
+                True,
+                (0, 0, 0),
+                zlib.crc32(line.raw),
+                _expired_record(line),
+            )
             journal.append(row)
             journal.kept.add(is_error=True, tokens=row.tokens)
     return num_lines
@@ -119,9 +127,9 @@ def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) 
     for old in (batch.made_for, fingerprint_of(output, needs_row=True)):
         if old and (changes := show_changes(old | any_input, fingerprint | any_input)):
             raise ChangedError(
-                f"it was sent to another server: {changes}. Start the server as before, and the "
-                "batch goes on. Or cancel the batch, which keeps its finished lines, and send the "
-                "others in a new one"
+                f"it was sent to another server: {changes}. Start the server as "
+                "before, and the batch goes on. Or cancel the batch, which keeps its "
+                "finished lines, and send the others in a new one"
             )
 
 
@@ -139,4 +147,6 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(error, FminferError):
         return Trouble("server_failed", f"{error}. {LATER}")
     name = type(error).__name__
-    return Trouble("internal_error", f"fminfer failed ({name}); please report it. {LATER}")
+    return Trouble(
+        "internal_error", f"fminfer failed ({name}); please report it. {LATER}"
+    )

@@ -1,4 +1,5 @@
-"""What a batch may be: the fields of `POST /v1/batches`, in a table, and the lines of its input."""
+"""What a batch may be: the fields of `POST /v1/batches`, in a table, and the lines of
+its input."""
 
 from __future__ import annotations
 
@@ -27,7 +28,11 @@ from fminfer.core.errors import FminferError, RequestError
 PURPOSE: Literal["batch"] = "batch"  # of files
 MAX_INPUTS = 50_000  # of embeddings in a batch, as OpenAI has it
 ENDPOINTS = (*URLS,)
-EXAMPLE = {"input_file_id": "file-…", "endpoint": ENDPOINTS[0], "completion_window": "24h"}
+EXAMPLE = {
+    "input_file_id": "file-…",
+    "endpoint": ENDPOINTS[0],
+    "completion_window": "24h",
+}
 WINDOW_FORM = r"[1-9][0-9]{0,5}[smhd]"
 UNITS_S = {"s": 1, "m": 60, "h": 3600, "d": 86400}
 MOST_WINDOW_S = 366 * 86400
@@ -71,7 +76,11 @@ def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
     if isinstance(value, dict) and value.keys() == {"anchor", "seconds"}:
         anchor = value["anchor"]
         seconds = value["seconds"]
-        if anchor == ANCHOR and is_integral(seconds) and LEAST_LIFE_S <= seconds <= most:
+        if (
+            anchor == ANCHOR
+            and is_integral(seconds)
+            and LEAST_LIFE_S <= seconds <= most
+        ):
             return int(seconds)
     raise out_of_range(
         name,
@@ -86,7 +95,9 @@ def _read_window(name: str, value: Any, most: int) -> Window:
         seconds = int(value[:-1]) * UNITS_S[value[-1]]
         if seconds <= MOST_WINDOW_S:
             return Window(value, seconds)
-    raise out_of_range(name, value, 'a whole duration up to 366 days, such as "24h", "90m" or "7d"')
+    raise out_of_range(
+        name, value, 'a whole duration up to 366 days, such as "24h", "90m" or "7d"'
+    )
 
 
 def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
@@ -103,8 +114,8 @@ def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
     raise out_of_range(
         name,
         found,
-        f"null or an object of up to {MOST_PAIRS} strings, of up to {MOST_VALUE_CHARS} characters, "
-        f"under keys of up to {MOST_KEY_CHARS}",
+        f"null or an object of up to {MOST_PAIRS} strings, of up to {MOST_VALUE_CHARS} "
+        f"characters, under keys of up to {MOST_KEY_CHARS}",
     )
 
 
@@ -117,7 +128,9 @@ _URL = one_of(*ENDPOINTS)
 _ENDPOINT = Kind(_read_endpoint, _URL.schema)
 _ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
 _WINDOW = Kind(_read_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
-_TOO_LATE = "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
+_TOO_LATE = (
+    "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
+)
 _LIFE_HELP = "How long output and error file live. Without it, they stay."
 FIELDS = (
     Field("input_file_id", _ID, "A file with purpose batch.", is_required=True),
@@ -138,7 +151,8 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     for name in sorted(fields.keys() - table.keys()):
         raise RequestError(
             "unsupported_parameter",
-            f"{show(name)} is no field of a batch here; there are {', '.join(table)}. Leave it out",
+            f"{show(name)} is no field of a batch here; there are {', '.join(table)}. "
+            "Leave it out",
             name[:64],
         )
     found: dict[str, Any] = {}
@@ -156,7 +170,9 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     return BatchRequest(**found)
 
 
-def make_check(endpoint: str, check_model: Callable[[object], None]) -> Callable[[Envelope], None]:
+def make_check(
+    endpoint: str, check_model: Callable[[object], None]
+) -> Callable[[Envelope], None]:
     """Return what refuses a line that is not of a batch, by a RequestError."""
 
     num_inputs = 0  # of embeddings, in the lines so far

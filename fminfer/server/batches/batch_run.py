@@ -1,4 +1,5 @@
-"""Answers one batch, in a thread of its own: from its input to its output, or to its early end."""
+"""Answers one batch, in a thread of its own: from its input to its output, or to its
+early end."""
 
 from __future__ import annotations
 
@@ -72,10 +73,12 @@ class BatchContext:
     state: ServerState
     terms: RunTerms
     model_name: str
-    check_model: Callable[[object], None]  # raises a FminferError for a name that is not served
+    # raises a FminferError for a name that is not served
+    check_model: Callable[[object], None]
     tell: Callable[[Literal["info", "error"], str], None]  # the server's log
     max_lines: int  # of a file
-    done: Counter[RowKind] = field(default_factory=Counter)  # lines, since the server began
+    # lines, since the server began
+    done: Counter[RowKind] = field(default_factory=Counter)
 
 
 class _UntoldError(Record):
@@ -126,7 +129,11 @@ class BatchRun:
             self._pause(error)
 
     def _bring_on(self) -> None:
-        completed = None if journal_path(self._output).exists() else find_completed(self._output)
+        completed = (
+            None
+            if journal_path(self._output).exists()
+            else find_completed(self._output)
+        )
         if completed is not None and completed.find_edit() is None:
             self._complete(completed)  # the server ended before its batch said so
         elif (ending := self._find_ending()) is not None:
@@ -137,8 +144,8 @@ class BatchRun:
     def _begin(self) -> None:
         terms = self._context.terms
         check_unchanged(self.batch, self._output, terms.fingerprint)
-        # The folder is locked, so no claim holds, whatever it says. One may be this server's own,
-        # left by trouble of the disk. A copied folder has those of another server.
+        # The folder is locked, so no claim holds, whatever it says. One may be this
+        # server's own, left by trouble of the disk. A copied folder has those of another server.
         drop_claims(self._output)
         file = JournaledInput(self._find_input(), 0, self._output, terms)
         try:
@@ -160,8 +167,8 @@ class BatchRun:
         completed = find_completed(self._output)
         if completed is None:
             raise MachineError(
-                f"the status of {self._output} was just written, and cannot be read. See that the "
-                "disk of --state is there and sound"
+                f"the status of {self._output} was just written, and cannot be read. "
+                "See that the disk of --state is there and sound"
             )
         self._complete(completed)
 
@@ -188,7 +195,9 @@ class BatchRun:
                         return "failed"
                     self._note_last(file)
                     if not file.add(self._limit(replace(record, is_of_batch=True))):
-                        raise FminferError("another process has taken the batch's output over")
+                        raise FminferError(
+                            "another process has taken the batch's output over"
+                        )
                     context.done["answer" if record.error is None else "error"] += 1
                 if not records and not runner.wants_more:
                     lane.wait(WAIT_S, wants_room=runner.has_window)
@@ -221,7 +230,9 @@ class BatchRun:
         size = path.stat().st_size if path.exists() else 0
         if stored is None or size != stored.bytes:
             was = "uploaded" if stored is None else f"uploaded with {stored.bytes:,}"
-            raise UsageError(f"{path} has {size:,} bytes, and was {was}; put it back as it was")
+            raise UsageError(
+                f"{path} has {size:,} bytes, and was {was}; put it back as it was"
+            )
         return path
 
     def _find_ending(self) -> Ending | None:
@@ -239,7 +250,9 @@ class BatchRun:
         if file.num_left is not None and counts.done.num_rows + 1 == counts.num_rows:
             self._move("finalizing", counts, after="in_progress")
 
-    def _move(self, status: BatchStatus, counts: Counts, *, after: BatchStatus) -> Progress:
+    def _move(
+        self, status: BatchStatus, counts: Counts, *, after: BatchStatus
+    ) -> Progress:
         """Enter a status, unless the batch is in another one by now; end a pause."""
         done = Progress.of(counts)
 
@@ -274,7 +287,9 @@ class BatchRun:
         drop_journal(self._output)
 
     def _fail(self, trouble: Trouble) -> None:
-        self._batches.change(self.batch, lambda b: b.moved("failed", troubles=(trouble,)))
+        self._batches.change(
+            self.batch, lambda b: b.moved("failed", troubles=(trouble,))
+        )
         self._context.tell("info", f"Batch {self.batch.id} failed: {trouble.message}.")
         drop_journal(self._output)
 
@@ -329,7 +344,9 @@ class BatchRun:
         text = str(error) if isinstance(error, FminferError) else trouble.message
         self._context.tell("error", f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
-            self._context.tell("error", printable("".join(traceback.format_exception(error))))
+            self._context.tell(
+                "error", printable("".join(traceback.format_exception(error)))
+            )
 
         progress = self.progress
         if progress is None:  # its rows were not counted, as they cannot go on
@@ -337,7 +354,9 @@ class BatchRun:
                 progress = count_kept(self._output, self.batch.progress.total)
 
         def change(batch: StoredBatch) -> StoredBatch:
-            return replace(batch, progress=progress or batch.progress, troubles=(trouble,))
+            return replace(
+                batch, progress=progress or batch.progress, troubles=(trouble,)
+            )
 
         try:
             self._batches.change(self.batch, change)

@@ -12,7 +12,8 @@ from fminfer.server.batches.batch_ends import MODEL_CHANGED, drop_journal
 from fminfer.server.batches.batch_run import BatchContext, BatchRun
 from fminfer.server.batches.stored_batches import Progress, StoredBatch
 
-MOST_AT_ONCE = 32  # batches that are answered together; others wait for one of them to end
+# batches that are answered together; others wait for one of them to end
+MOST_AT_ONCE = 32
 LOOK_S = 1.0  # between looks for what is due
 RETRY_S = 30.0  # after which a batch that paused is tried again
 END_S = 5.0  # for runs to put their rows on the disk
@@ -31,7 +32,9 @@ class BatchWork:
         self._runs: dict[str, tuple[BatchRun, threading.Thread]] = {}
         self._paused_until_s: dict[str, float] = {}  # in time.monotonic()
         self._is_stopped = False
-        self._thread = threading.Thread(target=self._start_due, name="batches", daemon=True)
+        self._thread = threading.Thread(
+            target=self._start_due, name="batches", daemon=True
+        )
 
     @property
     def num_open(self) -> int:
@@ -76,7 +79,8 @@ class BatchWork:
     def _start_due(self) -> None:
         for ended in self._batches.ended_ones:
             with suppress(OSError):  # it is not in the way
-                drop_journal(self._batches.output_of(ended))  # a server died just before that
+                # a server died just before that
+                drop_journal(self._batches.output_of(ended))
         while not self._is_stopped:
             self._drop_expired()
             with self._news:
@@ -114,7 +118,9 @@ class BatchWork:
     def _begin(self, batch: StoredBatch) -> None:
         self._paused_until_s.pop(batch.id, None)
         run = BatchRun(batch, self._context)
-        thread = threading.Thread(target=self._run, args=(run,), name=batch.id, daemon=True)
+        thread = threading.Thread(
+            target=self._run, args=(run,), name=batch.id, daemon=True
+        )
         self._runs[batch.id] = run, thread
         thread.start()
 
@@ -127,7 +133,9 @@ class BatchWork:
             with self._news:
                 del self._runs[run.batch.id]
                 if is_left:  # what changed with the model stays until a server starts
-                    is_lasting = run.trouble is not None and run.trouble.code == MODEL_CHANGED
+                    is_lasting = (
+                        run.trouble is not None and run.trouble.code == MODEL_CHANGED
+                    )
                     until_s = NEVER if is_lasting else time.monotonic() + RETRY_S
                     self._paused_until_s[run.batch.id] = until_s
                 self._news.notify_all()

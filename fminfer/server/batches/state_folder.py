@@ -84,7 +84,8 @@ class StateFolder:
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
             return
         names = set(os.listdir(self.path)) - {LOCK}
-        others = {each for each in names if not each.startswith(NEW_SALT)}  # of one that died
+        # of one that died
+        others = {each for each in names if not each.startswith(NEW_SALT)}
         if others and SALT not in others:
             raise UsageError(
                 f"--state {self.path} holds other things, such as {min(others)}; give a new or "
@@ -106,14 +107,14 @@ class StateFolder:
         except InUseError:
             os.close(fd)
             raise UsageError(
-                f"--state {self.path} is in use by another server; end that one, or give this one "
-                "a folder of its own"
+                f"--state {self.path} is in use by another server; end that one, or "
+                "give this one a folder of its own"
             ) from None
         if not has_locks:
             os.close(fd)
             raise UsageError(
-                f"--state {self.path} is on a file system without locks, so two servers could use "
-                "it at once; give a folder on a local disk"
+                f"--state {self.path} is on a file system without locks, so two "
+                "servers could use it at once; give a folder on a local disk"
             )
         return fd
 
@@ -124,8 +125,8 @@ class StateFolder:
         salt = path.read_bytes()
         if len(salt) != SALT_BYTES:
             raise UsageError(
-                f"{path} is damaged. Without it nobody knows who owns what in --state {self.path}: "
-                "put it back, or give another folder"
+                f"{path} is damaged. Without it nobody knows who owns what in --state "
+                f"{self.path}: put it back, or give another folder"
             )
         return salt
 
@@ -144,7 +145,9 @@ def write_durably(path: Path, data: bytes) -> None:
 def explain_state(path: Path, error: OSError) -> OutputError:
     """Say what an error on a file of the state folder means."""
     reason = os.strerror(error.errno) if error.errno else str(error)
-    return OutputError(f"{path} cannot be written: {reason}; {HINTS[find_fault(error)]}")
+    return OutputError(
+        f"{path} cannot be written: {reason}; {HINTS[find_fault(error)]}"
+    )
 
 
 writing_state = partial(told, explain=explain_state)

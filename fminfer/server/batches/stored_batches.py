@@ -35,7 +35,12 @@ BatchStatus = Literal[
     "cancelled",
 ]
 Ending = Literal["cancelled", "expired"]  # before all lines are answered
-OPEN: tuple[BatchStatus, ...] = ("validating", "in_progress", "finalizing", "cancelling")
+OPEN: tuple[BatchStatus, ...] = (
+    "validating",
+    "in_progress",
+    "finalizing",
+    "cancelling",
+)
 TIMES = (
     "in_progress_at",
     "expires_at",
@@ -64,7 +69,9 @@ class Progress:
     @classmethod
     def of(cls, counts: Counts) -> Progress:
         """Return what an input's counts say."""
-        return cls(counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens)
+        return cls(
+            counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens
+        )
 
 
 @dataclass(slots=True, frozen=True)
@@ -124,7 +131,9 @@ class StoredBatch:
         """Return OpenAI's batch object; progress: newer than its own, while it is answered."""
         done = progress or self.progress
         times = {"expires_at": self.expires_at} | self.times
-        errors = [{"line": None, "param": None} | asdict(each) for each in self.troubles]
+        errors = [
+            {"line": None, "param": None} | asdict(each) for each in self.troubles
+        ]
         return {
             "id": self.id,
             "object": "batch",
@@ -165,10 +174,12 @@ class BatchStore:
             if (path / RECORD).exists():
                 batch = _read(path / RECORD)
                 self._batches[batch.id] = batch
-            elif others := {each for each in os.listdir(path) if not each.startswith(NEW_RECORD)}:
+            elif others := {
+                each for each in os.listdir(path) if not each.startswith(NEW_RECORD)
+            }:
                 raise UsageError(
-                    f"{path} has {min(others)}, but no {RECORD}, so the state of its batch is not "
-                    "known; put the file back, or move the folder away"
+                    f"{path} has {min(others)}, but no {RECORD}, so the state of its "
+                    "batch is not known; put the file back, or move the folder away"
                 )
             else:  # its creation was broken off, and its client did not hear of it
                 shutil.rmtree(path, ignore_errors=True)
@@ -181,7 +192,9 @@ class BatchStore:
     def of(self, owner: str) -> list[StoredBatch]:
         """Return an owner's batches, the newest first."""
         found = [batch for batch in self._all if batch.owner == owner]
-        return sorted(found, key=lambda batch: (batch.created_ns, batch.id), reverse=True)
+        return sorted(
+            found, key=lambda batch: (batch.created_ns, batch.id), reverse=True
+        )
 
     @property
     def open_ones(self) -> list[StoredBatch]:
@@ -231,7 +244,9 @@ class BatchStore:
                 self._batches[batch.id] = new
             return new
 
-    def note(self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]) -> None:
+    def note(
+        self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]
+    ) -> None:
         """Change a batch for as long as this server lives, where the disk may be what fails."""
         with self._lock:
             self._batches[batch.id] = change(self._batches[batch.id])
@@ -242,7 +257,9 @@ class BatchStore:
         return list(self._batches.values())
 
     def _write(self, batch: StoredBatch) -> None:
-        write_durably(self._folder_of(batch) / RECORD, json.dumps(asdict(batch)).encode() + b"\n")
+        write_durably(
+            self._folder_of(batch) / RECORD, json.dumps(asdict(batch)).encode() + b"\n"
+        )
 
     def _folder_of(self, batch: StoredBatch) -> Path:
         assert ID.fullmatch(batch.id), "an id of ours"
@@ -257,8 +274,8 @@ def _read(path: Path) -> StoredBatch:
         batch = StoredBatch(**fields)
     except (ValueError, TypeError, KeyError) as error:
         raise UsageError(
-            f"{path} is damaged ({error}), so the state of its batch is not known; put it back as "
-            "it was, or move its folder away"
+            f"{path} is damaged ({error}), so the state of its batch is not known; put "
+            "it back as it was, or move its folder away"
         ) from error
     if batch.id != path.parent.name or not ID.fullmatch(batch.id):
         raise UsageError(f"{path} is of another batch, {batch.id}; move it away")
@@ -283,8 +300,9 @@ class ServerState:
             if not isinstance(error, OSError):
                 raise
             raise UsageError(
-                f"{error.filename or path} cannot be read or written: {error.strerror}; see that "
-                "all of --state is this user's and its disk is sound"
+                f"{error.filename or path} cannot be read or written: "
+                f"{error.strerror}; see that all of --state is this user's and its "
+                "disk is sound"
             ) from error
 
     def close(self) -> None:

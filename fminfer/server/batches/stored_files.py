@@ -42,11 +42,18 @@ class ServerFile:
     purpose: Purpose
     batch_id: str | None = None  # whose answers it holds
     is_errors: bool = False  # of these, the errors file
-    expires_at: int | None = None  # in seconds since 1970; None: it stays until it is deleted
+    # in seconds since 1970; None: it stays until it is deleted
+    expires_at: int | None = None
 
     @classmethod
     def new(
-        cls, own_id: str, owner: str, size: int, name: str, life_s: int | None, **others: Any
+        cls,
+        own_id: str,
+        owner: str,
+        size: int,
+        name: str,
+        life_s: int | None,
+        **others: Any,
     ) -> ServerFile:
         """Return a file that is made now, and stays for a while; None: until it is deleted."""
         now_ns = time.time_ns()
@@ -78,12 +85,14 @@ class FileStore:
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
-        self.lock = threading.RLock()  # under which files are deleted: hold it to keep one
+        # under which files are deleted: hold it to keep one
+        self.lock = threading.RLock()
         self._files: dict[str, ServerFile] = {}
         for path in folder.files.glob("file-*.json"):
             stored = _read(path)
             self._files[stored.id] = stored
-        self._gone: dict[str, ServerFile] = {}  # deleted ones, of which only the place is known
+        # deleted ones, of which only the place is known
+        self._gone: dict[str, ServerFile] = {}
         self._read_gone()
         self._finish_uploads()
         self._check_records()
@@ -91,14 +100,17 @@ class FileStore:
     def get(self, file_id: str, owner: str) -> ServerFile | None:
         """Return an owner's file; None: there is none of this id, or it is another's."""
         stored = self._files.get(file_id)
-        return stored if stored and stored.owner == owner and not stored.is_over else None
+        return (
+            stored if stored and stored.owner == owner and not stored.is_over else None
+        )
 
     def get_input(self, file_id: str) -> ServerFile | None:
         """Return a file that an open batch reads, also if it has expired."""
         return self._files.get(file_id)
 
     def of(self, owner: str, cursor: str | None = None) -> list[ServerFile]:
-        """Return an owner's files, the newest first; that of the cursor even if it was deleted."""
+        """Return an owner's files, the newest first; that of the cursor even if it was
+        deleted."""
         # The event loop calls it, which must not wait for a lock under which others write.
         known = [*self._files.values(), *filter(None, [self._gone.get(cursor or "")])]
         found = [
@@ -106,7 +118,9 @@ class FileStore:
             for stored in known
             if stored.owner == owner and (stored.id == cursor or not stored.is_over)
         ]
-        return sorted(found, key=lambda stored: (stored.created_ns, stored.id), reverse=True)
+        return sorted(
+            found, key=lambda stored: (stored.created_ns, stored.id), reverse=True
+        )
 
     def path_of(self, stored: ServerFile) -> Path:
         """Return where a file's bytes are."""
@@ -128,7 +142,8 @@ class FileStore:
             try:
                 os.replace(upload, coming)
                 sync_folder(coming.parent)
-                self._write(stored)  # from here on the next start moves the bytes, if this does not
+                # from here on the next start moves the bytes, if this does not
+                self._write(stored)
                 os.replace(coming, path)
                 sync_folder(path.parent)
             except BaseException:
@@ -171,7 +186,9 @@ class FileStore:
 
     def _note_gone(self, stored: ServerFile) -> None:
         """Keep where a file stood in its list, so that a page can go on behind it."""
-        self._gone[stored.id] = place = replace(stored, bytes=0, filename="", expires_at=None)
+        self._gone[stored.id] = place = replace(
+            stored, bytes=0, filename="", expires_at=None
+        )
         if len(self._gone) > 2 * MOST_GONE:
             self._write_gone()
             return
@@ -183,12 +200,15 @@ class FileStore:
         with suppress(
             OSError, InUseError
         ):  # of a full disk, on which files must be deleted all the same
-            write_durably(self._folder.path / GONE, b"".join(map(_to_line, self._gone.values())))
+            write_durably(
+                self._folder.path / GONE, b"".join(map(_to_line, self._gone.values()))
+            )
 
     def _read_gone(self) -> None:
         path = self._folder.path / GONE
         for line in path.read_bytes().splitlines() if path.exists() else ():
-            with suppress(ValueError, TypeError):  # a server died while it wrote the line
+            # a server died while it wrote the line
+            with suppress(ValueError, TypeError):
                 place = ServerFile(**json.loads(line))
                 self._gone[place.id] = place
         self._write_gone()
@@ -200,7 +220,9 @@ class FileStore:
     def _finish_uploads(self) -> None:
         """Move the bytes of uploads that are known already; remove others, which broke off."""
         for path in self._folder.uploads.iterdir():
-            if (known := self._files.get(path.stem)) and not self.path_of(known).exists():
+            if (known := self._files.get(path.stem)) and not self.path_of(
+                known
+            ).exists():
                 os.replace(path, self.path_of(known))
             elif UPLOAD.fullmatch(path.name) or ID.fullmatch(path.stem):
                 path.unlink()
@@ -212,11 +234,13 @@ class FileStore:
             if ".json.new" in path.name:
                 path.unlink()  # a record that was being written
             elif (
-                path.suffix == ".jsonl" and ID.fullmatch(path.stem) and path.stem not in self._files
+                path.suffix == ".jsonl"
+                and ID.fullmatch(path.stem)
+                and path.stem not in self._files
             ):
                 raise UsageError(
-                    f"{path} has no {path.stem}.json beside it, so nobody knows whose it is; put "
-                    "that back, or move the file away"
+                    f"{path} has no {path.stem}.json beside it, so nobody knows whose "
+                    "it is; put that back, or move the file away"
                 )
 
 
