@@ -58,7 +58,16 @@ def load(path: Path) -> Any:
 
 def run_again(folder: Path, output: str, *words: str) -> Any:
     """Answer the same input; return what `--stats` wrote."""
-    line = ["run", "in.jsonl", "--output", output, "--stats", "stats.json", *words, *HOW]
+    line = [
+        "run",
+        "in.jsonl",
+        "--output",
+        output,
+        "--stats",
+        "stats.json",
+        *words,
+        *HOW,
+    ]
     run = Forked(line, folder=folder)
     assert run.wait(60) == WITH_ERROR, run.said()
     return load(folder / "stats.json")
@@ -126,7 +135,10 @@ def test_answers_to_an_input_that_grew_are_taken(tmp_path: Path) -> None:
     with (tmp_path / "in.jsonl").open("a") as file:
         file.write('{"prompt": "x", "max_tokens": 2}\n')
     stats = run_again(tmp_path, "whole.jsonl")
-    assert (stats["num_changed_inputs"], stats["num_taken_rows"]) == (1, 5)  # none by chance
+    assert (stats["num_changed_inputs"], stats["num_taken_rows"]) == (
+        1,
+        5,
+    )  # none by chance
     assert texts_of(tmp_path / "whole.jsonl")[:6] == texts_of(EARLIER / "whole.jsonl")
 
 
@@ -146,7 +158,9 @@ def engine() -> Iterator[fminfer.Engine]:
     engine.close()
 
 
-def test_a_server_has_its_files_and_batches(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_a_server_has_its_files_and_batches(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     take(tmp_path, "state")
     state = tmp_path / "state"
     (record,) = state.glob("batches/*/batch.json")
@@ -159,7 +173,9 @@ def test_a_server_has_its_files_and_batches(engine: fminfer.Engine, tmp_path: Pa
         output = server.get(f"/v1/files/{batch['output_file_id']}/content", key)
         assert output.body == (record.parent / "output.jsonl").read_bytes()
         files = server.get("/v1/files", key).json["data"]
-        assert {file["id"] for file in files} == {each["id"] for each in uploads.values()}
+        assert {file["id"] for file in files} == {
+            each["id"] for each in uploads.values()
+        }
         gone = json.loads((EARLIER / "state" / "deleted").read_text())["id"]
         behind = server.get(f"/v1/files?after={gone}", key)
         assert behind.status == 200 and behind.json["data"] == files  # the newest one
@@ -174,7 +190,10 @@ def test_a_server_has_its_files_and_batches(engine: fminfer.Engine, tmp_path: Pa
         again = load(state / "batches" / made["id"] / "batch.json")
         assert names_in(again) == names_in(load(record))
         for name in uploads:
-            assert server.call("DELETE", f"/v1/files/{name.stem}", headers=key).status == 200
+            assert (
+                server.call("DELETE", f"/v1/files/{name.stem}", headers=key).status
+                == 200
+            )
     lines = (state / "deleted").read_text().splitlines()
     assert len(lines) == 1 + len(uploads)
     of_file, *others = [names_in(fields) for fields in uploads.values()]
@@ -182,19 +201,31 @@ def test_a_server_has_its_files_and_batches(engine: fminfer.Engine, tmp_path: Pa
         assert names == of_file
 
 
-def test_a_quantized_folder_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_quantized_folder_is_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """It answers as the same weights do that are quantized now."""
     monkeypatch.chdir(EARLIER)
-    request = {"prompt": [3, 4, 5], "max_tokens": 8, "temperature": 0, "ignore_eos": True}
+    request = {
+        "prompt": [3, 4, 5],
+        "max_tokens": 8,
+        "temperature": 0,
+        "ignore_eos": True,
+    }
     shared: dict[str, Any] = {"dtype": "float32", "device": "cpu", "budget": 64}
     answers = []
-    for model in ({"model": "quantized"}, {"random_init": "tiny.json", "quantize": "int4"}):
+    for model in (
+        {"model": "quantized"},
+        {"random_init": "tiny.json", "quantize": "int4"},
+    ):
         engine = fminfer.Engine(**model, **shared, skip_tokenizer_init=True)
         (record,) = engine.run([request])
         engine.close()
         answers.append(record.choices[0].fields)
     assert answers[0] == answers[1]
-    write_quantized(open_random("tiny.json"), tmp_path, "int4", seed=1, on_progress=lambda *_: None)
+    write_quantized(
+        open_random("tiny.json"), tmp_path, "int4", seed=1, on_progress=lambda *_: None
+    )
     name = "model.safetensors.index.json"
     assert (tmp_path / name).read_bytes() == (EARLIER / "quantized" / name).read_bytes()
     own = [load(folder / "config.json") for folder in (tmp_path, EARLIER / "quantized")]
@@ -219,7 +250,9 @@ def test_measured_costs_are_read(tmp_path: Path) -> None:
     costs = load_costs(EARLIER / "costs.json")
     assert costs is not None and costs.error == 0.16808080733320696
     keep_costs(tmp_path / "costs.json", costs, "fminfer-demo")
-    assert (tmp_path / "costs.json").read_bytes() == (EARLIER / "costs.json").read_bytes()
+    assert (tmp_path / "costs.json").read_bytes() == (
+        EARLIER / "costs.json"
+    ).read_bytes()
 
 
 # All that a request can say, each in another value than its default.
@@ -292,15 +325,21 @@ def test_keys_of_kept_answers_are_what_they_were() -> None:
 
 
 def test_keys_of_draws_are_what_they_were() -> None:
-    assert draw_key([[1, 2, 3]], PARAMS, 4, 0, b"").hex() == "2de109a049d24fe9bbad5885930693e1"
     assert (
-        draw_key([[1, 2, 3]], PARAMS, 1, 2, bytes(16)).hex() == "4911b4de3d89e800972ece4cbe3a0e2a"
+        draw_key([[1, 2, 3]], PARAMS, 4, 0, b"").hex()
+        == "2de109a049d24fe9bbad5885930693e1"
+    )
+    assert (
+        draw_key([[1, 2, 3]], PARAMS, 1, 2, bytes(16)).hex()
+        == "4911b4de3d89e800972ece4cbe3a0e2a"
     )
 
 
 def test_names_of_fingerprints_are_what_they_were() -> None:
     """Those that stand there always are in the earlier journal; these can come."""
-    told = sorted(each.told for each in options_of(EngineConfig).values() if each.alters)
+    told = sorted(
+        each.told for each in options_of(EngineConfig).values() if each.alters
+    )
     assert " ".join(told) == (
         "--chat-template --check-model --embeddings --generation-config --max-layers "
         "--max-logprobs --max-model-len --on-too-long --overwrite-request-args --seed "
@@ -342,7 +381,9 @@ OWN_METRICS = """
 GPU_METRICS = "foreseen_memory_bytes peak_memory_bytes peak_tensor_bytes"
 
 
-def test_names_of_a_server_are_what_they_were(engine: fminfer.Engine, tmp_path: Path) -> None:
+def test_names_of_a_server_are_what_they_were(
+    engine: fminfer.Engine, tmp_path: Path
+) -> None:
     with running(engine, state=tmp_path / "state") as server:
         stats = server.get("/stats").json
         told = server.get("/metrics").body.decode().splitlines()
@@ -362,7 +403,14 @@ def test_names_of_reports_are_what_they_were(tmp_path: Path) -> None:
     """Of `--trace`, of `fminfer status --json`, and of `fminfer check --json`."""
     take(tmp_path, "in.jsonl", "whole.jsonl", "whole.errors.jsonl", "whole.status.json")
     asked = {
-        "trace.json": ["run", "in.jsonl", "--output", "new.jsonl", "--trace", "trace.json"],
+        "trace.json": [
+            "run",
+            "in.jsonl",
+            "--output",
+            "new.jsonl",
+            "--trace",
+            "trace.json",
+        ],
         "status.json": ["status", "whole.jsonl", "--json"],
         "check.json": ["check", "in.jsonl", "--json"],
     }
