@@ -71,12 +71,12 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
-    from fminfer.compute.registry import open_registry
-    from fminfer.compute.weights import Dense, Weight
-    from fminfer.models.layer_step import Bodies
+    from fminfer.compute.values.weights import Dense, Weight
+    from fminfer.forward.layer_step import Bodies
+    from fminfer.forward.registry import open_registry
+    from fminfer.forward.transformer import Transformer
+    from fminfer.forward.whole_layers import WholeLayers
     from fminfer.models.tensor_specs import layer_specs
-    from fminfer.models.transformer import Transformer
-    from fminfer.models.whole_layers import WholeLayers
 
     registry = open_registry("require", dtype, torch.device("cpu"))
     if not in_one_call:
@@ -103,9 +103,9 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
 
     from fminfer.compute.attention.kernel_attention import KernelAttention
     from fminfer.compute.attention.kv_cache import KvCache
-    from fminfer.compute.registry import find_library
-    from fminfer.compute.step import Rows
-    from fminfer.models.layer_step import LayerStep
+    from fminfer.compute.values.step import Rows
+    from fminfer.forward.layer_step import LayerStep
+    from fminfer.forward.registry import find_library
 
     each = (CONTEXT + tokens) // BLOCK + 1
     library = find_library("require", torch.device("cpu"))

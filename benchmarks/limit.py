@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from fminfer.compute.spec import Model, Moe
+from fminfer.compute.values.spec import Model, Moe
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.tensor_specs import exit_specs, layer_specs
 

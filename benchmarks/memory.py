@@ -20,7 +20,7 @@ from pathlib import Path
 import click
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.compute.step import Step, StepResult, TokenLogprobs
+from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import RankMemory, StageSpan
 from fminfer.engine.answer import AnswerForm
@@ -30,8 +30,8 @@ from fminfer.job.file_job import run_job
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.runtime.build.assembly import build_loop
 from fminfer.runtime.engine_api import Engine
+from fminfer.runtime.load.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
 
 TOKEN_ID = 65

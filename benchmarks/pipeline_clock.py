@@ -19,7 +19,7 @@ from unittest import mock
 import numpy as np
 from pipeline_costs import Link, Work
 
-from fminfer.compute.step import Step, StepResult, TokenLogprobs
+from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
 from fminfer.engine import packing

@@ -49,7 +49,7 @@ from fminfer.compute.layers.products import (  # noqa: E402
     ProductKernel,
     library_products,
 )
-from fminfer.compute.weights import dense  # noqa: E402
+from fminfer.compute.values.weights import dense  # noqa: E402
 
 # inputs, outputs
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))

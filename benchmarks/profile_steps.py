@@ -39,8 +39,8 @@ import fminfer
 from fminfer.compute.attention.kernel_attention import KernelAttention
 from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.attention.paged_attention import PlainAttention
+from fminfer.forward.whole_layers import Spent, WholeLayer
 from fminfer.models.tensor_specs import layer_specs
-from fminfer.models.whole_layers import Spent, WholeLayer
 
 PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (KernelAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]

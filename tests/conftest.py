@@ -29,7 +29,6 @@ from fminfer.compute.attention.kernel_attention import (  # noqa: E402
 )
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
 from fminfer.compute.layers.bodies import PartKernels, Parts  # noqa: E402
-from fminfer.compute.registry import Registry  # noqa: E402
 from fminfer.compute.sampling.sampler import (  # noqa: E402
     Drawer,
     Ranker,
@@ -37,14 +36,15 @@ from fminfer.compute.sampling.sampler import (  # noqa: E402
     draw,
     rank,
 )
-from fminfer.compute.spec import Alibi, Attention  # noqa: E402
 from fminfer.compute.trial import compare  # noqa: E402
+from fminfer.compute.values.spec import Alibi, Attention  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
+from fminfer.forward.layer_step import Bodies  # noqa: E402
+from fminfer.forward.registry import Registry  # noqa: E402
+from fminfer.forward.transformer import Transformer  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
 from fminfer.models.formats import Holding  # noqa: E402
 from fminfer.models.layer_source import open_weights  # noqa: E402
-from fminfer.models.layer_step import Bodies  # noqa: E402
-from fminfer.models.transformer import Transformer  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 
 IS_ALL = os.environ.get("FMINFER_TEST_ALL") == "1"

@@ -7,7 +7,7 @@ from functools import cache
 import torch
 
 from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks
-from fminfer.compute.weights import (
+from fminfer.compute.values.weights import (
     Dense,
     Format,
     Joined,

@@ -20,14 +20,14 @@ import torch
 
 import fminfer
 from fminfer.compute.shards import ShardGroup, SharedMemoryGroup
-from fminfer.compute.step import Step, StepResult
+from fminfer.compute.values.step import Step, StepResult
 from fminfer.core.config import EngineConfig, make_config
+from fminfer.forward.stage import Stage
 from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.models.stage import Stage
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan
-from fminfer.runtime.build import builder
+from fminfer.runtime.load import builder
 
 
 class ThreadGroup:

@@ -9,8 +9,8 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from fminfer.compute import step as steps
-from fminfer.compute.step import Step, TokenLogprobs
+from fminfer.compute.values import step as steps
+from fminfer.compute.values.step import Step, TokenLogprobs
 
 
 class Row(NamedTuple):

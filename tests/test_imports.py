@@ -1,4 +1,4 @@
-"""The house: packages stand on ten layers, and import from lower ones only
+"""The house: packages stand on eleven layers, and import from lower ones only
 (docs/structure.md)."""
 
 from __future__ import annotations
@@ -21,6 +21,7 @@ job split
 estimate
 runtime
 plan answers
+forward
 engine pipeline models files
 compute
 contract text machine
@@ -73,10 +74,10 @@ OWN_LATE = {
     ("cli", "fminfer.files"): "only `fminfer merge` needs it",
     ("cli", "fminfer.cluster"): "only `fminfer submit` needs its templates' library",
     (
-        "compute",
+        "forward",
         "fminfer.compute.attention.triton_attention",
     ): "triton comes with CUDA's torch only",
-    ("compute", "fminfer.compute.layers.triton_layers"): "the same",
+    ("forward", "fminfer.compute.layers.triton_layers"): "the same",
 }
 # What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
 CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]

@@ -14,10 +14,10 @@ import torch
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
-from fminfer.compute.step import Step, make_draws
-from fminfer.models.decode_graphs import find_graphs
-from fminfer.models.stage import Stage
-from fminfer.runtime.build.builder import LoadedPart
+from fminfer.compute.values.step import Step, make_draws
+from fminfer.forward.decode_graphs import find_graphs
+from fminfer.forward.stage import Stage
+from fminfer.runtime.load.builder import LoadedPart
 
 BLOCK = 32
 TURNS = {"cuda": 20, "cpu": 2}

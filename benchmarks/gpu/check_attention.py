@@ -12,7 +12,7 @@ from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.references import Heads, attend_as_torch, attend_in_float64
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.step import Rows
+from fminfer.compute.values.step import Rows
 
 SHAPES = {
     "cuda": (

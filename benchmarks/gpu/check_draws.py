@@ -11,10 +11,10 @@ from functools import partial
 import torch
 
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
-from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling import sampler
 from fminfer.compute.sampling.sampler import Drawer, Ranker, Ranking, SamplingTensors
-from fminfer.compute.step import make_draws
+from fminfer.compute.values.step import make_draws
+from fminfer.forward.registry import open_registry
 
 SIZES = {"cuda": (64, 128256), "cpu": (16, 3000)}  # rows, vocabulary
 NUM_TOP = 20

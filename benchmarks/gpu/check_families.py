@@ -25,9 +25,9 @@ from benchmarks.gpu.family_answers import (
     score_with_transformers,
 )
 from fminfer import Engine
-from fminfer.compute.spec import Layer, Moe
+from fminfer.compute.values.spec import Layer, Moe
+from fminfer.forward.decode_graphs import can_capture
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.decode_graphs import can_capture
 from tests.conftest import FIELDS
 from tests.further_families import FURTHER
 

@@ -22,8 +22,8 @@ from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, parts_tr
 from fminfer.compute.layers.triton_layers import TritonLayers, triton_race
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
 from fminfer.compute.sampling.sampler import draw
-from fminfer.compute.spec import Attention, Norm
 from fminfer.compute.trial import compare
+from fminfer.compute.values.spec import Attention, Norm
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
 TOKENS = {"cuda": (1, 7, 512), "cpu": (1, 3)}

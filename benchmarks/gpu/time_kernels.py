@@ -15,7 +15,7 @@ from benchmarks.gpu.references import Heads
 from benchmarks.gpu.stopwatch import call_s, median_s
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.step import Rows
+from fminfer.compute.values.step import Rows
 
 SHAPE = {"cuda": Heads(32, 8, 128), "cpu": Heads(4, 2, 16)}  # llama-8B's
 TYPE = {"cuda": torch.bfloat16, "cpu": torch.float32}

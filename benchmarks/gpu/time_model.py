@@ -24,15 +24,15 @@ from benchmarks.gpu.captured_step import time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
 from fminfer import Engine
-from fminfer.compute.step import StepTrace
+from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import OnProgress, open_weights
-from fminfer.runtime.build.agreement import plan_run
-from fminfer.runtime.build.builder import LoadedPart, load_part
-from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.load.agreement import plan_run
+from fminfer.runtime.load.builder import LoadedPart, load_part
+from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.text.tokenizer import Tokenizer
 
 LLAMA_8B: dict[str, Any] = {

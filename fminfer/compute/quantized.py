@@ -20,7 +20,7 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.weights import Shape, Tensors, Use
+from fminfer.compute.values.weights import Shape, Tensors, Use
 
 Tensor = torch.Tensor
 Unpack = Callable[[Tensor], Tensor]  # (…, bytes of a block) → (…, numbers) float32

@@ -14,7 +14,7 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.kernels.calls import SumsStruct
-from fminfer.compute.weights import KERNEL_TYPES
+from fminfer.compute.values.weights import KERNEL_TYPES
 from fminfer.core.errors import PipelineError
 
 CAPACITY = 1 << 20  # bytes that a rank shares at once; larger tensors go in parts

@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterator
 from typing import Protocol
 
-from fminfer.compute.step import Step, StepResult, StepTrace
+from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
 from fminfer.core.quantities import counted
 from fminfer.core.timing import RowClock

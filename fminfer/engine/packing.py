@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from fminfer.compute.step import DRAW, SCORE, Step, mask_columns
+from fminfer.compute.values.step import DRAW, SCORE, Step, mask_columns
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits

@@ -8,7 +8,7 @@ from collections.abc import Iterator
 
 import numpy as np
 
-from fminfer.compute.step import StepResult, TokenLogprobs
+from fminfer.compute.values.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
 from fminfer.engine.packing import PlannedStep
 from fminfer.engine.scheduler import Scheduler

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from fminfer.compute.step import StepTrace
+from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.quantities import show_seconds

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from tqdm import tqdm
 
-from fminfer.compute.registry import find_library
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, StepSizes
@@ -29,6 +28,7 @@ from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
 from fminfer.files.line_reader import count_rows, read_lines, sum_counts
+from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.origins import check_tensors
@@ -37,9 +37,9 @@ from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
 from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
-from fminfer.runtime.build.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
+from fminfer.runtime.load.assembly import build_loop, load_tokenizer, make_intake
 from fminfer.text.tokenizer import Tokenizer
 
 # The options on which the time of steps depends.

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.step import Step
+from fminfer.compute.values.step import Step
 from fminfer.core.errors import UsageError
 from fminfer.core.version import __version__
 from fminfer.files.disk import replacing

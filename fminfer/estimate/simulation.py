@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import numpy as np
 
-from fminfer.compute.step import BlockTables, Step, StepResult, TokenLogprobs
+from fminfer.compute.values.step import BlockTables, Step, StepResult, TokenLogprobs
 from fminfer.engine.sequence import Prepared, RequestState
 from fminfer.engine.start import Starter
 from fminfer.estimate.cost_model import (

@@ -50,10 +50,10 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import name_of
 from fminfer.runtime.bars import say
-from fminfer.runtime.build.assembly import find_vectors, line_counting
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
+from fminfer.runtime.load.assembly import find_vectors, line_counting
 from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
 
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import orjson
 
-from fminfer.compute.step import StepTrace
+from fminfer.compute.values.step import StepTrace
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats

@@ -1,1 +1,1 @@
-"""One forward for all model families: specs, checkpoints, weights, one stage."""
+"""Says what a model is, and where its weights lie: families, checkpoints, tensors."""

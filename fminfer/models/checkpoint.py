@@ -12,7 +12,7 @@ from typing import Any
 import transformers
 
 from fminfer.compute.attention.scoring import MOST_RELATIVE, relative_reach
-from fminfer.compute.spec import Layer, Model
+from fminfer.compute.values.spec import Layer, Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import (

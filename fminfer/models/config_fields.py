@@ -17,7 +17,7 @@ import transformers
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from fminfer.compute.layers.plain import ACTIVATIONS
-from fminfer.compute.spec import ACTIVATION_SHAPES, Moe, Pooling
+from fminfer.compute.values.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 from fminfer.models.families import (

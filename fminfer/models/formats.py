@@ -10,7 +10,15 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks, quantized_forms
-from fminfer.compute.weights import Dense, Format, Shape, Tensors, TensorSpec, Use, join
+from fminfer.compute.values.weights import (
+    Dense,
+    Format,
+    Shape,
+    Tensors,
+    TensorSpec,
+    Use,
+    join,
+)
 
 
 class StoredFormat(Format, Protocol):

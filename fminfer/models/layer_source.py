@@ -11,7 +11,7 @@ from itertools import product
 import torch
 
 from fminfer.compute.quantized import Blocks
-from fminfer.compute.weights import Dense, Format, Joined, Tensors, Weight
+from fminfer.compute.values.weights import Dense, Format, Joined, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED

@@ -14,8 +14,8 @@ from pathlib import Path
 import torch
 
 from fminfer.compute.quantized import OWN_FORMS
-from fminfer.compute.spec import Attention
-from fminfer.compute.weights import Dense, Format, Shape, TensorSpec
+from fminfer.compute.values.spec import Attention
+from fminfer.compute.values.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from fminfer.compute.spec import Pooling, Reading
+from fminfer.compute.values.spec import Pooling, Reading
 from fminfer.contract.request import SIMILARITIES, Similarity
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults

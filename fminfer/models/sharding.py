@@ -14,8 +14,8 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fminfer.compute.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
-from fminfer.compute.weights import Format, Joined, TensorSpec, Units
+from fminfer.compute.values.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
+from fminfer.compute.values.weights import Format, Joined, TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import even_parts
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs

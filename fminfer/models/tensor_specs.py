@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.spec import (
+from fminfer.compute.values.spec import (
     ACTIVATION_SHAPES,
     Attention,
     Latent,
@@ -19,7 +19,7 @@ from fminfer.compute.spec import (
     Moe,
     Norm,
 )
-from fminfer.compute.weights import TensorSpec, Units, Use, Weight
+from fminfer.compute.values.weights import TensorSpec, Units, Use, Weight
 from fminfer.core.partition import Part
 
 TensorSpecs = dict[str, TensorSpec]

@@ -12,7 +12,7 @@ from abc import ABC, abstractmethod
 from collections import deque
 from collections.abc import Callable
 
-from fminfer.compute.step import Step, StepResult
+from fminfer.compute.values.step import Step, StepResult
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.quantities import show_short
 

@@ -17,7 +17,7 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.step import Results, Step
+from fminfer.compute.values.step import Results, Step
 from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part

@@ -17,7 +17,7 @@ import orjson
 import torch
 import torch.distributed as dist
 
-from fminfer.compute.step import (
+from fminfer.compute.values.step import (
     NO_VECTORS,
     NOTHING,
     STEP_COLUMNS,

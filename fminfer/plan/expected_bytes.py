@@ -6,14 +6,14 @@ import math
 from dataclasses import dataclass
 
 from fminfer.compute.layers.products import head_takes, kernel_takes
-from fminfer.compute.spec import Mlp, Model, Moe
-from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
+from fminfer.compute.values.spec import Mlp, Model, Moe
+from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
 from fminfer.core.partition import Part
-from fminfer.models.decode_graphs import can_capture, graph_sizes, input_bytes
+from fminfer.forward.decode_graphs import can_capture, graph_sizes, input_bytes
+from fminfer.forward.layer_stream import SLOTS
+from fminfer.forward.stage import MAX_LOGITS
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
-from fminfer.models.layer_stream import SLOTS
 from fminfer.models.sharding import WHOLE, ModelShare
-from fminfer.models.stage import MAX_LOGITS
 from fminfer.models.tensor_specs import layer_specs, part_specs, without_tied
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 

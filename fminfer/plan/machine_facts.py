@@ -9,7 +9,7 @@ import torch
 
 from fminfer.compute.kernels.kernel_build import may_have_library
 from fminfer.compute.layers.products import kernel_takes, torch_takes
-from fminfer.compute.weights import Dense
+from fminfer.compute.values.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import free_bytes, is_fast_in_bfloat16

@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fminfer.compute.quantized import UNPACKING
-from fminfer.compute.spec import Moe
-from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
-from fminfer.models.decode_graphs import can_capture
+from fminfer.compute.values.spec import Moe
+from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
+from fminfer.forward.decode_graphs import can_capture
 from fminfer.models.tensor_specs import (
     exit_specs,
     layer_specs,

@@ -11,8 +11,8 @@ import torch
 
 from fminfer.compute.layers.products import kernel_takes
 from fminfer.compute.quantized import Blocks
-from fminfer.compute.spec import Model
-from fminfer.compute.weights import USES, Dense, Format, Use, join
+from fminfer.compute.values.spec import Model
+from fminfer.compute.values.weights import USES, Dense, Format, Use, join
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, even_parts, split_layers

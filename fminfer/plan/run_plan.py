@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.weights import Format, Use
+from fminfer.compute.values.weights import Format, Use
 from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part

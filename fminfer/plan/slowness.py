@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from fminfer.compute.spec import Moe
+from fminfer.compute.values.spec import Moe
 from fminfer.machine.device import why_slow
 from fminfer.plan.run_plan import RunPlan
 

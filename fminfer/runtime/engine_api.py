@@ -25,11 +25,11 @@ from fminfer.engine.intake import request_of_text
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.runtime.build.assembly import load_tokenizer, make_intake
-from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.computing import Compute, start_computing
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
+from fminfer.runtime.load.assembly import load_tokenizer, make_intake
+from fminfer.runtime.load.one_pipeline import OnePipeline
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 

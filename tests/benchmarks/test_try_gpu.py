@@ -30,7 +30,7 @@ from benchmarks.gpu.phases import PHASES, Phase, turns_of, visit_turns
 from benchmarks.gpu.runner import Runner
 from benchmarks.gpu.summary import has_passed, latest, to_text
 from benchmarks.gpu.worker import run_case
-from fminfer.models.transformer import Transformer
+from fminfer.forward.transformer import Transformer
 
 ROOT = Path(__file__).resolve().parent.parent.parent
 LACKING = (

@@ -246,7 +246,7 @@ def test_a_budget_without_memory_is_refused_before_weights_are_read(
     def load(*_: object) -> None:
         raise AssertionError("weights are read")
 
-    monkeypatch.setattr("fminfer.runtime.build.builder.load_part", load)
+    monkeypatch.setattr("fminfer.runtime.load.builder.load_part", load)
     with pytest.raises(UsageError, match=r"a KV cache of .* give a smaller --budget"):
         fminfer.Engine(device="cpu", budget=10**12)
 

@@ -22,8 +22,8 @@ from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.spec import Attention, Latent, Norm
-from fminfer.compute.step import Rows
+from fminfer.compute.values.spec import Attention, Latent, Norm
+from fminfer.compute.values.step import Rows
 from fminfer.machine.host_memory import use_small_pages
 from tests.conftest import IS_ALL, built_library, more, triton_device
 

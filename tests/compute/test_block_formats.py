@@ -22,7 +22,7 @@ from fminfer.compute.quantized import (
     Blocks,
     quantized_forms,
 )
-from fminfer.compute.weights import Dense, Format, Joined, TensorSpec, Use, join
+from fminfer.compute.values.weights import Dense, Format, Joined, TensorSpec, Use, join
 from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight

@@ -19,10 +19,18 @@ from fminfer.compute.layers.products import (
     kernel_takes,
 )
 from fminfer.compute.quantized import INT4, INT8, INT8_32, Blocks
-from fminfer.compute.registry import Registry
-from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import Dense, Format, Joined, Use, Weight, dense, join
+from fminfer.compute.values.spec import Mlp, Moe
+from fminfer.compute.values.weights import (
+    Dense,
+    Format,
+    Joined,
+    Use,
+    Weight,
+    dense,
+    join,
+)
 from fminfer.core.errors import UsageError
+from fminfer.forward.registry import Registry
 from tests.compute.test_experts import choose, expected_of
 from tests.conftest import built_library
 from tests.random_blocks import FORMS, random_weight, summed_sizes

@@ -26,8 +26,8 @@ from fminfer.compute.sampling.sampler import (
     sample,
     token_bits,
 )
-from fminfer.compute.step import make_draws
-from fminfer.compute.weights import dense
+from fminfer.compute.values.step import make_draws
+from fminfer.compute.values.weights import dense
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_ids
@@ -298,7 +298,7 @@ def test_draws_through_the_engine_are_unrelated(
         source.exit = flat
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_flat)
+    monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_flat)
     folder, model = llama_checkpoint
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
     vocab = model.config.vocab_size

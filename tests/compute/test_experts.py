@@ -14,13 +14,13 @@ import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain, products
 from fminfer.compute.layers.experts import Mix, PackedExperts, serves
-from fminfer.compute.registry import Registry
-from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import dense
+from fminfer.compute.values.spec import Mlp, Moe
+from fminfer.compute.values.weights import dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.forward.layer import MoeOf
+from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.layer import MoeOf
 from fminfer.plan.expected_bytes import HOLE_BYTES
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import built_library, make_model

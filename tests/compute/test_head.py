@@ -15,10 +15,10 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.registry import Registry
-from fminfer.compute.weights import dense
-from fminfer.models import transformer as head_module
-from fminfer.models.transformer import Head
+from fminfer.compute.values.weights import dense
+from fminfer.forward import transformer as head_module
+from fminfer.forward.registry import Registry
+from fminfer.forward.transformer import Head
 from tests.conftest import built_library, make_model, save_byte_tokenizer
 
 # (rows, inputs, outputs): one of each; parts of vectors, of tiles and of blocks; several blocks.

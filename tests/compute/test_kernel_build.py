@@ -19,11 +19,11 @@ import torch
 import fminfer
 from fminfer.compute.kernels import kernel_build
 from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
-from fminfer.compute.registry import find_library
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
+from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import open_model
-from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.process_roles import start_engine
 
 CPU = torch.device("cpu")

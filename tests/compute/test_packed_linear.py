@@ -18,10 +18,10 @@ from fminfer.compute.layers.products import (
     library_products,
     onednn_packs_bfloat16,
 )
-from fminfer.compute.registry import Registry
 from fminfer.compute.trial import Candidate
-from fminfer.compute.weights import Function, Weight, dense
+from fminfer.compute.values.weights import Function, Weight, dense
 from fminfer.core.errors import UsageError
+from fminfer.forward.registry import Registry
 from tests.conftest import plain_registry
 
 needs_packed_bfloat16 = pytest.mark.skipif(

@@ -18,16 +18,16 @@ from fminfer.compute.layers.products import (
     onednn_packs_bfloat16,
     product_candidate,
 )
-from fminfer.compute.registry import Registry
-from fminfer.compute.spec import Mlp, Moe
-from fminfer.compute.weights import Weight, dense
+from fminfer.compute.values.spec import Mlp, Moe
+from fminfer.compute.values.weights import Weight, dense
+from fminfer.forward.layer import MoeOf
+from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.registry import Registry
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.layer import MoeOf
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.tensor_specs import Weights
-from fminfer.models.transformer import Transformer
 from tests.conftest import (
     VOCAB,
     built_library,
@@ -35,7 +35,7 @@ from tests.conftest import (
     plain_registry,
     some_families,
 )
-from tests.models.test_transformer import CPU, Dense, logits_of, one_stage
+from tests.forward.test_transformer import CPU, Dense, logits_of, one_stage
 
 ALONE: Any = SimpleNamespace(shards=None)  # of a step
 

@@ -27,9 +27,9 @@ import json, os, time
 from fminfer.machine.threads import wait_briefly
 wait_briefly()
 import torch
-from fminfer.compute.registry import find_library
+from fminfer.forward.registry import find_library
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.weights import dense
+from fminfer.compute.values.weights import dense
 
 def tasks():
     return set(os.listdir("/proc/self/task"))

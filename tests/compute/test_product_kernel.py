@@ -20,8 +20,8 @@ from fminfer.compute.layers.products import (
     library_products,
     onednn_packs_bfloat16,
 )
-from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Dense, Weight, dense
+from fminfer.compute.values.weights import Dense, Weight, dense
+from fminfer.forward.registry import Registry
 from tests.conftest import built_library
 
 pytestmark = pytest.mark.skipif(

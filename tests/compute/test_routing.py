@@ -11,12 +11,12 @@ import torch
 import transformers
 
 from fminfer.core.partition import Part
+from fminfer.forward.layer import MoeOf
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.layer import MoeOf
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies
-from fminfer.models.transformer import Transformer
 from tests.conftest import make_model, plain_registry
 
 # The last two keep their routers in float32 in any dtype.

@@ -24,7 +24,7 @@ from fminfer.compute.sampling.sampler import (
     score,
     to_host,
 )
-from fminfer.compute.step import Step, TokenLogprobs, mask_columns, masks_of
+from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns, masks_of
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.engine.noise import step_noise
 from tests.conftest import built_library, span

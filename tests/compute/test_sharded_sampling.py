@@ -19,7 +19,7 @@ from fminfer.compute.sampling.sampler import Drawer, Ranker, SamplingTensors, dr
 from fminfer.compute.sampling.sampler import sample as sample_whole
 from fminfer.compute.sampling.sampler import score as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
-from fminfer.compute.step import Step, TokenLogprobs, mask_columns
+from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns
 from fminfer.core.messages import invert, make_mask, pack_ids
 from fminfer.core.partition import even_parts
 from tests.conftest import built_library, num_examples, span

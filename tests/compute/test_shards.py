@@ -13,7 +13,7 @@ import torch
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.quantized import GGUF_FORMS, INT4, INT8, OWN_FORMS, Blocks
 from fminfer.compute.shards import CAPACITY
-from fminfer.compute.weights import Joined, join
+from fminfer.compute.values.weights import Joined, join
 from fminfer.core.errors import PipelineError
 from tests.conftest import built_library
 from tests.random_blocks import random_blocks

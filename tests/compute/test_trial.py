@@ -17,16 +17,16 @@ from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import LayerKernels
 from fminfer.compute.layers.products import Linear, PackedProduct
-from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
 from fminfer.compute.trial import Candidate, Trial, compare
-from fminfer.compute.weights import dense
+from fminfer.compute.values.weights import dense
 from fminfer.core.errors import UsageError
+from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.registry import Registry
+from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_random
-from fminfer.models.layer import LayerOf
-from fminfer.models.layer_step import Bodies
-from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import built_library, plain_registry
 from tests.models.test_oracle import Oracle, check_all, mixed_requests
 
@@ -117,7 +117,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             x, more = self.parts(*given)
             return x + more + off, None
 
-    monkeypatch.setattr("fminfer.models.whole_layers.WholeLayer", Whole)
+    monkeypatch.setattr("fminfer.forward.whole_layers.WholeLayer", Whole)
     how = open_random("llama-160m").model.layers[0]
     size = 768
     width = how.attention.heads * how.attention.head_dim

@@ -26,18 +26,18 @@ from fminfer.compute.attention.triton_attention import TileShape, TritonAttentio
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
 from fminfer.compute.layers.triton_layers import TOKENS, TritonLayers, triton_race
-from fminfer.compute.registry import Registry
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
 from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
-from fminfer.compute.spec import Alibi
-from fminfer.compute.step import Rows, make_draws
 from fminfer.compute.trial import compare
+from fminfer.compute.values.spec import Alibi
+from fminfer.compute.values.step import Rows, make_draws
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.engine.noise import step_noise
+from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_random
-from fminfer.runtime.build import builder
+from fminfer.runtime.load import builder
 from tests.compute.test_attention import (
     check_every_kind_of_row,
     check_odd_values,

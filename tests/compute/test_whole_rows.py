@@ -18,8 +18,8 @@ from fminfer.compute.attention.scoring import (
     relative_reach,
     scoring_of,
 )
-from fminfer.compute.spec import Attention, Relative
-from fminfer.compute.step import BlockTables, Rows, Step
+from fminfer.compute.values.spec import Attention, Relative
+from fminfer.compute.values.step import BlockTables, Rows, Step
 from tests.compute.test_attention import BODIES, DIM, make_kernel
 from tests.conftest import IS_ALL, triton_device
 

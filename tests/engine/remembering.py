@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.step import (
+from fminfer.compute.values.step import (
     BlockTables,
     Results,
     Step,

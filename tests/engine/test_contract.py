@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fminfer.compute.step import Results, Step, StepResult, TokenLogprobs
+from fminfer.compute.values.step import Results, Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool

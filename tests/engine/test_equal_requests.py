@@ -12,7 +12,7 @@ import pytest
 
 import fminfer
 from fminfer.contract.envelope import Line
-from fminfer.models.transformer import Head
+from fminfer.forward.transformer import Head
 from fminfer.runtime.lines import equal_requests
 from fminfer.runtime.lines.line_intake import MAX_CHATS
 

@@ -12,7 +12,7 @@ import torch
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.step import ResultKind, Step, StepResult
+from fminfer.compute.values.step import ResultKind, Step, StepResult
 from fminfer.contract.record import Record
 from fminfer.engine.sequence import PromptState, RequestState, TokenReport
 from fminfer.models.layer_source import open_weights
@@ -162,7 +162,7 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
         source.entry = lambda: entry
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_damaged)
     asked: dict[str, Any] = {"temperature": 0, "max_tokens": 4, "logprobs": 2}
     if is_scored:
         asked |= {"max_tokens": 0, "echo": True}

@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.step import masks_of
+from fminfer.compute.values.step import masks_of
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import Mask, invert, make_mask, pack_ids

@@ -24,7 +24,7 @@ from tests.forked import run_forked
 NO_MEMORY = """
 import sys
 from fminfer.core.errors import OutOfMemoryError
-from fminfer.models.stage import Stage
+from fminfer.forward.stage import Stage
 
 forward = Stage.forward
 

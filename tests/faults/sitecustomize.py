@@ -32,11 +32,11 @@ def _is_here() -> bool:
 
 
 if kind and "-m" in sys.orig_argv:
-    import fminfer.runtime.build.builder
-    import fminfer.runtime.build.one_pipeline
-    from fminfer.models.stage import Stage
+    import fminfer.runtime.load.builder
+    import fminfer.runtime.load.one_pipeline
+    from fminfer.forward.stage import Stage
 
-    open_weights = fminfer.runtime.build.builder.open_weights
+    open_weights = fminfer.runtime.load.builder.open_weights
     forward = Stage.forward
 
     def load_or_fail(*args, **options):
@@ -55,6 +55,6 @@ if kind and "-m" in sys.orig_argv:
         return forward(self, step, hidden)
 
     if kind == "hang":
-        fminfer.runtime.build.one_pipeline.limit_step = lambda plan: 2.0
-    fminfer.runtime.build.builder.open_weights = load_or_fail
+        fminfer.runtime.load.one_pipeline.limit_step = lambda plan: 2.0
+    fminfer.runtime.load.builder.open_weights = load_or_fail
     Stage.forward = forward_or_fail

@@ -35,8 +35,8 @@ from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine import other_work
 from fminfer.models.checkpoint import open_model
-from fminfer.runtime.build.assembly import line_counting
 from fminfer.runtime.lines.runner import LOOKAHEAD
+from fminfer.runtime.load.assembly import line_counting
 from tests.conftest import IS_ALL, more, run_files
 from tests.files.test_journal import kill_at
 from tests.job.test_try_again import bury_claims, close_all

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.step import StepResult
+from fminfer.compute.values.step import StepResult
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerForm
@@ -24,7 +24,7 @@ from fminfer.engine.start import Starter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar, TimeLeft
-from fminfer.runtime.build.assembly import build_loop
+from fminfer.runtime.load.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
 from tests.forked import Forked
 from tests.job.test_time_left import Clock, Told, drawing

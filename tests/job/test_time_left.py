@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.step import Step, StepResult, StepTrace
+from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
 from fminfer.engine.answer import AnswerForm
@@ -23,8 +23,8 @@ from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar, TimeLeft
-from fminfer.runtime.build.assembly import build_loop
 from fminfer.runtime.lines.runner import WINDOW
+from fminfer.runtime.load.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import more
 from tests.line_bench import over_lines

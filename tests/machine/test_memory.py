@@ -11,8 +11,8 @@ import torch
 
 import fminfer
 from fminfer.core.errors import OutOfMemoryError, UsageError
+from fminfer.forward.stage import Stage
 from fminfer.machine.out_of_memory import SizeLimit, is_out_of_memory
-from fminfer.models.stage import Stage
 
 FULL = RuntimeError(
     "[enforce fail] DefaultCPUAllocator: can't allocate memory: you tried"

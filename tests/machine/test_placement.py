@@ -31,9 +31,9 @@ from fminfer.plan.machine_facts import (
 )
 from fminfer.plan.planning import make_plan
 from fminfer.plan.shortage import auto_budget
-from fminfer.runtime.build.agreement import connect_neighbours, count_blocks
-from fminfer.runtime.build.builder import build_stage
-from fminfer.runtime.build.one_pipeline import _build_pipeline
+from fminfer.runtime.load.agreement import connect_neighbours, count_blocks
+from fminfer.runtime.load.builder import build_stage
+from fminfer.runtime.load.one_pipeline import _build_pipeline
 
 
 def device_of(
@@ -122,10 +122,10 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         asked.append(device)
         return 10 << 30
 
-    for module in ("plan.machine_facts", "runtime.build.agreement"):
+    for module in ("plan.machine_facts", "runtime.load.agreement"):
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
     monkeypatch.setattr(
-        "fminfer.runtime.build.agreement.memory_name", lambda *given: "a card"
+        "fminfer.runtime.load.agreement.memory_name", lambda *given: "a card"
     )
     checkpoint = open_random("llama-160m")
     config = EngineConfig()
@@ -229,7 +229,7 @@ def test_a_gpu_compiles_before_the_first_step(monkeypatch: pytest.MonkeyPatch) -
     for kind in ("cpu", "cuda"):
         stage = SimpleNamespace(warm_up=lambda kind=kind: warmed.append(kind))
         monkeypatch.setattr(
-            "fminfer.runtime.build.builder.make_stage",
+            "fminfer.runtime.load.builder.make_stage",
             lambda *given, stage=stage: stage,
         )
         loaded: Any = SimpleNamespace(device=torch.device(kind))

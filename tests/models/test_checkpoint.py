@@ -26,7 +26,7 @@ from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.encoder_families import make_encoder, save
-from tests.models.test_transformer import logits_of
+from tests.forward.test_transformer import logits_of
 
 CPU = torch.device("cpu")
 IDS = [list(range(20)), [7, 3]]

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.runtime.build.assembly import find_start
+from fminfer.runtime.load.assembly import find_start
 from tests.encoder_families import make_encoder, save
 
 SOURCE = [*range(5, 25)]

@@ -12,7 +12,7 @@ import torch
 import transformers
 from torch import nn
 
-from fminfer.compute.step import Step, make_draws
+from fminfer.compute.values.step import Step, make_draws
 from fminfer.core.config import make_config
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint, open_model

@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from fminfer.compute.weights import Dense
+from fminfer.compute.values.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, parts_of
 from fminfer.models.checkpoint import open_checkpoint, open_model
@@ -37,7 +37,7 @@ from tests.conftest import (
 )
 from tests.forked import fork_server, run_forked
 from tests.forms import FORMS, TOPS, Files, save
-from tests.models.test_transformer import logits_of
+from tests.forward.test_transformer import logits_of
 
 CPU = torch.device("cpu")
 SPLITS = ([3], [1, 2], [1, 1, 1])

@@ -30,6 +30,7 @@ from fminfer.models.stored.gguf_file import TYPES, read_gguf
 from fminfer.models.stored.stored_tensors import BLOCKS
 from fminfer.models.stored.weight_folder import find_weights
 from tests.conftest import num_examples
+from tests.forward.test_transformer import logits_of
 from tests.gguf_building import (
     ARRAY,
     BOOL,
@@ -45,7 +46,6 @@ from tests.gguf_building import (
     f32,
     read,
 )
-from tests.models.test_transformer import logits_of
 
 SOME = [
     "llama",

@@ -28,6 +28,7 @@ from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors, stored_formats
 from tests.conftest import more
+from tests.forward.test_transformer import logits_of
 from tests.gguf_building import (
     ARRAY,
     BOOL,
@@ -41,7 +42,6 @@ from tests.gguf_building import (
     f32,
     floats,
 )
-from tests.models.test_transformer import logits_of
 
 NAMES = sorted(path.stem for path in SAMPLES.glob("*.gguf"))
 REFUSED = {"fallback-iq4_xs": "IQ4_XS"}

@@ -28,7 +28,7 @@ from fminfer.models.config_fields import check_counts
 from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.stored_tensors import read_safetensors
 from fminfer.models.stored.torch_file import read_torch_file
-from fminfer.runtime.build.assembly import load_tokenizer
+from fminfer.runtime.load.assembly import load_tokenizer
 from tests.conftest import IS_ALL, family_config, more
 from tests.forked import fork_server, run_forked
 from tests.gguf_building import copy

@@ -17,7 +17,7 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.known_sizes import check_split
 from fminfer.models.origins import check_tensors
 from tests.conftest import make_model
-from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
+from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 
 Tensors = dict[str, torch.Tensor]
 

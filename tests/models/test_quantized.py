@@ -15,15 +15,15 @@ import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
 from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, UNPACKING, Blocks
-from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Dense, Format
+from fminfer.compute.values.weights import Dense, Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies
 from fminfer.models.origins import read_origins
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
@@ -37,7 +37,7 @@ from tests.conftest import (
     more,
     save_byte_tokenizer,
 )
-from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
+from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(

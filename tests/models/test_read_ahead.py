@@ -14,17 +14,17 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Function, Weight
+from fminfer.compute.values.weights import Function, Weight
+from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.registry import Registry
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.layer import LayerOf
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies
 from fminfer.models.stored import tensor_table
 from fminfer.models.stored.tensor_table import Waiting, reading_ahead
-from fminfer.models.transformer import Transformer
-from tests.models.test_transformer import one_stage
+from tests.forward.test_transformer import one_stage
 
 ALL = range(12)  # parts, two of a group, of 100 bytes
 

@@ -17,22 +17,30 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Relative
-from fminfer.compute.step import Rows
-from fminfer.compute.weights import Dense, Format, Weight
+from fminfer.compute.values.spec import (
+    Attention,
+    Layer,
+    Mlp,
+    Model,
+    Moe,
+    Norm,
+    Relative,
+)
+from fminfer.compute.values.step import Rows
+from fminfer.compute.values.weights import Dense, Format, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
+from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
-from fminfer.models.layer_step import Bodies, LayerStep
 from fminfer.models.origins import Origin, cut_origins, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
 from fminfer.models.sharding import ModelShare, TensorCut, share_model
 from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
-from fminfer.models.transformer import Transformer
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import (
     FIELDS,
@@ -45,11 +53,11 @@ from tests.conftest import (
     save_byte_tokenizer,
     some_families,
 )
+from tests.forward.test_stages import check_same
 from tests.gguf_building import SAMPLES
 from tests.models import test_oracle
 from tests.models.test_gguf_models import REFUSED
 from tests.models.test_oracle import SMALL, Oracle, check_all, mixed_requests
-from tests.models.test_stages import check_same
 from tests.shard_threads import cut_engine, make_shards, plan_ranks
 
 # Fused, interleaved, latent, with experts, with norms over all heads: two of each direction.

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fminfer.engine.stats import StageStats
-from fminfer.models.stage import StepClock
+from fminfer.forward.stage import StepClock
 from fminfer.pipeline.wire import decode_spans, encode_spans
 
 
@@ -66,7 +66,7 @@ def test_a_step_that_nobody_waits_for_is_told_with_the_next(
 
 def test_a_cpu_is_done_when_the_call_returns(monkeypatch: pytest.MonkeyPatch) -> None:
     times = iter([100.0, 100.5])
-    monkeypatch.setattr("fminfer.models.stage.time.time", lambda: next(times))
+    monkeypatch.setattr("fminfer.forward.stage.time.time", lambda: next(times))
     clock = StepClock(torch.device("cpu"))
     clock.start()
     span = clock.stop(is_awaited=False, max_tokens=2)

@@ -17,7 +17,7 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import fminfer
-from fminfer.compute.weights import Dense, Shape, TensorSpec, Weight
+from fminfer.compute.values.weights import Dense, Shape, TensorSpec, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
@@ -28,7 +28,7 @@ from fminfer.models.origins import check_tensors, read_origins, stored_formats
 from fminfer.models.tensor_specs import part_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
-from tests.models.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
+from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
 
 CPU = torch.device("cpu")
 # Joined, of heads in turns, of experts one by one and in one parameter, transposed, moved, tied.

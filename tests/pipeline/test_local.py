@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.step import Step, StepResult
+from fminfer.compute.values.step import Step, StepResult
 from fminfer.core.errors import PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.pipeline import local

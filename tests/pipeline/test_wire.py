@@ -7,7 +7,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fminfer.compute.step import (
+from fminfer.compute.values.step import (
     MASK,
     SCORE,
     STEP_COLUMNS,

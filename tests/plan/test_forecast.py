@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.spec import Mlp
+from fminfer.compute.values.spec import Mlp
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
@@ -28,8 +28,8 @@ from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import ExpectedBytes
 from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
-from fminfer.runtime.build import agreement
-from fminfer.runtime.build.agreement import plan_run, require_room_for_all
+from fminfer.runtime.load import agreement
+from fminfer.runtime.load.agreement import plan_run, require_room_for_all
 from tests.conftest import make_model
 
 SMALL = EngineConfig(
@@ -157,7 +157,7 @@ def test_a_run_refuses_with_the_figures_before_it_reads_weights(
     """Such a run met the system's killer after it had read for minutes."""
     let_be_free(monkeypatch, GIB // 4)
     monkeypatch.setattr(
-        "fminfer.runtime.build.builder.load_part",
+        "fminfer.runtime.load.builder.load_part",
         lambda *_: pytest.fail("weights are read"),
     )
     with pytest.raises(

@@ -10,10 +10,10 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
+from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
 from fminfer.core.config import EngineConfig
+from fminfer.forward.decode_graphs import graph_sizes, input_bytes
 from fminfer.models.checkpoint import open_model
-from fminfer.models.decode_graphs import graph_sizes, input_bytes
 from fminfer.plan.expected_bytes import GRAPH_LAYER_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.compute.weights import Dense, Format
+from fminfer.compute.values.weights import Dense, Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_model
@@ -22,7 +22,7 @@ from fminfer.plan import machine_facts, planning
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan, share_among
 from fminfer.plan.run_plan import RunPlan
-from fminfer.runtime.build import builder
+from fminfer.runtime.load import builder
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.gguf_building import SAMPLES
 

@@ -20,7 +20,7 @@ from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import find_room, fit_kv_tokens
 from fminfer.plan.streaming import LEAST_CACHE, STREAMED_CACHE, describe_streaming
-from fminfer.runtime.build.agreement import agree_step_size
+from fminfer.runtime.load.agreement import agree_step_size
 from tests.conftest import make_model
 
 GB = 10**9

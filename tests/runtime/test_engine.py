@@ -21,7 +21,7 @@ import torch
 
 import fminfer
 from fminfer.compute.sampling.sampler import score
-from fminfer.compute.step import Step, StepResult
+from fminfer.compute.values.step import Step, StepResult
 from fminfer.core import errors
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import PipelineError, StepLimitError
@@ -168,7 +168,7 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
         source.entry = lambda: entry
         return source
 
-    monkeypatch.setattr("fminfer.runtime.build.builder.open_weights", load_damaged)
+    monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_damaged)
     engine = fminfer.Engine(
         str(llama_checkpoint[0]),
         dtype="float32",
@@ -208,7 +208,7 @@ def test_a_nan_score_is_shared_with_nobody(
         draws.logprobs[ids == 77] = float("nan")
         return draws
 
-    monkeypatch.setattr("fminfer.models.stage.score", score_damaged)
+    monkeypatch.setattr("fminfer.forward.stage.score", score_damaged)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     asked = {
         "prompt": [5, 77, *range(30)],

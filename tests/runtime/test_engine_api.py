@@ -12,12 +12,12 @@ import pytest
 
 import fminfer
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.step import Step
+from fminfer.compute.values.step import Step
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import PipelineError, RequestError, StoppedError, UsageError
 from fminfer.engine.engine_core import Event, Finished
 from fminfer.runtime import engine_api
-from fminfer.runtime.build.one_pipeline import OnePipeline
+from fminfer.runtime.load.one_pipeline import OnePipeline
 from tests.runtime.test_own_ranks import own_ranks
 from tests.streams import answer_in, check_stream, events_of, within
 

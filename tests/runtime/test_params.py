@@ -19,7 +19,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.models.stage import MAX_LOGITS
+from fminfer.forward.stage import MAX_LOGITS
 from fminfer.text.tokenizer import Tokenizer
 
 PROMPT = [5, 17, 80, 33, 200, 17, 17]

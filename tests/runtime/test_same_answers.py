@@ -12,8 +12,8 @@ import pytest
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from tests.conftest import VOCAB, run_files
+from tests.forward.test_stages import OPTIONS, Chain, check_same, split_layers
 from tests.job.test_resume import stop_after
-from tests.models.test_stages import OPTIONS, Chain, check_same, split_layers
 
 KINDS: list[dict[str, Any]] = [
     {"temperature": 0, "echo": True},

@@ -15,8 +15,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.checkpoint import open_model
 from fminfer.models.fingerprint import digest_files, name_differences
-from fminfer.runtime.build.agreement import plan_run
-from fminfer.runtime.build.builder import load_part
+from fminfer.runtime.load.agreement import plan_run
+from fminfer.runtime.load.builder import load_part
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import Report, send
 from fminfer.runtime.team.team_process import TeamPipeline

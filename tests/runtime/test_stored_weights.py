@@ -18,17 +18,17 @@ from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.products import PackedProduct, library_products
-from fminfer.compute.registry import Registry
-from fminfer.compute.weights import Dense, dense
+from fminfer.compute.values.weights import Dense, dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.registry import Registry
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.layer_step import Bodies
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, layer_specs
-from fminfer.models.transformer import Transformer
 from fminfer.plan import expected_bytes
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import (
@@ -38,7 +38,7 @@ from tests.conftest import (
     save_byte_tokenizer,
 )
 from tests.forked import run_forked
-from tests.models.test_transformer import logits_of, one_stage
+from tests.forward.test_transformer import logits_of, one_stage
 
 CPU = torch.device("cpu")
 NAMES = ["llama", "llama-biases", "bloom", "opt-350m", "gpt2", "gpt2-untied", "mixtral"]

@@ -63,7 +63,7 @@ Starter.start = fail
 
 SLOW = """
 import time
-from fminfer.models.stage import Stage
+from fminfer.forward.stage import Stage
 forward = Stage.forward
 def forward_later(*args):
     time.sleep(0.02)

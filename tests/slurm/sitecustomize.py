@@ -7,7 +7,7 @@ import time
 STEP_S = float(os.environ.get("STEP_S", "0"))
 
 if STEP_S and "run" in sys.orig_argv:
-    from fminfer.models.stage import Stage
+    from fminfer.forward.stage import Stage
 
     forward = Stage.forward
 

@@ -23,10 +23,10 @@ from fminfer.compute.attention.scoring import (
     with_rows,
 )
 from fminfer.compute.kernels.calls import Arguments
-from fminfer.compute.spec import Attention
-from fminfer.compute.step import Column, Rows
 from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.compute.weights import KERNEL_TYPES
+from fminfer.compute.values.spec import Attention
+from fminfer.compute.values.step import Column, Rows
+from fminfer.compute.values.weights import KERNEL_TYPES
 
 CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
 NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))

@@ -11,8 +11,8 @@ import torch
 
 from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
-from fminfer.compute.spec import Attention
-from fminfer.compute.step import Rows
+from fminfer.compute.values.spec import Attention
+from fminfer.compute.values.step import Rows
 from fminfer.machine.host_memory import use_small_pages
 
 

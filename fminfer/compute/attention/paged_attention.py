@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
-from fminfer.compute.step import Column, Rows, ranges
+from fminfer.compute.values.step import Column, Rows, ranges
 from fminfer.machine.device import send
 
 MIN_ROWS = 4  # fewer rows gain too little from one product

@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from fminfer.compute.spec import Attention, Relative
+from fminfer.compute.values.spec import Attention, Relative
 
 NO_LIMIT = 2**30  # of positions
 MOST_RELATIVE = 8192  # tokens of a model whose positions are learned biases by distance

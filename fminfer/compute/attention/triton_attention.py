@@ -16,7 +16,7 @@ from fminfer.compute.kernels.triton_kernels import (
     join_kernel,
     store_kernel,
 )
-from fminfer.compute.step import Rows, ranges
+from fminfer.compute.values.step import Rows, ranges
 from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1

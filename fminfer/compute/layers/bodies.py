@@ -14,9 +14,9 @@ from torch import Tensor
 
 from fminfer.compute.kernels.calls import RowSizes
 from fminfer.compute.layers import plain
-from fminfer.compute.spec import Mlp, Norm, Rope
 from fminfer.compute.trial import Limits, Pair, Trial
-from fminfer.compute.weights import KERNEL_TYPES, Function
+from fminfer.compute.values.spec import Mlp, Norm, Rope
+from fminfer.compute.values.weights import KERNEL_TYPES, Function
 
 PART_ERRORS: Limits = {torch.float32: 2e-5, torch.float16: 2e-3, torch.bfloat16: 0.016}
 # The numbers of activations in kernels, as activations.h has them.

@@ -18,9 +18,9 @@ from fminfer.compute.layers.products import (
     ProductKernel,
     kernel_takes,
 )
-from fminfer.compute.spec import Moe
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
+from fminfer.compute.values.spec import Moe
+from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 
 # (hidden states, chosen experts, their shares) → hidden states; `PackedExperts` says more.
 Mix = Callable[[torch.Tensor, torch.Tensor, torch.Tensor], torch.Tensor]

@@ -8,8 +8,8 @@ from functools import partial
 import torch
 from torch import nn
 
-from fminfer.compute.spec import Norm, Rope
-from fminfer.compute.weights import Function
+from fminfer.compute.values.spec import Norm, Rope
+from fminfer.compute.values.weights import Function
 
 _GELU_TANH: Function = partial(nn.functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Function] = {

@@ -19,7 +19,7 @@ from torch import nn
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
 from fminfer.compute.quantized import Blocks
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.weights import (
+from fminfer.compute.values.weights import (
     KERNEL_TYPES,
     Dense,
     Format,

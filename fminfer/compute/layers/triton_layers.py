@@ -13,7 +13,7 @@ from fminfer.compute.kernels.triton_kernels import (
     rotate_kernel,
 )
 from fminfer.compute.layers.bodies import GATES, SILU, NormWeights, PartKernels, Sum
-from fminfer.compute.spec import Norm
+from fminfer.compute.values.spec import Norm
 
 COLUMNS = 1024  # of a gate's rows that one program computes
 TOKENS = 2048  # of a race that one program looks at

@@ -17,8 +17,8 @@ from fminfer.compute.sampling.sampler import (
     draw,
     rank,
 )
-from fminfer.compute.step import make_draws
 from fminfer.compute.trial import Pair, Trial
+from fminfer.compute.values.step import make_draws
 
 TOKEN_ERROR = 1e-9  # none: the ids must be the same
 MOST_TOP = 64  # of more, torch's own selection is faster

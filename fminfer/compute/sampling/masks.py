@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from fminfer.compute.step import Step, masks_of
+from fminfer.compute.values.step import Step, masks_of
 from fminfer.core.messages import Mask
 from fminfer.machine.device import send
 

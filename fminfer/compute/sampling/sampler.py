@@ -15,7 +15,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, likeliest
-from fminfer.compute.step import DRAW, TokenLogprobs
+from fminfer.compute.values.step import DRAW, TokenLogprobs
 from fminfer.machine.device import send
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:

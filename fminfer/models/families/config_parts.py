@@ -10,7 +10,7 @@ from typing import Any, Literal
 import torch
 from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
-from fminfer.compute.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
+from fminfer.compute.values.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_faults
 from fminfer.models.families.tensor_names import Architecture, Sources

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import (
+from fminfer.compute.values.spec import (
     Attention,
     Cross,
     Encoder,

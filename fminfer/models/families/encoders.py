@@ -6,7 +6,15 @@ import re
 from dataclasses import replace
 from typing import Any
 
-from fminfer.compute.spec import Encoder, Layer, Mlp, Norm, Pooling, Reading, Relative
+from fminfer.compute.values.spec import (
+    Encoder,
+    Layer,
+    Mlp,
+    Norm,
+    Pooling,
+    Reading,
+    Relative,
+)
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import (
     Changes,

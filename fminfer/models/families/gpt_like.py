@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from fminfer.compute.spec import Alibi, Mlp, Norm
+from fminfer.compute.values.spec import Alibi, Mlp, Norm
 from fminfer.models.families.config_parts import (
     Changes,
     Row,

@@ -8,7 +8,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fminfer.compute.spec import Norm, Rope
+from fminfer.compute.values.spec import Norm, Rope
 from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import (
     Changes,

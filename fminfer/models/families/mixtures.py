@@ -7,7 +7,7 @@ from dataclasses import replace
 from functools import partial
 from typing import Any
 
-from fminfer.compute.spec import Latent, Mlp, Moe, Norm
+from fminfer.compute.values.spec import Latent, Mlp, Moe, Norm
 from fminfer.models.families.config_parts import (
     Changes,
     Mlps,

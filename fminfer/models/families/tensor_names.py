@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from fminfer.compute.spec import Attention, Model, Pooling
+from fminfer.compute.values.spec import Attention, Model, Pooling
 
 Shape = tuple[int, ...]
 Change = Callable[[torch.Tensor, Attention], torch.Tensor]

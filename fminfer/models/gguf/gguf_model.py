@@ -14,7 +14,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fminfer.compute.spec import Model
+from fminfer.compute.values.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken
 from fminfer.machine.user_cache import cache_folder

@@ -25,7 +25,7 @@ from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.pipeline.watch import Fault
-from fminfer.runtime.build.one_pipeline import OnStep, OnWork
+from fminfer.runtime.load.one_pipeline import OnStep, OnWork
 from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Report, receive
 from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline
 

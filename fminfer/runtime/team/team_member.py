@@ -18,9 +18,9 @@ from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import Spread
 from fminfer.pipeline.watch import Fault
-from fminfer.runtime.build.assembly import load_tokenizer
-from fminfer.runtime.build.one_pipeline import OnePipeline
 from fminfer.runtime.launch.role import Role
+from fminfer.runtime.load.assembly import load_tokenizer
+from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.team.team_messages import (
     END,
     GO_ON,

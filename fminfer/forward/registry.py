@@ -35,9 +35,9 @@ from fminfer.compute.sampling.draw_kernel import (
     draws_trial,
 )
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
-from fminfer.compute.spec import Attention, Moe
 from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
-from fminfer.compute.weights import KERNEL_TYPES, Function, Weight
+from fminfer.compute.values.spec import Attention, Moe
+from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads

@@ -12,16 +12,16 @@ from torch import nn
 
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.products import Linear
-from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
-from fminfer.compute.spec import Encoder, Layer, Model, Pooling
-from fminfer.compute.step import Column, last_tokens, ranges
-from fminfer.compute.weights import Function, Weight, dense
+from fminfer.compute.values.spec import Encoder, Layer, Model, Pooling
+from fminfer.compute.values.step import Column, last_tokens, ranges
+from fminfer.compute.values.weights import Function, Weight, dense
+from fminfer.forward.layer import LayerOf, normed_sum
+from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer_stream import LayerStream, StreamedLayers, StreamKind
+from fminfer.forward.registry import Registry
 from fminfer.machine.device import send
-from fminfer.models.layer import LayerOf, normed_sum
 from fminfer.models.layer_source import LayerSource
-from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.layer_stream import LayerStream, StreamedLayers, StreamKind
 from fminfer.models.tensor_specs import Weights, plain_of
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is

@@ -19,11 +19,11 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.bodies import GELU, RELU
 from fminfer.compute.layers.experts import Workspace
-from fminfer.compute.spec import Alibi, Norm, Rope
-from fminfer.compute.weights import KERNEL_TYPES
+from fminfer.compute.values.spec import Alibi, Norm, Rope
+from fminfer.compute.values.weights import KERNEL_TYPES
+from fminfer.forward.whole_layers import WholeLayer, WholeLayers, serves
 from fminfer.models.checkpoint import open_random
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.whole_layers import WholeLayer, WholeLayers, serves
 from tests.conftest import FIELDS, SOME, built_library, family_config, in_turns
 from tests.models.test_oracle import mixed_requests
 
@@ -264,7 +264,7 @@ def test_without_memory_a_step_is_computed_in_halves(
     _, expected = answers(llama_checkpoint[0])
     failed: list[str] = []
     # Not in the trial, which would leave the layers as they are.
-    monkeypatch.setattr("fminfer.compute.registry.compare", lambda pairs, limit: None)
+    monkeypatch.setattr("fminfer.forward.registry.compare", lambda pairs, limit: None)
 
     def fails() -> bool:
         if len(failed) < 2:

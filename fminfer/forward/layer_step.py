@@ -9,10 +9,10 @@ import torch
 from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
-from fminfer.compute.registry import Registry
 from fminfer.compute.shards import ShardGroup
-from fminfer.compute.spec import Norm, Rope
-from fminfer.compute.weights import Function
+from fminfer.compute.values.spec import Norm, Rope
+from fminfer.compute.values.weights import Function
+from fminfer.forward.registry import Registry
 from fminfer.models.tensor_specs import Weights, plain_of
 
 

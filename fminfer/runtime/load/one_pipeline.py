@@ -9,13 +9,14 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.step import StepTrace
+from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
 from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.engine_core import Facts
 from fminfer.engine.start import Starter
+from fminfer.forward.stage import Stage
 from fminfer.machine.device import (
     end_openmp_threads,
     free_bytes,
@@ -25,7 +26,6 @@ from fminfer.machine.device import (
 )
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
-from fminfer.models.stage import Stage
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ranks import ALONE, Spread
@@ -34,9 +34,9 @@ from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import name_of
 from fminfer.plan.streaming import describe_streaming
-from fminfer.runtime.build.agreement import END_S
-from fminfer.runtime.build.assembly import build_loop, find_ends, nan_explanation
-from fminfer.runtime.build.builder import LoadedPart, build
+from fminfer.runtime.load.agreement import END_S
+from fminfer.runtime.load.assembly import build_loop, find_ends, nan_explanation
+from fminfer.runtime.load.builder import LoadedPart, build
 from fminfer.text.tokenizer import Tokenizer
 
 OnWork = Callable[[int, int, int], None]  # tokens fed, and drawn; sequences that run

@@ -18,14 +18,14 @@ from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import LayerKernels
 from fminfer.compute.layers.products import library_products
-from fminfer.compute.spec import Model, Norm
+from fminfer.compute.values.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
+from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import ROWS, architecture_of
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.transformer import Transformer
 from tests.conftest import (
     FIELDS,
     SOME,

@@ -13,7 +13,6 @@ from functools import partial
 
 import torch
 
-from fminfer.compute import spec
 from fminfer.compute.attention.kernel_attention import (
     KernelAttention,
     KernelRows,
@@ -24,12 +23,13 @@ from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.layers.products import PackedProduct
-from fminfer.compute.registry import Registry
 from fminfer.compute.shards import SharedMemoryGroup, raise_failure
-from fminfer.compute.step import Rows
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.models.layer import LayerOf
-from fminfer.models.layer_step import LayerStep
+from fminfer.compute.values import spec
+from fminfer.compute.values.step import Rows
+from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer_step import LayerStep
+from fminfer.forward.registry import Registry
 
 NO_WINDOW = 2**31 - 1
 Tensors = dict[str, torch.Tensor]

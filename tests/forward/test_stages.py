@@ -12,14 +12,14 @@ import transformers
 
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.step import Step, StepResult, StepTrace
+from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, parts_of, split_layers
+from fminfer.forward.stage import Stage
+from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.stage import Stage
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.whole_layers import WholeLayers
 from tests.conftest import (
     VOCAB,
     in_turns,

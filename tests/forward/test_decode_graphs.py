@@ -28,16 +28,14 @@ from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PartKernels, Parts
 from fminfer.compute.layers.triton_layers import TritonLayers
-from fminfer.compute.registry import Registry
-from fminfer.compute.spec import Moe
-from fminfer.compute.step import Rows, Step
 from fminfer.compute.trial import explain_failure
-from fminfer.compute.weights import Function, Weight
+from fminfer.compute.values.spec import Moe
+from fminfer.compute.values.step import Rows, Step
+from fminfer.compute.values.weights import Function, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import open_model, open_random
-from fminfer.models.decode_graphs import (
+from fminfer.forward.decode_graphs import (
     CudaCapture,
     DecodeGraphs,
     Work,
@@ -45,13 +43,15 @@ from fminfer.models.decode_graphs import (
     find_graphs,
     graph_sizes,
 )
+from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.registry import Registry
+from fminfer.forward.stage import Stage
+from fminfer.forward.transformer import Transformer
+from fminfer.models.checkpoint import open_model, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.layer_step import Bodies, LayerStep
-from fminfer.models.stage import Stage
-from fminfer.models.transformer import Transformer
-from fminfer.runtime.build import builder
-from fminfer.runtime.build.builder import LoadedPart
+from fminfer.runtime.load import builder
+from fminfer.runtime.load.builder import LoadedPart
 from tests.conftest import SOME, family_config, some_families
 from tests.steps import Row, make_draws, make_step
 

@@ -9,23 +9,23 @@ from functools import partial
 import torch
 
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.registry import open_registry
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
+from fminfer.forward.decode_graphs import find_graphs
+from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer_stream import StreamKind
+from fminfer.forward.registry import open_registry
+from fminfer.forward.stage import Stage
+from fminfer.forward.transformer import Transformer
+from fminfer.forward.whole_layers import WholeLayers
 from fminfer.machine.device import free_bytes, measure_peak, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.decode_graphs import find_graphs
 from fminfer.models.fingerprint import digest_files
 from fminfer.models.layer_source import OnProgress, open_weights
-from fminfer.models.layer_step import Bodies
-from fminfer.models.layer_stream import StreamKind
-from fminfer.models.stage import Stage
-from fminfer.models.transformer import Transformer
-from fminfer.models.whole_layers import WholeLayers
 from fminfer.pipeline.group import Group, agree
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
@@ -35,7 +35,7 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.plan.slowness import find_slowness
-from fminfer.runtime.build.agreement import (
+from fminfer.runtime.load.agreement import (
     agree_step_size,
     compare_weights,
     connect_gpus,

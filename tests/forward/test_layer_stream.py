@@ -24,8 +24,8 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.core.errors import MachineError, UsageError
 from fminfer.engine import stats
-from fminfer.models import layer_stream
-from fminfer.models.layer import LayerOf
+from fminfer.forward import layer_stream
+from fminfer.forward.layer import LayerOf
 from fminfer.models.stored import direct_reads
 from fminfer.models.stored.direct_reads import (
     PIECE,
@@ -49,8 +49,8 @@ from tests.conftest import (
 )
 from tests.encoder_families import make_encoder, save
 from tests.forked import Forked, run_forked
+from tests.forward.test_stages import check_same
 from tests.gguf_building import SAMPLES
-from tests.models.test_stages import check_same
 from tests.sequence_models import save_sequence_model
 from tests.shard_threads import cut_engine
 

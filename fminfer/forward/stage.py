@@ -26,7 +26,7 @@ from fminfer.compute.sampling.sampler import (
     score,
     to_host,
 )
-from fminfer.compute.step import (
+from fminfer.compute.values.step import (
     SCORE,
     BlockTables,
     Results,
@@ -38,13 +38,13 @@ from fminfer.compute.step import (
     text_positions,
 )
 from fminfer.core.messages import StageSpan
+from fminfer.forward.decode_graphs import GraphsOf
+from fminfer.forward.layer_step import LayerStep
+from fminfer.forward.layer_stream import LayerStream
+from fminfer.forward.transformer import Transformer
 from fminfer.machine.device import send
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
-from fminfer.models.decode_graphs import GraphsOf
-from fminfer.models.layer_step import LayerStep
-from fminfer.models.layer_stream import LayerStream
-from fminfer.models.transformer import Transformer
 
 # Of (rows, vocab) logits, and which rows they are.
 Use = Callable[[torch.Tensor, slice], TokenLogprobs]

@@ -17,14 +17,14 @@ import torch
 
 from fminfer.compute.attention.kv_cache import KvCache, StepAttention
 from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.spec import Layer, Moe
-from fminfer.compute.step import Rows
 from fminfer.compute.trial import explain_failure
+from fminfer.compute.values.spec import Layer, Moe
+from fminfer.compute.values.step import Rows
 from fminfer.core.config import Kernels
+from fminfer.forward.layer_step import LayerStep
+from fminfer.forward.transformer import Transformer
 from fminfer.machine.device import pinned
 from fminfer.machine.out_of_memory import is_out_of_memory
-from fminfer.models.layer_step import LayerStep
-from fminfer.models.transformer import Transformer
 
 Work = Callable[[], None]
 Capture = Callable[[Work], Work]  # runs work, and returns what does the same once more

@@ -12,9 +12,9 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import NormBody
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import Linear
-from fminfer.compute.spec import Attention, Cross, Layer, Mlp, Moe
-from fminfer.compute.weights import Function
-from fminfer.models.layer_step import Bodies, LayerStep
+from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
+from fminfer.compute.values.weights import Function
+from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.models.tensor_specs import Weights, plain_of
 
 WIDEST = torch.finfo(torch.float16).max - 1000.0  # as in transformers

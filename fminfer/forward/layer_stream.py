@@ -18,7 +18,7 @@ import torch
 
 from fminfer.core.errors import MachineError
 from fminfer.core.messages import StageSpan
-from fminfer.models.layer import LayerOf
+from fminfer.forward.layer import LayerOf
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.stored.direct_reads import (
     DirectReads,

@@ -1,1 +1,0 @@
-"""Builds one pipeline: weights, kernels, KV cache, stage and loop."""
