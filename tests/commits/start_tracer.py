@@ -22,8 +22,8 @@ import orjson
 import fminfer
 
 PACKAGE = Path(fminfer.__file__).parent
-FIRST = ("models/checkpoint.py", "open_model")
-LAST = ("models/stage.py", "Stage.__init__")
+FIRST = ("checkpoint.py", "open_model")  # a file may stand in any package
+LAST = ("stage.py", "Stage")
 PLANNER = "make_plan"
 MOST_CALLERS = 5  # of a plan or a scan, that are noted
 
@@ -32,7 +32,7 @@ Step = tuple[Function, Function]  # caller and callee
 
 
 class StartTracer:
-    """Follows calls of all threads; a walk begins at FIRST and ends when LAST returns."""
+    """Follows calls of all threads; a walk goes from FIRST until an object of LAST is made."""
 
     def __init__(self) -> None:
         self.functions: set[Function] = set()
@@ -56,7 +56,7 @@ class StartTracer:
 
     def notes(self) -> dict[str, Any]:
         """Return all that was noted, as JSON takes it."""
-        assert self._is_done, f"{FIRST} was not called, or {LAST} has not returned"
+        assert self._is_done, f"{FIRST} was not called, or no {LAST} was made"
         return {
             "functions": sorted(self.functions),
             "steps": [
@@ -73,13 +73,14 @@ class StartTracer:
         if function is None:
             return
         if event == "return":
-            if self._is_walking and function == LAST:
+            if self._is_walking and is_made(frame):
                 self._is_walking = False
                 self._is_done = True
             return
         if function[1] == PLANNER:
             self.plans.append(self._callers(frame.f_back))
-        if function == FIRST and not self._is_done:
+        file = function[0].rpartition("/")[2]
+        if (file, function[1]) == FIRST and not self._is_done:
             self._is_walking = True
         if not self._is_walking:
             return
@@ -136,6 +137,14 @@ class StartTracer:
             return value
 
         return load
+
+
+def is_made(frame: FrameType) -> bool:
+    """Tell whether the function that returns has just made an object of LAST."""
+    if frame.f_code.co_name != "__init__":
+        return False
+    file = Path(frame.f_code.co_filename).name
+    return (file, type(frame.f_locals.get("self")).__name__) == LAST
 
 
 def start_engine(tracer: StartTracer) -> None:
