@@ -10,6 +10,7 @@ from functools import partial
 
 import numpy as np
 import torch
+from torch.cuda import Event
 
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import AttentionBody
@@ -48,7 +49,7 @@ from fminfer.machine.threads import ThreadCount
 
 # Of (rows, vocab) logits, and which rows they are.
 Use = Callable[[torch.Tensor, slice], TokenLogprobs]
-Pair = tuple[torch.cuda.Event, torch.cuda.Event]  # before and after a step's work
+Pair = tuple[Event, Event]  # before and after a step's work
 
 
 class StepClock:
@@ -96,8 +97,8 @@ class StepClock:
         return span if self._stream is None else self._stream.told(span)
 
 
-def _new_event() -> torch.cuda.Event:
-    event: torch.cuda.Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
+def _new_event() -> Event:
+    event: Event = Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
 
 

@@ -64,7 +64,8 @@ class KernelBuild:
         descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".so.part")
         os.close(descriptor)
         self._part = Path(name)
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115  (open until the build ends)
+        # It is open until the build ends.
+        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._started_s = time.monotonic()
         flags = [*FLAGS, *processor.compiler_flags(), "-shared", "-fPIC", "-o", name]
         sources = map(str, sorted(SOURCES.glob("*.cpp")))

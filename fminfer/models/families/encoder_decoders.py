@@ -77,7 +77,8 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
         _t5_names("decoder", mlp, is_shared=is_shared),
         prefix="decoder.block.{}.",
         base="",
-        left_out=r"(shared|(encoder|decoder)\.embed_tokens)\.|decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
+        left_out=r"(shared|(encoder|decoder)\.embed_tokens)\.|"
+        r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
         r"relative_attention_bias",
         encoder_prefix="encoder.block.{}.",
         encoder_inner=_t5_names("encoder", mlp, is_shared=is_shared),

@@ -246,7 +246,8 @@ class _Machine:
         """Return what the next pickle tells of: dicts, lists, numbers, strings, tensors."""
         self._stack = []
         self._memo = {}
-        steps: Any = pickletools.genops(stream)  # type: ignore[arg-type]  # it reads nothing else
+        # It only reads of the stream.
+        steps: Any = pickletools.genops(stream)  # type: ignore[arg-type]
         for number, (opcode, argument, _) in enumerate(steps):
             if number > MOST_STEPS:
                 raise ValueError(f"it has more than {MOST_STEPS} instructions")
