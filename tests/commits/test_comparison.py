@@ -64,6 +64,8 @@ def test_numbers_of_messages_and_values_of_reports_may_differ() -> None:
     assert without_numbers(b"Ready after 2.7 s\n") != without_numbers(
         b"Ready in 2.7 s\n"
     )
+    progress = b"3/160 rows, 1,234 tokens, 99 tok/s, left ~0:01\n"
+    assert without_numbers(progress + b"Ready\n") == b"Ready\n"
     assert names_of_fields(b'{"a": [{"b": 1}, {"b": 2}]}') == b".a[].b\n"
     assert names_of_fields(b'{"a": 1}') != names_of_fields(b'{"b": 1}')
 
