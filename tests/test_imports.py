@@ -85,7 +85,7 @@ DECISIONS = {
     **{name: {"plan"} for name in CHOICES},
     # known_sizes refuses a split before torch comes
     "split_layers": {"core", "plan", "models"},
-    "step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
+    "choose_step_sizes": {"core", "plan", "cli"},  # --help shows its defaults
 }
 
 PACKAGE = Path(__file__).parent.parent / "fminfer"

@@ -8,7 +8,7 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Bytes, Options, option
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import describe_bytes
 
 DEFAULT_BYTES = 4 * 2**30
 LEAST_BYTES = 2**20
@@ -55,7 +55,8 @@ class KeptAnswers(Options):
             raise UsageError(f"--result-cache {folder} is a file; give a folder")
         if size is not None and size < LEAST_BYTES:
             raise UsageError(
-                f"--result-cache-size is {size:,} bytes; give at least {show_bytes(LEAST_BYTES)}"
+                f"--result-cache-size is {size:,} bytes; give at least "
+                f"{describe_bytes(LEAST_BYTES)}"
             )
 
     @property

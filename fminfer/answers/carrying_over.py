@@ -23,7 +23,7 @@ from fminfer.answers.earlier_answers import (
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, open_envelope
 from fminfer.contract.record import Answered, load_record, make_id, make_key
-from fminfer.core.errors import RequestError, UsageError, row_error
+from fminfer.core.errors import RequestError, UsageError, line_error
 from fminfer.files.claims import Claims
 from fminfer.files.completed import (
     BATCH_RECORD,
@@ -267,7 +267,7 @@ def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | Reques
     try:
         return counter.count(line, envelope) or 0
     except Exception as error:
-        return row_error(error, f"line {line.number}")
+        return line_error(error, f"line {line.number}")
 
 
 def _rows_again(

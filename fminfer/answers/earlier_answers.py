@@ -20,7 +20,7 @@ from fminfer.contract.record import (
     read_request,
     readdress,
 )
-from fminfer.core.errors import RequestError, UsageError, row_error
+from fminfer.core.errors import RequestError, UsageError, line_error
 from fminfer.files.completed import is_retryable, records_of
 from fminfer.files.journal_rows import read_row
 from fminfer.files.ordered_output import errors_path
@@ -166,7 +166,7 @@ class OutputAnswers(EarlierAnswers):
                 try:
                     self._note_failed(record, counter)
                 except Exception as error:  # then it was not counted
-                    row_error(error, "a failed line")
+                    line_error(error, "a failed line")
         for place, line in self._lines():
             try:
                 key = self._key_of(line.rstrip(b"\n"), counter)

@@ -21,7 +21,7 @@ from fminfer.contract.envelope import (
 from fminfer.contract.fields import show
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.core.errors import RequestError, row_error
+from fminfer.core.errors import RequestError, line_error
 from fminfer.engine.intake import Intake
 from fminfer.engine.noise import describe_params, meaning_beside, meaning_of
 
@@ -138,7 +138,7 @@ class LineCounter:
         try:
             self.count(line, open_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
-            row_error(error, f"line {line.number}")
+            line_error(error, f"line {line.number}")
 
     def count_request(self, fields: dict[str, Any], times: int = 1) -> int | None:
         """Count a request of the file by itself, so many times; as `count`."""

@@ -40,7 +40,7 @@ from fminfer.cli.submit_command import submit
 from fminfer.cluster.slurm_and_lsf import infer_data_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.option import take
+from fminfer.core.option import pop_options
 from fminfer.core.version import __version__
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, refuse_other_models
@@ -157,12 +157,12 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
     instructions, so that it computes as an older one would.
     """
-    process = take(ProcessOptions, options)
-    flags = take(Hyperparameters, options)
+    process = pop_options(ProcessOptions, options)
+    flags = pop_options(Hyperparameters, options)
     is_quiet = process.is_quiet
     ending = Ending(process.grace_s, is_quiet=is_quiet, is_verbose=process.is_verbose)
     try:
-        asked = take(JobOptions, options)
+        asked = pop_options(JobOptions, options)
         named = infer_data_of(os.environ)
         given = [*asked.infer_data, *paths]
         files = given or [named] if named is not None else given
@@ -174,10 +174,10 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
                 asked.work_dir or default_work_dir(), is_quiet=is_quiet
             ),
             prompt_fields=flags.request_fields,
-            result_cache=take(KeptAnswers, options).cache_place,
+            result_cache=pop_options(KeptAnswers, options).cache_place,
         )
-        ranks = take(RankConfig, {**options})
-        config = take(EngineConfig, options)
+        ranks = pop_options(RankConfig, {**options})
+        config = pop_options(EngineConfig, options)
         if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
             raise UsageError(
                 "--input-seq-length and --batch-size are of prompts that are made up; "

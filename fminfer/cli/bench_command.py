@@ -21,7 +21,7 @@ from fminfer.cli.process import (
 )
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.option import take
+from fminfer.core.option import pop_options
 from fminfer.files.own_files import PICTURE, replace_own
 from fminfer.job.report.bench_picture import draw_bench
 from fminfer.machine.library_imports import importing
@@ -54,9 +54,9 @@ def bench(**options: Any) -> None:
     """
     ending = Ending()
     try:
-        asked = take(BenchOptions, options)
-        ranks = take(RankConfig, {**options})
-        config = take(EngineConfig, options)
+        asked = pop_options(BenchOptions, options)
+        ranks = pop_options(RankConfig, {**options})
+        config = pop_options(EngineConfig, options)
         role = find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=False)

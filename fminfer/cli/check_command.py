@@ -19,8 +19,8 @@ from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, show
 from fminfer.cli.refusals import Refusals
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
-from fminfer.core.option import take
-from fminfer.core.terminal import find_columns
+from fminfer.core.option import pop_options
+from fminfer.core.terminal import find_width
 from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models
@@ -55,11 +55,11 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    asked = take(CheckOptions, options)
-    planned = take(PlanOptions, options)
-    take(GroupSizes, {**options})  # its errors name flags
-    paths = (*take(JobOptions, options).infer_data, *paths)
-    config = take(EngineConfig, options)
+    asked = pop_options(CheckOptions, options)
+    planned = pop_options(PlanOptions, options)
+    pop_options(GroupSizes, {**options})  # its errors name flags
+    paths = (*pop_options(JobOptions, options).infer_data, *paths)
+    config = pop_options(EngineConfig, options)
     tell_notices(is_quiet=asked.is_json)
     remote = RemoteFolders(default_work_dir(), is_quiet=asked.is_json)
     inputs = find_inputs([file for path in paths for file in remote.fetch(path)])
@@ -96,7 +96,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
             _print_json(report.to_dict(), spool)
         else:
             errors.tell_rest()
-            show(report.to_text(is_all=asked.is_all, columns=find_columns(sys.stdout)))
+            show(report.to_text(is_all=asked.is_all, columns=find_width(sys.stdout)))
     if not report.fits:
         sys.exit(EXIT_FAILED)
     sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)

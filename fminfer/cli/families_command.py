@@ -10,7 +10,7 @@ import click
 
 from fminfer.cli.process import show
 from fminfer.core.config import Quantized
-from fminfer.core.terminal import find_columns
+from fminfer.core.terminal import find_width
 
 WIDTH = 92  # of the table
 
@@ -153,7 +153,7 @@ def families(is_json: bool) -> None:
         click.echo(json.dumps(fields, indent=2))
         return
     form = "{:<18} {:<48} {:>7}  {}"
-    if 0 < find_columns(sys.stdout) < WIDTH:
+    if 0 < find_width(sys.stdout) < WIDTH:
         form = "{}: {}, {} GiB, {}"
     else:
         click.echo(form.format("family", "example", "GiB", "gives"))

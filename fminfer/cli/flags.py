@@ -18,8 +18,8 @@ from fminfer.core.option import (
     Command,
     Least,
     Option,
-    marks_of,
-    plain_hint,
+    find_annotations,
+    unwrap_hint,
 )
 from fminfer.machine.stopper import parse_duration
 
@@ -257,7 +257,7 @@ def flags_of(command: Command) -> list[click.Parameter]:
 
 
 def _make(option: Option, command: Command) -> GroupedOption:
-    kind = plain_hint(option.hint)
+    kind = unwrap_hint(option.hint)
     flags = option.all_flags
     help_text = option.help
     if kind is bool and option.default:
@@ -287,10 +287,10 @@ def _make(option: Option, command: Command) -> GroupedOption:
 
 def type_of(option: Option) -> click.ParamType[Any]:
     """Return the type by which click reads an option's values."""
-    kind = plain_hint(option.hint)
+    kind = unwrap_hint(option.hint)
     if get_origin(kind) is Literal and kind not in (DType, ModelDType):
         return click.Choice(get_args(kind), case_sensitive=False)
-    for mark in marks_of(option.hint):
+    for mark in find_annotations(option.hint):
         if isinstance(mark, Least) and mark.is_shown:
             return click.IntRange(min=mark.number)
         if isinstance(mark, str):

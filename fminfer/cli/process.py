@@ -22,10 +22,10 @@ from fminfer.core.errors import (
     StoppedError,
     StopReason,
     UsageError,
-    error_of,
-    printable,
+    make_error,
+    make_printable,
 )
-from fminfer.core.terminal import find_columns, fit
+from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing
@@ -58,7 +58,7 @@ def status_of(error: BaseException) -> int:
 
 def show(text: str, *, err: bool = False) -> None:
     """Print a text, wrapped where a terminal is too narrow for it."""
-    click.echo(fit(text, find_columns(sys.stderr if err else sys.stdout)), err=err)
+    click.echo(wrap_lines(text, find_width(sys.stderr if err else sys.stdout)), err=err)
 
 
 def tell(error: BaseException, *, is_verbose: bool = False) -> int:
@@ -77,7 +77,7 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         click.echo(
             hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False
         )
-    click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
+    click.echo(f"Error: {make_printable(hide_secrets(str(error)))}", err=True)
     return status_of(error)
 
 
@@ -99,7 +99,7 @@ class Ending:
 
     def at_once(self, kind: str) -> None:
         """End for an error of this kind, which is told already."""
-        self._end(status_of(error_of(kind, "")))
+        self._end(status_of(make_error(kind, "")))
 
     def stop(self, reason: StoppedError) -> None:
         """End for a signal, which is told already."""
@@ -112,7 +112,11 @@ class Ending:
         # a thread may wait for a device that hangs
         if isinstance(error, PipelineError):
             self.is_alone = False
-        if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
+        if (
+            isinstance(error, FminferError)
+            and error.is_reported_elsewhere
+            and not self.is_verbose
+        ):
             status = status_of(error)
         else:
             status = tell(error, is_verbose=self.is_verbose)

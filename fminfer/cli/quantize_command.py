@@ -15,8 +15,8 @@ from fminfer.cli.option_table import QuantizeOptions
 from fminfer.cli.process import EXIT_STOPPED
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
-from fminfer.core.option import take
-from fminfer.core.quantities import show_bytes, show_seconds
+from fminfer.core.option import pop_options
+from fminfer.core.quantities import describe_bytes, describe_seconds
 from fminfer.files.claims import claiming
 from fminfer.files.disk import making_folder, told
 from fminfer.machine.library_imports import importing
@@ -36,8 +36,8 @@ def quantize(seed: int, **options: Any) -> None:
     all of it is on the disk. If it is already there, made of the same model, the
     command says so and ends with 0.
     """
-    asked = take(QuantizeOptions, options)
-    named = take(ModelOptions, options)
+    asked = pop_options(QuantizeOptions, options)
+    named = pop_options(ModelOptions, options)
     output = asked.output
     to = asked.to
     if output is None:
@@ -68,8 +68,8 @@ def quantize(seed: int, **options: Any) -> None:
             num_bytes = write_quantized(
                 checkpoint, draft, to, seed=seed, on_progress=show
             )
-    took = show_seconds(time.monotonic() - start_s)
+    took = describe_seconds(time.monotonic() - start_s)
     click.echo(
-        f"{output}: {checkpoint.name} in {to}, {show_bytes(num_bytes)}, in {took}",
+        f"{output}: {checkpoint.name} in {to}, {describe_bytes(num_bytes)}, in {took}",
         err=True,
     )

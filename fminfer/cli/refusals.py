@@ -7,7 +7,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 
 MAX_TOLD = 20  # reasons that `fminfer check` prints
 MOST_RANGES = 12  # of line numbers in a sentence
@@ -69,5 +69,5 @@ class Refusals:
         for refusal in self._found.values():
             yield refusal.to_text(self._files)
         if self._num_others:
-            others = counted(self._num_others, "line")
+            others = with_noun(self._num_others, "line")
             yield f"… and {others} for other reasons; --all shows each line"

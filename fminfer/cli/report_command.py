@@ -8,7 +8,7 @@ import click
 
 from fminfer.cli.flags import NamedPath
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 
 
 @click.command()
@@ -46,7 +46,8 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     require_own(out, PAGE, "--out")
     done = write_report(found, out)
     click.echo(
-        f"report    {out}: {counted(done.num_rows, 'row')} of {counted(len(found), 'output')}, "
+        f"report    {out}: {with_noun(done.num_rows, 'row')} of "
+        f"{with_noun(len(found), 'output')}, "
         f"{done.num_shown:,} of them shown, {_show_size(done.num_bytes)}",
         err=True,
     )

@@ -14,7 +14,7 @@ from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, translate_old_flags
 from fminfer.cli.process import Ending, importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.option import take
+from fminfer.core.option import pop_options
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
@@ -74,9 +74,9 @@ def serve(**options: Any) -> None:
         is_verbose=options["is_verbose"],
     )
     try:
-        settings = take(ServerSettings, options)
-        ranks = take(RankConfig, {**options})
-        config = take(EngineConfig, options)
+        settings = pop_options(ServerSettings, options)
+        ranks = pop_options(RankConfig, {**options})
+        config = pop_options(EngineConfig, options)
         role = find_role(ranks, os.environ)
         if role.is_first:
             tell_notices(is_quiet=settings.is_quiet)

@@ -11,7 +11,7 @@ import click
 
 from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import EXIT_SOME_ERRORS
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 
 _path = partial(click.option, type=NamedPath(path_type=Path), required=True)
 
@@ -106,8 +106,8 @@ def merge(input_dir: Path, output: Path) -> None:
 
     summary = merge_parts(input_dir, output)
     click.echo(
-        f"merged    {counted(summary.num_answers, 'answer')} of "
-        f"{counted(summary.num_parts, 'part')}: {output}"
+        f"merged    {with_noun(summary.num_answers, 'answer')} of "
+        f"{with_noun(summary.num_parts, 'part')}: {output}"
         f"{' is already there' if summary.was_there else ''}",
         err=True,
     )
@@ -115,7 +115,7 @@ def merge(input_dir: Path, output: Path) -> None:
         click.echo(f"Warning: {summary.source_change}.", err=True)
     if summary.num_errors:
         click.echo(
-            f"errors    {counted(summary.num_errors, 'line')}: {errors_path(output)}",
+            f"errors    {with_noun(summary.num_errors, 'line')}: {errors_path(output)}",
             err=True,
         )
         sys.exit(EXIT_SOME_ERRORS)

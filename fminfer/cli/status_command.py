@@ -11,7 +11,7 @@ import click
 from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import show
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import counted, show_seconds
+from fminfer.core.quantities import describe_seconds, with_noun
 from fminfer.job.overview import STATES, FileState, Overview, look_over
 
 MOST_LISTED = 20
@@ -65,7 +65,7 @@ def _to_text(overview: Overview) -> str:
     answered = sum(file.num_answered for file in overview.files)
     failed = sum(file.num_failed for file in overview.files)
     counts = [
-        f"{overview.count('done'):,} of {counted(len(overview.files), 'file')} done"
+        f"{overview.count('done'):,} of {with_noun(len(overview.files), 'file')} done"
     ]
     numbers = [(state, overview.count(state)) for state in STATES[1:]]
     counts += [f"{number:,} {state}" for state, number in numbers if number]
@@ -113,7 +113,7 @@ def _left(overview: Overview) -> str:
         return "no run is at work; the same command goes on"
     if overview.left_s is None:
         return "time left not known yet"
-    return f"{show_seconds(overview.left_s)} left"
+    return f"{describe_seconds(overview.left_s)} left"
 
 
 def _line(file: FileState) -> str:
@@ -123,9 +123,9 @@ def _line(file: FileState) -> str:
         return f"{name}: stopped ({file.why}), {rows}"
     if file.state == "waiting":
         return f"{name}: {file.why}"
-    left = "" if file.left_s is None else f", {show_seconds(file.left_s)} left"
+    left = "" if file.left_s is None else f", {describe_seconds(file.left_s)} left"
     return f"{name}: {rows}, by {file.owner}{left}"
 
 
 def _rows(number: int | None) -> str:
-    return "? rows" if number is None else counted(number, "row")
+    return "? rows" if number is None else with_noun(number, "row")

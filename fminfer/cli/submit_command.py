@@ -23,8 +23,8 @@ from fminfer.cluster.resources import (
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
-from fminfer.core.option import take
-from fminfer.core.quantities import counted
+from fminfer.core.option import pop_options
+from fminfer.core.quantities import with_noun
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import plan_outputs
 from fminfer.job.run_paths import refuse_other_models
@@ -62,7 +62,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
     from fminfer.cluster.submission import DryRun, JobForm, Submission
 
-    asked = take(SubmitOptions, options)
+    asked = pop_options(SubmitOptions, options)
     if asked.job_name is not None:
         asked = options_of_old_job(asked, asked.job_name)
     if asked.scheduler is None:
@@ -101,7 +101,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     try:
         submission.run()
     except KeyboardInterrupt:
-        sent = counted(len(submission.sent), "job")
+        sent = with_noun(len(submission.sent), "job")
         _say(f"Interrupted; submitted: {sent}. The same command goes on.")
         sys.exit(EXIT_STOPPED["interrupted"])
     sent = (

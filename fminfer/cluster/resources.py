@@ -15,7 +15,14 @@ from fminfer.cluster.slurm_and_lsf import Scheduler, format_duration
 from fminfer.core.config import EngineConfig, GroupSizes, ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.core.impostors import is_gguf
-from fminfer.core.option import Options, Seconds, ShownAmount, ShownCount, option, take
+from fminfer.core.option import (
+    Options,
+    Seconds,
+    ShownAmount,
+    ShownCount,
+    option,
+    pop_options,
+)
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.known_sizes import check_split
@@ -148,8 +155,8 @@ def parse_flags(
             "--rank and --dist-url are for ranks started by hand; see --mode ranks"
         )
     told = {**flags, "world_size": count_ranks(flags, gpus)}
-    ranks = take(RankConfig, {**told})
-    config = take(EngineConfig, told)
+    ranks = pop_options(RankConfig, {**told})
+    config = pop_options(EngineConfig, told)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags
@@ -157,14 +164,14 @@ def parse_flags(
 
 def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
     """Return how many ranks a job has in all."""
-    sizes = take(GroupSizes, {**flags})
-    if gpus and sizes.told_ranks is None and gpus % sizes.num_ranks:
+    sizes = pop_options(GroupSizes, {**flags})
+    if gpus and sizes.configured_ranks is None and gpus % sizes.num_ranks:
         raise UsageError(
             f"--gpus {gpus} is no multiple of --tensor-parallel-size "
             f"{sizes.tensor_parallel_size} × --data-group-size "
             f"{sizes.data_group_size}, and a rank runs on each GPU"
         )
-    return sizes.told_ranks or gpus or sizes.num_ranks
+    return sizes.configured_ranks or gpus or sizes.num_ranks
 
 
 def check_model_path(config: ModelOptions) -> None:

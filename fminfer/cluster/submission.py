@@ -20,7 +20,7 @@ from fminfer.cluster.slurm_and_lsf import (
     read_list,
 )
 from fminfer.core.errors import SchedulerError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.completed import is_complete
 
 Mode = Literal["each", "array", "ranks"]
@@ -138,8 +138,8 @@ class Submission:
     def summary(self) -> str:
         """Say what became of the files, up to the number of jobs."""
         return (
-            f"{counted(len(self.outputs), 'file')}: {self.num_finished} finished, "
-            f"{self.num_taken} already queued or running, {counted(len(self.sent), 'job')}"
+            f"{with_noun(len(self.outputs), 'file')}: {self.num_finished} finished, "
+            f"{self.num_taken} already queued or running, {with_noun(len(self.sent), 'job')}"
         )
 
     def run(self) -> None:
@@ -185,7 +185,7 @@ class Submission:
             ) from None
         self.sent.append(number)
         self._num_queued += len(files) if job.is_array else 1
-        size = f", {counted(len(files), 'file')}" if job.list_path is not None else ""
+        size = f", {with_noun(len(files), 'file')}" if job.list_path is not None else ""
         self.tell(f"Submitted {number}: {job.name}{size}")
 
     def _wait_for_room(self, num_left: int) -> int:
@@ -198,8 +198,8 @@ class Submission:
         is_told = False
         while (room := self.max_queued - self._num_queued) < least:
             if not is_told:
-                jobs = counted(self._num_queued, "job")
-                files = counted(num_left, "file")
+                jobs = with_noun(self._num_queued, "job")
+                files = with_noun(num_left, "file")
                 self.tell(
                     f"{jobs} queued; {files} waiting for room (after Ctrl-C the same "
                     "command goes on)."

@@ -102,7 +102,9 @@ class Record:
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
             "error": b'"error":' + dump(_describe(error)),
-            "retryable": b'"retryable":true' if error.is_ours else b'"retryable":false',
+            "retryable": b'"retryable":true'
+            if error.is_retryable
+            else b'"retryable":false',
             "request": b'"request":' + quote(self.envelope.request),
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own
@@ -125,7 +127,7 @@ class Record:
         body = self.result
         custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
-            status = 500 if self.error.is_ours else 400
+            status = 500 if self.error.is_retryable else 400
             told = _describe(self.error)
             if self.is_of_batch and custom_id == b"null":  # nothing else names the line
                 told["message"] = f"line {self.line.number}: {self.error.message}"

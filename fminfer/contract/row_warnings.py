@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass, field
 
-from fminfer.core.errors import printable
+from fminfer.core.errors import make_printable
 
 MAX_NAMES = 300  # of a kind that are told, whatever the number of lines
 MAX_NAME_CHARS = 60
@@ -68,7 +68,7 @@ class WarningCounts:
 def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:
     """Write a warning with the names that belong to it, on one line."""
     shown = (
-        printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names
+        make_printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names
     )
     return f"{kind}: {', '.join(shown)}" if names else kind
 

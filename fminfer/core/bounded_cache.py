@@ -38,7 +38,7 @@ class BoundedCache(Generic[Key, Value]):
         return None if entry is None else entry[0]
 
     def put(self, key: Key, value: Value, num_bytes: int) -> list[Value]:
-        """Keep a value; return the values that were dropped.
+        """Store a value; return the values that were dropped.
 
         The key's former value may be among them. So is this one if it alone exceeds the bound.
         """

@@ -12,7 +12,7 @@ from typing import Any, Literal
 from typing_extensions import Self
 
 from fminfer.core.errors import UsageError
-from fminfer.core.impostors import refuse_special
+from fminfer.core.impostors import check_plain_file
 from fminfer.core.option import (
     OF_ENGINE,
     OF_WEIGHTS,
@@ -22,7 +22,7 @@ from fminfer.core.option import (
     ModelPlace,
     Options,
     TextFile,
-    list_options,
+    describe_options,
     option,
     options_of,
 )
@@ -83,24 +83,24 @@ ON_GPU = StepSizes(4096, 1024)
 STREAMED = {"cpu": StepSizes(4096, 1024), "cuda": StepSizes(8192, 4096)}
 BLOCK_SIZE = 32
 
-_model = partial(option, group="Model", commands=OF_ENGINE)
-_weights = partial(_model, commands=OF_WEIGHTS)
-_speed = partial(option, group="Speed and memory", commands=OF_ENGINE)
-_rank = partial(option, group="Ranks", commands=OF_ENGINE)
-_request = partial(option, group="Requests", commands=("run", "serve", "check"))
-_recorded = partial(_request, alters="requests", is_always_recorded=True)
+_model_option = partial(option, group="Model", commands=OF_ENGINE)
+_weights_option = partial(_model_option, commands=OF_WEIGHTS)
+_speed_option = partial(option, group="Speed and memory", commands=OF_ENGINE)
+_rank_option = partial(option, group="Ranks", commands=OF_ENGINE)
+_request_option = partial(option, group="Requests", commands=("run", "serve", "check"))
+_recorded_option = partial(_request_option, alters="requests", is_always_recorded=True)
 
 
-def contradiction(one: str, other: str) -> UsageError:
-    """Return the error of two options of which only one can be given."""
-    return UsageError(f"{one} and {other} contradict each other; give one of them")
+def contradiction_error(first: str, second: str) -> UsageError:
+    """Return the error of two options that cannot be given together."""
+    return UsageError(f"{first} and {second} contradict each other; give one of them")
 
 
 @dataclass(frozen=True)
 class ModelOptions(Options):
     """Which model answers, and how much of it."""
 
-    model: ModelPlace | None = _weights(
+    model: ModelPlace | None = _weights_option(
         "A local folder, a .gguf file, a Hugging Face hub id, or demo: the package's "
         "small model.  [default: demo; a run then refuses lines that name another "
         "model]",
@@ -108,43 +108,43 @@ class ModelOptions(Options):
         is_positional=True,
         old={"checkpoint": {}},
     )
-    random_init: ConfigPlace | None = _weights(
+    random_init: ConfigPlace | None = _weights_option(
         "Random weights, for benchmarks, in the shape of a config.json, a hub id or a "
         "known size (llama-160m, bloom-176b, …).",
         metavar="CONFIG_OR_SIZE",
         is_positional=True,
     )
-    tokenizer: ModelPlace | None = _weights(
+    tokenizer: ModelPlace | None = _weights_option(
         "A tokenizer from elsewhere: a local folder or hub id.  [default: the model's own]",
         metavar="FOLDER_OR_ID",
         old={"tokenizer_path": {}},
     )
-    model_config: ConfigPlace | None = _weights(
+    model_config: ConfigPlace | None = _weights_option(
         "A config from elsewhere: a config.json, its folder, a hub id or a known size.  "
         "[default: the model's own]",
         metavar="CONFIG_OR_SIZE",
     )
-    revision: str | None = _weights(
+    revision: str | None = _weights_option(
         "Branch, tag or commit of a hub model.  [default: its main branch]"
     )
-    without_adapter: bool = _weights(
+    without_adapter: bool = _weights_option(
         "Answer with the model alone where a LoRA adapter lies beside it. Otherwise "
         "such a folder is refused: adapters are not applied."
     )
-    max_model_len: Count | None = _model(
+    max_model_len: Count | None = _model_option(
         "Most tokens of a prompt and its completion together.  [default: the model's context]",
         alters="requests",
     )
-    max_layers: Count | None = _model(
+    max_layers: Count | None = _model_option(
         "Use only the model's first N layers.",
         alters="answers",
         is_always_recorded=True,
     )
-    skip_tokenizer_init: bool = _recorded(
+    skip_tokenizer_init: bool = _recorded_option(
         "Load no tokenizer. Prompts must be token ids, and answers hold token ids.",
         alters="answers",
     )
-    model_type: str | None = _model(
+    model_type: str | None = _model_option(
         "Checked against the model's config (opt, bloom, gptj, …).",
         group="Old command lines",
     )
@@ -163,9 +163,9 @@ class ModelOptions(Options):
                 "one)"
             )
         if None not in (self.model, self.random_init):
-            raise contradiction("--model-name", "--random-init")
+            raise contradiction_error("--model-name", "--random-init")
         if self.tokenizer and self.skip_tokenizer_init:
-            raise contradiction("--tokenizer", "--skip-tokenizer-init")
+            raise contradiction_error("--tokenizer", "--skip-tokenizer-init")
         for name in ("model_config", "revision"):
             value = getattr(self, name)
             if value is not None and self.model is None:
@@ -179,7 +179,7 @@ class ModelOptions(Options):
 class ComputeOptions(Options):
     """What computes, and in which types."""
 
-    dtype: ModelDType = _speed(
+    dtype: ModelDType = _speed_option(
         "Type of the arithmetic. auto: bfloat16 where the machine is fast in it; on a GPU, "
         "float16 checkpoints stay float16. With float32 on a CPU, weights that are stored in "
         "bfloat16 stay bfloat16 in memory, unless --kernels off is set. int8, int4: as auto "
@@ -190,20 +190,22 @@ class ComputeOptions(Options):
             "half": {"true": "float16", "false": "float32"},
         },
     )
-    kv_dtype: DType = _speed(
+    kv_dtype: DType = _speed_option(
         "Type of the KV cache. auto: as --dtype. 16 bits beside float32 halve its memory, but "
         "round keys and values. Answers then repeat only as well as in 16 bits.",
         default="auto",
     )
-    quantize: Quantized | None = _speed(
+    quantize: Quantized | None = _speed_option(
         "Round weights to 8 or 4 bits while they are read. int8: a scale for each 128 "
         "inputs; int8-32: for each 32; int8-row: for each row. int4: a scale and a "
         "minimum for each 32; int4-128: for each 128; symmetric: no minimum. Groups of "
         "128 become 32 where rows do not divide by 128. Head and embedding get 8 "
         "bits.  [default: weights keep their bits]",
     )
-    device: str = _speed("Where to compute: auto, cpu, cuda, cuda:0, …", default="auto")
-    kernels: Kernels = _speed(
+    device: str = _speed_option(
+        "Where to compute: auto, cpu, cuda, cuda:0, …", default="auto"
+    )
+    kernels: Kernels = _speed_option(
         "Use of fminfer's own kernels: C++ on a CPU, which needs g++, and Triton on a "
         "GPU. auto: where they serve the model and pass their trial; plain torch "
         "elsewhere. off: plain torch. require: fail, with the reason, where auto would "
@@ -211,11 +213,11 @@ class ComputeOptions(Options):
         default="auto",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
     )
-    threads: Count | None = _speed(
+    threads: Count | None = _speed_option(
         "Computing threads of each rank.  [default: OMP_NUM_THREADS, or the cores that this "
         "process may use, shared by the ranks of the machine]"
     )
-    cuda_ids: tuple[int, ...] = _rank(
+    cuda_ids: tuple[int, ...] = _rank_option(
         "The GPUs of this machine's ranks, in their order: 0,1,2.  [default: all]",
         flags=("--cuda-id",),
         commands=("run", "serve", "bench"),
@@ -229,14 +231,16 @@ class ComputeOptions(Options):
     def check(self) -> None:
         """Refuse two numbers of bits."""
         if self.dtype in BITS and self.quantize not in (None, self.dtype):
-            raise contradiction(f"--dtype {self.dtype}", f"--quantize {self.quantize}")
+            raise contradiction_error(
+                f"--dtype {self.dtype}", f"--quantize {self.quantize}"
+            )
 
 
 @dataclass(frozen=True)
 class MemoryOptions(Options):
     """How much is held in memory, and computed at once."""
 
-    offload: Offload = _speed(
+    offload: Offload = _speed_option(
         "Stream layers of a model that does not fit the device's memory: bring them "
         "again for each pass, which computes thousands of tokens. auto: stream only "
         "layers that do not fit, from a GPU's host memory or, if they do not fit "
@@ -245,7 +249,7 @@ class MemoryOptions(Options):
         default="off",
         must_agree=True,
     )
-    budget: int | None = _speed(
+    budget: int | None = _speed_option(
         "Size of the KV cache in tokens (prompts and new tokens of all rows that run "
         f"at once), rounded up to blocks of {BLOCK_SIZE}.  [default: what fits in half "
         "of the free RAM (in 70 % with --offload), or in a GPU beside weights, a "
@@ -255,13 +259,13 @@ class MemoryOptions(Options):
     block_size: Count = option(
         "Tokens of a KV block.", default=BLOCK_SIZE, must_agree=True
     )
-    chunk_size: Count | None = _speed(
+    chunk_size: Count | None = _speed_option(
         f"Most tokens of one step.  [default: {ON_CPU.chunk_size}; on a GPU "
         f"{ON_GPU.chunk_size}, divided among the ranks of a pipeline; with --offload "
         f"{STREAMED['cpu'].chunk_size}, on a GPU {STREAMED['cuda'].chunk_size}, or "
         "what fits]"
     )
-    max_rows: Count | None = _speed(
+    max_rows: Count | None = _speed_option(
         "Most sequences that run at once.  "
         f"[default: {ON_CPU.max_rows}; on a GPU {ON_GPU.max_rows}; with --offload "
         f"{STREAMED['cpu'].max_rows}, on a GPU {STREAMED['cuda'].max_rows}]",
@@ -272,11 +276,11 @@ class MemoryOptions(Options):
             "executor_max_batch_size": {},
         },
     )
-    micro_batches: Count | None = _speed(
+    micro_batches: Count | None = _speed_option(
         "Micro-batches in flight in a pipeline.  [default: one more than it has stages; with "
         "--offload one a stage, or one alone if stages share a disk]"
     )
-    prefix_cache: bool = _speed(
+    prefix_cache: bool = _speed_option(
         "Compute once the prefixes that prompts share, and equal greedy requests.",
         default=True,
     )
@@ -289,7 +293,7 @@ class MemoryOptions(Options):
         flags=("--num-iters",),
     )
 
-    def step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
+    def choose_step_sizes(self, device_type: str, num_stages: int) -> StepSizes:
         """Return the sizes that are set, and for the others what suits a device, cpu or cuda.
 
         A GPU computes thousands of tokens as cheaply as it starts a step's hundreds of kernels.
@@ -314,20 +318,20 @@ class GroupSizes(Options):
 
     calls_flags = True
 
-    world_size: Count | None = _rank(
+    world_size: Count | None = _rank_option(
         "Number of ranks, which are processes, in all pipelines together.  [default: "
         "--pipeline-group-size × --tensor-parallel-size × --data-group-size]"
     )
-    data_group_size: Count = _rank(
+    data_group_size: Count = _rank_option(
         "Number of pipelines, each with the whole model. They share the input.",
         default=1,
     )
-    pipeline_group_size: Count | None = _rank(
+    pipeline_group_size: Count | None = _rank_option(
         "Stages of each pipeline. Each has some of the layers.  [default: --world-size / "
         "(--tensor-parallel-size × --data-group-size), or 1]",
         old={"pp_init_size": {}},
     )
-    tensor_parallel_size: Count = _rank(
+    tensor_parallel_size: Count = _rank_option(
         "Ranks of each stage. Each has a part of every layer: of heads, MLPs, experts and "
         "vocabulary. All must be on one machine.",
         default=1,
@@ -338,7 +342,7 @@ class GroupSizes(Options):
     )
 
     @property
-    def told_stages(self) -> int | None:
+    def configured_stages(self) -> int | None:
         """Stages of each pipeline; None: no option says it."""
         if self.pipeline_group_size is None and self.world_size is not None:
             return self.world_size // (self.data_group_size * self.tensor_parallel_size)
@@ -347,12 +351,12 @@ class GroupSizes(Options):
     @property
     def num_stages(self) -> int:
         """Stages of each pipeline."""
-        return self.told_stages or 1
+        return self.configured_stages or 1
 
     @property
-    def told_ranks(self) -> int | None:
+    def configured_ranks(self) -> int | None:
         """Processes of all pipelines; None: no option says it."""
-        return None if self.told_stages is None else self.num_ranks
+        return None if self.configured_stages is None else self.num_ranks
 
     @property
     def num_ranks(self) -> int:
@@ -363,9 +367,11 @@ class GroupSizes(Options):
         """Refuse numbers that do not fit together."""
         if self.world_size not in (None, self.num_ranks):
             names = ("world_size", "pipeline_group_size", "data_group_size")
-            world, stages, groups = map(self.called, names)
+            world, stages, groups = map(self.shown_name, names)
             size = self.tensor_parallel_size
-            tensor = f"× {self.called('tensor_parallel_size')} {size} " * (size > 1)
+            tensor = ""
+            if size > 1:
+                tensor = f"× {self.shown_name('tensor_parallel_size')} {size} "
             raise UsageError(
                 f"{world} {self.world_size} is not {stages} "
                 f"{self.pipeline_group_size or '(any)'} {tensor}× {groups} "
@@ -379,51 +385,51 @@ class RankOptions(GroupSizes):
 
     calls_flags = False
 
-    num_layers: Count | None = _rank(
+    num_layers: Count | None = _rank_option(
         "Layers of each stage; the last one may have fewer.  [default: balanced by cost]"
     )
-    stage_layers: tuple[int, ...] | None = _rank("Layers of each stage: 9,9,8.")
+    stage_layers: tuple[int, ...] | None = _rank_option("Layers of each stage: 9,9,8.")
 
 
 @dataclass(frozen=True)
 class RequestOptions(Options):
     """What requests may ask for, and what they mean."""
 
-    seed: int = _recorded(
+    seed: int = _recorded_option(
         "Seed of random weights, and of requests without one of their own. A server draws such "
         "requests at random.",
         default=1,
         commands=OF_WEIGHTS,
         must_agree=True,
     )
-    max_logprobs: Amount = _recorded(
+    max_logprobs: Amount = _recorded_option(
         "Largest value of logprobs in a request.", default=100
     )
-    on_too_long: OnTooLong = _recorded(
+    on_too_long: OnTooLong = _recorded_option(
         "What to do with a prompt that leaves no room for max_tokens: refuse it, or "
         "cut its left or right end, with a warning.",
         default="error",
     )
-    token_format: TokenFormat = _recorded(
+    token_format: TokenFormat = _recorded_option(
         "Spelling of logprobs.tokens: vocabulary pieces, or text. auto: text for Batch lines.",
         default="auto",
         alters="answers",
     )
-    chat_template: TextFile | None = _request(
+    chat_template: TextFile | None = _request_option(
         "A Jinja template of chat messages.  [default: the model's own]",
         metavar="FILE",
         alters="requests",
     )
-    tool_call_parser: ToolCallParser = _recorded(
+    tool_call_parser: ToolCallParser = _recorded_option(
         "Format of the model's tool calls. auto: by its chat template. none: calls stay text.",
         default="auto",
     )
-    generation_config: GenerationDefaults = _recorded(
+    generation_config: GenerationDefaults = _recorded_option(
         "Defaults of sampling parameters: those of the OpenAI API, or the model's own from "
         "generation_config.json.",
         default="openai",
     )
-    embeddings: EmbeddingsForm = _request(
+    embeddings: EmbeddingsForm = _request_option(
         "npy: write the vectors of embeddings as one .npy file beside the output, in place of "
         "numbers in its records. Row i is line i of the input, counted from 0; lines without an "
         "answer have rows of nan.",
@@ -431,11 +437,11 @@ class RequestOptions(Options):
         alters="requests",
         commands=("run", "check"),
     )
-    strict: bool = _recorded(
+    strict: bool = _recorded_option(
         "Refuse requests with unknown parameters, best_of below n and the like. "
         "Otherwise they are answered with a warning."
     )
-    check_model: bool = _recorded(
+    check_model: bool = _recorded_option(
         "Refuse requests whose model or engine is neither --model-name nor its last "
         "part. A server answers 404. A run without --model-name always does so."
     )
@@ -446,10 +452,9 @@ class RequestOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse a template in a pipe, and a seed of more than 64 bits, which no kernel
-        holds."""
+        """Refuse a template in a pipe, and a seed of more than 64 bits."""
         # a template is read more than once
-        refuse_special(Path(self.chat_template or "."))
+        check_plain_file(Path(self.chat_template or "."))
         if not -(2**63) <= self.seed < 2**63:
             raise UsageError(
                 f"seed is {self.seed}; it must fit into a signed number of 64 bits"
@@ -463,30 +468,30 @@ class EngineConfig(
     """Options of one engine. A value outside its limits raises UsageError."""
 
     @classmethod
-    def from_fields(cls, told: dict[str, Any]) -> Self:
+    def from_fields(cls, fields: dict[str, Any]) -> Self:
         """Return the options that another process has sent."""
         lists = {
             name: tuple(value)
-            for name, value in told.items()
+            for name, value in fields.items()
             if isinstance(value, list)
         }
-        return cls(**told | lists)
+        return cls(**fields | lists)
 
 
 EngineConfig.__doc__ = (
-    f"{EngineConfig.__doc__}\nOptions:\n{list_options(EngineConfig)}\n"
+    f"{EngineConfig.__doc__}\nOptions:\n{describe_options(EngineConfig)}\n"
 )
 
 
 def make_config(model: str | EngineConfig | None, **options: Any) -> EngineConfig:
     """Return the config of a model, or another config, with options set."""
-    refuse_unknown(options, options_of(EngineConfig))
+    check_option_names(options, options_of(EngineConfig))
     if isinstance(model, EngineConfig):
         return replace(model, **options)
     return EngineConfig(model, **options)
 
 
-def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
+def check_option_names(names: Iterable[str], known: Collection[str]) -> None:
     """Raise UsageError for an option that does not exist, or has a new name."""
     for name in names:
         for each in options_of(EngineConfig).values():
@@ -495,8 +500,8 @@ def refuse_unknown(names: Iterable[str], known: Collection[str]) -> None:
                     f"{v!r} (it was {k!r})" if k != v else repr(v)
                     for k, v in values.items()
                 ]
-                give = f"; give {each.name}={', '.join(meant)}" * bool(meant)
-                raise UsageError(f"the option {name} is called {each.name} now{give}")
+                remedy = f"; give {each.name}={', '.join(meant)}" if meant else ""
+                raise UsageError(f"the option {name} is called {each.name} now{remedy}")
         if name in known:
             continue
         near = difflib.get_close_matches(name, known, 1)

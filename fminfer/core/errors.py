@@ -40,7 +40,7 @@ ERROR_CODES: dict[ErrorCode, str] = {
 }
 # Of a request that was right, which this run could not answer and another might.
 RETRYABLE: tuple[ErrorCode, ...] = ("out_of_memory", "nan_logits", "internal_error")
-# What told a run to stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a
+# What made a run stop: Ctrl-C, SIGTERM, a closed terminal, a deadline or a
 # scheduler's warning.
 StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 
@@ -48,11 +48,11 @@ StopReason = Literal["interrupted", "terminated", "hung_up", "out_of_time"]
 class FminferError(Exception):
     """Base of all errors of this package; its text is meant for the user."""
 
-    is_told = False  # whether another process tells the user of it
+    is_reported_elsewhere = False  # whether another process tells the user of it
 
     @property
     def kind(self) -> str:
-        """The name of its class, by which `error_of` makes it again in another process."""
+        """The name of its class, from which `make_error` makes it in another process."""
         return type(self).__name__
 
 
@@ -125,8 +125,7 @@ class DamagedInputError(FminferError):
 
 
 class UncompiledError(FminferError):
-    """A request's grammar has to be compiled first; whoever prepares it does not wait
-    for that."""
+    """A request's grammar must be compiled first; its preparation does not wait."""
 
 
 class RequestError(FminferError):
@@ -145,14 +144,14 @@ class RequestError(FminferError):
         return RequestError, (self.code, self.message, self.param)
 
     @property
-    def is_ours(self) -> bool:
+    def is_retryable(self) -> bool:
         """Tell whether the request was right and this run could not answer it."""
         return self.code in RETRYABLE
 
     @property
     def type(self) -> str:
         """The OpenAI error object's `type`: whose fault it is."""
-        return "server_error" if self.is_ours else "invalid_request_error"
+        return "server_error" if self.is_retryable else "invalid_request_error"
 
 
 PLAIN_KINDS = (
@@ -168,14 +167,14 @@ PLAIN_KINDS = (
 )
 
 
-def error_of(kind: str, text: str) -> FminferError:
-    """Return the error that another process told of, by its kind and its text."""
+def make_error(kind: str, text: str) -> FminferError:
+    """Return another process's error, from its kind and its text."""
     return next((each for each in PLAIN_KINDS if each.__name__ == kind), FminferError)(
         text
     )
 
 
-def row_error(error: Exception, what: str) -> RequestError:
+def line_error(error: Exception, what: str) -> RequestError:
     """Return what an exception costs the line, called `what`, that was being prepared.
 
     Raises:
@@ -197,9 +196,8 @@ def row_error(error: Exception, what: str) -> RequestError:
     return RequestError("internal_error", text)
 
 
-def printable(text: str) -> str:
-    """Return a text that a terminal only shows: what controls it, or is no text, is
-    spelled out."""
+def make_printable(text: str) -> str:
+    """Spell out the characters of a text that control a terminal, or are no text."""
     return "".join(
         char.encode("unicode_escape").decode()
         if char not in "\n\t" and unicodedata.category(char) in ("Cc", "Cf", "Cs")

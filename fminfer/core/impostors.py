@@ -25,7 +25,7 @@ _SPECIAL = {
     stat.S_IFBLK: "a device",
 }
 # Errors of the machine, which another copy of the file would not mend.
-_OF_MACHINE = {
+_MACHINE_ERRNOS = {
     errno.EIO,
     errno.ESTALE,
     errno.ENOMEM,
@@ -39,7 +39,7 @@ _OF_MACHINE = {
 }
 
 
-def refuse_special(path: Path) -> None:
+def check_plain_file(path: Path) -> None:
     """Refuse a pipe, a socket or a device in the place of a file: reading it might never end."""
     with suppress(OSError, ValueError):  # the reader of the file says what is wrong
         if kind := _SPECIAL.get(stat.S_IFMT(path.stat().st_mode)):
@@ -48,17 +48,17 @@ def refuse_special(path: Path) -> None:
             )
 
 
-def refuse_special_files(folder: Path) -> None:
+def check_plain_files(folder: Path) -> None:
     """Refuse a model's folder with a pipe, socket or device in a file's place, at two depths."""
     for path in (*folder.glob("*"), *folder.glob("*/*")):
         if re.search(
             r"\.(json|txt|model|tiktoken|jinja|safetensors|bin|pt|gguf)$", path.name
         ):
-            refuse_special(path)
+            check_plain_file(path)
 
 
 @contextmanager
-def naming_faults(place: object) -> Iterator[None]:
+def naming_broken_files(place: object) -> Iterator[None]:
     """Turn what a library raises over a model's files into an error that names the files.
 
     Failures of the machine, lack of memory and Ctrl-C are not blamed on the files.
@@ -74,18 +74,18 @@ def naming_faults(place: object) -> Iterator[None]:
             and type(error).__name__ != "PanicException"
         ):
             raise
-        if isinstance(error, OSError) and error.errno in _OF_MACHINE:
+        if isinstance(error, OSError) and error.errno in _MACHINE_ERRNOS:
             raise MachineError(
                 f"the machine failed while {place} was read: {error}. Mend that, and run the "
                 "same command again"
             ) from error
-        raise broken(place, error) from error
+        raise broken_file_error(place, error) from error
 
 
-def refuse_impostor(path: Path) -> None:
+def check_no_impostor(path: Path) -> None:
     """Refuse a file that a download put in the place of a model's file; say what to fetch."""
-    refuse_special(path)
-    start = _start_of(path).removeprefix(b"\xef\xbb\xbf").lstrip()
+    check_plain_file(path)
+    start = _read_start(path).removeprefix(b"\xef\xbb\xbf").lstrip()
     # The size that a weight file begins with may be a "<", but has zeros.
     if start.startswith(b"<") and b"\0" not in start:
         raise CheckpointError(
@@ -101,7 +101,7 @@ def refuse_impostor(path: Path) -> None:
         raise CheckpointError(f"{path} is compressed by gzip; unpack it: gunzip")
 
 
-def _start_of(path: Path) -> bytes:
+def _read_start(path: Path) -> bytes:
     with suppress(OSError, ValueError):  # the reader of the file says what is wrong
         if path.is_file():  # a pipe would be waited for
             with path.open("rb") as file:
@@ -109,7 +109,7 @@ def _start_of(path: Path) -> bytes:
     return b""
 
 
-def broken(place: object, why: object) -> CheckpointError:
+def broken_file_error(place: object, why: object) -> CheckpointError:
     """Return the error of a file whose content is damaged, or that cannot be read."""
     if isinstance(why, PermissionError):
         return CheckpointError(
@@ -133,10 +133,10 @@ def is_gguf(name: str | Path | None) -> bool:
     """Tell whether a model is a GGUF file, llama.cpp's form of a model, by name or content."""
     path = Path(str(name))
     is_named_so = str(name).endswith(GGUF) and not path.is_dir()
-    return is_named_so or _start_of(path).startswith(MAGIC)  # Ollama's are sha256-…
+    return is_named_so or _read_start(path).startswith(MAGIC)  # Ollama's are sha256-…
 
 
-def gguf_error(
+def gguf_only_error(
     name: str, files: Sequence[str], *, is_of_hub: bool = False
 ) -> CheckpointError:
     """Return the error of a folder, or a model of the hub, that holds GGUF files alone."""
@@ -144,7 +144,7 @@ def gguf_error(
         files
     )
     first = names[0]
-    more = f" and {len(names) - 1} more" * (len(names) > 1)
+    more = f" and {len(names) - 1} more" if len(names) > 1 else ""
     remedy = (
         f"download one and give its path: hf download {name} {first} --local-dir ."
         if is_of_hub

@@ -5,11 +5,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fminfer.core.quantities import counted, show_bytes
+from fminfer.core.quantities import describe_bytes, with_noun
 
 INVERTED = bytes(range(255, -1, -1))
 MAX_FEW = 256  # allowed tokens, whose ids are listed
-MOST_TOLD = 4  # ranks that a line tells of one by one
+MAX_LISTED_RANKS = 4  # ranks that a line lists one by one
 
 
 @dataclass(slots=True, frozen=True)
@@ -36,7 +36,7 @@ def make_mask(bits: bytes) -> Mask:
     return Mask(bits, tuple(np.flatnonzero(is_allowed).tolist()))
 
 
-def pack_ids(ids: Iterable[int], num_bytes: int) -> bytes:
+def pack_token_ids(ids: Iterable[int], num_bytes: int) -> bytes:
     """Return the bits of these tokens, as a mask has them."""
     bits = bytearray(num_bytes)
     for token_id in ids:
@@ -44,7 +44,7 @@ def pack_ids(ids: Iterable[int], num_bytes: int) -> bytes:
     return bytes(bits)
 
 
-def invert(bits: bytes) -> bytes:
+def invert_mask(bits: bytes) -> bytes:
     """Return the bits of all other tokens."""
     return bits.translate(INVERTED)
 
@@ -97,34 +97,43 @@ class RankMemory:
         return self.peak.gpu_reserved_bytes if self.is_on_gpu else self.peak.host_bytes
 
     def to_text(self) -> str:
-        """Tell the peak beside the forecast."""
+        """Return the peak beside the forecast, for people."""
         place = "GPU" if self.is_on_gpu else "CPU"
-        sizes = f"{show_bytes(self.peak_bytes)} ({show_bytes(self.foreseen_bytes)} foreseen)"
-        host = f", CPU {show_bytes(self.peak.host_bytes)}" if self.is_on_gpu else ""
+        sizes = (
+            f"{describe_bytes(self.peak_bytes)} ({describe_bytes(self.foreseen_bytes)} "
+            "foreseen)"
+        )
+        host = f", CPU {describe_bytes(self.peak.host_bytes)}" if self.is_on_gpu else ""
         return f"{place} {sizes}{host}"
 
 
-def show_memory(ranks: Sequence[RankMemory]) -> str:
-    """Tell the peaks in a line: of each rank if there are few, or else of the largest."""
-    told = (
+def describe_memory(ranks: Sequence[RankMemory]) -> str:
+    """Describe the peaks in a line: each rank's if there are few, or else the largest."""
+    shown = (
         ranks
-        if len(ranks) <= MOST_TOLD
+        if len(ranks) <= MAX_LISTED_RANKS
         else [max(ranks, key=lambda each: each.peak_bytes)]
     )
-    parts = [f"rank {each.rank}: " * (len(ranks) > 1) + each.to_text() for each in told]
-    others = f"; the most of {counted(len(ranks), 'rank')}" * (len(told) < len(ranks))
-    return "; ".join(parts) + others
+    parts = [
+        f"rank {each.rank}: {each.to_text()}" if len(ranks) > 1 else each.to_text()
+        for each in shown
+    ]
+    text = "; ".join(parts)
+
+    if len(shown) < len(ranks):
+        text += f"; the most of {with_noun(len(ranks), 'rank')}"
+    return text
 
 
-def memory_table(ranks: Sequence[RankMemory]) -> list[str]:
+def make_memory_table(ranks: Sequence[RankMemory]) -> list[str]:
     """Return a table of all ranks' peaks for people."""
     rows = [["rank", "CPU peak", "GPU peak", "GPU reserved", "foreseen"]]
     for each in ranks:
         peak = each.peak
-        on_gpu = peak.gpu_bytes, peak.gpu_reserved_bytes
-        shown = [show_bytes(size) if each.is_on_gpu else "-" for size in on_gpu]
-        foreseen = show_bytes(each.foreseen_bytes)
-        rows.append([str(each.rank), show_bytes(peak.host_bytes), *shown, foreseen])
+        gpu_sizes = (peak.gpu_bytes, peak.gpu_reserved_bytes)
+        shown = [describe_bytes(size) if each.is_on_gpu else "-" for size in gpu_sizes]
+        foreseen = describe_bytes(each.foreseen_bytes)
+        rows.append([str(each.rank), describe_bytes(peak.host_bytes), *shown, foreseen])
     return [
         "".join(f"{cell:>13}" for cell in row).removeprefix(" " * 9) for row in rows
     ]

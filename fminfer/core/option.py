@@ -52,8 +52,7 @@ OF_WEIGHTS: tuple[Command, ...] = (*OF_ENGINE, "quantize")  # all that read weig
 
 @dataclass(slots=True, frozen=True)
 class Least:
-    """The least value of a number. If it is shown, help says it, and click refuses
-    lower ones."""
+    """The least value of a number. If it is shown, help says it and click checks it."""
 
     number: int
     is_shown: bool = False
@@ -61,9 +60,9 @@ class Least:
 
 @dataclass(slots=True, frozen=True)
 class PlaceHint:
-    """What may name a place."""
+    """What may name a place, such as a path."""
 
-    told: str  # as an error calls it
+    noun: str  # what an error calls such a place
 
 
 KINDS: dict[Any, Any] = {  # the values that each type accepts
@@ -129,7 +128,7 @@ class Option:
     @property
     def type_name(self) -> str:
         """The type as Python writes it, a closed set as its values."""
-        kind = plain_hint(self.hint)
+        kind = unwrap_hint(self.hint)
         name = getattr(kind, "__name__", "") if not get_args(kind) else str(kind)
         name = (
             " | ".join(map(repr, get_args(kind)))
@@ -147,32 +146,34 @@ class Option:
             if values and name[0] == "-"
         }
 
-    def refuse(self, value: Any, called: str) -> None:
-        """Raise UsageError for a value, named as `called`, outside the option's type or
-        limits."""
+    def check_value(self, value: Any, name: str) -> None:
+        """Raise UsageError for a value outside the option's type or limits.
+
+        `name` is what the message calls the option.
+        """
         if value is None and is_optional(self.hint):
             return
-        marks = marks_of(self.hint)
+        marks = find_annotations(self.hint)
         texts = value if isinstance(value, tuple) else (value,)
         if "" in texts and "whole" not in marks:
-            raise UsageError(f"{called}: {EMPTY}")
-        kind = plain_hint(self.hint)
+            raise UsageError(f"{name}: {EMPTY}")
+        kind = unwrap_hint(self.hint)
         if get_origin(kind) is Literal and value not in (allowed := get_args(kind)):
             raise UsageError(
-                f"{called} is {value!r}; it must be one of {', '.join(allowed)}"
+                f"{name} is {value!r}; it must be one of {', '.join(allowed)}"
             )
-        if not _is_of(kind, value):
-            told = next(
-                (mark.told for mark in marks if isinstance(mark, PlaceHint)),
+        if not _is_of_type(kind, value):
+            noun = next(
+                (mark.noun for mark in marks if isinstance(mark, PlaceHint)),
                 self.type_name,
             )
             raise UsageError(
-                f"{called} is of type {type(value).__name__}; give {told}, not {value!r:.100}"
+                f"{name} is of type {type(value).__name__}; give {noun}, not {value!r:.100}"
             )
         for mark in marks:
             if isinstance(mark, Least) and not value >= mark.number:  # or nan
                 raise UsageError(
-                    f"{called} is {value}; it must be at least {mark.number}"
+                    f"{name} is {value}; it must be at least {mark.number}"
                 )
 
 
@@ -183,14 +184,17 @@ def option(
 
     None as the default is False for a bool, and () for a tuple.
     """
-    its = Option(help, **facts)
-    return field(default=default, kw_only=not is_positional, metadata={"option": its})
+    return field(
+        default=default,
+        kw_only=not is_positional,
+        metadata={"option": Option(help, **facts)},
+    )
 
 
-def _is_of(kind: Any, value: Any) -> bool:
+def _is_of_type(kind: Any, value: Any) -> bool:
     """Tell whether a value, and each item of a tuple, is of a type; True for unknown types."""
     if get_origin(kind) is tuple and isinstance(value, tuple | list):
-        return all(_is_of(get_args(kind)[0], each) for each in value)
+        return all(_is_of_type(get_args(kind)[0], each) for each in value)
     return isinstance(value, KINDS.get(get_origin(kind) or kind, object))
 
 
@@ -199,19 +203,19 @@ def is_optional(hint: Any) -> bool:
     return type(None) in get_args(hint)
 
 
-def plain_hint(hint: Any) -> Any:
+def unwrap_hint(hint: Any) -> Any:
     """Return a type without None and without annotations."""
     if get_origin(hint) is Annotated:
-        return plain_hint(get_args(hint)[0])
+        return unwrap_hint(get_args(hint)[0])
     kinds = [kind for kind in get_args(hint) if kind is not type(None)]
-    return plain_hint(reduce(or_, kinds)) if is_optional(hint) else hint
+    return unwrap_hint(reduce(or_, kinds)) if is_optional(hint) else hint
 
 
-def marks_of(hint: Any) -> list[Any]:
+def find_annotations(hint: Any) -> list[Any]:
     """Return the annotations of a type and of the types in it."""
     return [
         *(hint.__metadata__ if get_origin(hint) is Annotated else ()),
-        *(mark for each in get_args(hint) for mark in marks_of(each)),
+        *(mark for each in get_args(hint) for mark in find_annotations(each)),
     ]
 
 
@@ -239,8 +243,8 @@ def _options_of(table: type, is_own: bool) -> dict[str, Option]:
 Table = TypeVar("Table")
 
 
-def take(table: type[Table], params: dict[str, Any]) -> Table:
-    """Make a dataclass of its options, and take these out of a command's parameters."""
+def pop_options(table: type[Table], params: dict[str, Any]) -> Table:
+    """Make a dataclass of its options, and remove these from a command's parameters."""
     return table(
         **{name: params.pop(name) for name in options_of(table) if name in params}
     )
@@ -255,28 +259,29 @@ class Options:
         """Make False the default of switches, and () that of lists, where none is declared."""
         hints = get_type_hints(cls, include_extras=True)
         for name in cls.__annotations__:
-            its = vars(cls).get(name)
-            hint = hints[name]
-            if isinstance(its, Field) and its.default is None and not is_optional(hint):
-                kind = plain_hint(hint)
+            declared = vars(cls).get(name)
+            if not isinstance(declared, Field) or declared.default is not None:
+                continue
+            if not is_optional(hints[name]):
+                kind = unwrap_hint(hints[name])
                 assert kind is bool or get_origin(kind) is tuple, (
                     f"{name} needs a default"
                 )
-                its.default = False if kind is bool else ()
+                declared.default = False if kind is bool else ()
 
     def __post_init__(self) -> None:
         for name, each in options_of(type(self)).items():
-            each.refuse(getattr(self, name), self.called(name))
+            each.check_value(getattr(self, name), self.shown_name(name))
         for table in type(self).__mro__:
             if "check" in vars(table):
                 table.check(self)  # type: ignore[attr-defined]
 
-    def called(self, name: str) -> str:
+    def shown_name(self, name: str) -> str:
         """Return what messages call an option."""
         return options_of(type(self))[name].told if self.calls_flags else name
 
 
-def list_options(table: type) -> str:
+def describe_options(table: type) -> str:
     """Return a line for each option: its name, type, default and help."""
     return "\n".join(
         f"{name}: {each.type_name} = {each.default!r}  {each.help}"
@@ -287,18 +292,21 @@ def list_options(table: type) -> str:
 Init = TypeVar("Init", bound=Callable[..., None])
 
 
-def show_options(init: Init, table: type) -> Init:
-    """Have `help` list the options that an `__init__` takes, with types, defaults and
-    meanings."""
-    ours = inspect.signature(init)
-    its = inspect.signature(table).parameters.values()
-    own = [
-        each for each in ours.parameters.values() if each.kind is not each.VAR_KEYWORD
+def document_options(init: Init, table: type) -> Init:
+    """Have `help` list the options that an `__init__` accepts, with their meanings."""
+    signature = inspect.signature(init)
+    declared = [
+        each
+        for each in signature.parameters.values()
+        if each.kind is not each.VAR_KEYWORD
     ]
-    more = [
-        e.replace(kind=e.KEYWORD_ONLY) for e in its if e.name not in ours.parameters
+    options = [
+        each.replace(kind=each.KEYWORD_ONLY)
+        for each in inspect.signature(table).parameters.values()
+        if each.name not in signature.parameters
     ]
-    shown: Any = init
-    shown.__doc__ = f"Load the model. The options:\n\n{list_options(table)}\n"
-    shown.__signature__ = ours.replace(parameters=[*own, *more])
+
+    documented: Any = init
+    documented.__doc__ = f"Load the model. The options:\n\n{describe_options(table)}\n"
+    documented.__signature__ = signature.replace(parameters=[*declared, *options])
     return init

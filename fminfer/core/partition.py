@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, pairwise
 
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 
 
 @dataclass(slots=True, frozen=True)
@@ -34,13 +34,13 @@ class Part:
         return self.stage == self.num_stages - 1
 
     @property
-    def numbers(self) -> list[int]:
-        """Of all its layers."""
+    def layer_numbers(self) -> list[int]:
+        """The numbers of all its layers."""
         return [*range(self.first, self.last), *self.encoder]
 
     @property
     def num_layers(self) -> int:
-        return len(self.numbers)
+        return len(self.layer_numbers)
 
     @property
     def is_leader(self) -> bool:
@@ -48,7 +48,7 @@ class Part:
 
     @property
     def ranks(self) -> range:
-        """Of its stage, the leader first."""
+        """The ranks of its stage, the leader first."""
         return range(self.stage * self.num_shards, (self.stage + 1) * self.num_shards)
 
     @property
@@ -56,16 +56,16 @@ class Part:
         return self.ranks[self.shard]
 
     @property
-    def rank_before(self) -> int:
+    def previous_rank(self) -> int:
         """The rank that messages come from: the leader of the stage before, or of its own."""
-        return self._leader_of(self.stage - 1)
+        return self._find_leader(self.stage - 1)
 
     @property
     def next_rank(self) -> int:
         """The rank that messages go to: the leader of the stage behind, or of its own."""
-        return self._leader_of(self.stage + 1)
+        return self._find_leader(self.stage + 1)
 
-    def _leader_of(self, stage: int) -> int:
+    def _find_leader(self, stage: int) -> int:
         other = stage if self.is_leader else self.stage
         return other % self.num_stages * self.num_shards
 
@@ -75,14 +75,14 @@ class Part:
         return [replace(self, shard=shard) for shard in range(self.num_shards)]
 
 
-def even_parts(size: int, count: int, unit: int = 1) -> list[range]:
+def split_evenly(size: int, count: int, unit: int = 1) -> list[range]:
     """Divide a size as evenly as whole units allow; the last unit may be smaller."""
     units = -(-size // unit)
     ends = [min(size, -(-units * each // count) * unit) for each in range(count + 1)]
     return [range(*pair) for pair in pairwise(ends)]
 
 
-def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
+def balance_layers(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     """Return how many layers each stage gets so that the slowest stage is as fast as it can be.
 
     Args:
@@ -90,7 +90,7 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     """
     if num_stages > num_layers:
         raise UsageError(
-            f"{num_stages} stages share {counted(num_layers, 'layer')}, and "
+            f"{num_stages} stages share {with_noun(num_layers, 'layer')}, and "
             f"{num_stages - num_layers} would have no work. Use --pipeline-group-size "
             f"{num_layers} or less, without --world-size"
         )
@@ -104,7 +104,7 @@ def balance(num_layers: int, num_stages: int, head_cost: float) -> list[int]:
     return counts
 
 
-def fixed(total: int, num_stages: int, each: int) -> list[int]:
+def split_by_stage_size(total: int, num_stages: int, each: int) -> list[int]:
     """Return the split of --num-layers: `each` a stage; refuse idle stages and lost layers."""
     counts = [max(0, min(each, total - stage * each)) for stage in range(num_stages)]
     even = -(-total // num_stages)
@@ -127,12 +127,14 @@ def fixed(total: int, num_stages: int, each: int) -> list[int]:
     return counts
 
 
-def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[int]:
+def split_by_stage_layers(
+    num_layers: int, num_stages: int, counts: tuple[int, ...]
+) -> list[int]:
     """Return the split of --stage-layers; refuse one that does not fit the layers."""
     shown = ",".join(map(str, counts))
     if len(counts) != num_stages:
         raise UsageError(
-            f"--stage-layers {shown} has {counted(len(counts), 'count')}; give {num_stages}"
+            f"--stage-layers {shown} has {with_noun(len(counts), 'count')}; give {num_stages}"
         )
     if min(counts) < 1:
         raise UsageError(
@@ -146,7 +148,7 @@ def explicit(num_layers: int, num_stages: int, counts: tuple[int, ...]) -> list[
     return list(counts)
 
 
-def parts_of(counts: list[int]) -> list[Part]:
+def make_parts(counts: list[int]) -> list[Part]:
     """Return each stage's part."""
     ends = [0, *accumulate(counts)]
     pairs = enumerate(pairwise(ends))
@@ -166,7 +168,7 @@ def split_layers(
 
     Args:
         num_layers: of the model.
-        head_cost: see `balance`.
+        head_cost: see `balance_layers`.
         each, most, counts: --num-layers, --max-layers and --stage-layers.
 
     Raises:
@@ -176,7 +178,7 @@ def split_layers(
     if counts is not None:
         if each is not None:
             raise UsageError("give either --stage-layers or --num-layers, not both")
-        return parts_of(explicit(total, num_stages, counts))
+        return make_parts(split_by_stage_layers(total, num_stages, counts))
     if each is not None:
-        return parts_of(fixed(total, num_stages, each))
-    return parts_of(balance(total, num_stages, head_cost))
+        return make_parts(split_by_stage_size(total, num_stages, each))
+    return make_parts(balance_layers(total, num_stages, head_cost))

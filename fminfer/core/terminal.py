@@ -13,7 +13,7 @@ from typing import TextIO
 NAME = re.compile(r"\S+(?: \S+)? {2,}|elsewhere | +")
 
 
-def find_columns(stream: TextIO) -> int:
+def find_width(stream: TextIO) -> int:
     """Return COLUMNS, or else the terminal's width; 0: the stream is no terminal."""
     with suppress(OSError, ValueError):
         if stream.isatty():
@@ -24,7 +24,7 @@ def find_columns(stream: TextIO) -> int:
     return 0
 
 
-def fit(text: str, columns: int) -> str:
+def wrap_lines(text: str, columns: int) -> str:
     """Wrap lines that are wider than `columns`, indented by the line's name; 0: no limit."""
     lines = text.split("\n")
     for place, line in enumerate(lines):
@@ -42,7 +42,7 @@ def fit(text: str, columns: int) -> str:
     return "\n".join(lines)
 
 
-def show_table(rows: Sequence[Sequence[str]], columns: int = 0) -> list[str]:
+def make_table_lines(rows: Sequence[Sequence[str]], columns: int = 0) -> list[str]:
     """Return a right-aligned table's lines; if it is too wide, a sentence for each row.
 
     The first row has the names of the columns.

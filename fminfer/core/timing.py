@@ -1,5 +1,7 @@
-"""Clocks: how long a row took, and how many shared the machine; in time.perf_counter's
-seconds."""
+"""Clocks: how long a row took, and how many shared the machine.
+
+Times are seconds of time.perf_counter.
+"""
 
 from __future__ import annotations
 

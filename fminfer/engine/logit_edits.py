@@ -12,7 +12,7 @@ from typing import Any
 
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import Mask, invert, make_mask, pack_ids
+from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
 
 
 class Bans:
@@ -53,8 +53,8 @@ class Bans:
         )
         if not (has_list or listed):
             return None
-        bits = pack_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
-        return make_mask(bits if has_list else invert(bits))
+        bits = pack_token_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
+        return make_mask(bits if has_list else invert_mask(bits))
 
     def narrow(self, mask: Mask, banned: set[int]) -> Mask:
         """Return a mask of all of the model's tokens without those that are banned.
@@ -66,10 +66,10 @@ class Bans:
         if self.mask is not None:
             end = b"\xff" if self.mask.bits[-1] > 127 else b"\0"
             allowed &= int.from_bytes(self.mask.bits[:size].ljust(size, end), "little")
-        bits = allowed & ~int.from_bytes(pack_ids(banned, size), "little")
+        bits = allowed & ~int.from_bytes(pack_token_ids(banned, size), "little")
         if not bits:
-            held = int.from_bytes(pack_ids(self._held_ids, size), "little")
-            ends = int.from_bytes(pack_ids(self._eos_ids, size), "little")
+            held = int.from_bytes(pack_token_ids(self._held_ids, size), "little")
+            ends = int.from_bytes(pack_token_ids(self._eos_ids, size), "little")
             bits = (allowed & held) | (whole & ends)
         return make_mask(bits.to_bytes(size, "little"))
 

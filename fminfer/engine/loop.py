@@ -12,7 +12,7 @@ from typing import Protocol
 
 from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerForm, Deltas, build_answer
 from fminfer.engine.engine_core import BEHIND_ALL, Event
@@ -140,7 +140,7 @@ class EngineLoop:
                 self._take_in()  # what came meanwhile need not wait for a step more
                 self._schedule()  # stages work while answers are built
             elif self._is_at_limit and self._open and not self._finished:
-                done = counted(self._max_steps or 0, "micro-batch", "micro-batches")
+                done = with_noun(self._max_steps or 0, "micro-batch", "micro-batches")
                 raise StepLimitError(
                     f"stopped after {done}, as --num-iters says; rows are left. Leave "
                     "the flag out to answer all"

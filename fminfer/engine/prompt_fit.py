@@ -11,7 +11,7 @@ from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import EngineConfig, OnTooLong
 from fminfer.core.errors import RequestError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import RequestState
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -285,7 +285,7 @@ class PromptFit:
         if self.is_source:
             return RequestError(
                 "context_length_exceeded",
-                f"the prompt has {about}{counted(num_prompt, 'token')}; this model's "
+                f"the prompt has {about}{with_noun(num_prompt, 'token')}; this model's "
                 f"encoder reads at most {context} tokens. Shorten the prompt, or have "
                 f"it cut by {CUT}",
                 self.source,
@@ -304,7 +304,8 @@ class PromptFit:
             remedy = f"Lower {name}, which leaves no place for a prompt"
         return RequestError(
             "context_length_exceeded",
-            f"the prompt has {about}{counted(num_prompt, 'token')}{asked}; this model's maximum "
+            f"the prompt has {about}{with_noun(num_prompt, 'token')}{asked}; this "
+            "model's maximum "
             f"context length is {context} tokens. {remedy}",
             "max_tokens" if num_prompt < context else self.source,
         )
@@ -365,14 +366,14 @@ def check_room(state: RequestState, scheduler: Scheduler) -> None:
                 "out_of_memory",
                 f"{name} is {num}, and these {len(prompt.sequences)} candidates run "
                 "together; --max-rows allows "
-                f"{counted(scheduler.max_rows, 'sequence')} at once. Raise it, or "
+                f"{with_noun(scheduler.max_rows, 'sequence')} at once. Raise it, or "
                 f"lower {name}",
                 name,
             )
         if len(prompt.ids_to_read) > scheduler.most_read:
             raise RequestError(
                 "out_of_memory",
-                f"the prompt has {counted(len(prompt.ids_to_read), 'token')}, which an "
+                f"the prompt has {with_noun(len(prompt.ids_to_read), 'token')}, which an "
                 f"encoder reads at once; there is memory for {scheduler.most_read:,}. "
                 "Shorten it, or run on a machine with more memory",
                 "prompt",
@@ -380,15 +381,15 @@ def check_room(state: RequestState, scheduler: Scheduler) -> None:
         if prompt.num_to_feed > 0 and not scheduler.kv.fits(prompt):
             num_read = len(prompt.ids_to_read)
             beside = (
-                f" beside {counted(num_read, 'token')} for its encoder"
+                f" beside {with_noun(num_read, 'token')} for its encoder"
                 if num_read
                 else ""
             )
             raise RequestError(
                 "out_of_memory",
                 "the prompt needs the KV cache of "
-                f"{counted(prompt.num_kv_tokens, 'token')} for each of its "
-                f"{counted(len(prompt.sequences), 'candidate')} at once{beside}; the "
+                f"{with_noun(prompt.num_kv_tokens, 'token')} for each of its "
+                f"{with_noun(len(prompt.sequences), 'candidate')} at once{beside}; the "
                 f"budget is {scheduler.pool.num_tokens} tokens. Raise --budget, lower "
                 f"{lower}, or shorten the prompt",
                 "max_tokens",

@@ -17,8 +17,8 @@ from itertools import product
 from typing import Any
 
 from fminfer.core.errors import FminferError, OutOfMemoryError
-from fminfer.core.messages import RankMemory, memory_table
-from fminfer.core.quantities import counted, show_dtypes
+from fminfer.core.messages import RankMemory, make_memory_table
+from fminfer.core.quantities import describe_dtypes, with_noun
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
@@ -71,7 +71,7 @@ class Figures:
             )
         return (
             "*** Performance stats:\n"
-            f"Arithmetic and weights: {show_dtypes(self.dtype, self.weight_dtype)}\n"
+            f"Arithmetic and weights: {describe_dtypes(self.dtype, self.weight_dtype)}\n"
             f"Throughput per token including tokenize: {self.ms_per_token:.2f} msecs\n"
             f"Start to ready to generate: {self.ready_s:.3f} secs\n"
             f"Tokenize and generate {self.num_tokens} (bs={self.batch_size}) tokens: "
@@ -151,7 +151,7 @@ class BenchResult:
                 for size, value in points
             }
             lines.append(f"{name:<18}" + "".join(f"{cells[size]:>9}" for size in sizes))
-        return "\n".join([*lines, "", *memory_table(self.ranks)])
+        return "\n".join([*lines, "", *make_memory_table(self.ranks)])
 
 
 def bench_process(
@@ -169,8 +169,8 @@ def bench_process(
                 tell(row.to_text())
                 rows.append(row)
         facts = engine.facts
-        types = show_dtypes(facts.dtype, facts.weight_dtype)
-        place = f"{facts.device}, {counted(facts.num_ranks, 'rank')}"
+        types = describe_dtypes(facts.dtype, facts.weight_dtype)
+        place = f"{facts.device}, {with_noun(facts.num_ranks, 'rank')}"
         return BenchResult(
             f"{engine.model_name}: {types} on {place}", rows, engine.memory
         )

@@ -19,7 +19,7 @@ from typing import Any
 from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.core.quantities import show_seconds
+from fminfer.core.quantities import describe_seconds
 from fminfer.estimate.cost_model import (
     CostModel,
     Sample,
@@ -146,7 +146,7 @@ class _Measurement:
             self._bar.total = self._num_runs(most)
             if self._bar.disable and number == 1:
                 left_s = round_s * self._num_runs(most - 1) / len(self._trials)
-                say(f"calibrate: left {show_seconds(left_s)}")
+                say(f"calibrate: left {describe_seconds(left_s)}")
         return samples
 
     def time_runs(self, costs: CostModel) -> tuple[float, ...]:

@@ -6,8 +6,13 @@ from collections.abc import Iterator
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
-from fminfer.core.terminal import show_table
+from fminfer.core.quantities import (
+    describe_bytes,
+    describe_dtypes,
+    describe_short_time,
+    with_noun,
+)
+from fminfer.core.terminal import make_table_lines
 from fminfer.estimate.line_checks import LineCounts
 from fminfer.estimate.run_plans import PlanReport
 from fminfer.plan.run_plan import RunPlan, name_of
@@ -115,7 +120,7 @@ class CheckReport:
             *(plans or self._own_lines(columns)),
             *self._first_lines(),
             *(
-                f"warning   {text} ({counted(n, 'row')})"
+                f"warning   {text} ({with_noun(n, 'row')})"
                 for text, n in self.warnings.items()
             ),
         ]
@@ -132,7 +137,7 @@ class CheckReport:
         equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(
             counts.num_equal
         )
-        types = show_dtypes(name_of(plan.dtype), plan.held_in)
+        types = describe_dtypes(name_of(plan.dtype), plan.held_in)
         types += f", KV cache {name_of(plan.kv_dtype)}" * (plan.kv_dtype != plan.dtype)
         yield f"model     {plan.checkpoint.name} ({types} on {plan.device.type})"
         yield f"lines     {counts.num_right:,} right{wrong}{equal}"
@@ -157,13 +162,13 @@ class CheckReport:
         work = self.work
         is_run = self.counts.num_right and not self.plan.shortage
         num_lines = work.sample_lines
-        sample = f", estimated from the first {counted(num_lines, 'line')}" * bool(
+        sample = f", estimated from the first {with_noun(num_lines, 'line')}" * bool(
             num_lines
         )
         if is_run:
             yield (
-                f"steps     {counted(work.num_steps, 'micro-batch', 'micro-batches')} "
-                f"at most, up to {counted(work.max_rows_running, 'row')} at "
+                f"steps     {with_noun(work.num_steps, 'micro-batch', 'micro-batches')} "
+                f"at most, up to {with_noun(work.max_rows_running, 'row')} at "
                 f"once{sample}"
             )
         yield from self._memory_lines(columns)
@@ -174,10 +179,11 @@ class CheckReport:
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"
         elif is_run and work.seconds is not None:
-            span = " to ".join(map(show_short, work.seconds_range or ()))
+            span = " to ".join(map(describe_short_time, work.seconds_range or ()))
             of_runs = f" ({span}, by calibration's own runs)" * bool(span)
             yield (
-                f"time      about {show_short(work.seconds)}{of_runs} if every row draws "
+                f"time      about {describe_short_time(work.seconds)}{of_runs} if "
+                "every row draws "
                 f"all of its max_tokens{sample}; loading is not counted"
             )
 
@@ -192,9 +198,9 @@ class CheckReport:
         for rank in plan.ranks:
             takes = rank.takes
             sizes = (takes.libraries, takes.weights, takes.work, used * takes.kv_token)
-            shown = map(show_bytes, (*sizes, takes.total(used)))
+            shown = map(describe_bytes, (*sizes, takes.total(used)))
             rows.append((str(rank.rank), str(rank.part.num_layers), *shown))
-        for number, line in enumerate(show_table(rows, columns and columns - 10)):
+        for number, line in enumerate(make_table_lines(rows, columns and columns - 10)):
             yield f"{'memory' * (number == 0):<10}{line}"
         num_ranks = num_pipelines * len(plan.ranks)
         ranks = f"{num_ranks} ranks"
@@ -202,10 +208,10 @@ class CheckReport:
             ranks += f", {num_pipelines} pipelines of {len(plan.ranks)}"
         if plan.shares_memory:
             total = num_pipelines * sum(rank.takes.total(used) for rank in plan.ranks)
-            others = f"; all {ranks} take {show_bytes(total)}" * (num_ranks > 1)
-            yield f"room      {show_bytes(plan.room_bytes)} of memory are free here{others}"
+            others = f"; all {ranks} take {describe_bytes(total)}" * (num_ranks > 1)
+            yield f"room      {describe_bytes(plan.room_bytes)} of memory are free here{others}"
         else:
-            yield f"room      {show_bytes(plan.room_bytes)} for each of {ranks}"
+            yield f"room      {describe_bytes(plan.room_bytes)} for each of {ranks}"
         if plan.shortage:
             yield f"KV cache  none fits: {plan.shortage}"
             return
@@ -222,5 +228,5 @@ class CheckReport:
         if len(text) > MAX_SHOWN:
             half = MAX_SHOWN // 2
             text = f"{text[:half]}\n[… {len(text) - 2 * half:,} characters …]\n{text[-half:]}"
-        yield f"first     {first.file}:{first.line}, {counted(first.num_ids, 'token')}:"
+        yield f"first     {first.file}:{first.line}, {with_noun(first.num_ids, 'token')}:"
         yield from (f"    {line}" for line in text.split("\n"))

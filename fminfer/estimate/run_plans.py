@@ -10,8 +10,8 @@ from typing import Any
 
 from fminfer.core.config import EngineConfig, GroupSizes, Quantized
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted, show_bytes, show_short
-from fminfer.core.terminal import show_table
+from fminfer.core.quantities import describe_bytes, describe_short_time, with_noun
+from fminfer.core.terminal import make_table_lines
 from fminfer.plan.roofs import Roofs
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.slowness import find_slowness
@@ -102,10 +102,10 @@ class PlannedRun:
             ),
             self.plan.held_in,
             f"{num} {self.streamed[0].place}" if num else "off",
-            show_bytes(self.rank_bytes),
+            describe_bytes(self.rank_bytes),
             f"{self.plan.num_kv_tokens:,}",
-            show_short(self.load_s),
-            show_short(self.run_s),
+            describe_short_time(self.load_s),
+            describe_short_time(self.run_s),
             ms_token,
             self.bound,
         ]
@@ -126,7 +126,7 @@ def find_spreads(
     groups, tp = (
         n if is_whole or n > 1 or name in kept else None for name, n in named.items()
     )
-    told = (groups, asked.told_stages, tp)
+    told = (groups, asked.configured_stages, tp)
     for shards in (n for n in range(1, num + 1) if num % n == 0):
         for stages in (n for n in range(1, size + 1) if size // shards % n == 0):
             found = (size // (shards * stages), stages, shards)
@@ -163,7 +163,7 @@ def plan_runs(
                 found.append(plan_one(replace(asked, offload="auto")))
     if not found:
         raise UsageError(
-            f"no way uses {counted(roofs.num_devices * roofs.num_nodes, 'device')} "
+            f"no way uses {with_noun(roofs.num_devices * roofs.num_nodes, 'device')} "
             "with the stages and ranks that flags ask for; --tp must divide the "
             "devices of a node. Change these flags, or --num-devices"
         )
@@ -201,7 +201,9 @@ class PlanReport:
         shown = fitting if is_all else fitting[:MOST_ROWS]
         rows = [HEAD, *(run.to_cells() for run in shown)]
         lines = [self._title()]
-        lines += [f"  {line}" for line in show_table(rows, columns and columns - 2)]
+        lines += [
+            f"  {line}" for line in make_table_lines(rows, columns and columns - 2)
+        ]
         if len(shown) < len(fitting):
             lines.append(
                 f"  … and {len(fitting) - len(shown)} more that fit; --all shows them"
@@ -209,7 +211,7 @@ class PlanReport:
         if is_all:
             lines += [f"  {run.name}: {run.why_not}" for run in others]
         for why, count in Counter(run.why_not.split(":")[0] for run in others).items():
-            lines.append(f"not       {counted(count, 'way')}: {why}")
+            lines.append(f"not       {with_noun(count, 'way')}: {why}")
         nearest = sorted(others, key=lambda run: run.rank_bytes) if not fitting else []
         lines += [f"nearest   {r.name}: {r.plan.shortage}" for r in nearest if r.plan][
             :1
@@ -231,6 +233,7 @@ class PlanReport:
         nodes = f" on each of {roofs.num_nodes} nodes" * (roofs.num_nodes > 1)
         return (
             f"plans     PREDICTED for {roofs.num_devices} × {self.kind}{nodes}: "
-            f"{show_bytes(roofs.device_bytes)}, {roofs.arithmetic_rate / 1e12:,.3g} TFLOP/s, "
+            f"{describe_bytes(roofs.device_bytes)}, "
+            f"{roofs.arithmetic_rate / 1e12:,.3g} TFLOP/s, "
             f"{', '.join(told)}"
         )

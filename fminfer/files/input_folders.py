@@ -9,7 +9,7 @@ from os.path import isfile
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.first_lines import holds_requests, look_at_lines, what_is_wrong
 from fminfer.files.input_models import refuse_models
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, first_bytes, is_input_name
@@ -194,7 +194,7 @@ def _below(folder: Path) -> list[Path]:
             engines[below] = [path for path in files if PART_NAME.fullmatch(path.name)]
     if len(engines) > 1:
         listed = [
-            f"\n  {below} ({counted(len(files), 'file')})"
+            f"\n  {below} ({with_noun(len(files), 'file')})"
             for below, files in list(engines.items())[:MOST_NAMED]
         ]
         more = (

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError, UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.json_values import (
     Ahead,
     CutValue,
@@ -203,7 +203,7 @@ class InputFile:
         self.check_limit(last_answered)
         if num_answered > self.num_read:
             raise UsageError(
-                f"an earlier run has answered {counted(num_answered, 'line')} of "
+                f"an earlier run has answered {with_noun(num_answered, 'line')} of "
                 f"{self.path}, and now it has {self.num_read}; give --restart to "
                 "answer all from the start"
             )

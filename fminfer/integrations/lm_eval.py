@@ -25,7 +25,7 @@ from lm_eval.models.utils import has_bos_prefix
 from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
 from tqdm import tqdm
 
-from fminfer.core.config import EngineConfig, refuse_unknown
+from fminfer.core.config import EngineConfig, check_option_names
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import options_of
 from fminfer.integrations.lm_eval_prompts import (
@@ -147,7 +147,7 @@ class FminferLM(TemplateLM):
     ) -> None:
         super().__init__()
         known = {*options_of(EngineConfig)} - {"model", "device"}
-        refuse_unknown(options, [*OWN_OPTIONS, *sorted(known)])
+        check_option_names(options, [*OWN_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning(
                 "batch_size %s is not used; see the engine's budget", batch_size

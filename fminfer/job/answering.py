@@ -29,8 +29,8 @@ from fminfer.core.errors import (
     UsageError,
 )
 from fminfer.core.option import options_of
-from fminfer.core.quantities import counted
-from fminfer.core.terminal import find_columns, fit
+from fminfer.core.quantities import with_noun
+from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.input_folders import MOST_NAMED, describe_empty
 from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, Plan
@@ -145,7 +145,7 @@ def _answer(job: _Job) -> JobSummary:
         for name in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
             click.echo(f"Left out: {summary.refused[name]}.", err=True)
     else:
-        click.echo(fit(summary.to_text(), find_columns(sys.stderr)), err=True)
+        click.echo(wrap_lines(summary.to_text(), find_width(sys.stderr)), err=True)
     if asked.stats is not None:
         text = json.dumps(summary.to_dict(), indent=2)
         replace_own(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
@@ -207,7 +207,7 @@ def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -
     why = "--raw" if is_raw else "this model has no chat template"
     if engine.intake.has_chat_template and not is_raw:
         why = "--echo-prompt and --best-of are not of chats"
-    most = counted(request["max_tokens"], "token")
+    most = with_noun(request["max_tokens"], "token")
     return f"Completing it as plain text ({why}), by at most {most} (--generate-seq-length)."
 
 
@@ -223,7 +223,7 @@ def _find_oddities(
             f"; --stop {stop!r} ended it" if isinstance(stop, str) else ended
         )
     if is_cut and "max_tokens" in request:
-        most = counted(request["max_tokens"], "token")
+        most = with_noun(request["max_tokens"], "token")
         yield f"was cut at its limit of {most}; --generate-seq-length N sets another"
     elif is_cut:
         yield (
@@ -325,7 +325,9 @@ def _answer_rows(
         "ready_s": round(summary.start_to_ready_s, 3),
     }
     if not run.is_quiet:
-        num_rows = "rows" if files.num_rows is None else counted(files.num_rows, "row")
+        num_rows = (
+            "rows" if files.num_rows is None else with_noun(files.num_rows, "row")
+        )
         click.echo(
             f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.",
             err=True,

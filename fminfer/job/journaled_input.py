@@ -362,7 +362,7 @@ def _row_of(record: Record) -> Row:
         ),
         input_crc=zlib.crc32(record.line.raw),
         record=record.to_json(),
-        is_ours=record.error is not None and record.error.is_ours,
+        is_ours=record.error is not None and record.error.is_retryable,
         key=record.key,
         vector=record.vector,
     )

@@ -11,7 +11,7 @@ import time
 from collections import deque
 from collections.abc import Callable
 
-from fminfer.core.quantities import counted, show_seconds
+from fminfer.core.quantities import describe_seconds, with_noun
 from fminfer.engine.stats import EngineStats, Observed
 from fminfer.runtime.bars import make_bar, num_columns
 
@@ -218,7 +218,7 @@ class ProgressBar:
         if left_s is None or self.total_rows is None:
             return UNKNOWN
         is_most = self._time_left.is_most(engine, self.total_rows)
-        return f"left {'<' if is_most else '~'}{show_seconds(left_s)}"
+        return f"left {'<' if is_most else '~'}{describe_seconds(left_s)}"
 
     def _texts(self) -> list[str]:
         """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
@@ -228,7 +228,7 @@ class ProgressBar:
         )
         tokens = f"{self._num_tokens:,} tokens"
         speed = f"{tokens_per_s:,.0f} tok/s"
-        errors = [counted(self._num_errors, "error")] if self._num_errors else []
+        errors = [with_noun(self._num_errors, "error")] if self._num_errors else []
         most = [*filter(None, [self._left]), *errors]
         slowed = ["slowed by other work"] if self._is_slowed() else []
         brief = [*most, *(["slowed"] if slowed else [])]

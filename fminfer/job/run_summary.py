@@ -9,8 +9,13 @@ from typing import Any
 
 from fminfer.contract.record import Record
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.messages import RankMemory, show_memory
-from fminfer.core.quantities import counted, show_bytes, show_dtypes, show_short
+from fminfer.core.messages import RankMemory, describe_memory
+from fminfer.core.quantities import (
+    describe_bytes,
+    describe_dtypes,
+    describe_short_time,
+    with_noun,
+)
 from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.output_paths import STDOUT
 
@@ -75,7 +80,7 @@ class JobSummary:
             if self.kv_dtype not in ("", self.dtype)
             else ""
         )
-        return show_dtypes(self.dtype, self.weight_dtype) + of_cache
+        return describe_dtypes(self.dtype, self.weight_dtype) + of_cache
 
     @property
     def has_errors(self) -> bool:
@@ -150,7 +155,7 @@ class JobSummary:
             yield from self._work_lines()
         yield from self._warning_lines()
         if self.num_files_elsewhere:
-            num_files = counted(self.num_files_elsewhere, "file")
+            num_files = with_noun(self.num_files_elsewhere, "file")
             yield "elsewhere", f"other runs are answering {num_files}"
         for output in self.completed_elsewhere:
             yield (
@@ -158,7 +163,7 @@ class JobSummary:
                 f"{output} was completed by another run, which took it over",
             )
         if self.limit is not None:
-            first = f"only the first {counted(self.limit, 'request')} of each input (--limit)"
+            first = f"only the first {with_noun(self.limit, 'request')} of each input (--limit)"
             yield (
                 "limit",
                 f"{first}; the same command without it answers the others and keeps these",
@@ -183,13 +188,15 @@ class JobSummary:
         if num_retryable and STDOUT not in files:
             yield (
                 "again",
-                f"the same command tries {counted(num_retryable, 'failed row')} again",
+                f"the same command tries {with_noun(num_retryable, 'failed row')} again",
             )
 
     def _place(self) -> str:
         if not self.device:
             return ""
-        threads = f", {counted(self.num_threads, 'thread')}" if self.num_threads else ""
+        threads = (
+            f", {with_noun(self.num_threads, 'thread')}" if self.num_threads else ""
+        )
         if threads and self.num_ranks > 1:
             threads = f", {self.num_ranks} ranks of {threads[2:]}"
         limit = f", FMINFER_CPU={self.cpu_limit}" if self.cpu_limit else ""
@@ -197,9 +204,12 @@ class JobSummary:
 
     def _changed_text(self) -> str:
         """Say what became of answers to an earlier form of the inputs."""
-        inputs = counted(self.num_changed_inputs, "input")
+        inputs = with_noun(self.num_changed_inputs, "input")
         has = "has" if self.num_changed_inputs == 1 else "have"
-        text = f"{inputs} {has} changed: {counted(self.num_taken_rows, 'earlier answer')} taken"
+        text = (
+            f"{inputs} {has} changed: {with_noun(self.num_taken_rows, 'earlier answer')} "
+            "taken"
+        )
         if self.num_left_out_rows:
             gone = "its line is" if self.num_left_out_rows == 1 else "their lines are"
             text += f", {self.num_left_out_rows:,} left out because {gone} gone"
@@ -219,12 +229,12 @@ class JobSummary:
             yield "put back", self._again_text()
         if stats["num_cut_off"]:
             why = "by max_tokens, before what was asked for was complete: raise it"
-            yield "cut off", f"{counted(stats['num_cut_off'], 'answer')} {why}"
+            yield "cut off", f"{with_noun(stats['num_cut_off'], 'answer')} {why}"
         if self.result_cache:
-            num_kept = counted(stats["num_kept_requests"], "request")
+            num_kept = with_noun(stats["num_kept_requests"], "request")
             yield "cache", f"{num_kept} had an answer in {self.result_cache}"
         if stats["num_copied_requests"]:
-            num_copied = counted(stats["num_copied_requests"], "request")
+            num_copied = with_noun(stats["num_copied_requests"], "request")
             yield (
                 "copied",
                 f"{num_copied} had the answer of an equal one, which was computed once",
@@ -240,10 +250,11 @@ class JobSummary:
         yield "speed", f"{speed}; {self._busy_text()}"
         yield (
             "time",
-            f"ready after {self.start_to_ready_s:.1f} s, then {show_short(self.wall_s)}",
+            f"ready after {self.start_to_ready_s:.1f} s, then "
+            f"{describe_short_time(self.wall_s)}",
         )
         if self.ranks:
-            yield "memory", show_memory(self.ranks)
+            yield "memory", describe_memory(self.ranks)
         for number, stage in enumerate(stats["stages"]):
             if stage["num_passes"]:
                 yield "offload", self._stream_text(number, stage)
@@ -274,9 +285,11 @@ class JobSummary:
             (self.engine["num_apart"], "gave nan after a shared prefix"),
         ]
         rows = " and ".join(
-            f"{counted(num, 'row')} {reason}" for num, reason in reasons if num
+            f"{with_noun(num, 'row')} {reason}" for num, reason in reasons if num
         )
-        return f"{rows}; fed again: {counted(self.engine['num_again_tokens'], 'token')}"
+        return (
+            f"{rows}; fed again: {with_noun(self.engine['num_again_tokens'], 'token')}"
+        )
 
     def _busy_text(self) -> str:
         """Say for which share of the run each stage computed."""
@@ -294,13 +307,15 @@ class JobSummary:
         """Tell what a stage's streamed layers took."""
         share = stage["waited_s"] / max(stage["busy_s"], 1e-9)
         of = f" of stage {number}" * (len(self.engine["stages"]) > 1)
-        read = f"{show_bytes(stage['read_bytes'])} read"
+        read = f"{describe_bytes(stage['read_bytes'])} read"
         if stage["read_s"]:
-            read += f" at {show_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
+            read += (
+                f" at {describe_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
+            )
         read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
         bound = "bringing layers" if share > 0.5 else "computing"
         verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
-        passes = counted(stage["num_passes"], "pass", "passes")
+        passes = with_noun(stage["num_passes"], "pass", "passes")
         return f"{passes}{of}, {read}; it waited for layers {share:.0%} of the time{verdict}"
 
     def _warning_lines(self) -> Iterator[tuple[str, str]]:
@@ -310,8 +325,8 @@ class JobSummary:
                 yield (
                     "warning",
                     f"the disk of stage {number} was slow at times: one pass read at "
-                    f"{show_bytes(int(stage['slowest_read']))}/s, all together at "
-                    f"{show_bytes(int(mean))}/s",
+                    f"{describe_bytes(int(stage['slowest_read']))}/s, all together at "
+                    f"{describe_bytes(int(mean))}/s",
                 )
         for rank, stage in enumerate(self.engine["stages"]):
             if stage["max_tokens"]:
@@ -331,7 +346,7 @@ class JobSummary:
         if self.cache_trouble:
             yield "warning", f"--result-cache was given up: {self.cache_trouble}"
         if self.num_damaged_rows:
-            rows = counted(self.num_damaged_rows, "row")
+            rows = with_noun(self.num_damaged_rows, "row")
             yield (
                 "warning",
                 f"damaged on the disk, and answered again: {rows} of earlier runs",
@@ -349,4 +364,4 @@ class JobSummary:
                 f"options; in float32 ({' and '.join(rounding)}) it does so nearly always",
             )
         for text, num_rows in self.warnings.items():
-            yield "warning", f"{text} ({counted(num_rows, 'row')})"
+            yield "warning", f"{text} ({with_noun(num_rows, 'row')})"

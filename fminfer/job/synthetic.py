@@ -19,7 +19,7 @@ from fminfer.core.option import (
     option,
     options_of,
 )
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
 
@@ -148,8 +148,8 @@ class Synthetic:
         """Say what ran, and how fast: a batch's share of the seconds."""
         new_tokens = self._fields["max_tokens"]
         return (
-            f"{counted(self.num_batches, 'batch', 'batches')} of "
-            f"{counted(self.batch_size, 'request')}, each a prompt of "
+            f"{with_noun(self.num_batches, 'batch', 'batches')} of "
+            f"{with_noun(self.batch_size, 'request')}, each a prompt of "
             f"{self.prompt_tokens:,} random tokens and {new_tokens:,} new ones; "
             f"{wall_s / self.num_batches:.2f} s a batch"
         )

@@ -17,11 +17,11 @@ from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import (
     GGUF,
-    gguf_error,
+    check_no_impostor,
+    check_plain_files,
+    gguf_only_error,
     is_gguf,
-    naming_faults,
-    refuse_impostor,
-    refuse_special_files,
+    naming_broken_files,
 )
 from fminfer.models.config_fields import (
     TEXT_PART,
@@ -169,7 +169,7 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     Raises:
         CheckpointError, UsageError: it does not run, or is not as flags say.
     """
-    with naming_faults(config.random_init or config.model or DEMO_NAMES[0]):
+    with naming_broken_files(config.random_init or config.model or DEMO_NAMES[0]):
         if config.random_init is not None:
             checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
         else:
@@ -213,7 +213,7 @@ def open_checkpoint(
         )
     if is_gguf(folder):
         return _open_gguf(str(name), options)
-    refuse_special_files(folder)
+    check_plain_files(folder)
     where = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
@@ -326,14 +326,14 @@ def _read_config(path: Path) -> Any:
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         if files := [each.name for each in path.glob(f"*{GGUF}")]:
-            raise gguf_error(str(path), files)
+            raise gguf_only_error(str(path), files)
         raise _no_config_error(path)
     if is_gguf(file):
         raise CheckpointError(
             f"{file} is a GGUF file, no config.json; give it by --model-name"
         )
-    refuse_impostor(file)
-    with naming_faults(file):
+    check_no_impostor(file)
+    with naming_broken_files(file):
         fields = json.loads(file.read_bytes())
     if not isinstance(fields, dict) or "model_type" not in fields:
         raise CheckpointError(
@@ -341,7 +341,7 @@ def _read_config(path: Path) -> Any:
         )
     check_model_type(str(fields["model_type"]), fields)
     check_counts(fields, file)
-    with naming_faults(file):
+    with naming_broken_files(file):
         config = transformers.AutoConfig.from_pretrained(path, trust_remote_code=False)
     for name in START_FIELDS if config.is_encoder_decoder else ():
         # transformers uses no default of the class here

@@ -19,7 +19,7 @@ from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 from fminfer.compute.layers.plain import ACTIVATIONS
 from fminfer.compute.values.spec import ACTIVATION_SHAPES, Moe, Pooling
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import naming_faults
+from fminfer.core.impostors import naming_broken_files
 from fminfer.models.families import (
     encoder_decoders,
     encoders,
@@ -229,7 +229,7 @@ class ReadConfig:
             yield from part._unread()
 
 
-@naming_faults("the model's config.json")
+@naming_broken_files("the model's config.json")
 def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture:
     """Turn a config of transformers into a spec and the sources of its tensors, or refuse it.
 

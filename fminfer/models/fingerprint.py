@@ -11,9 +11,9 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.core.impostors import naming_faults
-from fminfer.core.option import FILE, Option, marks_of, options_of
-from fminfer.core.quantities import name_few
+from fminfer.core.impostors import naming_broken_files
+from fminfer.core.option import FILE, Option, find_annotations, options_of
+from fminfer.core.quantities import list_few
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
@@ -94,7 +94,7 @@ def _written(of: Option, value: object) -> str:
     """Return an option's value as a text: for a file, a digest of its content."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
-    if FILE not in marks_of(of.hint):
+    if FILE not in find_annotations(of.hint):
         return str(value)
     try:
         return hashlib.blake2b(Path(str(value)).read_bytes(), digest_size=8).hexdigest()
@@ -150,7 +150,7 @@ def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
 
 def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """Name the weight files in which two processes differ, three at most; "": none."""
-    return name_few(
+    return list_few(
         [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)], 3
     )
 
@@ -158,7 +158,7 @@ def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
 def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
     stored = read_weight_file(file)
     first, last = stored.header
-    with naming_faults(file), file.open("rb") as tensors:
+    with naming_broken_files(file), file.open("rb") as tensors:
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         tensors.seek(first)
         digest.update(tensors.read(last - first))

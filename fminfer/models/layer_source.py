@@ -53,9 +53,11 @@ class LayerSource:
         self.device = maker.device
         self.files = maker.files
         self._on_progress = on_progress
-        self.numbers = part.numbers
-        self.streamed = [number for number in part.numbers if number in streamed]
-        self.resident = [number for number in part.numbers if number not in streamed]
+        self.numbers = part.layer_numbers
+        self.streamed = [number for number in part.layer_numbers if number in streamed]
+        self.resident = [
+            number for number in part.layer_numbers if number not in streamed
+        ]
         self.is_first = part.is_first
         self.is_last = part.is_last
         model = checkpoint.model
@@ -67,7 +69,7 @@ class LayerSource:
 
         self._layers = {
             n: group(layer_specs(model.layers[n], model.hidden_size), f"{n}.")
-            for n in part.numbers
+            for n in part.layer_numbers
         }
         self._entry = group(entry_specs(model) if part.is_first else {})
         self._exit = group(exit_specs(model) if part.is_last else {})

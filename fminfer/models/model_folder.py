@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import GGUF, gguf_error
+from fminfer.core.impostors import GGUF, gguf_only_error
 from fminfer.models.known_sizes import folder_of
 from fminfer.models.sentence_folder import dense_weights, read_object
 from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
@@ -92,7 +92,7 @@ def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
             file for file in _list_files(name, revision) or [] if file.endswith(GGUF)
         ]
         if files:
-            raise gguf_error(name, files, is_of_hub=True)
+            raise gguf_only_error(name, files, is_of_hub=True)
 
 
 def _list_files(name: str, revision: str | None) -> list[str] | None:

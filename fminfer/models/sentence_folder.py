@@ -12,7 +12,7 @@ from typing import Any
 from fminfer.compute.values.spec import Pooling, Reading
 from fminfer.contract.request import SIMILARITIES, Similarity
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import naming_faults
+from fminfer.core.impostors import naming_broken_files
 
 MODULES = "modules.json"
 SETTINGS = "config_sentence_transformers.json"
@@ -54,7 +54,7 @@ class SentenceFolder:
     similarity: Similarity = "cosine"  # how two vectors are compared
 
 
-@naming_faults("modules.json, or a file that it names,")
+@naming_broken_files("modules.json, or a file that it names,")
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     """Read such a folder, or refuse it; None: it is none."""
     modules = _modules(folder)
@@ -132,7 +132,7 @@ def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
 
 def read_object(file: Path) -> dict[str, Any]:
     """Return what a JSON file beside a model says; {}: there is none."""
-    with naming_faults(file):
+    with naming_broken_files(file):
         fields = json.loads(file.read_bytes()) if file.exists() else {}
     if not isinstance(fields, dict):
         raise CheckpointError(f"{file} is no JSON object; fetch it again")
@@ -162,7 +162,7 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     """Return the kind and the folder of each module in MODULES; empty: there is no such file."""
     if not (folder / MODULES).exists():
         return []
-    with naming_faults(folder / MODULES):
+    with naming_broken_files(folder / MODULES):
         fields = json.loads((folder / MODULES).read_bytes())
         pairs = [(str(each["type"]), str(each.get("path") or "")) for each in fields]
     for _, path in pairs:

@@ -17,7 +17,7 @@ from itertools import accumulate
 from fminfer.compute.values.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
 from fminfer.compute.values.weights import Format, Joined, TensorSpec, Units
 from fminfer.core.errors import UsageError
-from fminfer.core.partition import even_parts
+from fminfer.core.partition import split_evenly
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 
 TOKENS_UNIT = 8  # masks of allowed tokens are bytes of 8
@@ -100,7 +100,7 @@ def share_model(
 def _share_model(
     model: Model, shard: int, count: int, blocks: Mapping[str, int]
 ) -> ModelShare:
-    tokens = even_parts(model.vocab_size, count, TOKENS_UNIT)
+    tokens = split_evenly(model.vocab_size, count, TOKENS_UNIT)
     _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
     outer = entry_specs(model) | exit_specs(model)
     cuts = _cuts(outer, {"tokens": tokens[shard]}, shard)
@@ -155,7 +155,7 @@ def _share_layer(
                 + f" in blocks of {block}" * (block > 1)
             )
             parts[name] = _refuse_empty(
-                even_parts(each.size, count, block), count, told
+                split_evenly(each.size, count, block), count, told
             )[shard]
     return parts, [own for _, own in of_ranks].count(kv_heads)
 
@@ -174,7 +174,7 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
     if count <= num_groups:
         # groups whose heads are whole blocks
         unit = block // math.gcd(block, size * width)
-        groups = _refuse_empty(even_parts(num_groups, count, unit), count, told)
+        groups = _refuse_empty(split_evenly(num_groups, count, unit), count, told)
         of_kv = [range(how.kv_heads) if how.latent else each for each in groups]
         heads = [range(each.start * size, each.stop * size) for each in groups]
         return [*zip(heads, of_kv, strict=True)]
@@ -183,8 +183,8 @@ def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, ra
         _refuse_empty([range(0)], count, told)
     unit = block // math.gcd(block, width)
     found = []
-    for group, ranks in enumerate(even_parts(count, num_groups)):
-        for part in _refuse_empty(even_parts(size, len(ranks), unit), count, told):
+    for group, ranks in enumerate(split_evenly(count, num_groups)):
+        for part in _refuse_empty(split_evenly(size, len(ranks), unit), count, told):
             heads_of = range(group * size + part.start, group * size + part.stop)
             found.append((heads_of, range(group, group + 1)))
     return found

@@ -135,7 +135,7 @@ def exit_specs(model: Model) -> TensorSpecs:
 def part_specs(model: Model, part: Part) -> TensorSpecs:
     """Return the tensors of one stage. Names of a layer's tensors begin with its number."""
     specs: TensorSpecs = entry_specs(model) if part.is_first else {}
-    for number in part.numbers:
+    for number in part.layer_numbers:
         own = layer_specs(model.layers[number], model.hidden_size)
         specs |= {f"{number}.{name}": spec for name, spec in own.items()}
     return specs | (exit_specs(model) if part.is_last else {})

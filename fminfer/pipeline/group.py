@@ -25,7 +25,7 @@ from fminfer.core.errors import (
     PipelineError,
     StoppedError,
     UsageError,
-    printable,
+    make_printable,
 )
 from fminfer.machine.liveness import wait_until
 from fminfer.pipeline.finding import interfaces, open_store
@@ -128,7 +128,7 @@ class Meeting:
             if self._is_spawned or not self._is_holder or self._end is None:
                 raise
             fault = Fault.of(error)
-            print(f"Error: {printable(fault.text)}", file=sys.stderr, flush=True)
+            print(f"Error: {make_printable(fault.text)}", file=sys.stderr, flush=True)
             self.watch.warn(fault)  # this rank has said it, and stays
             claims = [f"claim/{rank}" for rank in range(self.world_size)]
             wait_until(lambda: self._store.check(claims), STAY_S)
@@ -243,7 +243,11 @@ class Meeting:
         is_of_0 = re.match(r"rank 0\b(?! failed)", fault.text) is not None
         if self.rank == 0 or is_own or is_of_0 or not self._is_spawned:
             name = f"{self._pipeline}: " if self._pipeline else ""
-            print(f"Error: {name}{printable(fault.text)}", file=sys.stderr, flush=True)
+            print(
+                f"Error: {name}{make_printable(fault.text)}",
+                file=sys.stderr,
+                flush=True,
+            )
         if self._is_holder and self._children is None:
             # the store, from which the others hear it, ends with this process
             time.sleep(HEAR_S)

@@ -14,7 +14,7 @@ from collections.abc import Callable
 
 from fminfer.compute.values.step import Step, StepResult
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.core.quantities import show_short
+from fminfer.core.quantities import describe_short_time
 
 # in whose turn it was asked for, and what came
 Result = tuple[int, StepResult | BaseException]
@@ -88,7 +88,8 @@ class QueuedPipeline(ABC):
             if waited_s > max(self.limit_s, long_s) and self.failure is None:
                 self.fail(
                     PipelineError(
-                        f"no result came for {show_short(waited_s)}, so a step hangs: a device, "
+                        f"no result came for {describe_short_time(waited_s)}, so a "
+                        "step hangs: a device, "
                         "its driver or a disk does not answer"
                     )
                 )

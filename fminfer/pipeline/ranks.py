@@ -138,9 +138,9 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
             continue
         rank = _number(environ, rank_name)
         size = _number(environ, size_name)
-        if config.told_ranks not in (None, size):
+        if config.configured_ranks not in (None, size):
             raise UsageError(
-                f"--world-size is {config.told_ranks}, but {launcher} started {size} "
+                f"--world-size is {config.configured_ranks}, but {launcher} started {size} "
                 "ranks; leave the flag out"
             )
         least = config.data_group_size * config.tensor_parallel_size
@@ -158,12 +158,12 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
         host, port = _address_of_job(launcher, environ)
         return RankFacts(rank, size, host, port, source=launcher)
     if config.rendezvous is not None:
-        if config.told_ranks is None:
+        if config.configured_ranks is None:
             raise UsageError(
                 "--rendezvous needs --world-size: how many ranks will come"
             )
         return _by_rendezvous(
-            config.rendezvous, None, config.told_ranks, "--rendezvous"
+            config.rendezvous, None, config.configured_ranks, "--rendezvous"
         )
     return None
 
@@ -179,7 +179,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
 
 
 def _by_hand(config: RankConfig) -> RankFacts | None:
-    size = config.told_ranks
+    size = config.configured_ranks
     if config.rank is None:
         if size in (None, 1):
             return None

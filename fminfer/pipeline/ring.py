@@ -206,7 +206,7 @@ def serve(
             release()
         inbox.put(message)
 
-    receiver = _Receiver(part.rank_before, form, hear)
+    receiver = _Receiver(part.previous_rank, form, hear)
     sender = _Sender(part.next_rank, form, hear)
     work = _RankWork(stage, part, form, hear)
     is_over = False
@@ -265,7 +265,7 @@ class RingPipeline(QueuedPipeline):
         if not part.is_last:
             sender = _Sender(part.next_rank, form, self._take)
             self._put = sender.put
-            self._ring = [sender, _Receiver(part.rank_before, form, self._take)]
+            self._ring = [sender, _Receiver(part.previous_rank, form, self._take)]
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:

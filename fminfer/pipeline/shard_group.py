@@ -17,7 +17,7 @@ import torch.distributed as dist
 from fminfer.compute.shards import ShardGroup, SharedMemoryGroup
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import describe_bytes
 from fminfer.machine.device import memory_name
 from fminfer.pipeline.group import FOREVER, Group
 
@@ -159,7 +159,8 @@ def _make_memory(size: int) -> tuple[int, str]:
     except OSError as error:
         os.close(descriptor)
         raise UsageError(
-            f"ranks that share layers need {show_bytes(size)} of shared memory, and the system "
+            f"ranks that share layers need {describe_bytes(size)} of shared memory, "
+            "and the system "
             f"refuses it ({error}). Free memory, or raise the limit of the job or container"
         ) from error
     os.pwrite(descriptor, mark.encode(), size)

@@ -17,7 +17,7 @@ from dataclasses import asdict, astuple, dataclass
 
 from typing_extensions import Self
 
-from fminfer.core.errors import FminferError, PipelineError, error_of
+from fminfer.core.errors import FminferError, PipelineError, make_error
 from fminfer.core.messages import MemoryPeak
 from fminfer.machine.device import measure_peak
 from fminfer.machine.liveness import every
@@ -53,7 +53,7 @@ class Fault:
 
     def to_error(self) -> FminferError:
         """Return the error again."""
-        return error_of(self.kind, self.text)
+        return make_error(self.kind, self.text)
 
 
 class Watch:

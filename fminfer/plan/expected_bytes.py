@@ -95,7 +95,7 @@ def expect_bytes(
         (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
     )
     cache_shape = model.layers[0].attention.cache_shape
-    ropes = {model.layers[number].attention.rope for number in part.numbers}
+    ropes = {model.layers[number].attention.rope for number in part.layer_numbers}
     row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
     return ExpectedBytes(
         libraries=libraries + row * checkpoint.context_length,
@@ -193,7 +193,7 @@ def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> 
 def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) -> int:
     """Return what the largest step takes in one stage, with the memory of its CUDA graphs."""
     kind = plan.device.type
-    layers = [model.layers[number] for number in part.numbers]
+    layers = [model.layers[number] for number in part.layer_numbers]
     tokens = plan.sizes.chunk_size
     hidden = _token_numbers(part, model)
     logits = min(MAX_LOGITS[kind], tokens * model.vocab_size) if part.is_last else 0
@@ -215,7 +215,7 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
 
 def _token_numbers(part: Part, model: Model) -> int:
     """Return how many numbers of each token exist at once in a step of one stage."""
-    layers = [model.layers[number] for number in part.numbers]
+    layers = [model.layers[number] for number in part.layer_numbers]
     widths = [max(sum(each.attention.qkv_sizes), _up_size(each.mlp)) for each in layers]
     experts = [each.mlp.top_k if isinstance(each.mlp, Moe) else 0 for each in layers]
     copies = HIDDEN_COPIES + EXPERT_COPIES * max(experts)  # to each of them, and back

@@ -120,7 +120,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     )
     if streamed and plan.config.quantized_to and find_conversion(plan, streamed):
         work.quantized_bytes = streamed.num_bytes
-    for number in rank.part.numbers:
+    for number in rank.part.layer_numbers:
         layer = own.layers[number]
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(

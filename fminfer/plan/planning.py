@@ -15,7 +15,7 @@ from fminfer.compute.values.spec import Model
 from fminfer.compute.values.weights import USES, Dense, Format, Use, join
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
-from fminfer.core.partition import Part, even_parts, split_layers
+from fminfer.core.partition import Part, split_evenly, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.origins import stored_formats
@@ -263,7 +263,7 @@ def split_model(
             replace(p, first=0, last=0, encoder=range(p.first, p.last)) for p in parts
         ]
     # From the end: the last stage has some of them, and with them the final norm.
-    encoder = reversed(even_parts(num_all - num_cached, num_stages))
+    encoder = reversed(split_evenly(num_all - num_cached, num_stages))
     return [
         replace(part, encoder=range(num_all - own.stop, num_all - own.start))
         for part, own in zip(parts, encoder, strict=True)

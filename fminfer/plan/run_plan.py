@@ -137,7 +137,7 @@ class RunPlan:
             return StepSizes(
                 self.chunk_size, rows, 1 if has_turns else self.machine.num_stages
             )
-        return self.config.step_sizes(self.device.type, self.machine.num_stages)
+        return self.config.choose_step_sizes(self.device.type, self.machine.num_stages)
 
     @property
     def room_bytes(self) -> int:

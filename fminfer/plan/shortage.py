@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import describe_bytes
 from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 
@@ -129,10 +129,15 @@ def find_shortage(plan: RunPlan) -> str:
     cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
-    weights = f"{show_bytes(takes[rank].held_weights)} for weights in {plan.held_in}"
-    need = f"rank {rank} would take {show_bytes(max(needs))} ({weights}, the rest for {cache})"
+    weights = (
+        f"{describe_bytes(takes[rank].held_weights)} for weights in {plan.held_in}"
+    )
+    need = (
+        f"rank {rank} would take {describe_bytes(max(needs))} ({weights}, the rest for "
+        f"{cache})"
+    )
     return _refusal(
-        plan, need, f"its device has {show_bytes(room)}", _device_remedy(plan)
+        plan, need, f"its device has {describe_bytes(room)}", _device_remedy(plan)
     )
 
 
@@ -148,9 +153,9 @@ def _find_host_shortage(plan: RunPlan) -> str:
         return ""
     who = "its run" if num_pipelines == 1 else f"{num_pipelines} pipelines of it"
     rest = f"the rest for weights in {plan.held_in} and a block of KV cache"
-    of_libraries = f"{show_bytes(libraries)} for Python and its libraries"
-    need_told = f"{who} would take {show_bytes(need)} ({of_libraries}, {rest})"
-    return _refusal(plan, need_told, f"{show_bytes(room)} are free", _remedy(plan))
+    of_libraries = f"{describe_bytes(libraries)} for Python and its libraries"
+    need_told = f"{who} would take {describe_bytes(need)} ({of_libraries}, {rest})"
+    return _refusal(plan, need_told, f"{describe_bytes(room)} are free", _remedy(plan))
 
 
 def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
@@ -162,8 +167,13 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
         if need > free:
             several = f"ranks {', '.join(map(str, here))} together"
             who = several if len(here) > 1 else f"rank {here[0]}"
-            told = f"{who} would take {show_bytes(need)} of {name} for weights in {plan.held_in}"
-            return _refusal(plan, told, f"{show_bytes(free)} are free", _remedy(plan))
+            told = (
+                f"{who} would take {describe_bytes(need)} of {name} for weights in "
+                f"{plan.held_in}"
+            )
+            return _refusal(
+                plan, told, f"{describe_bytes(free)} are free", _remedy(plan)
+            )
     return ""
 
 
@@ -247,8 +257,8 @@ def explain_slowness(plan: RunPlan) -> str:
     if not takes.reads_files or free is None or takes.weights <= free:
         return ""
     return (
-        f"its weights, {show_bytes(takes.weights)}, are more than the "
-        f"{show_bytes(free)} of memory that are free, and are read from the disk again "
+        f"its weights, {describe_bytes(takes.weights)}, are more than the "
+        f"{describe_bytes(free)} of memory that are free, and are read from the disk again "
         "at each step; --offload disk reads them ahead, once for thousands of tokens"
     )
 

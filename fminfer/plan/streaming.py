@@ -9,7 +9,7 @@ from typing import Literal
 from fminfer.compute.values.weights import Dense
 from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted, show_bytes
+from fminfer.core.quantities import describe_bytes, with_noun
 from fminfer.plan.expected_bytes import expect_bytes, layer_bytes
 from fminfer.plan.machine_facts import count_sharers
 from fminfer.plan.run_plan import RankPlan, RunPlan, Streamed
@@ -36,7 +36,9 @@ def plan_streams(plan: RunPlan) -> RunPlan:
             "computes. Use --offload disk, or auto"
         )
     streamed = replace(plan, chunk_size=_first_size(plan))
-    chosen = [_spread(rank.part.numbers, _count(streamed, rank)) for rank in plan.ranks]
+    chosen = [
+        _spread(rank.part.layer_numbers, _count(streamed, rank)) for rank in plan.ranks
+    ]
     if not any(chosen):
         return plan
     machine = plan.machine
@@ -52,9 +54,9 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     fits_host = not on_cpu and waiting <= HOST_SHARE * host
     if offload == "cpu" and not fits_host:
         raise UsageError(
-            f"--offload cpu would keep {show_bytes(waiting)} of layers in the host's "
+            f"--offload cpu would keep {describe_bytes(waiting)} of layers in the host's "
             f"memory. It takes at most {HOST_SHARE:.0%} of what is free, and "
-            f"{show_bytes(host)} are free. Use --offload disk"
+            f"{describe_bytes(host)} are free. Use --offload disk"
         )
     place: Literal["cpu", "disk"] = "cpu" if fits_host and offload != "disk" else "disk"
     ranks = []
@@ -93,7 +95,7 @@ def _room(plan: RunPlan) -> float:
 
 def _count(plan: RunPlan, rank: RankPlan) -> int:
     """Return how many of a rank's layers are streamed."""
-    num = len(rank.part.numbers)
+    num = len(rank.part.layer_numbers)
     if plan.config.offload != "auto":
         return num
     room = _room(plan)
@@ -101,7 +103,7 @@ def _count(plan: RunPlan, rank: RankPlan) -> int:
         return 0
 
     def fits(count: int) -> bool:
-        own = Streamed("disk", False, _spread(rank.part.numbers, count), 0)
+        own = Streamed("disk", False, _spread(rank.part.layer_numbers, count), 0)
         takes = expect_bytes(plan, rank.part, rank.share, own)
         return takes.total(0) <= room * (1 - STREAMED_CACHE)
 
@@ -121,14 +123,14 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     if not streamed:
         return ""
     rank, own = max(streamed, key=lambda each: each[1].num_bytes)
-    all_layers = counted(rank.part.num_layers, "layer")
-    layers = f"{len(own.numbers)} of {all_layers}, {show_bytes(own.num_bytes)},"
+    all_layers = with_noun(rank.part.num_layers, "layer")
+    layers = f"{len(own.numbers)} of {all_layers}, {describe_bytes(own.num_bytes)},"
     how = "wait in the host's memory, and are copied to the GPU in each pass"
     if own.place == "disk":
         how = "are read from the disk in each pass"
         if disk_speed:
             seconds = own.num_bytes / disk_speed
-            how += f", which takes about {seconds:,.1f} s at {show_bytes(int(disk_speed))}/s"
+            how += f", which takes about {seconds:,.1f} s at {describe_bytes(int(disk_speed))}/s"
     rows = min(
         plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size)
     )

@@ -7,8 +7,8 @@ import sys
 from contextlib import suppress
 from typing import Any
 
-from fminfer.core.errors import printable
-from fminfer.core.terminal import find_columns, fit
+from fminfer.core.errors import make_printable
+from fminfer.core.terminal import find_width, wrap_lines
 
 USUAL_COLUMNS = 80
 USUAL_LINES = 24  # for a terminal that does not report its size
@@ -71,4 +71,4 @@ def _terminal_size() -> os.terminal_size:
 
 def say(text: str) -> None:
     """Tell the user something while rows run."""
-    write_beside_bar(fit(printable(text), find_columns(sys.stderr)).encode())
+    write_beside_bar(wrap_lines(make_printable(text), find_width(sys.stderr)).encode())

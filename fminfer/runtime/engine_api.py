@@ -19,7 +19,7 @@ from fminfer.contract.vectors import check_model
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import RankMemory
-from fminfer.core.option import show_options
+from fminfer.core.option import document_options
 from fminfer.engine.engine_core import Event, Facts
 from fminfer.engine.intake import request_of_text
 from fminfer.engine.sequence import Prepared
@@ -69,7 +69,7 @@ class Engine:
         OutOfMemoryError: memory for the smallest step cannot be had.
     """
 
-    @partial(show_options, table=EngineConfig)
+    @partial(document_options, table=EngineConfig)
     def __init__(
         self,
         model: str | EngineConfig | None = None,

@@ -14,7 +14,7 @@ import transformers
 from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
-from fminfer.core.terminal import find_columns, fit
+from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.stored.rival_weights import describe_unread
@@ -123,7 +123,9 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     try:
         serve_pipeline(task.config, group, role, opening.fetch)
     except FminferError as error:
-        error.is_told = True  # by the run, whose stderr is this process's, too
+        error.is_reported_elsewhere = (
+            True  # by the run, whose stderr is this process's, too
+        )
         raise
 
 
@@ -176,7 +178,7 @@ def start_engine(
 
     def tell(text: str) -> None:
         if not is_quiet:
-            click.echo(fit(text, find_columns(sys.stderr)), err=True)
+            click.echo(wrap_lines(text, find_width(sys.stderr)), err=True)
 
     if config.is_unnamed_demo:
         tell(

@@ -27,7 +27,7 @@ from fminfer.contract.fields import (
 )
 from fminfer.contract.read_fields import refuse_others
 from fminfer.core.errors import RequestError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.replies import unless_left
@@ -113,7 +113,7 @@ def old_routes(service: Service) -> APIRouter:
             raise RequestError(
                 "out_of_range",
                 f"max_seq_length is {max_seq_length}, and the text alone has "
-                f"{counted(num_prompt, 'token')}; raise max_seq_length, which counts both",
+                f"{with_noun(num_prompt, 'token')}; raise max_seq_length, which counts both",
                 "max_seq_length",
             )
         fields = {"prompt": text, "max_tokens": max_seq_length - num_prompt}

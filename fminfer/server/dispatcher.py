@@ -13,7 +13,7 @@ from typing import Any, TypeVar
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import describe_bytes
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.runtime.engine_api import Engine
@@ -163,8 +163,10 @@ class Dispatcher:
         if held and size > max(SMALL_BYTES, (MOST_BYTES - held) // SHARE):
             raise HttpError(
                 429,
-                f"the request takes about {show_bytes(size)}, and those that are being answered "
-                f"take {show_bytes(held)} of {show_bytes(MOST_BYTES)}. Send fewer prompts in a "
+                f"the request takes about {describe_bytes(size)}, and those that are "
+                "being answered "
+                f"take {describe_bytes(held)} of {describe_bytes(MOST_BYTES)}. Send "
+                "fewer prompts in a "
                 "request, or try again in a second",
                 code="too_many_prompts",
                 headers={"Retry-After": "1"},

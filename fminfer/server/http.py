@@ -16,7 +16,7 @@ import uvicorn
 
 from fminfer.answers.answer_index import AnswerIndex, open_answers
 from fminfer.core.errors import FminferError
-from fminfer.core.quantities import counted, show_dtypes
+from fminfer.core.quantities import describe_dtypes, with_noun
 from fminfer.machine.host_memory import trim_host
 from fminfer.machine.stopper import Stopper
 from fminfer.models.checkpoint import Checkpoint
@@ -68,9 +68,9 @@ def _serve(
     engine = start_engine(run, checkpoint, compute)
     try:
         if not run.is_quiet:
-            types = show_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
+            types = describe_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
             ranks = f"{engine.facts.num_ranks} ranks of " * (engine.facts.num_ranks > 1)
-            threads = counted(engine.facts.num_threads, "thread")
+            threads = with_noun(engine.facts.num_threads, "thread")
             place = f"{types} on {engine.device}, {ranks}{threads}"
             kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
             click.echo(

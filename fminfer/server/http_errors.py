@@ -44,7 +44,7 @@ class HttpError(FminferError):
 def as_http(error: RequestError) -> HttpError:
     """Return a request's error with its status."""
     # One that is too large for this server is 400: clients try again after a 500, in vain.
-    status = 500 if error.is_ours and error.code != "out_of_memory" else 400
+    status = 500 if error.is_retryable and error.code != "out_of_memory" else 400
     return HttpError(status, error.message, code=error.code, param=error.param)
 
 

@@ -20,7 +20,7 @@ from starlette.requests import ClientDisconnect, Request
 
 from fminfer.contract.fields import show
 from fminfer.contract.json_object import load_object
-from fminfer.core.quantities import show_bytes
+from fminfer.core.quantities import describe_bytes
 from fminfer.files.disk import write_all
 from fminfer.files.line_reader import UTF8_BOM
 from fminfer.server.batches.batch_request import PURPOSE, read_life
@@ -104,9 +104,9 @@ class BodyReader:
         if num_bytes > num_left / 2:
             raise HttpError(
                 429,
-                f"other bodies leave {show_bytes(num_left)}, of which one may have "
+                f"other bodies leave {describe_bytes(num_left)}, of which one may have "
                 "half; try again in a second, or send a body of at most "
-                f"{show_bytes(SMALL_BYTES)}",
+                f"{describe_bytes(SMALL_BYTES)}",
                 code="too_many_bodies",
                 headers=CLOSE | {"Retry-After": "1"},
             )
@@ -319,7 +319,7 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
     pieces = aiter(request.stream())
     late = (
         f"the file comes too slowly; send it without pauses of {PAUSE_S:g} s, and at least "
-        f"{show_bytes(LEAST_RATE)} a second"
+        f"{describe_bytes(LEAST_RATE)} a second"
     )
     end_s = time.monotonic() + PAUSE_S
     with suppress(StopAsyncIteration), _waiting_for("file", late):
@@ -345,7 +345,9 @@ def _waiting_for(what: str, late: str) -> Iterator[None]:
 def _check_size(settings: ServerSettings, num_bytes: int, num_lines: int) -> None:
     """Refuse a file that has more than is allowed, by an HttpError."""
     if num_bytes > (most := settings.max_upload_bytes):
-        raise _too_large(f"{show_bytes(most)} ({most:,} bytes)", "--max-upload-size")
+        raise _too_large(
+            f"{describe_bytes(most)} ({most:,} bytes)", "--max-upload-size"
+        )
     if num_lines > (most := settings.max_batch_lines):
         raise _too_large(f"{most:,} lines, blank ones among them", "--max-batch-lines")
 

@@ -15,7 +15,7 @@ from starlette.responses import Response
 from fminfer.contract.field_table import MAX_NAME_CHARS
 from fminfer.contract.fields import show
 from fminfer.contract.json_object import dump
-from fminfer.core.errors import printable
+from fminfer.core.errors import make_printable
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
 from fminfer.server.http_errors import JSON, HttpError
@@ -42,7 +42,7 @@ class ServerLog:
     def tell(self, level: LogLevel, text: str) -> None:
         """Tell something, if its level is told."""
         if self.tells(level):
-            click.echo(printable(text), err=True)
+            click.echo(make_printable(text), err=True)
 
 
 class Service:

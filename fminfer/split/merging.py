@@ -19,7 +19,7 @@ import numpy.typing as npt
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.core.quantities import counted, name_few
+from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.claims import claiming
 from fminfer.files.completed import BATCH_RECORD, records_of
 from fminfer.files.disk import write_all
@@ -75,7 +75,7 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
     if num_answers + num_errors != len(part.lines):
         count = "more than" if row < 0 else f"{num_answers + num_errors} of"
         raise FminferError(
-            f"{answers} has answers to {count} the {counted(len(part.lines), 'line')} "
+            f"{answers} has answers to {count} the {with_noun(len(part.lines), 'line')} "
             f"of {path}, its errors ({num_errors}) counted; answer that part again"
         )
 
@@ -233,7 +233,7 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     if not missing:
         return
     num_lines = sum(len(part.lines) for part in missing)
-    named = name_few(
+    named = list_few(
         [f"{part.path} ({gaps[part.path]})" for part in missing], MAX_NAMED
     )
     raise FminferError(
@@ -275,7 +275,7 @@ def show_ranges(parts: list[SplitPart]) -> str:
     ]
     more = len(firsts) - MAX_NAMED
     return ", ".join(ranges) + (
-        f" and {counted(more, 'more place')}" if more > 0 else ""
+        f" and {with_noun(more, 'more place')}" if more > 0 else ""
     )
 
 

@@ -26,7 +26,7 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.fields import show
 from fminfer.contract.json_object import on_one_line
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
-from fminfer.core.quantities import counted, name_few
+from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.claims import claiming
 from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
@@ -193,9 +193,9 @@ class SplitSummary:
         )
         bad = f", {index.num_bad:,} of them no requests" if index.num_bad else ""
         lines = [
-            f"split     {counted(num_lines, 'line')}{bad}",
-            f"parts     {counted(len(parts), 'file')} for {counted(num_groups, 'set')} of "
-            f"hyperparameters, in {name_few(folders, MAX_NAMED, 'folder')}",
+            f"split     {with_noun(num_lines, 'line')}{bad}",
+            f"parts     {with_noun(len(parts), 'file')} for {with_noun(num_groups, 'set')} of "
+            f"hyperparameters, in {list_few(folders, MAX_NAMED, 'folder')}",
         ]
         if num_groups > max(MANY_GROUPS, num_lines / FEW_ROWS):
             name, count = find_most_varied(self.groups)
@@ -372,7 +372,7 @@ def _refuse_several_engines(source: Path, groups: Groups) -> None:
     if len(engines) > 1:
         raise UsageError(
             f"{source} names {len(engines)} engines, whose parts --flat would mix: "
-            f"{name_few(sorted(engines), MAX_NAMED_FILES)}. Leave out --flat; each "
+            f"{list_few(sorted(engines), MAX_NAMED_FILES)}. Leave out --flat; each "
             "engine's parts then have a folder"
         )
 
@@ -390,7 +390,7 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
     if unknown:
         raise UsageError(
             f"{folder} holds request files that no {MANIFEST} names: "
-            f"{name_few(unknown, MAX_NAMED_FILES)}. Move them away, or give another --output-dir"
+            f"{list_few(unknown, MAX_NAMED_FILES)}. Move them away, or give another --output-dir"
         )
 
 
@@ -409,7 +409,7 @@ def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> Non
     if found:
         raise UsageError(
             f"{folder} holds answers to parts that this split would change: "
-            f"{name_few(found, MAX_NAMED_FILES)}. Merge them (fminfer merge) and remove the "
+            f"{list_few(found, MAX_NAMED_FILES)}. Merge them (fminfer merge) and remove the "
             "folder, or give another --output-dir"
         )
 

@@ -18,7 +18,7 @@ from tokenizers import AddedToken
 from tokenizers import Tokenizer as BackendTokenizer
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import naming_faults
+from fminfer.core.impostors import naming_broken_files
 
 _ADDED_TOKENS = re.compile(r'"added_tokens"\s*:\s*(?=\[)')
 _CHANGING = re.compile(
@@ -117,7 +117,7 @@ def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
 
 
 def _load_file(file: Path) -> BackendTokenizer:
-    with naming_faults(file):  # tokenizers raises no class of its own
+    with naming_broken_files(file):  # tokenizers raises no class of its own
         return BackendTokenizer.from_file(str(file))
 
 

@@ -8,7 +8,11 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import naming_faults, refuse_impostor, refuse_special_files
+from fminfer.core.impostors import (
+    check_no_impostor,
+    check_plain_files,
+    naming_broken_files,
+)
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file, refuse_growth
 
@@ -29,7 +33,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     Raises:
         CheckpointError: the folder has no tokenizer that transformers can read.
     """
-    refuse_special_files(folder)
+    check_plain_files(folder)
     has_file = any(is_vocabulary(file.name) for file in folder.iterdir())
     if not has_file and (name := _find_class(folder)) != BYT5:
         of_class = f" of its class {name}" if name else ""
@@ -41,9 +45,9 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
         )
     for file in folder.iterdir():
         if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
-            refuse_impostor(file)
+            check_no_impostor(file)
         if file.name == "tokenizer.json":
-            with naming_faults(file):
+            with naming_broken_files(file):
                 refuse_growth(file)
     if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
         config = None
@@ -56,7 +60,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
         else:
             follow_model_file(backend, folder)
     if not hf.chat_template and (file := folder / LEGACY_TEMPLATE).exists():
-        with naming_faults(file):
+        with naming_broken_files(file):
             hf.chat_template = read_template(file)
     return hf, note
 
@@ -80,7 +84,7 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
     why = " ".join(str(fault).split())[:MAX_FAULT]
-    with naming_faults(
+    with naming_broken_files(
         f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"
     ):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
@@ -105,7 +109,7 @@ def _refuse_cut_files(folder: Path) -> None:
     """
     for file in sorted(folder.glob("*.json")):
         if is_vocabulary(file.name) or file.name in BESIDE:
-            with naming_faults(file):
+            with naming_broken_files(file):
                 json.loads(file.read_bytes())
 
 

@@ -29,7 +29,7 @@ from fminfer.core.option import (
     WholeTexts,
     option,
     options_of,
-    take,
+    pop_options,
 )
 
 ROOT = Path(__file__).parent.parent.parent
@@ -60,7 +60,7 @@ class MadeUp(Options):
 def made_up(*words: str) -> MadeUp:
     """Return what `fminfer run` would be told, had it these options."""
     command = ConfiguredCommand("run", settings_of="run", params=flags_of("run"))
-    return take(MadeUp, command.make_context("run", [*words]).params)
+    return pop_options(MadeUp, command.make_context("run", [*words]).params)
 
 
 @pytest.fixture

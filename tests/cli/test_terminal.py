@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.core.terminal import fit, show_table
+from fminfer.core.terminal import make_table_lines, wrap_lines
 from tests.forked import programs
 
 LINE = '{"prompt": "a", "max_tokens": 1, "temperature": 0}\n'
@@ -77,24 +77,24 @@ def test_reports_fit_the_terminal(tmp_path: Path, columns: int) -> None:
 
 def test_what_follows_a_name_stands_below_it() -> None:
     text = "speed     1,000 tokens/s computed, of them 10 generated\nlong      a b\n    is here"
-    assert fit(text, 30) == (
+    assert wrap_lines(text, 30) == (
         "speed     1,000 tokens/s\n"
         "          computed, of them 10\n"
         "          generated\n"
         "long      a b\n"
         "    is here"
     )
-    assert fit(text, 0) == text and fit(text, 200) == text
-    assert fit("a sentence that is long", 12) == "a sentence\n  that is\n  long"
+    assert wrap_lines(text, 0) == text and wrap_lines(text, 200) == text
+    assert wrap_lines("a sentence that is long", 12) == "a sentence\n  that is\n  long"
     path = "/a/path/that/is/longer/than/the/terminal.jsonl"
-    assert path in fit(f"output    {path}", 20), "it can be copied"
+    assert path in wrap_lines(f"output    {path}", 20), "it can be copied"
 
 
 def test_a_table_that_is_too_wide_is_sentences() -> None:
     rows = [["rank", "KV cache"], ["0", "1.00 GiB"], ["11", "2 MiB"]]
     table = ["rank  KV cache", "   0  1.00 GiB", "  11     2 MiB"]
-    assert show_table(rows) == show_table(rows, 14) == table
-    assert show_table(rows, 13) == [
+    assert make_table_lines(rows) == make_table_lines(rows, 14) == table
+    assert make_table_lines(rows, 13) == [
         "rank 0, KV cache 1.00 GiB",
         "rank 11, KV cache 2 MiB",
     ]

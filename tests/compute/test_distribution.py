@@ -30,7 +30,7 @@ from fminfer.compute.values.step import make_draws
 from fminfer.compute.values.weights import dense
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
-from fminfer.core.messages import Mask, make_mask, pack_ids
+from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.engine.noise import draw_key, noise_key, step_noise
 from fminfer.models.layer_source import open_weights
 from fminfer.models.tensor_specs import Weights
@@ -156,7 +156,7 @@ def key_of(
 
 def mask_of(ids: Iterable[int], *, has_few: bool = True) -> Mask:
     """Return the mask of these tokens, as one of few where it may be one."""
-    mask = make_mask(pack_ids(ids, 512))
+    mask = make_mask(pack_token_ids(ids, 512))
     return mask if has_few else replace(mask, few=None)
 
 

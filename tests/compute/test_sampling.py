@@ -25,7 +25,7 @@ from fminfer.compute.sampling.sampler import (
     to_host,
 )
 from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns, masks_of
-from fminfer.core.messages import invert, make_mask, pack_ids
+from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
 from fminfer.engine.noise import step_noise
 from tests.conftest import built_library, span
 from tests.steps import make_draws
@@ -476,7 +476,10 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
         },
         banned_ids=np.array([20, 21, 22]),
         **mask_columns(
-            [make_mask(pack_ids([3, 7], 8)), make_mask(invert(pack_ids([1], 8)))]
+            [
+                make_mask(pack_token_ids([3, 7], 8)),
+                make_mask(invert_mask(pack_token_ids([1], 8))),
+            ]
         ),
     )
     for device in ("meta", "cpu"):
@@ -566,10 +569,12 @@ VARIED_VOCAB = 700
 
 def varied(count: int, *, has_edits: bool = True) -> Step:
     """Return draws of every way with masks of few tokens, of bits and none, and some edits."""
-    few, bits = (make_mask(pack_ids(range(3, 700, step), 88)) for step in (100, 2))
-    two, last = (make_mask(pack_ids(each, 88)) for each in ([5, 300], [699]))
-    but = make_mask(invert(pack_ids([1, 2, 650], 88)))
-    low = make_mask(invert(pack_ids(range(320), 48)))
+    few, bits = (
+        make_mask(pack_token_ids(range(3, 700, step), 88)) for step in (100, 2)
+    )
+    two, last = (make_mask(pack_token_ids(each, 88)) for each in ([5, 300], [699]))
+    but = make_mask(invert_mask(pack_token_ids([1, 2, 650], 88)))
+    low = make_mask(invert_mask(pack_token_ids(range(320), 48)))
     assert [each.few is None for each in (few, two, last, bits, but, low)] == [
         False
     ] * 3 + [True] * 3
@@ -665,7 +670,7 @@ def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
     """Any mask copied the logits of all rows of its step, 16 ms of a step's 40."""
     logits = torch.zeros(3, VOCAB)
     logits[:, 7] = 9.0
-    masks = mask_columns([make_mask(pack_ids([3, 7], 8))])
+    masks = mask_columns([make_mask(pack_token_ids([3, 7], 8))])
     edits = edits_of(
         Step(0, draws=make_draws(range(3), mask=[0, -1, 0]), **masks), VOCAB
     )

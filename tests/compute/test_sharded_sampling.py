@@ -20,8 +20,8 @@ from fminfer.compute.sampling.sampler import sample as sample_whole
 from fminfer.compute.sampling.sampler import score as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns
-from fminfer.core.messages import invert, make_mask, pack_ids
-from fminfer.core.partition import even_parts
+from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
+from fminfer.core.partition import split_evenly
 from tests.conftest import built_library, num_examples, span
 from tests.shard_threads import make_shards
 from tests.steps import make_draws
@@ -42,7 +42,7 @@ def bodies(request: pytest.FixtureRequest) -> tuple[Ranker, Drawer]:
 
 def on_all(count: int, work: Callable[[TokenShard], Any]) -> list[Any]:
     """Let each of some ranks work with its part of the vocabulary."""
-    parts = tuple(even_parts(VOCAB, count, 8))
+    parts = tuple(split_evenly(VOCAB, count, 8))
     with ThreadPoolExecutor(count) as pool:
         shards = make_shards(count)
         return [*pool.map(lambda each: work(TokenShard(VOCAB, parts, each)), shards)]
@@ -93,10 +93,12 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
 
     counts = [rng.choice([0, 0, 1, 4]) for _ in range(2 * ROWS)]
     masks = [
-        make_mask(pack_ids(sorted(rng.sample(range(VOCAB), 3)), 32)),
-        make_mask(pack_ids([VOCAB - 1], 32)),
-        make_mask(invert(pack_ids(range(60, VOCAB), 32))),  # no token of the last rank
-        make_mask(invert(pack_ids(rng.sample(range(VOCAB), 90), 32))),
+        make_mask(pack_token_ids(sorted(rng.sample(range(VOCAB), 3)), 32)),
+        make_mask(pack_token_ids([VOCAB - 1], 32)),
+        make_mask(
+            invert_mask(pack_token_ids(range(60, VOCAB), 32))
+        ),  # no token of the last rank
+        make_mask(invert_mask(pack_token_ids(rng.sample(range(VOCAB), 90), 32))),
     ]
     draws = make_draws(
         range(ROWS),

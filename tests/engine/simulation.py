@@ -30,7 +30,7 @@ import numpy as np
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts, VectorWish
 from fminfer.core.errors import FminferError, RequestError, StepLimitError
-from fminfer.core.messages import Mask, make_mask, pack_ids
+from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, Event, Failed, Finished
@@ -80,13 +80,13 @@ class ToyMatcher:
     def mask(self) -> Mask:
         seen = hash((self._seen, 1))
         if seen % 9 < 5:
-            return make_mask(pack_ids([1 + seen % 120], 16))
+            return make_mask(pack_token_ids([1 + seen % 120], 16))
         if seen % 9 < 7:
             return make_mask(
-                pack_ids({1 + (seen >> 8) % 120, 1 + (seen >> 20) % 120}, 16)
+                pack_token_ids({1 + (seen >> 8) % 120, 1 + (seen >> 20) % 120}, 16)
             )
         return make_mask(
-            pack_ids({EOS, *range(3, 40)} if seen % 9 == 7 else range(1, 127), 16)
+            pack_token_ids({EOS, *range(3, 40)} if seen % 9 == 7 else range(1, 127), 16)
         )
 
     def take(self, token_id: int) -> None:

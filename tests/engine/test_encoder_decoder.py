@@ -381,7 +381,7 @@ def test_ranks_have_layers_of_both(t5: Any) -> None:
     _, folder = t5
     with open_engine(folder, world_size=2) as engine:
         parts = [rank.part for rank in engine.pipeline.plan.ranks]
-    assert [part.numbers for part in parts] == [[0, 2], [1, 3, 4]], (
+    assert [part.layer_numbers for part in parts] == [[0, 2], [1, 3, 4]], (
         "the decoder's come first"
     )
     with pytest.raises(FminferError, match="2 layers"):

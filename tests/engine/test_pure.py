@@ -10,8 +10,8 @@ import pytest
 from fminfer.compute.values.step import masks_of
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import Mask, invert, make_mask, pack_ids
-from fminfer.core.quantities import show_seconds
+from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
+from fminfer.core.quantities import describe_seconds
 from fminfer.core.timing import RowClock
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.logit_edits import Bans
@@ -66,13 +66,13 @@ def test_find_stop(
 @pytest.mark.parametrize(
     "allowed, never, bits, few",
     [
-        ((3, 63, 64, 149), (), pack_ids([3, 63, 64, 149], 24), (3, 63, 64, 149)),
+        ((3, 63, 64, 149), (), pack_token_ids([3, 63, 64, 149], 24), (3, 63, 64, 149)),
         # its last bit is of no token's behind
-        ((3, 63), (), pack_ids([3, 63], 16), (3, 63)),
-        ((3, 9, 64), (9,), pack_ids([3, 64], 16), (3, 64)),
-        ((), (7, 63), invert(pack_ids([7, 63], 16)), None),
-        (tuple(range(300)), (), pack_ids(range(300), 40), None),
-        (tuple(range(256)), (), pack_ids(range(256), 40), tuple(range(256))),
+        ((3, 63), (), pack_token_ids([3, 63], 16), (3, 63)),
+        ((3, 9, 64), (9,), pack_token_ids([3, 64], 16), (3, 64)),
+        ((), (7, 63), invert_mask(pack_token_ids([7, 63], 16)), None),
+        (tuple(range(300)), (), pack_token_ids(range(300), 40), None),
+        (tuple(range(256)), (), pack_token_ids(range(256), 40), tuple(range(256))),
     ],
 )
 def test_bans_are_a_mask(
@@ -106,7 +106,7 @@ def test_where_nothing_else_is_left_an_answer_may_end(
         allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4
     )
     bans = Bans(params, frozenset([5]), [], frozenset([2, 3]))
-    assert bans.narrow(make_mask(pack_ids(bits, 8)), bans.find(1, [7])).few == few
+    assert bans.narrow(make_mask(pack_token_ids(bits, 8)), bans.find(1, [7])).few == few
 
 
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
@@ -124,7 +124,7 @@ def test_rows_that_may_draw_the_same_share_a_mask() -> None:
     step = pack(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
     assert step.draws["mask"].tolist() == [0, -1, 1, 0, 1]
     assert masks_of(step) == [
-        make_mask(invert(pack_ids(ids, 8))) for ids in ([3], [4, 5])
+        make_mask(invert_mask(pack_token_ids(ids, 8))) for ids in ([3], [4, 5])
     ]
     none = pack(0, [row(), row()], [], slots).step
     assert (masks_of(none), none.draws["mask"].tolist()) == ([], [-1, -1])
@@ -277,4 +277,4 @@ def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
 
 
 def test_seconds_are_written_for_people() -> None:
-    assert show_seconds(3725) == "1:02:05" and show_seconds(59.7) == "1:00"
+    assert describe_seconds(3725) == "1:02:05" and describe_seconds(59.7) == "1:00"

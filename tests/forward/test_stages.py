@@ -13,7 +13,7 @@ import transformers
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.values.step import Step, StepResult, StepTrace
-from fminfer.core.partition import Part, parts_of, split_layers
+from fminfer.core.partition import Part, make_parts, split_layers
 from fminfer.forward.stage import Stage
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_checkpoint, open_random
@@ -95,7 +95,7 @@ def test_a_warmed_up_model_gives_the_same(llama_checkpoint: tuple[Path, Any]) ->
     """A prompt and a token are computed before any request, on a GPU; their keys must
     not stay."""
     folder, _ = llama_checkpoint
-    chain = Chain(folder, parts_of([2, 1]))
+    chain = Chain(folder, make_parts([2, 1]))
     for stage in chain.stages:
         stage._token_limit.most = 2  # memory was short while kernels were compiled
         stage.warm_up()
@@ -188,7 +188,7 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
         open_weights(
             checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=5
         )
-        for part in (*parts_of([4]), *parts_of([3, 1]))
+        for part in (*make_parts([4]), *make_parts([3, 1]))
     )
     assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])
     (last,) = parts[1].layers()
@@ -202,7 +202,7 @@ def test_the_progress_of_a_last_stage_counts_its_tied_head(tmp_path: Path) -> No
     seen: list[tuple[int, int]] = []
     source = open_weights(
         open_checkpoint(str(tmp_path)),
-        parts_of([2, 1])[1],
+        make_parts([2, 1])[1],
         holding=Holding(torch.float32),
         device=CPU,
         seed=0,
@@ -232,5 +232,5 @@ def test_a_stage_reads_only_its_own_tensors(
 
     monkeypatch.setattr(TensorFiles, "read", spying)
     monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
-    load_network(tmp_path, parts_of([1, 1, 1])[1])
+    load_network(tmp_path, make_parts([1, 1, 1])[1])
     assert read and all(name.startswith("model.layers.1.") for name in read)

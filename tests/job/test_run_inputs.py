@@ -14,7 +14,7 @@ import pytest
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.errors import InUseError, StoppedError, UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.claims import Claims, Hold, look_at
 from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.journal_rows import Counts, RowCounts
@@ -290,7 +290,7 @@ def test_a_watched_folder_has_no_single_output(tmp_path: Path) -> None:
 
 def test_one_is_not_many() -> None:
     """Summaries said `1 rows`."""
-    assert [counted(number, "failed row") for number in (0, 1, 1234)] == [
+    assert [with_noun(number, "failed row") for number in (0, 1, 1234)] == [
         "0 failed rows",
         "1 failed row",
         "1,234 failed rows",

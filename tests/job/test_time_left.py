@@ -183,7 +183,7 @@ def run(
         Starter(tokenizer, limits.eos_ids, seed=1),
         DrawingPipeline(how.get("stop_rate", 0.0), how.get("stops_from", 0)),
         AnswerForm(tokenizer, "auto"),
-        sizes=EngineConfig(max_rows=how.get("max_rows")).step_sizes("cpu", 1),
+        sizes=EngineConfig(max_rows=how.get("max_rows")).choose_step_sizes("cpu", 1),
         num_blocks=how.get("num_blocks", 4096),
         num_stages=1,
     )

@@ -247,14 +247,20 @@ def test_without_a_gpu() -> None:
 def test_steps_are_as_large_as_suits_the_device() -> None:
     config = EngineConfig()
     assert (
-        config.step_sizes("cpu", 1)
-        == config.step_sizes("cpu", 4)
+        config.choose_step_sizes("cpu", 1)
+        == config.choose_step_sizes("cpu", 4)
         == StepSizes(512, 256)
     )
-    sizes = [config.step_sizes("cuda", num_stages) for num_stages in (1, 2, 8, 100)]
+    sizes = [
+        config.choose_step_sizes("cuda", num_stages) for num_stages in (1, 2, 8, 100)
+    ]
     assert sizes == [StepSizes(chunk, 1024) for chunk in (4096, 2048, 512, 512)]
     asked = EngineConfig(chunk_size=7, max_rows=9)
-    assert asked.step_sizes("cuda", 1) == asked.step_sizes("cpu", 1) == StepSizes(7, 9)
+    assert (
+        asked.choose_step_sizes("cuda", 1)
+        == asked.choose_step_sizes("cpu", 1)
+        == StepSizes(7, 9)
+    )
 
 
 def test_an_engine_has_the_sizes_of_its_device() -> None:

@@ -16,7 +16,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.machine import control_groups, library_imports, processor, threads
 from fminfer.machine.threads import (
     ThreadCount,
@@ -163,7 +163,7 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     assert "Loading fminfer-demo (" in found.output and "\nReady after" in found.output
     assert "answering 3 rows." in found.output
     assert stats["num_threads"] == torch.get_num_threads() > 0
-    assert f", {counted(stats['num_threads'], 'thread')}" in found.output
+    assert f", {with_noun(stats['num_threads'], 'thread')}" in found.output
     assert stats["cpu_limit"] == processor.chosen_name()
 
 

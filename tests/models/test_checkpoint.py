@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken_file_error
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import Holding
@@ -131,7 +131,9 @@ def test_a_model_that_was_saved_without_its_head(
 
 
 def test_a_file_that_may_not_be_read_is_not_to_be_fetched_again() -> None:
-    error = broken(Path("m.safetensors"), PermissionError(13, "Permission denied"))
+    error = broken_file_error(
+        Path("m.safetensors"), PermissionError(13, "Permission denied")
+    )
     assert "m.safetensors cannot be read" in str(error) and "chmod" in str(error)
     assert "fetch" not in str(error)
 

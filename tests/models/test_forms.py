@@ -16,7 +16,7 @@ import transformers
 
 from fminfer.compute.values.weights import Dense
 from fminfer.core.config import EngineConfig
-from fminfer.core.partition import Part, parts_of
+from fminfer.core.partition import Part, make_parts
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import digest_files, name_differences
 from fminfer.models.formats import Holding
@@ -58,7 +58,7 @@ def own_logits(model: Any) -> list[torch.Tensor]:
 def assert_equal(mine: Path, other: Path) -> None:
     """Compare two folders tensor by tensor, in 1, 2 and 3 stages."""
     for sizes in SPLITS:
-        for part in parts_of(sizes):
+        for part in make_parts(sizes):
             found = load(mine, part)
             expected = load(other, part)
             for weights, others in zip(
@@ -81,7 +81,7 @@ def test_every_form_of_opt(form: str, tmp_path: Path) -> None:
     assert_equal(folder, save("safetensors", model, tmp_path / "safetensors"))
     for sizes in SPLITS:
         torch.testing.assert_close(
-            logits_of(folder, parts_of(sizes), IDS), own_logits(model)
+            logits_of(folder, make_parts(sizes), IDS), own_logits(model)
         )
 
 
@@ -91,7 +91,8 @@ def test_every_form_of_opt(form: str, tmp_path: Path) -> None:
 def test_every_family_as_pickles(form: str, family: str, tmp_path: Path) -> None:
     model = make_model(family)
     torch.testing.assert_close(
-        logits_of(save(form, model, tmp_path), parts_of([1, 2]), IDS), own_logits(model)
+        logits_of(save(form, model, tmp_path), make_parts([1, 2]), IDS),
+        own_logits(model),
     )
 
 
@@ -109,7 +110,7 @@ def test_a_folder_with_a_file_for_each_layer(family: str, tmp_path: Path) -> Non
     folder = save("layers", model, tmp_path / "form", add_buffers)
     assert_equal(folder, save("safetensors", model, tmp_path / "safetensors"))
     torch.testing.assert_close(
-        logits_of(folder, parts_of([2, 1]), IDS), own_logits(model)
+        logits_of(folder, make_parts([2, 1]), IDS), own_logits(model)
     )
 
 
@@ -138,7 +139,9 @@ def test_what_names_begin_with(
 
     model = make_model(family)
     folder = save(form, model, tmp_path, rename)
-    torch.testing.assert_close(logits_of(folder, parts_of([3]), IDS), own_logits(model))
+    torch.testing.assert_close(
+        logits_of(folder, make_parts([3]), IDS), own_logits(model)
+    )
 
 
 def test_old_names_and_buffers(tmp_path: Path) -> None:
@@ -154,7 +157,9 @@ def test_old_names_and_buffers(tmp_path: Path) -> None:
 
     model = make_model("gpt2")
     folder = save("bin", model, tmp_path, age)
-    torch.testing.assert_close(logits_of(folder, parts_of([3]), IDS), own_logits(model))
+    torch.testing.assert_close(
+        logits_of(folder, make_parts([3]), IDS), own_logits(model)
+    )
 
 
 @pytest.mark.parametrize("form", ["bin", "bin-old"])
@@ -185,7 +190,7 @@ def test_tensors_that_lie_otherwise(form: str, tmp_path: Path) -> None:
             _use_new_zipfile_serialization=form == "bin",
         )
         torch.testing.assert_close(
-            logits_of(folder, parts_of([3]), IDS), own_logits(model)
+            logits_of(folder, make_parts([3]), IDS), own_logits(model)
         )
 
 
@@ -204,7 +209,7 @@ def test_every_form_tells_its_type_and_size(
     assert find_weight_files(str(folder)) == {
         file: file.stat().st_size for file in files
     }
-    found = load(folder, parts_of([3])[0], dtype)
+    found = load(folder, make_parts([3])[0], dtype)
     assert all(
         w.plain.dtype == dtype for layer in found.layers() for w in layer.values()
     )
@@ -229,7 +234,7 @@ def test_a_stage_reads_only_its_own_tensors(
     own_copy = TensorFiles.copy
     monkeypatch.setattr(TensorFiles, "read", spying)
     monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
-    list(load(folder, parts_of([1, 1, 1])[1]).layers())
+    list(load(folder, make_parts([1, 1, 1])[1]).layers())
     assert read and all(re.search(r"decoder\.layers\.1\.", name) for name in read)
 
 
@@ -238,7 +243,7 @@ def test_safetensors_count_where_a_folder_has_both(tmp_path: Path) -> None:
     save("safetensors", model, tmp_path)
     (tmp_path / "pytorch_model.bin").write_bytes(b"of another model")
     torch.testing.assert_close(
-        logits_of(tmp_path, parts_of([3]), IDS), own_logits(model)
+        logits_of(tmp_path, make_parts([3]), IDS), own_logits(model)
     )
 
 
@@ -355,7 +360,7 @@ def test_a_rank_takes_its_share_and_one_tensor(
 ) -> None:
     """Joined and widened tensors left their part of the file in memory: twice the share."""
     context = fork_server()
-    parts = [part for sizes in ([4, 4, 4], [12], [6, 6]) for part in parts_of(sizes)]
+    parts = [part for sizes in ([4, 4, 4], [12], [6, 6]) for part in make_parts(sizes)]
     # the outer stages, or an inner one
     some = parts[0:3:2] if form in STORED[:2] else parts[1:2]
     for part in parts if IS_ALL else some:

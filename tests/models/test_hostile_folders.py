@@ -22,7 +22,7 @@ import pytest
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, MachineError
-from fminfer.core.impostors import is_gguf, naming_faults, refuse_impostor
+from fminfer.core.impostors import check_no_impostor, is_gguf, naming_broken_files
 from fminfer.models.checkpoint import open_model
 from fminfer.models.config_fields import check_counts
 from fminfer.models.model_folder import find_weight_files
@@ -202,7 +202,7 @@ def test_devices_in_the_place_of_files(demo: Path) -> None:
     (demo / "modules.json").symlink_to("/dev/zero")
     assert "modules.json is a device" in refusal(demo)
     with pytest.raises(CheckpointError, match="is a device"):
-        refuse_impostor(demo / "modules.json")
+        check_no_impostor(demo / "modules.json")
 
 
 def test_a_chat_template_that_is_a_pipe(tmp_path: Path) -> None:
@@ -240,7 +240,10 @@ class PanicException(BaseException):
 
 def fault(error: BaseException) -> BaseException:
     """Return what naming_faults makes of an error."""
-    with pytest.raises(BaseException) as caught, naming_faults("m/tokenizer.json"):
+    with (
+        pytest.raises(BaseException) as caught,
+        naming_broken_files("m/tokenizer.json"),
+    ):
         raise error
     return caught.value
 

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 import torch.distributed as dist
 
-from fminfer.core.errors import FminferError, PipelineError, UsageError, printable
+from fminfer.core.errors import FminferError, PipelineError, UsageError, make_printable
 from fminfer.pipeline import finding, handshake, store
 from fminfer.pipeline.finding import machine_id, open_store
 from fminfer.pipeline.handshake import (
@@ -408,7 +408,7 @@ def test_words_of_others_are_only_shown() -> None:
         json.dumps({"text": "\x1b[2Jgone\n", "kind": "a kind that is not"}).encode()
     )
     assert (
-        printable(told.text) == "\\x1b[2Jgone\n"
+        make_printable(told.text) == "\\x1b[2Jgone\n"
         and type(told.to_error()) is FminferError
     )
-    assert printable("é ✓\tü\u202e") == "é ✓\tü\\u202e"
+    assert make_printable("é ✓\tü\u202e") == "é ✓\tü\\u202e"

@@ -384,5 +384,5 @@ def test_parts_of_ranks() -> None:
     stage = Part(1, 3, 4, 8, num_shards=2)
     leader, other = stage.shards
     assert (leader.rank, other.rank, [*stage.ranks]) == (2, 3, [2, 3])
-    assert (leader.rank_before, leader.next_rank, other.rank_before) == (0, 4, 2)
+    assert (leader.previous_rank, leader.next_rank, other.previous_rank) == (0, 4, 2)
     assert Part(2, 3, 8, 9, num_shards=2).next_rank == 0

@@ -17,7 +17,7 @@ from fminfer.compute.values.step import (
     mask_columns,
     masks_of,
 )
-from fminfer.core.messages import StageSpan, invert, make_mask, pack_ids
+from fminfer.core.messages import StageSpan, invert_mask, make_mask, pack_token_ids
 from fminfer.pipeline.wire import (
     decode_result,
     decode_spans,
@@ -43,7 +43,7 @@ def full_step() -> Step:
     draws["num_edits"] = [3, 1]
     draws["num_banned"] = [2, 0]
     draws["num_top"] = [3, 0]
-    few = make_mask(pack_ids([3, 40], 8))
+    few = make_mask(pack_token_ids([3, 40], 8))
     most = make_mask(bytes(range(120, 136)))
     assert few.few is not None and most.few is None
     step = make_step(
@@ -104,14 +104,14 @@ def test_columns_of_any_bits_and_lengths(seed: int) -> None:
 @pytest.mark.parametrize(
     ("form", "bits", "max_bytes"),
     [
-        ("ids", pack_ids([3, 40_000, 49_151 - 64], 6144), 3 * 4),
-        ("ids", pack_ids(range(0, 49_000, 200), 6144), 245 * 4),
-        ("bits", invert(pack_ids([0, 40_000, 49_150], 6144)), 6144),
-        ("bits", pack_ids(range(0, 49_000, 9), 6144), 6144),
+        ("ids", pack_token_ids([3, 40_000, 49_151 - 64], 6144), 3 * 4),
+        ("ids", pack_token_ids(range(0, 49_000, 200), 6144), 245 * 4),
+        ("bits", invert_mask(pack_token_ids([0, 40_000, 49_150], 6144)), 6144),
+        ("bits", pack_token_ids(range(0, 49_000, 9), 6144), 6144),
         ("bits", b"\xff" * 6144, 6144),
-        ("ids", pack_ids(range(60), 8), 60 * 4),
-        ("ids", pack_ids([63], 16), 4),
-        ("bits", pack_ids([63], 8), 8),  # and all behind
+        ("ids", pack_token_ids(range(60), 8), 60 * 4),
+        ("ids", pack_token_ids([63], 16), 4),
+        ("bits", pack_token_ids([63], 8), 8),  # and all behind
     ],
 )
 def test_a_mask_goes_as_its_few_ids_or_as_bits(
@@ -133,10 +133,11 @@ def test_a_mask_goes_as_its_few_ids_or_as_bits(
 
 def test_masks_of_both_forms_beside_each_other() -> None:
     of_few = [
-        make_mask(pack_ids(ids, size)) for ids, size in (([3], 8), ([5, 900], 120))
+        make_mask(pack_token_ids(ids, size))
+        for ids, size in (([3], 8), ([5, 900], 120))
     ]
     of_bits = [
-        make_mask(invert(pack_ids(ids, size)))
+        make_mask(invert_mask(pack_token_ids(ids, size)))
         for ids, size in (([1], 8), ([2, 99], 16))
     ]
     masks = [of_bits[0], of_few[0], of_few[1], of_bits[1], of_few[0]]

@@ -183,7 +183,9 @@ def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) 
 
 def test_places_among_all_ranks() -> None:
     config = RankConfig(world_size=4, data_group_size=2, rank=3, dist_url="tcp://a:1")
-    assert config.told_stages == 2 and find_facts(config, {}) == RankFacts(3, 4, "a", 1)
+    assert config.configured_stages == 2 and find_facts(config, {}) == RankFacts(
+        3, 4, "a", 1
+    )
     srun = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "6", "MASTER_ADDR": "a"}
     found = find_facts(RankConfig(data_group_size=3), srun)
     assert found is not None and (found.rank, found.world_size) == (1, 6)

@@ -16,7 +16,12 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.core.messages import MemoryPeak, RankMemory, memory_table, show_memory
+from fminfer.core.messages import (
+    MemoryPeak,
+    RankMemory,
+    describe_memory,
+    make_memory_table,
+)
 from fminfer.machine import host_memory
 from fminfer.machine.device import measure_peak
 from fminfer.machine.host_memory import peak_host_bytes, touching_memory
@@ -41,20 +46,20 @@ def on_gpu(rank: int, size: int) -> RankMemory:
 
 def test_a_line_tells_each_rank_or_the_largest() -> None:
     alone = RankMemory(0, False, 300 * MIB, MemoryPeak(280 * MIB))
-    assert show_memory([alone]) == "CPU 280 MiB (300 MiB foreseen)"
+    assert describe_memory([alone]) == "CPU 280 MiB (300 MiB foreseen)"
     two = [alone, RankMemory(1, False, 400 * MIB, MemoryPeak(380 * MIB))]
-    assert show_memory(two) == (
+    assert describe_memory(two) == (
         "rank 0: CPU 280 MiB (300 MiB foreseen); rank 1: CPU 380 MiB (400 MiB foreseen)"
     )
     eight = [on_gpu(rank, (38 if rank == 5 else 37) * GIB) for rank in range(8)]
     largest = (
         "rank 5: GPU 38.00 GiB (40.00 GiB foreseen), CPU 3.00 GiB; the most of 8 ranks"
     )
-    assert show_memory(eight) == largest
+    assert describe_memory(eight) == largest
 
 
 def test_a_table_tells_all_ranks() -> None:
-    head, *rows = memory_table(
+    head, *rows = make_memory_table(
         [on_gpu(0, 38 * GIB), RankMemory(1, False, GIB, MemoryPeak(GIB))]
     )
     assert head.split() == [

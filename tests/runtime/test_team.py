@@ -335,8 +335,8 @@ def test_a_fault_of_ours_costs_one_line(
 
 
 def test_numbers_that_do_not_fit_are_refused() -> None:
-    assert RankConfig(world_size=8, data_group_size=2).told_stages == 4
-    assert RankConfig(data_group_size=2).told_stages is None
+    assert RankConfig(world_size=8, data_group_size=2).configured_stages == 4
+    assert RankConfig(data_group_size=2).configured_stages is None
     for wrong in (
         {"world_size": 3, "data_group_size": 2},
         {"world_size": 4, "pipeline_group_size": 4, "data_group_size": 2},

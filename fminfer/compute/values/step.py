@@ -17,7 +17,7 @@ import numpy as np
 
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import DEFAULTS
-from fminfer.core.messages import Mask, StageSpan, pack_ids
+from fminfer.core.messages import Mask, StageSpan, pack_token_ids
 
 Column = Any  # an array; with numpy's own types every sum of two would need a cast
 Phase = Literal["prefill", "decode", "mixed"]
@@ -143,7 +143,9 @@ def masks_of(step: Step) -> list[Mask]:
     for num_bytes, size, num_ids in step.masks.tolist():
         bits = step.mask_bits[first_byte : first_byte + num_bytes].tobytes()
         ids = step.mask_ids[first_id : first_id + num_ids].tolist()
-        found.append(Mask(bits or pack_ids(ids, size), tuple(ids) if ids else None))
+        found.append(
+            Mask(bits or pack_token_ids(ids, size), tuple(ids) if ids else None)
+        )
         first_byte = first_byte + num_bytes
         first_id = first_id + num_ids
     return found

@@ -10,7 +10,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
-from fminfer.core.quantities import show_seconds
+from fminfer.core.quantities import describe_seconds
 from fminfer.job.report.plain_text import escape
 
 TIME_STEPS = (
@@ -84,7 +84,7 @@ def show_number(value: float) -> str:
 
 def show_time(seconds: float) -> str:
     """Write a time: `0.25 s`, `42 s`, `3:05`, `1:02:05`."""
-    return f"{seconds:.3g}\u00a0s" if seconds < 60 else show_seconds(seconds)
+    return f"{seconds:.3g}\u00a0s" if seconds < 60 else describe_seconds(seconds)
 
 
 @dataclass(slots=True, frozen=True)

@@ -12,7 +12,7 @@ from typing import Any
 from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.disk import replacing
 from fminfer.files.line_reader import read_lines
 from fminfer.files.own_files import PAGE, require_own
@@ -83,7 +83,7 @@ def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
         if (answer := scan.read(place)) is not None:
             shown.append(ShownRow(place, reasons, answer, answer.request))
     note = (
-        f"{counted(num_left_out, 'row')} among those chosen to be shown are too long "
+        f"{with_noun(num_left_out, 'row')} among those chosen to be shown are too long "
         "for that."
     )
     return shown, [note] * (num_left_out > 0)

@@ -12,7 +12,7 @@ from importlib.resources import files
 import orjson
 
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.quantities import counted, name_few
+from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.run_facts import runs_in
 from fminfer.job.report.charts import (
     Bar,
@@ -66,7 +66,7 @@ def make_page(
     )
     parts = {
         "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
-        "title": escape(name_few([output.path.name for output in outputs], 1)),
+        "title": escape(list_few([output.path.name for output in outputs], 1)),
         "made": escape(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
         "style": style,
         "tiles": _make_tiles(scan.tally, runs),
@@ -152,7 +152,7 @@ def _find_notes(
     without = [each.path.name for each in outputs if each.status is None]
     if without:
         yield (
-            f"{name_few(without, MAX_NAMED)}: there is no status file, as after a "
+            f"{list_few(without, MAX_NAMED)}: there is no status file, as after a "
             "download. So the model, the input, the settings and the speed are not "
             "known."
         )
@@ -161,20 +161,20 @@ def _find_notes(
     ]
     if untimed:
         yield (
-            f"{name_few(untimed, MAX_NAMED)}: no run has left its times in a status "
+            f"{list_few(untimed, MAX_NAMED)}: no run has left its times in a status "
             "file: an older version wrote it, the output was merged, or its rows were "
             "taken from elsewhere. So speed, time line and device are not known."
         )
     if num_before := sum(run.num_before for run in runs):
-        yield f"{counted(num_before, 'earlier run')} took part, whose times are not kept."
+        yield f"{with_noun(num_before, 'earlier run')} took part, whose times are not kept."
     if tally.num_unread:
         yield (
-            f"{counted(tally.num_unread, 'line')} could not be read as records, and "
+            f"{with_noun(tally.num_unread, 'line')} could not be read as records, and "
             "are left out of all numbers."
         )
     if tally.num_truncated:
         yield (
-            f"{counted(tally.num_truncated, 'prompt')} were cut to fit the context "
+            f"{with_noun(tally.num_truncated, 'prompt')} were cut to fit the context "
             "(--on-too-long)."
         )
 
@@ -200,7 +200,7 @@ def _make_facts(
         ),
         ("Device", _join(_describe_device(run) for run in runs if run.device)),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
-        ("Input", name_few(sources, MAX_NAMED)),
+        ("Input", list_few(sources, MAX_NAMED)),
         (
             "Settings",
             _join(f"{k} {v}" for run in runs for k, v in run.settings.items()),
@@ -221,7 +221,7 @@ def _join(values: Iterable[str]) -> str:
 
 def _describe_device(run: ToldRun) -> str:
     return run.device + (
-        f", {counted(run.num_threads, 'thread')}" if run.num_threads else ""
+        f", {with_noun(run.num_threads, 'thread')}" if run.num_threads else ""
     )
 
 
@@ -253,7 +253,7 @@ def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
                 )
         if len(kinds) > len(texts):
             texts.append(
-                f"<li>… and {counted(len(kinds) - len(texts), 'more kind')} of message</li>"
+                f"<li>… and {with_noun(len(kinds) - len(texts), 'more kind')} of message</li>"
             )
         if code in RETRYABLE:
             texts.append(
@@ -311,7 +311,7 @@ def _draw_time_line(runs: Sequence[ToldRun]) -> str:
             at_s += width_s
     return make_time_line(
         title="Tokens/s",
-        note=f"{counted(len(runs), 'run')}, {show_time(at_s)} of answering",
+        note=f"{with_noun(len(runs), 'run')}, {show_time(at_s)} of answering",
         bars=bars,
         names={"drawn": "answer tokens/s drawn", "fed": "prompt tokens/s computed"},
         breaks=breaks[1:],

@@ -12,7 +12,7 @@ from typing import Any
 
 import orjson
 
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
@@ -207,7 +207,7 @@ def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
         {"who": "prompt", **_show_prompt(each, cut)} for each in prompts[:MAX_PARTS]
     ]
     num_more = len(prompts) - len(shown)
-    return shown + [{"who": "note", "text": counted(num_more, "more prompt")}] * (
+    return shown + [{"who": "note", "text": with_noun(num_more, "more prompt")}] * (
         num_more > 0
     )
 

@@ -12,7 +12,7 @@ from transformers.modeling_rope_utils import ROPE_INIT_FUNCTIONS
 
 from fminfer.compute.values.spec import Attention, Layer, Mlp, Model, Moe, Norm, Rope
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import naming_faults
+from fminfer.core.impostors import naming_broken_files
 from fminfer.models.families.tensor_names import Architecture, Sources
 
 Changes = dict[str, Any]  # fields of a spec's class that differ
@@ -142,7 +142,7 @@ def with_experts(
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     """Return the rotary positions of a layer."""
     how, kind = _rope_parameters(c, layer)
-    with naming_faults(f"rope_parameters {how} in config.json"):
+    with naming_broken_files(f"rope_parameters {how} in config.json"):
         if how["rope_type"] != "default":
             inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
             rope = Rope(tuple(inv_freq.tolist()), scale, is_interleaved)

@@ -11,7 +11,7 @@ from typing import Any
 import transformers
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, naming_faults
+from fminfer.core.impostors import broken_file_error, naming_broken_files
 from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.stored.gguf_file import MOST_STACKED, read_values
 
@@ -59,7 +59,7 @@ def config_of(model: GgufModel) -> Any:
     model.only("attention.causal", True)
     model.only("pooling_type", 0)
     model.only("nextn_predict_layers", 0)
-    with naming_faults(f"the metadata of {model.path}"):
+    with naming_broken_files(f"the metadata of {model.path}"):
         fields = _of_all(model)
         if callable(row):
             fields |= row(model)
@@ -372,7 +372,7 @@ def _divided(m: GgufModel, num: int, long: str, short: str, original: int) -> Fi
     found = {name: read_values(m.tensors[name]) for name in (long, short)}
     for name, factors in found.items():
         if len(factors) != num or min(factors) <= 0:
-            raise broken(
+            raise broken_file_error(
                 m.path,
                 f"{name} has {len(factors)} factors, and {num} above 0 are needed",
             )

@@ -16,7 +16,7 @@ from pathlib import Path
 
 from fminfer.compute.values.spec import Model
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken
+from fminfer.core.impostors import broken_file_error
 from fminfer.machine.user_cache import cache_folder
 from fminfer.models.families.tensor_names import (
     BY_PAIRS,
@@ -67,7 +67,7 @@ class GgufModel:
         size = self.whole("embedding_length", least=1)
         stored = getattr(self.tensors.get(LAST_NORM), "shape", None)
         if stored != (size,):
-            raise broken(
+            raise broken_file_error(
                 self.path, f"embedding_length is {size}, {LAST_NORM} has {stored}"
             )
         return size
@@ -78,7 +78,7 @@ class GgufModel:
         num = self.whole("block_count")
         numbers = {n.split(".")[1] for n in self.tensors if n.startswith("blk.")}
         if num != len(numbers) or not num:
-            raise broken(
+            raise broken_file_error(
                 self.path, f"block_count is {num}, and {len(numbers)} are stored"
             )
         return num
@@ -134,7 +134,7 @@ class GgufModel:
         """Return the outputs of a stored matrix."""
         found = self.tensors.get(tensor)
         if found is None or len(found.shape) != 2:
-            raise broken(self.path, f"it stores no matrix {tensor!r}")
+            raise broken_file_error(self.path, f"it stores no matrix {tensor!r}")
         return found.shape[0]
 
     def refuse_unread(self) -> None:
@@ -151,8 +151,10 @@ class GgufModel:
 
     def _wrong(self, key: str, found: object, kind: str) -> CheckpointError:
         if found is None:
-            return broken(self.path, f"it lacks the key {self.arch}.{key}")
-        return broken(self.path, f"{self.arch}.{key} is {found!r:.60}, and no {kind}")
+            return broken_file_error(self.path, f"it lacks the key {self.arch}.{key}")
+        return broken_file_error(
+            self.path, f"{self.arch}.{key} is {found!r:.60}, and no {kind}"
+        )
 
 
 def read_model(path: Path) -> GgufModel:

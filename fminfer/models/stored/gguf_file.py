@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import MAGIC, naming_faults, refuse_impostor
+from fminfer.core.impostors import MAGIC, check_no_impostor, naming_broken_files
 from fminfer.models.stored.stored_tensors import (
     BLOCKS,
     GGUF_TYPES,
@@ -44,9 +44,9 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
     A tensor in blocks has its rows in bytes: (…, outputs, bytes of a row). Stacked
     experts or heads are one tensor each, with their number before the end of the name.
     """
-    refuse_impostor(path)
+    check_no_impostor(path)
     with (
-        naming_faults(path),
+        naming_broken_files(path),
         path.open("rb") as file,
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data,
     ):
@@ -55,7 +55,7 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
 
 def read_values(tensor: StoredTensor) -> list[float]:
     """Return the values of a vector of float32; a tensor of another kind is refused."""
-    with naming_faults(tensor.file):
+    with naming_broken_files(tensor.file):
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
             raise ValueError(
                 f"{tensor.dtype} of shape {tensor.shape} where F32 of one is needed"

@@ -11,7 +11,7 @@ from pathlib import Path
 import torch
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.quantities import name_few
+from fminfer.core.quantities import list_few
 from fminfer.models.stored.stored_tensors import (
     BITS,
     DTYPES,
@@ -37,8 +37,8 @@ def describe_unread(folder: Path) -> str:
     weights, others = _find_others(folder)
     if not others:
         return ""
-    read = name_few([file.name for file in weights.files], 1)
-    return f"Weights are read from {read}. Not read: {name_few([f.name for f in others], 3)}."
+    read = list_few([file.name for file in weights.files], 1)
+    return f"Weights are read from {read}. Not read: {list_few([f.name for f in others], 3)}."
 
 
 def refuse_rivals(folder: Path) -> None:
@@ -63,8 +63,8 @@ def refuse_rivals(folder: Path) -> None:
             raise CheckpointError(
                 f"{folder} holds two models: {table[name].file.name} and {other.name} differ in "
                 f"the tensor {name!r}. Delete what is not the model's: "
-                f"{name_few([file.name for file in others], 3)}, or else "
-                f"{name_few([file.name for file in weights.files], 3)}, which would be read"
+                f"{list_few([file.name for file in others], 3)}, or else "
+                f"{list_few([file.name for file in weights.files], 3)}, which would be read"
             )
 
 

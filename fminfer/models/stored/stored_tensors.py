@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from fminfer.core.impostors import broken, naming_faults
+from fminfer.core.impostors import broken_file_error, naming_broken_files
 
 # Types of GGUF by their numbers, from 0 on: name, and of those in blocks the inputs and
 # the bytes of one. A row is blocks after each other. Those behind _4_ or _8_ were
@@ -125,15 +125,15 @@ def read_safetensors(path: Path) -> StoredFile:
     with path.open("rb") as file:
         start = 8 + int.from_bytes(file.read(8), "little")
         if size < 8 or start > size:
-            raise broken(
+            raise broken_file_error(
                 path, f"its header should have {start} bytes, the file has {size}"
             )
         if start > MOST_HEADER_BYTES:
-            raise broken(
+            raise broken_file_error(
                 path, f"a header of {start} bytes; the most are {MOST_HEADER_BYTES}"
             )
         raw = file.read(start - 8)
-    with naming_faults(f"the header of {path}"):
+    with naming_broken_files(f"the header of {path}"):
         # a value takes more memory than its text
         if raw.count(b",") > MOST_HEADER_VALUES:
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
@@ -144,12 +144,14 @@ def read_safetensors(path: Path) -> StoredFile:
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
         first, last = tensor.span
         if first != end:
-            raise broken(
+            raise broken_file_error(
                 path, f"tensor {name!r} begins at byte {first} instead of {end}"
             )
         end = last
     if end != size:
-        raise broken(path, f"it has {size} bytes, and its header tells of {end}")
+        raise broken_file_error(
+            path, f"it has {size} bytes, and its header tells of {end}"
+        )
     return StoredFile(path, tensors, (0, start))
 
 

@@ -15,7 +15,12 @@ from types import MappingProxyType
 import torch
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, is_gguf, naming_faults, refuse_impostor
+from fminfer.core.impostors import (
+    broken_file_error,
+    check_no_impostor,
+    is_gguf,
+    naming_broken_files,
+)
 from fminfer.machine.host_memory import read_mapped
 from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
 from fminfer.models.stored.gguf_file import read_gguf
@@ -59,8 +64,8 @@ RENAMED = {
 
 def read_weight_file(path: Path) -> StoredFile:
     """Return the tensors of a file, without their values; what is no such file is refused."""
-    with naming_faults(path):
-        refuse_impostor(path)
+    with naming_broken_files(path):
+        check_no_impostor(path)
         if is_gguf(path):
             return read_gguf(path)[0]
         return (
@@ -103,7 +108,7 @@ class TensorFiles:
         files = []
         self.seen = dict[Path, FileFacts]()  # their facts before they were read
         for path in found.files:
-            with naming_faults(path):
+            with naming_broken_files(path):
                 self.seen[path] = facts_of(path)
             files.append(read_weight_file(path))
         self._maps: dict[Path, mmap.mmap] = {}
@@ -210,14 +215,14 @@ class TensorFiles:
             return self.lent.find(Span(file, first, last))
         mapped = self._map(file)
         if last > len(mapped):
-            raise broken(file, "it was cut off meanwhile")
+            raise broken_file_error(file, "it was cut off meanwhile")
         return torch.frombuffer(
             mapped, dtype=torch.uint8, count=last - first, offset=first
         )
 
     def _map(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
-            with naming_faults(path), path.open("rb") as file:
+            with naming_broken_files(path), path.open("rb") as file:
                 # Nothing writes into the map. If it did, the file would not change.
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[path]

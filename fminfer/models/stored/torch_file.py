@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, BinaryIO
 
 from fminfer.core.errors import CheckpointError
-from fminfer.core.impostors import broken, naming_faults
+from fminfer.core.impostors import broken_file_error, naming_broken_files
 from fminfer.models.stored.stored_tensors import (
     BITS,
     BLOCKS,
@@ -150,7 +150,7 @@ def read_torch_file(path: Path) -> StoredFile:
     Raises:
         CheckpointError: the file is broken, or names what weights do not need.
     """
-    with naming_faults(path), path.open("rb") as file:
+    with naming_broken_files(path), path.open("rb") as file:
         try:
             is_zip = file.read(4) == ZIP_START
             return _read_zip(path, file) if is_zip else _read_older(path, file)
@@ -161,7 +161,7 @@ def read_torch_file(path: Path) -> StoredFile:
                 "torch.save(model.state_dict(), …)"
             ) from error
         except zipfile.BadZipFile as error:
-            raise broken(path, f"it is cut off: {error}") from error
+            raise broken_file_error(path, f"it is cut off: {error}") from error
 
 
 def _read_zip(path: Path, file: BinaryIO) -> StoredFile:

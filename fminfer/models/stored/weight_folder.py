@@ -12,12 +12,12 @@ from typing import Literal
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import (
     GGUF,
-    gguf_error,
+    check_no_impostor,
+    gguf_only_error,
     is_gguf,
-    naming_faults,
-    refuse_impostor,
+    naming_broken_files,
 )
-from fminfer.core.quantities import counted, name_few
+from fminfer.core.quantities import list_few, with_noun
 
 Form = Literal["safetensors", "bin", "layers", "metaseq", "gguf"]
 LAYER = re.compile(r"pytorch_(\d+)\.pt")
@@ -75,7 +75,7 @@ def no_weights_error(folder: Path) -> CheckpointError:
     """Return the error of a folder without weights; it names what cannot be read."""
     others = sorted(file.name for file in folder.glob("*") if file.suffix in OTHERS)
     if ggufs := [name for name in others if name.endswith(GGUF)]:
-        return gguf_error(str(folder), ggufs)
+        return gguf_only_error(str(folder), ggufs)
     found = f"; it holds {others[0]}, which does not run" if others else ""
     return CheckpointError(
         f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch "
@@ -104,7 +104,7 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
         missing = [file.name for file in files if not file.exists()]
         for name in missing[:1]:
             others = sorted(file.name for file in {*folder.glob(several)} - {*files})
-            remedy = f". If {name_few(others, 2)} hold the model, delete {index.name}"
+            remedy = f". If {list_few(others, 2)} hold the model, delete {index.name}"
             raise CheckpointError(
                 f"{folder} lacks {name}, which its {index.name} names ({len(missing)} "
                 f"such files); fetch it{remedy if others else ''}"
@@ -151,8 +151,8 @@ def _part_names(name: str) -> list[str]:
 
 
 def _read_index(index: Path) -> dict[str, str]:
-    with naming_faults(index):
-        refuse_impostor(index)
+    with naming_broken_files(index):
+        check_no_impostor(index)
         homes = json.loads(index.read_bytes())["weight_map"]
         names = {str(name) for name in homes.values()}
     for name in names:
@@ -193,7 +193,8 @@ def _all_there(folder: Path, names: list[str]) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     for name in missing[:1]:
         raise CheckpointError(
-            f"{folder.absolute()} lacks {name} ({counted(len(missing), 'file')} missing); fetch "
+            f"{folder.absolute()} lacks {name} ({with_noun(len(missing), 'file')} "
+            "missing); fetch "
             "what is missing"
         )
     return [folder / name for name in names]

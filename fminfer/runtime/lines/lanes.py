@@ -13,7 +13,7 @@ from collections import deque
 from contextlib import suppress
 from itertools import count
 
-from fminfer.core.errors import FminferError, row_error
+from fminfer.core.errors import FminferError, line_error
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, EngineCore, Event, Failed
 from fminfer.engine.sequence import Prepared
 
@@ -116,7 +116,7 @@ class Lane:
             core.add(prepared, priority=BEHIND_ALL, request_id=request_id)
         except Exception as error:  # it can never run here
             try:
-                self.tell(Failed(request_id, row_error(error, "a line")))
+                self.tell(Failed(request_id, line_error(error, "a line")))
             except FminferError as failure:
                 self.fail(failure)
 

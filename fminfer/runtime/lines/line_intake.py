@@ -15,7 +15,7 @@ from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
 from fminfer.contract.record import Record, make_id
 from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
-from fminfer.core.errors import row_error
+from fminfer.core.errors import line_error
 from fminfer.engine.engine_core import Failed, Finished
 from fminfer.engine.intake import Asked, Intake
 from fminfer.engine.sequence import Prepared
@@ -112,7 +112,9 @@ class LineIntake:
                 Asked(request, repeat, is_openai=envelope.shape == "batch"),
             )
         except Exception as error:
-            return Record(line, envelope, error=row_error(error, f"line {line.number}"))
+            return Record(
+                line, envelope, error=line_error(error, f"line {line.number}")
+            )
 
     def _finish(
         self,
@@ -123,7 +125,7 @@ class LineIntake:
     ) -> LineRequest | Record:
         if isinstance(prepared, Exception):
             return Record(
-                line, envelope, error=row_error(prepared, f"line {line.number}")
+                line, envelope, error=line_error(prepared, f"line {line.number}")
             )
         warnings = [*envelope.warnings, *asked.request.warnings]
         if asked.request.fills_context and self._intake.limits.max_new_tokens is None:
@@ -139,7 +141,7 @@ def _open_envelope(line: Line) -> Envelope:
         return open_envelope(line)
     except Exception as error:
         return Envelope(
-            "bare", as_text(line.raw), error=row_error(error, f"line {line.number}")
+            "bare", as_text(line.raw), error=line_error(error, f"line {line.number}")
         )
 
 

@@ -12,7 +12,7 @@ from typing import Literal
 from fminfer.answers.answer_index import AnswerIndex
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.core.errors import StoppedError, row_error
+from fminfer.core.errors import StoppedError, line_error
 from fminfer.engine.engine_core import (
     Delta,
     EngineCore,
@@ -274,7 +274,7 @@ class LineRunner:
             ] = asked
         except Exception as error:  # it can never run here
             self._finish(
-                asked, Failed(-1, row_error(error, f"line {asked.line.number}"))
+                asked, Failed(-1, line_error(error, f"line {asked.line.number}"))
             )
 
     def _finish(self, asked: LineRequest, answer: Answer) -> None:

@@ -24,7 +24,7 @@ from fminfer.core.config import (
     StepSizes,
 )
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
-from fminfer.core.impostors import naming_faults
+from fminfer.core.impostors import naming_broken_files
 from fminfer.engine.answer import AnswerForm
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
@@ -47,7 +47,7 @@ NAN_REMEDIES = {
 }
 
 
-@naming_faults("the model's folder")
+@naming_broken_files("the model's folder")
 def make_intake(
     config: EngineConfig,
     checkpoint: Checkpoint,
@@ -106,7 +106,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
         return NoTokenizer()
     num_rows = checkpoint.config.vocab_size
     if (folder := checkpoint.tokenizer_folder) is not None:
-        with naming_faults(f"the tokenizer in {folder}"):
+        with naming_broken_files(f"the tokenizer in {folder}"):
             tokenizer = Tokenizer.load(folder, checkpoint.config)
         if tokenizer.num_trained > num_rows:
             raise CheckpointError(

@@ -18,7 +18,7 @@ from multiprocessing.connection import wait
 
 from fminfer.core.errors import FminferError, PipelineError, UsageError
 from fminfer.core.messages import RankMemory
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
@@ -395,7 +395,8 @@ class Team:
         others = "; no other is left."
         if self._living:
             others = "; the others go on" + (
-                f", and answer its {counted(num_left, 'row')}." * bool(num_left) or "."
+                f", and answer its {with_noun(num_left, 'row')}." * bool(num_left)
+                or "."
             )
         self._say(f"Pipeline {pipeline.number} {why}{others}")
 

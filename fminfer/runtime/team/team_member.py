@@ -12,7 +12,7 @@ from multiprocessing.connection import Connection
 from typing import Any, get_args
 
 from fminfer.core.config import EngineConfig
-from fminfer.core.errors import FminferError, row_error
+from fminfer.core.errors import FminferError, line_error
 from fminfer.engine.engine_core import BEHIND_ALL, Event, Failed
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
@@ -160,5 +160,5 @@ class TeamMember:
                 request_id=ask.request_id,
             )
         except Exception as error:
-            failed = Failed(ask.request_id, row_error(error, "a request"))
+            failed = Failed(ask.request_id, line_error(error, "a request"))
             self._refused.append((failed, ask.priority == BEHIND_ALL))

@@ -21,9 +21,9 @@ from fminfer.core.errors import (
     RequestError,
     StoppedError,
     UsageError,
-    printable,
+    make_printable,
 )
-from fminfer.core.quantities import counted
+from fminfer.core.quantities import with_noun
 from fminfer.files.claims import drop_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
@@ -313,8 +313,8 @@ class BatchRun:
     def _tell(self, what: str, done: Progress) -> None:
         self._context.tell(
             "info",
-            f"Batch {self.batch.id} {what}: {counted(done.completed, 'answer')} and "
-            f"{counted(done.failed, 'error')} of {counted(done.total, 'line')}.",
+            f"Batch {self.batch.id} {what}: {with_noun(done.completed, 'answer')} and "
+            f"{with_noun(done.failed, 'error')} of {with_noun(done.total, 'line')}.",
         )
 
     def _keep(self, file_id: str, *, is_errors: bool) -> str | None:
@@ -345,7 +345,7 @@ class BatchRun:
         self._context.tell("error", f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
             self._context.tell(
-                "error", printable("".join(traceback.format_exception(error)))
+                "error", make_printable("".join(traceback.format_exception(error)))
             )
 
         progress = self.progress
