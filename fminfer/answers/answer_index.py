@@ -23,7 +23,7 @@ from fminfer.core.bounded_cache import BoundedCache
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import meaning_of
 from fminfer.engine.sequence import Prepared
-from fminfer.models.fingerprint import terms_of_answers
+from fminfer.models.fingerprint import answer_terms
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 NO_REQUEST = -1  # the id of answers that no request of the engine had
@@ -181,9 +181,7 @@ def open_answers(
     if place is None and not size:
         return None
     store = None if place is None else AnswerStore(place, tell)
-    return AnswerIndex(
-        terms_of_answers(fingerprint), store, RecentAnswers(size, list_size)
-    )
+    return AnswerIndex(answer_terms(fingerprint), store, RecentAnswers(size, list_size))
 
 
 def copy_answer(answer: Finished, asked_s: float | None = None) -> Finished:

@@ -15,7 +15,7 @@ from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.values.weights import Function
 from fminfer.forward.layer_step import Bodies, LayerStep
-from fminfer.models.tensor_specs import Weights, plain_of
+from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
 WIDEST = torch.finfo(torch.float16).max - 1000.0  # as in transformers
 
@@ -71,7 +71,9 @@ class AttentionOf:
         self.products = {name: bodies.product(weights, name) for name in ("qkv", "out")}
         self._q_norm = bodies.norm(how.qk_norm, weights, "q_norm")
         self._k_norm = bodies.norm(how.qk_norm, weights, "k_norm")
-        self._norm_weights = [plain_of(weights, f"{n}_norm.weight") for n in "qk"]
+        self._norm_weights = [
+            find_plain_tensor(weights, f"{n}_norm.weight") for n in "qk"
+        ]
         device = weights["qkv.weight"].device
         self._rotate = None
         self._table = torch.empty(0, device=device)
@@ -82,7 +84,7 @@ class AttentionOf:
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
         sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
         self.scoring = scoring_of(
-            how, device, sinks, plain_of(weights, "relative.weight")
+            how, device, sinks, find_plain_tensor(weights, "relative.weight")
         )
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:

@@ -13,7 +13,7 @@ from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Norm, Rope
 from fminfer.compute.values.weights import Function
 from fminfer.forward.registry import Registry
-from fminfer.models.tensor_specs import Weights, plain_of
+from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
 
 @dataclass(slots=True)
@@ -27,7 +27,9 @@ class Bodies:
     def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
         if how is None:
             return None
-        pair = (plain_of(weights, f"{name}.{leaf}") for leaf in ("weight", "bias"))
+        pair = (
+            find_plain_tensor(weights, f"{name}.{leaf}") for leaf in ("weight", "bias")
+        )
         return self.registry.parts.norm(how, *pair)
 
     def norms(
@@ -38,7 +40,7 @@ class Bodies:
 
     def product(self, weights: Weights, name: str) -> Function:
         return self.registry.product(
-            weights[f"{name}.weight"], plain_of(weights, f"{name}.bias")
+            weights[f"{name}.weight"], find_plain_tensor(weights, f"{name}.bias")
         )
 
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:

@@ -22,7 +22,7 @@ from fminfer.forward.layer_stream import LayerStream, StreamedLayers, StreamKind
 from fminfer.forward.registry import Registry
 from fminfer.machine.device import send
 from fminfer.models.layer_source import LayerSource
-from fminfer.models.tensor_specs import Weights, plain_of
+from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is
 # multiplied.
@@ -162,7 +162,7 @@ class Transformer:
             weight = self._exit.pop("head.weight")
             self.head = Head(
                 weight,
-                plain_of(self._exit, "head.bias"),
+                find_plain_tensor(self._exit, "head.bias"),
                 bodies.registry,
                 model.logit_scale,
             )
@@ -233,8 +233,8 @@ class Stack:
         self.own = own
         self.layers = layers
         self._offset = how.position_offset
-        self._positions = plain_of(entry, f"{name}positions.weight")
-        self._types = plain_of(entry, f"{name}types.weight")
+        self._positions = find_plain_tensor(entry, f"{name}positions.weight")
+        self._types = find_plain_tensor(entry, f"{name}types.weight")
         embed_norm = how.embed_norm if entry else None
         self._embed_norm = bodies.norm(embed_norm, entry, f"{name}embed_norm")
         final_norm = None if exit is None else how.final_norm  # one may have no weights

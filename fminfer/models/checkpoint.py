@@ -28,7 +28,7 @@ from fminfer.models.config_fields import (
     architecture_of,
     check_counts,
     check_model_type,
-    is_own_folder,
+    is_own_quantization,
 )
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
@@ -128,7 +128,7 @@ class Checkpoint:
         """The folders of dense layers' weights, by what the names of their tensors
         begin with."""
         # A folder that `fminfer quantize` has written holds them among its own.
-        is_own = is_own_folder(getattr(self.config, "quantization_config", None))
+        is_own = is_own_quantization(getattr(self.config, "quantization_config", None))
         folders = self.sentence.dense if self.sentence and not is_own else ()
         return {f"reading_{number}.": each for number, each in enumerate(folders)}
 

@@ -123,9 +123,12 @@ _OF_ALL = frozenset(
 )
 
 
-def is_own_folder(quantization: object) -> bool:
-    """Tell whether `fminfer quantize` wrote the folder; refuse one that a later fminfer
-    wrote."""
+def is_own_quantization(quantization: object) -> bool:
+    """Tell whether `fminfer quantize` wrote the folder.
+
+    Raises:
+        CheckpointError: a later fminfer wrote it.
+    """
     method, version = OWN_FOLDER.values()
     if not isinstance(quantization, dict) or quantization.get("quant_method") != method:
         return False
@@ -183,21 +186,22 @@ class ReadConfig:
         if not isinstance(value, transformers.PreTrainedConfig):
             return value
         if name not in self._parts:
-            own = "" if name == TEXT_PART else f"{name}."  # its fields are the model's
-            self._parts[name] = ReadConfig(value, self._prefix + own)
+            # the fields of a text part are the model's
+            part_prefix = "" if name == TEXT_PART else f"{name}."
+            self._parts[name] = ReadConfig(value, self._prefix + part_prefix)
         return self._parts[name]
 
-    def refuse_unread(self) -> None:
-        """Refuse a config that sets a field which no row reads, by the field and its value."""
-        for path, value, usual in self._unread():
+    def check_unread_fields(self) -> None:
+        """Raise a CheckpointError for a field that no row reads and that is not the default."""
+        for path, value, usual in self._find_unread_fields():
             if path.endswith("quantization_config"):
-                how = (
+                method = (
                     value.get("quant_method", value)
                     if isinstance(value, dict)
                     else value
                 )
                 raise CheckpointError(
-                    f"config.json sets {path}: its weights are quantized ({how}), "
+                    f"config.json sets {path}: its weights are quantized ({method}), "
                     "which does not run yet; take a checkpoint in 16 or 32 bits"
                 )
             raise CheckpointError(
@@ -205,28 +209,29 @@ class ReadConfig:
                 f"with {usual!r}; use a checkpoint that has that"
             )
 
-    def _unread(self) -> Iterator[tuple[str, object, object]]:
-        usual = type(self._config)()
+    def _find_unread_fields(self) -> Iterator[tuple[str, object, object]]:
+        defaults = type(self._config)()
         for field in dataclasses.fields(self._config):
             path = self._prefix + field.name
             if field.name in self._read or field.name in _OF_ALL or path in HARMLESS:
                 continue
-            found = getattr(self._config, field.name)
-            by_itself = getattr(usual, field.name)
-            if found != by_itself and found not in SAME.get(path, ()):
-                yield path, found, by_itself
+            value = getattr(self._config, field.name)
+            default = getattr(defaults, field.name)
+            if value != default and value not in SAME.get(path, ()):
+                yield path, value, default
         for path, runnable in UNDECLARED.items():
             folder, _, name = path.rpartition(".")
-            if f"{folder}." * bool(folder) == self._prefix and name not in self._read:
-                found = getattr(self._config, name, None)
+            prefix = f"{folder}." if folder else ""
+            if prefix == self._prefix and name not in self._read:
+                value = getattr(self._config, name, None)
                 if (
-                    found is not None
-                    and found not in runnable
-                    and not is_own_folder(found)
+                    value is not None
+                    and value not in runnable
+                    and not is_own_quantization(value)
                 ):
-                    yield path, found, runnable[0]
+                    yield path, value, runnable[0]
         for part in self._parts.values():
-            yield from part._unread()
+            yield from part._find_unread_fields()
 
 
 @naming_broken_files("the model's config.json")
@@ -240,9 +245,9 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     architecture = with_head(ROWS[config.model_type](read), read, pooling)
     if architecture.model.is_pooled:
         architecture = seen_both_ways(architecture, read)
-    read.refuse_unread()
+    read.check_unread_fields()
     for layer in dict.fromkeys(architecture.model.layers):
-        _check_numbers(layer, "layer")
+        _check_spec_numbers(layer, "layer")
         # shared ones alike
         mlp = layer.mlp.expert if isinstance(layer.mlp, Moe) else layer.mlp
         if mlp.activation not in ACTIVATIONS.keys() | ACTIVATION_SHAPES.keys():
@@ -253,18 +258,18 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
                 )
                 + ", ".join(sorted(ACTIVATIONS))
             )
-    if is_own_folder(getattr(config, "quantization_config", None)):
+    if is_own_quantization(getattr(config, "quantization_config", None)):
         return by_our_names(architecture, model_specs(architecture.model))
     return architecture
 
 
-def _check_numbers(part: Any, name: str) -> None:
-    """Refuse a part of a spec with a number that cannot be computed with."""
+def _check_spec_numbers(part: Any, name: str) -> None:
+    """Refuse a part of a spec with a number that nothing can be computed with."""
     for field in dataclasses.fields(part):
         value = getattr(part, field.name)
         path = f"{name}.{field.name}"
         if dataclasses.is_dataclass(value):
-            _check_numbers(value, path)
+            _check_spec_numbers(value, path)
         if (
             (isinstance(value, int) and not 0 <= value < 1 << 48)
             or isinstance(value, complex)
@@ -286,13 +291,13 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
     """Refuse an architecture without a row; say its kind, or the nearest family that runs."""
     if model_type in ROWS:
         return
-    if kind := other_kind(model_type, fields):
+    if kind := describe_unsupported_kind(model_type, fields):
         raise CheckpointError(
             f"the architecture {model_type!r} {kind}; 'fminfer families' lists what runs"
         )
 
     def likeness(family: str) -> tuple[float, float]:
-        shared = len(fields.keys() & _declared(CONFIG_MAPPING[family])) / max(
+        shared = len(fields.keys() & _declared_fields(CONFIG_MAPPING[family])) / max(
             1, len(fields)
         )
         return SequenceMatcher(None, model_type.lower(), family).ratio(), shared
@@ -310,7 +315,7 @@ def check_model_type(model_type: str, fields: dict[str, Any]) -> None:
     )
 
 
-def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
+def describe_unsupported_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     """Return what kind of model no row can describe, by what is declared; "": nothing tells."""
     from transformers.models.auto.modeling_auto import (  # slow, and only for a refusal
         MODEL_FOR_MASKED_LM_MAPPING_NAMES as MASKED,
@@ -318,14 +323,14 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
 
     text = fields.get("text_config")
     if isinstance(text, dict) and (
-        kind := other_kind(str(text.get("model_type")), text)
+        kind := describe_unsupported_kind(str(text.get("model_type")), text)
     ):
         return kind
     known = CONFIG_MAPPING[model_type] if model_type in CONFIG_MAPPING else None  # noqa: SIM401
     if fields.get("is_encoder_decoder", getattr(known, "is_encoder_decoder", False)):
         return f"has an encoder and a decoder; of these {', '.join(encoder_decoders.ROWS)} run"
     if model_type in _STATEFUL or any(
-        map(_OF_STATES.search, {*fields, *_declared(known)})
+        map(_OF_STATES.search, {*fields, *_declared_fields(known)})
     ):
         return (
             "has layers with a state (state-space, recurrent or linear attention, as "
@@ -336,7 +341,7 @@ def other_kind(model_type: str, fields: Mapping[str, Any]) -> str:
     return ""
 
 
-def _declared(config: Any) -> set[str]:
+def _declared_fields(config: Any) -> set[str]:
     return (
         set()
         if config is None

@@ -1,5 +1,4 @@
-"""What must be the same for the rows of an earlier run to be kept: model, tokenizer,
-settings."""
+"""The fingerprint: what must not change if a run is to go on from earlier rows."""
 
 from __future__ import annotations
 
@@ -21,8 +20,8 @@ from fminfer.models.sentence_folder import sentence_files
 from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.weight_folder import find_weights
 
-# Of a weight file what names its tensors, and of each of them this much in its middle and at its
-# end: training changes a tensor everywhere, new tokens its end. To read 350 GB would
+# A weight file's digest covers its header, and this much of each tensor, in the middle and at
+# the end. Training changes a tensor everywhere, new tokens its end. To read 350 GB would
 # take minutes.
 PIECE_BYTES = 2048
 # By name: a folder may hold outputs too.
@@ -40,15 +39,14 @@ TOKENIZER_FILES = (
 SUFFIXES = (".model", ".tiktoken")
 # such as one for requests with tools
 FURTHER_TEMPLATES = "additional_chat_templates/*.jinja"
-# What of a fingerprint either shows in a request once it is prepared (its ids, its
-# params), decides whether there is an answer at all, or stands around it. Kept answers
-# do not depend on it.
+# Kept answers do not depend on these. A prepared request shows them (its ids, its params),
+# or they decide whether there is an answer at all, or they stand around it.
 NOT_OF_ANSWERS = frozenset(
     each.told for each in options_of(EngineConfig).values() if each.alters == "requests"
 ) | {"--model-name"}
 
 
-def fingerprint_of(
+def compute_fingerprint(
     config: EngineConfig,
     checkpoint: Checkpoint,
     dtype: torch.dtype,
@@ -62,44 +60,46 @@ def fingerprint_of(
     is_demo = config.model in (None, *DEMO_NAMES)  # or a model of random weights
     # as in the command to repeat
     named = checkpoint.name if is_demo else str(config.model)
-    found = {
+    fingerprint = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
         "the model": _model_digest(config.seed, checkpoint),
-        "the tokenizer": _files_digest(checkpoint),
+        "the tokenizer": _tokenizer_digest(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),
         "--model-name": named,  # its last part stands in records
     }
     if config.quantized_to:
-        found["--quantize"] = config.quantized_to
+        fingerprint["--quantize"] = config.quantized_to
     if kv_dtype != dtype:
-        found["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
-    for name, each in options_of(type(config)).items():
+        fingerprint["--kv-dtype"] = str(kv_dtype).removeprefix("torch.")
+    for name, option in options_of(type(config)).items():
         value = getattr(config, name)
-        if each.alters and (each.is_always_recorded or value not in (each.default, {})):
-            found[each.told] = _written(each, value)
+        if option.alters and (
+            option.is_always_recorded or value not in (option.default, {})
+        ):
+            fingerprint[option.told] = _option_text(option, value)
     if config.is_unnamed_demo:
-        found["--check-model"] = "on without --model-name"
-    return found
+        fingerprint["--check-model"] = "on without --model-name"
+    return fingerprint
 
 
-def terms_of_answers(fingerprint: dict[str, str]) -> dict[str, str]:
+def answer_terms(fingerprint: dict[str, str]) -> dict[str, str]:
     """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
     return {
         name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS
     }
 
 
-def _written(of: Option, value: object) -> str:
+def _option_text(option: Option, value: object) -> str:
     """Return an option's value as a text: for a file, a digest of its content."""
     if isinstance(value, dict):
         return json.dumps(value, sort_keys=True)
-    if FILE not in find_annotations(of.hint):
+    if FILE not in find_annotations(option.hint):
         return str(value)
     try:
         return hashlib.blake2b(Path(str(value)).read_bytes(), digest_size=8).hexdigest()
     except OSError as error:
-        raise UsageError(f"{of.told} {value} cannot be read: {error}") from error
+        raise UsageError(f"{option.told} {value} cannot be read: {error}") from error
 
 
 def config_text(checkpoint: Checkpoint) -> str:
@@ -115,7 +115,7 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
         digest.update(b"random %d" % seed)
     else:
         for file in _weight_files(checkpoint).values():
-            _add_weights(digest, file)
+            _add_weight_file(digest, file)
         for file in sentence_files(checkpoint.folder):
             digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
@@ -123,18 +123,16 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
 
 def digest_model(seed: int, checkpoint: Checkpoint) -> str:
     """Return a digest of all that a model's folder holds, and of the version that reads it."""
-    return (
-        f"{_model_digest(seed, checkpoint)} {_files_digest(checkpoint)} {__version__}"
-    )
+    return f"{_model_digest(seed, checkpoint)} {_tokenizer_digest(checkpoint)} {__version__}"
 
 
-def digest_files(checkpoint: Checkpoint) -> dict[str, str]:
+def digest_weight_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a digest of each weight file, by its name, of some of each tensor."""
-    found = {}
+    digests = {}
     for name, file in _weight_files(checkpoint).items():
-        _add_weights(digest := hashlib.blake2b(digest_size=8), file)
-        found[name] = digest.hexdigest()
-    return found
+        _add_weight_file(digest := hashlib.blake2b(digest_size=8), file)
+        digests[name] = digest.hexdigest()
+    return digests
 
 
 def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
@@ -148,14 +146,14 @@ def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
     }
 
 
-def name_differences(mine: dict[str, str], theirs: dict[str, str]) -> str:
+def name_different_files(mine: dict[str, str], theirs: dict[str, str]) -> str:
     """Name the weight files in which two processes differ, three at most; "": none."""
     return list_few(
         [n for n in sorted({**mine, **theirs}) if mine.get(n) != theirs.get(n)], 3
     )
 
 
-def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
+def _add_weight_file(digest: hashlib.blake2b, file: Path) -> None:
     stored = read_weight_file(file)
     first, last = stored.header
     with naming_broken_files(file), file.open("rb") as tensors:
@@ -165,24 +163,24 @@ def _add_weights(digest: hashlib.blake2b, file: Path) -> None:
         for first, last in dict.fromkeys(
             tensor.span for tensor in stored.tensors.values()
         ):
-            for place in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
-                place = max(first, place)
-                tensors.seek(place)
-                digest.update(tensors.read(min(PIECE_BYTES, last - place)))
+            for start in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
+                start = max(first, start)
+                tensors.seek(start)
+                digest.update(tensors.read(min(PIECE_BYTES, last - start)))
 
 
-def _files_digest(checkpoint: Checkpoint) -> str:
+def _tokenizer_digest(checkpoint: Checkpoint) -> str:
     """Return a digest of the tokenizer's files, and of what says which tokens end a text."""
     digest = hashlib.blake2b(digest_size=8)
     folder = checkpoint.tokenizer_folder
     files = []
     if folder is not None:
-        own = (
+        named_files = (
             f
             for f in folder.iterdir()
             if f.name in TOKENIZER_FILES or f.suffix in SUFFIXES
         )
-        files = sorted(file for file in own if file.is_file())
+        files = sorted(file for file in named_files if file.is_file())
         files += sorted(folder.glob(FURTHER_TEMPLATES))
     if checkpoint.generation_folder is not None:
         files.append(checkpoint.generation_folder / GENERATION)

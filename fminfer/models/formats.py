@@ -26,8 +26,7 @@ class StoredFormat(Format, Protocol):
 
     @property
     def types(self) -> Collection[str]:
-        """Return the types of its stored tensors that are no plain floats, as
-        safetensors does."""
+        """The types of its stored tensors that are no plain floats, by safetensors' names."""
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
@@ -49,7 +48,7 @@ FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
 
 @dataclass(slots=True, frozen=True)
 class Holding:
-    """In which format each tensor is held: loading and forecasts ask it."""
+    """The rules by which each tensor gets the format that it is held in."""
 
     dtype: torch.dtype  # of the arithmetic
     # what is stored so and multiplied or looked up stays so
@@ -58,7 +57,7 @@ class Holding:
     # for these uses, blocks become floats once they are read
     floats: tuple[Use, ...] = ()
 
-    def held(self, made: Format, spec: TensorSpec) -> Format:
+    def choose_held_format(self, made: Format, spec: TensorSpec) -> Format:
         """Return the format in which a tensor of format `made` is held. Both give equal answers.
 
         Logits are products in float32, and an embedding may be the head.
@@ -70,7 +69,9 @@ class Holding:
         )
         return Dense(torch.float32 if is_wide else self.dtype)
 
-    def of(self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]) -> Format:
+    def choose_format(
+        self, spec: TensorSpec, stored: Iterable[tuple[Format, int]]
+    ) -> Format:
         """Return the format in which a tensor is made.
 
         Args:
@@ -80,27 +81,46 @@ class Holding:
         if spec.is_precise:
             return Dense(torch.float32)
         if spec.is_wide and self.dtype == torch.float16:
-            return replace(self, dtype=torch.float32).of(
+            return replace(self, dtype=torch.float32).choose_format(
                 replace(spec, is_wide=False), stored
             )
         if not spec.is_widened:
             return Dense(self.dtype)
         forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()
-        form = next((each for each in forms if each.takes(spec.shape[-1])), None)
-        held = [(self._held(each, form), num) for each, num in stored]
-        if len({each for each, _ in held}) == 1:
-            return held[0][0]
-        # The parts of one expert, which all others must have; none: they differ.
-        outputs = spec.shape[-2]
-        ends = [*accumulate(num for _, num in held)]
-        one = held[: ends.index(outputs) + 1] if outputs in ends else []
-        one = one if one and held == one * (len(held) // len(one)) else []
-        has_blocks = any(isinstance(each, Blocks) for each, _ in one)
-        return join(one) if has_blocks else form or Dense(self.dtype)
+        quantized_format = next(
+            (candidate for candidate in forms if candidate.takes(spec.shape[-1])), None
+        )
+        row_formats = [
+            (self._row_format(stored_format, quantized_format), num)
+            for stored_format, num in stored
+        ]
+        if len({row_format for row_format, _ in row_formats}) == 1:
+            return row_formats[0][0]
+        expert_formats = _formats_of_one_expert(row_formats, spec.shape[-2])
+        has_blocks = any(
+            isinstance(row_format, Blocks) for row_format, _ in expert_formats
+        )
+        return (
+            join(expert_formats)
+            if has_blocks
+            else quantized_format or Dense(self.dtype)
+        )
 
-    def _held(self, stored: Format, quantized: Format | None) -> Format:
+    def _row_format(self, stored: Format, quantized: Format | None) -> Format:
         """Return the format of rows. Those that are quantized already stay so."""
         if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
             return stored
         is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
         return quantized or (stored if is_kept else Dense(self.dtype))
+
+
+def _formats_of_one_expert(
+    row_formats: list[tuple[Format, int]], outputs: int
+) -> list[tuple[Format, int]]:
+    """Return the formats of one expert's rows, if all experts have the same; else none."""
+    ends = [*accumulate(num for _, num in row_formats)]
+    if outputs not in ends:
+        return []
+    of_first = row_formats[: ends.index(outputs) + 1]
+    num_experts = len(row_formats) // len(of_first)
+    return of_first if row_formats == of_first * num_experts else []

@@ -24,7 +24,7 @@ from fminfer.models.origins import (
     drawn_origins,
     read_origins,
 )
-from fminfer.models.sharding import WHOLE, ModelShare, outputs_dim
+from fminfer.models.sharding import WHOLE, ModelShard, outputs_dim
 from fminfer.models.stored.direct_reads import Lent, Span, merge
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
 from fminfer.models.tensor_specs import Weights, entry_specs, exit_specs, layer_specs
@@ -169,7 +169,9 @@ class LayerSource:
         )
 
     def _held(self, origin: Origin) -> Format:
-        return self._maker.holding.held(self._maker.format_of(origin), origin.spec)
+        return self._maker.holding.choose_held_format(
+            self._maker.format_of(origin), origin.spec
+        )
 
     def _make(self, origins: Origins, where: str = "") -> Weights:
         found: Weights = {}
@@ -189,7 +191,7 @@ def open_weights(
     holding: Holding,
     device: torch.device,
     seed: int,
-    share: ModelShare | None = None,
+    share: ModelShard | None = None,
     on_progress: OnProgress = lambda done, total: None,
     streamed: Collection[int] = (),
     keeps_parts: bool = False,
@@ -227,8 +229,10 @@ class Reader:
 
     def format_of(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
-        return origin.cut.format(
-            self.holding.of(origin.spec, origin.stored_parts(self.files.types))
+        return origin.cut.cut_format(
+            self.holding.choose_format(
+                origin.spec, origin.stored_parts(self.files.types)
+            )
         )
 
     def make(self, name: str, origin: Origin) -> Weight:
@@ -417,7 +421,9 @@ class Drawer:
     files: None = None
 
     def format_of(self, origin: Origin) -> Format:
-        return self.holding.of(origin.spec, ())  # of one format, however it is cut
+        return self.holding.choose_format(
+            origin.spec, ()
+        )  # of one format, however it is cut
 
     def waiting(self, origin: Origin) -> tuple[Waiting, ...]:
         return ()

@@ -20,13 +20,13 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
 from fminfer.models.formats import FORMATS, StoredFormat
-from fminfer.models.sharding import WHOLE, ModelShare, TensorCut, outputs_dim
+from fminfer.models.sharding import WHOLE, ModelShard, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights, indexed_names
-from fminfer.models.tensor_specs import TIED, model_specs, without_tied
+from fminfer.models.tensor_specs import TIED, model_specs, without_tied_tensors
 
-# formats and numbers of rows, as `Holding.of` takes them
+# formats and numbers of rows, as `Holding.choose_format` takes them
 Parts = list[tuple[Format, int]]
 
 # Old checkpoints hold causal masks and tables of positions, which nothing reads.
@@ -65,7 +65,7 @@ class Origin:
     @property
     def held(self) -> TensorSpec:
         """What this rank holds of it."""
-        return self.cut.held(self.spec)
+        return self.cut.cut_spec(self.spec)
 
     @property
     def is_one_piece(self) -> bool:
@@ -142,11 +142,11 @@ def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Ori
 def drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
     is_tied = checkpoint.config.tie_word_embeddings
-    specs = without_tied(model_specs(checkpoint.model), is_tied=is_tied)
+    specs = without_tied_tensors(model_specs(checkpoint.model), is_tied=is_tied)
     return {name: Origin(spec, (), AS_STORED) for name, spec in specs.items()}
 
 
-def cut_origins(origins: Origins, share: ModelShare | None) -> Origins:
+def cut_origins(origins: Origins, share: ModelShard | None) -> Origins:
     """Return the same with the parts that one rank holds; None: it holds all."""
     cuts = {} if share is None else share.cuts
     return {
@@ -165,7 +165,7 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
 
 
 def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
-    """Return in which formats each matrix is stored, by the names of `part_specs`.
+    """Return in which formats each matrix is stored, by the names of `stage_specs`.
 
     Headers say it, or the config where there are no files. Nothing: random weights, or
     files that are broken, which loading will name.

@@ -27,7 +27,7 @@ from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
 from fminfer.models.origins import stored_formats
 from fminfer.models.sentence_folder import CONFIG, MODULES, sentence_files
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.tensor_specs import Weights, whole_model
+from fminfer.models.tensor_specs import Weights, whole_model_part
 
 CPU = torch.device("cpu")
 
@@ -71,7 +71,7 @@ def write_quantized(
         )
     # What stays in floats is as exact as it is stored.
     holding = Holding(torch.float32, keeps_bfloat16=True, quantized=quantized)
-    part = whole_model(checkpoint.model)
+    part = whole_model_part(checkpoint.model)
     source = open_weights(
         checkpoint,
         part,

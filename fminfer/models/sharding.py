@@ -1,9 +1,9 @@
 """Tensor parallelism (Shoeybi et al. 2019): which part of each tensor a rank holds.
 
 A rank has some heads of attention, some tokens of embedding and head, and a part of the
-inner size of each MLP and expert. Each `TensorSpec` says which of its outputs and
-inputs belong to these. Ranks add up what `out` and `down` give, which are cut by
-inputs. All else is whole.
+inner size of each MLP and expert. Each `TensorSpec` says which of its outputs and inputs
+belong to these. The products `out` and `down` are cut by inputs, and ranks add up their
+results. All other tensors are whole.
 """
 
 from __future__ import annotations
@@ -32,8 +32,8 @@ class TensorCut:
     columns: range | None = None  # of its inputs; None: all
     is_zero: bool = False  # held as zeros, because the first rank adds this bias
 
-    def held(self, spec: TensorSpec) -> TensorSpec:
-        """Return what is held of a tensor."""
+    def cut_spec(self, spec: TensorSpec) -> TensorSpec:
+        """Return the spec of the part that is held of a tensor."""
         shape = [*spec.shape]
         dim = outputs_dim(spec)
         if self.rows is not None:
@@ -42,11 +42,11 @@ class TensorCut:
             shape[-1] = len(self.columns)
         return replace(spec, shape=tuple(shape))
 
-    def format(self, held: Format) -> Format:
-        """Return the format of what is held of a tensor that is held in a format."""
-        if self.rows is None or not isinstance(held, Joined):
-            return held
-        return held.of_rows(self.rows)
+    def cut_format(self, whole: Format) -> Format:
+        """Return the format of the part, from the format of the whole tensor."""
+        if self.rows is None or not isinstance(whole, Joined):
+            return whole
+        return whole.of_rows(self.rows)
 
 
 def outputs_dim(spec: TensorSpec) -> int:
@@ -64,18 +64,18 @@ Parts = Mapping[str, range]
 
 
 @dataclass(slots=True, frozen=True)
-class ModelShare:
-    """What one rank has of a model."""
+class ModelShard:
+    """The shard of a model that one rank holds."""
 
     model: Model  # the spec of what this rank holds: all sizes follow from it
-    shard: int
+    shard: int  # the rank's number in its stage
     tokens: tuple[range, ...]  # of each rank
     cuts: Cuts  # by the names of `model_specs`
 
 
-def share_model(
+def shard_model(
     model: Model, shard: int, count: int, blocks: Mapping[str, int]
-) -> ModelShare:
+) -> ModelShard:
     """Cut a model for one of the ranks of a stage.
 
     Args:
@@ -83,58 +83,62 @@ def share_model(
             goes through them.
 
     Raises:
-        UsageError: it cannot be cut into so many parts; the most that it can be is told.
+        UsageError: it cannot be cut into so many parts. The message says how many are possible.
     """
     try:
-        return _share_model(model, shard, count, blocks)
+        return _shard_model(model, shard, count, blocks)
     except UsageError as error:
-        told = "nor among fewer"
+        suggestion = "nor among fewer"
         for fewer in range(count - 1, 1, -1):
             with suppress(UsageError):
-                _share_model(model, 0, fewer, blocks)
-                told = f"but among {fewer}"
+                _shard_model(model, 0, fewer, blocks)
+                suggestion = f"but among {fewer}"
                 break
-        raise UsageError(f"{error}, {told}; {MORE_RANKS}") from None
+        raise UsageError(f"{error}, {suggestion}; {MORE_RANKS}") from None
 
 
-def _share_model(
+def _shard_model(
     model: Model, shard: int, count: int, blocks: Mapping[str, int]
-) -> ModelShare:
+) -> ModelShard:
     tokens = split_evenly(model.vocab_size, count, TOKENS_UNIT)
-    _refuse_empty(tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights")
+    _require_filled(
+        tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights"
+    )
     outer = entry_specs(model) | exit_specs(model)
     cuts = _cuts(outer, {"tokens": tokens[shard]}, shard)
     layers = []
     for number, layer in enumerate(model.layers):
-        parts, kv_copies = _share_layer(layer, shard, count, blocks)
-        layers.append(_cut_layer(layer, parts, kv_copies))
-        own = _cuts(layer_specs(layer, model.hidden_size), parts, shard)
-        cuts |= {f"{number}.{name}": cut for name, cut in own.items()}
-    held = replace(model, layers=tuple(layers), vocab_size=len(tokens[shard]))
-    return ModelShare(held, shard, tuple(tokens), cuts)
+        parts, kv_copies = _divide_layer(layer, shard, count, blocks)
+        layers.append(_shard_layer(layer, parts, kv_copies))
+        layer_cuts = _cuts(layer_specs(layer, model.hidden_size), parts, shard)
+        cuts |= {f"{number}.{name}": cut for name, cut in layer_cuts.items()}
+    shard_spec = replace(model, layers=tuple(layers), vocab_size=len(tokens[shard]))
+    return ModelShard(shard_spec, shard, tuple(tokens), cuts)
 
 
 def _cuts(
     specs: Mapping[str, TensorSpec], parts: Parts, shard: int
 ) -> dict[str, TensorCut]:
-    def own(units: Units, first: int = 0) -> range:
-        part = parts[units.of]
-        return range(first + part.start * units.size, first + part.stop * units.size)
+    def range_of_units(units: Units, first: int = 0) -> range:
+        unit_range = parts[units.of]
+        return range(
+            first + unit_range.start * units.size, first + unit_range.stop * units.size
+        )
 
-    found = {}
+    cuts = {}
     for name, spec in specs.items():
-        firsts = accumulate((each.total for each in spec.outputs), initial=0)
-        rows = tuple(map(own, spec.outputs, firsts)) or None
-        columns = None if spec.inputs is None else own(spec.inputs)
+        firsts = accumulate((units.total for units in spec.outputs), initial=0)
+        rows = tuple(map(range_of_units, spec.outputs, firsts)) or None
+        columns = None if spec.inputs is None else range_of_units(spec.inputs)
         if rows or columns or spec.is_of_sum:
-            found[name] = TensorCut(rows, columns, spec.is_of_sum and shard > 0)
-    return found
+            cuts[name] = TensorCut(rows, columns, spec.is_of_sum and shard > 0)
+    return cuts
 
 
-def _share_layer(
+def _divide_layer(
     layer: Layer, shard: int, count: int, blocks: Mapping[str, int]
 ) -> tuple[Parts, int]:
-    """Return what a rank has of a layer, and how many ranks have its KV heads, it included."""
+    """Return a rank's ranges of a layer's units, and how many ranks have its KV heads."""
     attention = layer.attention
     mlp = layer.mlp
     norm = attention.qk_norm
@@ -143,82 +147,95 @@ def _share_layer(
             f"--tensor-parallel-size {count}: this model has a LayerNorm over all "
             "heads together, which is not divided among ranks"
         )
-    of_ranks = _share_heads(attention, count, blocks.get("out", 1))
-    heads, kv_heads = of_ranks[shard]
+    heads_by_rank = _divide_heads(attention, count, blocks.get("out", 1))
+    heads, kv_heads = heads_by_rank[shard]
     expert, shared = (mlp.expert, mlp.shared) if isinstance(mlp, Moe) else (mlp, None)
     parts = {"heads": heads, "kv_heads": kv_heads}
-    for name, each in ("shared", shared), ("inner", expert):
-        if each is not None:
+    for name, sized_mlp in ("shared", shared), ("inner", expert):
+        if sized_mlp is not None:
             block = blocks.get("down", 1)
-            told = (
-                f"an MLP or expert of size {each.size}"
-                + f" in blocks of {block}" * (block > 1)
-            )
-            parts[name] = _refuse_empty(
-                split_evenly(each.size, count, block), count, told
+            description = f"an MLP or expert of size {sized_mlp.size}"
+            if block > 1:
+                description += f" in blocks of {block}"
+            parts[name] = _require_filled(
+                split_evenly(sized_mlp.size, count, block), count, description
             )[shard]
-    return parts, [own for _, own in of_ranks].count(kv_heads)
+    return parts, [kv_range for _, kv_range in heads_by_rank].count(kv_heads)
 
 
-def _share_heads(how: Attention, count: int, block: int) -> list[tuple[range, range]]:
-    """Return the heads and KV heads of each rank: whole groups of them, or parts of one group.
+def _divide_heads(
+    attention: Attention, count: int, block: int
+) -> list[tuple[range, range]]:
+    """Return the heads and KV heads of each rank: whole groups, or parts of one group.
 
     Cuts along the inputs of `out` follow blocks.
     """
-    num_groups = how.heads if how.latent else how.kv_heads
-    size = how.heads // num_groups  # heads of a group
-    width = how.latent.value_dim if how.latent else how.head_dim
-    told = f"{how.heads} heads in groups of {size}" + f" and blocks of {block}" * (
-        block > 1
-    )
+    num_groups = attention.heads if attention.latent else attention.kv_heads
+    size = attention.heads // num_groups  # heads of a group
+    width = attention.latent.value_dim if attention.latent else attention.head_dim
+    description = f"{attention.heads} heads in groups of {size}"
+    if block > 1:
+        description += f" and blocks of {block}"
     if count <= num_groups:
         # groups whose heads are whole blocks
         unit = block // math.gcd(block, size * width)
-        groups = _refuse_empty(split_evenly(num_groups, count, unit), count, told)
-        of_kv = [range(how.kv_heads) if how.latent else each for each in groups]
-        heads = [range(each.start * size, each.stop * size) for each in groups]
-        return [*zip(heads, of_kv, strict=True)]
+        groups = _require_filled(
+            split_evenly(num_groups, count, unit), count, description
+        )
+        kv_heads = [
+            range(attention.kv_heads) if attention.latent else group_range
+            for group_range in groups
+        ]
+        heads = [
+            range(group_range.start * size, group_range.stop * size)
+            for group_range in groups
+        ]
+        return [*zip(heads, kv_heads, strict=True)]
     # the second group begins within a block
     if num_groups > 1 and size * width % block:
-        _refuse_empty([range(0)], count, told)
+        _require_filled([range(0)], count, description)
     unit = block // math.gcd(block, width)
-    found = []
+    heads_by_rank = []
     for group, ranks in enumerate(split_evenly(count, num_groups)):
-        for part in _refuse_empty(split_evenly(size, len(ranks), unit), count, told):
-            heads_of = range(group * size + part.start, group * size + part.stop)
-            found.append((heads_of, range(group, group + 1)))
-    return found
+        for part in _require_filled(
+            split_evenly(size, len(ranks), unit), count, description
+        ):
+            head_range = range(group * size + part.start, group * size + part.stop)
+            heads_by_rank.append((head_range, range(group, group + 1)))
+    return heads_by_rank
 
 
-def _refuse_empty(parts: list[range], count: int, told: str) -> list[range]:
+def _require_filled(parts: list[range], count: int, description: str) -> list[range]:
+    """Return the parts of all ranks, or raise a UsageError if one of them is empty."""
     if not all(parts):
         raise UsageError(
-            f"--tensor-parallel-size {count}: {told} cannot be divided among {count} ranks"
+            f"--tensor-parallel-size {count}: {description} cannot be divided among "
+            f"{count} ranks"
         )
     return parts
 
 
-def _cut_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
-    """Return the spec of a layer's part."""
+def _shard_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
+    """Return the spec of the part of a layer that a rank holds."""
     attention = layer.attention
     mlp = layer.mlp
     cross = layer.cross
     heads = parts["heads"]
     num_kv = len(parts["kv_heads"])
     if cross is not None:  # as wide as the layer's own
-        how = replace(cross.attention, heads=len(heads), kv_heads=num_kv)
-        cross = replace(cross, attention=how)
+        cross_attention = replace(cross.attention, heads=len(heads), kv_heads=num_kv)
+        cross = replace(cross, attention=cross_attention)
     alibi = attention.alibi and replace(
         attention.alibi, slopes=attention.alibi.slopes[heads.start : heads.stop]
     )
     norms_all = attention.qk_norm_over == "all"
-    of_all = (
+    heads_of_all = (
         HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)
         if norms_all
         else None
     )
     attention = replace(
-        attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=of_all
+        attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=heads_of_all
     )
     cut: Mlp | Moe
     if isinstance(mlp, Moe):

@@ -13,8 +13,8 @@ from fminfer.forward.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.forward.layer_stream import SLOTS
 from fminfer.forward.stage import MAX_LOGITS
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
-from fminfer.models.sharding import WHOLE, ModelShare
-from fminfer.models.tensor_specs import layer_specs, part_specs, without_tied
+from fminfer.models.sharding import WHOLE, ModelShard
+from fminfer.models.tensor_specs import layer_specs, stage_specs, without_tied_tensors
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -41,7 +41,7 @@ GRAPH_LAYER_BYTES = 1 << 18
 def expect_bytes(
     plan: RunPlan,
     part: Part,
-    share: ModelShare | None = None,
+    share: ModelShard | None = None,
     streamed: Streamed | None = None,
 ) -> ExpectedBytes:
     """Return what the process of one part takes, by the plan's device, dtypes and formats."""
@@ -49,14 +49,16 @@ def expect_bytes(
     on_cpu = plan.device.type == "cpu"
     model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
     is_tied = checkpoint.config.tie_word_embeddings and part.is_first
-    specs = without_tied(part_specs(model, part), is_tied=is_tied)
+    specs = without_tied_tensors(stage_specs(model, part), is_tied=is_tied)
     come_and_go = (
         () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
     )
     specs = {
         name: spec for name, spec in specs.items() if not name.startswith(come_and_go)
     }
-    formats = {name: cuts.get(name, WHOLE).format(plan.held[name]) for name in specs}
+    formats = {
+        name: cuts.get(name, WHOLE).cut_format(plan.held[name]) for name in specs
+    }
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed = {  # the packed form takes a product's place
         name: spec
@@ -122,7 +124,7 @@ class LayerBytes:
     whole: int  # as the files have it, uncut
 
 
-def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBytes:
+def layer_bytes(plan: RunPlan, share: ModelShard | None, number: int) -> LayerBytes:
     """Return what a layer of a rank takes."""
     model = plan.checkpoint.model
     cuts = {} if share is None else share.cuts
@@ -130,20 +132,20 @@ def layer_bytes(plan: RunPlan, share: ModelShare | None, number: int) -> LayerBy
     for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
         cut = cuts.get(full := f"{number}.{name}", WHOLE)
         stored = plan.stored.get(full, Dense(plan.dtype))
-        held += cut.format(plan.held[full]).num_bytes(cut.held(spec).shape)
+        held += cut.cut_format(plan.held[full]).num_bytes(cut.cut_spec(spec).shape)
         size = stored.num_bytes(spec.shape)
         is_read_whole = cut.rows is None or cut.columns is not None
         read += (
             size
             if is_read_whole
-            else cut.format(stored).num_bytes(cut.held(spec).shape)
+            else cut.cut_format(stored).num_bytes(cut.cut_spec(spec).shape)
         )
         whole += size
     return LayerBytes(held, read, whole)
 
 
 def _slots(
-    plan: RunPlan, share: ModelShare | None, streamed: Streamed
+    plan: RunPlan, share: ModelShard | None, streamed: Streamed
 ) -> tuple[int, int, int]:
     """Return what streamed layers take: on the device, of it only in steps, in a GPU's host."""
     sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]

@@ -20,7 +20,7 @@ from fminfer.models.tensor_specs import (
     exit_specs,
     layer_specs,
     model_specs,
-    without_tied,
+    without_tied_tensors,
 )
 from fminfer.pipeline.local import STEP_LIMIT_S
 from fminfer.plan.expected_bytes import layer_bytes
@@ -277,7 +277,7 @@ def limit_step(plan: RunPlan) -> float:
 def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     """Predict the seconds until a run is ready: each node reads weights, and quantizes them."""
     is_tied = plan.checkpoint.config.tie_word_embeddings
-    specs = without_tied(model_specs(plan.checkpoint.model), is_tied=is_tied)
+    specs = without_tied_tensors(model_specs(plan.checkpoint.model), is_tied=is_tied)
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
     is_made = {n: not isinstance(plan.made[n], (Dense, type(forms[n]))) for n in sizes}

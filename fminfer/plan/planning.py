@@ -19,7 +19,7 @@ from fminfer.core.partition import Part, split_evenly, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.origins import stored_formats
-from fminfer.models.sharding import ModelShare, share_model
+from fminfer.models.sharding import ModelShard, shard_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
 from fminfer.plan.machine_facts import (
@@ -56,11 +56,12 @@ def make_plan(
     stored = stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
     held = {
-        name: holding.of(spec, stored.get(name, ())) for name, spec in specs.items()
+        name: holding.choose_format(spec, stored.get(name, ()))
+        for name, spec in specs.items()
     }
     plain = replace(holding, quantized="")
     if holding.quantized and held == {
-        n: plain.of(s, stored.get(n, ())) for n, s in specs.items()
+        n: plain.choose_format(s, stored.get(n, ())) for n, s in specs.items()
     }:
         kinds = ", ".join(sorted({each.name for each in held.values()}))
         flag = "--quantize" if config.quantize else "--dtype"
@@ -134,7 +135,10 @@ def _hold_floats(plan: RunPlan) -> RunPlan:
     is_tied = plan.checkpoint.config.tie_word_embeddings
     holding = replace(plan.holding, floats=USES if is_tied else ("product", "head"))
     specs = model_specs(plan.checkpoint.model)
-    held = {name: holding.held(plan.made[name], spec) for name, spec in specs.items()}
+    held = {
+        name: holding.choose_held_format(plan.made[name], spec)
+        for name, spec in specs.items()
+    }
     formats = {use: _of_most(specs, held, use) or Dense(plan.dtype) for use in USES}
     return replace(
         plan,
@@ -165,15 +169,15 @@ def _has_room(plan: RunPlan) -> bool:
 
 def share_among(
     model: Model, num_shards: int, held: Mapping[str, Format]
-) -> list[ModelShare | None]:
-    """Return what each rank of a stage has of a model; None: all. Errors are `share_model`'s."""
+) -> list[ModelShard | None]:
+    """Return what each rank of a stage has of a model; None: all. Errors are `shard_model`'s."""
     if num_shards == 1:
         return [None]
     sizes = {"out": 1, "down": 1}
     for name, each in held.items():
         if isinstance(each, Blocks) and (module := name.split(".")[-2]) in sizes:
             sizes[module] = max(sizes[module], each.block)
-    return [share_model(model, n, num_shards, sizes) for n in range(num_shards)]
+    return [shard_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 
 def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:

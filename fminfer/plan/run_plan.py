@@ -15,9 +15,9 @@ from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import config_text, fingerprint_of
+from fminfer.models.fingerprint import compute_fingerprint, config_text
 from fminfer.models.formats import Holding
-from fminfer.models.sharding import ModelShare
+from fminfer.models.sharding import ModelShard
 from fminfer.plan.machine_facts import Machine
 
 
@@ -62,7 +62,7 @@ class RankPlan:
 
     rank: int
     part: Part  # its stage, and its shard of that
-    share: ModelShare | None  # what it has of each layer; None: all
+    share: ModelShard | None  # what it has of each layer; None: all
     takes: ExpectedBytes
     streamed: Streamed | None = None  # None: all layers stay in memory
 
@@ -168,7 +168,9 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, str]:
         """Return what an answer depends on beside its line; it reads of every weight file."""
-        return fingerprint_of(self.config, self.checkpoint, self.dtype, self.kv_dtype)
+        return compute_fingerprint(
+            self.config, self.checkpoint, self.dtype, self.kv_dtype
+        )
 
     @property
     def shared(self) -> dict[str, object]:

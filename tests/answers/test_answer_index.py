@@ -29,7 +29,7 @@ from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import Prepared
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.fingerprint import NOT_OF_ANSWERS, terms_of_answers
+from fminfer.models.fingerprint import NOT_OF_ANSWERS, answer_terms
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.plan.planning import plan_ahead
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -335,7 +335,7 @@ def test_what_a_chat_may_draw_at_most_is_in_the_key(engine: fminfer.Engine) -> N
 
 def terms(**options: Any) -> dict[str, str]:
     config = EngineConfig(**options)
-    return terms_of_answers(plan_ahead(config, open_model(config)).fingerprint())
+    return answer_terms(plan_ahead(config, open_model(config)).fingerprint())
 
 
 @pytest.mark.parametrize(

@@ -244,21 +244,27 @@ def test_what_a_matrix_becomes_by_its_rows(
     """Rows that no form takes stay floats, and so does what is quantized already as it is."""
     holding = Holding(torch.float32, keeps_bfloat16=True, quantized=name)
     for stored in ([], [(FLOATS, 4)], [(HALVES, 3), (FLOATS, 1)]):
-        found = holding.of(TensorSpec((4, inputs), "product"), stored)
+        found = holding.choose_format(TensorSpec((4, inputs), "product"), stored)
         assert found == FORMS.get(expected, FLOATS)
-    assert holding.of(TensorSpec((2, 4, inputs), "product"), [(HALVES, 8)]).name == (
-        expected or "bfloat16"
-    )
+    assert holding.choose_format(
+        TensorSpec((2, 4, inputs), "product"), [(HALVES, 8)]
+    ).name == (expected or "bfloat16")
     assert (
-        holding.of(TensorSpec((4, 256), "product"), [(FORMS["Q6_K"], 4)]).name == "Q6_K"
+        holding.choose_format(
+            TensorSpec((4, 256), "product"), [(FORMS["Q6_K"], 4)]
+        ).name
+        == "Q6_K"
     )
     for use in ("embedding", "head"):
-        held = holding.of(TensorSpec((4, inputs), use), [])
+        held = holding.choose_format(TensorSpec((4, inputs), use), [])
         of_8_bits = "int8" if inputs % 128 == 0 else "int8-32"
         of_8_bits = expected if expected.startswith("int8") else of_8_bits
         assert held == (FORMS[of_8_bits] if inputs % 32 == 0 else FLOATS)
     uses: list[Use] = ["moved", "router", "norm", "bias", "other"]
-    assert all(holding.of(TensorSpec((4, inputs), use), []) == FLOATS for use in uses)
+    assert all(
+        holding.choose_format(TensorSpec((4, inputs), use), []) == FLOATS
+        for use in uses
+    )
 
 
 def test_only_rows_in_floats_are_quantized() -> None:
@@ -269,13 +275,15 @@ def test_only_rows_in_floats_are_quantized() -> None:
         (FLOATS, 2),
         (FORMS["Q5_K"], 4),
     ]
-    assert holding.of(TensorSpec((12, 512), "product"), stored) == join(
+    assert holding.choose_format(TensorSpec((12, 512), "product"), stored) == join(
         [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
     )
-    assert holding.of(TensorSpec((4, 12, 512), "product"), stored * 4) == join(
-        [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
+    assert holding.choose_format(
+        TensorSpec((4, 12, 512), "product"), stored * 4
+    ) == join([(FORMS["int4"], 8), (FORMS["Q5_K"], 4)])
+    plain = Holding(torch.bfloat16).choose_format(
+        TensorSpec((12, 512), "product"), stored
     )
-    plain = Holding(torch.bfloat16).of(TensorSpec((12, 512), "product"), stored)
     assert plain == join([(HALVES, 8), (FORMS["Q5_K"], 4)])
 
 

@@ -22,7 +22,7 @@ from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import ALIASES, SIZES, check_split, size_fields
 from fminfer.models.origins import check_tensors
-from fminfer.models.tensor_specs import TIED, part_specs
+from fminfer.models.tensor_specs import TIED, stage_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import save_byte_tokenizer
 
@@ -293,7 +293,7 @@ PARAMETERS = {
 def test_sizes_are_those_that_their_names_say(size: str) -> None:
     checkpoint = open_model(EngineConfig(random_init=size))
     model = checkpoint.model
-    specs = part_specs(model, Part(0, 1, 0, len(model.layers)))
+    specs = stage_specs(model, Part(0, 1, 0, len(model.layers)))
     if checkpoint.config.tie_word_embeddings:
         specs = {name: spec for name, spec in specs.items() if name not in TIED}
     total = sum(spec.size for spec in specs.values())

@@ -16,7 +16,7 @@ from fminfer.compute.values.step import Step, make_draws
 from fminfer.core.config import make_config
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.fingerprint import digest_files, fingerprint_of
+from fminfer.models.fingerprint import compute_fingerprint, digest_weight_files
 from fminfer.models.model_folder import fetch_weights
 from fminfer.models.origins import check_tensors
 from fminfer.models.quantized_folder import write_quantized
@@ -539,9 +539,9 @@ def test_the_length_limit_of_a_folder_of_today(tmp_path: Path) -> None:
 
 def model_digest(folder: Path) -> str:
     config = make_config(str(folder))
-    return fingerprint_of(config, open_model(config), torch.float32, torch.float32)[
-        "the model"
-    ]
+    return compute_fingerprint(
+        config, open_model(config), torch.float32, torch.float32
+    )["the model"]
 
 
 def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
@@ -558,7 +558,9 @@ def test_a_fingerprint_covers_how_vectors_are_made(tmp_path: Path) -> None:
     settings.write_text('{"similarity_fn_name": "dot"}')
     seen.add(model_digest(folder))
     assert len(seen) == 4
-    assert "reading_0.pytorch_model.bin" in digest_files(open_checkpoint(str(folder)))
+    assert "reading_0.pytorch_model.bin" in digest_weight_files(
+        open_checkpoint(str(folder))
+    )
 
 
 @pytest.mark.parametrize("quantized", ["int8", "int4"])

@@ -18,7 +18,7 @@ from fminfer.compute.values.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, make_parts
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.model_folder import find_weight_files
@@ -265,10 +265,10 @@ def test_one_value_makes_other_weights(form: str, tmp_path: Path) -> None:
     again = tmp_path / "c"
     shutil.copytree(pair[0], again)
     digests, others, equal = (
-        digest_files(open_checkpoint(str(folder))) for folder in (*pair, again)
+        digest_weight_files(open_checkpoint(str(folder))) for folder in (*pair, again)
     )
-    assert digests == equal and name_differences(digests, others).count(",") == 0
-    assert name_differences(digests, others) in digests
+    assert digests == equal and name_different_files(digests, others).count(",") == 0
+    assert name_different_files(digests, others) in digests
     config = EngineConfig(model=str(pair[0]))
     print_of = [
         plan_ahead(config, open_checkpoint(str(folder))).fingerprint()

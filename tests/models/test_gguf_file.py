@@ -20,7 +20,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.fingerprint import digest_files
+from fminfer.models.fingerprint import digest_weight_files
 from fminfer.models.gguf.configs import config_of
 from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -341,7 +341,7 @@ def test_a_split_model_is_the_whole_one(tmp_path: Path) -> None:
     ]
     assert find_weight_files(str(first)).keys() == {*tmp_path.iterdir()}
     assert logits(first).equal(logits(whole))
-    names = digest_files(
+    names = digest_weight_files(
         open_checkpoint(str(first), ModelOptions(tokenizer=str(DEMO_MODEL)))
     )
     assert names.keys() == {file.name for file in tmp_path.iterdir()}

@@ -21,7 +21,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import context_length, open_checkpoint
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.fingerprint import fingerprint_of
+from fminfer.models.fingerprint import compute_fingerprint
 from fminfer.models.formats import Holding
 from fminfer.models.gguf.gguf_model import HARMLESS
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -400,7 +400,7 @@ def test_names_digests_and_fingerprints(cache: Path, tmp_path: Path) -> None:
     floats = (torch.float32, torch.float32)
 
     def found() -> dict[str, str]:
-        return fingerprint_of(config, open_checkpoint(str(path)), *floats)
+        return compute_fingerprint(config, open_checkpoint(str(path)), *floats)
 
     first = found()
     assert first["--model-name"] == str(path) and found() == first

@@ -88,7 +88,7 @@ def round_weights(folder: Path, quantized: str) -> None:
     tensors = load_file(path)
     holding = Holding(torch.float32, quantized=quantized)
     for origin in origins.values():
-        held = holding.of(origin.spec, origin.stored_parts(files.types))
+        held = holding.choose_format(origin.spec, origin.stored_parts(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):
                 is_turned = origin.layout.is_transposed

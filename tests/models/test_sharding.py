@@ -39,8 +39,8 @@ from fminfer.models.formats import Holding
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
 from fminfer.models.origins import Origin, cut_origins, drawn_origins
 from fminfer.models.quantized_folder import write_quantized
-from fminfer.models.sharding import ModelShare, TensorCut, share_model
-from fminfer.models.tensor_specs import model_specs, part_specs, whole_model
+from fminfer.models.sharding import ModelShard, TensorCut, shard_model
+from fminfer.models.tensor_specs import model_specs, stage_specs, whole_model_part
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import (
     FIELDS,
@@ -285,9 +285,9 @@ def test_a_group_of_heads_begins_with_a_block(size: int, block: int) -> None:
         with pytest.raises(
             UsageError, match=r"of 3 and blocks of 8 cannot be .* nor among"
         ):
-            share_model(model, 0, 3, {"out": block, "down": block})
+            shard_model(model, 0, 3, {"out": block, "down": block})
         return
-    shares = [share_model(model, n, 3, {"out": block, "down": block}) for n in range(3)]
+    shares = [shard_model(model, n, 3, {"out": block, "down": block}) for n in range(3)]
     cuts = [share.cuts["0.out.weight"].columns for share in shares]
     assert all(cut and cut.start % block == 0 for cut in cuts)
 
@@ -305,7 +305,7 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
     block = data.draw(st.sampled_from([1, 1, 8]))
     try:
         shares = [
-            share_model(model, number, count, {"out": block, "down": block})
+            shard_model(model, number, count, {"out": block, "down": block})
             for number in range(count)
         ]
     except UsageError as error:
@@ -319,10 +319,10 @@ def test_random_specs_are_cut_or_refused(data: st.DataObject) -> None:
 def test_every_family_is_cut() -> None:
     for name in FIELDS:
         model = architecture_of(family_config(name)).model
-        check_cuts(model, [share_model(model, number, 2, {}) for number in range(2)])
+        check_cuts(model, [shard_model(model, number, 2, {}) for number in range(2)])
 
 
-def check_cuts(model: Model, shares: list[ModelShare], block: int = 1) -> None:
+def check_cuts(model: Model, shares: list[ModelShard], block: int = 1) -> None:
     """See that sizes of cut specs are those of the cuts, which hold each number."""
     specs = model_specs(model)
     for share in shares:
@@ -330,7 +330,7 @@ def check_cuts(model: Model, shares: list[ModelShare], block: int = 1) -> None:
         own = model_specs(share.model)
         assert own.keys() == specs.keys()
         for name, spec in specs.items():
-            held = cuts[name].held(spec) if name in cuts else spec
+            held = cuts[name].cut_spec(spec) if name in cuts else spec
             assert held.shape == own[name].shape, name
     # each number is held, and what is added up is held once
     for name, spec in specs.items():
@@ -376,7 +376,7 @@ class Numbers(Drawer):
 
 
 def compute(
-    model: Model, share: ModelShare | None = None, shards: Any = None
+    model: Model, share: ModelShard | None = None, shards: Any = None
 ) -> torch.Tensor:
     """Return the logits of some tokens, of those that a rank has."""
     checkpoint: Any = SimpleNamespace(
@@ -384,7 +384,7 @@ def compute(
     )
     origins = cut_origins(drawn_origins(checkpoint), share)
     numbers = Numbers(0, 0.0, 1.0, torch.device("cpu"), Holding(torch.float32))
-    source = LayerSource(checkpoint, whole_model(model), origins, numbers)
+    source = LayerSource(checkpoint, whole_model_part(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
     own = model if share is None else share.model
     bodies = Bodies(plain_registry(), 64)
@@ -405,7 +405,7 @@ def compute(
         return network.head(network.run(network.embed(ids, positions), step))
 
 
-def check_random_forward(model: Model, shares: list[ModelShare]) -> None:
+def check_random_forward(model: Model, shares: list[ModelShard]) -> None:
     """Compute some tokens with random weights of a spec, whole and by ranks in threads."""
     with ThreadPoolExecutor(len(shares)) as pool:
         shards = make_shards(len(shares))
@@ -436,7 +436,7 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         held = [*source.entry().values(), *source.exit(source.entry()).values()]
         held += [each for layer in source.layers() for each in layer.values()]
         assert rank.share is not None
-        specs = part_specs(rank.share.model, rank.part)
+        specs = stage_specs(rank.share.model, rank.part)
         assert sum(each.num_bytes for each in held) == 4 * sum(
             each.size for each in specs.values()
         )
@@ -454,7 +454,7 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
     (one,) = whole.ranks
     assert sum(rank.takes.kv_token for rank in plan.ranks) == one.takes.kv_token
     total = sum(
-        4 * each.size for each in part_specs(checkpoint.model, one.part).values()
+        4 * each.size for each in stage_specs(checkpoint.model, one.part).values()
     )
     assert total < sum(sizes) < 1.02 * total, "norms are whole on each"
 

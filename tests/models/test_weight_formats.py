@@ -25,7 +25,7 @@ from fminfer.models.checkpoint import open_checkpoint, open_random
 from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.origins import check_tensors, read_origins, stored_formats
-from fminfer.models.tensor_specs import part_specs
+from fminfer.models.tensor_specs import stage_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
@@ -169,7 +169,7 @@ def test_they_are_held_as_they_are_stored(
     assert num_bytes == source.num_bytes
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(model=str(folder), dtype="float32", budget=512)
-    specs = part_specs(checkpoint.model, one_stage()[0])
+    specs = stage_specs(checkpoint.model, one_stage()[0])
     for name, parts in stored_formats(checkpoint).items():
         is_matrix = specs[name].use in ("product", "moved", "head", "embedding")
         assert {each for each, _ in parts} == {
@@ -277,6 +277,9 @@ def test_in_which_format_a_tensor_is_held(int8: RowsOfInt8) -> None:
     ):
         spec: Any = TensorSpec((4, 4), use)  # type: ignore[arg-type]
         parts = [(each, 4 // len(stored)) for each in stored]
-        assert Holding(torch.float32, keeps_bfloat16=keeps).of(spec, parts) == expected
+        assert (
+            Holding(torch.float32, keeps_bfloat16=keeps).choose_format(spec, parts)
+            == expected
+        )
     router = TensorSpec((4, 4), "router")
-    assert Holding(torch.bfloat16).of(router, [(halves, 4)]) == floats
+    assert Holding(torch.bfloat16).choose_format(router, [(halves, 4)]) == floats

@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.checkpoint import open_model
-from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.runtime.load.agreement import plan_run
 from fminfer.runtime.load.builder import load_part
 from fminfer.runtime.team.team_core import Team
@@ -67,7 +67,7 @@ def folders(
 
 def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
     config = EngineConfig(model=str(folder), dtype="float32", kernels="off")
-    digests = digest_files(open_model(EngineConfig(model=str(of_rank_0))))
+    digests = digest_weight_files(open_model(EngineConfig(model=str(of_rank_0))))
     num_threads = torch.get_num_threads()
     try:
         group: Any = OneOfTwo({"weights": digests})
@@ -91,7 +91,7 @@ def test_a_rank_with_a_copy_of_the_weights_is_not(folders: tuple[Path, Path]) ->
 
 def test_a_pipeline_with_other_weights_is_refused(folders: tuple[Path, Path]) -> None:
     opened = [open_model(EngineConfig(model=str(folder))) for folder in folders]
-    mine, theirs = map(digest_files, opened)
+    mine, theirs = map(digest_weight_files, opened)
 
     def start(*found: dict[str, str]) -> Team:
         pipelines = []
@@ -109,7 +109,7 @@ def test_a_pipeline_with_other_weights_is_refused(folders: tuple[Path, Path]) ->
 
 
 def test_differences_are_named_and_not_all_of_them() -> None:
-    assert name_differences({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == ""
-    assert name_differences({"a": "1", "b": "2"}, {"a": "1"}) == "b"
+    assert name_different_files({"a": "1", "b": "2"}, {"b": "2", "a": "1"}) == ""
+    assert name_different_files({"a": "1", "b": "2"}, {"a": "1"}) == "b"
     many = {f"{n}": "" for n in range(9)}
-    assert name_differences(many, {}) == "0, 1, 2 and 6 more"
+    assert name_different_files(many, {}) == "0, 1, 2 and 6 more"

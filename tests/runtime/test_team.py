@@ -29,7 +29,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
 from fminfer.models.checkpoint import open_model
-from fminfer.models.fingerprint import digest_files
+from fminfer.models.fingerprint import digest_weight_files
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.team.team_core import Team
@@ -431,7 +431,7 @@ def test_the_state_of_an_engine_travels_whole() -> None:
     checkpoint = open_model(EngineConfig()).with_weights()
     ours, theirs = Pipe()
     reports = (
-        Report(file_digests=digest_files(checkpoint)),
+        Report(file_digests=digest_weight_files(checkpoint)),
         Report(facts=FACTS),
         Report([], state),
     )

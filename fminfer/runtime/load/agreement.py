@@ -16,7 +16,7 @@ from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.device import free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import name_differences
+from fminfer.models.fingerprint import name_different_files
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
@@ -101,7 +101,7 @@ def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
 def compare_weights(group: Group, mine: dict[str, str]) -> None:
     """Check that every rank finds the same weights as rank 0: each may have its own copy."""
     theirs = group.gather("weights", mine)[0]
-    if differences := name_differences(mine, theirs):
+    if differences := name_different_files(mine, theirs):
         raise PipelineError(
             f"the weights of rank {group.rank} are not those of rank 0: {differences} "
             "differ; give every rank the same model"

@@ -24,7 +24,7 @@ from fminfer.machine.device import free_bytes, measure_peak, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import digest_files
+from fminfer.models.fingerprint import digest_weight_files
 from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.pipeline.group import Group, agree
 from fminfer.pipeline.ranks import ALONE, Spread
@@ -96,7 +96,7 @@ def load_part(
         config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
     )
     is_alone = group is None and num_engines == 1
-    digests = {} if is_alone else digest_files(checkpoint)
+    digests = {} if is_alone else digest_weight_files(checkpoint)
     if group is not None:
         agree(group, "options", plan.shared)
         compare_weights(group, digests)

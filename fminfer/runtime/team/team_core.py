@@ -23,7 +23,7 @@ from fminfer.engine.engine_core import Delta, Event
 from fminfer.engine.sequence import Prepared
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.fingerprint import digest_files, name_differences
+from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.load.one_pipeline import OnStep, OnWork
 from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Report, receive
@@ -63,7 +63,7 @@ class Team:
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
-        self._file_digests = digest_files(checkpoint)
+        self._file_digests = digest_weight_files(checkpoint)
         self._dead: list[TeamPipeline] = []  # in the order in which they ended
         self._has_started = False
         self._pipelines = start()
@@ -283,7 +283,7 @@ class Team:
         try:
             self._await_all(lambda each: each.file_digests is not None)
             for pipeline in self._living:  # the folder may have changed
-                if names := name_differences(
+                if names := name_different_files(
                     pipeline.file_digests or {}, self._file_digests
                 ):
                     raise PipelineError(
