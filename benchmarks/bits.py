@@ -21,7 +21,7 @@ import gguf
 import torch
 import transformers
 
-from fminfer.compute.quantized import OWN_FORMS, quantized_forms
+from fminfer.compute.quantized import OWN_FORMATS, choose_quantized_formats
 
 WINDOW = 512
 GGUF_NAMES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")
@@ -33,7 +33,7 @@ def rounded_by(name: str) -> Rounded:
     """Return what rounds a matrix as a format does."""
 
     def by_ours(weight: torch.Tensor, is_inner: bool) -> torch.Tensor:
-        for form in quantized_forms(name, "product" if is_inner else "head"):
+        for form in choose_quantized_formats(name, "product" if is_inner else "head"):
             if form.takes(weight.shape[1]):
                 return form.dequantize((form.quantize(weight),), torch.float32)
         return weight
@@ -74,7 +74,7 @@ def main(folder: Path, texts: tuple[Path, ...], windows: int) -> None:
     plain = {name: parameter.detach().clone() for name, parameter in matrices.items()}
     expected = logprobs()
     found = {}
-    for name in (*(form.name for form in OWN_FORMS), *GGUF_NAMES):
+    for name in (*(form.name for form in OWN_FORMATS), *GGUF_NAMES):
         rounded = rounded_by(name)
         for each, parameter in matrices.items():
             is_inner = not any(

@@ -101,7 +101,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     """Return the seconds of a step: so many rows, with so many new tokens each."""
     import torch
 
-    from fminfer.compute.attention.kernel_attention import KernelAttention
+    from fminfer.compute.attention.kernel_attention import CpuAttention
     from fminfer.compute.attention.kv_cache import KvCache
     from fminfer.compute.values.step import Rows
     from fminfer.forward.layer_step import LayerStep
@@ -116,7 +116,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
         block_size=BLOCK,
         dtype=dtype,
         device=torch.device("cpu"),
-        kernel=KernelAttention(library),
+        kernel=CpuAttention(library),
     )
     begin = CONTEXT if tokens == 1 else 0
     cache._kv.zero_()

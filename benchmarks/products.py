@@ -47,7 +47,7 @@ from fminfer.compute.kernels.kernel_build import FLAGS, find_compiler, start_bui
 from fminfer.compute.layers.products import (  # noqa: E402
     Linear,
     ProductKernel,
-    library_products,
+    make_library_candidates,
 )
 from fminfer.compute.values.weights import dense  # noqa: E402
 
@@ -154,7 +154,7 @@ def pack_sides(
         ]
     if weight.dtype == rows:
         sides["linear"] = [_linear(copy) for copy in copies]
-        for packed in library_products(rows, is_fast=True):
+        for packed in make_library_candidates(rows, is_fast=True):
             asked = [Linear(dense(copy, "product"), None) for copy in copies]
             if packed.serves(asked[0]):
                 sides["packed"] = [packed.make(each) for each in asked]

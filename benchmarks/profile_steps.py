@@ -36,13 +36,13 @@ import torch
 from against_transformers import SIZE, gemm_gflops, make_workload
 
 import fminfer
-from fminfer.compute.attention.kernel_attention import KernelAttention
+from fminfer.compute.attention.kernel_attention import CpuAttention
 from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.attention.paged_attention import PlainAttention
 from fminfer.forward.whole_layers import Spent, WholeLayer
 from fminfer.models.tensor_specs import layer_specs
 
-PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (KernelAttention, "plan")]
+PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (CpuAttention, "plan")]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
 COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
 

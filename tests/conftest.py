@@ -24,8 +24,8 @@ if not torch.cuda.is_available():
 
 from fminfer.compute.attention.kernel_attention import (  # noqa: E402
     ATTENTION_ERRORS,
-    AttentionAsked,
-    attention_pairs,
+    StageAttention,
+    compute_attention_pairs,
 )
 from fminfer.compute.kernels.kernel_build import start_build  # noqa: E402
 from fminfer.compute.layers.bodies import PartKernels, Parts  # noqa: E402
@@ -381,8 +381,8 @@ def try_triton(dtype: torch.dtype) -> None:
     num_keys = 327 if torch.cuda.is_available() else 150  # more than two tiles of 64
     for kv_dtype in {dtype, torch.float32}:
         kinds = (how, replace(how, window=8, alibi=Alibi((0.1, 0.2))))
-        pairs = attention_pairs(
-            kernel, AttentionAsked(kinds, 8, kv_dtype), num_keys, **where
+        pairs = compute_attention_pairs(
+            kernel, StageAttention(kinds, 8, kv_dtype), num_keys, **where
         )
         compare(pairs, ATTENTION_ERRORS[dtype])
 

@@ -6,7 +6,7 @@ from functools import cache
 
 import torch
 
-from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks
+from fminfer.compute.quantized import GGUF_FORMATS, OWN_FORMATS, Blocks
 from fminfer.compute.values.weights import (
     Dense,
     Format,
@@ -17,7 +17,7 @@ from fminfer.compute.values.weights import (
     Weight,
 )
 
-FORMS = {form.name: form for form in (*GGUF_FORMS, *OWN_FORMS)}
+FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS)}
 NEAR = 16  # inputs that certainly have the same scale
 
 

@@ -16,11 +16,14 @@ from torch.nn.functional import gelu, silu
 from benchmarks.gpu import references
 from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from benchmarks.gpu.processes import END_S, run_within
-from fminfer.compute.attention.kernel_attention import AttentionAsked, attention_trial
+from fminfer.compute.attention.kernel_attention import (
+    StageAttention,
+    make_attention_trial,
+)
 from fminfer.compute.attention.triton_attention import TritonAttention
-from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, parts_trial
-from fminfer.compute.layers.triton_layers import TritonLayers, triton_race
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
+from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, make_part_trial
+from fminfer.compute.layers.triton_layers import TritonPartKernels, race_in_triton
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, compute_draw_pairs
 from fminfer.compute.sampling.sampler import draw
 from fminfer.compute.trial import compare
 from fminfer.compute.values.spec import Attention, Norm
@@ -58,7 +61,7 @@ def cases(setting: Setting) -> Iterator[Case]:
 def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
     """Compare norms, a sum with its norm, and gated activations."""
     device = torch.device(kind)
-    kernels = TritonLayers(device)
+    kernels = TritonPartKernels(device)
     errors = list[float]()
     is_equal = True  # whether a sum and its norm are the same in one kernel and in two
     torch.manual_seed(0)
@@ -91,7 +94,7 @@ def check_width(kind: str, width: int, dtype: torch.dtype) -> Figures:
 def check_turns(kind: str, dtype: torch.dtype) -> Figures:
     """Compare rotary positions of whole heads and of parts of them."""
     device = torch.device(kind)
-    kernels = TritonLayers(device)
+    kernels = TritonPartKernels(device)
     errors = list[float]()
     torch.manual_seed(0)
     for width, turned in HEAD_DIMS if kind == "cuda" else HEAD_DIMS[-2:]:
@@ -142,11 +145,13 @@ def try_kernels(device: torch.device) -> None:
         how.heads, *how.cache_shape[1:], dtype=dtype, device=device
     )
     kinds = (how, replace(how, window=8, has_sinks=True))
-    of_attention = attention_trial(AttentionAsked(kinds, 16, dtype), dtype, device)
+    of_attention = make_attention_trial(StageAttention(kinds, 16, dtype), dtype, device)
     compare(of_attention.pairs(attention), of_attention.limit)
-    of_parts = parts_trial(None, dtype, device)
-    compare(of_parts.pairs(TritonLayers(device)), of_parts.limit)
-    compare(draw_pairs(partial(draw, racer=triton_race), device), TOKEN_ERROR)
+    of_parts = make_part_trial(None, dtype, device)
+    compare(of_parts.pairs(TritonPartKernels(device)), of_parts.limit)
+    compare(
+        compute_draw_pairs(partial(draw, racer=race_in_triton), device), TOKEN_ERROR
+    )
 
 
 def _error(found: torch.Tensor, expected: torch.Tensor) -> float:

@@ -234,7 +234,7 @@ def unpack_q3_k(blocks: Tensor) -> Tensor:
 
 
 # Those with a `kind` are held in their bits; others are floats once they are read.
-GGUF_FORMS = (
+GGUF_FORMATS = (
     Blocks("Q8_0", 32, 34, unpack_q8_0, kind=2),
     Blocks(
         "Q4_0", 32, 18, partial(_unpack_small, has_fifth=False, has_least=False), kind=5
@@ -330,7 +330,7 @@ INT8 = _int8("int8", 128, 130)
 INT8_32 = _int8("int8-32", 32, 34)
 INT4 = _int4("int4", 32, 20)
 INT4_SYMMETRIC = _symmetric("int4-symmetric", 32, 18)
-OWN_FORMS = (
+OWN_FORMATS = (
     INT8,
     INT8_32,
     _int8("int8-row", 0, 2),
@@ -339,7 +339,7 @@ OWN_FORMS = (
     INT4_SYMMETRIC,
     _symmetric("int4-symmetric-128", 128, 66),
 )
-_BY_NAME = {form.name: form for form in OWN_FORMS}
+_BY_NAME = {form.name: form for form in OWN_FORMATS}
 
 
 # Kernels of plain torch that make floats of blocks, and the bytes that they move for a number.
@@ -362,7 +362,7 @@ UNPACKING: dict[str, tuple[int, float]] = {
 }
 
 
-def quantized_forms(name: str, use: Use) -> tuple[Blocks, ...]:
+def choose_quantized_formats(name: str, use: Use) -> tuple[Blocks, ...]:
     """Return what a matrix becomes by --quantize: the first of these forms that takes its rows.
 
     Head and embedding keep 8 bits. Matrices that none takes keep their floats.

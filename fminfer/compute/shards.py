@@ -68,13 +68,13 @@ class SharedMemoryGroup:
             return self.sum(x.float()).to(x.dtype)
         x = x.contiguous()
         how = KERNEL_TYPES[x.dtype], torch.get_num_threads()
-        raise_failure(self._sum(self.address, x.data_ptr(), x.numel(), *how))
+        raise_group_failure(self._sum(self.address, x.data_ptr(), x.numel(), *how))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         found = x.new_empty((self.count, *x.shape))
-        raise_failure(
+        raise_group_failure(
             self._gather(self.address, x.data_ptr(), found.data_ptr(), x.nbytes)
         )
         return found
@@ -83,7 +83,7 @@ class SharedMemoryGroup:
         self.struct.is_over = 1
 
 
-def raise_failure(failed: int) -> None:
+def raise_group_failure(failed: int) -> None:
     """Raise what a call of the library says of the other ranks; 0: all is well.
 
     Raises:

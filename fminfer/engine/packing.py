@@ -7,7 +7,7 @@ from itertools import chain
 
 import numpy as np
 
-from fminfer.compute.values.step import DRAW, SCORE, Step, mask_columns
+from fminfer.compute.values.step import DRAW, SCORE, Step, pack_masks
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
@@ -275,7 +275,7 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
     if banned_ids:
         step.banned_ids = np.array(banned_ids, np.int64)
     if masks:
-        for name, column in mask_columns([mask for _, mask in masks.values()]).items():
+        for name, column in pack_masks([mask for _, mask in masks.values()]).items():
             setattr(step, name, column)
 
 

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.kv_cache import KvCache, StepAttention
-from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.trial import explain_failure
 from fminfer.compute.values.spec import Layer, Moe
 from fminfer.compute.values.step import Rows
@@ -33,16 +33,16 @@ Capture = Callable[[Work], Work]  # runs work, and returns what does the same on
 MAX_BLOCKS = 1 << 20
 
 
-class GraphKernel(AttentionBody, Protocol):
+class GraphKernel(AttentionKernel, Protocol):
     """A compiled body of attention whose plan can be of numbers that change:
     triton_attention."""
 
-    def decode_numbers(
+    def lay_out_decode_numbers(
         self, rows: Rows, block_size: int, size: int
     ) -> list[np.ndarray]:
         """Return the numbers of rows of one token each, padded to `size` rows."""
 
-    def decode_plan(self, numbers: torch.Tensor, size: int) -> Any:
+    def make_decode_layout(self, numbers: torch.Tensor, size: int) -> Any:
         """Return the plan of `size` rows, whatever `numbers`, int32, come to hold."""
 
 
@@ -137,7 +137,9 @@ class DecodeGraphs:
             return None
         of_tokens = np.zeros((2, size), np.int64)
         of_tokens[:, :num] = ids, rows.positions
-        numbers = self._kernel.decode_numbers(rows, self._cache.block_size, size)
+        numbers = self._kernel.lay_out_decode_numbers(
+            rows, self._cache.block_size, size
+        )
         given = pinned([of_tokens.ravel(), *numbers], self._cache.device)
         if len(given) > len(self._inputs):
             return None
@@ -157,7 +159,7 @@ class DecodeGraphs:
         cache = self._cache
         of_tokens, numbers = self._inputs.tensor_split([16 * size])
         ids, positions = of_tokens.view(torch.int64).view(2, size)
-        plan = self._kernel.decode_plan(numbers.view(torch.int32), size)
+        plan = self._kernel.make_decode_layout(numbers.view(torch.int32), size)
         attend = StepAttention(cache.body, cache.layers, plan, plan)
 
         def work() -> None:

@@ -7,9 +7,9 @@ from functools import partial
 import torch
 from torch import nn
 
-from fminfer.compute.attention.scoring import scoring_of
+from fminfer.compute.attention.scoring import make_scoring
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody
+from fminfer.compute.layers.bodies import WeightedNorm
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
@@ -83,7 +83,7 @@ class AttentionOf:
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
         sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
-        self.scoring = scoring_of(
+        self.scoring = make_scoring(
             how, device, sinks, find_plain_tensor(weights, "relative.weight")
         )
 
@@ -94,7 +94,7 @@ class AttentionOf:
             qkv = qkv.clamp(-how.clip, how.clip)
         q, k = self._turned(qkv, step)
         v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
-        if how.keeps_bias:
+        if how.has_cached_bias:
             q, k, v = self._with_bias(q, k, v, step.positions)
         out = step.attend(layer, q, k, v, self.scoring)[..., : how.head_dim]
         return self.products["out"](out.flatten(1))
@@ -180,7 +180,7 @@ class CrossAttentionOf:
         self._how = how.attention
         names = ("cross_q", "cross_kv", "cross_out")
         self.products = {name: bodies.product(weights, name) for name in names}
-        self._scoring = scoring_of(how.attention, weights["cross_q.weight"].device)
+        self._scoring = make_scoring(how.attention, weights["cross_q.weight"].device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         how = self._how
@@ -217,7 +217,7 @@ class LatentAttentionOf:
         self._from_latent = of_values.transpose(1, 2).contiguous()
         self._rotate = bodies.registry.parts.rotate(how.rope)
         self._table = bodies.table(how.rope, weight.device)
-        self.scoring = scoring_of(how, weight.device)
+        self.scoring = make_scoring(how, weight.device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         latent = self._latent
@@ -422,7 +422,7 @@ class LayerOf:
         )
 
     def _added(
-        self, norm: NormBody | None, x: torch.Tensor, more: torch.Tensor
+        self, norm: WeightedNorm | None, x: torch.Tensor, more: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if norm is not None:
             return norm.of_sum(x, more)[1], None
@@ -435,7 +435,7 @@ class LayerOf:
 
 
 def normed_sum(
-    norm: NormBody | None, x: torch.Tensor, more: torch.Tensor | None
+    norm: WeightedNorm | None, x: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + more, and its norm."""
     if norm is not None:

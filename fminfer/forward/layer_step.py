@@ -8,7 +8,7 @@ import torch
 
 from fminfer.compute.attention.kv_cache import StepAttention
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import NormBody
+from fminfer.compute.layers.bodies import WeightedNorm
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Norm, Rope
 from fminfer.compute.values.weights import Function
@@ -24,7 +24,9 @@ class Bodies:
     num_positions: int  # of the longest sequence
     _tables: dict[Rope, torch.Tensor] = field(default_factory=dict)
 
-    def norm(self, how: Norm | None, weights: Weights, name: str) -> NormBody | None:
+    def norm(
+        self, how: Norm | None, weights: Weights, name: str
+    ) -> WeightedNorm | None:
         if how is None:
             return None
         pair = (
@@ -34,7 +36,7 @@ class Bodies:
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str
-    ) -> list[NormBody | None]:
+    ) -> list[WeightedNorm | None]:
         sides = zip(pair, ("attention", "mlp"), strict=True)
         return [self.norm(how, weights, f"{side}_{of}") for how, of in sides]
 
@@ -46,7 +48,9 @@ class Bodies:
     def table(self, how: Rope, device: torch.device) -> torch.Tensor:
         """Return the cosines and sines of all positions, made once for each `Rope`."""
         if how not in self._tables:
-            self._tables[how] = plain.rotary_table(how, self.num_positions, device)
+            self._tables[how] = plain.compute_rotary_table(
+                how, self.num_positions, device
+            )
         return self._tables[how]
 
 

@@ -13,26 +13,31 @@ from functools import cached_property, partial
 import torch
 
 from fminfer.compute.attention.kernel_attention import (
-    AttentionAsked,
-    KernelAttention,
-    attention_trial,
+    CpuAttention,
+    StageAttention,
+    make_attention_trial,
 )
-from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
-from fminfer.compute.layers.bodies import LayerKernels, PartKernels, Parts, parts_trial
-from fminfer.compute.layers.experts import Mix, Mixture, expert_candidate
+from fminfer.compute.layers.bodies import (
+    CpuPartKernels,
+    PartKernels,
+    Parts,
+    make_part_trial,
+)
+from fminfer.compute.layers.experts import Mix, Mixture, make_expert_candidate
 from fminfer.compute.layers.products import (
     Linear,
     PackedProduct,
-    head_candidate,
-    library_products,
-    product_candidate,
+    make_head_candidate,
+    make_library_candidates,
+    make_product_candidate,
 )
 from fminfer.compute.sampling.draw_kernel import (
     RANKS_TRIAL,
     DrawKernel,
     ScoreKernel,
-    draws_trial,
+    make_draw_trial,
 )
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
 from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
@@ -96,20 +101,20 @@ class Registry:
         self.reasons: dict[object, str] = {}
         # by candidate and trial's key
         self._passed: dict[tuple[object, Hashable], bool] = {}
-        self.of_attention: list[Candidate[AttentionAsked, AttentionBody]] = []
+        self.of_attention: list[Candidate[StageAttention, AttentionKernel]] = []
         self.of_parts: list[Candidate[None, PartKernels]] = []
         self.of_products: list[Candidate[Linear, Function]] = []
         self.of_experts: list[Candidate[Mixture, Mix]] = []
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
-        self._try_attention = partial(attention_trial, dtype=dtype, device=device)
-        self._try_parts = partial(parts_trial, dtype=dtype, device=device)
-        self._try_draws = partial(draws_trial, device=device)
+        self._try_attention = partial(make_attention_trial, dtype=dtype, device=device)
+        self._try_parts = partial(make_part_trial, dtype=dtype, device=device)
+        self._try_draws = partial(make_draw_trial, device=device)
         if library is not None and device.type == "cpu":
             self._have_library(library)
         if device.type == "cpu":
-            self.of_products += library_products(
+            self.of_products += make_library_candidates(
                 dtype, is_fast=is_fast_in_bfloat16(device)
             )
         elif asked != "off":
@@ -119,15 +124,15 @@ class Registry:
         """Add the CPU's kernels."""
         dtype = self.dtype
         self.of_attention.append(
-            Candidate(lambda _: KernelAttention(library), self._try_attention)
+            Candidate(lambda _: CpuAttention(library), self._try_attention)
         )
         if dtype in KERNEL_TYPES:
             self.of_parts.append(
-                Candidate(lambda _: LayerKernels(library), self._try_parts)
+                Candidate(lambda _: CpuPartKernels(library), self._try_parts)
             )
-        self.of_products.append(product_candidate(library, dtype))
-        self.of_experts.append(expert_candidate(library, dtype))
-        self.of_heads.append(head_candidate(library, dtype))
+        self.of_products.append(make_product_candidate(library, dtype))
+        self.of_experts.append(make_expert_candidate(library, dtype))
+        self.of_heads.append(make_head_candidate(library, dtype))
         self.of_draws.append(Candidate(lambda _: DrawKernel(library), self._try_draws))
         self.of_ranks.append(
             Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL)
@@ -138,7 +143,7 @@ class Registry:
         dtype = self.dtype
         device = self.device
 
-        def attend(asked: AttentionAsked) -> AttentionBody:
+        def attend(asked: StageAttention) -> AttentionKernel:
             from fminfer.compute.attention.triton_attention import TritonAttention
 
             shape = (asked.how.heads, *asked.how.cache_shape[1:])
@@ -147,14 +152,14 @@ class Registry:
             )
 
         def make_parts(_: None) -> PartKernels:
-            from fminfer.compute.layers.triton_layers import TritonLayers
+            from fminfer.compute.layers.triton_layers import TritonPartKernels
 
-            return TritonLayers(device)
+            return TritonPartKernels(device)
 
         def make_drawer(_: None) -> Drawer:
-            from fminfer.compute.layers.triton_layers import triton_race
+            from fminfer.compute.layers.triton_layers import race_in_triton
 
-            return partial(draw, racer=triton_race)
+            return partial(draw, racer=race_in_triton)
 
         self.of_attention.append(Candidate(attend, self._try_attention))
         self.of_parts.append(Candidate(make_parts, self._try_parts))
@@ -162,11 +167,11 @@ class Registry:
 
     def attention(
         self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
-    ) -> AttentionBody | None:
+    ) -> AttentionKernel | None:
         """Return the compiled attention of layers whose keys have one shape; None:
         plain torch."""
         return self.find(
-            self.of_attention, AttentionAsked(tuple(hows), block_size, kv_dtype)
+            self.of_attention, StageAttention(tuple(hows), block_size, kv_dtype)
         )
 
     @cached_property
@@ -185,7 +190,7 @@ class Registry:
         return self.find(self.of_experts, Mixture(how, up, down))
 
     def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
-        """Return the head, packed, for `PackedProduct.unrounded`; None: plain torch."""
+        """Return the head, packed, for `PackedProduct.multiply_unrounded`; None: plain torch."""
         return self.find(self.of_heads, Linear(weight, bias))
 
     def drawer(self) -> Drawer:

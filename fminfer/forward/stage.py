@@ -13,19 +13,19 @@ import torch
 from torch.cuda import Event
 
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.attention.scoring import soft_cap
+from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.attention.scoring import apply_soft_cap
 from fminfer.compute.sampling.masks import StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     Ranker,
     SamplingTensors,
     TokenSpan,
+    copy_to_host,
     draw,
     rank,
     sample,
     score,
-    to_host,
 )
 from fminfer.compute.values.step import (
     SCORE,
@@ -35,8 +35,8 @@ from fminfer.compute.values.step import (
     Step,
     StepResult,
     TokenLogprobs,
+    compute_text_positions,
     make_draws,
-    text_positions,
 )
 from fminfer.core.messages import StageSpan
 from fminfer.forward.decode_graphs import GraphsOf
@@ -125,7 +125,7 @@ class Stage:
         device: torch.device,
         num_blocks: int,
         block_size: int,
-        kernel: AttentionBody | None = None,
+        kernel: AttentionKernel | None = None,
         ranker: Ranker = rank,
         drawer: Drawer = draw,
         threads: ThreadCount | None = None,
@@ -265,7 +265,9 @@ class Stage:
             before = self._network.embed(sent_ids, positions)
         if len(step.cross_slots):
             cross = self._tables.cross(step, first, last)
-            layer_step.cross = self.cache.plan_cross(cross, None if is_all else kept)
+            layer_step.cross = self.cache.make_cross_attention(
+                cross, None if is_all else kept
+            )
             if first == 0 and len(step.memory):  # which the first part stores
                 memory = torch.from_numpy(step.memory).view(self._network.dtype)
                 size = self._network.model.hidden_size
@@ -316,7 +318,7 @@ class Stage:
             end = int(ends[last - 1])
             part = slice(end - int(lengths.sum()), end)
             prompt_ids = step.token_ids[part]
-            positions = text_positions(prompt_ids, lengths, spec.padding_id)
+            positions = compute_text_positions(prompt_ids, lengths, spec.padding_id)
             kept = None if pooling is None else pooling.kept(prompt_ids, lengths)
             columns = [positions, prompt_ids, step.token_types[part]]
             columns += [] if kept is None else [kept]
@@ -329,7 +331,7 @@ class Stage:
                 before = hidden[part]
             if self._whole is None:  # none of its layers is here
                 return before
-            attend = self._whole.plan_whole(lengths, len(encoder.own), index)
+            attend = self._whole.make_prompt_attention(lengths, len(encoder.own), index)
             return encoder.run(
                 before, LayerStep(sent_positions, attend, index, self._network.shards)
             )
@@ -356,12 +358,12 @@ class Stage:
             logits = head(kept)
             cap = self._network.model.logit_cap
             if cap is not None:
-                logits = soft_cap(logits, cap)
+                logits = apply_soft_cap(logits, cap)
             return use(logits, part)
 
         limit = self._logit_limit
-        most = MAX_LOGITS[self._device.type] // self._tokens.most_own
+        most = MAX_LOGITS[self._device.type] // self._tokens.max_local_tokens
         limit.most = min(limit.most, max(1, most))
         return TokenLogprobs.join(
-            [to_host(each) for each in limit.run(len(places), use_part)]
+            [copy_to_host(each) for each in limit.run(len(places), use_part)]
         )

@@ -14,7 +14,7 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Encoder, Layer, Model, Pooling
-from fminfer.compute.values.step import Column, last_tokens, ranges
+from fminfer.compute.values.step import Column, find_last_tokens, ranges
 from fminfer.compute.values.weights import Function, Weight, dense
 from fminfer.forward.layer import LayerOf, normed_sum
 from fminfer.forward.layer_step import Bodies, LayerStep
@@ -54,7 +54,7 @@ class Head:
         logits = (
             self._multiply(hidden)
             if self.packed is None
-            else self.packed.unrounded(hidden)
+            else self.packed.multiply_unrounded(hidden)
         )
         return logits if self._scale == 1.0 else logits.mul_(self._scale)
 
@@ -131,7 +131,7 @@ class Transformer:
 
         if self._entry and model.has_sinusoids:
             device = self._entry["embed.weight"].device
-            table = plain.sinusoids(model.num_positions, model.hidden_size)
+            table = plain.compute_sinusoids(model.num_positions, model.hidden_size)
             self._entry["positions.weight"] = dense(
                 table.to(device, self.dtype), "other"
             )
@@ -282,7 +282,7 @@ class PoolingOf:
     def kept(self, ids: Column, lengths: Column) -> Column | None:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
         if self._how.how == "last":
-            return last_tokens(ids, lengths, self._how.padding_id)
+            return find_last_tokens(ids, lengths, self._how.padding_id)
         return lengths.cumsum() - lengths if self._how.how == "cls" else None
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:

@@ -14,16 +14,16 @@ from functools import partial
 import torch
 
 from fminfer.compute.attention.kernel_attention import (
-    KernelAttention,
+    CpuAttention,
     KernelRows,
-    step_arguments,
+    make_step_arguments,
 )
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.layers.bodies import activations_of
 from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.layers.products import PackedProduct
-from fminfer.compute.shards import SharedMemoryGroup, raise_failure
+from fminfer.compute.shards import SharedMemoryGroup, raise_group_failure
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.values import spec
 from fminfer.compute.values.step import Rows
@@ -155,7 +155,7 @@ def serves(how: spec.Layer) -> bool:
     )
     has_more = (
         attention.clip
-        or attention.keeps_bias
+        or attention.has_cached_bias
         or attention.has_sinks
         or attention.latent
     )
@@ -194,7 +194,7 @@ class StepCall:
     ) -> None:
         """Make ready for a layer of a step, mostly the one that was seen last."""
         if rows is not self.rows or heads != self.arguments.heads:
-            self.arguments = step_arguments(rows, heads, keys, kind)
+            self.arguments = make_step_arguments(rows, heads, keys, kind)
             self.rows = rows
 
 
@@ -276,7 +276,7 @@ class WholeLayer(LayerOf):
         if failed == 1:
             self.step.workspace.drop()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
-        raise_failure(failed)
+        raise_group_failure(failed)
         return out, None if normed is None else step.sum(self.mlp(normed, step))
 
     def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
@@ -356,7 +356,7 @@ class WholeLayers:
                 block_size=16,
                 dtype=self._dtype,
                 device=torch.device("cpu"),
-                kernel=KernelAttention(self._library),
+                kernel=CpuAttention(self._library),
             )
             for positions, rows in steps:
                 step = LayerStep(torch.tensor(positions), cache.plan(rows))

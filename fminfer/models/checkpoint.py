@@ -11,7 +11,7 @@ from typing import Any
 
 import transformers
 
-from fminfer.compute.attention.scoring import MOST_RELATIVE, relative_reach
+from fminfer.compute.attention.scoring import MOST_RELATIVE, compute_relative_reach
 from fminfer.compute.values.spec import Layer, Model
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import CheckpointError, UsageError
@@ -120,7 +120,7 @@ class Checkpoint:
         if self.sentence is not None and self.sentence.max_length:
             lengths.append(self.sentence.max_length)
         relatives = {layer.attention.relative for layer in layers}
-        lengths += [relative_reach(each) + 1 for each in relatives if each]
+        lengths += [compute_relative_reach(each) + 1 for each in relatives if each]
         return min(lengths)
 
     @property

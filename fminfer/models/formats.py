@@ -9,7 +9,12 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, Blocks, quantized_forms
+from fminfer.compute.quantized import (
+    GGUF_FORMATS,
+    OWN_FORMATS,
+    Blocks,
+    choose_quantized_formats,
+)
 from fminfer.compute.values.weights import (
     Dense,
     Format,
@@ -43,7 +48,7 @@ class StoredFormat(Format, Protocol):
 
 
 # A row for each; the first that fits what is stored counts.
-FORMATS: list[StoredFormat] = [*GGUF_FORMS, *OWN_FORMS]
+FORMATS: list[StoredFormat] = [*GGUF_FORMATS, *OWN_FORMATS]
 
 
 @dataclass(slots=True, frozen=True)
@@ -86,7 +91,9 @@ class Holding:
             )
         if not spec.is_widened:
             return Dense(self.dtype)
-        forms = quantized_forms(self.quantized, spec.use) if self.quantized else ()
+        forms = (
+            choose_quantized_formats(self.quantized, spec.use) if self.quantized else ()
+        )
         quantized_format = next(
             (candidate for candidate in forms if candidate.takes(spec.shape[-1])), None
         )

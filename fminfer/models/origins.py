@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from fminfer.compute.quantized import OWN_FORMS
+from fminfer.compute.quantized import OWN_FORMATS
 from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
@@ -363,7 +363,7 @@ def _why_not_read(tensor: str, dtype: str) -> str:
         runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
         why = f"these types run: {', '.join((*runs, *FLOATS))}"
         return f"{why}. Take a file of the same model with these alone"
-    if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMS}:
+    if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMATS}:
         remedy = "Run it with the config.json that lies there, and no other"
         return f"fminfer quantize wrote it. {remedy}"
     is_plain = dtype in ("I64", "BOOL", "C64")

@@ -14,7 +14,7 @@ from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import accumulate
 
-from fminfer.compute.values.spec import Attention, HeadsOfAll, Layer, Mlp, Model, Moe
+from fminfer.compute.values.spec import Attention, Layer, Mlp, Model, Moe, StageHeads
 from fminfer.compute.values.weights import Format, Joined, TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_evenly
@@ -230,7 +230,7 @@ def _shard_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     )
     norms_all = attention.qk_norm_over == "all"
     heads_of_all = (
-        HeadsOfAll(attention.heads, attention.kv_heads, kv_copies)
+        StageHeads(attention.heads, attention.kv_heads, kv_copies)
         if norms_all
         else None
     )

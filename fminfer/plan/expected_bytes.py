@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import dataclass
 
-from fminfer.compute.layers.products import head_takes, kernel_takes
+from fminfer.compute.layers.products import can_sum_in_float32, is_kernel_faster
 from fminfer.compute.values.spec import Mlp, Model, Moe
 from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
 from fminfer.core.partition import Part
@@ -64,7 +64,8 @@ def expect_bytes(
         name: spec
         for name, spec in specs.items()
         if plan.packed_by and spec.use == "product"
-        if isinstance(formats[name], Dense) or kernel_takes(formats[name], plan.dtype)
+        if isinstance(formats[name], Dense)
+        or is_kernel_faster(formats[name], plan.dtype)
     }
     # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
     # Of files in this very format the system keeps what was read, for it is mapped and
@@ -74,7 +75,7 @@ def expect_bytes(
     whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
     head = "head.weight" if "head.weight" in specs else "embed.weight"
     has_head = part.is_last and not model.is_pooled
-    if has_head and plan.has_kernels and head_takes(formats[head]):
+    if has_head and plan.has_kernels and can_sum_in_float32(formats[head]):
         packed[head] = specs[head]
     whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)

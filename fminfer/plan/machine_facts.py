@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 import torch
 
 from fminfer.compute.kernels.kernel_build import may_have_library
-from fminfer.compute.layers.products import kernel_takes, torch_takes
+from fminfer.compute.layers.products import can_torch_pack, is_kernel_faster
 from fminfer.compute.values.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
@@ -71,10 +71,12 @@ def find_machine(
     has_library = may_have_library()
     has_kernels = has_library and config.kernels != "off"
     left = [
-        t for t in PACKED_BY_TORCH if not (has_kernels and kernel_takes(Dense(t), t))
+        t
+        for t in PACKED_BY_TORCH
+        if not (has_kernels and is_kernel_faster(Dense(t), t))
     ]
     # it takes a trial
-    packed = [t for t in left if torch_takes(Dense(t), t, is_fast=is_fast)]
+    packed = [t for t in left if can_torch_pack(Dense(t), t, is_fast=is_fast)]
     return replace(
         machine,
         has_library=has_library,

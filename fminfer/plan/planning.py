@@ -9,7 +9,7 @@ from typing import Literal
 
 import torch
 
-from fminfer.compute.layers.products import kernel_takes
+from fminfer.compute.layers.products import is_kernel_faster
 from fminfer.compute.quantized import Blocks
 from fminfer.compute.values.spec import Model
 from fminfer.compute.values.weights import USES, Dense, Format, Use, join
@@ -240,7 +240,7 @@ def choose_packer(
     machine: Machine, dtype: torch.dtype, held: Format, *, has_kernels: bool
 ) -> Literal["kernels", "torch", ""]:
     """Return who packs the weights of products: the kernels, torch's libraries, or nobody."""
-    if has_kernels and kernel_takes(held, dtype):
+    if has_kernels and is_kernel_faster(held, dtype):
         return "kernels"
     return "torch" if held == Dense(dtype) and dtype in machine.packed_by_torch else ""
 

@@ -14,12 +14,12 @@ import torch
 
 from fminfer.compute.attention import paged_attention
 from fminfer.compute.attention.kernel_attention import (
-    KernelAttention,
-    plan_rows,
+    CpuAttention,
+    lay_out_rows,
     skip_tokens,
 )
 from fminfer.compute.attention.kv_cache import KvCache
-from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.values.spec import Attention, Latent, Norm
@@ -36,13 +36,13 @@ BODIES: list[Any] = ["plain", pytest.param("compiled", marks=needs_compiler)]
 CPU = torch.device("cpu")
 
 
-def compiled_kernel() -> KernelAttention:
-    return KernelAttention(built_library())
+def compiled_kernel() -> CpuAttention:
+    return CpuAttention(built_library())
 
 
 def make_kernel(
     body: str, heads: int, kv_heads: int, dim: int, dtype: torch.dtype
-) -> tuple[AttentionBody | None, torch.device]:
+) -> tuple[AttentionKernel | None, torch.device]:
     """Return a body of attention and its device; "triton" is the GPU's, or interpreted."""
     if body == "triton":
         from fminfer.compute.attention.triton_attention import TritonAttention
@@ -72,7 +72,7 @@ def paged_layer(
     *,
     dtype: torch.dtype = torch.float32,
     device: torch.device = CPU,
-    kernel: AttentionBody | None = None,
+    kernel: AttentionKernel | None = None,
     is_shared: bool = False,
 ) -> PagedLayer:
     """Return the only layer of a cache; if `is_shared`, values are the keys, and lie there."""
@@ -345,7 +345,7 @@ def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
     rows = Rows.of(*((0, 1, [block]) for block in range(len(numbers))))
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
-    plan = plan_rows(rows, 1)
+    plan = lay_out_rows(rows, 1)
     compiled_kernel()(
         AttentionCall(given, given, given, keys, values, plan, Scoring(1.0))
     )
@@ -379,7 +379,7 @@ def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
 
 
 def test_rows_attend_from_the_first_token_that_is_kept() -> None:
-    plan = plan_rows(Rows.of((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
+    plan = lay_out_rows(Rows.of((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
     for tokens, expected in (
         ([2, 5, 9], [[2, 3, 12], [5, 1, 3], [9, 1, 3]]),
         # of the first none: its last
@@ -507,7 +507,7 @@ def test_rows_that_share_ever_more_are_in_few_runs() -> None:
     square."""
     blocks = list(range(100))
     rows = Rows.of(*((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80)))
-    plan = plan_rows(rows, BLOCK)
+    plan = lay_out_rows(rows, BLOCK)
     assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
     for _, _, position, _, start, count, own in plan.rows.tolist():
         places = plan.entries[start : start + count].tolist()
@@ -538,7 +538,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
             values.view(1, 1, -1, 64),
             torch.zeros_like(values),
             torch.empty_like(values),
-            plan_rows(rows, 1),
+            lay_out_rows(rows, 1),
             Scoring(1.0),
         )
         out = kernel(call)
@@ -561,7 +561,7 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(
             total = sum(lengths)
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
-            plan = plan_rows(rows, BLOCK)
+            plan = lay_out_rows(rows, BLOCK)
             is_nan = paged(plan, q, k, v, Scoring(1.0))[0, :, 0].isnan().all(-1)
             expected = [num_queries // 2 <= i < num_queries for i in range(total)]
             assert is_nan.tolist() == expected
@@ -655,7 +655,7 @@ def test_a_nan_of_one_row_does_not_reach_another() -> None:
         paged = paged_layer(8, 32, 1, dim, dtype=torch.bfloat16, kernel=kernel)
         q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
         k[0, 0, :40] = float("nan")
-        plan = plan_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
+        plan = lay_out_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
         out = paged(plan, q, k, v, Scoring(1.0))[0, :, 0]
     finally:
         torch.set_num_threads(before)
@@ -690,7 +690,7 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     """It would read and write past the tensors' ends."""
     kernel = compiled_kernel()
     paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
-    plan = plan_rows(Rows.of((0, 5, [1])), BLOCK)
+    plan = lay_out_rows(Rows.of((0, 5, [1])), BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
         paged(
             plan, torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0)
@@ -705,9 +705,9 @@ def test_a_context_too_long_for_one_product_is_split(
     keys = torch.randn(KV_HEADS, 50, DIM)
     values = torch.randn(KV_HEADS, 50, DIM)
     how = Scoring(0.25, 9, softcap=0.5)
-    whole = paged_attention.chunk_attention(query, keys, values, 30, how)
+    whole = paged_attention.attend_chunk(query, keys, values, 30, how)
     monkeypatch.setattr(paged_attention, "MAX_SCORES", 3 * HEADS * 50)
-    parts = paged_attention.chunk_attention(query, keys, values, 30, how)
+    parts = paged_attention.attend_chunk(query, keys, values, 30, how)
     torch.testing.assert_close(whole, parts, atol=1e-6, rtol=1e-6)
 
 

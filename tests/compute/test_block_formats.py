@@ -14,13 +14,13 @@ import torch
 
 from fminfer.compute import quantized
 from fminfer.compute.quantized import (
-    GGUF_FORMS,
+    GGUF_FORMATS,
     INT4,
     INT8,
     INT8_32,
-    OWN_FORMS,
+    OWN_FORMATS,
     Blocks,
-    quantized_forms,
+    choose_quantized_formats,
 )
 from fminfer.compute.values.weights import Dense, Format, Joined, TensorSpec, Use, join
 from fminfer.models.formats import Holding
@@ -33,10 +33,10 @@ SAMPLES = Path(__file__).parent.parent / "data/gguf"
 FLOATS = Dense(torch.float32)
 HALVES = Dense(torch.bfloat16)
 SYMMETRIC = ("int4-symmetric", "int4-symmetric-128")
-of_own_forms = pytest.mark.parametrize("form", OWN_FORMS, ids=lambda form: form.name)
+of_own_forms = pytest.mark.parametrize("form", OWN_FORMATS, ids=lambda form: form.name)
 
 
-@pytest.mark.parametrize("form", GGUF_FORMS, ids=lambda form: form.name)
+@pytest.mark.parametrize("form", GGUF_FORMATS, ids=lambda form: form.name)
 def test_numbers_are_those_of_llama_cpps_package(form: Blocks) -> None:
     """Bit by bit, for any bytes."""
     gguf = pytest.importorskip("gguf")
@@ -83,7 +83,7 @@ def test_numbers_are_those_of_llama_cpp() -> None:
             )
     assert len(seen) >= 12
     gguf = pytest.importorskip("gguf")
-    for form in GGUF_FORMS:
+    for form in GGUF_FORMATS:
         try:
             gguf.quants.quantize(
                 np.zeros((1, 256), np.float32), gguf.GGMLQuantizationType[form.name]
@@ -287,12 +287,12 @@ def test_only_rows_in_floats_are_quantized() -> None:
     assert plain == join([(HALVES, 8), (FORMS["Q5_K"], 4)])
 
 
-@pytest.mark.parametrize("name", [form.name for form in OWN_FORMS])
+@pytest.mark.parametrize("name", [form.name for form in OWN_FORMATS])
 def test_every_form_has_those_that_take_shorter_rows(name: str) -> None:
     for use in ("product", "head"):
-        forms = quantized_forms(name, use)
+        forms = choose_quantized_formats(name, use)
         assert any(form.takes(32) for form in forms)
-    assert quantized_forms(name, "product")[0].name == name
+    assert choose_quantized_formats(name, "product")[0].name == name
 
 
 def test_joined_rows_are_those_of_their_parts() -> None:

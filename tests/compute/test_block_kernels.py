@@ -15,8 +15,8 @@ from fminfer.compute.layers.experts import PackedExperts
 from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
-    head_takes,
-    kernel_takes,
+    can_sum_in_float32,
+    is_kernel_faster,
 )
 from fminfer.compute.quantized import INT4, INT8, INT8_32, Blocks
 from fminfer.compute.values.spec import Mlp, Moe
@@ -98,7 +98,7 @@ def test_products_are_right_and_a_row_is_the_same_beside_any_others(
             for bias in (None, torch.randn(outputs)):
                 product = kernel.pack(weight, bias)
                 set_threads(3)
-                sums = product.unrounded(x)
+                sums = product.multiply_unrounded(x)
                 assert_near(
                     sums, x, weight, torch.zeros(outputs) if bias is None else bias
                 )
@@ -107,7 +107,7 @@ def test_products_are_right_and_a_row_is_the_same_beside_any_others(
                 for rows in ROWS:
                     set_threads(1 + 2 * (rows % 2))
                     first = 7 * rows % 200
-                    found = product.unrounded(x[first : first + rows])
+                    found = product.multiply_unrounded(x[first : first + rows])
                     assert torch.equal(found, sums[first : first + rows]), (
                         f"{rows} rows"
                     )
@@ -172,10 +172,12 @@ def test_parts_of_several_formats_are_what_each_is_alone(
     for rows in (1, 4, 5, 100):
         for num_threads in (1, 3):
             set_threads(num_threads)
-            expected = torch.cat([each.unrounded(x[:rows]) for each in alone], -1)
-            assert torch.equal(product.unrounded(x[:rows]), expected)
+            expected = torch.cat(
+                [each.multiply_unrounded(x[:rows]) for each in alone], -1
+            )
+            assert torch.equal(product.multiply_unrounded(x[:rows]), expected)
             assert torch.equal(product(x[:rows]), expected.to(of_rows))
-    assert_near(product.unrounded(x), x, weight, bias)
+    assert_near(product.multiply_unrounded(x), x, weight, bias)
 
 
 def test_parts_of_float32_take_rows_of_float32_alone(kernel: ProductKernel) -> None:
@@ -185,7 +187,7 @@ def test_parts_of_float32_take_rows_of_float32_alone(kernel: ProductKernel) -> N
     assert_near(kernel.pack(weight, None)(x), x, weight, torch.zeros(75))
     with pytest.raises(AssertionError, match="rows"):
         kernel.pack(weight, None)(x.bfloat16())
-    wide = kernel.pack(weight, None).unrounded(x.bfloat16())
+    wide = kernel.pack(weight, None).multiply_unrounded(x.bfloat16())
     assert torch.equal(wide, kernel.pack(weight, None)(x.bfloat16().float()))
 
 
@@ -291,21 +293,21 @@ def test_what_the_kernel_serves(
         monkeypatch.setattr(products, "has_unit", lambda name, tiles=has_tiles: tiles)
         for form in FORMS.values():
             for dtype in (FLOATS, HALVES):
-                assert kernel_takes(form, dtype) == (form.kind is not None)
-            assert head_takes(form) == (form.kind is not None)
+                assert is_kernel_faster(form, dtype) == (form.kind is not None)
+            assert can_sum_in_float32(form) == (form.kind is not None)
             assert kernel.can_pack(random_weight(form, 3, 256)) == (
                 form.kind is not None
             )
-            assert not kernel_takes(form, torch.float16)
+            assert not is_kernel_faster(form, torch.float16)
         for parts in MIXED:
             held = join(parts)
-            assert kernel_takes(held, FLOATS) and kernel_takes(held, HALVES)
+            assert is_kernel_faster(held, FLOATS) and is_kernel_faster(held, HALVES)
             assert kernel.can_pack(
                 random_weight(held, sum(num for _, num in parts), 256)
             )
-            assert not head_takes(held), "a head is one part"
-        assert not kernel_takes(join([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS)
-        assert not kernel_takes(join([(INT8, 4), (Dense(FLOATS), 4)]), HALVES)
+            assert not can_sum_in_float32(held), "a head is one part"
+        assert not is_kernel_faster(join([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS)
+        assert not is_kernel_faster(join([(INT8, 4), (Dense(FLOATS), 4)]), HALVES)
 
 
 @of_both_types

@@ -18,13 +18,13 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
-from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
+from fminfer.compute.sampling.masks import LogitEditTensors, make_mask_tensors
 from fminfer.compute.sampling.sampler import (
     Drawer,
     SamplingTensors,
+    compute_token_bits,
     draw,
     sample,
-    token_bits,
 )
 from fminfer.compute.values.step import make_draws
 from fminfer.compute.values.weights import dense
@@ -182,7 +182,7 @@ def edits_of(settings: list[Setting]) -> LogitEditTensors:
         column([s.repetition for s in settings], 4, 1.0),
         column([s.minus for s in settings], 5, 0.0),
         *(torch.empty(0, dtype=torch.int64) for _ in range(2)),
-        make_masks(
+        make_mask_tensors(
             [mask_of(range(0, VOCAB, s.only), has_few=s.has_few) for s in settings],
             range(len(settings)),
             VOCAB,
@@ -348,7 +348,9 @@ def test_noise_is_uniform_and_neighbours_are_unrelated(name: str) -> None:
     noise = torch.tensor([STREAMS[name](i) for i in range(count)])
     for token in (0, 41):
         values = (
-            token_bits(noise, torch.arange(42))[:, token].numpy().astype(np.int64)
+            compute_token_bits(noise, torch.arange(42))[:, token]
+            .numpy()
+            .astype(np.int64)
             % 2**32
         ) / 2**32
         bins = (values * 200).astype(int)

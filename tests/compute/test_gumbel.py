@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute.sampling.sampler import gumbel, token_bits
+from fminfer.compute.sampling.sampler import compute_gumbel_noise, compute_token_bits
 from fminfer.engine.noise import step_noise
 from tests.compute.test_distribution import NORMAL_QUANTILE, check_counts
 
@@ -35,8 +35,8 @@ def test_bits_and_noise_are_as_defined() -> None:
         *(step_noise(KEY, i) for i in range(9)),
     ]
     vocab = 300
-    bits = token_bits(torch.tensor(noise), torch.arange(vocab))
-    values = gumbel(torch.tensor(noise), torch.arange(vocab))
+    bits = compute_token_bits(torch.tensor(noise), torch.arange(vocab))
+    values = compute_gumbel_noise(torch.tensor(noise), torch.arange(vocab))
     for row, number in enumerate(noise):
         for token in range(vocab):
             right = mix(mix(token ^ number & WORD) ^ number >> 32 & WORD)
@@ -53,9 +53,11 @@ def test_the_mixer_spreads_each_bit() -> None:
     count = 20_000
     noise = torch.tensor([step_noise(KEY, i) for i in range(count)])
     ids = torch.tensor([0, *(1 << bit for bit in range(10))])
-    plain, *near = token_bits(noise, ids).split(1, 1)
+    plain, *near = compute_token_bits(noise, ids).split(1, 1)
     near += [
-        token_bits(noise ^ (1 << bit if bit < 63 else -(2**63)), torch.arange(1))
+        compute_token_bits(
+            noise ^ (1 << bit if bit < 63 else -(2**63)), torch.arange(1)
+        )
         for bit in range(64)
     ]
     shifts = torch.arange(32)
@@ -75,8 +77,8 @@ def test_noise_of_tokens_and_of_steps_is_unrelated(lag: int) -> None:
     count = 120_000
     steps = noise_of_steps(count)
     for name, bits in (
-        ("tokens", token_bits(steps[:1], torch.arange(count))[0]),
-        ("steps", token_bits(steps, torch.arange(8))[:, 7]),
+        ("tokens", compute_token_bits(steps[:1], torch.arange(count))[0]),
+        ("steps", compute_token_bits(steps, torch.arange(8))[:, 7]),
     ):
         values = (bits.numpy().astype(np.int64) & WORD) / 2**32
         bins = (values * 20).astype(int)
@@ -95,7 +97,7 @@ def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     num_rows = 3000
     vocab = 3000
     noise = torch.tensor([step_noise(KEY, i) for i in range(num_rows)])
-    bits = token_bits(noise, torch.arange(vocab))
+    bits = compute_token_bits(noise, torch.arange(vocab))
     is_small = (bits >= 0) & (bits < 2**32 // vocab)  # one a row, on average
     counts = torch.bincount(is_small.sum(-1), minlength=6).numpy()
     probs = np.array([math.exp(-1) / math.factorial(k) for k in range(5)])

@@ -112,7 +112,7 @@ def test_nothing_beside_the_operands_is_read(
         weight = dense(between_nan(layer.weight), "head")
         if kernel.can_pack(weight):  # of whole units
             product = kernel.pack(weight, between_nan(layer.bias.float()))
-            assert_exact(product.unrounded(between_nan(x)), x, layer)
+            assert_exact(product.multiply_unrounded(between_nan(x)), x, layer)
 
 
 def between_nan(tensor: torch.Tensor) -> torch.Tensor:
@@ -130,7 +130,9 @@ def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: ProductKernel) ->
         both = dense(weight, "head"), dense(weight.float(), "head")
         if kernel.can_pack(both[0]):  # of whole units
             kept, widened = (kernel.pack(each, None) for each in both)
-            assert torch.equal(kept.unrounded(x), widened.unrounded(x))
+            assert torch.equal(
+                kept.multiply_unrounded(x), widened.multiply_unrounded(x)
+            )
 
 
 @pytest.mark.parametrize(("of_rows", "of_weight"), PAIRS)

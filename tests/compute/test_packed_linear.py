@@ -15,7 +15,7 @@ from torch import nn
 import fminfer
 from fminfer.compute.layers.products import (
     Linear,
-    library_products,
+    make_library_candidates,
     onednn_packs_bfloat16,
 )
 from fminfer.compute.trial import Candidate
@@ -39,7 +39,7 @@ def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Function:
     bias = None if linear.bias is None else linear.bias.detach()
     weight = linear.weight.detach()
     registry = plain_registry(weight.dtype)
-    registry.of_products += library_products(weight.dtype, is_fast=is_fast)
+    registry.of_products += make_library_candidates(weight.dtype, is_fast=is_fast)
     return registry.product(dense(weight, "product"), bias)
 
 

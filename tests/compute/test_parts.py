@@ -12,11 +12,11 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.bodies import LayerKernels, PartKernels
+from fminfer.compute.layers.bodies import CpuPartKernels, PartKernels
 from fminfer.compute.layers.products import (
-    library_products,
+    make_library_candidates,
+    make_product_candidate,
     onednn_packs_bfloat16,
-    product_candidate,
 )
 from fminfer.compute.values.spec import Mlp, Moe
 from fminfer.compute.values.weights import Weight, dense
@@ -63,7 +63,7 @@ EXPERTS = 6
 WIDTH = 32
 
 
-class Counting(LayerKernels):
+class Counting(CpuPartKernels):
     """The CPU's kernels, counted."""
 
     def __init__(self) -> None:
@@ -161,7 +161,7 @@ def test_bfloat16_errs_no_more_than_transformers(name: str, tmp_path: Path) -> N
     limit = 1.1 * error_of(own_logprobs(model.bfloat16(), rows))
     bodies: list[PartKernels | None] = [None]
     if find_compiler() is not None:
-        bodies.append(LayerKernels(built_library()))
+        bodies.append(CpuPartKernels(built_library()))
     for kernels in bodies:
         found = logprobs_in_bfloat16(tmp_path, kernels, rows)
         assert error_of(found) <= limit
@@ -205,8 +205,8 @@ def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
     how, tensors = make_experts(dtype)
     registry = plain_registry(dtype)
     if find_compiler() is not None:
-        registry.of_products.append(product_candidate(built_library(), dtype))
-    registry.of_products += library_products(dtype, is_fast=True)
+        registry.of_products.append(make_product_candidate(built_library(), dtype))
+    registry.of_products += make_library_candidates(dtype, is_fast=True)
     packed = MoeOf(how, tensors, Bodies(registry, 8))
     plain = MoeOf(how, tensors, bodies_of(dtype=dtype))
     many = torch.randn(70, WIDTH).to(dtype)

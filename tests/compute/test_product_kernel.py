@@ -16,8 +16,8 @@ from fminfer.compute.layers import products
 from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
-    kernel_takes,
-    library_products,
+    is_kernel_faster,
+    make_library_candidates,
     onednn_packs_bfloat16,
 )
 from fminfer.compute.values.weights import Dense, Weight, dense
@@ -171,7 +171,7 @@ def test_sums_of_16_bit_products_may_stay_float32(
     product = pack(kernel, weight, bias)
     for rows in (1, 7, 30, 600):
         x = torch.randn(rows, 96).to(of_rows)
-        found = product.unrounded(x)
+        found = product.multiply_unrounded(x)
         assert found.dtype == torch.float32
         assert torch.equal(found.to(of_rows), product(x))
         assert of_rows == FLOATS or not torch.equal(found.bfloat16().float(), found)
@@ -223,9 +223,9 @@ def test_it_is_used_where_onednn_is_slower(
     has_tiles: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(products, "has_unit", lambda name: has_tiles)
-    assert kernel_takes(Dense(FLOATS), FLOATS)
-    assert kernel_takes(Dense(HALVES), HALVES) == (not has_tiles)
-    assert kernel_takes(Dense(HALVES), FLOATS)
+    assert is_kernel_faster(Dense(FLOATS), FLOATS)
+    assert is_kernel_faster(Dense(HALVES), HALVES) == (not has_tiles)
+    assert is_kernel_faster(Dense(HALVES), FLOATS)
 
 
 @needs_onednn
@@ -237,7 +237,7 @@ def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
     with torch.inference_mode():
         expected = [layer(x) for layer, x in zip(layers, xs, strict=True)]
         registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
-        registry.of_products[1:] = library_products(HALVES, is_fast=True)
+        registry.of_products[1:] = make_library_candidates(HALVES, is_fast=True)
         packed = [
             registry.product(dense(layer.weight, "product"), layer.bias)
             for layer in layers

@@ -17,14 +17,14 @@ from fminfer.compute.sampling.masks import LogitEditTensors, StepEdits
 from fminfer.compute.sampling.sampler import (
     Drawer,
     SamplingTensors,
+    compute_gumbel_noise,
+    copy_to_host,
     draw,
-    gumbel,
     rank,
     sample,
     score,
-    to_host,
 )
-from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns, masks_of
+from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks, unpack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
 from fminfer.engine.noise import step_noise
 from tests.conftest import built_library, span
@@ -217,7 +217,7 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(
         settings = SamplingTensors.of(
             make_draws(range(count), **columns), torch.device("cpu")
         )
-        noise = gumbel(settings.noise, torch.arange(vocab))
+        noise = compute_gumbel_noise(settings.noise, torch.arange(vocab))
         rows = torch.arange(count)[random(count) < 0.8]
         with torch.inference_mode():
             ids = drawer(logits, settings, rows).tolist()
@@ -475,7 +475,7 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
             for name in ("bias", "factor", "minus")
         },
         banned_ids=np.array([20, 21, 22]),
-        **mask_columns(
+        **pack_masks(
             [
                 make_mask(pack_token_ids([3, 7], 8)),
                 make_mask(invert_mask(pack_token_ids([1], 8))),
@@ -508,7 +508,7 @@ def test_draws_travel_in_one_copy_as_they_are() -> None:
     for top in (0, 2):
         top_ids = torch.tensor([[9, 2**33], [0, 1]])[:, :top]
         best = torch.tensor([[-1e-30, float("-inf")], [-0.3, -7.7]])[:, :top]
-        found = to_host(TokenLogprobs(ids, logprobs, top_ids, best))
+        found = copy_to_host(TokenLogprobs(ids, logprobs, top_ids, best))
         assert (
             found.ids.tolist() == ids.tolist()
             and found.top_ids.tolist() == top_ids.tolist()
@@ -540,7 +540,7 @@ def test_rows_without_top_p_read_nothing_from_the_device(
 def masked(logits: torch.Tensor, step: Step) -> torch.Tensor:
     """Put -inf by hand where a row's mask has no bit."""
     left = logits.float().clone()
-    for place, mask in enumerate(masks_of(step)):
+    for place, mask in enumerate(unpack_masks(step)):
         # its sign stands for all behind
         number = int.from_bytes(mask.bits, "little", signed=True)
         banned = [
@@ -587,7 +587,7 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
     draws["top_k"][number % 8 == 3] = 40
     draws["top_k"][number % 16 == 4] = 1
     draws["min_p"][number % 8 == 5] = 0.1
-    step = Step(0, draws=draws, **mask_columns([few, bits, two, last, but, low]))
+    step = Step(0, draws=draws, **pack_masks([few, bits, two, last, but, low]))
     if has_edits:
         draws["num_edits"][::3] = 4
         draws["num_banned"][1::5] = 2
@@ -670,7 +670,7 @@ def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
     """Any mask copied the logits of all rows of its step, 16 ms of a step's 40."""
     logits = torch.zeros(3, VOCAB)
     logits[:, 7] = 9.0
-    masks = mask_columns([make_mask(pack_token_ids([3, 7], 8))])
+    masks = pack_masks([make_mask(pack_token_ids([3, 7], 8))])
     edits = edits_of(
         Step(0, draws=make_draws(range(3), mask=[0, -1, 0]), **masks), VOCAB
     )

@@ -19,7 +19,7 @@ from fminfer.compute.sampling.sampler import Drawer, Ranker, SamplingTensors, dr
 from fminfer.compute.sampling.sampler import sample as sample_whole
 from fminfer.compute.sampling.sampler import score as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
-from fminfer.compute.values.step import Step, TokenLogprobs, mask_columns
+from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
 from fminfer.core.partition import split_evenly
 from tests.conftest import built_library, num_examples, span
@@ -130,7 +130,7 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
             [rng.choice([0, 1.5]) for _ in range(num_edits)], np.float32
         ),
         banned_ids=ids_of(counts[ROWS:]),
-        **mask_columns(masks),
+        **pack_masks(masks),
     )
     how = SamplingTensors.of(draws, CPU)
     edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))

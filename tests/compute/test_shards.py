@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.quantized import GGUF_FORMS, INT4, INT8, OWN_FORMS, Blocks
+from fminfer.compute.quantized import GGUF_FORMATS, INT4, INT8, OWN_FORMATS, Blocks
 from fminfer.compute.shards import CAPACITY
 from fminfer.compute.values.weights import Joined, join
 from fminfer.core.errors import PipelineError
@@ -87,7 +87,9 @@ def test_ranks_that_compute_other_steps_are_no_sum() -> None:
     assert all("different sizes" in each for each in on_each(2, work))
 
 
-@pytest.mark.parametrize("form", [*OWN_FORMS, *GGUF_FORMS], ids=lambda form: form.name)
+@pytest.mark.parametrize(
+    "form", [*OWN_FORMATS, *GGUF_FORMATS], ids=lambda form: form.name
+)
 def test_blocks_are_cut_along_their_inputs(form: Blocks) -> None:
     """Each number of a cut is the one that the whole weight has there, to the last bit."""
     unit = form.block or 32

@@ -12,10 +12,10 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
-from fminfer.compute.attention.kernel_attention import KernelAttention
+from fminfer.compute.attention.kernel_attention import CpuAttention
 from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.layers.bodies import LayerKernels
+from fminfer.compute.layers.bodies import CpuPartKernels
 from fminfer.compute.layers.products import Linear, PackedProduct
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
@@ -34,8 +34,8 @@ needs_compiler = pytest.mark.skipif(
     find_compiler() is None, reason="there is no C++ compiler"
 )
 PARTS = ["norm", "add_and_norm", "rotate", "gate"]
-EVERY = [(LayerKernels, name) for name in (*PARTS, "gelu")]
-EVERY += [(KernelAttention, "__call__"), (PackedProduct, "unrounded")]
+EVERY = [(CpuPartKernels, name) for name in (*PARTS, "gelu")]
+EVERY += [(CpuAttention, "__call__"), (PackedProduct, "multiply_unrounded")]
 
 
 def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
@@ -56,9 +56,9 @@ def make_wrong(owner: type, name: str, patch: pytest.MonkeyPatch) -> None:
 @pytest.mark.parametrize(
     ("owner", "name"),
     [
-        (LayerKernels, "norm"),
-        (LayerKernels, "gate"),
-        (KernelAttention, "__call__"),
+        (CpuPartKernels, "norm"),
+        (CpuPartKernels, "gate"),
+        (CpuAttention, "__call__"),
         (DrawKernel, "__call__"),
         (ScoreKernel, "__call__"),
     ],
@@ -221,7 +221,7 @@ def test_a_quiet_run_says_that_a_kernel_is_not_used(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """With -q nobody was told but --stats."""
-    make_wrong(LayerKernels, "norm", monkeypatch)
+    make_wrong(CpuPartKernels, "norm", monkeypatch)
     given = ["run", "--prompt", "How do I get", "-q", "--kernels"]
     found = CliRunner().invoke(main, [*given, "auto"])
     assert (

@@ -20,14 +20,21 @@ import torch
 from torch.nn.functional import scaled_dot_product_attention
 
 from fminfer.compute.attention import triton_attention
-from fminfer.compute.attention.kernel_attention import AttentionAsked, attention_pairs
+from fminfer.compute.attention.kernel_attention import (
+    StageAttention,
+    compute_attention_pairs,
+)
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.attention.triton_attention import TileShape, TritonAttention
 from fminfer.compute.layers import triton_layers
-from fminfer.compute.layers.bodies import PART_ERRORS, part_pairs
-from fminfer.compute.layers.triton_layers import TOKENS, TritonLayers, triton_race
-from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, draw_pairs
-from fminfer.compute.sampling.masks import LogitEditTensors, make_masks
+from fminfer.compute.layers.bodies import PART_ERRORS, compute_part_pairs
+from fminfer.compute.layers.triton_layers import (
+    TOKENS,
+    TritonPartKernels,
+    race_in_triton,
+)
+from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, compute_draw_pairs
+from fminfer.compute.sampling.masks import LogitEditTensors, make_mask_tensors
 from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
 from fminfer.compute.trial import compare
 from fminfer.compute.values.spec import Alibi
@@ -173,9 +180,9 @@ def test_padded_tiles() -> None:
     rows = Rows.of((16, 1, [5, 2, 8]), (3, 1, [9]), (31, 1, [1, 7]))
     right = kernel.plan(rows, 16)
     numbers = torch.cat(
-        [torch.from_numpy(each) for each in kernel.decode_numbers(rows, 16, 8)]
+        [torch.from_numpy(each) for each in kernel.lay_out_decode_numbers(rows, 16, 8)]
     )
-    found = kernel.decode_plan(numbers.to(DEVICE), 8)
+    found = kernel.make_decode_layout(numbers.to(DEVICE), 8)
     assert not len(found.prompt_tiles)
     assert torch.equal(found.decode_tiles[:3], right.decode_tiles)
     assert torch.equal(found.slots[:3], right.slots)
@@ -229,9 +236,9 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(builder, "open_registry", open_interpreted)
 
 
-def try_parts(dtype: torch.dtype) -> TritonLayers:
-    kernels = TritonLayers(DEVICE)
-    compare(part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
+def try_parts(dtype: torch.dtype) -> TritonPartKernels:
+    kernels = TritonPartKernels(DEVICE)
+    compare(compute_part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
     return kernels
 
 
@@ -254,7 +261,7 @@ def test_triton_is_tested_on_a_gpu_where_there_is_one(
 @interpreted
 def test_draws_are_those_of_the_cpu() -> None:
     """The same tokens, also beside what is hidden or no number."""
-    draws = partial(draw, racer=triton_race)
+    draws = partial(draw, racer=race_in_triton)
     count = 12
     for vocab in (1, 700, TOKENS, 2 * TOKENS + 3):
         logits = torch.randn(count, vocab) * 3
@@ -300,7 +307,7 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
             minus,
             rows,
             ids,
-            masks=make_masks([bits, few], places, vocab, device),
+            masks=make_mask_tensors([bits, few], places, vocab, device),
         )
         ways = make_draws(
             range(count),
@@ -313,7 +320,7 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
         drawer = (
             draw
             if device.type == "cpu" and not found
-            else partial(draw, racer=triton_race)
+            else partial(draw, racer=race_in_triton)
         )
         draws = sample(
             logits.to(device), how, 1, edits, tokens=span(logits, drawer=drawer)
@@ -328,10 +335,12 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
 
 @interpreted
 def test_a_race_that_gives_something_else_is_refused() -> None:
-    compare(draw_pairs(partial(draw, racer=triton_race), DEVICE), TOKEN_ERROR)
-    wrong = partial(draw, racer=lambda *given: triton_race(*given) ^ 1)
+    compare(
+        compute_draw_pairs(partial(draw, racer=race_in_triton), DEVICE), TOKEN_ERROR
+    )
+    wrong = partial(draw, racer=lambda *given: race_in_triton(*given) ^ 1)
     with pytest.raises(ValueError, match="off by"):
-        compare(draw_pairs(wrong, DEVICE), TOKEN_ERROR)
+        compare(compute_draw_pairs(wrong, DEVICE), TOKEN_ERROR)
 
 
 @interpreted
@@ -408,7 +417,7 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
     name: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     try_parts(torch.float16)
-    compute = getattr(TritonLayers, name)
+    compute = getattr(TritonPartKernels, name)
 
     def compute_wrong(*args: Any) -> Any:
         found = compute(*args)
@@ -416,7 +425,7 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
         part[..., -1] *= 1.02
         return found
 
-    monkeypatch.setattr(TritonLayers, name, compute_wrong)
+    monkeypatch.setattr(TritonPartKernels, name, compute_wrong)
     with pytest.raises(ValueError, match="off by"):
         try_parts(torch.float16)
 
@@ -491,7 +500,7 @@ def test_why_a_kernel_is_not_used_is_told(
     def fail(*given: object) -> None:
         raise error
 
-    monkeypatch.setattr(triton_layers, "TritonLayers", fail)
+    monkeypatch.setattr(triton_layers, "TritonPartKernels", fail)
     registry = on_gpu("auto")
     assert registry.parts.kernels is None and re.search(told, registry.why_plain)
     with pytest.raises(UsageError, match=told):
@@ -620,7 +629,7 @@ def test_tiles_are_as_large_as_registers_and_shared_memory_hold(
         (128, torch.float32, 99, TileShape(16, 32, 4, 1), TileShape(16, 32, 4, 2)),
     ):
         monkeypatch.setattr(
-            triton_attention, "_shared_bytes", lambda device, kb=room: kb << 10
+            triton_attention, "_find_shared_bytes", lambda device, kb=room: kb << 10
         )
         kernel = TritonAttention(8, 2, dim, dtype=dtype, device=cpu)
         assert (kernel.prompt, kernel.decode) == (prompt, decode), (dim, dtype, room)
@@ -644,7 +653,7 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
     """Bit for bit: alone its splits are in programs of their own, beside many others in one."""
     monkeypatch.setattr(triton_attention, "SPLIT", 64)
     monkeypatch.setattr(triton_attention, "SPLITS", 4)
-    monkeypatch.setattr(triton_attention, "_processors", lambda device: 4)
+    monkeypatch.setattr(triton_attention, "_count_processors", lambda device: 4)
     kernel = TritonAttention(4, 2, 24, dtype=torch.float32, device=DEVICE)
     lengths = [180, 300, 64, 65]
     block = 16
@@ -768,6 +777,6 @@ def test_models_are_tried_only_with_what_their_layers_have() -> None:
     ):
         tried.clear()
         kinds = tuple(replace(plain, **each) for each in limits)
-        asked = AttentionAsked(2 * kinds, 32, torch.float32)
-        list(attention_pairs(Kernel(), asked, 67, **where))
+        asked = StageAttention(2 * kinds, 32, torch.float32)
+        list(compute_attention_pairs(Kernel(), asked, 67, **where))
         assert set(tried) == expected and len(tried) == 3 * len(limits), limits

@@ -14,9 +14,9 @@ from fminfer.compute.attention.scoring import (
     MOST_RELATIVE,
     NO_LIMIT,
     Scoring,
-    relative_buckets,
-    relative_reach,
-    scoring_of,
+    compute_relative_buckets,
+    compute_relative_reach,
+    make_scoring,
 )
 from fminfer.compute.values.spec import Attention, Relative
 from fminfer.compute.values.step import BlockTables, Rows, Step
@@ -102,7 +102,7 @@ def test_prompts_see_themselves_alone(
     how = make_how(kv_heads, dtype, **changes)
     kernel, device = make_kernel(body, how.heads, kv_heads, how.head_dim, dtype)
     biases = some_biases(how, dtype)
-    scoring = scoring_of(
+    scoring = make_scoring(
         how, device, None, None if biases is None else biases.to(device)
     )
     own = replace(
@@ -113,7 +113,7 @@ def test_prompts_see_themselves_alone(
     )
     some = (LENGTHS, LENGTHS[::-1].copy(), LENGTHS[2:5])
     for lengths in some[2 if changes else 0 :: 2] if is_slow else some:
-        attend = whole.plan_whole(lengths, 2, None)
+        attend = whole.make_prompt_attention(lengths, 2, None)
         for layer in range(2):
             tokens = int(lengths.sum())
             parts = (
@@ -151,9 +151,9 @@ def test_without_memory_for_more_blocks_those_of_before_stay(
     with monkeypatch.context() as patched:
         patched.setattr(torch, "empty", fail)
         with pytest.raises(RuntimeError, match="allocate"):
-            whole.plan_whole(LENGTHS, 1, None)
+            whole.make_prompt_attention(LENGTHS, 1, None)
     half = LENGTHS[:3]
-    ((keys, values),) = whole.plan_whole(half, 1, None).layers
+    ((keys, values),) = whole.make_prompt_attention(half, 1, None).layers
     assert len(keys) == len(values) == whole.num_blocks >= half.sum() / 8
 
 
@@ -171,9 +171,9 @@ def test_only_kept_tokens_have_outputs(body: str) -> None:
     )
     parts = [torch.randn(int(LENGTHS.sum()), n, DIM).to(device) for n in (4, 2, 2)]
     kept = torch.from_numpy(LENGTHS.cumsum() - LENGTHS).to(device)
-    scoring = scoring_of(how, device)
-    first = whole.plan_whole(LENGTHS, 1, kept)(0, *parts, scoring)
-    everything = whole.plan_whole(LENGTHS, 1, None)(0, *parts, scoring)
+    scoring = make_scoring(how, device)
+    first = whole.make_prompt_attention(LENGTHS, 1, kept)(0, *parts, scoring)
+    everything = whole.make_prompt_attention(LENGTHS, 1, None)(0, *parts, scoring)
     assert torch.allclose(first, everything[kept], atol=1e-6)
 
 
@@ -190,7 +190,7 @@ def test_decode_rows_have_biases_by_distance(body: str, dtype: torch.dtype) -> N
     )
     biases = some_biases(how, dtype)
     assert biases is not None
-    scoring = scoring_of(how, device, None, biases.to(device))
+    scoring = make_scoring(how, device, None, biases.to(device))
     assert scoring.relative is not None
     own = replace(scoring, relative=scoring.relative.cpu())
     tables = ([0, 2, 4, 6, 8], [1, 3, 5])
@@ -222,7 +222,7 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
     cache = KvCache(
         [how], num_blocks=9, block_size=16, dtype=dtype, device=device, kernel=kernel
     )
-    scoring = scoring_of(how, device)
+    scoring = make_scoring(how, device)
     sizes = np.array([35, 35, 70, 35])
     memories = [torch.randn(2, n, 4, how.head_dim).to(dtype) for n in (35, 70)]
     blocks = [[0, 4, 2], [1, 3, 5, 7, 8]]
@@ -256,7 +256,7 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
                 for n in range(2)
             )
             kept = np.arange(1, last - first, 2) if last - first > 2 else None
-            attend = cache.plan_cross(tables.cross(step, first, last), kept)
+            attend = cache.make_cross_attention(tables.cross(step, first, last), kept)
             given = q if kept is None else q[kept]
             found = attend(
                 0, *(x.to(device) for x in (given, keys, values)), scoring
@@ -294,9 +294,9 @@ def test_a_value_that_is_no_number_reaches_those_that_see_it(
         )
         q, k, v = (torch.randn(num + 5, 4, how.head_dim).to(dtype) for _ in "qkv")
         v[num // 2] = odd
-        attend = whole.plan_whole(np.array([num, 5]), 1, None)
+        attend = whole.make_prompt_attention(np.array([num, 5]), 1, None)
         given = (x.to(device) for x in (q, k, v))
-        found = attend(0, *given, scoring_of(how, device)).cpu()
+        found = attend(0, *given, make_scoring(how, device)).cpu()
         is_odd = ~found.isfinite().all(-1).all(-1)
         sees = (torch.arange(num + 5) - num // 2).abs() < 4
         assert is_odd.tolist() == (sees & (torch.arange(num + 5) < num)).tolist()
@@ -311,7 +311,9 @@ def test_buckets_are_those_of_transformers() -> None:
             expected = T5Attention._relative_position_bucket(
                 -distance, not is_causal, buckets, most
             )
-            found = relative_buckets(Relative(buckets, most, is_causal=is_causal))
+            found = compute_relative_buckets(
+                Relative(buckets, most, is_causal=is_causal)
+            )
             assert torch.equal(found[distance.clamp(-most, most) + most], expected)
 
 
@@ -329,7 +331,7 @@ def test_buckets_reach_beyond_the_largest_distance(
     from transformers.models.t5.modeling_t5 import T5Attention
 
     how = Relative(buckets, most, is_causal=is_causal)
-    reach = relative_reach(how)
+    reach = compute_relative_reach(how)
     if reach == NO_LIMIT:
         reach = most
     elif reach < MOST_RELATIVE - 1:
@@ -342,11 +344,11 @@ def test_buckets_reach_beyond_the_largest_distance(
     expected = T5Attention._relative_position_bucket(
         -distance, not is_causal, buckets, most
     )
-    assert torch.equal(relative_buckets(how), expected)
+    assert torch.equal(compute_relative_buckets(how), expected)
 
 
 def test_as_many_buckets_as_distances_have_no_steps() -> None:
     """32 buckets over a distance of 16 ended in a bare IndexError."""
     how = Relative(32, 16, is_causal=True)
-    assert relative_reach(how) == 15
-    assert relative_buckets(how)[15:].tolist() == [*range(16)]
+    assert compute_relative_reach(how) == 15
+    assert compute_relative_buckets(how)[15:].tolist() == [*range(16)]

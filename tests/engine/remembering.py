@@ -20,7 +20,7 @@ from fminfer.compute.values.step import (
     Step,
     StepResult,
     TokenLogprobs,
-    masks_of,
+    unpack_masks,
 )
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask, StageSpan
@@ -286,7 +286,7 @@ class RememberingStage:
         )
         edits = [*zip(*(each.tolist() for each in edit_columns), strict=True)]
         banned = step.banned_ids.tolist()
-        masks = masks_of(step)
+        masks = unpack_masks(step)
         ids = []
         for draw, value in zip(step.draws, seen, strict=True):
             own = edits[: draw["num_edits"]]

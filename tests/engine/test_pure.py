@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.compute.values.step import masks_of
+from fminfer.compute.values.step import unpack_masks
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import Mask, invert_mask, make_mask, pack_token_ids
@@ -123,11 +123,11 @@ def test_rows_that_may_draw_the_same_share_a_mask() -> None:
 
     step = pack(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
     assert step.draws["mask"].tolist() == [0, -1, 1, 0, 1]
-    assert masks_of(step) == [
+    assert unpack_masks(step) == [
         make_mask(invert_mask(pack_token_ids(ids, 8))) for ids in ([3], [4, 5])
     ]
     none = pack(0, [row(), row()], [], slots).step
-    assert (masks_of(none), none.draws["mask"].tolist()) == ([], [-1, -1])
+    assert (unpack_masks(none), none.draws["mask"].tolist()) == ([], [-1, -1])
 
 
 def test_row_times_add_up_to_the_wall_time() -> None:

@@ -22,12 +22,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fminfer
 from fminfer.compute.attention import triton_attention
-from fminfer.compute.attention.paged_attention import chunk_attention
+from fminfer.compute.attention.paged_attention import attend_chunk
 from fminfer.compute.attention.scoring import AttentionCall
 from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers import triton_layers
 from fminfer.compute.layers.bodies import PartKernels, Parts
-from fminfer.compute.layers.triton_layers import TritonLayers
+from fminfer.compute.layers.triton_layers import TritonPartKernels
 from fminfer.compute.trial import explain_failure
 from fminfer.compute.values.spec import Moe
 from fminfer.compute.values.step import Rows, Step
@@ -110,9 +110,7 @@ class TilesInTorch(TritonAttention):
             )
             if num:
                 tile = query[0, :, first : first + num]
-                out[0, first : first + num] = chunk_attention(
-                    tile, *seen, position, how
-                )
+                out[0, first : first + num] = attend_chunk(tile, *seen, position, how)
         return out
 
 
@@ -508,7 +506,7 @@ def launch_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
 @torch.inference_mode()
 def watch(family: str, folder: Path, *, captures_all: bool = False) -> bool:
     """Capture a family's step under watch, with the GPU's bodies; False: it is not captured."""
-    parts = TritonLayers(CPU)
+    parts = TritonPartKernels(CPU)
     network, kernel = make_network(family, folder, None, parts, TritonAttention)
     if not (captures_all or can_capture(network.own)):
         assert any(isinstance(layer.mlp, Moe) for layer in network.own)

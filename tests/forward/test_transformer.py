@@ -16,8 +16,8 @@ import torch
 
 from fminfer.compute.attention.scoring import Scoring
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import LayerKernels
-from fminfer.compute.layers.products import library_products
+from fminfer.compute.layers.bodies import CpuPartKernels
+from fminfer.compute.layers.products import make_library_candidates
 from fminfer.compute.values.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
 from fminfer.forward.layer_step import Bodies, LayerStep
@@ -145,9 +145,9 @@ def one_stage(num_layers: int = 3) -> list[Part]:
 
 
 def kernel_bodies() -> Bodies:
-    kernels = LayerKernels(built_library())
+    kernels = CpuPartKernels(built_library())
     registry = plain_registry(kernels=kernels)
-    registry.of_products += library_products(torch.float32, is_fast=False)
+    registry.of_products += make_library_candidates(torch.float32, is_fast=False)
     return Bodies(registry, 256)
 
 

@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_leaves
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
-from fminfer.compute.quantized import GGUF_FORMS, OWN_FORMS, UNPACKING, Blocks
+from fminfer.compute.quantized import GGUF_FORMATS, OWN_FORMATS, UNPACKING, Blocks
 from fminfer.compute.values.weights import Dense, Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -284,7 +284,7 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "form", [each for each in (*GGUF_FORMS, *OWN_FORMS) if each.kind]
+    "form", [each for each in (*GGUF_FORMATS, *OWN_FORMATS) if each.kind]
 )
 def test_what_making_floats_takes(form: Blocks) -> None:
     """Plans count with these figures: a GPU has no kernels for blocks, and does it at

@@ -14,8 +14,8 @@ from fminfer.compute.values.step import (
     Results,
     Step,
     TokenLogprobs,
-    mask_columns,
-    masks_of,
+    pack_masks,
+    unpack_masks,
 )
 from fminfer.core.messages import StageSpan, invert_mask, make_mask, pack_token_ids
 from fminfer.pipeline.wire import (
@@ -61,7 +61,7 @@ def full_step() -> Step:
         cross_lengths=np.array([3, 2**40]),
         memory_lengths=np.array([0, 2]),
         memory=np.array([0, 255, 7], np.uint8),
-        **mask_columns([few, most, few]),
+        **pack_masks([few, most, few]),
     )
     step.step_id = 12
     return step
@@ -76,7 +76,7 @@ def test_a_step() -> None:
         )
     found = decode_step(encode_step(step))
     check_equal(found, step)
-    assert masks_of(found) == masks_of(step)
+    assert unpack_masks(found) == unpack_masks(step)
     check_equal(decode_step(encode_step(Step(13))), Step(13))
     check_equal(
         decode_step(encode_step(make_step([Row([1], 0, [0])]))),
@@ -119,10 +119,10 @@ def test_a_mask_goes_as_its_few_ids_or_as_bits(
 ) -> None:
     """All went as words: 2 KB for three tokens that may be drawn."""
     mask = make_mask(bits)
-    step = Step(1, draws=make_draws([0], mask=[0]), **mask_columns([mask]))
+    step = Step(1, draws=make_draws([0], mask=[0]), **pack_masks([mask]))
     data = encode_step(step)
     check_equal(decode_step(data), step)
-    assert masks_of(decode_step(data)) == [mask]
+    assert unpack_masks(decode_step(data)) == [mask]
     assert (len(step.mask_ids) > 0, len(step.mask_bits) > 0) == (
         form == "ids",
         form == "bits",
@@ -141,7 +141,7 @@ def test_masks_of_both_forms_beside_each_other() -> None:
         for ids, size in (([1], 8), ([2, 99], 16))
     ]
     masks = [of_bits[0], of_few[0], of_few[1], of_bits[1], of_few[0]]
-    assert masks_of(decode_step(encode_step(Step(1, **mask_columns(masks))))) == masks
+    assert unpack_masks(decode_step(encode_step(Step(1, **pack_masks(masks))))) == masks
 
 
 def test_a_result_with_numbers_that_are_none() -> None:

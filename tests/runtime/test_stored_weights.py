@@ -17,7 +17,7 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
-from fminfer.compute.layers.products import PackedProduct, library_products
+from fminfer.compute.layers.products import PackedProduct, make_library_candidates
 from fminfer.compute.values.weights import Dense, dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
@@ -314,7 +314,7 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
     # a processor with units for bfloat16 packed it, for such rows
     for is_fast in (False, True):
         packed = plain_registry()
-        packed.of_products += library_products(torch.float32, is_fast=is_fast)
+        packed.of_products += make_library_candidates(torch.float32, is_fast=is_fast)
         for registry in (packed, plain_registry()):
             found = registry.product(dense(weight, "product"), bias)(x)
             torch.testing.assert_close(found, expected)

@@ -12,15 +12,15 @@ import torch
 
 from fminfer.compute.attention.paged_attention import (
     MIN_ROWS,
-    AttentionBody,
+    AttentionKernel,
     PlainAttention,
     find_shared_runs,
 )
 from fminfer.compute.attention.scoring import (
     AttentionCall,
     Scoring,
-    scoring_of,
-    with_rows,
+    make_rows_contiguous,
+    make_scoring,
 )
 from fminfer.compute.kernels.calls import Arguments
 from fminfer.compute.trial import Limits, Pair, Trial
@@ -64,7 +64,7 @@ class KernelRows:
     num_tokens: int  # of all rows
 
 
-def plan_rows(rows: Rows, block_size: int) -> KernelRows:
+def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     table = np.zeros((len(rows), 7), np.int64)
     table[:, 0] = rows.firsts
@@ -73,7 +73,7 @@ def plan_rows(rows: Rows, block_size: int) -> KernelRows:
     table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
     runs, members, entries = NO_RUNS
     if len(rows) >= MIN_ROWS:
-        runs, members, own = _plan_runs(rows, block_size)
+        runs, members, own = _lay_out_runs(rows, block_size)
         num_entries = np.bincount(members, minlength=len(rows))
         table[:, 4] = num_entries.cumsum() - num_entries
         table[:, 5] = num_entries
@@ -108,7 +108,7 @@ def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
     return replace(plan, rows=rows)
 
 
-def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
+def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     """Return `runs` and `members` of KernelRows, and each row's first key of no run."""
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
@@ -126,7 +126,7 @@ def _plan_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     return np.array(runs, np.int64).reshape(-1, 4), np.concatenate(members), own
 
 
-def step_arguments(
+def make_step_arguments(
     rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
 ) -> Arguments:
     """Return what the kernel is told of a step, without any layer's tensors and settings.
@@ -155,24 +155,24 @@ def step_arguments(
     )
 
 
-class KernelAttention(AttentionBody):
+class CpuAttention(AttentionKernel):
     """The kernel, as a function of tensors."""
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
 
-    plan = staticmethod(plan_rows)
+    plan = staticmethod(lay_out_rows)
     skip = staticmethod(skip_tokens)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        """Attend as `AttentionBody` says."""
+        """Attend as `AttentionKernel` says."""
         keys = call.keys
         values = call.values
         how = call.how
         rows: KernelRows = call.rows
         kind = torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
         tensors = (call.query, call.new_keys, call.new_values)
-        asked, key, value = (with_rows(given.to(kind)) for given in tensors)
+        asked, key, value = (make_rows_contiguous(given.to(kind)) for given in tensors)
         _, heads, tokens, head_dim = asked.shape
         # The kernel trusts what it is given.
         new = 1, keys.shape[1], len(rows.slots), head_dim
@@ -184,7 +184,7 @@ class KernelAttention(AttentionBody):
             None if each is None else each.float().contiguous()
             for each in (how.slopes, how.sinks, how.relative)
         ]
-        given = step_arguments(rows, heads, keys, kind)
+        given = make_step_arguments(rows, heads, keys, kind)
         given.query, given.new_keys, given.new_values = (
             t.data_ptr() for t in (asked, key, value)
         )
@@ -208,7 +208,7 @@ class KernelAttention(AttentionBody):
 
 
 @dataclass(slots=True, frozen=True)
-class AttentionAsked:
+class StageAttention:
     """The attention that is asked for."""
 
     hows: tuple[Attention, ...]  # of all layers, whose keys have one shape
@@ -235,20 +235,24 @@ class AttentionAsked:
         return list(kind.values())
 
 
-def attention_trial(
-    asked: AttentionAsked, dtype: torch.dtype, device: torch.device
-) -> Trial[AttentionBody]:
+def make_attention_trial(
+    asked: StageAttention, dtype: torch.dtype, device: torch.device
+) -> Trial[AttentionKernel]:
     """Return how it is tried, with queries, new keys and values of a dtype."""
     num_keys = TRIED_KEYS[device.type]
     pairs = partial(
-        attention_pairs, asked=asked, num_keys=num_keys, dtype=dtype, device=device
+        compute_attention_pairs,
+        asked=asked,
+        num_keys=num_keys,
+        dtype=dtype,
+        device=device,
     )
     return Trial("attention", pairs, ATTENTION_ERRORS[dtype], asked)
 
 
-def attention_pairs(
-    kernel: AttentionBody,
-    asked: AttentionAsked,
+def compute_attention_pairs(
+    kernel: AttentionKernel,
+    asked: StageAttention,
     num_keys: int,
     *,
     dtype: torch.dtype,
@@ -261,25 +265,25 @@ def attention_pairs(
     for how in asked.kinds:
         one = replace(asked, hows=(how,))
         sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
-        found = _attend_some(kernel, one, sizes, dtype, device)
-        yield found, _attend_some(None, one, sizes, dtype, CPU)
+        found = _attend_trial_rows(kernel, one, sizes, dtype, device)
+        yield found, _attend_trial_rows(None, one, sizes, dtype, CPU)
 
 
-def _trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
+def _make_trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
     """Return scores that differ from head to head, with limits within the rows of a trial."""
     sinks = torch.linspace(-1, 2, how.heads, device=device) if how.has_sinks else None
     window = None if how.window is None else num_keys * 5 // 6
     like = replace(how, scaling=how.cache_shape[2] ** -0.5, window=window)
-    scoring = scoring_of(like, device, sinks)
+    scoring = make_scoring(like, device, sinks)
     if how.relative is None:
         return scoring
     places = torch.arange(how.heads * (num_keys // 3 * 2 + 1), device=device)
     return replace(scoring, relative=(0.37 * places).sin().view(how.heads, -1))
 
 
-def _attend_some(
-    kernel: AttentionBody | None,
-    asked: AttentionAsked,  # one kind of layer
+def _attend_trial_rows(
+    kernel: AttentionKernel | None,
+    asked: StageAttention,  # one kind of layer
     sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
     dtype: torch.dtype,  # of queries
     device: torch.device,
@@ -290,7 +294,7 @@ def _attend_some(
     block_size = asked.block_size
     (num_keys, num_rows) = sizes
     _, kv_heads, head_dim = how.cache_shape
-    body: AttentionBody = kernel or PlainAttention(device)
+    body: AttentionKernel = kernel or PlainAttention(device)
     given = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
     shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)
@@ -324,7 +328,7 @@ def _attend_some(
             keys=keys,
             values=values,
             rows=body.plan(rows, block_size),
-            how=_trial_scoring(how, num_keys, device),
+            how=_make_trial_scoring(how, num_keys, device),
         )
         outs.append(body(call)[0])
     return torch.cat([out.float().cpu() for out in outs])

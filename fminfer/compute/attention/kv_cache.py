@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.attention.paged_attention import AttentionBody, PlainAttention
+from fminfer.compute.attention.paged_attention import AttentionKernel, PlainAttention
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.step import Rows
@@ -30,7 +30,7 @@ class KvCache:
         block_size: int,
         dtype: torch.dtype,  # what is stored is rounded to it
         device: torch.device,
-        kernel: AttentionBody | None,  # None: plain torch
+        kernel: AttentionKernel | None,  # None: plain torch
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
         ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {
@@ -53,7 +53,9 @@ class KvCache:
         if self.device.type == "cpu":
             use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
 
-    def plan_cross(self, rows: Rows, kept: np.ndarray | None) -> StepAttention:
+    def make_cross_attention(
+        self, rows: Rows, kept: np.ndarray | None
+    ) -> StepAttention:
         """Return the attention of tokens to what the encoder gave, as
         `BlockTables.cross` has them.
 
@@ -71,7 +73,7 @@ class KvCache:
         last = plan if kept is None else self.body.skip(plan, kept)
         return StepAttention(self.body, self.layers, plan, last, kept)
 
-    def plan_whole(
+    def make_prompt_attention(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
     ) -> StepAttention:
         """Return the attention of prompts of these lengths; `kept` as in `plan`.
@@ -95,7 +97,7 @@ class KvCache:
 class StepAttention:
     """Attention of one step over the cache of all layers."""
 
-    body: AttentionBody
+    body: AttentionKernel
     # Keys of each layer, (blocks, KV heads, block_size, head_dim), and values; or the very keys
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
     plan: Any  # made by the body

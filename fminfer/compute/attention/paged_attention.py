@@ -47,7 +47,7 @@ def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     pending = [(np.arange(len(rows)), 0)]
     while pending:
         places, start = pending.pop()
-        for group in _same_at(places[num_full[places] > start], rows, start):
+        for group in _group_by_block(places[num_full[places] > start], rows, start):
             of = rows.table_of[group]
             last = int(num_full[group].min())
             differs = (tables[of, start:last] != tables[of[0], start:last]).any(0)
@@ -57,7 +57,7 @@ def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     return runs
 
 
-def _same_at(places: Column, rows: Rows, start: int) -> list[Column]:
+def _group_by_block(places: Column, rows: Rows, start: int) -> list[Column]:
     """Group the rows that have the same block at a place; small groups are left out."""
     if len(places) < MIN_ROWS:
         return []
@@ -106,7 +106,7 @@ class ChunkRow:
 
 
 @dataclass(slots=True, frozen=True)
-class AttentionPlan:
+class PlainLayout:
     """What plain attention needs to know of a step."""
 
     blocks: torch.Tensor  # (tokens,) int64: where new keys go
@@ -115,7 +115,7 @@ class AttentionPlan:
     decode: DecodeRows | None
 
 
-def _plan_decode(
+def _lay_out_decode_rows(
     rows: Rows, first: int, block_size: int, device: torch.device
 ) -> DecodeRows:
     runs = find_shared_runs(rows, block_size)
@@ -131,11 +131,11 @@ def _plan_decode(
     positions, blocks, row_of, start = send([rows.positions, *own], device)
     alone = SeenBlocks(row_of[:, None], blocks[:, None], start)
     return DecodeRows(
-        first, positions, [alone, *_shared_blocks(runs, rows, block_size, device)]
+        first, positions, [alone, *_split_shared_runs(runs, rows, block_size, device)]
     )
 
 
-def _shared_blocks(
+def _split_shared_runs(
     runs: list[SharedRun], rows: Rows, block_size: int, device: torch.device
 ) -> Iterator[SeenBlocks]:
     """Cut runs into pieces that bound the memory of their scores."""
@@ -149,7 +149,7 @@ def _shared_blocks(
             yield SeenBlocks(sharing[None], sent[None], starts)
 
 
-def chunk_attention(
+def attend_chunk(
     query: torch.Tensor,  # (heads, queries, head_dim)
     # (kv_heads, keys, head_dim), from position 0 up to what is seen
     keys: torch.Tensor,
@@ -167,7 +167,7 @@ def chunk_attention(
         for part in torch.split(query, tile, 1):
             seen = position + first + part.shape[1] + how.ahead
             given = part, keys[:, :seen], values[:, :seen], position + first
-            parts.append(chunk_attention(*given, how))
+            parts.append(attend_chunk(*given, how))
             first += part.shape[1]
         return torch.cat(parts)
     grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
@@ -188,7 +188,7 @@ def chunk_attention(
     return out.view(heads, queries, head_dim).transpose(0, 1)
 
 
-def decode_attention(
+def attend_decode_rows(
     query: torch.Tensor,  # (rows, heads, head_dim)
     key_blocks: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
     value_blocks: torch.Tensor,
@@ -288,7 +288,7 @@ def _partial(
     return largest.view(out.shape[:-1]), total.view(out.shape[:-1]), out
 
 
-class AttentionBody(Protocol):
+class AttentionKernel(Protocol):
     """What attends over a layer's cache: plain torch, kernel_attention or triton_attention."""
 
     def plan(self, rows: Rows, block_size: int) -> Any:
@@ -312,13 +312,13 @@ class AttentionBody(Protocol):
         """
 
 
-class PlainAttention(AttentionBody):
+class PlainAttention(AttentionKernel):
     """Attention in plain tensor operations, on any device: the reference."""
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def plan(self, rows: Rows, block_size: int) -> AttentionPlan:
+    def plan(self, rows: Rows, block_size: int) -> PlainLayout:
         """Lay out a step. Rows of one token are computed together if they come last."""
         device = self._device
         # A step that is cut may leave one token of a chunk; before chunks it is one, too.
@@ -345,13 +345,13 @@ class PlainAttention(AttentionBody):
         decode = None
         own = rows.part(slice(num_chunks, None))
         if len(own):
-            decode = _plan_decode(own, firsts[num_chunks], block_size, device)
-        return AttentionPlan(blocks, places, chunks, decode)
+            decode = _lay_out_decode_rows(own, firsts[num_chunks], block_size, device)
+        return PlainLayout(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query = call.query
         how = call.how
-        rows: AttentionPlan = call.rows
+        rows: PlainLayout = call.rows
         new = (call.new_keys[0], call.new_values[0])
         caches = (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
@@ -365,7 +365,7 @@ class PlainAttention(AttentionBody):
                 end = min(start + QUERY_TILE, chunk.last)
                 position = chunk.position + start - chunk.first
                 seen = position + end - start + how.ahead
-                out[0, start:end] = chunk_attention(
+                out[0, start:end] = attend_chunk(
                     query[0, :, start:end],
                     all_keys[:, :seen],
                     all_values[:, :seen],
@@ -375,7 +375,7 @@ class PlainAttention(AttentionBody):
         if rows.decode is not None:
             first = rows.decode.first
             asked = query[0, :, first:].transpose(0, 1)
-            out[0, first:] = decode_attention(asked, *caches, rows.decode, how)
+            out[0, first:] = attend_decode_rows(asked, *caches, rows.decode, how)
         return out
 
 

@@ -47,7 +47,7 @@ class Scoring:
         dimensions as here.
         """
         if self.softcap is not None:
-            scores = soft_cap(scores, self.softcap)
+            scores = apply_soft_cap(scores, self.softcap)
         if self.slopes is not None:
             scores = scores - self.slopes.view(-1, *[1] * distance.dim()) * distance
         if self.relative is not None:
@@ -74,7 +74,7 @@ class AttentionCall:
     how: Scoring
 
 
-def scoring_of(
+def make_scoring(
     how: Attention,
     device: torch.device,
     sinks: torch.Tensor | None = None,
@@ -83,18 +83,18 @@ def scoring_of(
     """Return it as a spec says; a bias that keys have themselves is not added."""
     slopes = None
     biases = None
-    if how.alibi is not None and not how.keeps_bias:
+    if how.alibi is not None and not how.has_cached_bias:
         slopes = torch.tensor(how.alibi.slopes, device=device)
     if how.relative is not None and relative is not None:
-        buckets = relative_buckets(how.relative).to(device)
+        buckets = compute_relative_buckets(how.relative).to(device)
         biases = relative.float()[buckets].t().contiguous()
     ahead = 0 if how.is_causal else (how.window or NO_LIMIT) - 1
     return Scoring(how.scaling, how.window, slopes, how.softcap, sinks, ahead, biases)
 
 
-def relative_buckets(how: Relative) -> torch.Tensor:
+def compute_relative_buckets(how: Relative) -> torch.Tensor:
     """Return T5's buckets, (2 * reach + 1,) int64, by query position - key position."""
-    reach = relative_reach(how)
+    reach = compute_relative_reach(how)
     if reach == NO_LIMIT:  # farther keys have the bucket of the largest distance
         reach = how.max_distance
     distance = torch.arange(reach, -reach - 1, -1)  # of the key behind it
@@ -106,11 +106,13 @@ def relative_buckets(how: Relative) -> torch.Tensor:
         buckets //= 2
         first = (distance > 0).long() * buckets
         distance = distance.abs()
-    far = _far_buckets(how, distance, buckets)
+    far = _compute_far_buckets(how, distance, buckets)
     return first + torch.where(distance < how.num_exact, distance, far)
 
 
-def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.Tensor:
+def _compute_far_buckets(
+    spec: Relative, distance: torch.Tensor, buckets: int
+) -> torch.Tensor:
     """Return the buckets of distances that share a bucket; below 0: there is no bucket."""
     exact = spec.num_exact
     logs = torch.log(distance.clamp(min=1).float() / exact) / math.log(
@@ -121,7 +123,7 @@ def _far_buckets(spec: Relative, distance: torch.Tensor, buckets: int) -> torch.
     return far.clamp(max=buckets - 1)
 
 
-def relative_reach(spec: Relative) -> int:
+def compute_relative_reach(spec: Relative) -> int:
     """Return the largest distance of a key that has a bucket.
 
     Buckets of one distance each may reach beyond `max_distance`. From there on the logarithm
@@ -133,7 +135,7 @@ def relative_reach(spec: Relative) -> int:
     if exact == spec.max_distance:  # the steps have no size
         return exact - 1
     buckets = spec.buckets if spec.is_causal else spec.buckets // 2
-    far = _far_buckets(spec, torch.arange(exact, MOST_RELATIVE), buckets)
+    far = _compute_far_buckets(spec, torch.arange(exact, MOST_RELATIVE), buckets)
     return exact - 1 + int((far >= 0).sum())
 
 
@@ -155,12 +157,12 @@ def weigh_values(
     return out.masked_fill(reaches, float("nan"))
 
 
-def with_rows(tensor: torch.Tensor) -> torch.Tensor:
+def make_rows_contiguous(tensor: torch.Tensor) -> torch.Tensor:
     """Return the tensor with its last dimension in one piece."""
     return tensor if tensor.stride(-1) == 1 else tensor.contiguous()
 
 
-def soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
+def apply_soft_cap(values: torch.Tensor, cap: float) -> torch.Tensor:
     """Bend values smoothly into (-cap, cap): cap * tanh(values / cap).
 
     Gemma Team 2024, "Gemma 2: Improving Open Language Models at a Practical Size", section 2.

@@ -9,8 +9,8 @@ import numpy as np
 import torch
 import triton
 
-from fminfer.compute.attention.paged_attention import AttentionBody
-from fminfer.compute.attention.scoring import AttentionCall, with_rows
+from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.attention.scoring import AttentionCall, make_rows_contiguous
 from fminfer.compute.kernels.triton_kernels import (
     attend_kernel,
     join_kernel,
@@ -51,7 +51,7 @@ class TileShape:
     ahead: int  # pieces that are on their way while one is computed
 
 
-class TritonAttention(AttentionBody):
+class TritonAttention(AttentionKernel):
     """The kernels, as a function of tensors."""
 
     def __init__(
@@ -77,19 +77,19 @@ class TritonAttention(AttentionBody):
                 f"the kernel serves up to {MAX_DIM}"
             )
         key_bytes = self._dim * max(dtype.itemsize, (kv_dtype or dtype).itemsize)
-        self.prompt = self._prompt_shape(key_bytes)
-        self.decode = self._decode_shape(key_bytes)
+        self.prompt = self._choose_prompt_shape(key_bytes)
+        self.decode = self._choose_decode_shape(key_bytes)
         # So many rows of one token fill the GPU. The splits of fewer have programs of their own.
-        self.full_rows = -(-2 * _processors(device) // kv_heads)
+        self.full_rows = -(-2 * _count_processors(device) // kv_heads)
         parts = (self.full_rows - 1) * SPLITS * heads
         self._parts = torch.empty(parts * head_dim, dtype=torch.float32, device=device)
         self._marks = torch.empty(parts * 2, dtype=torch.float32, device=device)
         self._no_slopes = torch.zeros(heads, dtype=torch.float32, device=device)
 
-    def _prompt_shape(self, key_bytes: int) -> TileShape:
+    def _choose_prompt_shape(self, key_bytes: int) -> TileShape:
         """Return the best of a sweep over an H200 that fits; docs/performance.md has figures."""
         size = self.dtype.itemsize
-        room = _shared_bytes(self.device) - 1024
+        room = _find_shared_bytes(self.device) - 1024
         queries = 128 if self._dim <= 64 else 64
         most = 64
         if size > 2:  # without tensor cores, and with fewer registers
@@ -107,7 +107,7 @@ class TritonAttention(AttentionBody):
         keys, ahead = next(fitting, sizes[-1])
         return TileShape(queries, keys, warps, ahead)
 
-    def _decode_shape(self, key_bytes: int) -> TileShape:
+    def _choose_decode_shape(self, key_bytes: int) -> TileShape:
         queries = max(16, triton.next_power_of_2(self.group))
         keys = 32 if key_bytes <= 512 else 16
         warps = max(
@@ -160,7 +160,7 @@ class TritonAttention(AttentionBody):
 
     def plan(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
-        tiles = _tiles_of(rows, block_size)
+        tiles = _make_tiles(rows, block_size)
         is_one = rows.lengths == 1
         most = self.prompt.queries // self.group
         # The tiles of each prompt, one after another: the places where they begin in their row.
@@ -183,34 +183,38 @@ class TritonAttention(AttentionBody):
         )
         return TileRows(first.view(-1, 5), second.view(-1, 5), *others)
 
-    def decode_numbers(
+    def lay_out_decode_numbers(
         self, rows: Rows, block_size: int, size: int
     ) -> list[np.ndarray]:
-        """Lay out rows of one token each, and none up to `size`, as `decode_plan` reads them."""
+        """Lay out rows of one token each, and none up to `size`.
+
+        `make_decode_layout` reads these numbers.
+        """
         num = len(rows)
         # without tokens; none has another's place in `out`
         tiles = np.zeros((size, 5), np.int32)
         tiles[:, 0] = np.arange(size)
-        tiles[:num] = _tiles_of(rows, block_size)
+        tiles[:num] = _make_tiles(rows, block_size)
         slots = np.full(size, -1, np.int32)
         slots[:num] = rows.slots(block_size)
         return [tiles.ravel(), slots, rows.blocks(block_size)]
 
-    def decode_plan(self, numbers: torch.Tensor, size: int) -> TileRows:
+    def make_decode_layout(self, numbers: torch.Tensor, size: int) -> TileRows:
         """Return the plan of so many rows of one token, whatever `numbers`, int32, come
         to hold."""
         tiles, slots, blocks = numbers.tensor_split([5 * size, 6 * size])
         return TileRows(tiles[:0].view(-1, 5), tiles.view(-1, 5), blocks, slots)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
-        """Attend as `AttentionBody` says."""
+        """Attend as `AttentionKernel` says."""
         keys = call.keys
         values = call.values
         how = call.how
         rows: TileRows = call.rows
-        asked = with_rows(call.query[0])
+        asked = make_rows_contiguous(call.query[0])
         key, value = (
-            with_rows(new[0].to(keys.dtype)) for new in (call.new_keys, call.new_values)
+            make_rows_contiguous(new[0].to(keys.dtype))
+            for new in (call.new_keys, call.new_values)
         )
         heads, tokens, head_dim = asked.shape
         _, kv_heads, block_size, _ = keys.shape
@@ -283,7 +287,7 @@ class TritonAttention(AttentionBody):
         return out
 
 
-def _tiles_of(rows: Rows, block_size: int) -> np.ndarray:
+def _make_tiles(rows: Rows, block_size: int) -> np.ndarray:
     """Return each row as one tile, (rows, 5) int64; see `TileRows`."""
     num_blocks = rows.num_blocks(block_size)
     tables = num_blocks.cumsum() - num_blocks
@@ -291,7 +295,7 @@ def _tiles_of(rows: Rows, block_size: int) -> np.ndarray:
     return np.stack([rows.firsts, rows.lengths, rows.positions, tables, num_keys], 1)
 
 
-def _shared_bytes(device: torch.device) -> int:
+def _find_shared_bytes(device: torch.device) -> int:
     """Return the shared memory that a program may use."""
     found: int = SHARED_BYTES[0]
     if device.type == "cuda":
@@ -300,7 +304,7 @@ def _shared_bytes(device: torch.device) -> int:
     return min(found, SHARED_BYTES[1])
 
 
-def _processors(device: torch.device) -> int:
+def _count_processors(device: torch.device) -> int:
     """Return the multiprocessors of a GPU; the interpreter has one."""
     if device.type != "cuda":
         return 1

@@ -441,7 +441,7 @@ def gate_kernel(
 
 @triton.jit
 def mixed(bits):
-    """Mix as `gumbel.token_bits` does."""
+    """Mix as `compute_gumbel_noise.compute_token_bits` does."""
     bits = (bits ^ (bits >> 16)) * 0x7FEB352D
     bits = (bits ^ (bits >> 15)) * 0x846CA68B
     return bits ^ (bits >> 16)

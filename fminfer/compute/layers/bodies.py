@@ -144,7 +144,7 @@ def _like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
-class LayerKernels(PartKernels):
+class CpuPartKernels(PartKernels):
     """The kernels of the CPU."""
 
     device = torch.device("cpu")
@@ -206,10 +206,10 @@ class LayerKernels(PartKernels):
 
 def activations_of(mlp: Mlp) -> dict[str, int]:
     """Return the numbers of those that the library computes in an MLP."""
-    return LayerKernels.activations | ({} if mlp.is_gated else {"relu": RELU})
+    return CpuPartKernels.activations | ({} if mlp.is_gated else {"relu": RELU})
 
 
-class NormBody:
+class WeightedNorm:
     """A norm with its weights, on (…, width)."""
 
     def __init__(
@@ -248,8 +248,10 @@ class Parts:
     def __init__(self, kernels: PartKernels | None = None) -> None:
         self.kernels = kernels
 
-    def norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> NormBody:
-        return NormBody(how, weight, bias, self.kernels)
+    def norm(
+        self, how: Norm, weight: Tensor | None, bias: Tensor | None
+    ) -> WeightedNorm:
+        return WeightedNorm(how, weight, bias, self.kernels)
 
     def rotate(self, how: Rope) -> Rotate:
         if self.kernels is None or how.is_interleaved:
@@ -269,14 +271,14 @@ class Parts:
         return partial(self.kernels.gelu, activation=self.kernels.activations[name])
 
 
-def parts_trial(
+def make_part_trial(
     _: None, dtype: torch.dtype, device: torch.device
 ) -> Trial[PartKernels]:
-    pairs = partial(part_pairs, dtype=dtype, device=device)
+    pairs = partial(compute_part_pairs, dtype=dtype, device=device)
     return Trial("norms and activations", pairs, PART_ERRORS[dtype])
 
 
-def part_pairs(
+def compute_part_pairs(
     kernels: PartKernels, dtype: torch.dtype, device: torch.device
 ) -> Iterator[Pair]:
     """Compute small tensors with compiled parts, and with those of plain torch."""

@@ -16,7 +16,7 @@ from fminfer.compute.layers.products import (
     Linear,
     PackedPart,
     ProductKernel,
-    kernel_takes,
+    is_kernel_faster,
 )
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.values.spec import Moe
@@ -63,13 +63,15 @@ class Mixture:
     def trial(self, dtype: torch.dtype) -> Trial[Mix]:
         """Return how a mixture of hidden states of a dtype is tried; each shape and
         format once."""
-        pairs = partial(expert_pairs, asked=self, dtype=dtype)
+        pairs = partial(compute_expert_pairs, asked=self, dtype=dtype)
         name = f"{self.how.num_experts} experts of {self.how.expert.size}"
         key = self.how, self.up.shape, self.up.format, self.down.format
         return Trial(name, pairs, MAX_ERROR[dtype], key)
 
 
-def expert_pairs(mix: Mix, asked: Mixture, dtype: torch.dtype) -> Iterator[Pair]:
+def compute_expert_pairs(
+    mix: Mix, asked: Mixture, dtype: torch.dtype
+) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
     how = asked.how
     generator = torch.Generator().manual_seed(0)
@@ -174,7 +176,7 @@ def serves(how: Moe) -> bool:
     return is_plain and expert.activation in activations_of(expert)
 
 
-def expert_candidate(
+def make_expert_candidate(
     library: ctypes.CDLL, dtype: torch.dtype
 ) -> Candidate[Mixture, Mix]:
     """Return the kernel's mixtures, of hidden states of a dtype."""
@@ -201,7 +203,7 @@ def expert_candidate(
     def serves_all(asked: Mixture) -> bool:
         weights = (asked.up, asked.down)
         is_best = all(
-            kernel_takes(w.format, dtype) and len(w.tensors) == 1 for w in weights
+            is_kernel_faster(w.format, dtype) and len(w.tensors) == 1 for w in weights
         )
         return (
             is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))

@@ -56,7 +56,7 @@ def norm(
     return y.to(x.dtype)
 
 
-def sinusoids(num_positions: int, size: int) -> torch.Tensor:
+def compute_sinusoids(num_positions: int, size: int) -> torch.Tensor:
     """Return (positions, size) float32: sines and cosines of each position, as fairseq
     has them."""
     half = size // 2
@@ -65,7 +65,9 @@ def sinusoids(num_positions: int, size: int) -> torch.Tensor:
     return nn.functional.pad(torch.cat([angles.sin(), angles.cos()], 1), (0, size % 2))
 
 
-def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.Tensor:
+def compute_rotary_table(
+    how: Rope, num_positions: int, device: torch.device
+) -> torch.Tensor:
     """Return (2, positions, turned / 2) float32: cosines and sines of every position."""
     inv_freq = torch.tensor(how.inv_freq, device=device)
     angles = torch.arange(num_positions, device=device)[:, None].float() * inv_freq
@@ -77,7 +79,7 @@ def rotary_table(how: Rope, num_positions: int, device: torch.device) -> torch.T
 
 def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
     """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a
-    `rotary_table`."""
+    `compute_rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
     part = x[..., :size].float()

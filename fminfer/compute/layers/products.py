@@ -65,12 +65,12 @@ class Linear:
     def trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
-        pairs = partial(product_pairs, asked=self, dtype=dtype)
+        pairs = partial(compute_product_pairs, asked=self, dtype=dtype)
         key = shape, self.weight.format, self.weight.is_lent
         return Trial(f"products of {outputs} × {inputs}", pairs, MAX_ERROR[dtype], key)
 
 
-def product_pairs(
+def compute_product_pairs(
     product: Function,
     asked: Linear,
     dtype: torch.dtype,
@@ -93,7 +93,7 @@ def is_on_cpu(weight: Weight) -> bool:
     return weight.device.type == "cpu" and math.prod(weight.shape) > 0
 
 
-def torch_takes(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
+def can_torch_pack(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
     """Tell whether a library packs weights of a format, for rows of a dtype.
 
     Without units for bfloat16 (`is_fast`) oneDNN is no faster than torch.
@@ -156,15 +156,15 @@ def pack_by_onednn(asked: Linear) -> Function:
     return multiply
 
 
-def library_products(
+def make_library_candidates(
     dtype: torch.dtype, *, is_fast: bool
 ) -> list[Candidate[Linear, Function]]:
-    """Return the products of torch's libraries, for rows of a dtype; see `torch_takes`."""
+    """Return the products of torch's libraries, for rows of a dtype; see `can_torch_pack`."""
 
     def serves(asked: Linear) -> bool:
         weight = asked.weight
         pays = is_on_cpu(weight) and not weight.is_lent  # it stays in memory
-        return pays and torch_takes(weight.format, dtype, is_fast=is_fast)
+        return pays and can_torch_pack(weight.format, dtype, is_fast=is_fast)
 
     make = pack_by_mkl if dtype == torch.float32 else pack_by_onednn
     return [Candidate(make, partial(Linear.trial, dtype=dtype), serves)]
@@ -214,7 +214,7 @@ class PackedProduct:
         """Return (…, outputs) of x, (…, inputs), in x's type."""
         return self._multiply(x, x.dtype)
 
-    def unrounded(self, x: torch.Tensor) -> torch.Tensor:
+    def multiply_unrounded(self, x: torch.Tensor) -> torch.Tensor:
         """Return the sums as they are, in float32, of x in float32 or bfloat16."""
         return self._multiply(
             x.to(torch.promote_types(x.dtype, self.least)), torch.float32
@@ -282,7 +282,8 @@ class ProductKernel:
         held = [each for each, _ in weight.parts]
         is_even = weight.shape[-1] % 2 == 0
         fits = all(
-            head_takes(h) and (is_even or h == Dense(torch.float32)) for h in held
+            can_sum_in_float32(h) and (is_even or h == Dense(torch.float32))
+            for h in held
         )
         return fits and is_on_cpu(weight)
 
@@ -337,13 +338,13 @@ class ProductKernel:
         return PackedPart(held, packed, outputs, inputs)
 
 
-def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
+def is_kernel_faster(held: Format, dtype: torch.dtype) -> bool:
     """Tell whether it is faster than other products of a format, for rows of a dtype.
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
     own = [each for each, _ in held.parts] if isinstance(held, Joined) else [held]
-    if dtype not in KERNEL_TYPES or not all(map(head_takes, own)):
+    if dtype not in KERNEL_TYPES or not all(map(can_sum_in_float32, own)):
         return False
     if dtype == torch.float32:
         return True
@@ -351,7 +352,7 @@ def kernel_takes(held: Format, dtype: torch.dtype) -> bool:
     return is_best and Dense(torch.float32) not in own  # which is never rounded
 
 
-def head_takes(held: Format) -> bool:
+def can_sum_in_float32(held: Format) -> bool:
     """Tell whether the kernel's sums may stay float32 for weights of a format, as a
     head's do."""
     if isinstance(held, Dense):
@@ -359,28 +360,28 @@ def head_takes(held: Format) -> bool:
     return isinstance(held, Blocks) and held.kind is not None
 
 
-def product_candidate(
+def make_product_candidate(
     library: ctypes.CDLL, dtype: torch.dtype
 ) -> Candidate[Linear, Function]:
     """Return the kernel's products, for rows of a dtype."""
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
-        return kernel_takes(asked.weight.format, dtype) and kernel.can_pack(
+        return is_kernel_faster(asked.weight.format, dtype) and kernel.can_pack(
             asked.weight
         )
 
     return Candidate(kernel.make, partial(Linear.trial, dtype=dtype), serves)
 
 
-def head_candidate(
+def make_head_candidate(
     library: ctypes.CDLL, dtype: torch.dtype
 ) -> Candidate[Linear, PackedProduct]:
     """Return products whose sums stay float32, tried with the weight's first outputs."""
     kernel = ProductKernel(library)
 
     def serves(asked: Linear) -> bool:
-        return head_takes(asked.weight.format) and kernel.can_pack(asked.weight)
+        return can_sum_in_float32(asked.weight.format) and kernel.can_pack(asked.weight)
 
     def trial(asked: Linear) -> Trial[PackedProduct]:
         bias = None if asked.bias is None else asked.bias[:TRIED_OUTPUTS]
@@ -390,7 +391,9 @@ def head_candidate(
             product = kernel.make(some)
             rows = product.rows(torch.arange(product.outputs))
             yield rows, some.weight.dequantized(rows.dtype)
-            yield from product_pairs(product.unrounded, some, dtype, torch.float32)
+            yield from compute_product_pairs(
+                product.multiply_unrounded, some, dtype, torch.float32
+            )
 
         return Trial(
             "products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name

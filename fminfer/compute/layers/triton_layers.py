@@ -19,7 +19,7 @@ COLUMNS = 1024  # of a gate's rows that one program computes
 TOKENS = 2048  # of a race that one program looks at
 
 
-class TritonLayers(PartKernels):
+class TritonPartKernels(PartKernels):
     """The kernels, of tensors on a device."""
 
     activations = GATES
@@ -91,7 +91,7 @@ class TritonLayers(PartKernels):
             )
 
 
-def triton_race(scaled: Tensor, noise: Tensor, first_id: int = 0) -> Tensor:
+def race_in_triton(scaled: Tensor, noise: Tensor, first_id: int = 0) -> Tensor:
     """Return the places of the highest sums of scaled logit and noise, as `sampler.race` does.
 
     Each logit is read once. In plain torch the noise of all tokens goes over the GPU's

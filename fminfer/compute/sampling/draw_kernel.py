@@ -92,11 +92,11 @@ class ScoreKernel:
         return Ranking(normalizer, best, best_ids)
 
 
-def draws_trial(_: None, device: torch.device) -> Trial[Drawer]:
-    return Trial("draws", partial(draw_pairs, device=device), TOKEN_ERROR)
+def make_draw_trial(_: None, device: torch.device) -> Trial[Drawer]:
+    return Trial("draws", partial(compute_draw_pairs, device=device), TOKEN_ERROR)
 
 
-def draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
+def compute_draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
     """Draw on a device with a kernel, and in plain torch on the CPU: by each filter,
     and without.
 
@@ -127,7 +127,7 @@ def draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
         yield found, draw(given, replace(how, first_id=first_id), rows)
 
 
-def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
+def compute_rank_pairs(ranker: Ranker) -> Iterator[Pair]:
     """Rank logits with a kernel and in plain torch, some of them equal."""
     logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(0))
     logits[1, ::7] = 4.0
@@ -139,4 +139,4 @@ def rank_pairs(ranker: Ranker) -> Iterator[Pair]:
         yield found.normalizer, expected.normalizer
 
 
-RANKS_TRIAL: Trial[Ranker] = Trial("scores", rank_pairs, RANK_ERROR)
+RANKS_TRIAL: Trial[Ranker] = Trial("scores", compute_rank_pairs, RANK_ERROR)

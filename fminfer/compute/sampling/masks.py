@@ -10,7 +10,7 @@ import numpy as np
 import torch
 from torch.nn.utils.rnn import pad_sequence
 
-from fminfer.compute.values.step import Step, masks_of
+from fminfer.compute.values.step import Step, unpack_masks
 from fminfer.core.messages import Mask
 from fminfer.machine.device import send
 
@@ -100,7 +100,7 @@ def likeliest(logits: torch.Tensor) -> torch.Tensor:
     )
 
 
-def make_masks(
+def make_mask_tensors(
     masks: Sequence[Mask], mask_of: Sequence[int], vocab: int, device: torch.device
 ) -> MaskTensors:
     """Put a step's masks on a device, and the place of each row's; -1: it has none."""
@@ -179,7 +179,7 @@ class StepEdits:
         )
         self._masks = None
         if len(step.masks):
-            masks = make_masks(masks_of(step), [], vocab, device)
+            masks = make_mask_tensors(unpack_masks(step), [], vocab, device)
             self._masks = replace(masks, first_id=self._own.start)
 
     def part(self, part: slice) -> LogitEditTensors | None:

@@ -24,8 +24,8 @@ FIRST = 0x7FEB352D
 SECOND = 0x846CA68B - 2**32
 
 
-def token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-    """Return 32 random bits for each row and token id, (rows, tokens) int32; see `gumbel`.
+def compute_token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    """Return 32 random bits for each row and token id, (rows, tokens) int32.
 
     Two rounds of a mixer of 32 bits: one with the lower half of a row's noise, one with
     the upper. One round would give two rows whose halves are near each other the same
@@ -36,7 +36,7 @@ def token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     return _mix(_mix(ids.to(torch.int32) ^ lower).bitwise_xor_(upper))
 
 
-def gumbel(
+def compute_gumbel_noise(
     noise: torch.Tensor,  # (rows,) int64, 64 random bits each
     ids: torch.Tensor,  # (tokens,) or (rows, tokens)
 ) -> torch.Tensor:
@@ -46,7 +46,7 @@ def gumbel(
     """
     # 1 - u, where u is (bits + 0.5) / 2^32. Flipped like this, signed bits are 2^31 - 1
     # - unsigned.
-    flipped = token_bits(noise, ids).bitwise_xor_(0x7FFFFFFF)
+    flipped = compute_token_bits(noise, ids).bitwise_xor_(0x7FFFFFFF)
     rest = flipped.double().add_(2.0**31 + 0.5).mul_(2.0**-32)
     return rest.log_().neg_().log_().neg_()
 
@@ -64,7 +64,7 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
 
 
-def to_host(found: TokenLogprobs) -> TokenLogprobs:
+def copy_to_host(found: TokenLogprobs) -> TokenLogprobs:
     """Return tensors as arrays, by one copy in float64: a GPU is waited for at each."""
     columns = [found.ids, found.logprobs, found.top_ids, found.top_logprobs]
     if not found.ids.is_cpu:
@@ -97,13 +97,15 @@ def rank(logits: torch.Tensor, num_top: int) -> Ranking:
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
     else:
-        best, best_ids = _find_top(logits, num_top)
+        best, best_ids = _find_top_logits(logits, num_top)
     normalizer = logits.logsumexp(-1)
     normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
     return Ranking(normalizer, best, best_ids)
 
 
-def _find_top(logits: torch.Tensor, num_top: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _find_top_logits(
+    logits: torch.Tensor, num_top: int
+) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best logits and their ids, (rows, k) each, in the order of (-logit, id).
 
     torch's topk has no fixed order of equals, nor does it say which of them it leaves out.
@@ -187,7 +189,7 @@ def race(
     """
     if ids is None:
         ids = torch.arange(first_id, first_id + scaled.shape[-1], device=scaled.device)
-    return gumbel(noise, ids).add_(scaled).argmax(-1)
+    return compute_gumbel_noise(noise, ids).add_(scaled).argmax(-1)
 
 
 def draw(
@@ -208,18 +210,18 @@ def draw(
     largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if most_kept > 0:
-        scaled = _keep_top_k(scaled, how.top_k, most_kept)
+        scaled = _filter_top_k(scaled, how.top_k, most_kept)
     if has_min_p:  # the likeliest token stands at 0 here; log(0) keeps all
         scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
     if has_top_p:
-        probs = _keep_top_p(torch.softmax(scaled, -1), how.top_p)
+        probs = _filter_top_p(torch.softmax(scaled, -1), how.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
     places = racer(scaled, how.noise, how.first_id)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
     return torch.where(largest.isfinite(), places[:, None], first)[:, 0]
 
 
-def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
+def _filter_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.Tensor:
     """Set all but each row's top_k best, at most `most`, to -inf; ties go to the lowest ids."""
     vocab = scaled.shape[-1]
     counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
@@ -229,23 +231,23 @@ def _keep_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch.T
     return scaled.masked_fill(~keep & (counts < vocab)[:, None], float("-inf"))
 
 
-def _keep_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
+def _filter_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     """Zero all but the smallest set of mass >= top_p, at least one; ties go to the
     lowest ids."""
     is_limited = top_p < 1
     candidates = min(TOP_P_CANDIDATES, probs.shape[-1])
     best = probs.topk(candidates, -1)[0]
-    last, counts = _smallest_set(best, top_p)
+    last, counts = _find_smallest_set(best, top_p)
     is_short = is_limited & (best.double().sum(-1) < top_p.double())
     short = is_short.nonzero()[:, 0]
     if len(short):  # the set is larger than the candidates: sort all of the row
         best = probs[short].sort(-1, descending=True)[0]
-        last[short], counts[short] = _smallest_set(best, top_p[short])
+        last[short], counts[short] = _find_smallest_set(best, top_p[short])
     keep = _keep_first(probs, last, counts)
     return probs.masked_fill(~keep & is_limited[:, None], 0.0)
 
 
-def _smallest_set(
+def _find_smallest_set(
     best: torch.Tensor,  # (rows, k): probabilities, best first
     top_p: torch.Tensor,  # (rows,)
 ) -> tuple[torch.Tensor, torch.Tensor]:
@@ -282,7 +284,7 @@ class TokenSpan:
         return range(self.size)
 
     @property
-    def most_own(self) -> int:
+    def max_local_tokens(self) -> int:
         """Most tokens whose logits any rank has."""
         return self.size
 

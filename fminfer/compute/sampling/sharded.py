@@ -11,7 +11,12 @@ from dataclasses import dataclass, replace
 import torch
 
 from fminfer.compute.sampling.masks import likeliest
-from fminfer.compute.sampling.sampler import Ranking, SamplingTensors, TokenSpan, gumbel
+from fminfer.compute.sampling.sampler import (
+    Ranking,
+    SamplingTensors,
+    TokenSpan,
+    compute_gumbel_noise,
+)
 from fminfer.compute.shards import ShardGroup
 
 LOWEST = float("-inf")
@@ -32,7 +37,7 @@ class TokenShard(TokenSpan):
         return self.parts[self.shards.index]
 
     @property
-    def most_own(self) -> int:
+    def max_local_tokens(self) -> int:
         return max(map(len, self.parts))
 
     def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
@@ -72,7 +77,7 @@ class TokenShard(TokenSpan):
         """Draw rows without filters: each rank's winner races with those of others."""
         own = replace(how, first_id=self.own.start)
         places = self.drawer(logits, own, _all_of(logits))[:, None]
-        noise = gumbel(how.noise, places + self.own.start)
+        noise = compute_gumbel_noise(how.noise, places + self.own.start)
         scores = (
             logits.gather(-1, places).double() / how.temperature[:, None].double()
             + noise
@@ -86,7 +91,7 @@ class TokenShard(TokenSpan):
         found, is_drawn = self._draw_from_best(logits, how)
         left = (~is_drawn).nonzero()[:, 0]
         for some in torch.split(left, MOST_ROWS) if len(left) else ():
-            padded = self.shards.gather(_padded(logits[some], self.most_own))
+            padded = self.shards.gather(_padded(logits[some], self.max_local_tokens))
             whole = torch.cat(
                 [e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1
             )
@@ -138,7 +143,9 @@ class TokenShard(TokenSpan):
         is_weighed = ~has_others | (num_left < num_known)
         is_drawn = is_whole | (is_weighed & (is_kept.sum(-1) < num_known))
         is_drawn &= best[:, 0].isfinite()
-        scores = (best * scale + gumbel(how.noise, ids)).masked_fill_(~is_kept, LOWEST)
+        scores = (best * scale + compute_gumbel_noise(how.noise, ids)).masked_fill_(
+            ~is_kept, LOWEST
+        )
         return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0], is_drawn
 
     def likeliest(self, logits: torch.Tensor) -> torch.Tensor:

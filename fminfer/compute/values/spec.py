@@ -75,7 +75,7 @@ class Latent:
 
 
 @dataclass(slots=True, frozen=True)
-class HeadsOfAll:
+class StageHeads:
     """Of a part of a layer: the heads of all ranks, for a norm over all of them together."""
 
     heads: int
@@ -110,7 +110,7 @@ class Attention:
     has_sinks: bool = False
     latent: Latent | None = None  # instead of qkv; one KV head, of rank + turned_dim
     # of which these are some; None: a norm needs no others
-    of_all: HeadsOfAll | None = None
+    of_all: StageHeads | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -125,14 +125,14 @@ class Attention:
         return self.heads * (self.latent.value_dim if self.latent else self.head_dim)
 
     @property
-    def keeps_bias(self) -> bool:
+    def has_cached_bias(self) -> bool:
         """Whether a cached key has its ALiBi bias as one more element; see `transformer`."""
         return self.alibi is not None and self.alibi.is_rounded
 
     @property
     def cache_shape(self) -> tuple[int, int, int]:
         """(2, KV heads, elements) of a token's key and value in the cache; 1: they are one."""
-        if self.keeps_bias:
+        if self.has_cached_bias:
             return 2, self.heads, self.head_dim + 1
         return 1 if self.latent else 2, self.kv_heads, self.head_dim
 

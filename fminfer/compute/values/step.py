@@ -121,7 +121,7 @@ def make_draws(token_index: Sequence[int], **columns: Any) -> Column:
     return draws
 
 
-def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
+def pack_masks(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
     """Return masks as columns of a step: few allowed tokens as their ids, others as bits."""
     kinds = [
         (0, len(m.bits), len(m.few)) if m.few else (len(m.bits), 0, 0) for m in masks
@@ -135,8 +135,8 @@ def mask_columns(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
     }
 
 
-def masks_of(step: Step) -> list[Mask]:
-    """Return the masks of a step, as `mask_columns` was given them."""
+def unpack_masks(step: Step) -> list[Mask]:
+    """Return the masks of a step, as `pack_masks` was given them."""
     found = []
     first_byte = 0
     first_id = 0
@@ -268,7 +268,9 @@ def ranges(starts: Column, counts: Column) -> Column:
     return offsets + np.arange(len(offsets))
 
 
-def text_positions(ids: Column, lengths: Column, padding_id: int | None) -> Column:
+def compute_text_positions(
+    ids: Column, lengths: Column, padding_id: int | None
+) -> Column:
     """Return each token's position in its prompt, (tokens,) int64.
 
     Args:
@@ -284,7 +286,7 @@ def text_positions(ids: Column, lengths: Column, padding_id: int | None) -> Colu
     return np.where(is_text, counts - np.repeat(num_before, lengths) - 1, -1)
 
 
-def last_tokens(ids: Column, lengths: Column, padding_id: int | None) -> Column:
+def find_last_tokens(ids: Column, lengths: Column, padding_id: int | None) -> Column:
     """Return the index of each prompt's last token but padding, else its first: (prompts,)."""
     starts = lengths.cumsum() - lengths
     places = np.arange(len(ids))
@@ -350,7 +352,7 @@ ResultKind = Literal["tokens", "prompt scores"]
 class TokenLogprobs:
     """Columns, one entry a token: the token, its logprob, and the best alternatives.
 
-    They are tensors, until `sampler.to_host` makes arrays of them.
+    They are tensors, until `sampler.copy_to_host` makes arrays of them.
     """
 
     ids: Column  # (tokens,) int64

@@ -8,7 +8,7 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.attention.paged_attention import AttentionBody
+from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.config import EngineConfig
@@ -59,7 +59,7 @@ class LoadedPart:
 
     plan: RunPlan
     network: Transformer
-    attention: AttentionBody | None  # None: plain torch
+    attention: AttentionKernel | None  # None: plain torch
     drawer: Drawer
     ranker: Ranker
     form: HiddenForm
