@@ -28,8 +28,11 @@ from fminfer.models.families import (
     mixtures,
 )
 from fminfer.models.families.config_parts import Row
-from fminfer.models.families.encoders import seen_both_ways, with_head
-from fminfer.models.families.tensor_names import Architecture, by_our_names
+from fminfer.models.families.encoders import (
+    with_attention_to_both_sides,
+    with_output_head,
+)
+from fminfer.models.families.tensor_names import Architecture, with_our_names
 from fminfer.models.tensor_specs import model_specs
 
 ROWS: dict[str, Row] = {
@@ -242,9 +245,9 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
     """
     check_model_type(config.model_type, config.to_dict())
     read = ReadConfig(config)
-    architecture = with_head(ROWS[config.model_type](read), read, pooling)
+    architecture = with_output_head(ROWS[config.model_type](read), read, pooling)
     if architecture.model.is_pooled:
-        architecture = seen_both_ways(architecture, read)
+        architecture = with_attention_to_both_sides(architecture, read)
     read.check_unread_fields()
     for layer in dict.fromkeys(architecture.model.layers):
         _check_spec_numbers(layer, "layer")
@@ -259,7 +262,7 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
                 + ", ".join(sorted(ACTIVATIONS))
             )
     if is_own_quantization(getattr(config, "quantization_config", None)):
-        return by_our_names(architecture, model_specs(architecture.model))
+        return with_our_names(architecture, model_specs(architecture.model))
     return architecture
 
 

@@ -302,7 +302,7 @@ class Reader:
         tensors = (
             self._join(origin, held)
             if in_place is None
-            else (layout.turned(self.files.read(in_place)),)
+            else (layout.to_outputs_first(self.files.read(in_place)),)
         )
         start = tensors[0].data_ptr()
         if layout.added:
@@ -359,7 +359,7 @@ class Reader:
         another."""
         stored = tuple(map(self.files.read, piece.stored))
         layout = origin.layout
-        values: Tensors = (layout.turned(stored[0]),)
+        values: Tensors = (layout.to_outputs_first(stored[0]),)
         if piece.format is not None:
             values = piece.format.read(stored, is_transposed=layout.is_transposed)
         dim = outputs_dim(origin.spec) - (piece.item is not None)

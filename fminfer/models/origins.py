@@ -18,7 +18,7 @@ from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.weights import Dense, Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, find_source
 from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShard, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
@@ -263,9 +263,9 @@ class _Search:
         ours = name
         if name[0].isdigit():
             number, _, ours = name.partition(".")
-            where, prefix = self._architecture.of_layer(int(number))
+            where, prefix = self._architecture.find_layer_sources(int(number))
             attention = self._architecture.model.layers[int(number)].attention
-        source = source_of(ours, where)
+        source = find_source(ours, where)
         whole = [prefix + each for each in source.whole.split("|")]
         pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
         if source.names and not (source.whole and self.has(pieces[0])):

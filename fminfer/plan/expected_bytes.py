@@ -12,7 +12,7 @@ from fminfer.core.partition import Part
 from fminfer.forward.decode_graphs import can_capture, graph_sizes, input_bytes
 from fminfer.forward.layer_stream import SLOTS
 from fminfer.forward.stage import MAX_LOGITS
-from fminfer.models.families.tensor_names import AS_STORED, Architecture, source_of
+from fminfer.models.families.tensor_names import AS_STORED, Architecture, find_source
 from fminfer.models.sharding import WHOLE, ModelShard
 from fminfer.models.tensor_specs import layer_specs, stage_specs, without_tied_tensors
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
@@ -186,9 +186,9 @@ def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> 
     """Tell whether a tensor of a part is a stored one as it is; with `joins`, one or several."""
     number, _, inner = name.partition(".")
     if number.isdigit():
-        source = source_of(inner, architecture.of_layer(int(number))[0])
+        source = find_source(inner, architecture.find_layer_sources(int(number))[0])
     else:
-        source = source_of(name, architecture.outer)
+        source = find_source(name, architecture.outer)
     is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
     return (is_one or joins) and source.layout == AS_STORED
 

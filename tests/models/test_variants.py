@@ -17,7 +17,10 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 import fminfer
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint, open_random
-from fminfer.models.families.config_parts import interleaved_slopes, mpt_slopes
+from fminfer.models.families.config_parts import (
+    interleaved_alibi_slopes,
+    mpt_alibi_slopes,
+)
 from tests.conftest import FIELDS, family_config
 
 
@@ -193,12 +196,12 @@ def test_context_length(name: str, length: int, tmp_path: Path) -> None:
 def test_alibi_slopes_equal_transformers(num_heads: int) -> None:
     two = torch.ones(1, 2, dtype=torch.int64)
     for build in (bloom_alibi, falcon_alibi):
-        slopes = torch.tensor(interleaved_slopes(num_heads))
+        slopes = torch.tensor(interleaved_alibi_slopes(num_heads))
         if build is falcon_alibi:
             slopes = slopes.bfloat16().float()
         expected = build(two, num_heads, torch.float32)[:, 0, 1]
         torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=0)
     for bias_max in (8, 16):
         expected = -build_mpt_alibi_tensor(num_heads, 2, bias_max)[:, 0, 0]
-        slopes = torch.tensor(mpt_slopes(num_heads, bias_max))
+        slopes = torch.tensor(mpt_alibi_slopes(num_heads, bias_max))
         torch.testing.assert_close(slopes, expected, rtol=1e-6, atol=0)

@@ -1,4 +1,4 @@
-"""Reads what many configs say alike: norms, heads, rotary positions, windows, experts."""
+"""Parts of a spec that many configs describe alike: norms, attention, positions, experts."""
 
 from __future__ import annotations
 
@@ -39,26 +39,28 @@ LAYERED = {"gemma3_text", "modernbert", "olmo3"}
 Where = Literal["before", "once", "after", "around", "of_sum"]
 
 
-def like(
+def derive_row(
     row: Callable[..., Architecture], **fields: Any
 ) -> Callable[..., Architecture]:
-    """Return a row like another with these arguments; one that is a function reads the
-    config."""
+    """Return a row that calls another with these arguments.
 
-    def read(c: Any, **more: Any) -> Architecture:
-        given = fields | more
+    An argument that is a function is called with the config, and its result counts.
+    """
+
+    def derived_row(c: Any, **more: Any) -> Architecture:
+        arguments = fields | more
         return row(
             c,
             **{
-                name: each(c) if callable(each) else each
-                for name, each in given.items()
+                name: argument(c) if callable(argument) else argument
+                for name, argument in arguments.items()
             },
         )
 
-    return read
+    return derived_row
 
 
-def first_of(c: Any, *names: str) -> Any:
+def first_field(c: Any, *names: str) -> Any:
     """Return the first of these fields that a config declares."""
     for name in names[:-1]:
         if hasattr(c, name):
@@ -70,26 +72,26 @@ def norm_of(c: Any, **changes: Any) -> Norm:
     """Return an RMSNorm if the config's eps is of one, else a LayerNorm with a bias."""
     if hasattr(c, "rms_norm_eps"):
         return Norm(**{"eps": c.rms_norm_eps} | changes)
-    eps = first_of(
+    eps = first_field(
         c, "layer_norm_eps", "layer_norm_epsilon", "norm_epsilon", "norm_eps"
     )
     return Norm(**{"eps": eps, "is_rms": False, "has_bias": True} | changes)
 
 
-def places_of(norm: Norm, where: Where) -> Changes:
-    """Return the fields of a layer that has this norm in some places ("once": before both)."""
+def norm_places(norm: Norm, where: Where) -> Changes:
+    """Return the fields of a layer with this norm in some places ("once": before both parts)."""
     both = (norm, norm)
-    found: dict[str, Changes] = {
+    places: dict[str, Changes] = {
         "before": {},
         "once": {"before": (norm, None), "is_parallel": True},
         "after": {"before": (None, None), "after": both},
         "around": {"after": both},
         "of_sum": {"before": (None, None), "of_sum": both},
     }
-    return {"before": both} | found[where]
+    return {"before": both} | places[where]
 
 
-def has_bias_by(c: Any, name: str) -> bool:
+def has_product_bias(c: Any, name: str) -> bool:
     """Tell whether products have biases, by this field or by that of all products."""
     return bool(getattr(c, name, False) or getattr(c, "use_bias", False))
 
@@ -97,27 +99,27 @@ def has_bias_by(c: Any, name: str) -> bool:
 def mlp_of(c: Any, size: int | None = None, **changes: Any) -> Mlp:
     """Return a gated MLP by the fields of most configs, with changes."""
     if "has_bias" not in changes:
-        changes["has_bias"] = has_bias_by(c, "mlp_bias")
+        changes["has_bias"] = has_product_bias(c, "mlp_bias")
     size = c.intermediate_size if size is None else size
-    return Mlp(first_of(c, "hidden_activation", "hidden_act"), size, **changes)
+    return Mlp(first_field(c, "hidden_activation", "hidden_act"), size, **changes)
 
 
 def moe_of(c: Any, **changes: Any) -> Moe:
     """Return experts that a softmax chooses by the fields of most configs, with changes."""
     if "expert" not in changes:
         changes["expert"] = mlp_of(
-            c, first_of(c, "moe_intermediate_size", "intermediate_size")
+            c, first_field(c, "moe_intermediate_size", "intermediate_size")
         )
     if "is_normalized" not in changes:
         changes["is_normalized"] = getattr(c, "norm_topk_prob", True)
-    num = first_of(c, "num_local_experts", "n_routed_experts", "num_experts")
+    num = first_field(c, "num_local_experts", "n_routed_experts", "num_experts")
     return Moe(num, c.num_experts_per_tok, **changes)
 
 
 def sigmoid_moe(c: Any) -> Moe:
     """Return experts that are chosen as in DeepSeek V3 (2024)."""
     expert = mlp_of(c, c.moe_intermediate_size)
-    num_shared = first_of(c, "n_shared_experts", "num_shared_experts")
+    num_shared = first_field(c, "n_shared_experts", "num_shared_experts")
     return moe_of(
         c,
         scores="sigmoid",
@@ -129,10 +131,10 @@ def sigmoid_moe(c: Any) -> Moe:
     )
 
 
-def with_experts(
+def mlps_with_experts(
     c: Any, moe: Moe, numbers: Collection[int], plain: Mlp | None = None
 ) -> Mlps:
-    """Return the MLP of each layer, of which these have experts, and the others a plain one."""
+    """Return the MLP of each layer: experts in these layers, a plain MLP in the others."""
     plain = plain or mlp_of(c)
     return [
         moe if number in numbers else plain for number in range(c.num_hidden_layers)
@@ -141,53 +143,56 @@ def with_experts(
 
 def rope_of(c: Any, layer: int = 0, *, is_interleaved: bool = False) -> Rope:
     """Return the rotary positions of a layer."""
-    how, kind = _rope_parameters(c, layer)
-    with naming_broken_files(f"rope_parameters {how} in config.json"):
-        if how["rope_type"] != "default":
-            inv_freq, scale = ROPE_INIT_FUNCTIONS[how["rope_type"]](c, **kind)
+    parameters, layer_kind = _rope_parameters(c, layer)
+    with naming_broken_files(f"rope_parameters {parameters} in config.json"):
+        if parameters["rope_type"] != "default":
+            inv_freq, scale = ROPE_INIT_FUNCTIONS[parameters["rope_type"]](
+                c, **layer_kind
+            )
             rope = Rope(tuple(inv_freq.tolist()), scale, is_interleaved)
         else:
             part = (
-                how.get("partial_rotary_factor", 1.0)
+                parameters.get("partial_rotary_factor", 1.0)
                 if c.model_type in PARTIAL
                 else 1.0
             )
             size = int(head_dim_of(c) * part)
-            rope = plain_rope(how["rope_theta"], size, is_interleaved=is_interleaved)
+            rope = make_plain_rope(
+                parameters["rope_theta"], size, is_interleaved=is_interleaved
+            )
         if not all(map(math.isfinite, (*rope.inv_freq, rope.scale))):
             raise ValueError("frequencies are not finite")
         return rope
 
 
 def _rope_parameters(c: Any, layer: int) -> tuple[dict[str, Any], dict[str, str]]:
-    """Return a layer's rotary settings as transformers reads them, and their kind of
-    layer if any.
+    """Return a layer's rotary settings as transformers reads them, and its kind if that counts.
 
     Raises:
-        CheckpointError: there are none for this kind of layer, or some for kinds that
-        nobody reads.
+        CheckpointError: this kind of layer has no settings, or the config has settings by
+            kind that transformers does not read for this family.
     """
-    how = c.rope_parameters
+    parameters = c.rope_parameters
     # what stands beside the kinds' own entries is never read
     if c.model_type in LAYERED:
         kind = c.layer_types[layer]
-        if not isinstance(how.get(kind), dict):
+        if not isinstance(parameters.get(kind), dict):
             raise CheckpointError(
                 f"config.json has no rope_parameters for {kind!r} layers. Use the "
                 "config.json that the model was published with"
             )
-        return how[kind], {"layer_type": kind}
-    nested = [name for name, value in how.items() if isinstance(value, dict)]
+        return parameters[kind], {"layer_type": kind}
+    nested = [name for name, value in parameters.items() if isinstance(value, dict)]
     if nested:
         raise CheckpointError(
             "rope_parameters in config.json has entries for kinds of layers, "
             f"{', '.join(nested)}, but {c.model_type} takes one setting for all "
             "layers. Remove them"
         )
-    return how, {}
+    return parameters, {}
 
 
-def plain_rope(theta: float, size: int, *, is_interleaved: bool = False) -> Rope:
+def make_plain_rope(theta: float, size: int, *, is_interleaved: bool = False) -> Rope:
     """Return rotary positions of the first `size` elements of a head."""
     powers = torch.arange(0, size, 2, dtype=torch.int64).float() / size
     return Rope(tuple((1.0 / theta**powers).tolist()), 1.0, is_interleaved)
@@ -211,25 +216,25 @@ def attention_of(c: Any, layer: int, **changes: Any) -> Attention:
         changes["window"] = (
             None if types and types[layer] != "sliding_attention" else window
         )
-    how = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
-    return replace(how, **changes)
+    attention = Attention(heads, changes.pop("kv_heads"), head_dim, head_dim**-0.5)
+    return replace(attention, **changes)
 
 
-def interleaved_slopes(num: int) -> tuple[float, ...]:
+def interleaved_alibi_slopes(num: int) -> tuple[float, ...]:
     """Return ALiBi's slopes as BLOOM and Falcon have them."""
     power = 2 ** math.floor(math.log2(num))
     slopes = [2.0 ** (-8.0 * (i + 1) / power) for i in range(power)]
     return (*slopes, *(2.0 ** (-4.0 * (2 * i + 1) / power) for i in range(num - power)))
 
 
-def mpt_slopes(num: int, most: float) -> tuple[float, ...]:
+def mpt_alibi_slopes(num: int, most: float) -> tuple[float, ...]:
     """Return ALiBi's slopes as MPT has them."""
     power = 2 ** math.ceil(math.log2(num))
     slopes = [2.0 ** -((i + 1) * most / power) for i in range(power)]
     return tuple(slopes if power == num else [*slopes[1::2], *slopes[::2]][:num])
 
 
-def assemble(
+def make_architecture(
     c: Any,
     *,
     norm: Norm,  # at all places
@@ -245,13 +250,19 @@ def assemble(
     left_out: str = "",  # as `Architecture.left_out`
     **changes: Any,  # fields of the `Model` that differ
 ) -> Architecture:
-    """Make an architecture."""
+    """Make an architecture whose layers have their fields from a config, with changes."""
     num = c.num_hidden_layers
     mlps = mlp if isinstance(mlp, Sequence) else [mlp] * num
-    own = attention if isinstance(attention, Sequence) else [attention or {}] * num
-    how = places_of(norm, norms) | (layer or {})
+    attention_changes = (
+        attention if isinstance(attention, Sequence) else [attention or {}] * num
+    )
+    layer_changes = norm_places(norm, norms) | (layer or {})
     layers = tuple(
-        Layer(attention_of(c, n, **(usual or {}) | own[n]), mlps[n], **how)
+        Layer(
+            attention_of(c, n, **(usual or {}) | attention_changes[n]),
+            mlps[n],
+            **layer_changes,
+        )
         for n in range(num)
     )
     changes = {"embed_size": c.hidden_size, "final_norm": norm} | changes

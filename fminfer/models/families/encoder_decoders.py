@@ -16,14 +16,14 @@ from fminfer.compute.values.spec import (
     Relative,
 )
 from fminfer.core.errors import CheckpointError
-from fminfer.models.families.config_parts import Row, like, places_of
-from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale
+from fminfer.models.families.config_parts import Row, derive_row, norm_places
+from fminfer.models.families.gpt_like import FAIRSEQ_INNER, FAIRSEQ_NORM, embed_scale_of
 from fminfer.models.families.tensor_names import (
     AS_ROW,
     Architecture,
     Sources,
-    parameter,
-    sources,
+    make_sources,
+    parameter_source,
 )
 
 
@@ -47,14 +47,14 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
             "transformers does, only from 4 and from 1 on"
         )
 
-    def one(*, is_causal: bool) -> Layer:
+    def make_layer(*, is_causal: bool) -> Layer:
         relative = Relative(buckets, most, is_causal=is_causal)
-        own = replace(plain, is_causal=is_causal, relative=relative)
+        attention = replace(plain, is_causal=is_causal, relative=relative)
         cross = Cross(plain, before=norm, of_sum=None) if is_causal else None
-        return Layer(own, mlp, before=(norm, norm), cross=cross)
+        return Layer(attention, mlp, before=(norm, norm), cross=cross)
 
-    decoder = (one(is_causal=True),) * c.num_decoder_layers
-    encoder = (one(is_causal=False),) * c.num_layers
+    decoder = (make_layer(is_causal=True),) * c.num_decoder_layers
+    encoder = (make_layer(is_causal=False),) * c.num_layers
     model = Model(
         c.d_model,
         c.vocab_size,
@@ -64,7 +64,7 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
         logit_scale=c.d_model**-0.5 if is_scaled else 1.0,
         encoder=Encoder(len(encoder), final_norm=norm, has_embed=True),
     )
-    outer = sources(
+    outer = make_sources(
         embed="decoder.embed_tokens|shared|encoder.embed_tokens|lm_head",
         encoder__embed="encoder.embed_tokens|shared|decoder.embed_tokens|lm_head",
         final_norm="decoder.final_layer_norm",
@@ -74,47 +74,47 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     return Architecture(
         model,
         outer,
-        _t5_names("decoder", mlp, is_shared=is_shared),
+        _t5_sources("decoder", mlp, is_shared=is_shared),
         prefix="decoder.block.{}.",
         base="",
         left_out=r"(shared|(encoder|decoder)\.embed_tokens)\.|"
         r"decoder\.block\.\d+\.layer\.1\.EncDecAttention\."
         r"relative_attention_bias",
         encoder_prefix="encoder.block.{}.",
-        encoder_inner=_t5_names("encoder", mlp, is_shared=is_shared),
+        encoder_inner=_t5_sources("encoder", mlp, is_shared=is_shared),
     )
 
 
-def _t5_names(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
-    own = "layer.0.SelfAttention"
+def _t5_sources(side: str, mlp: Mlp, *, is_shared: bool) -> Sources:
+    self_attention = "layer.0.SelfAttention"
     cross = "layer.1.EncDecAttention"
-    last = "layer.2" if side == "decoder" else "layer.1"
-    top = f"{last}.DenseReluDense"
-    relative = f"{own}.relative_attention_bias"
-    return sources(
+    mlp_layer = "layer.2" if side == "decoder" else "layer.1"
+    dense = f"{mlp_layer}.DenseReluDense"
+    relative = f"{self_attention}.relative_attention_bias"
+    return make_sources(
         before_attention="layer.0.layer_norm",
         before_cross="layer.1.layer_norm",
-        before_mlp=f"{last}.layer_norm",
-        qkv=f"{own}.q {own}.k {own}.v",
-        out=f"{own}.o",
+        before_mlp=f"{mlp_layer}.layer_norm",
+        qkv=f"{self_attention}.q {self_attention}.k {self_attention}.v",
+        out=f"{self_attention}.o",
         relative=f"/{side}.block.0.{relative}" if is_shared else relative,
         cross_q=f"{cross}.q",
         cross_kv=f"{cross}.k {cross}.v",
         cross_out=f"{cross}.o",
-        up=f"{top}.wi_0 {top}.wi_1" if mlp.is_gated else f"{top}.wi",
-        down=f"{top}.wo",
+        up=f"{dense}.wi_0 {dense}.wi_1" if mlp.is_gated else f"{dense}.wi",
+        down=f"{dense}.wo",
     )
 
 
-BART_OUTER = sources(
+BART_OUTER = make_sources(
     positions="model.decoder.embed_positions",
     embed_norm="model.decoder.layernorm_embedding",
     final_norm="model.decoder.layer_norm",
     encoder__positions="model.encoder.embed_positions",
     encoder__embed_norm="model.encoder.layernorm_embedding",
     encoder__final_norm="model.encoder.layer_norm",
-) | {"head.bias": parameter("final_logits_bias", AS_ROW)}
-BART_INNER = FAIRSEQ_INNER | sources(
+) | {"head.bias": parameter_source("final_logits_bias", AS_ROW)}
+BART_INNER = FAIRSEQ_INNER | make_sources(
     before_cross="encoder_attn_layer_norm",
     sum_cross="encoder_attn_layer_norm",
     cross_q="encoder_attn.q_proj",
@@ -134,17 +134,23 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
             "in both"
         )
     dim = c.d_model // heads
-    own = Attention(heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True)
-    ends = places_of(norm, "before" if is_before else "of_sum")
+    attention = Attention(
+        heads, heads, dim, dim**-0.5, has_qkv_bias=True, has_out_bias=True
+    )
+    layer_norms = norm_places(norm, "before" if is_before else "of_sum")
 
-    def one(size: int, *, is_causal: bool) -> Layer:
+    def make_layer(size: int, *, is_causal: bool) -> Layer:
         mlp = Mlp(c.activation_function, size, is_gated=False, has_bias=True)
-        cross = Cross(own, norm if is_before else None, None if is_before else norm)
-        how = replace(own, is_causal=is_causal)
-        return Layer(how, mlp, **ends, cross=cross if is_causal else None)
+        cross = Cross(
+            attention, norm if is_before else None, None if is_before else norm
+        )
+        side_attention = replace(attention, is_causal=is_causal)
+        return Layer(
+            side_attention, mlp, **layer_norms, cross=cross if is_causal else None
+        )
 
-    decoder = (one(c.decoder_ffn_dim, is_causal=True),) * c.decoder_layers
-    encoder = (one(c.encoder_ffn_dim, is_causal=False),) * c.encoder_layers
+    decoder = (make_layer(c.decoder_ffn_dim, is_causal=True),) * c.decoder_layers
+    encoder = (make_layer(c.encoder_ffn_dim, is_causal=False),) * c.encoder_layers
     num_positions = c.max_position_embeddings + 2
     tables = {"num_positions": num_positions, "position_offset": 2, "embed_norm": norm}
     final_norm = norm if is_before else None
@@ -154,14 +160,14 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
         decoder + encoder,
         final_norm,
         embed_size=c.d_model,
-        embed_scale=embed_scale(c),
+        embed_scale=embed_scale_of(c),
         has_head_bias=True,
         encoder=Encoder(len(encoder), final_norm=final_norm, has_embed=True, **tables),
         **tables,
     )
     # Untied, each table is stored, and nothing reads `shared`.
     shared = "|model.shared|lm_head" if c.tie_word_embeddings else ""
-    outer = sources(
+    outer = make_sources(
         embed=f"model.decoder.embed_tokens{shared}",
         encoder__embed=f"model.encoder.embed_tokens{shared}",
         head="lm_head|model.shared" if shared else "lm_head",
@@ -180,7 +186,7 @@ def bart(c: Any, *, is_before: bool = False) -> Architecture:
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(("t5", "mt5"), t5),
-    "umt5": like(t5, is_shared=False),
+    "umt5": derive_row(t5, is_shared=False),
     "bart": bart,
-    "mbart": like(bart, is_before=True),
+    "mbart": derive_row(bart, is_before=True),
 }

@@ -1,4 +1,4 @@
-"""Rows of encoders, and what any model gives beside text: vectors, and scores of classes."""
+"""Rows of encoders, and the heads of all models for vectors and for scores of classes."""
 
 from __future__ import annotations
 
@@ -10,6 +10,7 @@ from fminfer.compute.values.spec import (
     Encoder,
     Layer,
     Mlp,
+    Model,
     Norm,
     Pooling,
     Reading,
@@ -19,8 +20,8 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.families.config_parts import (
     Changes,
     Row,
-    assemble,
-    like,
+    derive_row,
+    make_architecture,
     mlp_of,
     norm_of,
     rope_of,
@@ -30,17 +31,17 @@ from fminfer.models.families.tensor_names import (
     Architecture,
     Source,
     Sources,
-    sources,
+    make_sources,
 )
 
 MEAN = Pooling("mean")  # as sentence-transformers pools what does not say how
-BERT_OUTER = sources(
+BERT_OUTER = make_sources(
     embed="embeddings.word_embeddings",
     encoder__positions="embeddings.position_embeddings",
     encoder__types="embeddings.token_type_embeddings",
     encoder__embed_norm="embeddings.LayerNorm",
 )
-BERT_INNER = sources(
+BERT_INNER = make_sources(
     qkv="attention.self.query attention.self.key attention.self.value",
     out="attention.output.dense",
     sum_attention="attention.output.LayerNorm",
@@ -49,8 +50,8 @@ BERT_INNER = sources(
     sum_mlp="output.LayerNorm",
 )
 # The two dense layers of heads.
-POOLER = sources(reading_0="pooler.dense", reading_1="classifier")
-CLASSIFIER = sources(reading_0="classifier.dense", reading_1="classifier.out_proj")
+POOLER = make_sources(reading_0="pooler.dense", reading_1="classifier")
+CLASSIFIER = make_sources(reading_0="classifier.dense", reading_1="classifier.out_proj")
 
 
 def _bert_like(
@@ -61,7 +62,7 @@ def _bert_like(
     head: Sources = POOLER,  # that scores classes
     activation: str = "tanh",  # of that head
     padding_id: int | None = None,  # of tokens without a position
-    **more: Any,  # as for `assemble`
+    **more: Any,  # as for `make_architecture`
 ) -> Architecture:
     """Return a BERT (Devlin et al. 2018) with what differs."""
     norm = norm or norm_of(c)
@@ -73,7 +74,7 @@ def _bert_like(
         "has_out_bias": True,
         "is_causal": getattr(c, "is_decoder", False),
     }
-    own: Changes = {
+    arguments: Changes = {
         "num_positions": c.max_position_embeddings,
         "embed_norm": norm,
         "prefix": "encoder.layer.{}.",
@@ -84,13 +85,15 @@ def _bert_like(
         "final_norm": None,
     }
     if "mlp" not in more:
-        own["mlp"] = mlp_of(c, is_gated=False, has_bias=True)
+        arguments["mlp"] = mlp_of(c, is_gated=False, has_bias=True)
     num_types = getattr(c, "type_vocab_size", 0)
-    layers = assemble(c, norm=norm, usual=usual, **own | more)
-    found = pooled(layers, MEAN, num_types=num_types, padding_id=padding_id)
+    decoder = make_architecture(c, norm=norm, usual=usual, **arguments | more)
+    architecture = with_pooling(
+        decoder, MEAN, num_types=num_types, padding_id=padding_id
+    )
     readings = Reading(c.hidden_size, activation), Reading(c.num_labels)
     scored = Pooling("cls", readings, is_scored=True), head
-    return replace(found, base=base, scored=scored)
+    return replace(architecture, base=base, scored=scored)
 
 
 def roberta(c: Any) -> Architecture:
@@ -106,7 +109,7 @@ def roberta(c: Any) -> Architecture:
 
 def distilbert(c: Any) -> Architecture:
     """Return DistilBERT (Sanh et al. 2019)."""
-    inner = sources(
+    inner = make_sources(
         qkv="attention.q_lin attention.k_lin attention.v_lin",
         out="attention.out_lin",
         sum_attention="sa_layer_norm",
@@ -117,7 +120,7 @@ def distilbert(c: Any) -> Architecture:
     return _bert_like(
         c,
         base="distilbert.",
-        head=sources(reading_0="pre_classifier", reading_1="classifier"),
+        head=make_sources(reading_0="pre_classifier", reading_1="classifier"),
         activation="relu",
         norm=Norm(1e-12, is_rms=False, has_bias=True),
         mlp=Mlp(c.activation, c.hidden_dim, is_gated=False, has_bias=True),
@@ -132,7 +135,7 @@ def mpnet(c: Any) -> Architecture:
     transformers looks 32 of them up, however many a config names. Padding is id 1 in positions,
     whatever a config names.
     """
-    inner = sources(
+    inner = make_sources(
         qkv="attention.attn.q attention.attn.k attention.attn.v",
         out="attention.attn.o",
         relative="/encoder.relative_attention_bias",
@@ -152,7 +155,7 @@ def mpnet(c: Any) -> Architecture:
 def nomic_bert(c: Any) -> Architecture:
     """Return Nomic BERT (Nussbaum et al. 2024): rotary positions, a gated MLP, no biases."""
     attn = "self_attn"
-    inner = sources(
+    inner = make_sources(
         out=f"attn.out_proj|{attn}.o_proj",
         sum_attention="norm1|post_attention_layernorm",
         up="mlp.fc12|mlp.gate_proj mlp.fc11|mlp.up_proj",
@@ -168,7 +171,8 @@ def nomic_bert(c: Any) -> Architecture:
         mlp=mlp_of(c),
         prefix="layers.{}.",
         inner=inner,
-        outer=BERT_OUTER | sources(encoder__embed_norm="emb_ln|embeddings.LayerNorm"),
+        outer=BERT_OUTER
+        | make_sources(encoder__embed_norm="emb_ln|embeddings.LayerNorm"),
         num_positions=0,
     )
 
@@ -181,18 +185,18 @@ def modernbert(c: Any) -> Architecture:
     span = c.local_attention // 2 + 1  # itself, and so many on either side
     windows = [span if kind == "sliding_attention" else None for kind in c.layer_types]
     dense = Reading(c.hidden_size, c.classifier_activation, c.classifier_bias, norm)
-    head = sources(
+    head = make_sources(
         reading_0="head.dense", reading_0_norm="head.norm", reading_1="classifier"
     )
     pooling = Pooling(
         c.classifier_pooling, (dense, Reading(c.num_labels)), is_scored=True
     )
-    outer = sources(
+    outer = make_sources(
         embed="embeddings.tok_embeddings",
         encoder__embed_norm="embeddings.norm",
         encoder__final_norm="final_norm",
     )
-    inner = sources(
+    inner = make_sources(
         before_attention="attn_norm",
         qkv="attn.Wqkv",
         out="attn.Wo",
@@ -200,7 +204,7 @@ def modernbert(c: Any) -> Architecture:
         up="mlp.Wi",
         down="mlp.Wo",
     )
-    found = assemble(
+    architecture = make_architecture(
         c,
         norm=norm,
         mlp=mlp_of(c),
@@ -211,14 +215,16 @@ def modernbert(c: Any) -> Architecture:
         attention=[{"window": window} for window in windows],
         embed_norm=norm,
     )
-    first, *others = found.model.layers  # the first one gets what is normed
+    first, *others = architecture.model.layers  # the first one gets what is normed
     layers = (replace(first, before=(None, norm)), *others)
-    found = pooled(replace(found, model=replace(found.model, layers=layers)), MEAN)
-    return replace(found, base="model.", scored=(pooling, head))
+    architecture = with_pooling(
+        replace(architecture, model=replace(architecture.model, layers=layers)), MEAN
+    )
+    return replace(architecture, base="model.", scored=(pooling, head))
 
 
 ROWS: dict[str, Row] = {
-    "bert": like(_bert_like, base="bert."),
+    "bert": derive_row(_bert_like, base="bert."),
     **dict.fromkeys(("roberta", "camembert", "xlm-roberta"), roberta),
     "distilbert": distilbert,
     "mpnet": mpnet,
@@ -237,10 +243,10 @@ _HEADS = r"(model\.)?(cls|lm_head|embed_out|(pre_)?classifier|score|head|decoder
 _MOVED = ("positions", "embed_norm", "final_norm")  # from a decoder to an encoder
 
 
-def with_head(
+def with_output_head(
     architecture: Architecture, c: Any, pooling: Pooling | None
 ) -> Architecture:
-    """Return an architecture with what its checkpoint gives: tokens, vectors or scores.
+    """Return an architecture with its checkpoint's output: tokens, vectors or scores.
 
     Args:
         pooling: of a folder of sentence-transformers; None: the config says it.
@@ -251,45 +257,52 @@ def with_head(
         names = {
             f"reading_{n}": f"reading_{n}.linear" for n in range(len(pooling.readings))
         }
-        return pooled(
-            _without_heads(architecture), pooling, sources(AS_STORED, **names)
+        return with_pooling(
+            _ignoring_head_tensors(architecture),
+            pooling,
+            make_sources(AS_STORED, **names),
         )
     if name.endswith("ForSequenceClassification"):
         if model.encoder is not None and architecture.scored is None:
-            raise _refused(
+            raise _unsupported_output_error(
                 name, "a head for classes behind a decoder, which does not run"
             )
         reading = Reading(c.num_labels, has_bias=False)
         padding_id = getattr(c, "pad_token_id", None)
-        of_last = Pooling("last", (reading,), is_scored=True, padding_id=padding_id)
-        return pooled(
+        last_pooling = Pooling(
+            "last", (reading,), is_scored=True, padding_id=padding_id
+        )
+        return with_pooling(
             architecture,
-            *(architecture.scored or (of_last, sources(reading_0="score"))),
+            *(architecture.scored or (last_pooling, make_sources(reading_0="score"))),
         )
     if _REFUSED.search(name):
         why = "whose head does not run"
         if "MaskedLM" in name:
-            own = name.replace("ForMaskedLM", "Model")
-            why = f"which fills gaps in texts. Name {own!r} in its place to get vectors"
-        raise _refused(name, why)
+            headless_name = name.replace("ForMaskedLM", "Model")
+            why = (
+                f"which fills gaps in texts. Name {headless_name!r} in its place to get "
+                "vectors"
+            )
+        raise _unsupported_output_error(name, why)
     if name.endswith("EncoderModel") and model.encoder is not None:
-        return pooled(_without_heads(architecture), Pooling("mean"))
+        return with_pooling(_ignoring_head_tensors(architecture), Pooling("mean"))
     # A model that is stored without a head writes text if its embedding is the head.
     is_tied = getattr(c, "tie_word_embeddings", True)
     if not name.endswith("Model") or "Head" in name:
         return architecture
     if model.encoder is None and not is_tied:
-        return pooled(_without_heads(architecture), Pooling("last"))
-    return _without_heads(architecture) if model.is_pooled else architecture
+        return with_pooling(_ignoring_head_tensors(architecture), Pooling("last"))
+    return _ignoring_head_tensors(architecture) if model.is_pooled else architecture
 
 
-def _without_heads(architecture: Architecture) -> Architecture:
+def _ignoring_head_tensors(architecture: Architecture) -> Architecture:
     """Return an architecture whose checkpoint may hold tensors of heads, which are not read."""
     left_out = "|".join(filter(None, (architecture.left_out, _HEADS)))
     return replace(architecture, left_out=left_out)
 
 
-def pooled(
+def with_pooling(
     architecture: Architecture,
     pooling: Pooling,
     # where the tensors of the pooling's dense layers are
@@ -300,23 +313,9 @@ def pooled(
     """Return an encoder that pools. A decoder's layers become the encoder's, and stay causal."""
     model = architecture.model
     outer = architecture.outer
-    encoder = architecture.model.encoder
+    encoder = model.encoder
     if encoder is None:
-        is_latent = any(layer.attention.latent for layer in model.layers)
-        if is_latent or model.embed_size != model.hidden_size or model.has_sinusoids:
-            raise CheckpointError(
-                "this decoder gives no vectors or scores here: its attention is latent, its "
-                "embeddings are projected, or its positions computed. Take another model"
-            )
-        encoder = Encoder(
-            len(model.layers),
-            model.final_norm,
-            model.embed_norm,
-            model.num_positions,
-            model.position_offset,
-            num_types,
-            padding_id,
-        )
+        encoder = _encoder_of_decoder(model, num_types, padding_id)
         outer = {
             f"encoder.{n}" if n in _MOVED else n: where for n, where in outer.items()
         }
@@ -329,7 +328,7 @@ def pooled(
         )
         encoder = replace(encoder, has_embed=False)
         outer = outer | {"embed": outer["encoder.embed"]}
-    own = replace(
+    pooling_model = replace(
         model,
         layers=model.layers[-encoder.num_layers :],
         final_norm=None,
@@ -338,11 +337,31 @@ def pooled(
         position_offset=0,
         encoder=replace(encoder, pooling=pooling),
     )
-    return replace(architecture, model=own, outer=outer | (readings or {}))
+    return replace(architecture, model=pooling_model, outer=outer | (readings or {}))
 
 
-def seen_both_ways(architecture: Architecture, c: Any) -> Architecture:
-    """Let layers that pool see what follows a token, too, where a decoder's config says so.
+def _encoder_of_decoder(
+    model: Model, num_types: int, padding_id: int | None
+) -> Encoder:
+    is_latent = any(layer.attention.latent for layer in model.layers)
+    if is_latent or model.embed_size != model.hidden_size or model.has_sinusoids:
+        raise CheckpointError(
+            "this decoder gives no vectors or scores here: its attention is latent, its "
+            "embeddings are projected, or its positions computed. Take another model"
+        )
+    return Encoder(
+        len(model.layers),
+        model.final_norm,
+        model.embed_norm,
+        model.num_positions,
+        model.position_offset,
+        num_types,
+        padding_id,
+    )
+
+
+def with_attention_to_both_sides(architecture: Architecture, c: Any) -> Architecture:
+    """Let each token of a pooling model see later ones, if a decoder's config says so.
 
     `is_causal` counts keys at the window's size (GTE); EmbeddingGemma's field does not.
     """
@@ -350,17 +369,17 @@ def seen_both_ways(architecture: Architecture, c: Any) -> Architecture:
     if not is_gemma and getattr(c, "is_causal", None) in (None, True):
         return architecture
 
-    def one(layer: Layer) -> Layer:
+    def without_causal_mask(layer: Layer) -> Layer:
         window = layer.attention.window and layer.attention.window + (not is_gemma)
         return replace(
             layer, attention=replace(layer.attention, is_causal=False, window=window)
         )
 
-    layers = tuple(map(one, architecture.model.layers))
+    layers = tuple(map(without_causal_mask, architecture.model.layers))
     return replace(architecture, model=replace(architecture.model, layers=layers))
 
 
-def _refused(name: str, why: str) -> CheckpointError:
+def _unsupported_output_error(name: str, why: str) -> CheckpointError:
     return CheckpointError(
         f"config.json names the architecture {name!r}, {why}. Models give vectors (…Model, or a "
         "folder of sentence-transformers) or scores of classes (…ForSequenceClassification); "

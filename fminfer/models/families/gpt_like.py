@@ -1,4 +1,4 @@
-"""Rows that resemble GPT: LayerNorms with biases, two products in the MLP."""
+"""Rows of families like GPT: LayerNorms with biases, two products in the MLP."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ from fminfer.compute.values.spec import Alibi, Mlp, Norm
 from fminfer.models.families.config_parts import (
     Changes,
     Row,
-    assemble,
-    first_of,
+    derive_row,
+    first_field,
     head_dim_of,
-    interleaved_slopes,
-    like,
-    mpt_slopes,
+    interleaved_alibi_slopes,
+    make_architecture,
+    make_plain_rope,
+    mpt_alibi_slopes,
     norm_of,
-    plain_rope,
     rope_of,
 )
 from fminfer.models.families.tensor_names import (
@@ -25,18 +25,18 @@ from fminfer.models.families.tensor_names import (
     TRANSPOSED,
     Architecture,
     Sources,
-    laid_out,
-    parameter,
-    sources,
+    make_sources,
+    parameter_source,
+    with_layout,
 )
 
-OUTER = sources(
+OUTER = make_sources(
     embed="transformer.wte",
     positions="transformer.wpe",
     final_norm="transformer.ln_f",
     head="lm_head",
 )
-INNER = sources(
+INNER = make_sources(
     before_attention="ln_1",
     before_mlp="ln_2",
     qkv="attn.c_attn",
@@ -44,24 +44,24 @@ INNER = sources(
     up="mlp.c_fc",
     down="mlp.c_proj",
 )
-BLOOM_OUTER = sources(
+BLOOM_OUTER = make_sources(
     embed="transformer.word_embeddings",
     embed_norm="transformer.word_embeddings_layernorm",
 )
-BLOOM_INNER = sources(
+BLOOM_INNER = make_sources(
     before_attention="input_layernorm",
     before_mlp="post_attention_layernorm",
     out="self_attention.dense",
     up="mlp.dense_h_to_4h",
     down="mlp.dense_4h_to_h",
-) | sources(BY_HEAD, qkv="self_attention.query_key_value")
+) | make_sources(BY_HEAD, qkv="self_attention.query_key_value")
 NEOX_INNER = (
     BLOOM_INNER
-    | sources(out="attention.dense")
-    | sources(BY_HEAD, qkv="attention.query_key_value")
+    | make_sources(out="attention.dense")
+    | make_sources(BY_HEAD, qkv="attention.query_key_value")
 )
 FAIRSEQ_NORM = Norm(1e-5, is_rms=False, has_bias=True)
-FAIRSEQ_INNER = sources(
+FAIRSEQ_INNER = make_sources(
     before_attention="self_attn_layer_norm",
     sum_attention="self_attn_layer_norm",
     qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -82,12 +82,12 @@ def gpt_like(
     inner: Sources | None = None,  # names that differ from GPT-2's
     outer: Sources | None = None,
     has_bias: bool = True,  # of the products
-    **more: Any,  # as for `assemble`
+    **more: Any,  # as for `make_architecture`
 ) -> Architecture:
     """Return a GPT-2 with what differs."""
-    activation = activation or first_of(c, "activation_function", "hidden_act")
+    activation = activation or first_field(c, "activation_function", "hidden_act")
     mlp = Mlp(activation, size or 4 * c.hidden_size, is_gated=False, has_bias=has_bias)
-    return assemble(
+    return make_architecture(
         c,
         norm=norm or norm_of(c),
         mlp=mlp,
@@ -101,26 +101,25 @@ def gpt_like(
 def _fairseq(
     c: Any, *, top: str, outer: Sources | None = None, **more: Any
 ) -> Architecture:
-    """Return a GPT with the names, positions and eps of fairseq, whatever the config
-    says of it."""
-    own = sources(
+    """Return a GPT with the names, positions and eps of fairseq, whatever the config says."""
+    usual_names = make_sources(
         embed=f"{top}embed_tokens",
         positions=f"{top}embed_positions",
         final_norm=f"{top}layer_norm",
     )
     usual: Changes = {
         "norm": FAIRSEQ_NORM,
-        "size": first_of(c, "ffn_dim", "intermediate_size"),
+        "size": first_field(c, "ffn_dim", "intermediate_size"),
         "num_positions": c.max_position_embeddings + 2,
         "position_offset": 2,
-        "embed_scale": embed_scale(c),
+        "embed_scale": embed_scale_of(c),
     }
-    names = own | (outer or {})
+    names = usual_names | (outer or {})
     prefix = f"{top}layers.{{}}."
     return gpt_like(c, inner=FAIRSEQ_INNER, outer=names, prefix=prefix, **usual | more)
 
 
-def embed_scale(c: Any) -> float:
+def embed_scale_of(c: Any) -> float:
     return float(c.hidden_size**0.5) if getattr(c, "scale_embedding", False) else 1.0
 
 
@@ -129,7 +128,7 @@ def opt(c: Any) -> Architecture:
     is_before = c.do_layer_norm_before
     norm = Norm(1e-5, is_rms=False, has_weight=has_weights, has_bias=has_weights)
     top = "model.decoder."
-    outer = sources(
+    outer = make_sources(
         final_norm=f"{top}final_layer_norm",
         project_in=f"{top}project_in",
         project_out=f"{top}project_out",
@@ -148,12 +147,12 @@ def opt(c: Any) -> Architecture:
 
 def gpt2(c: Any) -> Architecture:
     by_layer = c.scale_attn_by_inverse_layer_idx
-    scaling = _scaling(c)
+    scaling = _attention_scaling(c)
     numbers = range(1, c.num_hidden_layers + 1)
     return gpt_like(
         c,
         size=c.n_inner,
-        inner=laid_out(TRANSPOSED, INNER, "qkv", "out", "up", "down"),
+        inner=with_layout(TRANSPOSED, INNER, "qkv", "out", "up", "down"),
         attention=[{"scaling": scaling / (n if by_layer else 1)} for n in numbers],
         num_positions=c.max_position_embeddings,
     )
@@ -165,25 +164,27 @@ def gpt_bigcode(c: Any) -> Architecture:
     return gpt_like(
         c,
         size=c.n_inner,
-        inner=sources(layout, qkv="attn.c_attn"),
-        attention={"kv_heads": kv_heads, "scaling": _scaling(c)},
+        inner=make_sources(layout, qkv="attn.c_attn"),
+        attention={"kv_heads": kv_heads, "scaling": _attention_scaling(c)},
         num_positions=c.max_position_embeddings,
     )
 
 
-def _scaling(c: Any) -> float:
+def _attention_scaling(c: Any) -> float:
     return float(head_dim_of(c) ** -0.5) if c.scale_attn_weights else 1.0
 
 
 def gpt_neo(c: Any) -> Architecture:
     top = "attn.attention."
-    own = sources(qkv=f"{top}q_proj {top}k_proj {top}v_proj", out=f"{top}out_proj")
+    names = make_sources(
+        qkv=f"{top}q_proj {top}k_proj {top}v_proj", out=f"{top}out_proj"
+    )
     window = c.window_size
     kinds = c.attention_layers
     return gpt_like(
         c,
         size=c.intermediate_size,
-        inner=own,
+        inner=names,
         attention=[
             {
                 "scaling": 1.0,
@@ -197,17 +198,17 @@ def gpt_neo(c: Any) -> Architecture:
 
 
 def gptj(c: Any, inner: Sources | None = None) -> Architecture:
-    own = sources(
+    names = make_sources(
         qkv="attn.q_proj attn.k_proj attn.v_proj",
         out="attn.out_proj",
         up="mlp.fc_in",
         down="mlp.fc_out",
     )
-    rope = plain_rope(10000, c.rotary_dim or c.hidden_size, is_interleaved=True)
+    rope = make_plain_rope(10000, c.rotary_dim or c.hidden_size, is_interleaved=True)
     return gpt_like(
         c,
         size=c.n_inner,
-        inner=own | (inner or {}),
+        inner=names | (inner or {}),
         attention={"rope": rope, "has_qkv_bias": False, "has_out_bias": False},
         norms="once",
         has_head_bias=True,
@@ -217,23 +218,25 @@ def gptj(c: Any, inner: Sources | None = None) -> Architecture:
 def falcon(c: Any) -> Architecture:
     heads = c.num_attention_heads
     is_new = c.new_decoder_architecture
-    of_new = c.num_kv_heads
+    kv_heads_of_new = c.num_kv_heads
     num_norms = c.num_ln_in_parallel_attn  # of the new layout only
-    kv_heads = of_new if is_new else 1 if c.multi_query else heads
+    kv_heads = kv_heads_of_new if is_new else 1 if c.multi_query else heads
     is_parallel = c.parallel_attn or is_new
     has_two = is_new and num_norms != 1
     attention: Changes = {"kv_heads": kv_heads, "rope": rope_of(c)}
     if c.alibi:
         attention |= {
             "rope": None,
-            "alibi": Alibi(interleaved_slopes(heads), is_rounded=True),
+            "alibi": Alibi(interleaved_alibi_slopes(heads), is_rounded=True),
         }
-    two = sources(before_attention="ln_attn", before_mlp="ln_mlp") if has_two else {}
+    two_norms = (
+        make_sources(before_attention="ln_attn", before_mlp="ln_mlp") if has_two else {}
+    )
     return gpt_like(
         c,
         activation=c.activation,
         size=c.ffn_hidden_size,
-        inner=BLOOM_INNER | two,
+        inner=BLOOM_INNER | two_norms,
         outer=BLOOM_OUTER,
         attention=attention,
         has_bias=c.bias,
@@ -243,12 +246,12 @@ def falcon(c: Any) -> Architecture:
 
 
 def mpt(c: Any) -> Architecture:
-    how = c.attn_config
-    alibi = Alibi(mpt_slopes(c.num_attention_heads, how.alibi_bias_max))
-    attention: Changes = {"alibi": alibi, "clip": how.clip_qkv}
-    if how.softmax_scale:
-        attention["scaling"] = how.softmax_scale
-    inner = sources(
+    attn_config = c.attn_config
+    alibi = Alibi(mpt_alibi_slopes(c.num_attention_heads, attn_config.alibi_bias_max))
+    attention: Changes = {"alibi": alibi, "clip": attn_config.clip_qkv}
+    if attn_config.softmax_scale:
+        attention["scaling"] = attn_config.softmax_scale
+    inner = make_sources(
         before_attention="norm_1",
         before_mlp="norm_2",
         qkv="attn.Wqkv",
@@ -261,7 +264,7 @@ def mpt(c: Any) -> Architecture:
         norm=norm_of(c, has_bias=False),
         activation="gelu",
         inner=inner,
-        outer=sources(final_norm="transformer.norm_f"),
+        outer=make_sources(final_norm="transformer.norm_f"),
         prefix="transformer.blocks.{}.",
         attention=attention,
         has_bias=False,
@@ -274,7 +277,7 @@ def bloom(c: Any) -> Architecture:
         activation="gelu_new",
         inner=BLOOM_INNER,
         outer=BLOOM_OUTER,
-        attention={"alibi": Alibi(interleaved_slopes(c.num_attention_heads))},
+        attention={"alibi": Alibi(interleaved_alibi_slopes(c.num_attention_heads))},
         layer={"adds_normed": c.apply_residual_connection_post_layernorm},
         embed_norm=norm_of(c),
     )
@@ -284,7 +287,7 @@ def _neox_like(
     c: Any, *, head: str, inner: Sources = NEOX_INNER, **more: Any
 ) -> Architecture:
     top = f"{c.model_type}."
-    outer = sources(
+    outer = make_sources(
         embed=f"{top}embed_in", final_norm=f"{top}final_layer_norm", head=head
     )
     return gpt_like(c, inner=inner, outer=outer, prefix=f"{top}layers.{{}}.", **more)
@@ -307,7 +310,7 @@ def gpt_neox_japanese(c: Any) -> Architecture:
     return _neox_like(
         c,
         head="embed_out",
-        inner=NEOX_INNER | {"out.bias": parameter("attention.dense_bias")},
+        inner=NEOX_INNER | {"out.bias": parameter_source("attention.dense_bias")},
         size=c.hidden_size * c.intermediate_multiple_size,
         attention=[{"has_out_bias": number == num} for number in range(1, num + 1)],
         has_bias=False,
@@ -320,12 +323,14 @@ ROWS: dict[str, Row] = {
     "gpt_bigcode": gpt_bigcode,
     "gpt_neo": gpt_neo,
     "gptj": gptj,
-    "codegen": like(gptj, inner=sources(BY_CORE, qkv="attn.qkv_proj")),
+    "codegen": derive_row(gptj, inner=make_sources(BY_CORE, qkv="attn.qkv_proj")),
     "falcon": falcon,
     "mpt": mpt,
     "bloom": bloom,
-    "biogpt": like(_fairseq, top="biogpt.", outer=sources(head="output_projection")),
-    "xglm": like(
+    "biogpt": derive_row(
+        _fairseq, top="biogpt.", outer=make_sources(head="output_projection")
+    ),
+    "xglm": derive_row(
         _fairseq,
         top="model.",
         has_sinusoids=True,

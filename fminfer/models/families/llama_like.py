@@ -1,5 +1,4 @@
-"""Rows that resemble LLaMA: norms before, rotary positions, a gated MLP or one of two
-products."""
+"""Rows of families like LLaMA: norms before, rotary positions, mostly a gated MLP."""
 
 from __future__ import annotations
 
@@ -15,26 +14,28 @@ from fminfer.models.families.config_parts import (
     Mlps,
     Row,
     Where,
-    assemble,
-    has_bias_by,
+    derive_row,
+    has_product_bias,
     head_dim_of,
-    like,
+    make_architecture,
+    make_plain_rope,
     mlp_of,
     norm_of,
-    plain_rope,
     rope_of,
 )
 from fminfer.models.families.tensor_names import (
     BY_HEAD,
     Architecture,
     Sources,
-    experts,
-    parameter,
-    sources,
+    expert_sources,
+    make_sources,
+    parameter_source,
 )
 
-OUTER = sources(embed="model.embed_tokens", final_norm="model.norm", head="lm_head")
-INNER = sources(
+OUTER = make_sources(
+    embed="model.embed_tokens", final_norm="model.norm", head="lm_head"
+)
+INNER = make_sources(
     before_attention="input_layernorm",
     before_mlp="post_attention_layernorm",
     qkv="self_attn.q_proj self_attn.k_proj self_attn.v_proj",
@@ -44,12 +45,12 @@ INNER = sources(
     up="mlp.gate_proj mlp.up_proj",
     down="mlp.down_proj",
     router="mlp.gate",
-) | experts(
+) | expert_sources(
     "mlp.experts.*.gate_proj mlp.experts.*.up_proj",
     "mlp.experts.*.down_proj",
     "mlp.experts",
 )
-SANDWICH = sources(
+SANDWICH = make_sources(
     after_attention="post_attention_layernorm",
     before_mlp="pre_feedforward_layernorm",
     after_mlp="post_feedforward_layernorm",
@@ -67,18 +68,18 @@ def llama_like(
     # `qk_norm_over` of queries and keys with the same norm; "": they have none
     qk_norm: str = "",
     is_interleaved: bool = False,  # neighbours rotate together
-    **more: Any,  # as for `assemble`
+    **more: Any,  # as for `make_architecture`
 ) -> Architecture:
     """Return a LLaMA with what differs."""
     norm = norm or norm_of(c)
-    has_bias = has_bias_by(c, "attention_bias")
+    has_bias = has_product_bias(c, "attention_bias")
     of_out = getattr(c, "attention_out_bias", has_bias)
     usual: Changes = {"has_qkv_bias": has_bias, "has_out_bias": of_out}
     if qk_norm:
         usual |= {"qk_norm": norm, "qk_norm_over": qk_norm}
     if is_interleaved:
         usual["rope"] = rope_of(c, is_interleaved=True)
-    return assemble(
+    return make_architecture(
         c,
         norm=norm,
         mlp=mlp or mlp_of(c),
@@ -89,8 +90,8 @@ def llama_like(
     )
 
 
-def text_part(c: Any, **rows: Row) -> Architecture:
-    """Return the text part, by one of these rows, of a model that also reads images."""
+def text_part_row(c: Any, **rows: Row) -> Architecture:
+    """Return the text model of one that also reads images, by one of these rows."""
     text_type = c.text_config.model_type
     if (row := rows.get(text_type)) is not None:
         return replace(row(c.text_config), left_out=OF_IMAGES)
@@ -100,21 +101,21 @@ def text_part(c: Any, **rows: Row) -> Architecture:
     )
 
 
-def turned_where(rope: Rope, has_rope: Iterable[object]) -> list[Changes]:
-    """Return the attention of each layer: some have no rotary positions."""
-    return [{"rope": rope if each else None} for each in has_rope]
+def rope_in_layers(rope: Rope, has_rope: Iterable[object]) -> list[Changes]:
+    """Return the attention fields of each layer, of which some have rotary positions."""
+    return [{"rope": rope if has_it else None} for has_it in has_rope]
 
 
 def gemma_like(
     c: Any, *, attention: Changes | None = None, **more: Any
 ) -> Architecture:
-    own: Changes = {}
+    scaling_change: Changes = {}
     if hasattr(c, "query_pre_attn_scalar"):
-        own["scaling"] = c.query_pre_attn_scalar**-0.5
+        scaling_change["scaling"] = c.query_pre_attn_scalar**-0.5
     return llama_like(
         c,
         norm=norm_of(c, offset=1.0),
-        attention=own | (attention or {}),
+        attention=scaling_change | (attention or {}),
         embed_scale=c.hidden_size**0.5,
         logit_cap=getattr(c, "final_logit_softcapping", None),
         **more,
@@ -127,20 +128,20 @@ def gemma2(c: Any, inner: Sources = SANDWICH, norms: Where = "around") -> Archit
 
 
 # It reads no attn_logit_softcapping: transformers' Gemma 3 never applies one.
-gemma3_text = like(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
+gemma3_text = derive_row(gemma_like, inner=SANDWICH, norms="around", qk_norm="head")
 
 
 def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
     """Return a LLaMA with LayerNorms and biases, and maybe norms of queries and keys."""
-    own = sources(
+    names = make_sources(
         out="self_attn.dense",
         q_norm="self_attn.q_layernorm",
         k_norm="self_attn.k_layernorm",
     )
     return llama_like(
         c,
-        inner=own | inner,
-        outer=OUTER | sources(final_norm="model.final_layernorm"),
+        inner=names | inner,
+        outer=OUTER | make_sources(final_norm="model.final_layernorm"),
         attention={"has_qkv_bias": True, "has_out_bias": True},
         qk_norm="head" if c.qk_layernorm else "",
         mlp=mlp_of(c, is_gated=False, has_bias=True),
@@ -149,17 +150,17 @@ def _phi_like(c: Any, *, inner: Sources, **more: Any) -> Architecture:
 
 
 def stablelm(c: Any) -> Architecture:
-    of_head = norm_of(c, has_bias=False) if c.qk_layernorm else None
-    qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": of_head, "qk_norm_over": "heads"}
+    head_norm = norm_of(c, has_bias=False) if c.qk_layernorm else None
+    qk = {"has_qkv_bias": c.use_qkv_bias, "qk_norm": head_norm, "qk_norm_over": "heads"}
     q_norm, k_norm = (f"self_attn.{n}_layernorm.norms.*" for n in "qk")
     norms = "once" if c.use_parallel_residual else "before"
     return llama_like(
-        c, inner=sources(q_norm=q_norm, k_norm=k_norm), attention=qk, norms=norms
+        c, inner=make_sources(q_norm=q_norm, k_norm=k_norm), attention=qk, norms=norms
     )
 
 
 def smollm3(c: Any) -> Architecture:
-    return llama_like(c, attention=turned_where(rope_of(c), c.no_rope_layers))
+    return llama_like(c, attention=rope_in_layers(rope_of(c), c.no_rope_layers))
 
 
 def cohere(
@@ -181,15 +182,16 @@ def cohere2(c: Any) -> Architecture:
     """Only layers with a window have rotary positions."""
     rope = rope_of(c, is_interleaved=True)
     return cohere(
-        c, turned_where(rope, [kind == "sliding_attention" for kind in c.layer_types])
+        c, rope_in_layers(rope, [kind == "sliding_attention" for kind in c.layer_types])
     )
 
 
 def exaone_attention(c: Any) -> list[Changes]:
     """Return attention as in Cohere 2. Without windows all layers have positions."""
-    every = c.sliding_window is None
-    return turned_where(
-        rope_of(c), [every or t == "sliding_attention" for t in c.layer_types]
+    is_unwindowed = c.sliding_window is None
+    return rope_in_layers(
+        rope_of(c),
+        [is_unwindowed or kind == "sliding_attention" for kind in c.layer_types],
     )
 
 
@@ -206,23 +208,27 @@ def granite_like(c: Any, logit_scale: float | None = None, **more: Any) -> Archi
 
 
 def hyperclovax(c: Any) -> Architecture:
-    own = sources(after_attention="post_norm1", after_mlp="post_norm2")
+    names = make_sources(after_attention="post_norm1", after_mlp="post_norm2")
     norms = "around" if c.use_post_norm else "before"
-    return granite_like(c, c.logits_scaling, inner=own, norms=norms)
+    return granite_like(c, c.logits_scaling, inner=names, norms=norms)
 
 
 def hunyuan(
     c: Any, inner: Sources | None = None, mlp: Mlps | None = None
 ) -> Architecture:
     """Return a LLaMA whose norms of queries and keys come behind rotary positions."""
-    how = c.rope_parameters
+    parameters = c.rope_parameters
     rope = rope_of(c)
-    if how["rope_type"] == "dynamic" and how.get("alpha"):
+    if parameters["rope_type"] == "dynamic" and parameters.get("alpha"):
         size = head_dim_of(c)
-        rope = plain_rope(how["rope_theta"] * how["alpha"] ** (size / (size - 2)), size)
-    own = sources(q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm")
+        rope = make_plain_rope(
+            parameters["rope_theta"] * parameters["alpha"] ** (size / (size - 2)), size
+        )
+    qk_names = make_sources(
+        q_norm="self_attn.query_layernorm", k_norm="self_attn.key_layernorm"
+    )
     attention = {"rope": rope, "qk_norm_is_last": True}
-    names = own | (inner or {})
+    names = qk_names | (inner or {})
     return llama_like(c, inner=names, attention=attention, qk_norm="head", mlp=mlp)
 
 
@@ -231,17 +237,17 @@ def olmo(c: Any) -> Architecture:
     return llama_like(c, norm=norm, attention={"clip": c.clip_qkv})
 
 
-_UP = sources(up="mlp.up_proj")
+_UP = make_sources(up="mlp.up_proj")
 # LLaMAs whose MLP has two products, in some with a squared ReLU between them.
-_plain_like = like(llama_like, inner=_UP, mlp=partial(mlp_of, is_gated=False))
+_plain_like = derive_row(llama_like, inner=_UP, mlp=partial(mlp_of, is_gated=False))
 _XIELU = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
 _APERTUS = (
     _UP
-    | sources(
+    | make_sources(
         before_attention="attention_layernorm", before_mlp="feedforward_layernorm"
     )
     | {
-        f"xielu.{ours}": parameter(f"mlp.act_fn.{theirs}")
+        f"xielu.{ours}": parameter_source(f"mlp.act_fn.{theirs}")
         for ours, theirs in _XIELU.items()
     }
 )
@@ -255,7 +261,7 @@ def nanochat(c: Any) -> Architecture:
     return _plain_like(
         c,
         norm=norm,
-        inner=sources(up="mlp.fc1", down="mlp.fc2"),
+        inner=make_sources(up="mlp.fc1", down="mlp.fc2"),
         attention={"rope": rope, "qk_norm_is_last": True},
         qk_norm="head",
         embed_norm=norm,
@@ -263,9 +269,9 @@ def nanochat(c: Any) -> Architecture:
     )
 
 
-GATE_UP = sources(up="mlp.gate_up_proj")
-_behind = like(llama_like, inner=SANDWICH, norms="after")
-_glm = like(llama_like, is_interleaved=True, attention=WITHOUT_OUT_BIAS)
+GATE_UP = make_sources(up="mlp.gate_up_proj")
+_behind = derive_row(llama_like, inner=SANDWICH, norms="after")
+_glm = derive_row(llama_like, is_interleaved=True, attention=WITHOUT_OUT_BIAS)
 # Queries of Ministral 3 grow beyond the original length, which is the limit: `context_length`.
 _OF_LLAMA = (
     "llama",
@@ -279,52 +285,58 @@ _OF_LLAMA = (
 
 ROWS: dict[str, Row] = {
     **dict.fromkeys(_OF_LLAMA, llama_like),
-    "mistral3": partial(text_part, mistral=llama_like, ministral3=llama_like),
-    "qwen2": like(llama_like, attention={"has_qkv_bias": True}),
-    "qwen3": like(llama_like, qk_norm="head"),
+    "mistral3": partial(text_part_row, mistral=llama_like, ministral3=llama_like),
+    "qwen2": derive_row(llama_like, attention={"has_qkv_bias": True}),
+    "qwen3": derive_row(llama_like, qk_norm="head"),
     "gemma": gemma_like,
     "gemma2": gemma2,
-    "gemma3": partial(text_part, gemma3_text=gemma3_text),
+    "gemma3": partial(text_part_row, gemma3_text=gemma3_text),
     "gemma3_text": gemma3_text,
-    "vaultgemma": like(
-        gemma2, inner=sources(before_mlp="pre_feedforward_layernorm"), norms="before"
+    "vaultgemma": derive_row(
+        gemma2,
+        inner=make_sources(before_mlp="pre_feedforward_layernorm"),
+        norms="before",
     ),
-    "phi": like(
+    "phi": derive_row(
         _phi_like,
-        inner=sources(up="mlp.fc1", down="mlp.fc2"),
+        inner=make_sources(up="mlp.fc1", down="mlp.fc2"),
         norms="once",
         has_head_bias=True,
     ),
-    "persimmon": like(
+    "persimmon": derive_row(
         _phi_like,
-        inner=sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
-        | sources(BY_HEAD, qkv="self_attn.query_key_value"),
+        inner=make_sources(up="mlp.dense_h_to_4h", down="mlp.dense_4h_to_h")
+        | make_sources(BY_HEAD, qkv="self_attn.query_key_value"),
     ),
-    "phi3": like(llama_like, inner=GATE_UP | sources(qkv="self_attn.qkv_proj")),
+    "phi3": derive_row(
+        llama_like, inner=GATE_UP | make_sources(qkv="self_attn.qkv_proj")
+    ),
     "stablelm": stablelm,
-    "starcoder2": like(_plain_like, inner=sources(up="mlp.c_fc", down="mlp.c_proj")),
+    "starcoder2": derive_row(
+        _plain_like, inner=make_sources(up="mlp.c_fc", down="mlp.c_proj")
+    ),
     "helium": _glm,
-    "glm": like(_glm, inner=GATE_UP),
-    "glm4": like(
+    "glm": derive_row(_glm, inner=GATE_UP),
+    "glm4": derive_row(
         _glm,
         inner=GATE_UP
-        | sources(
+        | make_sources(
             after_attention="post_self_attn_layernorm", after_mlp="post_mlp_layernorm"
         ),
         norms="around",
     ),
-    "ernie4_5": like(llama_like, is_interleaved=True),
+    "ernie4_5": derive_row(llama_like, is_interleaved=True),
     "smollm3": smollm3,
     "granite": granite_like,
     "hyperclovax": hyperclovax,
     "cohere": cohere,
     "cohere2": cohere2,
     "olmo": olmo,
-    **dict.fromkeys(("olmo2", "olmo3"), like(_behind, qk_norm="all")),
-    "exaone4": like(_behind, qk_norm="head", attention=exaone_attention),
+    **dict.fromkeys(("olmo2", "olmo3"), derive_row(_behind, qk_norm="all")),
+    "exaone4": derive_row(_behind, qk_norm="head", attention=exaone_attention),
     "hunyuan_v1_dense": hunyuan,
     **dict.fromkeys(("arcee", "jais2"), _plain_like),
-    "nemotron": like(_plain_like, norm=partial(norm_of, offset=1.0)),
-    "apertus": like(_plain_like, inner=_APERTUS, qk_norm="head"),
+    "nemotron": derive_row(_plain_like, norm=partial(norm_of, offset=1.0)),
+    "apertus": derive_row(_plain_like, inner=_APERTUS, qk_norm="head"),
     "nanochat": nanochat,
 }

@@ -1,4 +1,4 @@
-"""Rows with mixtures of experts. DeepSeek's and their like also have latent attention."""
+"""Rows with mixtures of experts. DeepSeek's and families like it have latent attention."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ from fminfer.models.families.config_parts import (
     Changes,
     Mlps,
     Row,
-    like,
+    derive_row,
     mlp_of,
+    mlps_with_experts,
     moe_of,
     norm_of,
     rope_of,
     sigmoid_moe,
-    with_experts,
 )
 from fminfer.models.families.llama_like import (
     SANDWICH,
@@ -30,43 +30,45 @@ from fminfer.models.families.llama_like import (
 )
 from fminfer.models.families.tensor_names import (
     AS_ROW,
-    BY_TURNS,
-    BY_TURNS_TRANSPOSED,
+    INTERLEAVED,
+    INTERLEAVED_TRANSPOSED,
     TRANSPOSED,
     Architecture,
     Sources,
-    experts,
-    parameter,
-    sources,
+    expert_sources,
+    make_sources,
+    parameter_source,
 )
 
 
-def shared_names(top: str) -> Sources:
-    """Return where the expert of all tokens is."""
-    return sources(
+def shared_expert_sources(top: str) -> Sources:
+    """Return the sources of the expert that all tokens go to."""
+    return make_sources(
         shared__up=f"{top}.gate_proj {top}.up_proj", shared__down=f"{top}.down_proj"
     )
 
 
-def _choice(*names: str, **layout: Any) -> Sources:
-    """Return where the bias is that counts for the choice of experts alone, by one of
-    two names."""
+def _choice_bias_source(*names: str, **layout: Any) -> Sources:
+    """Return the source of the bias that only the choice of experts adds.
+
+    It is stored under one of these names.
+    """
     whole = "|".join(f"{name}.e_score_correction_bias" for name in names)
-    return {"choice": parameter(whole, **layout)}
+    return {"choice": parameter_source(whole, **layout)}
 
 
-SIGMOID = shared_names("mlp.shared_experts") | _choice("mlp.gate")
+SIGMOID = shared_expert_sources("mlp.shared_experts") | _choice_bias_source("mlp.gate")
 _WHICH = ("w1", "w2", "w3")
 _FIRST, _SECOND, _THIRD = (
     f"block_sparse_moe.experts.*.{w}|mlp.experts.*.{w}" for w in _WHICH
 )
 # In the first form and in that of transformers 5.
-MIXTRAL = sources(router="block_sparse_moe.gate|mlp.gate") | experts(
+MIXTRAL = make_sources(router="block_sparse_moe.gate|mlp.gate") | expert_sources(
     f"{_FIRST} {_THIRD}", _SECOND, "mlp.experts"
 )
 
 
-def _some_layers(c: Any, **moe: Any) -> Mlps:
+def _experts_in_some_layers(c: Any, **moe: Any) -> Mlps:
     """Return the MLP of each layer where, as in Qwen's models, only some have experts."""
     without = c.mlp_only_layers
     every = c.decoder_sparse_step
@@ -75,30 +77,30 @@ def _some_layers(c: Any, **moe: Any) -> Mlps:
         for n in range(c.num_hidden_layers)
         if n not in without and (n + 1) % every == 0
     ]
-    return with_experts(c, moe_of(c, **moe), numbers if c.num_experts else ())
+    return mlps_with_experts(c, moe_of(c, **moe), numbers if c.num_experts else ())
 
 
 def qwen2_moe(c: Any) -> Architecture:
     shared = mlp_of(c, c.shared_expert_intermediate_size)
-    own = shared_names("mlp.shared_expert") | sources(
+    names = shared_expert_sources("mlp.shared_expert") | make_sources(
         shared_gate="mlp.shared_expert_gate"
     )
-    mlp = _some_layers(c, shared=shared, has_shared_gate=True)
-    return llama_like(c, inner=own, attention={"has_qkv_bias": c.qkv_bias}, mlp=mlp)
+    mlp = _experts_in_some_layers(c, shared=shared, has_shared_gate=True)
+    return llama_like(c, inner=names, attention={"has_qkv_bias": c.qkv_bias}, mlp=mlp)
 
 
 def granitemoe(c: Any) -> Architecture:
     size = getattr(c, "shared_intermediate_size", 0)
     top = "block_sparse_moe"
-    names = sources(
+    names = make_sources(
         router=f"{top}.router.layer|{top}.router",  # also as in transformers from 5.23
         shared__up="shared_mlp.input_linear",
         shared__down="shared_mlp.output_linear",
     ) | {
-        "experts.up": parameter(
+        "experts.up": parameter_source(
             f"{top}.input_linear.weight|{top}.experts.gate_up_proj"
         ),
-        "experts.down": parameter(
+        "experts.down": parameter_source(
             f"{top}.output_linear.weight|{top}.experts.down_proj"
         ),
     }
@@ -109,19 +111,25 @@ def granitemoe(c: Any) -> Architecture:
 def hunyuan_v1_moe(c: Any) -> Architecture:
     expert = mlp_of(c)
 
-    def of_layer(value: Any, number: int) -> int:
+    def value_of_layer(value: Any, number: int) -> int:
         return int(value if isinstance(value, int) else value[number])
 
     num = c.num_experts
     top_k = c.moe_topk
     mlp = [
         Moe(
-            of_layer(num, n), of_layer(top_k, n), expert, is_precise=True, shared=expert
+            value_of_layer(num, n),
+            value_of_layer(top_k, n),
+            expert,
+            is_precise=True,
+            shared=expert,
         )
         for n in range(c.num_hidden_layers)
     ]
     return hunyuan(
-        c, shared_names("mlp.shared_mlp") | sources(router="mlp.gate.wg"), mlp
+        c,
+        shared_expert_sources("mlp.shared_mlp") | make_sources(router="mlp.gate.wg"),
+        mlp,
     )
 
 
@@ -133,7 +141,7 @@ def phimoe(c: Any) -> Architecture:
     return llama_like(
         c,
         norm=norm_of(c, is_rms=False, has_bias=True),
-        inner=MIXTRAL | sources(router="block_sparse_moe.gate|mlp.router"),
+        inner=MIXTRAL | make_sources(router="block_sparse_moe.gate|mlp.router"),
         attention={"rope": rope},
         mlp=moe_of(c, scores="sparsemixer", mixer_eps=c.router_jitter_noise),
         has_head_bias=c.lm_head_bias,
@@ -154,26 +162,26 @@ def ernie4_5_moe(c: Any) -> Architecture:
         is_interleaved=True,
         # Published, and of transformers 5.
         inner=SIGMOID
-        | _choice("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
-        mlp=with_experts(c, moe, numbers),
+        | _choice_bias_source("mlp.moe_statics", "mlp.gate.moe_statics", layout=AS_ROW),
+        mlp=mlps_with_experts(c, moe, numbers),
         has_head_bias=c.use_bias,
         left_out=r"model\.mtp_",  # of several tokens at once
     )
 
 
-def _behind_plain_ones(c: Any) -> Mlps:
+def _experts_behind_plain_layers(c: Any) -> Mlps:
     """Return the MLP of each layer where the first ones have no experts."""
     numbers = range(c.first_k_dense_replace, c.num_hidden_layers)
-    return with_experts(c, sigmoid_moe(c), numbers)
+    return mlps_with_experts(c, sigmoid_moe(c), numbers)
 
 
-def _by_kinds(c: Any) -> Mlps:
+def _experts_by_layer_kind(c: Any) -> Mlps:
     """Return the MLP of each layer where a list says which have experts."""
     numbers = [n for n, kind in enumerate(c.mlp_layer_types) if kind == "sparse"]
-    return with_experts(c, sigmoid_moe(c), numbers)
+    return mlps_with_experts(c, sigmoid_moe(c), numbers)
 
 
-def _layers_beyond(c: Any) -> str:
+def _predicting_layers_pattern(c: Any) -> str:
     """Return a pattern of the names of layers that predict several tokens at once."""
     num = getattr(c, "num_mtp_layers", 1)
     numbers = range(c.num_hidden_layers, c.num_hidden_layers + num)
@@ -186,8 +194,8 @@ def glm4_moe(c: Any) -> Architecture:
         inner=SIGMOID,
         attention=WITHOUT_OUT_BIAS,
         qk_norm="head" if c.use_qk_norm else "",
-        mlp=_behind_plain_ones(c),
-        left_out=_layers_beyond(c),
+        mlp=_experts_behind_plain_layers(c),
+        left_out=_predicting_layers_pattern(c),
     )
 
 
@@ -195,18 +203,20 @@ def gpt_oss(c: Any) -> Architecture:
     limit = getattr(c, "swiglu_limit", 7.0)  # transformers 5.17 has no field for it
     expert = Mlp("quick_gelu", c.intermediate_size, has_bias=True, limit=limit)
     top = "mlp.experts"
-    own = sources(router="mlp.router") | {
-        "sinks": parameter("self_attn.sinks"),
-        "experts.up.weight": parameter(f"{top}.gate_up_proj", BY_TURNS_TRANSPOSED),
-        "experts.up.bias": parameter(f"{top}.gate_up_proj_bias", BY_TURNS),
-        "experts.down.weight": parameter(f"{top}.down_proj", TRANSPOSED),
-        "experts.down.bias": parameter(f"{top}.down_proj_bias"),
+    names = make_sources(router="mlp.router") | {
+        "sinks": parameter_source("self_attn.sinks"),
+        "experts.up.weight": parameter_source(
+            f"{top}.gate_up_proj", INTERLEAVED_TRANSPOSED
+        ),
+        "experts.up.bias": parameter_source(f"{top}.gate_up_proj_bias", INTERLEAVED),
+        "experts.down.weight": parameter_source(f"{top}.down_proj", TRANSPOSED),
+        "experts.down.bias": parameter_source(f"{top}.down_proj_bias"),
     }
     mlp = moe_of(c, expert=expert, has_router_bias=True)
-    return llama_like(c, inner=own, attention={"has_sinks": True}, mlp=mlp)
+    return llama_like(c, inner=names, attention={"has_sinks": True}, mlp=mlp)
 
 
-LATENT = sources(
+LATENT = make_sources(
     q="self_attn.q_proj",
     q_down="self_attn.q_a_proj",
     q_norm="self_attn.q_a_layernorm",
@@ -245,11 +255,11 @@ def _latent_like(
 
 def _yarn_scale(rope: dict[str, Any]) -> float:
     """Return what queries and keys are each multiplied by (Peng et al. 2023, "YaRN")."""
-    by = rope.get("mscale_all_dim", 0)
+    multiplier = rope.get("mscale_all_dim", 0)
     factor = rope.get("factor", 1.0)
-    if rope["rope_type"] == "default" or not by or factor <= 1:
+    if rope["rope_type"] == "default" or not multiplier or factor <= 1:
         return 1.0
-    return float(0.1 * by * math.log(factor) + 1.0)
+    return float(0.1 * multiplier * math.log(factor) + 1.0)
 
 
 def deepseek_v2(c: Any) -> Architecture:
@@ -270,45 +280,49 @@ def deepseek_v2(c: Any) -> Architecture:
         shared=replace(expert, size=expert.size * c.n_shared_experts),
     )
     numbers = range(c.first_k_dense_replace, c.num_hidden_layers)
-    mlp = with_experts(c, moe, numbers, plain)
-    return _latent_like(c, inner=shared_names("mlp.shared_experts"), mlp=mlp)
+    mlp = mlps_with_experts(c, moe, numbers, plain)
+    return _latent_like(c, inner=shared_expert_sources("mlp.shared_experts"), mlp=mlp)
 
 
-_olmoe = like(llama_like, qk_norm="all", mlp=moe_of)
-_latent_moe = like(_latent_like, inner=SIGMOID, left_out=_layers_beyond)
+_olmoe = derive_row(llama_like, qk_norm="all", mlp=moe_of)
+_latent_moe = derive_row(
+    _latent_like, inner=SIGMOID, left_out=_predicting_layers_pattern
+)
 
 ROWS: dict[str, Row] = {
-    "mixtral": like(llama_like, inner=MIXTRAL, mlp=moe_of),
+    "mixtral": derive_row(llama_like, inner=MIXTRAL, mlp=moe_of),
     "qwen2_moe": qwen2_moe,
-    "qwen3_moe": like(llama_like, qk_norm="head", mlp=_some_layers),
+    "qwen3_moe": derive_row(llama_like, qk_norm="head", mlp=_experts_in_some_layers),
     "olmoe": _olmoe,
-    "flex_olmo": like(_olmoe, inner=SANDWICH, norms="after"),
+    "flex_olmo": derive_row(_olmoe, inner=SANDWICH, norms="after"),
     **dict.fromkeys(("granitemoe", "granitemoeshared"), granitemoe),
     "hunyuan_v1_moe": hunyuan_v1_moe,
     "phimoe": phimoe,
     "ernie4_5_moe": ernie4_5_moe,
     "glm4_moe": glm4_moe,
-    "exaone_moe": like(
+    "exaone_moe": derive_row(
         llama_like,
-        inner=SIGMOID | _choice("mlp", "mlp.gate"),
+        inner=SIGMOID | _choice_bias_source("mlp", "mlp.gate"),
         attention=exaone_attention,
         qk_norm="head",
-        mlp=_by_kinds,
+        mlp=_experts_by_layer_kind,
         left_out=r"mtp\.",  # of several tokens at once
     ),
-    "solar_open": like(
+    "solar_open": derive_row(
         llama_like, inner=SIGMOID, attention=WITHOUT_OUT_BIAS, mlp=sigmoid_moe
     ),
-    "dots1": like(llama_like, inner=SIGMOID, qk_norm="head", mlp=_behind_plain_ones),
-    "minimax_m2": like(
+    "dots1": derive_row(
+        llama_like, inner=SIGMOID, qk_norm="head", mlp=_experts_behind_plain_layers
+    ),
+    "minimax_m2": derive_row(
         llama_like,
-        inner=MIXTRAL | _choice("block_sparse_moe", "mlp"),
+        inner=MIXTRAL | _choice_bias_source("block_sparse_moe", "mlp"),
         qk_norm="all",
         mlp=partial(moe_of, scores="sigmoid", has_choice_bias=True),
     ),
     "gpt_oss": gpt_oss,
     "deepseek_v2": deepseek_v2,
-    "deepseek_v3": like(_latent_moe, mlp=_behind_plain_ones),
-    "glm4_moe_lite": like(_latent_moe, mlp=_by_kinds),
+    "deepseek_v3": derive_row(_latent_moe, mlp=_experts_behind_plain_layers),
+    "glm4_moe_lite": derive_row(_latent_moe, mlp=_experts_by_layer_kind),
     "youtu": _latent_like,
 }

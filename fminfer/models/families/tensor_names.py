@@ -23,7 +23,7 @@ class Layout:
     is_row: bool = False  # stored vectors are matrices of one row
     added: float = 0.0  # to each value
 
-    def turned(self, stored: torch.Tensor) -> torch.Tensor:
+    def to_outputs_first(self, stored: torch.Tensor) -> torch.Tensor:
         """Return a view of what is stored, outputs first."""
         if self.is_row:
             return stored[0]
@@ -76,56 +76,61 @@ class Architecture:
     # How an encoder scores classes, and where the tensors for it are.
     scored: tuple[Pooling, Sources] | None = None
 
-    def of_layer(self, number: int) -> tuple[Sources, str]:
-        """Return where a layer's tensors are, and what their names begin with."""
+    def find_layer_sources(self, number: int) -> tuple[Sources, str]:
+        """Return the sources of a layer's tensors, and what their names begin with."""
         place = number - self.model.num_cached
         if self.encoder_prefix and place >= 0:
             return self.encoder_inner, self.encoder_prefix.format(place)
         return self.inner, self.prefix.format(number)
 
 
-def by_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
+def with_our_names(architecture: Architecture, names: Iterable[str]) -> Architecture:
     """Return an architecture whose checkpoint has all tensors by our names, as "0.up.weight"."""
-    inner = (name.partition(".")[2] if name[0].isdigit() else name for name in names)
-    own = {
-        module: Source((module,)) for module, _, _ in (n.rpartition(".") for n in inner)
+    names_in_layers = (
+        name.partition(".")[2] if name[0].isdigit() else name for name in names
+    )
+    our_sources = {
+        module: Source((module,))
+        for module, _, _ in (name.rpartition(".") for name in names_in_layers)
     }
-    return Architecture(architecture.model, own, own, prefix="layers.{}.", base="")
+    return Architecture(
+        architecture.model, our_sources, our_sources, prefix="layers.{}.", base=""
+    )
 
 
-def sources(layout: Layout = AS_STORED, **ours: str) -> Sources:
-    """Return sources by our names, with __ for a dot; a space separates names of theirs."""
+def make_sources(layout: Layout = AS_STORED, **ours: str) -> Sources:
+    """Return sources by our names, with __ for a dot; spaces separate the checkpoint's names."""
     return {
         name.replace("__", "."): Source(tuple(theirs.split()), layout)
         for name, theirs in ours.items()
     }
 
 
-def source_of(ours: str, where: Mapping[str, Source]) -> Source:
-    """Return the source of one of our tensors: its own, or that of its module."""
-    return where.get(ours) or where[ours.rpartition(".")[0]]
+def find_source(ours: str, sources: Mapping[str, Source]) -> Source:
+    """Find the source of one of our tensors: its own, or that of its module."""
+    return sources.get(ours) or sources[ours.rpartition(".")[0]]
 
 
-def experts(up: str, down: str, whole: str) -> Sources:
-    """Return where experts are: in modules of each, or in two parameters of a whole."""
+def expert_sources(up: str, down: str, whole: str) -> Sources:
+    """Return the sources of experts: modules of each expert, or two parameters of all."""
     return {
         "experts.up": Source(tuple(up.split()), whole=f"{whole}.gate_up_proj"),
         "experts.down": Source((down,), whole=f"{whole}.down_proj"),
     }
 
 
-def parameter(name: str, layout: Layout = AS_STORED) -> Source:
+def parameter_source(name: str, layout: Layout = AS_STORED) -> Source:
     """Return a source that is a parameter by its full name, or by one of two."""
     return Source((), layout, name)
 
 
-def laid_out(layout: Layout, where: Sources, *ours: str) -> Sources:
-    """Return sources of which these have another layout."""
-    return where | {name: replace(where[name], layout=layout) for name in ours}
+def with_layout(layout: Layout, sources: Sources, *ours: str) -> Sources:
+    """Return sources in which those of some tensors have another layout."""
+    return sources | {name: replace(sources[name], layout=layout) for name in ours}
 
 
-def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:
-    parts = t.view(how.kv_heads, -1, how.head_dim, *t.shape[1:])
+def _regroup_heads(t: torch.Tensor, attention: Attention) -> torch.Tensor:
+    parts = t.view(attention.kv_heads, -1, attention.head_dim, *t.shape[1:])
     return torch.cat(
         [
             part.reshape(-1, *t.shape[1:])
@@ -134,29 +139,29 @@ def _by_head(t: torch.Tensor, how: Attention) -> torch.Tensor:
     )
 
 
-def _by_core(t: torch.Tensor, how: Attention) -> torch.Tensor:
+def _regroup_cores(t: torch.Tensor, attention: Attention) -> torch.Tensor:
     parts = t.view(4, 3, -1, *t.shape[1:])
     return torch.cat([parts[:, i].reshape(-1, *t.shape[1:]) for i in (0, 2, 1)])
 
 
-def _by_turns(t: torch.Tensor, how: Attention) -> torch.Tensor:
+def _deinterleave_rows(t: torch.Tensor, attention: Attention) -> torch.Tensor:
     return torch.cat([t[:, ::2], t[:, 1::2]], 1)
 
 
-def _by_pairs(t: torch.Tensor, how: Attention) -> torch.Tensor:
-    num_turned = sum(how.qkv_sizes[:2])
-    pairs = t[:num_turned].view(-1, how.head_dim // 2, 2, *t.shape[1:])
+def _regroup_pairs(t: torch.Tensor, attention: Attention) -> torch.Tensor:
+    num_turned = sum(attention.qkv_sizes[:2])
+    pairs = t[:num_turned].view(-1, attention.head_dim // 2, 2, *t.shape[1:])
     return torch.cat([pairs.transpose(1, 2).reshape(-1, *t.shape[1:]), t[num_turned:]])
 
 
 TRANSPOSED = Layout(is_transposed=True)  # GPT-2's Conv1D, gpt-oss's experts
-BY_TURNS = Layout(_by_turns)  # gpt-oss's rows of gate and up
-BY_TURNS_TRANSPOSED = Layout(_by_turns, is_transposed=True)
+INTERLEAVED = Layout(_deinterleave_rows)  # gpt-oss's rows of gate and up
+INTERLEAVED_TRANSPOSED = Layout(_deinterleave_rows, is_transposed=True)
 # Each KV head's queries, key and value follow each other: BLOOM, GPT-NeoX, Falcon, GPT-BigCode.
-BY_HEAD = Layout(_by_head)
+BY_HEAD = Layout(_regroup_heads)
 AS_ROW = Layout(is_row=True)  # ERNIE's bias of experts
 # CodeGen's: four cores of a TPU, each with queries, values and keys
-BY_CORE = Layout(_by_core)
+BY_CORE = Layout(_regroup_cores)
 # llama.cpp's LLaMA and Granite: neighbours of a head form pairs
-BY_PAIRS = Layout(_by_pairs)
+BY_PAIRS = Layout(_regroup_pairs)
 WITH_ONE = Layout(added=-1.0)  # llama.cpp's norms of Gemma

@@ -22,9 +22,9 @@ from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
     Architecture,
-    laid_out,
-    parameter,
-    sources,
+    make_sources,
+    parameter_source,
+    with_layout,
 )
 from fminfer.models.stored.gguf_file import Metadata, read_gguf
 from fminfer.models.stored.stored_tensors import StoredTensor
@@ -185,14 +185,14 @@ def read_model(path: Path) -> GgufModel:
 
 
 # Where tensors are: names are the same for nearly all architectures.
-OUTER = sources(
+OUTER = make_sources(
     embed="token_embd",
     positions="position_embd",
     embed_norm="token_embd_norm",
     final_norm="output_norm",
     head="output",
 )
-INNER = sources(
+INNER = make_sources(
     before_attention="attn_norm",
     after_attention="post_attention_norm",
     before_mlp="ffn_norm",
@@ -209,8 +209,11 @@ INNER = sources(
     shared__up="ffn_gate_shexp ffn_up_shexp",
     shared__down="ffn_down_shexp",
     shared_gate="ffn_gate_inp_shexp",
-) | {"choice": parameter("exp_probs_b.bias"), "sinks": parameter("attn_sinks.weight")}
-LATENT = sources(
+) | {
+    "choice": parameter_source("exp_probs_b.bias"),
+    "sinks": parameter_source("attn_sinks.weight"),
+}
+LATENT = make_sources(
     q="attn_q",
     q_down="attn_q_a",
     q_norm="attn_q_a_norm",
@@ -243,25 +246,25 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     outer = OUTER
     inner = dict(INNER)
     if "attn_qkv.weight" in modules:
-        inner |= sources(qkv="attn_qkv")
+        inner |= make_sources(qkv="attn_qkv")
     if "ffn_gate.weight" not in modules:
-        inner |= sources(up="ffn_up")
+        inner |= make_sources(up="ffn_up")
     if "ffn_gate_up_exps.0.weight" in modules:
-        inner |= sources(experts__up="ffn_gate_up_exps.*")
+        inner |= make_sources(experts__up="ffn_gate_up_exps.*")
     if model.arch == "falcon" and "attn_norm_2.weight" in modules:
-        inner |= sources(before_attention="attn_norm_2", before_mlp="attn_norm")
+        inner |= make_sources(before_attention="attn_norm_2", before_mlp="attn_norm")
     if model.arch == "gpt-oss":
-        inner |= sources(before_mlp="post_attention_norm|ffn_norm")
+        inner |= make_sources(before_mlp="post_attention_norm|ffn_norm")
     if model.arch == "deepseek2":
         is_old = "attn_kv_b.weight" in modules
-        inner |= LATENT | sources(
+        inner |= LATENT | make_sources(
             kv_up="attn_kv_b" if is_old else "attn_k_b.* attn_v_b.*"
         )
     if model.arch in PAIRED:
-        inner = laid_out(BY_PAIRS, inner, "qkv")
+        inner = with_layout(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
-        inner = laid_out(WITH_ONE, inner, *NORMS)
-        outer = laid_out(WITH_ONE, outer, "final_norm")
+        inner = with_layout(WITH_ONE, inner, *NORMS)
+        outer = with_layout(WITH_ONE, outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
 
 
