@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import shlex
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -56,6 +56,7 @@ from fminfer.models.sentence_folder import (
     read_sentence_folder,
 )
 from fminfer.models.stored.rival_weights import refuse_rivals
+from fminfer.models.stored.tensor_table import WeightHeaders
 
 GENERATION = "generation_config.json"
 # The fields with the tokens that a decoder behind an encoder begins with.
@@ -80,6 +81,9 @@ class Checkpoint:
     unfetched: tuple[str, str | None] | None = None
     # what a folder of sentence-transformers says
     sentence: SentenceFolder | None = None
+    headers: WeightHeaders = field(
+        default_factory=WeightHeaders, repr=False, compare=False
+    )
 
     def with_weights(self) -> Checkpoint:
         """Return the same with its weights on this machine; errors are those of fetching."""
@@ -232,8 +236,9 @@ def open_checkpoint(
     elif is_of_hub:
         folder = fetch(str(name), SMALL_FILES, revision)
     sentence = read_sentence_folder(folder)
+    headers = WeightHeaders()
     for each in (folder, *(sentence.dense if sentence else ())):
-        refuse_rivals(each)
+        refuse_rivals(each, headers)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else short_name(str(name)),
         folder,
@@ -243,6 +248,7 @@ def open_checkpoint(
         next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
         unfetched=(str(name), revision) if is_of_hub and not has_weights else None,
         sentence=sentence,
+        headers=headers,
     )
 
 

@@ -17,7 +17,7 @@ from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.models.sentence_folder import sentence_files
-from fminfer.models.stored.tensor_table import read_weight_file
+from fminfer.models.stored.tensor_table import WeightHeaders
 from fminfer.models.stored.weight_folder import find_weights
 
 # A weight file's digest covers its header, and this much of each tensor, in the middle and at
@@ -115,7 +115,7 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
         digest.update(b"random %d" % seed)
     else:
         for file in _weight_files(checkpoint).values():
-            _add_weight_file(digest, file)
+            _add_weight_file(digest, file, checkpoint.headers)
         for file in sentence_files(checkpoint.folder):
             digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
@@ -130,7 +130,8 @@ def digest_weight_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a digest of each weight file, by its name, of some of each tensor."""
     digests = {}
     for name, file in _weight_files(checkpoint).items():
-        _add_weight_file(digest := hashlib.blake2b(digest_size=8), file)
+        digest = hashlib.blake2b(digest_size=8)
+        _add_weight_file(digest, file, checkpoint.headers)
         digests[name] = digest.hexdigest()
     return digests
 
@@ -153,16 +154,16 @@ def name_different_files(mine: dict[str, str], theirs: dict[str, str]) -> str:
     )
 
 
-def _add_weight_file(digest: hashlib.blake2b, file: Path) -> None:
-    stored = read_weight_file(file)
+def _add_weight_file(
+    digest: hashlib.blake2b, file: Path, headers: WeightHeaders
+) -> None:
+    stored, _ = headers.read(file)
     first, last = stored.header
     with naming_broken_files(file), file.open("rb") as tensors:
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         tensors.seek(first)
         digest.update(tensors.read(last - first))
-        for first, last in dict.fromkeys(
-            tensor.span for tensor in stored.tensors.values()
-        ):
+        for first, last in dict.fromkeys(stored.spans):
             for start in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
                 start = max(first, start)
                 tensors.seek(start)

@@ -134,7 +134,10 @@ def find_origins(
 def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Origins]:
     """Find every tensor of the model by the headers of all weight files, as `find_origins`."""
     files = TensorFiles(
-        folder, checkpoint.architecture.prefix, checkpoint.dense_folders
+        folder,
+        checkpoint.architecture.prefix,
+        checkpoint.dense_folders,
+        checkpoint.headers,
     )
     return files, find_origins(checkpoint, files.shapes, files.types)
 

@@ -20,7 +20,7 @@ from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.origins import check_tensors
 from fminfer.models.stored.rival_weights import describe_unread, refuse_rivals
-from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.models.stored.tensor_table import TensorFiles, WeightHeaders
 from tests.encoder_families import make_encoder
 from tests.models.test_encoders import dense_folder
 
@@ -111,7 +111,7 @@ def test_what_float16_cannot_hold_is_no_difference(folder: Path) -> None:
     save_file(tensors, folder / ONE)
     save_beside(folder, "float16", tensors)
     assert "model.fp16.safetensors" in describe_unread(folder)
-    refuse_rivals(folder)
+    refuse_rivals(folder, WeightHeaders())
 
 
 def test_a_dense_layer_in_two_forms(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fminfer.models.stored.stored_tensors import (
     StoredTensor,
     plain_strides,
 )
-from fminfer.models.stored.tensor_table import read_weight_file
+from fminfer.models.stored.tensor_table import WeightHeaders, read_weight_file
 from fminfer.models.stored.weight_folder import WeightFiles, find_weights
 
 RIVALS = ("*.safetensors", "pytorch_model*.bin", "*.gguf")
@@ -41,7 +41,7 @@ def describe_unread(folder: Path) -> str:
     return f"Weights are read from {read}. Not read: {list_few([f.name for f in others], 3)}."
 
 
-def refuse_rivals(folder: Path) -> None:
+def refuse_rivals(folder: Path, headers: WeightHeaders) -> None:
     """Refuse a folder if a file that is not read has other values in a tensor of the same name.
 
     Shapes are compared, and some values of each tensor. Many folders hold the same weights
@@ -51,7 +51,7 @@ def refuse_rivals(folder: Path) -> None:
         CheckpointError: the folder holds two models, or a file that would be read is broken.
     """
     weights, others = _find_others(folder)
-    files = [read_weight_file(file) for file in weights.files if others]
+    files = [headers.read(file)[0] for file in weights.files if others]
     table = {
         BASE.sub("", name): tensor
         for file in files

@@ -6,10 +6,13 @@ from __future__ import annotations
 import json
 import math
 from collections import Counter
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+import orjson
 import torch
 
 from fminfer.core.impostors import broken_file_error, naming_broken_files
@@ -107,8 +110,61 @@ class StoredFile:
     """What a file holds."""
 
     path: Path
-    tensors: dict[str, StoredTensor]
+    tensors: Mapping[str, StoredTensor]
     header: tuple[int, int]  # the bytes that name its tensors
+
+    @property
+    def types(self) -> dict[str, str]:
+        """The type of each tensor, by its name."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.types
+        return {name: tensor.dtype for name, tensor in self.tensors.items()}
+
+    @property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """The shape of each tensor, by its name."""
+        if isinstance(self.tensors, LazyTensors):
+            return self.tensors.shapes
+        return {name: tensor.shape for name, tensor in self.tensors.items()}
+
+    @property
+    def spans(self) -> list[tuple[int, int]]:
+        """The bytes of each tensor, in the order of the header."""
+        if isinstance(self.tensors, LazyTensors):
+            return [*self.tensors.spans.values()]
+        return [tensor.span for tensor in self.tensors.values()]
+
+
+class LazyTensors(Mapping[str, StoredTensor]):
+    """The tensors of a safetensors file whose header is sound, each made when it is used.
+
+    A large model has tens of thousands, of which a rank may need few. Tuples of numbers
+    cost the garbage collector nothing; objects would.
+    """
+
+    def __init__(
+        self,
+        path: Path,
+        types: dict[str, str],
+        shapes: dict[str, tuple[int, ...]],
+        spans: dict[str, tuple[int, int]],
+    ) -> None:
+        self._path = path
+        self.types = types
+        self.shapes = shapes
+        self.spans = spans
+
+    def __getitem__(self, name: str) -> StoredTensor:
+        shape = self.shapes[name]
+        start, _ = self.spans[name]
+        strides = plain_strides(shape)
+        return StoredTensor(self._path, self.types[name], shape, start, strides)
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.types)
+
+    def __len__(self) -> int:
+        return len(self.types)
 
 
 def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -137,9 +193,77 @@ def read_safetensors(path: Path) -> StoredFile:
         # a value takes more memory than its text
         if raw.count(b",") > MOST_HEADER_VALUES:
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
-        header = json.loads(raw, object_pairs_hook=_without_doubles)
+        found = _parse_sound_header(path, raw, start, size)
+        if found is not None:
+            return StoredFile(path, found, (0, start))
+        tensors = _parse_header(path, raw, start)
+    _check_holes(path, tensors, start, size)
+    return StoredFile(path, tensors, (0, start))
+
+
+def _parse_sound_header(
+    path: Path, raw: bytes, start: int, size: int
+) -> LazyTensors | None:
+    """Parse a header all at once if it is sound; None: each entry is to be looked at.
+
+    It accepts nothing that `_parse_header` and `_check_holes` refuse. These say what is
+    wrong, and read what is odd but right.
+    """
+    try:
+        header = orjson.loads(raw)
+        # A name that stands twice is there once in a dict, and its colon is lost.
+        has_doubles = orjson.dumps(header).count(b":") != raw.count(b":")
+        if b"\\" in raw or has_doubles:
+            return None
         header.pop("__metadata__", None)
-        tensors = {name: _place(path, entry, start) for name, entry in header.items()}
+        offsets = [entry["data_offsets"] for entry in header.values()]
+        types = {name: entry["dtype"] for name, entry in header.items()}
+        shapes = {name: entry["shape"] for name, entry in header.items()}
+        if not _is_sound([*types.values()], [*shapes.values()], offsets, size - start):
+            return None
+    except (ValueError, TypeError, KeyError, AttributeError):
+        return None
+    spans = ((start + first, start + last) for first, last in offsets)
+    return LazyTensors(
+        path,
+        types,
+        {name: tuple(shape) for name, shape in shapes.items()},
+        dict(zip(types, spans, strict=True)),
+    )
+
+
+def _is_sound(
+    types: list[str], shapes: list[Any], offsets: list[Any], num_bytes: int
+) -> bool:
+    """Tell whether tensors have the sizes that they say, and fill a file without holes."""
+    if any(type(shape) is not list or len(shape) > MOST_DIMENSIONS for shape in shapes):
+        return False
+    numbers = [*chain.from_iterable(offsets), *chain.from_iterable(shapes)]
+    if {*map(type, numbers)} - {int} or min(numbers, default=0) < 0:
+        return False
+
+    for dtype, shape, (first, last) in zip(types, shapes, offsets, strict=True):
+        # types of tomorrow are looked at one by one
+        if math.prod(shape) * BITS[dtype] != 8 * (last - first):
+            return False
+
+    offsets = sorted(offsets)
+    starts = [first for first, _ in offsets]
+    ends = [last for _, last in offsets]
+    return [*starts, num_bytes] == [0, *ends]
+
+
+def _parse_header(path: Path, raw: bytes, start: int) -> dict[str, StoredTensor]:
+    """Parse a header entry by entry."""
+    header = json.loads(raw, object_pairs_hook=_without_doubles)
+    header.pop("__metadata__", None)
+    return {name: _parse_entry(path, entry, start) for name, entry in header.items()}
+
+
+def _check_holes(
+    path: Path, tensors: Mapping[str, StoredTensor], start: int, size: int
+) -> None:
+    """Check that values follow each other up to the end of the file."""
     end = start
     for name, tensor in sorted(tensors.items(), key=lambda item: item[1].span):
         first, last = tensor.span
@@ -152,7 +276,6 @@ def read_safetensors(path: Path) -> StoredFile:
         raise broken_file_error(
             path, f"it has {size} bytes, and its header tells of {end}"
         )
-    return StoredFile(path, tensors, (0, start))
 
 
 def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
@@ -163,7 +286,7 @@ def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def _place(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
+def _parse_entry(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:
     dtype = entry["dtype"]
     shape = tuple(entry["shape"])
     (first, last) = entry["data_offsets"]

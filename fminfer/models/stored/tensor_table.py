@@ -14,6 +14,7 @@ from types import MappingProxyType
 
 import torch
 
+from fminfer.compute.values.weights import Shape
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import (
     broken_file_error,
@@ -42,6 +43,8 @@ from fminfer.models.stored.weight_folder import (
     unsharded_error,
 )
 
+# Where a tensor lies; or the file that has it under the same name.
+Home = JoinedTensor | StoredFile
 PAGE = mmap.PAGESIZE
 COPIED_BYTES = 1 << 18  # at once, of what is not aligned
 # bytes of weights that are searched for nan while a run goes on
@@ -75,6 +78,26 @@ def read_weight_file(path: Path) -> StoredFile:
         )
 
 
+class WeightHeaders:
+    """The headers of a checkpoint's weight files. Each is read once.
+
+    A file that was written to since then is read again.
+    """
+
+    def __init__(self) -> None:
+        self._files: dict[Path, tuple[FileFacts, StoredFile]] = {}
+
+    def read(self, path: Path) -> tuple[StoredFile, FileFacts]:
+        """Return what a file holds, and its facts before it was read."""
+        with naming_broken_files(path):
+            facts = facts_of(path)
+        known = self._files.get(path)
+        if known is None or known[0] != facts:
+            known = (facts, read_weight_file(path))
+            self._files[path] = known
+        return known[1], facts
+
+
 @dataclass(slots=True, frozen=True)
 class Waiting:
     """A part of a file that somebody will use."""
@@ -90,6 +113,7 @@ class TensorFiles:
         layer_prefix: what the names of a layer's tensors begin with, {} for its number. A folder
             with a file for each layer leaves it out.
         beside: further folders, by what the names of their tensors begin with.
+        headers: those that were read already.
 
     Raises:
         CheckpointError: there are no files, one is broken or missing, or a tensor is
@@ -101,31 +125,79 @@ class TensorFiles:
         folder: Path,
         layer_prefix: str = "layers.{}.",
         beside: Mapping[str, Path] = MappingProxyType({}),
+        headers: WeightHeaders | None = None,
     ) -> None:
+        headers = headers or WeightHeaders()
         found = find_weights(folder)
         if not found.files:
             raise no_weights_error(folder)
         files = []
         self.seen = dict[Path, FileFacts]()  # their facts before they were read
         for path in found.files:
-            with naming_broken_files(path):
-                self.seen[path] = facts_of(path)
-            files.append(read_weight_file(path))
+            file, self.seen[path] = headers.read(path)
+            files.append(file)
         self._maps: dict[Path, mmap.mmap] = {}
         self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
-        self._tensors = (
-            _join_parts(files)
-            if found.form == "metaseq"
-            else _one_table(folder, found, files, layer_prefix)
-        )
+        self._homes: dict[str, Home] = {}
+        self.types: dict[str, str] = {}
+        self.shapes: dict[str, Shape] = {}
+        if found.form == "metaseq":
+            for name, tensor in _join_parts(files).items():
+                self._homes[name] = tensor
+                self.types[name] = tensor.dtype
+                self.shapes[name] = tensor.shape
+        else:
+            self._add_files(folder, found, files, layer_prefix)
         for start, other in beside.items():
-            own = TensorFiles(other)
-            self._tensors |= {
-                start + name: tensor for name, tensor in own._tensors.items()
-            }
-            self.seen |= own.seen
-        self.types = {name: tensor.dtype for name, tensor in self._tensors.items()}
-        self.shapes = {name: tensor.shape for name, tensor in self._tensors.items()}
+            self._add_folder(start, TensorFiles(other, headers=headers))
+
+    def _add_files(
+        self,
+        folder: Path,
+        found: WeightFiles,
+        files: Sequence[StoredFile],
+        layer_prefix: str,
+    ) -> None:
+        """Add the tensors of files that hold whole ones."""
+        named = {*found.homes.values()}
+        for file in files:
+            layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
+            prefix = layer_prefix.format(layer[1]) if layer else ""
+            elsewhere = {home for home in named if folder / home != file.path}
+            types = file.types
+            shapes = file.shapes
+            for name, dtype in types.items():
+                if found.homes.get(name) in elsewhere:
+                    continue
+                whole = prefix + name
+                if whole in self._homes:
+                    first = self._tensor(whole).parts[0].file.name
+                    index = f", and no {found.index} says which one counts"
+                    raise CheckpointError(
+                        f"{folder} holds the tensor {whole!r} twice, in {first} and "
+                        f"{file.path.name}{'' if layer else index}; take the file away that "
+                        "does not belong to the model, or fetch the index"
+                    )
+                self._homes[whole] = (
+                    JoinedTensor((file.tensors[name],)) if prefix else file
+                )
+                self.types[whole] = dtype
+                self.shapes[whole] = shapes[name]
+
+    def _add_folder(self, start: str, other: TensorFiles) -> None:
+        """Add the tensors of another folder; their names begin with `start`."""
+        for name in other.types:
+            self._homes[start + name] = other._tensor(name)
+            self.types[start + name] = other.types[name]
+            self.shapes[start + name] = other.shapes[name]
+        self.seen |= other.seen
+
+    def _tensor(self, name: str) -> JoinedTensor:
+        """Return where a tensor lies."""
+        home = self._homes[name]
+        if isinstance(home, JoinedTensor):
+            return home
+        return JoinedTensor((home.tensors[name],))
 
     @contextmanager
     def lend(self, lent: Lent) -> Iterator[None]:
@@ -138,7 +210,7 @@ class TensorFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there."""
-        tensor = self._tensors[name]
+        tensor = self._tensor(name)
         if self.is_in_place(name):
             return self._view(tensor.parts[0])
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
@@ -147,7 +219,7 @@ class TensorFiles:
 
     def copy(self, name: str, target: torch.Tensor) -> None:
         """Copy a tensor's values. The memory of their part of the file is left to others."""
-        tensor = self._tensors[name]
+        tensor = self._tensor(name)
         first = 0
         if not tensor.shape:
             target.copy_(self._view(tensor.parts[0]))
@@ -169,17 +241,17 @@ class TensorFiles:
 
     def drop(self, name: str) -> None:
         """Leave the memory of a tensor's part of the file to others, after it was copied."""
-        for part in self._tensors[name].parts:
+        for part in self._tensor(name).parts:
             self._drop(part)
 
     def is_in_place(self, name: str) -> bool:
         """Tell whether a tensor can be used where it lies: it is one part, which is aligned."""
-        parts = self._tensors[name].parts
+        parts = self._tensor(name).parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
     def spans(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[Span]:
         """Give the spans of a tensor's parts, or of some rows (first, end) if it is one part."""
-        parts = self._tensors[name].parts
+        parts = self._tensor(name).parts
         for part in parts:
             some = part if rows is None or len(parts) > 1 else part.rows(*rows)
             yield Span(part.file, *some.span)
@@ -283,29 +355,6 @@ def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], 
 
 def _is_aligned(tensor: StoredTensor) -> bool:
     return tensor.start * 8 % BITS[tensor.dtype] == 0
-
-
-def _one_table(
-    folder: Path, found: WeightFiles, files: list[StoredFile], layer_prefix: str
-) -> dict[str, JoinedTensor]:
-    tensors: dict[str, JoinedTensor] = {}
-    for file in files:
-        layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
-        prefix = layer_prefix.format(layer[1]) if layer else ""
-        for name, tensor in file.tensors.items():
-            whole = prefix + name
-            if name in found.homes and folder / found.homes[name] != file.path:
-                continue
-            if whole in tensors:
-                first = tensors[whole].parts[0].file.name
-                more = "" if layer else f", and no {found.index} says which one counts"
-                raise CheckpointError(
-                    f"{folder} holds the tensor {whole!r} twice, in {first} and "
-                    f"{file.path.name}{more}; take the file away that does not belong to the "
-                    "model, or fetch the index"
-                )
-            tensors[whole] = JoinedTensor((tensor,))
-    return tensors
 
 
 def _join_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:

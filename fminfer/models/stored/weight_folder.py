@@ -7,7 +7,9 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
+
+import orjson
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import (
@@ -100,7 +102,7 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
     is_one = (folder / one).exists()
     if index.exists() and not is_one:
         homes = _read_index(index)
-        files = sorted({folder / name for name in homes.values()})
+        files = sorted({folder / name for name in {*homes.values()}})
         missing = [file.name for file in files if not file.exists()]
         for name in missing[:1]:
             others = sorted(file.name for file in {*folder.glob(several)} - {*files})
@@ -153,12 +155,20 @@ def _part_names(name: str) -> list[str]:
 def _read_index(index: Path) -> dict[str, str]:
     with naming_broken_files(index):
         check_no_impostor(index)
-        homes = json.loads(index.read_bytes())["weight_map"]
+        homes = _parse_json(index.read_bytes())["weight_map"]
         names = {str(name) for name in homes.values()}
     for name in names:
         if Path(name).is_absolute() or ".." in Path(name).parts:
             raise CheckpointError(f"{index} names {name}, which is outside its folder")
     return {str(tensor): str(name) for tensor, name in homes.items()}
+
+
+def _parse_json(text: bytes) -> Any:
+    """Parse JSON fast; errors and what is odd but right are those of Python's parser."""
+    try:
+        return orjson.loads(text)
+    except ValueError:
+        return json.loads(text)
 
 
 def _find_layers(folder: Path) -> WeightFiles | None:
