@@ -15,7 +15,7 @@ from fminfer.cli.flags import NUMBERS
 from fminfer.cli.option_table import options_for
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
-from fminfer.models.known_sizes import SIZES, size_fields
+from fminfer.models.known_sizes import SIZES, find_size_fields
 
 TABLES: tuple[Command, ...] = ("run", "serve")  # of a file
 # One of these takes the place of the other, where it is told nearer to the command line.
@@ -90,7 +90,7 @@ def _config_of_class(value: object, name: str) -> str:
     """Return the config of opt_125M, opt_6B7 or hf_gpt2."""
     size = re.sub(r"(\d+)b(\d+)$", r"\1.\2b", str(value).lower().replace("_", "-"))
     found = HUB_CONFIGS.get(str(value), size)
-    if found == size and size_fields(size) is None:
+    if found == size and find_size_fields(size) is None:
         known = ", ".join(sorted(SIZES))
         raise UsageError(
             f"{name} is {value!r}, whose shape is not known. Leave it out if the "

@@ -44,7 +44,10 @@ def quantize(seed: int, **options: Any) -> None:
         raise click.UsageError("Missing option '--output'.")
     with importing():
         from fminfer.models.checkpoint import open_model
-        from fminfer.models.quantized_folder import is_quantized_of, write_quantized
+        from fminfer.models.quantized_folder import (
+            is_quantized_copy,
+            write_quantized_folder,
+        )
     start_s = time.monotonic()
     # An exit removes the draft; a signal would leave it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
@@ -53,7 +56,7 @@ def quantize(seed: int, **options: Any) -> None:
     with told(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
     with claiming(output):
-        if is_quantized_of(output, checkpoint, to, seed=seed):
+        if is_quantized_copy(output, checkpoint, to, seed=seed):
             return click.echo(
                 f"{output} is already there: {checkpoint.name} in {to}", err=True
             )
@@ -65,7 +68,7 @@ def quantize(seed: int, **options: Any) -> None:
             closing(LoadingBar(is_quiet=False)) as show,
             making_folder(output) as draft,
         ):
-            num_bytes = write_quantized(
+            num_bytes = write_quantized_folder(
                 checkpoint, draft, to, seed=seed, on_progress=show
             )
     took = describe_seconds(time.monotonic() - start_s)

@@ -26,7 +26,7 @@ from fminfer.core.option import (
 from fminfer.files.output_paths import STDOUT
 from fminfer.machine.stopper import check_times
 from fminfer.models.known_sizes import check_split
-from fminfer.models.model_folder import refuse_what_is_beside
+from fminfer.models.model_folder import check_files_beside
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.pipeline.ranks import RankConfig
 
@@ -187,9 +187,7 @@ def check_model_path(config: ModelOptions) -> None:
     if folder.is_dir() or is_path or config.model.count("/") > 1:
         if not folder.is_dir():
             raise UsageError(f"--model-name {config.model}: there is no such folder")
-        refuse_what_is_beside(
-            config.model, folder, without_adapter=config.without_adapter
-        )
+        check_files_beside(config.model, folder, without_adapter=config.without_adapter)
         if not (folder / "config.json").is_file():
             raise UsageError(
                 f"--model-name {config.model}: there is no config.json in it"

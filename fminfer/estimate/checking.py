@@ -30,7 +30,7 @@ from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
 from fminfer.files.line_reader import count_rows, read_lines, sum_counts
 from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.models.known_sizes import folder_of
+from fminfer.models.known_sizes import find_model_folder
 from fminfer.models.origins import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
@@ -83,7 +83,7 @@ class Check:
         self._asked = asked
         self._kept = kept
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
-        if folder_of(config.model) is not None:  # else the hub still has them
+        if find_model_folder(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
         known = asked.known

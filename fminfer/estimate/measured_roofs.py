@@ -13,10 +13,10 @@ from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.direct_reads import (
     UNIT,
     DirectReads,
-    Lent,
+    LentBuffer,
     Span,
-    finish,
-    size_of,
+    buffer_size_of,
+    wait_for_reads,
 )
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, Roofs
 from fminfer.plan.run_plan import RunPlan
@@ -80,8 +80,10 @@ def _measure_disk(plan: RunPlan) -> float:
     spans = [Span(largest, 0, min(SIZE, files[largest]))]
     reads = DirectReads({largest: None})
     try:
-        buffer = torch.empty(size_of(spans) + UNIT, dtype=torch.uint8)
-        finish(reads.start(Lent(spans, buffer[-buffer.data_ptr() % UNIT :]), spans))
+        buffer = torch.empty(buffer_size_of(spans) + UNIT, dtype=torch.uint8)
+        wait_for_reads(
+            reads.start(LentBuffer(spans, buffer[-buffer.data_ptr() % UNIT :]), spans)
+        )
     finally:
         reads.close()
     return reads.bytes_per_s

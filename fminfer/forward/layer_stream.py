@@ -22,10 +22,10 @@ from fminfer.forward.layer import LayerOf
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.stored.direct_reads import (
     DirectReads,
-    Lent,
-    Reading,
-    finish,
-    size_of,
+    LentBuffer,
+    PendingReads,
+    buffer_size_of,
+    wait_for_reads,
 )
 from fminfer.models.tensor_specs import Weights
 
@@ -41,7 +41,7 @@ class Slot:
 
     buffer: torch.Tensor  # bytes
     number: int | None = None  # of the layer that is here, or is being read
-    reading: Reading = ()
+    reading: PendingReads = ()
 
 
 class LayerStream:
@@ -64,7 +64,7 @@ class LayerStream:
         paths = {span.file for wholes, _ in spans.values() for span in wholes}
         seen = {path: source.files.seen[path] for path in paths}
         self.reads = DirectReads(seen, is_direct=self._is_direct)
-        sizes = [size_of(wholes) for wholes, _ in spans.values()]
+        sizes = [buffer_size_of(wholes) for wholes, _ in spans.values()]
         self.keeps_all = kind == "own memory" or len(sizes) <= SLOTS
         sizes = sizes if self.keeps_all else [max(sizes)] * SLOTS
         self._slots = [Slot(_new_buffer(size, source.device)) for size in sizes]
@@ -85,10 +85,10 @@ class LayerStream:
             self._computing.popleft()[1].synchronize()
         asked_s = time.time()
         slot = self._find(number) or self._bring(number)
-        finish(slot.reading)
+        wait_for_reads(slot.reading)
         if self._find(following) is None:
             self._bring(following, used=slot)
-        lent = Lent(self._spans[number][0], slot.buffer)
+        lent = LentBuffer(self._spans[number][0], slot.buffer)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             layer = self._make(number, self._source.layer(number, lent))
         if self._copies is not None:  # the GPU then has a copy of all the slot's bytes
@@ -140,14 +140,14 @@ class LayerStream:
         free = [slot for slot in self._slots if slot is not used]
         slot = next((slot for slot in free if slot.number is None), free[0])
         with suppress(MachineError):  # of a layer that nobody asks for
-            finish(slot.reading)
+            wait_for_reads(slot.reading)
         self._read(number, slot)
         return slot
 
     def _read(self, number: int, slot: Slot) -> None:
         wholes, needed = self._spans[number]
         slot.number = number
-        slot.reading = self.reads.start(Lent(wholes, slot.buffer), needed)
+        slot.reading = self.reads.start(LentBuffer(wholes, slot.buffer), needed)
 
 
 @dataclass(slots=True, frozen=True)

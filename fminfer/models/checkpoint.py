@@ -32,30 +32,34 @@ from fminfer.models.config_fields import (
 )
 from fminfer.models.families.tensor_names import Architecture
 from fminfer.models.gguf.configs import config_of
-from fminfer.models.gguf.gguf_model import gguf_architecture, read_model, small_files
+from fminfer.models.gguf.gguf_model import (
+    cache_small_files,
+    gguf_architecture,
+    read_gguf_model,
+)
 from fminfer.models.known_sizes import DEMO_MODEL as DEMO_MODEL
 from fminfer.models.known_sizes import (
     DEMO_NAMES,
     SIZES,
-    folder_of,
+    find_model_folder,
+    find_size_fields,
     short_name,
-    size_fields,
 )
 from fminfer.models.model_folder import (
     SMALL_FILES,
     TELLING_FILES,
-    fetch,
-    fetch_weights,
-    refuse_gguf,
-    refuse_what_is_beside,
+    check_files_beside,
+    check_not_gguf,
+    fetch_files,
+    fetch_model,
 )
 from fminfer.models.sentence_folder import (
     MODULES,
     SentenceFolder,
-    read_object,
+    read_json_object,
     read_sentence_folder,
 )
-from fminfer.models.stored.rival_weights import refuse_rivals
+from fminfer.models.stored.rival_weights import check_rival_files
 from fminfer.models.stored.tensor_table import WeightHeaders
 
 GENERATION = "generation_config.json"
@@ -89,7 +93,7 @@ class Checkpoint:
         """Return the same with its weights on this machine; errors are those of fetching."""
         if self.unfetched is None:
             return self
-        folder = fetch_weights(*self.unfetched)
+        folder = fetch_model(*self.unfetched)
         names = ("folder", "tokenizer_folder", "generation_folder")
         own: dict[str, Any] = {
             n: folder for n in names if getattr(self, n) == self.folder
@@ -138,9 +142,9 @@ class Checkpoint:
 
     @property
     def generation_fields(self) -> dict[str, Any]:
-        """What generation_config.json says; {}: there is none. Errors are `read_object`'s."""
+        """The fields of generation_config.json, or none. Errors are `read_json_object`'s."""
         folder = self.generation_folder
-        return {} if folder is None else read_object(folder / GENERATION)
+        return {} if folder is None else read_json_object(folder / GENERATION)
 
     def check(self) -> None:
         """Refuse a context length or EOS ids that cannot be used, before anything is loaded."""
@@ -206,8 +210,8 @@ def open_checkpoint(
     Raises:
         CheckpointError: it does not run, or something beside it would change it.
     """
-    folder = folder_of(name) or Path(str(name))
-    is_of_hub = folder_of(name) is None
+    folder = find_model_folder(name) or Path(str(name))
+    is_of_hub = find_model_folder(name) is None
     revision = options.revision
     tokenizer = options.tokenizer
     if revision is not None and not is_of_hub:
@@ -221,24 +225,24 @@ def open_checkpoint(
     where = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
-        folder = fetch(str(name), ["config.json", *TELLING_FILES], revision)
-    refuse_what_is_beside(
+        folder = fetch_files(str(name), ["config.json", *TELLING_FILES], revision)
+    check_files_beside(
         str(name or folder), folder, without_adapter=options.without_adapter
     )
     if options.model_config is not None:
         config, where = find_config(options.model_config)
     else:
         if is_of_hub:
-            refuse_gguf(str(name), folder, revision)
+            check_not_gguf(str(name), folder, revision)
         config = _read_config(folder)
     if is_of_hub and has_weights:
-        folder = fetch_weights(str(name), revision)
+        folder = fetch_model(str(name), revision)
     elif is_of_hub:
-        folder = fetch(str(name), SMALL_FILES, revision)
+        folder = fetch_files(str(name), SMALL_FILES, revision)
     sentence = read_sentence_folder(folder)
     headers = WeightHeaders()
     for each in (folder, *(sentence.dense if sentence else ())):
-        refuse_rivals(each, headers)
+        check_rival_files(each, headers)
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else short_name(str(name)),
         folder,
@@ -254,13 +258,13 @@ def open_checkpoint(
 
 def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
     """Open a GGUF file; its metadata are its config and its tokenizer."""
-    model = read_model(Path(name))
+    model = read_gguf_model(Path(name))
     other = options.model_config
     tokenizer = options.tokenizer
     config = text_part(config_of(model) if other is None else find_config(other)[0])
     architecture = gguf_architecture(model, architecture_of(config).model)
     # A file may have a tokenizer that does not run, if none is loaded.
-    own = small_files(
+    own = cache_small_files(
         model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init)
     )
     tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
@@ -297,7 +301,7 @@ def text_part(config: Any) -> Any:
 def find_config(name: str) -> tuple[Any, Path | None]:
     """Return a config, by a size, a config.json, a folder with one, or a hub id; and
     its folder."""
-    if (fields := size_fields(name)) is not None:
+    if (fields := find_size_fields(name)) is not None:
         return transformers.AutoConfig.for_model(
             fields.pop("model_type"), **fields
         ), None
@@ -308,7 +312,7 @@ def find_config(name: str) -> tuple[Any, Path | None]:
                 f"{name!r} is neither a config.json, a folder with one, a hub id such as "
                 f"facebook/opt-125m, nor one of the sizes {', '.join(SIZES)}"
             )
-        path = fetch(name, SMALL_FILES)
+        path = fetch_files(name, SMALL_FILES)
     return _read_config(path), path if path.is_dir() else path.parent
 
 
@@ -321,7 +325,7 @@ def _find_tokenizer(name: str) -> Path:
     if Path(name).is_dir():
         return Path(name)
     try:
-        return fetch(name, SMALL_FILES)
+        return fetch_files(name, SMALL_FILES)
     except CheckpointError as error:
         raise CheckpointError(f"--tokenizer {name}: {error}") from error
 
@@ -358,7 +362,7 @@ def _read_config(path: Path) -> Any:
 def _no_config_error(path: Path) -> CheckpointError:
     """Return the error of a folder without config.json. It names models in folders below."""
     configs = sorted(path.glob("*/config.json"))
-    below = [file.parent for file in configs if "model_type" in read_object(file)]
+    below = [file.parent for file in configs if "model_type" in read_json_object(file)]
     remedy = (
         "Put the model's own there; or give --model-config a config file, a folder "
         "that has one, a hub id, or a known size"

@@ -16,7 +16,7 @@ from fminfer.core.quantities import list_few
 from fminfer.core.version import DRAWING, __version__
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
-from fminfer.models.sentence_folder import sentence_files
+from fminfer.models.sentence_folder import list_sentence_files
 from fminfer.models.stored.tensor_table import WeightHeaders
 from fminfer.models.stored.weight_folder import find_weights
 
@@ -116,7 +116,7 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
     else:
         for file in _weight_files(checkpoint).values():
             _add_weight_file(digest, file, checkpoint.headers)
-        for file in sentence_files(checkpoint.folder):
+        for file in list_sentence_files(checkpoint.folder):
             digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
 

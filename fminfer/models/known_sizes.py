@@ -1,5 +1,7 @@
-"""What a model's name and config.json tell without torch: sizes, folders, and counts of
-layers."""
+"""Known sizes, folders and counts of layers, by a model's name and config.json alone.
+
+Nothing here imports torch.
+"""
 
 from __future__ import annotations
 
@@ -36,7 +38,7 @@ _OF_ALL: dict[str, Fields] = {
 }
 
 
-def _size(model_type: str, *values: int, **more: Any) -> Fields:
+def _make_fields(model_type: str, *values: int, **more: Any) -> Fields:
     fields = zip(_FIELDS[model_type].split(), values, strict=True)
     return {
         "model_type": model_type,
@@ -48,29 +50,37 @@ def _size(model_type: str, *values: int, **more: Any) -> Fields:
 OF_LLAMA3: Fields = {"rms_norm_eps": 1e-5, "rope_theta": 500000.0}
 # `llama-160m` is the benchmarks' own; a made-up text of it has no end.
 SIZES: dict[str, Fields] = {
-    "llama-160m": _size("llama", 768, 3072, 12, 12, 12, 32000, 2048)
+    "llama-160m": _make_fields("llama", 768, 3072, 12, 12, 12, 32000, 2048)
     | {"bos_token_id": None, "eos_token_id": None},
-    "llama-7b": _size("llama", 4096, 11008, 32, 32, 32, 32000, 4096, rms_norm_eps=1e-5),
-    "llama-8b": _size("llama", 4096, 14336, 32, 32, 8, 128256, 8192, **OF_LLAMA3),
-    "llama-70b": _size("llama", 8192, 28672, 80, 64, 8, 128256, 8192, **OF_LLAMA3),
-    "llama-405b": _size("llama", 16384, 53248, 126, 128, 8, 128256, 8192, **OF_LLAMA3),
-    "bloom-560m": _size("bloom", 1024, 24, 16),
-    "bloom-7b1": _size("bloom", 4096, 30, 32),
-    "bloom-176b": _size("bloom", 14336, 70, 112),
+    "llama-7b": _make_fields(
+        "llama", 4096, 11008, 32, 32, 32, 32000, 4096, rms_norm_eps=1e-5
+    ),
+    "llama-8b": _make_fields(
+        "llama", 4096, 14336, 32, 32, 8, 128256, 8192, **OF_LLAMA3
+    ),
+    "llama-70b": _make_fields(
+        "llama", 8192, 28672, 80, 64, 8, 128256, 8192, **OF_LLAMA3
+    ),
+    "llama-405b": _make_fields(
+        "llama", 16384, 53248, 126, 128, 8, 128256, 8192, **OF_LLAMA3
+    ),
+    "bloom-560m": _make_fields("bloom", 1024, 24, 16),
+    "bloom-7b1": _make_fields("bloom", 4096, 30, 32),
+    "bloom-176b": _make_fields("bloom", 14336, 70, 112),
     "bert-base": {"model_type": "bert"},
     "deepseek-v3": {"model_type": "deepseek_v3"},
     "gpt-j-6b": {"model_type": "gptj"},
     "gpt-neox-20b": {"model_type": "gpt_neox"},
-    "gpt3-175b": _size("gpt2", 12288, 96, 96, 2048),
-    "opt-125m": _size("opt", 768, 768, 3072, 12, 12),
-    "opt-1.3b": _size("opt", 2048, 2048, 8192, 24, 32),
-    "opt-6.7b": _size("opt", 4096, 4096, 16384, 32, 32),
-    "opt-30b": _size("opt", 7168, 7168, 28672, 48, 56),
-    "opt-66b": _size("opt", 9216, 9216, 36864, 64, 72),
-    "opt-175b": _size("opt", 12288, 12288, 49152, 96, 96),
-    "t5-small": _size("t5", 512, 2048, 6, 8, 64),
-    "t5-11b": _size("t5", 1024, 65536, 24, 128, 128),
-    "ul2": _size("t5", 4096, 16384, 32, 16, 256)
+    "gpt3-175b": _make_fields("gpt2", 12288, 96, 96, 2048),
+    "opt-125m": _make_fields("opt", 768, 768, 3072, 12, 12),
+    "opt-1.3b": _make_fields("opt", 2048, 2048, 8192, 24, 32),
+    "opt-6.7b": _make_fields("opt", 4096, 4096, 16384, 32, 32),
+    "opt-30b": _make_fields("opt", 7168, 7168, 28672, 48, 56),
+    "opt-66b": _make_fields("opt", 9216, 9216, 36864, 64, 72),
+    "opt-175b": _make_fields("opt", 12288, 12288, 49152, 96, 96),
+    "t5-small": _make_fields("t5", 512, 2048, 6, 8, 64),
+    "t5-11b": _make_fields("t5", 1024, 65536, 24, 128, 128),
+    "ul2": _make_fields("t5", 4096, 16384, 32, 16, 256)
     | {"feed_forward_proj": "gated-silu", "tie_word_embeddings": False},
 }
 # What the users of earlier systems type.
@@ -82,13 +92,13 @@ ALIASES = {
 }
 
 
-def size_fields(name: str | None) -> Fields | None:
+def find_size_fields(name: str | None) -> Fields | None:
     """Return a copy of the config's fields of a size; None: there is no such size."""
     fields = SIZES.get(ALIASES.get(name or "", name or ""))
     return None if fields is None else dict(fields)
 
 
-def folder_of(name: str | None) -> Path | None:
+def find_model_folder(name: str | None) -> Path | None:
     """Return a model's folder or GGUF file, or the demo model's; None: a model of the hub."""
     is_demo = name in DEMO_NAMES and not (Path(str(name)) / "config.json").exists()
     if name is not None and (Path(name).is_dir() or is_gguf(name)) and not is_demo:
@@ -111,9 +121,9 @@ def short_name(name: str) -> str:
 
 
 def check_split(config: EngineConfig, num_stages: int) -> None:
-    """Refuse a split that cannot be, if config.json tells it: no rank has started yet."""
-    num_layers = _count(config, DECODER_NAMES) or _count(config, LAYER_NAMES)
-    num_heads = _count(config, HEAD_NAMES)
+    """Raise a UsageError for an impossible split, by config.json, before any rank starts."""
+    num_layers = _read_count(config, DECODER_NAMES) or _read_count(config, LAYER_NAMES)
+    num_heads = _read_count(config, HEAD_NAMES)
     num_shards = config.tensor_parallel_size
     if num_heads is not None and num_shards > num_heads:
         raise UsageError(
@@ -131,13 +141,15 @@ def check_split(config: EngineConfig, num_stages: int) -> None:
         )
 
 
-def _count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
-    """Return the number of one of these names; None: no such file is here, or it is not
-    plain."""
+def _read_count(config: ModelOptions, names: tuple[str, ...]) -> int | None:
+    """Read the number under one of these names in config.json.
+
+    None: there is no such file here, or its numbers differ.
+    """
     name = config.random_init or config.model_config
-    fields = size_fields(name)
+    fields = find_size_fields(name)
     if fields is None:
-        path = Path(name or folder_of(config.model) or str(config.model))
+        path = Path(name or find_model_folder(config.model) or str(config.model))
         if is_gguf(path):
             return None
         try:

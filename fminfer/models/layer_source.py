@@ -25,7 +25,7 @@ from fminfer.models.origins import (
     read_origins,
 )
 from fminfer.models.sharding import WHOLE, ModelShard, outputs_dim
-from fminfer.models.stored.direct_reads import Lent, Span, merge
+from fminfer.models.stored.direct_reads import LentBuffer, Span, merge_spans
 from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
 from fminfer.models.tensor_specs import Weights, entry_specs, exit_specs, layer_specs
 
@@ -89,7 +89,7 @@ class LayerSource:
             self._size(self._layers[n]) for n in self.streamed
         )
 
-    def layer(self, number: int, lent: Lent | None = None) -> Weights:
+    def layer(self, number: int, lent: LentBuffer | None = None) -> Weights:
         """Return the weights of a layer by its number; they may stay in bytes that are lent."""
         where = f"layer {number} "
         origins = self._layers[number]
@@ -107,9 +107,11 @@ class LayerSource:
         reader = self._maker
         origins = self._layers[number].values()
         assert isinstance(reader, Reader), "a model in files"
-        needed = merge(span for each in origins for span in reader.spans(each))
+        needed = merge_spans(span for each in origins for span in reader.spans(each))
         uncut = (replace(each, cut=WHOLE) for each in origins)
-        return merge(span for each in uncut for span in reader.spans(each)), needed
+        return merge_spans(
+            span for each in uncut for span in reader.spans(each)
+        ), needed
 
     def layers(self) -> Iterator[Weights]:
         """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""

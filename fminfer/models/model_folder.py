@@ -1,4 +1,4 @@
-"""A folder of a model: fetched from the hub, and refused for what lies beside its weights."""
+"""Fetches a model's folder from the hub, and checks the files beside its weights."""
 
 from __future__ import annotations
 
@@ -8,8 +8,8 @@ from typing import Any
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import GGUF, gguf_only_error
-from fminfer.models.known_sizes import folder_of
-from fminfer.models.sentence_folder import dense_weights, read_object
+from fminfer.models.known_sizes import find_model_folder
+from fminfer.models.sentence_folder import list_dense_weights, read_json_object
 from fminfer.models.stored.weight_folder import ADAPTER_WEIGHTS, find_weights
 
 ADAPTER = "adapter_config.json"
@@ -21,9 +21,8 @@ SMALL_FILES = ["*.json", "*.model", "*.txt", "*.tiktoken", "*.jinja"]
 WEIGHT_FILES = (["model*.safetensors"], ["*.safetensors"], ["pytorch_model*.bin"])
 
 
-def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
-    """Fetch the files of a model that match some patterns, and return the folder that
-    holds them.
+def fetch_files(name: str, files: list[str], revision: str | None = None) -> Path:
+    """Fetch the files of a hub's model that match some patterns, and return their folder.
 
     Raises:
         CheckpointError: the hub has no such model or revision, or does not answer.
@@ -37,11 +36,11 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
 
     is_path = name.startswith(("/", ".", "~")) or Path(name).exists()
     if is_path or name.count("/") > 1:
-        raise _not_found(name)
+        raise _not_found_error(name)
     try:
         return Path(snapshot_download(name, allow_patterns=files, revision=revision))
     except HFValidationError as error:  # in the hub's own words it is about a "repo id"
-        raise _not_found(name) from error
+        raise _not_found_error(name) from error
     except (HfHubHTTPError, LocalEntryNotFoundError, OSError) as error:
         at = "" if revision is None else f" at revision {revision!r}"
         raise CheckpointError(
@@ -51,19 +50,23 @@ def fetch(name: str, files: list[str], revision: str | None = None) -> Path:
         ) from error
 
 
-def fetch_weights(name: str, revision: str | None = None) -> Path:
-    """Fetch a model: its small files, and its weights in one form. Errors are those of
-    `fetch`."""
-    folder = fetch(name, SMALL_FILES, revision)
+def fetch_model(name: str, revision: str | None = None) -> Path:
+    """Fetch a model's small files, and its weights in one form.
+
+    Errors are those of `fetch_files`.
+    """
+    folder = fetch_files(name, SMALL_FILES, revision)
     # The commit, so that files of a branch that moves meanwhile are not mixed.
     commit = folder.name if len(folder.name) == 40 else revision
-    names = _list_files(name, commit)
+    names = _list_hub_files(name, commit)
     if names is None:
         return folder
     names = [each for each in names if not each.startswith(ADAPTER_WEIGHTS)]
     for patterns in WEIGHT_FILES:
         if any(fnmatch(each, pattern) for each in names for pattern in patterns):
-            return fetch(name, SMALL_FILES + patterns + dense_weights(folder), commit)
+            return fetch_files(
+                name, SMALL_FILES + patterns + list_dense_weights(folder), commit
+            )
     return folder  # loading says that it has no weights
 
 
@@ -73,7 +76,7 @@ def find_weight_files(name: str) -> dict[Path, int]:
     Pipes and devices are left out: to read them ahead might never end. A broken folder has none.
     """
     try:
-        if (folder := folder_of(name)) is None:
+        if (folder := find_model_folder(name)) is None:
             # only for models that are not local
             from huggingface_hub import try_to_load_from_cache
 
@@ -85,17 +88,19 @@ def find_weight_files(name: str) -> dict[Path, int]:
         return {}
 
 
-def refuse_gguf(name: str, folder: Path, revision: str | None) -> None:
+def check_not_gguf(name: str, folder: Path, revision: str | None) -> None:
     """Raise a CheckpointError for a repository that holds no config, but GGUF files."""
     if not (folder / "config.json").exists():
         files = [
-            file for file in _list_files(name, revision) or [] if file.endswith(GGUF)
+            file
+            for file in _list_hub_files(name, revision) or []
+            if file.endswith(GGUF)
         ]
         if files:
             raise gguf_only_error(name, files, is_of_hub=True)
 
 
-def _list_files(name: str, revision: str | None) -> list[str] | None:
+def _list_hub_files(name: str, revision: str | None) -> list[str] | None:
     """Return the files at the top of a repository; None: the hub cannot be asked."""
     from huggingface_hub import HfApi
 
@@ -106,7 +111,7 @@ def _list_files(name: str, revision: str | None) -> list[str] | None:
     return [each.rfilename for each in siblings if "/" not in each.rfilename]
 
 
-def _not_found(name: str) -> CheckpointError:
+def _not_found_error(name: str) -> CheckpointError:
     """Return the error of a name that can be no model of the hub."""
     if Path(name).is_file():
         has_one = (Path(name).parent / "config.json").exists()
@@ -123,8 +128,8 @@ def _not_found(name: str) -> CheckpointError:
     )
 
 
-def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
-    """Refuse an adapter that is not left out, and weights that another file calls quantized."""
+def check_files_beside(name: str, folder: Path, *, without_adapter: bool) -> None:
+    """Raise a CheckpointError for an adapter that counts, or a file that says "quantized"."""
     weights = (
         f
         for f in folder.glob("*.safetensors")
@@ -132,7 +137,7 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
     )
     is_model = (folder / "config.json").exists() or any(weights)
     if (folder / ADAPTER).exists() and not (is_model and without_adapter):
-        fields = read_object(folder / ADAPTER)
+        fields = read_json_object(folder / ADAPTER)
         kind = fields.get("peft_type", "LoRA")
         base = fields.get("base_model_name_or_path")
         holds = (
@@ -151,7 +156,9 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
             f"save_pretrained, and give its folder{flag}"
         )
     for file in QUANTIZED:
-        if (folder / file).exists() and not _names_none(read_object(folder / file)):
+        if (folder / file).exists() and not _is_unquantized(
+            read_json_object(folder / file)
+        ):
             raise CheckpointError(
                 f"the weights of {name} are quantized, as its {file} says, which does "
                 "not run yet; take a checkpoint in 16 or 32 bits. If they are not, "
@@ -159,7 +166,7 @@ def refuse_what_is_beside(name: str, folder: Path, *, without_adapter: bool) -> 
             )
 
 
-def _names_none(fields: dict[str, Any]) -> bool:
+def _is_unquantized(fields: dict[str, Any]) -> bool:
     """Tell whether a file of a quantizer says that nothing is quantized."""
     section = fields.get("quantization", fields)
     names = ("quant_algo", "quant_method")

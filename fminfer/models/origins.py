@@ -23,7 +23,7 @@ from fminfer.models.formats import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShard, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
-from fminfer.models.stored.weight_folder import find_weights, indexed_names
+from fminfer.models.stored.weight_folder import find_weights, read_indexed_names
 from fminfer.models.tensor_specs import TIED, model_specs, without_tied_tensors
 
 # formats and numbers of rows, as `Holding.choose_format` takes them
@@ -163,7 +163,7 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         return
     if has_weights:
         read_origins(checkpoint, checkpoint.folder)
-    elif names := indexed_names(checkpoint.folder):
+    elif names := read_indexed_names(checkpoint.folder):
         find_origins(checkpoint, dict.fromkeys(names))
 
 

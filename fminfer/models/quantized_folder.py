@@ -25,14 +25,14 @@ from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
 from fminfer.models.origins import stored_formats
-from fminfer.models.sentence_folder import CONFIG, MODULES, sentence_files
+from fminfer.models.sentence_folder import CONFIG, MODULES, list_sentence_files
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, whole_model_part
 
 CPU = torch.device("cpu")
 
 
-def is_quantized_of(
+def is_quantized_copy(
     folder: Path, checkpoint: Checkpoint, quantized: str, *, seed: int
 ) -> bool:
     """Tell whether a folder holds this model, quantized so, with whole weight files."""
@@ -40,17 +40,20 @@ def is_quantized_of(
         fields = json.loads((folder / CONFIG).read_bytes())
         TensorFiles(folder)  # it raises where one is missing or cut off
         return bool(
-            fields["quantization_config"] == _note_of(checkpoint, quantized, seed)
+            fields["quantization_config"]
+            == _quantization_note(checkpoint, quantized, seed)
         )
     except (OSError, ValueError, TypeError, KeyError, RecursionError, CheckpointError):
         return False
 
 
-def _note_of(checkpoint: Checkpoint, quantized: str, seed: int) -> dict[str, object]:
+def _quantization_note(
+    checkpoint: Checkpoint, quantized: str, seed: int
+) -> dict[str, object]:
     return OWN_FOLDER | {"to": quantized, "source": digest_model(seed, checkpoint)}
 
 
-def write_quantized(
+def write_quantized_folder(
     checkpoint: Checkpoint,
     folder: Path,
     quantized: str,
@@ -84,16 +87,17 @@ def write_quantized(
         num_bytes = _write_weights(source, folder)
     except SafetensorError as error:
         raise OSError(error) from error
-    _write_small_files(checkpoint, folder, _note_of(checkpoint, quantized, seed))
+    _write_small_files(
+        checkpoint, folder, _quantization_note(checkpoint, quantized, seed)
+    )
     return num_bytes
 
 
 def _write_weights(source: LayerSource, folder: Path) -> int:
-    """Write a file for each layer, and the index that names them; return the bytes of
-    tensors."""
+    """Write a file for each layer, and their index; return the bytes of tensors."""
     homes: dict[str, str] = {}
     num_bytes = 0
-    for number, weights in enumerate(filter(None, _groups(source))):
+    for number, weights in enumerate(filter(None, _weight_groups(source))):
         tensors = {}
         for name, weight in weights.items():
             ending = "" if weight.is_plain else f".{weight.format.name}"
@@ -110,8 +114,8 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
     return num_bytes
 
 
-def _groups(source: LayerSource) -> Iterator[Weights]:
-    """Give all weights by the names of a folder: before the layers, each layer's, the rest."""
+def _weight_groups(source: LayerSource) -> Iterator[Weights]:
+    """Yield all weights by their names in a folder: entry, each layer's, exit."""
     yield (entry := source.entry())
     for number, layer in enumerate(source.layers()):
         yield {f"layers.{number}.{name}": weight for name, weight in layer.items()}
@@ -125,17 +129,22 @@ def _write_small_files(
     checkpoint: Checkpoint, folder: Path, note: dict[str, object]
 ) -> None:
     """Write the config, and copy what a model has beside its weights."""
-    own = checkpoint.tokenizer_folder
-    stored = checkpoint.folder
-    found = [
+    tokenizer_folder = checkpoint.tokenizer_folder
+    weight_folder = checkpoint.folder
+    small_files = [
         f
         for p in (*SMALL_FILES, FURTHER_TEMPLATES)
-        for f in (own.glob(p) if own else ())
+        for f in (tokenizer_folder.glob(p) if tokenizer_folder else ())
     ]
-    found = [f for f in found if f.name not in (*TELLING_FILES, MODULES)]
-    files = [(own, f) for f in found if not f.name.endswith(".index.json")]
-    files += [(stored, file) for file in (sentence_files(stored) if stored else ())]
-    if (generation := checkpoint.generation_folder) and generation != own:
+    small_files = [f for f in small_files if f.name not in (*TELLING_FILES, MODULES)]
+    files = [
+        (tokenizer_folder, f) for f in small_files if not f.name.endswith(".index.json")
+    ]
+    files += [
+        (weight_folder, file)
+        for file in (list_sentence_files(weight_folder) if weight_folder else ())
+    ]
+    if (generation := checkpoint.generation_folder) and generation != tokenizer_folder:
         files.append((generation, generation / GENERATION))
     for top, file in files:
         target = folder / file.relative_to(str(top))

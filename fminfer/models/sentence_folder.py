@@ -1,4 +1,4 @@
-"""Reads what a folder of sentence-transformers has beside a model: how its vectors are made."""
+"""Reads the files of sentence-transformers beside a model: pooling, prompts, similarity."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ _ACTIVATIONS = {
 
 @dataclass(slots=True, frozen=True)
 class SentenceFolder:
-    """What such a folder says."""
+    """The settings of a folder of sentence-transformers."""
 
     pooling: Pooling | None  # None: nothing pools, as in a folder of a cross-encoder
     dense: tuple[Path, ...] = ()  # the folders of its dense layers' weights, in order
@@ -56,8 +56,12 @@ class SentenceFolder:
 
 @naming_broken_files("modules.json, or a file that it names,")
 def read_sentence_folder(folder: Path) -> SentenceFolder | None:
-    """Read such a folder, or refuse it; None: it is none."""
-    modules = _modules(folder)
+    """Read the settings of a folder of sentence-transformers; None: it is no such folder.
+
+    Raises:
+        CheckpointError: one of its modules does not run.
+    """
+    modules = _read_modules(folder)
     kinds = [kind for kind, _ in modules]
     if (
         kinds[:1] != ["Transformer"] and "Pooling" not in kinds
@@ -66,39 +70,42 @@ def read_sentence_folder(folder: Path) -> SentenceFolder | None:
     if others := sorted(
         {*kinds} - {"Transformer", "Pooling", "Dense", "Normalize", "Dropout"}
     ):
-        raise _not_run(folder / MODULES, f"the module {others[0]}")
+        raise _unsupported_error(folder / MODULES, f"the module {others[0]}")
     # only training applies it
     order = " ".join(kind for kind in kinds if kind != "Dropout")
     if not re.fullmatch("Transformer( Pooling( Dense)*( Normalize)?)?", order):
-        raise _not_run(folder / MODULES, f"the modules {order} in this order")
-    own = [place for _, place in modules]
-    if own[0] != folder:
-        raise _not_run(
-            folder / MODULES, f"its model in a folder below, {own[0].name}; move it up"
+        raise _unsupported_error(folder / MODULES, f"the modules {order} in this order")
+    folders = [place for _, place in modules]
+    if folders[0] != folder:
+        raise _unsupported_error(
+            folder / MODULES,
+            f"its model in a folder below, {folders[0].name}; move it up",
         )
-    dense = [each for each, kind in zip(own, kinds, strict=True) if kind == "Dense"]
+    dense = [each for each, kind in zip(folders, kinds, strict=True) if kind == "Dense"]
     pooling = None
     if "Pooling" in kinds:
-        readings = tuple(_reading_of(each / CONFIG) for each in dense)
-        how = _mode_of(own[kinds.index("Pooling")] / CONFIG)
-        pooling = Pooling(how, readings, is_normalized="Normalize" in kinds)
-    texts = next((read_object(each) for each in sorted(own[0].glob(TEXT_SETTINGS))), {})
-    settings = read_object(folder / SETTINGS)
-    prompts, default_prompt = _prompts_of(folder / SETTINGS, settings, pooling)
+        readings = tuple(_read_dense_layer(each / CONFIG) for each in dense)
+        mode = _read_pooling_mode(folders[kinds.index("Pooling")] / CONFIG)
+        pooling = Pooling(mode, readings, is_normalized="Normalize" in kinds)
+    texts = next(
+        (read_json_object(each) for each in sorted(folders[0].glob(TEXT_SETTINGS))), {}
+    )
+    settings = read_json_object(folder / SETTINGS)
+    prompts, default_prompt = _parse_prompts(folder / SETTINGS, settings, pooling)
     return SentenceFolder(
         pooling,
         tuple(dense),
         texts.get("max_seq_length")
-        or read_object(folder / TOKENIZER).get("model_max_length"),
+        or read_json_object(folder / TOKENIZER).get("model_max_length"),
         bool(texts.get("do_lower_case")),
         prompts,
         default_prompt,
         settings.get("activation_fn"),
-        _similarity_of(folder / SETTINGS, settings),
+        _parse_similarity(folder / SETTINGS, settings),
     )
 
 
-def _prompts_of(
+def _parse_prompts(
     file: Path, settings: dict[str, Any], pooling: Pooling | None
 ) -> tuple[dict[str, str], str]:
     """Return the prompts by name, and the name of the default prompt; "": there is none."""
@@ -119,7 +126,7 @@ def _prompts_of(
     return prompts, default
 
 
-def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
+def _parse_similarity(file: Path, settings: dict[str, Any]) -> Similarity:
     name = settings.get("similarity_fn_name") or "cosine"
     similarity = next((each for each in SIMILARITIES if each == name), None)
     if similarity is None:
@@ -130,7 +137,7 @@ def _similarity_of(file: Path, settings: dict[str, Any]) -> Similarity:
     return similarity
 
 
-def read_object(file: Path) -> dict[str, Any]:
+def read_json_object(file: Path) -> dict[str, Any]:
     """Return what a JSON file beside a model says; {}: there is none."""
     with naming_broken_files(file):
         fields = json.loads(file.read_bytes()) if file.exists() else {}
@@ -139,26 +146,32 @@ def read_object(file: Path) -> dict[str, Any]:
     return fields
 
 
-def sentence_files(folder: Path) -> list[Path]:
+def list_sentence_files(folder: Path) -> list[Path]:
     """List the files of such a folder that are no weights, for digests and copies."""
     if not (folder / MODULES).exists():
         return []
     files = {folder / MODULES, folder / SETTINGS}
-    for _, place in _modules(folder):
-        files.update(place.glob(TEXT_SETTINGS))
-        if place != folder:
-            files.add(place / CONFIG)
+    for _, module_folder in _read_modules(folder):
+        files.update(module_folder.glob(TEXT_SETTINGS))
+        if module_folder != folder:
+            files.add(module_folder / CONFIG)
     return sorted(file for file in files if file.is_file())
 
 
-def dense_weights(folder: Path) -> list[str]:
+def list_dense_weights(folder: Path) -> list[str]:
     """List the weight files that dense layers may have, by their paths in the folder."""
-    places = [place for kind, place in _modules(folder) if kind == "Dense"]
-    files = [place / name for place in places for name in DENSE_WEIGHTS]
+    folders = [
+        module_folder
+        for kind, module_folder in _read_modules(folder)
+        if kind == "Dense"
+    ]
+    files = [
+        module_folder / name for module_folder in folders for name in DENSE_WEIGHTS
+    ]
     return [str(file.relative_to(folder)) for file in files]
 
 
-def _modules(folder: Path) -> list[tuple[str, Path]]:
+def _read_modules(folder: Path) -> list[tuple[str, Path]]:
     """Return the kind and the folder of each module in MODULES; empty: there is no such file."""
     if not (folder / MODULES).exists():
         return []
@@ -174,57 +187,59 @@ def _modules(folder: Path) -> list[tuple[str, Path]]:
     return [(kind.rpartition(".")[2], folder / path) for kind, path in pairs]
 
 
-def _mode_of(file: Path) -> str:
-    fields = _read_module(file)
+def _read_pooling_mode(file: Path) -> str:
+    fields = _read_module_config(file)
     start = "pooling_mode_"
-    old = [
+    old_modes = [
         name[len(start) :]
         for name, value in fields.items()
         if value and name.startswith(start)
     ]
-    modes = fields.get("pooling_mode") or old or ["mean"]
-    found = [
+    modes = fields.get("pooling_mode") or old_modes or ["mean"]
+    names = [
         _MODES.get(each, each)
         for each in ([modes] if isinstance(modes, str) else modes)
     ]
-    if len(found) != 1 or found[0] not in _MODES.values():
+    if len(names) != 1 or names[0] not in _MODES.values():
         known = ", ".join(_MODES.values())
-        raise _not_run(file, f"not one pooling of {known}, but {', '.join(found)},")
+        raise _unsupported_error(
+            file, f"not one pooling of {known}, but {', '.join(names)},"
+        )
     if not fields.get("include_prompt", True):
-        raise _not_run(
+        raise _unsupported_error(
             file, "include_prompt false, which leaves a prompt's tokens out of the mean"
         )
-    return found[0]
+    return names[0]
 
 
-def _reading_of(file: Path) -> Reading:
-    fields = _read_module(file)
+def _read_dense_layer(file: Path) -> Reading:
+    fields = _read_module_config(file)
     activation = str(fields.get("activation_function", "Tanh")).rpartition(".")[2]
     names = {fields.get(f"module_{end}_name") for end in ("input", "output")}
     if activation not in _ACTIVATIONS:
-        raise _not_run(
+        raise _unsupported_error(
             file, f"the activation {activation}; these run: {', '.join(_ACTIVATIONS)}"
         )
     if fields.get("use_residual") or not names <= {None, "sentence_embedding"}:
-        raise _not_run(
+        raise _unsupported_error(
             file, "a dense layer that is not the usual one, between two vectors"
         )
     if not isinstance(fields.get("out_features"), int):
-        raise _not_run(file, "no out_features")
+        raise _unsupported_error(file, "no out_features")
     return Reading(
         fields["out_features"], _ACTIVATIONS[activation], fields.get("bias", True)
     )
 
 
-def _read_module(file: Path) -> dict[str, Any]:
+def _read_module_config(file: Path) -> dict[str, Any]:
     if not file.exists():
         raise CheckpointError(
             f"{MODULES} names {file.parent.name}, and {file} is missing; fetch the whole folder"
         )
-    return read_object(file)
+    return read_json_object(file)
 
 
-def _not_run(file: Path, what: str) -> CheckpointError:
+def _unsupported_error(file: Path, what: str) -> CheckpointError:
     return CheckpointError(
         f"{file} has {what}, which does not run. docs/encoders.md lists what does; a "
         f"copy of the folder without {MODULES} is read as a plain model"

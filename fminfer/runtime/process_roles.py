@@ -17,7 +17,7 @@ from fminfer.core.errors import FminferError, StoppedError
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.models.stored.rival_weights import describe_unread
+from fminfer.models.stored.rival_weights import describe_unread_files
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankFacts
 from fminfer.plan.planning import plan_ahead
@@ -185,7 +185,9 @@ def start_engine(
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another."
         )
-    if checkpoint.folder is not None and (unread := describe_unread(checkpoint.folder)):
+    if checkpoint.folder is not None and (
+        unread := describe_unread_files(checkpoint.folder)
+    ):
         tell(unread)
     if is_building():
         often = "each time" if why_no_cache() else "once"

@@ -30,12 +30,12 @@ from fminfer.models.stored import direct_reads
 from fminfer.models.stored.direct_reads import (
     PIECE,
     DirectReads,
-    Lent,
+    LentBuffer,
     Span,
-    facts_of,
-    finish,
-    merge,
-    size_of,
+    buffer_size_of,
+    merge_spans,
+    read_file_stamp,
+    wait_for_reads,
 )
 from fminfer.plan import streaming
 from tests.conftest import (
@@ -427,11 +427,13 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 # The reader by itself.
 
 
-def read_all(spans: list[Span], wholes: list[Span] | None = None) -> Lent:
-    places = merge(wholes or spans)
-    lent = Lent(places, layer_stream._new_buffer(size_of(places), torch.device("cpu")))
+def read_all(spans: list[Span], wholes: list[Span] | None = None) -> LentBuffer:
+    places = merge_spans(wholes or spans)
+    lent = LentBuffer(
+        places, layer_stream._new_buffer(buffer_size_of(places), torch.device("cpu"))
+    )
     reads = DirectReads({span.file: None for span in spans})
-    finish(reads.start(lent, merge(spans)))
+    wait_for_reads(reads.start(lent, merge_spans(spans)))
     reads.close()
     return lent
 
@@ -498,13 +500,15 @@ def test_a_file_that_a_server_has_lost(
     def lose(*_: Any) -> os.stat_result:
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
-    lent = Lent(spans, layer_stream._new_buffer(size_of(spans), torch.device("cpu")))
+    lent = LentBuffer(
+        spans, layer_stream._new_buffer(buffer_size_of(spans), torch.device("cpu"))
+    )
     with (
         monkeypatch.context() as patch,
         pytest.raises(MachineError, match="Stale file handle"),
     ):
-        patch.setattr(direct_reads, "facts_of", lose)
-        finish(reads.start(lent, spans))
+        patch.setattr(direct_reads, "read_file_stamp", lose)
+        wait_for_reads(reads.start(lent, spans))
     reads.close()
 
 
@@ -573,15 +577,15 @@ class NumberedLayers:
         for number, file in enumerate(self._files):
             file.write_bytes(bytes([number]) * (1000 + number))
         self.files = SimpleNamespace(
-            seen={file: facts_of(file) for file in self._files}
+            seen={file: read_file_stamp(file) for file in self._files}
         )
 
     def spans(self, number: int) -> tuple[list[Span], list[Span]]:
         spans = [Span(self._files[number], 0, 1000 + number)]
         return spans, spans
 
-    def layer(self, number: int, lent: Lent) -> list[int]:
-        return lent.find(self.spans(number)[0][0]).tolist()
+    def layer(self, number: int, lent: LentBuffer) -> list[int]:
+        return lent.find_bytes(self.spans(number)[0][0]).tolist()
 
 
 @pytest.mark.parametrize(("kind", "num_slots"), [("own memory", 4), ("disk", 2)])

@@ -26,7 +26,7 @@ from fminfer.engine.sequence import Prepared
 from fminfer.estimate.cost_model import keep_costs, load_costs
 from fminfer.machine.liveness import describe_me
 from fminfer.models.checkpoint import open_random
-from fminfer.models.quantized_folder import is_quantized_of, write_quantized
+from fminfer.models.quantized_folder import is_quantized_copy, write_quantized_folder
 from fminfer.server.metrics import HELPS
 from fminfer.split.manifest import read_manifest, write_manifest
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -223,7 +223,7 @@ def test_a_quantized_folder_is_read(
         engine.close()
         answers.append(record.choices[0].fields)
     assert answers[0] == answers[1]
-    write_quantized(
+    write_quantized_folder(
         open_random("tiny.json"), tmp_path, "int4", seed=1, on_progress=lambda *_: None
     )
     name = "model.safetensors.index.json"
@@ -236,8 +236,8 @@ def test_a_quantized_folder_is_read(
 def test_a_quantized_folder_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EARLIER)
     model = open_random("tiny.json")
-    assert is_quantized_of(Path("quantized"), model, "int4", seed=1)
-    assert not is_quantized_of(Path("quantized"), model, "int4", seed=2)
+    assert is_quantized_copy(Path("quantized"), model, "int4", seed=1)
+    assert not is_quantized_copy(Path("quantized"), model, "int4", seed=2)
 
 
 def test_a_split_is_read(tmp_path: Path) -> None:

@@ -19,7 +19,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.models.model_folder import fetch_weights
+from fminfer.models.model_folder import fetch_model
 from fminfer.models.origins import check_tensors
 from fminfer.plan.planning import plan_ahead
 from fminfer.text.tokenizer import Tokenizer
@@ -262,7 +262,7 @@ def test_a_model_of_the_hub_is_looked_at_before_its_weights_are_fetched(
     with pytest.raises(CheckpointError, match="some/lora holds a LORA adapter alone"):
         open_model(EngineConfig("some/lora"))
     hub._names += ["pytorch_model.bin"]
-    folder = fetch_weights("some/lora")
+    folder = fetch_model("some/lora")
     assert (folder / "pytorch_model.bin").exists()
     assert not (folder / "adapter_model.safetensors").exists(), (
         "the adapter came for the model"

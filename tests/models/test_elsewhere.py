@@ -20,7 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_model
-from fminfer.models.known_sizes import ALIASES, SIZES, check_split, size_fields
+from fminfer.models.known_sizes import ALIASES, SIZES, check_split, find_size_fields
 from fminfer.models.origins import check_tensors
 from fminfer.models.tensor_specs import TIED, stage_specs
 from fminfer.plan.planning import plan_ahead
@@ -302,7 +302,7 @@ def test_sizes_are_those_that_their_names_say(size: str) -> None:
 
 def test_names_of_earlier_systems_are_sizes() -> None:
     for alias, size in ALIASES.items():
-        assert size_fields(alias) == SIZES[size]
+        assert find_size_fields(alias) == SIZES[size]
     with pytest.raises(UsageError, match="70"):
         check_split(EngineConfig(random_init="175b", stage_layers=(30, 30)), 2)
 

@@ -17,9 +17,9 @@ from fminfer.core.config import make_config
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import compute_fingerprint, digest_weight_files
-from fminfer.models.model_folder import fetch_weights
+from fminfer.models.model_folder import fetch_model
 from fminfer.models.origins import check_tensors
-from fminfer.models.quantized_folder import write_quantized
+from fminfer.models.quantized_folder import write_quantized_folder
 from fminfer.models.sentence_folder import read_sentence_folder
 from tests.conftest import IS_ALL, more
 from tests.encoder_families import (
@@ -331,7 +331,7 @@ def test_the_hub_gives_dense_layers(
         lambda self, n, revision: hub.model_info(n, revision),
     )
     found = {
-        str(f.relative_to(hub.folder)) for f in fetch_weights("some/model").rglob("*.*")
+        str(f.relative_to(hub.folder)) for f in fetch_model("some/model").rglob("*.*")
     }
     assert found == {*names, *weights} - {"pytorch_model.bin", "onnx/model.onnx"}
 
@@ -365,7 +365,7 @@ def test_modules_lie_where_modules_json_says(
     check(vectors(folder), expected)
 
     (tmp_path / "small").mkdir()
-    write_quantized(
+    write_quantized_folder(
         open_checkpoint(str(folder)),
         tmp_path / "small",
         "int8",
@@ -575,7 +575,7 @@ def test_quantized_encoders(quantized: str, tmp_path: Path) -> None:
     assert nearness.min() > 0.9 and nearness.max() < 1 - 1e-7
     told = open_checkpoint(str(folder))
     (tmp_path / "small").mkdir()
-    write_quantized(
+    write_quantized_folder(
         told, tmp_path / "small", quantized, seed=0, on_progress=lambda *_: None
     )
     check(vectors(tmp_path / "small"), loaded)

@@ -22,7 +22,7 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import digest_weight_files
 from fminfer.models.gguf.configs import config_of
-from fminfer.models.gguf.gguf_model import gguf_architecture, read_model
+from fminfer.models.gguf.gguf_model import gguf_architecture, read_gguf_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.model_folder import find_weight_files
 from fminfer.models.origins import check_tensors
@@ -227,7 +227,7 @@ def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) 
             data[place : place + 4] = struct.pack("<I", wild)
         path.write_bytes(data)
         try:
-            model = read_model(path)
+            model = read_gguf_model(path)
             gguf_architecture(model, architecture_of(config_of(model)).model)
             num_read += 1
         except CheckpointError:
@@ -361,23 +361,23 @@ def test_parts_that_are_not_all_there_are_told(tmp_path: Path) -> None:
     with pytest.raises(
         CheckpointError, match=r"is one part of a model; give the first, \S+m-00001-of"
     ):
-        read_model(second)
+        read_gguf_model(second)
     first.rename(alone := tmp_path / "alone.gguf")
     with pytest.raises(
         CheckpointError, match=r"has split\.count 2, but its name says 1 part"
     ):
-        read_model(alone)
+        read_gguf_model(alone)
     alone.rename(first)
     second.write_bytes(first.read_bytes())
     with pytest.raises(
         CheckpointError, match=r"part 2 by its name, and has split\.no 0"
     ):
-        read_model(first)
+        read_gguf_model(first)
     second.unlink()
     with pytest.raises(
         CheckpointError, match=rf"lacks {second.name} \(1 file missing\)"
     ):
-        read_model(first)
+        read_gguf_model(first)
     with pytest.raises(
         CheckpointError, match=r"there is no file \S+nothing.gguf. A GGUF file of"
     ):

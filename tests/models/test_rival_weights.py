@@ -19,7 +19,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.origins import check_tensors
-from fminfer.models.stored.rival_weights import describe_unread, refuse_rivals
+from fminfer.models.stored.rival_weights import check_rival_files, describe_unread_files
 from fminfer.models.stored.tensor_table import TensorFiles, WeightHeaders
 from tests.encoder_families import make_encoder
 from tests.models.test_encoders import dense_folder
@@ -101,7 +101,7 @@ def test_the_same_weights_in_two_forms_are_named(form: str, folder: Path) -> Non
     """Many published folders hold a model twice."""
     name = save_beside(folder, form, load_file(folder / ONE))
     open_folder(folder)
-    told = describe_unread(folder)
+    told = describe_unread_files(folder)
     assert told.startswith(f"Weights are read from {ONE}. Not read: ") and name in told
 
 
@@ -110,8 +110,8 @@ def test_what_float16_cannot_hold_is_no_difference(folder: Path) -> None:
     tensors = load_file(folder / ONE) | {"masked_bias": torch.tensor([-1e9])}
     save_file(tensors, folder / ONE)
     save_beside(folder, "float16", tensors)
-    assert "model.fp16.safetensors" in describe_unread(folder)
-    refuse_rivals(folder, WeightHeaders())
+    assert "model.fp16.safetensors" in describe_unread_files(folder)
+    check_rival_files(folder, WeightHeaders())
 
 
 def test_a_dense_layer_in_two_forms(tmp_path: Path) -> None:
@@ -136,7 +136,7 @@ def test_another_shape_is_another_model(folder: Path) -> None:
 
 def test_what_lies_beside_sound_weights(folder: Path) -> None:
     """A file of Mistral's own names, one that git-LFS left out, a GGUF file, an adapter."""
-    assert describe_unread(folder) == ""
+    assert describe_unread_files(folder) == ""
     tensors = load_file(folder / ONE)
     (folder / ONE).unlink()
     save_shards(folder, tensors, has_index=False)
@@ -152,7 +152,7 @@ def test_what_lies_beside_sound_weights(folder: Path) -> None:
     packed = {name: torch.zeros(4, 1, dtype=torch.uint8) for name in tensors}
     save_file(packed, folder / "consolidated.4bit.safetensors")
     open_folder(folder)
-    assert describe_unread(folder) == (
+    assert describe_unread_files(folder) == (
         "Weights are read from model-00001-of-00002.safetensors and 1 more. Not read: "
         "adapter_model.safetensors, consolidated.4bit.safetensors, consolidated.safetensors and "
         "2 more."
@@ -167,7 +167,7 @@ def test_an_index_of_files_that_are_not_there(folder: Path) -> None:
     open_folder(folder)  # transformers reads the one file, too
 
     (folder / ONE).unlink()
-    assert describe_unread(folder) == ""
+    assert describe_unread_files(folder) == ""
     save_shards(folder, tensors, has_index=False)
     with pytest.raises(CheckpointError, match="lacks model-00001-of-00005") as caught:
         open_folder(folder)

@@ -38,7 +38,7 @@ from fminfer.models.config_fields import architecture_of
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import Drawer, LayerSource, open_weights
 from fminfer.models.origins import Origin, cut_origins, drawn_origins
-from fminfer.models.quantized_folder import write_quantized
+from fminfer.models.quantized_folder import write_quantized_folder
 from fminfer.models.sharding import ModelShard, TensorCut, shard_model
 from fminfer.models.tensor_specs import model_specs, stage_specs, whole_model_part
 from fminfer.plan.planning import plan_ahead
@@ -205,7 +205,7 @@ def test_quantized_folders_are_cut(
     folder = tmp_path / "quantized"
     made = open_checkpoint(str(smollm))
     folder.mkdir()
-    write_quantized(
+    write_quantized_folder(
         made, folder, quantized, seed=1, on_progress=lambda done, total: None
     )
     check_equal(folder, 2)

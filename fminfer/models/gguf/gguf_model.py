@@ -1,6 +1,6 @@
-"""What the headers of a GGUF model tell: metadata, and where its tensors are.
+"""The headers of a GGUF model's files: metadata, and where its tensors are.
 
-A key of the model's architecture that nobody reads may change answers. It refuses the file.
+A key of the model's architecture that nobody reads may change answers. Such a file is refused.
 """
 
 from __future__ import annotations
@@ -44,10 +44,9 @@ HARMLESS = {
 
 @dataclass(slots=True)
 class GgufModel:
-    """What the headers of a model's GGUF files tell; a value that is missing or wrong
-    is refused.
+    """The headers of a model's GGUF files. A missing or wrong value is a CheckpointError.
 
-    Keys of its architecture are given without the architecture's name.
+    Methods get keys of its architecture without the architecture's name.
     """
 
     path: Path  # of the first file, which has the metadata
@@ -64,7 +63,7 @@ class GgufModel:
     @property
     def hidden_size(self) -> int:
         """The length of hidden states, which is that of the last norm."""
-        size = self.whole("embedding_length", least=1)
+        size = self.read_integer("embedding_length", least=1)
         stored = getattr(self.tensors.get(LAST_NORM), "shape", None)
         if stored != (size,):
             raise broken_file_error(
@@ -75,7 +74,7 @@ class GgufModel:
     @property
     def num_layers(self) -> int:
         """How many layers there are, by the metadata and by the names of tensors."""
-        num = self.whole("block_count")
+        num = self.read_integer("block_count")
         numbers = {n.split(".")[1] for n in self.tensors if n.startswith("blk.")}
         if num != len(numbers) or not num:
             raise broken_file_error(
@@ -86,82 +85,88 @@ class GgufModel:
     @property
     def heads(self) -> int:
         """How many heads a layer has."""
-        return self.whole("attention.head_count", least=1, most=self.hidden_size)
+        return self.read_integer("attention.head_count", least=1, most=self.hidden_size)
 
     @property
     def context_length(self) -> int:
         """Most tokens of a sequence."""
-        return self.whole("context_length", most=1 << 40)
+        return self.read_integer("context_length", most=1 << 40)
 
-    def find(self, key: str) -> object:
+    def find_value(self, key: str) -> object:
         """Return a value; None: there is none."""
         self._read.add(f"{self.arch}.{key}")
         return self.metadata.get(f"{self.arch}.{key}")
 
-    def whole(
+    def read_integer(
         self, key: str, default: int | None = None, *, least: int = 0, most: int = MOST
     ) -> int:
         """Return a whole number. One for each layer must be the same for all."""
-        found = self.find(key)
-        if isinstance(found, list) and found:
-            if any(each != found[0] for each in found):
-                raise self._refusal(
-                    key, found, f"{ONLY_WITH} one number for all layers"
+        value = self.find_value(key)
+        if isinstance(value, list) and value:
+            if any(each != value[0] for each in value):
+                raise self._unsupported_error(
+                    key, value, f"{ONLY_WITH} one number for all layers"
                 )
-            found = found[0]
-        found = default if found is None else found
-        if type(found) is not int or not least <= found <= max(most, default or 0):
-            raise self._wrong(key, found, f"whole number from {least} to {most}")
-        return found
+            value = value[0]
+        value = default if value is None else value
+        if type(value) is not int or not least <= value <= max(most, default or 0):
+            raise self._broken_value_error(
+                key, value, f"whole number from {least} to {most}"
+            )
+        return value
 
-    def real(self, key: str, default: float | None = None) -> float:
+    def read_number(self, key: str, default: float | None = None) -> float:
         """Return a number."""
-        found = self.find(key)
-        found = default if found is None else found
-        if not isinstance(found, int | float) or not math.isfinite(found):
-            raise self._wrong(key, found, "number")
-        return float(found)
+        value = self.find_value(key)
+        value = default if value is None else value
+        if not isinstance(value, int | float) or not math.isfinite(value):
+            raise self._broken_value_error(key, value, "number")
+        return float(value)
 
-    def only(self, key: str, *allowed: object) -> None:
-        """Refuse a key with another value; one that is not there is fine."""
-        found = self.find(key)
-        if found is not None and found not in allowed:
+    def check_value(self, key: str, *allowed: object) -> None:
+        """Raise a CheckpointError for a key with another value; a missing one is fine."""
+        value = self.find_value(key)
+        if value is not None and value not in allowed:
             *first, last = map(str, allowed)
-            allowed_ones = f"{', '.join(first)} or {last}" if first else last
-            raise self._refusal(key, found, f"{ONLY_WITH} {allowed_ones}")
+            allowed_text = f"{', '.join(first)} or {last}" if first else last
+            raise self._unsupported_error(key, value, f"{ONLY_WITH} {allowed_text}")
 
-    def rows(self, tensor: str) -> int:
+    def count_rows(self, tensor: str) -> int:
         """Return the outputs of a stored matrix."""
-        found = self.tensors.get(tensor)
-        if found is None or len(found.shape) != 2:
+        matrix = self.tensors.get(tensor)
+        if matrix is None or len(matrix.shape) != 2:
             raise broken_file_error(self.path, f"it stores no matrix {tensor!r}")
-        return found.shape[0]
+        return matrix.shape[0]
 
-    def refuse_unread(self) -> None:
-        """Refuse a key that nobody reads."""
+    def check_unread_keys(self) -> None:
+        """Raise a CheckpointError for a key that nobody has read."""
         for key, value in self.metadata.items():
-            own = key.removeprefix(f"{self.arch}.")
-            if own != key and key not in self._read and own not in HARMLESS:
+            short_key = key.removeprefix(f"{self.arch}.")
+            if short_key != key and key not in self._read and short_key not in HARMLESS:
                 why = "which fminfer does not read for this architecture and may change answers"
-                raise self._refusal(own, value, why)
+                raise self._unsupported_error(short_key, value, why)
 
-    def _refusal(self, key: str, found: object, why: str) -> CheckpointError:
-        said = f"{self.path} sets {self.arch}.{key} to {f'{found!r:.60}'}"
-        return CheckpointError(f"{said}, {why}; take the same model in safetensors")
+    def _unsupported_error(self, key: str, value: object, why: str) -> CheckpointError:
+        statement = f"{self.path} sets {self.arch}.{key} to {f'{value!r:.60}'}"
+        return CheckpointError(
+            f"{statement}, {why}; take the same model in safetensors"
+        )
 
-    def _wrong(self, key: str, found: object, kind: str) -> CheckpointError:
-        if found is None:
+    def _broken_value_error(
+        self, key: str, value: object, kind: str
+    ) -> CheckpointError:
+        if value is None:
             return broken_file_error(self.path, f"it lacks the key {self.arch}.{key}")
         return broken_file_error(
-            self.path, f"{self.arch}.{key} is {found!r:.60}, and no {kind}"
+            self.path, f"{self.arch}.{key} is {value!r:.60}, and no {kind}"
         )
 
 
-def read_model(path: Path) -> GgufModel:
+def read_gguf_model(path: Path) -> GgufModel:
     """Read the headers of a model's files; the first one's metadata count."""
-    found = [read_gguf(file) for file in find_weights(path).files]
-    first, metadata = found[0]
-    tensors = {name: each for file, _ in found for name, each in file.tensors.items()}
+    headers = [read_gguf(file) for file in find_weights(path).files]
+    first, metadata = headers[0]
+    tensors = {name: each for file, _ in headers for name, each in file.tensors.items()}
     model = GgufModel(path, metadata, tensors, first.header)
     kind = metadata.get("general.type", "model")
     if kind != "model" or model.arch == "clip":
@@ -170,16 +175,16 @@ def read_model(path: Path) -> GgufModel:
             "give the model's own file"
         )
     num = metadata.get("split.count", 0) or 1
-    if num != len(found):
+    if num != len(headers):
         raise CheckpointError(
-            f"{path} has split.count {num}, but its name says {len(found)} part(s); "
+            f"{path} has split.count {num}, but its name says {len(headers)} part(s); "
             "give all parts the names that they had, such as m-00001-of-00003.gguf"
         )
-    for number, (file, own) in enumerate(found):
-        if own.get("split.no", 0) != number:
+    for number, (file, part_metadata) in enumerate(headers):
+        if part_metadata.get("split.no", 0) != number:
             raise CheckpointError(
                 f"{file.path} is part {number + 1} by its name, and has split.no "
-                f"{own.get('split.no')!r}, which counts from 0; fetch it again"
+                f"{part_metadata.get('split.no')!r}, which counts from 0; fetch it again"
             )
     return model
 
@@ -238,9 +243,9 @@ LEFT_OUT = (
 
 
 def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
-    """Return where a GGUF file has the tensors of a spec.
+    """Return a spec with the sources of its tensors in a GGUF file.
 
-    Some differ by architecture, and a file may have joined what others have in parts.
+    Some names differ by architecture, and some files join tensors that others store apart.
     """
     modules = {name.partition(".")[2].partition(".")[2] for name in model.tensors}
     outer = OUTER
@@ -268,9 +273,8 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
 
 
-def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
-    """Return the folder of a model's small files in the user's cache, written if it is
-    not there.
+def cache_small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
+    """Return the folder of a model's small files in the user's cache; write it if it is new.
 
     All other code reads such files. Without a tokenizer, generation_config.json is all.
     """
@@ -284,7 +288,7 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
         if cache is None:
             cache = Path(tempfile.mkdtemp(prefix="fminfer-"))
             atexit.register(shutil.rmtree, cache, ignore_errors=True)
-        folder = cache / f"gguf-{_key(model)}{'' if has_tokenizer else '-ends'}"
+        folder = cache / f"gguf-{_cache_key(model)}{'' if has_tokenizer else '-ends'}"
         if not folder.is_dir():
             part = Path(tempfile.mkdtemp(prefix=f"{folder.name}.", dir=cache))
             try:
@@ -304,9 +308,8 @@ def small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
         ) from error
 
 
-def _key(model: GgufModel) -> str:
-    """Return a digest of what the files are made of: the header, and the code that
-    writes them."""
+def _cache_key(model: GgufModel) -> str:
+    """Return a digest of the header, and of the code that writes the small files."""
     first, last = model.header
     digest = hashlib.blake2b(digest_size=16)
     for code in (gguf_tokenizer.__file__, gguf_vocabulary.__file__):

@@ -37,25 +37,25 @@ class Span:
     last: int
 
     @property
-    def whole(self) -> range:
-        """The same with the units around it, which is what is read."""
+    def whole_units(self) -> range:
+        """The whole units around it, which are read."""
         return range(self.first // UNIT * UNIT, -(-self.last // UNIT) * UNIT)
 
 
 @dataclass(slots=True, frozen=True)
-class Lent:
-    """Spans of files, one after another in a buffer that will be used again."""
+class LentBuffer:
+    """A buffer that holds spans of files one after another, and will be used again."""
 
     spans: Sequence[Span]
     buffer: torch.Tensor
 
-    def find(self, span: Span) -> torch.Tensor:
+    def find_bytes(self, span: Span) -> torch.Tensor:
         """Return bytes of a file that are in one of the spans."""
-        offset = self.offset_of(span)
+        offset = self.find_offset(span)
         return self.buffer[offset + span.first : offset + span.last]
 
-    def offset_of(self, span: Span) -> int:
-        """Return the place of a byte in the buffer, less its place in the file."""
+    def find_offset(self, span: Span) -> int:
+        """Return a byte's offset in the buffer, less its offset in the file."""
         start = 0
         for each in self.spans:
             if (
@@ -63,74 +63,73 @@ class Lent:
                 and each.first <= span.first
                 and span.last <= each.last
             ):
-                return start - each.whole.start
-            start += len(each.whole)
+                return start - each.whole_units.start
+            start += len(each.whole_units)
         raise AssertionError(f"{span} is in none of the spans")
 
 
-def size_of(spans: Iterable[Span]) -> int:
+def buffer_size_of(spans: Iterable[Span]) -> int:
     """Return the bytes of a buffer for spans."""
-    return sum(len(span.whole) for span in spans)
+    return sum(len(span.whole_units) for span in spans)
 
 
-def merge(spans: Iterable[Span]) -> list[Span]:
+def merge_spans(spans: Iterable[Span]) -> list[Span]:
     """Return spans that cover the same bytes; near ones become one."""
-    found: list[Span] = []
+    merged: list[Span] = []
     for span in sorted(spans, key=lambda each: (each.file, each.first)):
-        last = found[-1] if found else None
+        last = merged[-1] if merged else None
         if last and last.file == span.file and span.first <= last.last + NEAR:
-            found[-1] = Span(span.file, last.first, max(last.last, span.last))
+            merged[-1] = Span(span.file, last.first, max(last.last, span.last))
         elif span.last > span.first:
-            found.append(span)
-    return found
+            merged.append(span)
+    return merged
 
 
-FileFacts = tuple[int, int]  # size in bytes, and when it was written to last, in ns
+FileStamp = tuple[int, int]  # size in bytes, and when it was written to last, in ns
 
 
-def facts_of(file: Path | int) -> FileFacts:
-    """Return facts by which a change of a file shows."""
-    found = os.stat(file)
-    return found.st_size, found.st_mtime_ns
+def read_file_stamp(file: Path | int) -> FileStamp:
+    """Return a file's size and time, by which a change shows."""
+    status = os.stat(file)
+    return status.st_size, status.st_mtime_ns
 
 
 class OpenFile:
-    """A file that must not change since its facts were seen (None: since now).
+    """A file that must not change since its stamp was read (None: since now).
 
     Raises:
         MachineError: it cannot be opened, or read; it ends too early, or was changed.
     """
 
-    def __init__(self, path: Path, *, is_direct: bool, seen: FileFacts | None) -> None:
+    def __init__(self, path: Path, *, is_direct: bool, seen: FileStamp | None) -> None:
         self._path = path
         try:
             self._file = (is_direct and _open_direct(path)) or FileIO(path)
         except OSError as error:
             raise MachineError(f"{path} cannot be read: {error.strerror}") from error
-        self._was = seen or facts_of(self._file.fileno())
+        self._was = seen or read_file_stamp(self._file.fileno())
 
     def read(self, start: int, target: memoryview, least: int) -> None:
-        """Read bytes from `start` on, until the target is full, or the file ends behind
-        `least`."""
+        """Read bytes from `start` on, until the target is full or `least` bytes are there."""
         number = self._file.fileno()
         done = 0
         facts = self._was
         while done < least:
             try:
                 num = os.preadv(number, [target[done:]], start + done)
-                facts = facts_of(number)
+                facts = read_file_stamp(number)
             except OSError as error:
-                raise self._trouble(f"cannot be read ({error.strerror})") from error
+                raise self._read_error(f"cannot be read ({error.strerror})") from error
             if num == 0:
-                raise self._trouble(f"ends at byte {start + done}; it was cut off")
+                raise self._read_error(f"ends at byte {start + done}; it was cut off")
             done += num
         if facts != self._was:
-            raise self._trouble("was changed, or touched,")
+            raise self._read_error("was changed, or touched,")
 
     def close(self) -> None:
         self._file.close()
 
-    def _trouble(self, what: str) -> MachineError:
+    def _read_error(self, what: str) -> MachineError:
         return MachineError(
             f"{self._path} {what} while its weights were read in each step "
             "(--offload). Finished rows are kept; repair the file or disk, and run the "
@@ -139,8 +138,7 @@ class OpenFile:
 
 
 def _open_direct(path: Path) -> FileIO | None:
-    """Open a file past the system's cache; None: its file system refuses that, or such
-    a read."""
+    """Open a file past the system's cache; None: its file system cannot do that."""
     with suppress(OSError), ExitStack() as stack:
         number = os.open(path, os.O_RDONLY | os.O_CLOEXEC | O_DIRECT)
         file = stack.enter_context(FileIO(number))
@@ -150,10 +148,10 @@ def _open_direct(path: Path) -> FileIO | None:
     return None
 
 
-Reading = Sequence["Future[None]"]  # of the pieces of spans that are being read
+PendingReads = Sequence["Future[None]"]  # of the pieces of spans that are being read
 
 
-def finish(reading: Reading) -> None:
+def wait_for_reads(reading: PendingReads) -> None:
     """Wait until all pieces are there; errors are those of `OpenFile`."""
     wait(reading)
     for piece in reading:
@@ -171,7 +169,7 @@ class DirectReads:
     """
 
     def __init__(
-        self, seen: Mapping[Path, FileFacts | None], *, is_direct: bool = True
+        self, seen: Mapping[Path, FileStamp | None], *, is_direct: bool = True
     ) -> None:
         self._files = {
             path: OpenFile(path, is_direct=is_direct, seen=facts)
@@ -184,19 +182,19 @@ class DirectReads:
         self._num_going = 0
         self._since_s = 0.0
 
-    def start(self, lent: Lent, spans: Sequence[Span]) -> Reading:
+    def start(self, lent: LentBuffer, spans: Sequence[Span]) -> PendingReads:
         """Begin to read spans to their places in a buffer, which begins with a whole unit."""
         buffer = lent.buffer.numpy().data
         futures = []
         for span in spans:
             file = self._files[span.file]
-            offset = lent.offset_of(span)
-            for first in range(span.whole.start, span.whole.stop, PIECE):
-                last = min(first + PIECE, span.whole.stop)
+            offset = lent.find_offset(span)
+            for first in range(span.whole_units.start, span.whole_units.stop, PIECE):
+                last = min(first + PIECE, span.whole_units.stop)
                 target = buffer[offset + first : offset + last]
                 least = min(last, span.last) - first
                 futures.append(
-                    self._threads.submit(self._read, file, first, target, least)
+                    self._threads.submit(self._read_piece, file, first, target, least)
                 )
         return futures
 
@@ -206,14 +204,16 @@ class DirectReads:
         for file in self._files.values():
             file.close()
 
-    def _read(self, file: OpenFile, first: int, target: memoryview, least: int) -> None:
-        self._count(1, 0)
+    def _read_piece(
+        self, file: OpenFile, first: int, target: memoryview, least: int
+    ) -> None:
+        self._count_read(1, 0)
         try:
             file.read(first, target, least)
         finally:
-            self._count(-1, len(target))
+            self._count_read(-1, len(target))
 
-    def _count(self, begun: int, num_bytes: int) -> None:
+    def _count_read(self, begun: int, num_bytes: int) -> None:
         now_s = time.monotonic()
         with self._lock:
             if self._num_going:

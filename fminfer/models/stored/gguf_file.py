@@ -53,7 +53,7 @@ def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
         return _read_header(path, _Cursor(data))
 
 
-def read_values(tensor: StoredTensor) -> list[float]:
+def read_float_vector(tensor: StoredTensor) -> list[float]:
     """Return the values of a vector of float32; a tensor of another kind is refused."""
     with naming_broken_files(tensor.file):
         if tensor.dtype != "F32" or len(tensor.shape) != 1:
@@ -73,16 +73,16 @@ class _Cursor:
         self.size = len(data)
         self._end = min(self.size, MOST_HEADER_BYTES)
 
-    def take(self, num_bytes: int) -> bytes:
+    def read_bytes(self, num_bytes: int) -> bytes:
         """Return the next bytes."""
-        if num_bytes > (left := self._end - self.at):
+        if num_bytes > (num_left := self._end - self.at):
             raise ValueError(
-                f"{self._where_cut()}: {left} of {num_bytes} bytes are left there"
+                f"{self._describe_cut()}: {num_left} of {num_bytes} bytes are left there"
             )
         self.at += num_bytes
         return self._data[self.at - num_bytes : self.at]
 
-    def _where_cut(self) -> str:
+    def _describe_cut(self) -> str:
         """Say why the header breaks off, as the beginning of a sentence."""
         if self._end < self.size:
             return f"its header is damaged, or longer than {MOST_HEADER_BYTES} bytes"
@@ -90,53 +90,55 @@ class _Cursor:
             f"it has {self.size} bytes and is cut off in its header, or that is damaged"
         )
 
-    def numbers(self, form: str, num: int) -> list[Any]:
+    def read_numbers(self, form: str, num: int) -> list[Any]:
         """Return so many values, by their letter of numpy."""
         dtype = np.dtype(f"<{form}")
-        return list(np.frombuffer(self.take(num * dtype.itemsize), dtype).tolist())
+        return list(
+            np.frombuffer(self.read_bytes(num * dtype.itemsize), dtype).tolist()
+        )
 
-    def whole(self, form: str = "I") -> int:
+    def read_integer(self, form: str = "I") -> int:
         """Return a whole number of 4 bytes, "Q": of 8."""
-        return int(self.numbers(form, 1)[0])
+        return int(self.read_numbers(form, 1)[0])
 
-    def texts(self, num: int) -> list[str]:
+    def read_texts(self, num: int) -> list[str]:
         """Return so many strings: each is its length in 8 bytes, then UTF-8.
 
-        A vocabulary has a hundred thousand, so that `take` would be too slow.
+        A vocabulary has a hundred thousand, so that `read_bytes` would be too slow.
         """
         data = self._data
         at = self.at
         end = self._end
         unpack = struct.Struct("<Q").unpack_from
-        found = []
+        texts = []
         for _ in range(num):
             if (first := at + 8) > end or (at := first + unpack(data, at)[0]) > end:
-                raise ValueError(f"{self._where_cut()}: a text there is longer")
-            found.append(data[first:at].decode())
+                raise ValueError(f"{self._describe_cut()}: a text there is longer")
+            texts.append(data[first:at].decode())
         self.at = at
-        return found
+        return texts
 
-    def value(self) -> object:
+    def read_value(self) -> object:
         """Return a value of the metadata behind its kind; arrays are lists."""
-        kind = self.whole()
+        kind = self.read_integer()
         if kind == ARRAY:
-            return self._values(self.whole(), self.whole("Q"))
-        (value,) = self._values(kind, 1)
+            return self._read_values(self.read_integer(), self.read_integer("Q"))
+        (value,) = self._read_values(kind, 1)
         # As it was written: 1e-05, not 9.999999747378752e-06.
         return float(str(np.float32(value))) if kind == FLOAT else value
 
-    def _values(self, kind: int, num: int) -> list[Any]:
+    def _read_values(self, kind: int, num: int) -> list[Any]:
         if kind == STRING:
-            return self.texts(num)
+            return self.read_texts(num)
         if kind not in NUMBERS:
             raise ValueError(f"a value of the kind {kind}, which GGUF does not have")
-        return self.numbers(NUMBERS[kind], num)
+        return self.read_numbers(NUMBERS[kind], num)
 
 
 def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
-    if cursor.take(4) != MAGIC:
+    if cursor.read_bytes(4) != MAGIC:
         raise ValueError("it does not begin with GGUF")
-    version = cursor.whole()
+    version = cursor.read_integer()
     if version & 0xFFFF == 0:
         raise CheckpointError(
             f"{path} is big-endian, which does not run; take one for x86 or ARM"
@@ -146,45 +148,45 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             f"{path} is GGUF version {version}; fminfer reads versions 2 and 3. "
             "Convert the model again with a current llama.cpp"
         )
-    num_tensors, num_keys = cursor.numbers("Q", 2)
+    num_tensors, num_keys = cursor.read_numbers("Q", 2)
     metadata: Metadata = {}
     for _ in range(num_keys):
-        (key,) = cursor.texts(1)
+        (key,) = cursor.read_texts(1)
         if key in metadata:
             raise ValueError(f"the key {key!r} is there twice")
-        metadata[key] = cursor.value()
-    tensors = [_read_entry(path, cursor) for _ in range(num_tensors)]
+        metadata[key] = cursor.read_value()
+    tensors = [_read_tensor_entry(path, cursor) for _ in range(num_tensors)]
     end = cursor.at
-    step = metadata.get(ALIGNMENT, 32)
-    if type(step) is not int or step < 1 or step & (step - 1):
-        raise ValueError(f"{ALIGNMENT} is {step!r}, which is no power of two")
-    first = -(-end // step) * step
-    whole = first + max((tensor.span[1] for _, tensor in tensors), default=0)
-    if whole > cursor.size:
+    alignment = metadata.get(ALIGNMENT, 32)
+    if type(alignment) is not int or alignment < 1 or alignment & (alignment - 1):
+        raise ValueError(f"{ALIGNMENT} is {alignment!r}, which is no power of two")
+    first = -(-end // alignment) * alignment
+    full_size = first + max((tensor.span[1] for _, tensor in tensors), default=0)
+    if full_size > cursor.size:
         raise ValueError(
             f"it is cut off, or its header is damaged: the file has {cursor.size} "
-            f"bytes and should have {whole}"
+            f"bytes and should have {full_size}"
         )
-    _check_spans(tensors, step)
+    _check_spans(tensors, alignment)
     parts: dict[str, StoredTensor] = {}
-    for name, part in (each for whole in tensors for each in _unstacked(*whole)):
+    for name, part in (part for entry in tensors for part in _unstack_tensor(*entry)):
         if name in parts:
             raise ValueError(f"tensor {name!r} is there twice")
         parts[name] = replace(part, start=first + part.start)
     return StoredFile(path, parts, (0, end)), metadata
 
 
-def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
+def _read_tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     """Return a tensor by its name; its start is an offset into the values of all."""
-    (name,) = cursor.texts(1)
-    num = cursor.whole()
+    (name,) = cursor.read_texts(1)
+    num = cursor.read_integer()
     if num > GGML_DIMENSIONS:
         raise ValueError(
             f"tensor {name!r} has {num} dimensions; {GGML_DIMENSIONS} are the most"
         )
-    shape = tuple(reversed(cursor.numbers("Q", num)))
-    kind = cursor.whole()
-    start = cursor.whole("Q")
+    shape = tuple(reversed(cursor.read_numbers("Q", num)))
+    kind = cursor.read_integer()
+    start = cursor.read_integer("Q")
     if (dtype := TYPES.get(kind)) is None:
         raise CheckpointError(
             f"{path} stores {name!r} as type {kind}, which fminfer does not know: the file is "
@@ -201,15 +203,15 @@ def _read_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
     return name, StoredTensor(path, dtype, shape, start, plain_strides(shape))
 
 
-def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
+def _check_spans(tensors: list[tuple[str, StoredTensor]], alignment: int) -> None:
     """Raise a ValueError for tensors that are not aligned or that overlap."""
     end = 0
     before = ""
     for name, tensor in sorted(tensors, key=lambda item: item[1].span):
         last = tensor.span[1]
-        if tensor.start % step:
+        if tensor.start % alignment:
             raise ValueError(
-                f"tensor {name!r} begins at {tensor.start}, no multiple of {step}"
+                f"tensor {name!r} begins at {tensor.start}, no multiple of {alignment}"
             )
         if tensor.start < end:
             raise ValueError(f"the tensors {before!r} and {name!r} overlap")
@@ -217,8 +219,10 @@ def _check_spans(tensors: list[tuple[str, StoredTensor]], step: int) -> None:
         before = name
 
 
-def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTensor]]:
-    """Give the part of each expert or head of a stacked tensor, or the tensor."""
+def _unstack_tensor(
+    name: str, tensor: StoredTensor
+) -> Iterator[tuple[str, StoredTensor]]:
+    """Yield each expert or head of a stacked tensor, or the tensor itself."""
     if name.endswith(ONE_ROW) and len(tensor.shape) == 1:
         tensor = replace(tensor, shape=(1, *tensor.shape), strides=(*tensor.shape, 1))
     if not name.endswith(STACKED) or len(tensor.shape) < 2:
@@ -229,7 +233,7 @@ def _unstacked(name: str, tensor: StoredTensor) -> Iterator[tuple[str, StoredTen
             f"tensor {name!r} stacks {tensor.shape[0]}; the most are {MOST_STACKED}"
         )
     stem, _, leaf = name.rpartition(".")
-    one = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
+    item = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
     for number in range(tensor.shape[0]):
         start = tensor.rows(number, number + 1).start
-        yield f"{stem}.{number}.{leaf}", replace(one, start=start)
+        yield f"{stem}.{number}.{leaf}", replace(item, start=start)

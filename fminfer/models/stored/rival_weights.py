@@ -32,17 +32,17 @@ MOST = torch.finfo(torch.float16).max  # larger values may be infinite in a copy
 BASE = re.compile(r"^(model|transformer|bert|roberta)\.")
 
 
-def describe_unread(folder: Path) -> str:
+def describe_unread_files(folder: Path) -> str:
     """Say which weight files of a folder are read, and which are not; "": all are read."""
-    weights, others = _find_others(folder)
+    weights, others = _find_unread_files(folder)
     if not others:
         return ""
     read = list_few([file.name for file in weights.files], 1)
     return f"Weights are read from {read}. Not read: {list_few([f.name for f in others], 3)}."
 
 
-def refuse_rivals(folder: Path, headers: WeightHeaders) -> None:
-    """Refuse a folder if a file that is not read has other values in a tensor of the same name.
+def check_rival_files(folder: Path, headers: WeightHeaders) -> None:
+    """Check that no unread file has other values in a tensor of the same name.
 
     Shapes are compared, and some values of each tensor. Many folders hold the same weights
     twice, in two formats or dtypes.
@@ -50,7 +50,7 @@ def refuse_rivals(folder: Path, headers: WeightHeaders) -> None:
     Raises:
         CheckpointError: the folder holds two models, or a file that would be read is broken.
     """
-    weights, others = _find_others(folder)
+    weights, others = _find_unread_files(folder)
     files = [headers.read(file)[0] for file in weights.files if others]
     table = {
         BASE.sub("", name): tensor
@@ -59,7 +59,7 @@ def refuse_rivals(folder: Path, headers: WeightHeaders) -> None:
         if weights.homes.get(name, file.path.name) == file.path.name
     }
     for other in others:
-        if name := _find_difference(table, other):
+        if name := _find_different_tensor(table, other):
             raise CheckpointError(
                 f"{folder} holds two models: {table[name].file.name} and {other.name} differ in "
                 f"the tensor {name!r}. Delete what is not the model's: "
@@ -68,7 +68,7 @@ def refuse_rivals(folder: Path, headers: WeightHeaders) -> None:
             )
 
 
-def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
+def _find_unread_files(folder: Path) -> tuple[WeightFiles, list[Path]]:
     """Find the weight files that are read, and other files that are named like weights.
 
     Incomplete weights have no other files here: loading refuses them.
@@ -82,7 +82,7 @@ def _find_others(folder: Path) -> tuple[WeightFiles, list[Path]]:
     return weights, sorted(file for file in others if PROJECTOR not in file.name)
 
 
-def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
+def _find_different_tensor(table: Mapping[str, StoredTensor], other: Path) -> str:
     """Return the first tensor that has other values in another file; "": none."""
     try:
         tensors = {
@@ -90,17 +90,18 @@ def _find_difference(table: Mapping[str, StoredTensor], other: Path) -> str:
         }
         names = sorted(tensors.keys() & table.keys())
         return next(
-            (name for name in names if _differs(table[name], tensors[name])), ""
+            (name for name in names if _has_other_values(table[name], tensors[name])),
+            "",
         )
     except (CheckpointError, OSError):  # an incomplete download, which is not read
         return ""
 
 
-def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
+def _has_other_values(mine: StoredTensor, theirs: StoredTensor) -> bool:
     if not {mine.dtype, theirs.dtype} <= {*FLOATS}:  # a quantized copy
         return False
-    values = _read_some(mine).float().clamp(-MOST, MOST)
-    others = _read_some(theirs).float().clamp(-MOST, MOST)
+    values = _read_sample(mine).float().clamp(-MOST, MOST)
+    others = _read_sample(theirs).float().clamp(-MOST, MOST)
     tolerance = {"rtol": 0.0, "atol": 0.0} if mine.dtype == theirs.dtype else TOLERANCE
     return mine.shape != theirs.shape or (
         len(values) == len(others)  # else one of them is not contiguous
@@ -108,7 +109,7 @@ def _differs(mine: StoredTensor, theirs: StoredTensor) -> bool:
     )
 
 
-def _read_some(tensor: StoredTensor) -> torch.Tensor:
+def _read_sample(tensor: StoredTensor) -> torch.Tensor:
     """Return values from a tensor's middle; none if the tensor is not contiguous."""
     count = math.prod(tensor.shape)
     if not count or tensor.strides != plain_strides(tensor.shape):

@@ -1,5 +1,4 @@
-"""The place of a tensor in a file, the same for every kind of file; safetensors says it
-plainly."""
+"""Where a tensor lies in a file, for every kind of file; and the reader of safetensors."""
 
 from __future__ import annotations
 
@@ -255,7 +254,7 @@ def _is_sound(
 
 def _parse_header(path: Path, raw: bytes, start: int) -> dict[str, StoredTensor]:
     """Parse a header entry by entry."""
-    header = json.loads(raw, object_pairs_hook=_without_doubles)
+    header = json.loads(raw, object_pairs_hook=_make_unique_dict)
     header.pop("__metadata__", None)
     return {name: _parse_entry(path, entry, start) for name, entry in header.items()}
 
@@ -278,12 +277,12 @@ def _check_holes(
         )
 
 
-def _without_doubles(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+def _make_unique_dict(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    entries = dict(pairs)
+    if len(entries) < len(pairs):
         ((name, _),) = Counter(name for name, _ in pairs).most_common(1)
         raise ValueError(f"{name!r} is there twice")
-    return found
+    return entries
 
 
 def _parse_entry(path: Path, entry: dict[str, Any], start: int) -> StoredTensor:

@@ -23,7 +23,12 @@ from fminfer.core.impostors import (
     naming_broken_files,
 )
 from fminfer.machine.host_memory import read_mapped
-from fminfer.models.stored.direct_reads import FileFacts, Lent, Span, facts_of
+from fminfer.models.stored.direct_reads import (
+    FileStamp,
+    LentBuffer,
+    Span,
+    read_file_stamp,
+)
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.models.stored.stored_tensors import (
     BITS,
@@ -85,12 +90,12 @@ class WeightHeaders:
     """
 
     def __init__(self) -> None:
-        self._files: dict[Path, tuple[FileFacts, StoredFile]] = {}
+        self._files: dict[Path, tuple[FileStamp, StoredFile]] = {}
 
-    def read(self, path: Path) -> tuple[StoredFile, FileFacts]:
+    def read(self, path: Path) -> tuple[StoredFile, FileStamp]:
         """Return what a file holds, and its facts before it was read."""
         with naming_broken_files(path):
-            facts = facts_of(path)
+            facts = read_file_stamp(path)
         known = self._files.get(path)
         if known is None or known[0] != facts:
             known = (facts, read_weight_file(path))
@@ -132,12 +137,12 @@ class TensorFiles:
         if not found.files:
             raise no_weights_error(folder)
         files = []
-        self.seen = dict[Path, FileFacts]()  # their facts before they were read
+        self.seen = dict[Path, FileStamp]()  # their facts before they were read
         for path in found.files:
             file, self.seen[path] = headers.read(path)
             files.append(file)
         self._maps: dict[Path, mmap.mmap] = {}
-        self.lent: Lent | None = None  # in `lend`: the buffer to take bytes from
+        self.lent: LentBuffer | None = None  # in `lend`: the buffer to take bytes from
         self._homes: dict[str, Home] = {}
         self.types: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
@@ -200,7 +205,7 @@ class TensorFiles:
         return JoinedTensor((home.tensors[name],))
 
     @contextmanager
-    def lend(self, lent: Lent) -> Iterator[None]:
+    def lend(self, lent: LentBuffer) -> Iterator[None]:
         """Take bytes from a buffer meanwhile, and none from files."""
         self.lent = lent
         try:
@@ -284,7 +289,7 @@ class TensorFiles:
 
     def _bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
         if self.lent is not None:
-            return self.lent.find(Span(file, first, last))
+            return self.lent.find_bytes(Span(file, first, last))
         mapped = self._map(file)
         if last > len(mapped):
             raise broken_file_error(file, "it was cut off meanwhile")

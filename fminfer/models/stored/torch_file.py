@@ -1,7 +1,7 @@
 """Reads where the tensors of a file of torch.save are. Nothing is run or imported.
 
-A pickle is instructions. A small machine follows them. What a name would make is known
-beforehand, or the pickle is refused.
+A pickle is a list of instructions, which a small machine follows. It makes no objects of
+classes that a pickle names. An unknown name refuses the pickle.
 """
 
 from __future__ import annotations
@@ -105,11 +105,11 @@ class PickledTensor:
     strides: Any
 
 
-class Name(str):
+class ImportedName(str):
     """What a pickle would import."""
 
 
-THING = object()  # stands for one that nobody needs
+UNUSED = object()  # stands for a value that nobody needs
 MARK = object()
 TO_MARK = -1
 # Instructions that push their argument, or a fixed value.
@@ -133,7 +133,7 @@ FIXED = {
     "NONE": None,
     "NEWTRUE": True,
     "NEWFALSE": False,
-    "EMPTY_SET": THING,
+    "EMPTY_SET": UNUSED,
     "MARK": MARK,
 }
 # Instructions that add so many of the last values to a list, a dict or a thing before them.
@@ -153,7 +153,9 @@ def read_torch_file(path: Path) -> StoredFile:
     with naming_broken_files(path), path.open("rb") as file:
         try:
             is_zip = file.read(4) == ZIP_START
-            return _read_zip(path, file) if is_zip else _read_older(path, file)
+            return (
+                _read_zip_file(path, file) if is_zip else _read_older_file(path, file)
+            )
         except UnsafePickleError as error:
             raise CheckpointError(
                 f"{path} asks to load {error}, which no weights need, and nothing of "
@@ -164,7 +166,7 @@ def read_torch_file(path: Path) -> StoredFile:
             raise broken_file_error(path, f"it is cut off: {error}") from error
 
 
-def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
+def _read_zip_file(path: Path, file: BinaryIO) -> StoredFile:
     size = path.stat().st_size
     bounds: dict[str, Bounds] = {}
     with zipfile.ZipFile(file) as archive:
@@ -175,26 +177,26 @@ def _read_zip(path: Path, file: BinaryIO) -> StoredFile:
                 raise ValueError(
                     f"{entry.filename} is compressed, which torch.save does not do"
                 )
-            bounds[entry.filename] = _find_entry(file, entry, size)
-    found = [name for name in bounds if name.rpartition("/")[2] == "data.pkl"]
-    if len(found) != 1:
+            bounds[entry.filename] = _find_entry_bytes(file, entry, size)
+    pickles = [name for name in bounds if name.rpartition("/")[2] == "data.pkl"]
+    if len(pickles) != 1:
         raise ValueError("it is no archive of torch.save: it should hold one data.pkl")
-    top = found[0].removesuffix("data.pkl")
+    top = pickles[0].removesuffix("data.pkl")
     if (
         f"{top}byteorder" in bounds
-        and _read(file, bounds[f"{top}byteorder"]) != b"little"
+        and _read_bytes(file, bounds[f"{top}byteorder"]) != b"little"
     ):
         raise ValueError("its numbers are big-endian")
-    first, last = header = bounds[found[0]]
+    first, last = header = bounds[pickles[0]]
     if last - first > MOST_HEADER_BYTES:
         raise ValueError(
             f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}"
         )
-    value = _Machine().follow(io.BytesIO(_read(file, header)))
+    value = _PickleMachine().read_pickle(io.BytesIO(_read_bytes(file, header)))
     return StoredFile(path, _find_tensors(path, value, bounds, f"{top}data/"), header)
 
 
-def _find_entry(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Bounds:
+def _find_entry_bytes(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Bounds:
     """Return the bytes of an entry, whose own header may be longer than the directory says."""
     file.seek(entry.header_offset)
     start = file.read(30)
@@ -206,22 +208,25 @@ def _find_entry(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Bounds:
     return first, first + entry.file_size
 
 
-def _read(file: BinaryIO, bounds: Bounds) -> bytes:
+def _read_bytes(file: BinaryIO, bounds: Bounds) -> bytes:
     file.seek(bounds[0])
     return file.read(bounds[1] - bounds[0])
 
 
-def _read_older(path: Path, file: BinaryIO) -> StoredFile:
+def _read_older_file(path: Path, file: BinaryIO) -> StoredFile:
     """Read four pickles and a list of storages; each of these is its size, then its values."""
     with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as stream:
-        machine = _Machine()
+        machine = _PickleMachine()
         size = len(stream)
-        if machine.follow(stream) != MAGIC or machine.follow(stream) != PROTOCOL:
+        if (
+            machine.read_pickle(stream) != MAGIC
+            or machine.read_pickle(stream) != PROTOCOL
+        ):
             raise ValueError("it is not of torch.save")
-        if not machine.follow(stream).get("little_endian", True):
+        if not machine.read_pickle(stream).get("little_endian", True):
             raise ValueError("its numbers are big-endian")
-        value = machine.follow(stream)
-        keys = [str(key) for key in machine.follow(stream)]
+        value = machine.read_pickle(stream)
+        keys = [str(key) for key in machine.read_pickle(stream)]
         first = end = stream.tell()
         bounds: dict[str, Bounds] = {}
         for key in keys:
@@ -234,7 +239,7 @@ def _read_older(path: Path, file: BinaryIO) -> StoredFile:
     return StoredFile(path, _find_tensors(path, value, bounds), (0, first))
 
 
-class _Machine:
+class _PickleMachine:
     """Follows the instructions of pickles. A broken one may raise any exception."""
 
     def __init__(self) -> None:
@@ -242,7 +247,7 @@ class _Machine:
         self._stack: list[Any] = []
         self._memo: dict[int, Any] = {}
 
-    def follow(self, stream: io.BytesIO | mmap.mmap) -> Any:
+    def read_pickle(self, stream: io.BytesIO | mmap.mmap) -> Any:
         """Return what the next pickle tells of: dicts, lists, numbers, strings, tensors."""
         self._stack = []
         self._memo = {}
@@ -251,10 +256,10 @@ class _Machine:
         for number, (opcode, argument, _) in enumerate(steps):
             if number > MOST_STEPS:
                 raise ValueError(f"it has more than {MOST_STEPS} instructions")
-            self._do(opcode.name, argument)
+            self._run_instruction(opcode.name, argument)
         return self._stack.pop()
 
-    def _do(self, name: str, argument: Any) -> None:
+    def _run_instruction(self, name: str, argument: Any) -> None:
         stack = self._stack
         if name in PUSHED:
             stack.append(argument)
@@ -262,9 +267,9 @@ class _Machine:
             stack.append(FIXED[name])
         elif name in MADE:
             num, make = MADE[name]
-            stack.append(make(self._pop(num)))
+            stack.append(make(self._pop_values(num)))
         elif name in ADDED:
-            items = self._pop(ADDED[name])
+            items = self._pop_values(ADDED[name])
             if isinstance(stack[-1], dict) and name.startswith("SETITEM"):
                 _add_pairs(stack[-1], items)
             elif isinstance(stack[-1], list) and name.startswith("APPEND"):
@@ -274,15 +279,15 @@ class _Machine:
         elif name in ("BINGET", "LONG_BINGET"):
             stack.append(self._memo[argument])
         elif name == "GLOBAL":
-            stack.append(_named(argument.split(" ", 1)))
+            stack.append(_make_name(argument.split(" ", 1)))
         elif name == "BUILD":  # with a state such as the _metadata of an OrderedDict
             stack.pop()
         elif name == "BINPERSID":
-            stack.append(self._storage(stack.pop()))
+            stack.append(self._make_storage(stack.pop()))
         elif name not in ("PROTO", "FRAME", "STOP"):
             raise ValueError(f"the instruction {name} is not of torch.save")
 
-    def _pop(self, num: int) -> list[Any]:
+    def _pop_values(self, num: int) -> list[Any]:
         """Return the last values; TO_MARK: those behind the last mark."""
         if num == TO_MARK:
             return [*iter(self._stack.pop, MARK)][::-1]
@@ -290,12 +295,14 @@ class _Machine:
             raise ValueError("a value is missing")
         return [self._stack.pop() for _ in range(num)][::-1]
 
-    def _storage(self, told: Any) -> Storage:
+    def _make_storage(self, reference: Any) -> Storage:
         # Nothing of it is quoted: a tuple of tuples may be as long as a book.
-        kind, what, key, _place, num_values, *view = told
-        if kind not in ("storage", b"storage") or not isinstance(what, Name):
+        kind, type_name, key, _place, num_values, *view = reference
+        if kind not in ("storage", b"storage") or not isinstance(
+            type_name, ImportedName
+        ):
             raise ValueError("it refers to something that is no storage of values")
-        dtype = STORAGES[what.rpartition(".")[2]]
+        dtype = STORAGES[type_name.rpartition(".")[2]]
         (part,) = view or (None,)
         first, size = (part[1], part[2]) if part is not None else (0, num_values)
         if not isinstance(key, str | int) or not all(
@@ -321,7 +328,7 @@ def _add_pairs(target: dict[Any, Any], items: list[Any]) -> None:
             target[key] = value
 
 
-def _named(parts: list[str]) -> Name:
+def _make_name(parts: list[str]) -> ImportedName:
     """Return a name that a pickle may have, of module and member, which is not imported."""
     if not all(isinstance(part, str) for part in parts):
         raise ValueError("a name in it is no text")
@@ -333,26 +340,26 @@ def _named(parts: list[str]) -> Name:
     is_known = is_known or of_torch in STORAGES or of_torch in OF_DTYPES
     if not is_known and not path.startswith(PASSED_OVER_FROM):
         raise UnsafePickleError(f"{path:.100}")
-    return Name(path)
+    return ImportedName(path)
 
 
-def _called(call: list[Any]) -> object:
+def _make_called_value(call: list[Any]) -> object:
     """Return what a known name would make of arguments."""
     name, arguments = call
-    if not isinstance(name, Name) or not isinstance(arguments, tuple):
+    if not isinstance(name, ImportedName) or not isinstance(arguments, tuple):
         raise ValueError("it calls what is no name")
     if name in DICTS:
         pairs = arguments[0] if arguments else []
         if not isinstance(pairs, list):
             raise ValueError("it makes a dict of something that is no list")
-        found: dict[Any, Any] = {}
-        _add_pairs(found, [each for key, value in pairs for each in (key, value)])
+        entries: dict[Any, Any] = {}
+        _add_pairs(entries, [each for key, value in pairs for each in (key, value)])
         pairs.clear()  # a list that is read again and again would be endless work
-        return found
+        return entries
     if name in PARAMETERS:
         return arguments[0]
     if name not in TENSORS:
-        return THING
+        return UNUSED
     storage, offset, shape, strides = arguments[:4]
     if not isinstance(storage, Storage):
         raise ValueError("a tensor without a storage")
@@ -370,42 +377,45 @@ MADE: dict[str, tuple[int, Callable[[list[Any]], object]]] = {
         "TUPLE3": (3, tuple),
     },
     **{"TUPLE": (TO_MARK, tuple), "EMPTY_LIST": (0, list), "LIST": (TO_MARK, list)},
-    **{"EMPTY_DICT": (0, dict), "STACK_GLOBAL": (2, _named)},
-    **dict.fromkeys(("REDUCE", "NEWOBJ"), (2, _called)),
+    **{"EMPTY_DICT": (0, dict), "STACK_GLOBAL": (2, _make_name)},
+    **dict.fromkeys(("REDUCE", "NEWOBJ"), (2, _make_called_value)),
 }
 
 
 def _find_tensors(
     path: Path, value: object, bounds: dict[str, Bounds], top: str = ""
 ) -> dict[str, StoredTensor]:
-    """Find the tensors of a state dict, which may stand in another, in storages by top
-    and key."""
-    found = {}
-    for name, tensor in _tensors_of(value).items():
+    """Find the tensors of a state dict, and their bytes in storages by top and key."""
+    tensors = {}
+    for name, tensor in _find_state_dict(value).items():
         try:
-            found[name] = _find_tensor(path, tensor, bounds[top + tensor.storage.key])
+            tensors[name] = _make_stored_tensor(
+                path, tensor, bounds[top + tensor.storage.key]
+            )
         except (ValueError, TypeError, KeyError) as error:
             raise ValueError(f"tensor {name!r}: {error}") from error
-    return found
+    return tensors
 
 
-def _tensors_of(value: object) -> dict[str, PickledTensor]:
-    for each in (
+def _find_state_dict(value: object) -> dict[str, PickledTensor]:
+    for candidate in (
         value,
         *(value.get(name) for name in WRAPPERS if isinstance(value, dict)),
     ):
-        if isinstance(each, dict):
-            found = {
-                name: t for name, t in each.items() if isinstance(t, PickledTensor)
+        if isinstance(candidate, dict):
+            tensors = {
+                name: t for name, t in candidate.items() if isinstance(t, PickledTensor)
             }
-            if found:
-                if not all(isinstance(name, str) for name in found):
+            if tensors:
+                if not all(isinstance(name, str) for name in tensors):
                     raise ValueError("the names of its tensors are no strings")
-                return found
+                return tensors
     raise ValueError("it holds no dict of tensors")
 
 
-def _find_tensor(path: Path, pickled: PickledTensor, bounds: Bounds) -> StoredTensor:
+def _make_stored_tensor(
+    path: Path, pickled: PickledTensor, bounds: Bounds
+) -> StoredTensor:
     """Find a tensor in the bytes of its storage, which must hold all of its values."""
     shape = pickled.shape
     strides = pickled.strides

@@ -1,5 +1,4 @@
-"""The files that hold a model's weights, their form, and how large they are. It needs
-no torch."""
+"""Finds the files that hold a model's weights, and their form. It needs no torch."""
 
 from __future__ import annotations
 
@@ -55,17 +54,17 @@ def find_weights(folder: Path) -> WeightFiles:
     A GGUF file stands for its folder: the first one of a model that was split.
     """
     if is_gguf(folder):
-        return WeightFiles("gguf", _find_gguf(folder))
+        return WeightFiles("gguf", _find_gguf_parts(folder))
     return (
-        _find_saved(folder, "safetensors", "model.safetensors", "*.safetensors")
-        or _find_saved(folder, "bin", "pytorch_model.bin", "pytorch_model*.bin")
-        or _find_layers(folder)
-        or _find_metaseq(folder)
+        _find_saved_files(folder, "safetensors", "model.safetensors", "*.safetensors")
+        or _find_saved_files(folder, "bin", "pytorch_model.bin", "pytorch_model*.bin")
+        or _find_layer_files(folder)
+        or _find_metaseq_files(folder)
         or WeightFiles("safetensors", [])
     )
 
 
-def indexed_names(folder: Path) -> list[str]:
+def read_indexed_names(folder: Path) -> list[str]:
     """Return the tensors that an index names; none where there is no index."""
     for one in ("model.safetensors", "pytorch_model.bin"):
         if (index := folder / f"{one}.index.json").exists():
@@ -78,9 +77,9 @@ def no_weights_error(folder: Path) -> CheckpointError:
     others = sorted(file.name for file in folder.glob("*") if file.suffix in OTHERS)
     if ggufs := [name for name in others if name.endswith(GGUF)]:
         return gguf_only_error(str(folder), ggufs)
-    found = f"; it holds {others[0]}, which does not run" if others else ""
+    unread = f"; it holds {others[0]}, which does not run" if others else ""
     return CheckpointError(
-        f"{folder} holds no .safetensors file and no pytorch_model.bin{found}. Fetch "
+        f"{folder} holds no .safetensors file and no pytorch_model.bin{unread}. Fetch "
         "one of them; docs/models.md lists all forms of weights that run"
     )
 
@@ -93,7 +92,9 @@ def unsharded_error(name: str) -> CheckpointError:
     )
 
 
-def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles | None:
+def _find_saved_files(
+    folder: Path, form: Form, one: str, several: str
+) -> WeightFiles | None:
     """Find what transformers saves, in its order: the one file, those of an index, else all.
 
     Some repositories hold the same weights twice, the second time in another format.
@@ -126,7 +127,7 @@ def _find_saved(folder: Path, form: Form, one: str, several: str) -> WeightFiles
     return WeightFiles(form, files, {}, index.name) if files else None
 
 
-def _find_gguf(file: Path) -> list[Path]:
+def _find_gguf_parts(file: Path) -> list[Path]:
     """Find the parts of a GGUF model by the name of the first one: m-00001-of-00003.gguf."""
     if not file.is_file():
         raise CheckpointError(
@@ -138,15 +139,17 @@ def _find_gguf(file: Path) -> list[Path]:
     if file.name != parts[0]:
         first = file.with_name(parts[0])
         raise CheckpointError(f"{file} is one part of a model; give the first, {first}")
-    return _all_there(file.parent, parts)
+    return _require_files(file.parent, parts)
 
 
 def _part_names(name: str) -> list[str]:
-    """Return the names of all parts by that of one, as m-00001-of-00003.gguf; none: it
-    is whole."""
-    if (found := SHARD_OF.fullmatch(name)) is None:
+    """Return the names of all parts by the name of one, such as m-00001-of-00003.gguf.
+
+    A file that is not a part has none.
+    """
+    if (match := SHARD_OF.fullmatch(name)) is None:
         return []
-    stem, number, num, suffix = found.groups()
+    stem, number, num, suffix = match.groups()
     return [
         f"{stem}{n:0{len(number)}}-of-{num}{suffix}" for n in range(1, int(num) + 1)
     ]
@@ -171,35 +174,35 @@ def _parse_json(text: bytes) -> Any:
         return json.loads(text)
 
 
-def _find_layers(folder: Path) -> WeightFiles | None:
+def _find_layer_files(folder: Path) -> WeightFiles | None:
     """Find a file for each layer, one before them and one after them."""
-    numbers = _numbers(folder, LAYER)
+    numbers = _find_file_numbers(folder, LAYER)
     ends = [name for name in (BEFORE, AFTER) if (folder / name).exists()]
     if not numbers and not ends:
         return None
     layers = [f"pytorch_{number}.pt" for number in range(max(numbers, default=0) + 1)]
-    return WeightFiles("layers", _all_there(folder, [BEFORE, *layers, AFTER]))
+    return WeightFiles("layers", _require_files(folder, [BEFORE, *layers, AFTER]))
 
 
-def _find_metaseq(folder: Path) -> WeightFiles | None:
+def _find_metaseq_files(folder: Path) -> WeightFiles | None:
     if (folder / "restored.pt").exists():
         return WeightFiles("metaseq", [folder / "restored.pt"])
-    if numbers := _numbers(folder, PART):
+    if numbers := _find_file_numbers(folder, PART):
         parts = [
             f"reshard-model_part-{number}.pt" for number in range(max(numbers) + 1)
         ]
-        return WeightFiles("metaseq", _all_there(folder, parts))
+        return WeightFiles("metaseq", _require_files(folder, parts))
     if raw := sorted(folder.glob("*-shard[0-9]*.pt")):
         raise unsharded_error(raw[0].name)
     return None
 
 
-def _numbers(folder: Path, form: re.Pattern[str]) -> list[int]:
-    found = [form.fullmatch(file.name) for file in folder.glob("*.pt")]
-    return [int(match[1]) for match in found if match]
+def _find_file_numbers(folder: Path, form: re.Pattern[str]) -> list[int]:
+    matches = [form.fullmatch(file.name) for file in folder.glob("*.pt")]
+    return [int(match[1]) for match in matches if match]
 
 
-def _all_there(folder: Path, names: list[str]) -> list[Path]:
+def _require_files(folder: Path, names: list[str]) -> list[Path]:
     missing = [name for name in names if not (folder / name).exists()]
     for name in missing[:1]:
         raise CheckpointError(
