@@ -25,7 +25,7 @@ from against_transformers import SIZE
 import fminfer
 from fminfer.engine import reservation
 
-MIN_SEEN = {"learned": reservation.MIN_SEEN, "all": 10**9}
+MIN_ROWS_SEEN = {"learned": reservation.MIN_ROWS_SEEN, "all": 10**9}
 
 
 def make_rows(count: int) -> list[dict[str, Any]]:
@@ -51,13 +51,13 @@ def main(budget: int, num_rows: int, repeats: int, dtype: str) -> None:
     """Print seconds, rows at once and rows put back of both sides."""
     engines = {
         side: fminfer.Engine(random_init=SIZE, dtype=dtype, budget=budget)
-        for side in MIN_SEEN
+        for side in MIN_ROWS_SEEN
     }
-    seconds: dict[str, list[float]] = {side: [] for side in MIN_SEEN}
+    seconds: dict[str, list[float]] = {side: [] for side in MIN_ROWS_SEEN}
     texts: dict[str, list[str]] = {}
     for turn in range(repeats):
         for side, engine in engines.items():
-            reservation.MIN_SEEN = MIN_SEEN[side]
+            reservation.MIN_ROWS_SEEN = MIN_ROWS_SEEN[side]
             rows = make_rows(num_rows)
             # other tokens each time, so that no turn finds them in the cache
             for row in rows:

@@ -23,9 +23,9 @@ from fminfer.answers.carrying_over import RunTerms
 from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.messages import RankMemory, StageSpan
-from fminfer.engine.answer import AnswerForm
-from fminfer.engine.engine_core import Facts
-from fminfer.engine.start import Starter
+from fminfer.engine.answer import AnswerStyle
+from fminfer.engine.engine_core import PipelineProperties
+from fminfer.engine.start import RequestStarter
 from fminfer.job.file_job import run_job
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
@@ -74,12 +74,14 @@ class StubComputing:
     ) -> None:
         self.memory: list[RankMemory] = []
         types = ["float32"] * 3
-        self.facts = Facts("cpu", *types, 1, True, 256, 64, 0, 1, False, "", "")
+        self.facts = PipelineProperties(
+            "cpu", *types, 1, True, 256, 64, 0, 1, False, "", ""
+        )
         self.core = build_loop(
             config,
-            Starter(tokenizer, checkpoint.eos_ids, config.seed),
+            RequestStarter(tokenizer, checkpoint.eos_ids, config.seed),
             StubPipeline(),
-            AnswerForm(tokenizer, config.token_format),
+            AnswerStyle(tokenizer, config.token_format),
             sizes=StepSizes(chunk_size=512, max_rows=256),
             num_blocks=4096,
             num_stages=1,

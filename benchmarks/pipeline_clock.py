@@ -23,13 +23,13 @@ from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
 from fminfer.engine import packing
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LineRunner
 from fminfer.text.tokenizer import Tokenizer
@@ -221,14 +221,16 @@ def run_engine(
     }
     sizes["num_stages"] = pipeline.num_stages
     tokenizer = Tokenizer(None)
-    min_share = packing.MIN_SHARE if engine.min_share is None else engine.min_share
+    min_share = (
+        packing.MIN_SPREAD_ROWS if engine.min_share is None else engine.min_share
+    )
     # To see what the scheduler's threshold is worth, it is set for the length of the run.
-    with mock.patch.object(packing, "MIN_SHARE", min_share):
+    with mock.patch.object(packing, "MIN_SPREAD_ROWS", min_share):
         loop = EngineLoop(
-            Starter(tokenizer, frozenset(), seed=1),
+            RequestStarter(tokenizer, frozenset(), seed=1),
             Scheduler(pool, micro_batches=engine.micro_batches, **sizes),
             pipeline,
-            AnswerForm(tokenizer, "auto"),
+            AnswerStyle(tokenizer, "auto"),
         )
         started = time.perf_counter()
         lines = LineIntake(Intake(tokenizer, RequestLimits(MAX_CONTEXT, 256)))

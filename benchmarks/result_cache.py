@@ -26,7 +26,7 @@ from fminfer.answers.answer_store import FILE
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.engine.engine_core import Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 
 # with the part of --rows that is tried
 KINDS: dict[str, tuple[dict[str, Any], int]] = {
@@ -42,7 +42,9 @@ def request(number: int, kind: dict[str, Any]) -> dict[str, Any]:
     return {"prompt": f"{number} {words}", "temperature": 0, "ignore_eos": True} | kind
 
 
-def each_us(do: Callable[[Prepared], object], prepared: Iterable[Prepared]) -> float:
+def each_us(
+    do: Callable[[PreparedRequest], object], prepared: Iterable[PreparedRequest]
+) -> float:
     """Return the microseconds of a call."""
     all_prepared = list(prepared)
     start = time.perf_counter()

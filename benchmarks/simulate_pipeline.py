@@ -182,7 +182,7 @@ def print_table(results: list[dict[str, Any]]) -> None:
 )
 @click.option("--chunk-size", default=512, show_default=True)
 @click.option(
-    "--min-share", type=int, help="The scheduler's MIN_SHARE; default: its own."
+    "--min-share", type=int, help="The scheduler's MIN_SPREAD_ROWS; default: its own."
 )
 @click.option("--per-machine", default=8, show_default=True, help="Devices a machine.")
 @click.option(

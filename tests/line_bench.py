@@ -12,12 +12,12 @@ import pytest
 
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.runtime.lines.line_intake import LineIntake, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD, LineRunner
@@ -40,10 +40,10 @@ class LineBench:
         self.scheduler = scheduler
         self.intake = Intake(self.tokenizer, limits)
         self.loop = EngineLoop(
-            Starter(self.tokenizer, limits.eos_ids, seed=1),
+            RequestStarter(self.tokenizer, limits.eos_ids, seed=1),
             scheduler,
             pipeline,
-            AnswerForm(self.tokenizer, "auto"),
+            AnswerStyle(self.tokenizer, "auto"),
         )
         self._is_only_run = is_only_run
 

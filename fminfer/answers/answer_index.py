@@ -21,8 +21,8 @@ from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.json_object import dump, load
 from fminfer.core.bounded_cache import BoundedCache
 from fminfer.engine.engine_core import Finished
-from fminfer.engine.noise import meaning_of
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.noise import digest_meaning
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.models.fingerprint import answer_terms
 from fminfer.text.encoded_prompt import EncodedPrompt
 
@@ -30,7 +30,7 @@ NO_REQUEST = -1  # the id of answers that no request of the engine had
 Value = TypeVar("Value")
 
 
-def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
+def answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
     """Return 32 bytes for all that a request's answer depends on, and the form of the answer.
 
     `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
@@ -39,7 +39,7 @@ def answer_key(prepared: Prepared, terms: bytes = b"") -> bytes:
     one_call = ["one call"] * prepared.keeps_one_call
     head = (prepared.kind, prepared.tool_parser, params.own_seed, *one_call)
     digest = hashlib.blake2b(terms, digest_size=32)
-    digest.update(meaning_of([], params))
+    digest.update(digest_meaning([], params))
     others = prepared.sources, prepared.num_start, prepared.vectors
     if any(others):
         head += (repr(others[1:]), len(prepared.sources))
@@ -119,7 +119,7 @@ class AnswerIndex:
         self.num_asked = self.num_found = 0
 
     def find(
-        self, prepared: Prepared, *, takes_chance: bool = False
+        self, prepared: PreparedRequest, *, takes_chance: bool = False
     ) -> Finished | None:
         """Return the answer that a request has in common with an earlier one; None: compute it.
 
@@ -142,7 +142,7 @@ class AnswerIndex:
         choices, usage = load(value)
         return copy_answer(Finished(NO_REQUEST, choices, usage, {}, prepared.kind))
 
-    def keep(self, prepared: Prepared, answer: Finished) -> None:
+    def keep(self, prepared: PreparedRequest, answer: Finished) -> None:
         """Keep what was computed for a request, if another can take it."""
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not self._recent.takes_chance:

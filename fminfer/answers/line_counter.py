@@ -23,7 +23,11 @@ from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, line_error
 from fminfer.engine.intake import Intake
-from fminfer.engine.noise import describe_params, meaning_beside, meaning_of
+from fminfer.engine.noise import (
+    describe_params,
+    digest_described_meaning,
+    digest_meaning,
+)
 
 MAX_PARSED = 512  # sets of parameters
 MAX_PARAMS_BYTES = 1024  # of one that is kept
@@ -56,11 +60,13 @@ class Meanings:
         if 0 < len(others) <= MAX_PARAMS_BYTES:
             described = self._describe(others, endpoint)
             return (
-                None if described is None else meaning_beside([str(prompt)], described)
+                None
+                if described is None
+                else digest_described_meaning([str(prompt)], described)
             )
         request = self._parse(fields, endpoint=endpoint, clock=clock)
         return (
-            meaning_of(request.prompts, request.params)
+            digest_meaning(request.prompts, request.params)
             if request.params.is_by_chance
             else None
         )
@@ -120,7 +126,9 @@ class LineCounter:
         )
         if not request.params.is_by_chance:
             return request, 0
-        return request, self._count(line, meaning_of(request.prompts, request.params))
+        return request, self._count(
+            line, digest_meaning(request.prompts, request.params)
+        )
 
     def count(self, line: Line, envelope: Envelope) -> int | None:
         """Count a line that is not answered now, as `parse` does; None: it is not by chance."""
@@ -151,7 +159,7 @@ class LineCounter:
             return line.num_equal
         count = self._equal.add(meaning)
         if not count and self._elsewhere is not None and self._elsewhere.add(meaning):
-            self._intake.note(SAME_DRAWS)
+            self._intake.report_warnings(SAME_DRAWS)
         return count
 
     def _see(self, line: Line, envelope: Envelope) -> None:

@@ -1,6 +1,6 @@
-"""What is told of a request: its choices as they come, and its answer (contract, 6 and 8).
+"""What is returned of a request: its choices as they come, and its answer (contract, 6 and 8).
 
-A choice is all that its deltas tell, taken at once.
+A choice is all of its deltas, joined.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from fminfer.core.config import TokenFormat
 from fminfer.core.errors import RequestError
 from fminfer.core.timing import RowTimes
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
-from fminfer.engine.results import len_of_possible_stop
+from fminfer.engine.results import count_possible_stop_chars
 from fminfer.engine.sequence import (
     AnswerKind,
     PromptState,
@@ -24,17 +24,17 @@ from fminfer.engine.sequence import (
     Sequence,
     TokenReport,
 )
-from fminfer.engine.vector_answer import make_of_vectors
+from fminfer.engine.vector_answer import make_vector_entries
 from fminfer.text.spelling import Spelling
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCall, ToolCallReader
 
-PIECE = 256  # tokens of an answer that are built at once
+PIECE_TOKENS = 256  # tokens of an answer that are built at once
 LOWEST_LOGPROB = -9999.0  # what -inf and everything below it becomes
 
 
 @dataclass(slots=True)
-class AnswerForm:
+class AnswerStyle:
     """What the answers of an engine have in common."""
 
     tokenizer: Tokenizer
@@ -42,7 +42,7 @@ class AnswerForm:
     explain_nan: Callable[[], str] = lambda: "Try --dtype float32 or bfloat16"
     _spellings: dict[bool, Spelling] = field(default_factory=dict)
 
-    def spelling(self, kind: AnswerKind) -> Spelling:
+    def choose_spelling(self, kind: AnswerKind) -> Spelling:
         """Return how tokens are spelled in answers of a kind."""
         is_text = self.token_format == "text" or (
             self.token_format == "auto" and kind != "plain"
@@ -52,7 +52,7 @@ class AnswerForm:
         return self._spellings[is_text]
 
 
-def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None]:
+def build_answer(state: RequestState, style: AnswerStyle) -> Iterator[Event | None]:
     """Build the answer of a request whose prompts are all finished.
 
     Yields None after each piece: a long answer does not hold up a step. The answer is last.
@@ -60,25 +60,27 @@ def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None
     prepared = state.prepared
     choices: list[dict[str, Any]] = []
     size = 0
-    for delta in Deltas(state, form).take():
-        choices.append(_choice(delta, state, form.spelling(prepared.kind)))
+    for delta in DeltaStream(state, style).make_deltas():
+        choices.append(_make_choice(delta, state, style.choose_spelling(prepared.kind)))
         size += 1 + len(delta.token_ids) + len(delta.text) * prepared.params.echo
-        if size > PIECE:
+        if size > PIECE_TOKENS:
             size = 0
             yield None
     if state.error is not None:
         error = state.error
         if error.code == "nan_logits":
-            message = f"{error.message}. {form.explain_nan()}"
+            message = f"{error.message}. {style.explain_nan()}"
             error = RequestError(error.code, message, error.param)
         yield Failed(state.id, error)
         return
     num_prompt = sum(prompt.num_prompt_tokens for prompt in state.prompts)
     usage: dict[str, Any] = {"prompt_tokens": num_prompt}
     if prepared.vectors is not None:
-        choices = make_of_vectors(state, prepared.vectors)
+        choices = make_vector_entries(state, prepared.vectors)
     else:
-        usage["completion_tokens"] = sum(_num_drawn(prompt) for prompt in state.prompts)
+        usage["completion_tokens"] = sum(
+            _count_drawn(prompt) for prompt in state.prompts
+        )
     usage["total_tokens"] = sum(usage.values())
     details = {"cached_tokens": sum(prompt.num_cached for prompt in state.prompts)}
     if num_cut := sum(
@@ -86,16 +88,18 @@ def build_answer(state: RequestState, form: AnswerForm) -> Iterator[Event | None
     ):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
-    yield Finished(state.id, choices, usage, _request_time(state), prepared.kind)
+    yield Finished(state.id, choices, usage, _make_request_time(state), prepared.kind)
 
 
-def _num_drawn(prompt: PromptState) -> int:
+def _count_drawn(prompt: PromptState) -> int:
     """Count completion tokens; a greedy candidate counts as often as it was asked for."""
     copies = prompt.params.best_of if len(prompt.sequences) == 1 else 1
     return copies * sum(len(sequence.tokens) for sequence in prompt.sequences)
 
 
-def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, Any]:
+def _make_choice(
+    delta: Delta, state: RequestState, spelling: Spelling
+) -> dict[str, Any]:
     """Return a choice of which this is the only delta."""
     kind = state.prepared.kind
     params = state.prepared.params
@@ -124,8 +128,8 @@ def _choice(delta: Delta, state: RequestState, spelling: Spelling) -> dict[str, 
 
 
 @dataclass(slots=True)
-class _Told:
-    """How much of a sequence was returned."""
+class _StreamedPart:
+    """What was returned of a sequence so far."""
 
     reader: ToolCallReader | None  # None: all of its text is content
     num_calls: int = 0
@@ -136,8 +140,8 @@ class _Told:
     has_prompt: bool = False  # the echoed prompt
     is_over: bool = False
 
-    def read(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
-        """Take the next text, or the last; return the content and calls that are now certain."""
+    def split_calls(self, text: str, *, is_over: bool) -> tuple[str, list[ToolCall]]:
+        """Add the next text, or the last; return the content and calls that are now certain."""
         if self.reader is None:
             return text, []
         content, calls = self.reader.feed(text)
@@ -149,16 +153,16 @@ class _Told:
         return content, calls
 
 
-class Deltas:
+class DeltaStream:
     """Returns a request's tokens as they come."""
 
-    def __init__(self, state: RequestState, form: AnswerForm) -> None:
+    def __init__(self, state: RequestState, style: AnswerStyle) -> None:
         self._state = state
-        self._spelling = form.spelling(state.prepared.kind)
-        self._told: dict[Sequence, _Told] = {}
+        self._spelling = style.choose_spelling(state.prepared.kind)
+        self._streamed: dict[Sequence, _StreamedPart] = {}
         self.touched = dict.fromkeys(state.prompts)  # prompts that may have new tokens
 
-    def take(self) -> Iterator[Delta]:
+    def make_deltas(self) -> Iterator[Delta]:
         """Return what is new since the last call."""
         if self._state.error is not None:
             return
@@ -167,55 +171,57 @@ class Deltas:
         try:
             for prompt in prompts:
                 first = prompt.index * prompt.params.n
-                for place, sequence in enumerate(_tellable(prompt)):
+                for place, sequence in enumerate(_choose_sequences(prompt)):
                     copies = prompt.params.n if len(prompt.sequences) == 1 else 1
-                    yield from self._news(
+                    yield from self._make_sequence_deltas(
                         sequence, range(first + place, first + place + copies)
                     )
         except RequestError as error:  # the tokenizer fails at it
             self._state.error = error
 
-    def _news(self, sequence: Sequence, indices: range) -> Iterator[Delta]:
+    def _make_sequence_deltas(
+        self, sequence: Sequence, indices: range
+    ) -> Iterator[Delta]:
         params = sequence.prompt.params
         prepared = self._state.prepared
-        if (told := self._told.get(sequence)) is None:
+        if (part := self._streamed.get(sequence)) is None:
             parser = prepared.tool_parser
             reader = parser and ToolCallReader(
                 parser, keeps_one=prepared.keeps_one_call
             )
-            told = self._told[sequence] = _Told(reader)
+            part = self._streamed[sequence] = _StreamedPart(reader)
         is_over = sequence.finish_reason is not None
-        if told.is_over or not (sequence.tokens or is_over):
+        if part.is_over or not (sequence.tokens or is_over):
             # before the first token the echoed prompt's scores are not all there
             return
-        num_chars, num_listed = _certain(sequence, told.num_chars)
-        text, calls = told.read(
-            sequence.text[told.num_chars : num_chars], is_over=is_over
+        num_chars, num_listed = _count_certain(sequence, part.num_chars)
+        text, calls = part.split_calls(
+            sequence.text[part.num_chars : num_chars], is_over=is_over
         )
-        told.num_chars = num_chars
-        tells_prompt = params.echo and not told.has_prompt
-        if tells_prompt:
+        part.num_chars = num_chars
+        adds_prompt = params.echo and not part.has_prompt
+        if adds_prompt:
             text = sequence.prompt.encoded.text + text
         # In chat, calls are held back for many tokens, which are not worth an empty delta each.
         is_quiet = prepared.kind == "chat" and params.logprobs is None
-        has_listed = num_listed > told.num_listed and not is_quiet
+        has_listed = num_listed > part.num_listed and not is_quiet
         if not (text or calls or has_listed or is_over):
             return
-        new_ids = [token.token_id for token in sequence.tokens[told.num_drawn :]]
-        logprobs = _list_logprobs(
+        new_ids = [token.token_id for token in sequence.tokens[part.num_drawn :]]
+        logprobs = _make_logprobs(
             sequence,
             self._spelling,
-            told.num_listed,
+            part.num_listed,
             num_listed,
-            with_prompt=tells_prompt,
+            with_prompt=adds_prompt,
         )
         reason = sequence.finish_reason
-        if reason == "stop" and told.num_calls:
+        if reason == "stop" and part.num_calls:
             reason = "tool_calls"
         for index in indices:
             named = [
-                {"index": place} | _name_call(call, sequence, index, place)
-                for place, call in enumerate(calls, told.num_calls - len(calls))
+                {"index": place} | _make_call_entry(call, sequence, index, place)
+                for place, call in enumerate(calls, part.num_calls - len(calls))
             ]
             yield Delta(
                 self._state.id,
@@ -227,13 +233,13 @@ class Deltas:
                 sequence.stop_reason,
                 named,
             )
-        told.num_listed = num_listed
-        told.num_drawn = len(sequence.tokens)
-        told.has_prompt = told.has_prompt or tells_prompt
-        told.is_over = is_over
+        part.num_listed = num_listed
+        part.num_drawn = len(sequence.tokens)
+        part.has_prompt = part.has_prompt or adds_prompt
+        part.is_over = is_over
 
 
-def _tellable(prompt: PromptState) -> list[Sequence]:
+def _choose_sequences(prompt: PromptState) -> list[Sequence]:
     """Return the sequences that are choices: all, or at the end the best n of best_of."""
     n = prompt.params.n
     if len(prompt.sequences) == 1 or prompt.params.best_of == n:
@@ -243,19 +249,19 @@ def _tellable(prompt: PromptState) -> list[Sequence]:
     return sorted(prompt.sequences, key=lambda s: s.mean_logprob, reverse=True)[:n]
 
 
-def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
+def _count_certain(sequence: Sequence, num_known: int) -> tuple[int, int]:
     """Return how many characters and listed tokens no later token can change.
 
     Args:
-        num_told: characters that are known to be certain.
+        num_known: characters that are known to be certain.
     """
     if sequence.finish_reason is not None:
         return len(sequence.text), len(sequence.listed_tokens)
     detokenizer = sequence.detokenizer
     params = sequence.prompt.params
     assert detokenizer is not None, "it has drawn a token"
-    num_chars = len(sequence.text) - len_of_possible_stop(
-        sequence.text, params.stop, num_told
+    num_chars = len(sequence.text) - count_possible_stop_chars(
+        sequence.text, params.stop, num_known
     )
     num_listed = len(sequence.tokens) - detokenizer.num_open
     if params.stop:  # a stop's cut drops the tokens that start behind it
@@ -264,12 +270,12 @@ def _certain(sequence: Sequence, num_told: int) -> tuple[int, int]:
     return num_chars, num_listed
 
 
-def _list_logprobs(
+def _make_logprobs(
     sequence: Sequence, spelling: Spelling, start: int, end: int, *, with_prompt: bool
 ) -> dict[str, Any] | None:
     """Return the logprobs of the drawn tokens from `start` to `end`, or also of the prompt's.
 
-    None: they are not asked for.
+    None: the request does not want them.
     """
     prompt = sequence.prompt
     tokens = sequence.tokens[start:end]
@@ -278,7 +284,7 @@ def _list_logprobs(
     prepared = prompt.owner.prepared
     if params.logprobs is None:
         return None
-    num_start = prepared.num_start  # of no request: not told, but before the rest
+    num_start = prepared.num_start  # of no request: not returned, but before the rest
     drawn = (token.token_id for token in sequence.tokens)
     first = spelling.find_first(
         chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
@@ -286,7 +292,7 @@ def _list_logprobs(
     first -= num_start if with_prompt else len(prompt.ids) + start
     if prepared.kind == "chat":
         content = [
-            _chat_entry(token, k, spelling, is_first=place == first)
+            _make_chat_entry(token, k, spelling, is_first=place == first)
             for place, token in enumerate(tokens)
         ]
         return {"content": content, "refusal": None}
@@ -299,7 +305,9 @@ def _list_logprobs(
         reports = [None, *prompt.reports, *reports][num_start:]
         offsets = prompt.encoded.offsets[num_start:] + offsets
     top = [
-        None if r is None else _alternatives(r, k, spelling, is_first=place == first)
+        None
+        if r is None
+        else _make_alternatives(r, k, spelling, is_first=place == first)
         for place, r in enumerate(reports)
     ]
     return {
@@ -307,43 +315,50 @@ def _list_logprobs(
             spelling.spell(token_id, is_first=place == first)
             for place, token_id in enumerate(ids)
         ],
-        "token_logprobs": [None if r is None else _floor(r.logprob) for r in reports],
+        "token_logprobs": [
+            None if r is None else _clamp_logprob(r.logprob) for r in reports
+        ],
         "top_logprobs": None if k == 0 else top,
         "text_offset": offsets,
     }
 
 
-def _chat_entry(
+def _make_chat_entry(
     report: TokenReport, num_top: int, spelling: Spelling, *, is_first: bool
 ) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
             "token": spelling.spell(token_id, is_first=is_first),
-            "logprob": _floor(logprob),
+            "logprob": _clamp_logprob(logprob),
             "bytes": list(spelling.spell_bytes(token_id, is_first=is_first)),
         }
 
-    top = [entry(token_id, logprob) for token_id, logprob in report.best(num_top)]
+    top = [
+        entry(token_id, logprob)
+        for token_id, logprob in report.best_alternatives(num_top)
+    ]
     return entry(report.token_id, report.logprob) | {"top_logprobs": top}
 
 
-def _alternatives(
+def _make_alternatives(
     report: TokenReport, k: int, spelling: Spelling, *, is_first: bool
 ) -> dict[str, float]:
     """Return the k best, best first, then the chosen one; of equal spellings the better
     stays."""
-    pairs = [*report.best(k), (report.token_id, report.logprob)]
-    found: dict[str, float] = {}
+    pairs = [*report.best_alternatives(k), (report.token_id, report.logprob)]
+    alternatives: dict[str, float] = {}
     for token_id, logprob in pairs:
-        found.setdefault(spelling.spell(token_id, is_first=is_first), _floor(logprob))
-    return found
+        alternatives.setdefault(
+            spelling.spell(token_id, is_first=is_first), _clamp_logprob(logprob)
+        )
+    return alternatives
 
 
-def _floor(logprob: float) -> float:
+def _clamp_logprob(logprob: float) -> float:
     return max(logprob, LOWEST_LOGPROB)
 
 
-def _request_time(state: RequestState) -> dict[str, float]:
+def _make_request_time(state: RequestState) -> dict[str, float]:
     """Return seconds; HELM takes runtime = batch_time, and batch_time / batch_size a row."""
     times = state.times or RowTimes(state.added_s, 0.0, finished_s=state.added_s)
     first_token_s = (
@@ -358,7 +373,7 @@ def _request_time(state: RequestState) -> dict[str, float]:
     }
 
 
-def _name_call(
+def _make_call_entry(
     call: ToolCall, sequence: Sequence, index: int, place: int
 ) -> dict[str, Any]:
     """Return a call as a message has it; its id is the same whenever the request is answered.
@@ -368,9 +383,9 @@ def _name_call(
     prepared = sequence.prompt.owner.prepared
     # Greedy requests are answered together whatever their seeds.
     seed = None if prepared.params.is_greedy else prepared.params.seed
-    asked = (prepared.meaning, prepared.repeat, seed, index, place)
+    call_key = (prepared.meaning, prepared.repeat, seed, index, place)
     digest = hashlib.blake2b(array("q", sequence.prompt.ids).tobytes(), digest_size=12)
-    digest.update(repr(asked).encode())
+    digest.update(repr(call_key).encode())
     return {
         "id": f"call_{digest.hexdigest()}",
         "type": "function",

@@ -20,9 +20,9 @@ _USUAL_KEYS = frozenset(
     {"role", "content", "tool_calls", "tool_call_id", "type", "text", "id"}
 )
 # read by any of these
-_REASONING = frozenset({"reasoning_content", "reasoning", "thinking"})
+_REASONING_KEYS = frozenset({"reasoning_content", "reasoning", "thinking"})
 
-_THOUGHTS = {  # the marks between which models think
+_THOUGHT_MARKS = {  # the marks between which models think
     "<think>": "</think>",
     "<thinking>": "</thinking>",
     "<thought>": "</thought>",
@@ -49,7 +49,7 @@ class ChatIntake:
     template: ChatTemplate
     tool_call_parser: ToolCallParser
 
-    def begin(self, chat: ChatRequest, clock: str) -> RenderCall:
+    def begin_render(self, chat: ChatRequest, clock: str) -> RenderCall:
         """Return the call of the template for a chat, at the time of `clock`."""
         return self.template.begin(
             chat.messages,
@@ -78,8 +78,8 @@ class ChatIntake:
                 parser = self.tool_call_parser
         warnings = (
             *chat.warnings,
-            *self._warn(chat, rendered, parser, has_calls=has_calls),
-            *_warn_of_beginnings(chat, rendered.text),
+            *self._find_warnings(chat, rendered, parser, has_calls=has_calls),
+            *_find_open_beginnings(chat, rendered.text),
         )
         params = chat.params
         if (
@@ -98,7 +98,7 @@ class ChatIntake:
             keeps_one_call=parser is not None and chat.keeps_one_call,
         )
 
-    def _warn(
+    def _find_warnings(
         self,
         chat: ChatRequest,
         rendered: RenderedChat,
@@ -106,28 +106,28 @@ class ChatIntake:
         *,
         has_calls: bool,
     ) -> list[RowWarning]:
-        """Return what the request asks for and the template, or the run, has no means for."""
-        found = []
+        """Return warnings of what a request wants, and the template or the run cannot do."""
+        warnings = []
         text = self.template.find_text(has_tools=bool(chat.tools)) or ""
         if has_calls and parser is None and self.tool_call_parser == "auto":
-            found.append(
+            warnings.append(
                 RowWarning(
                     "the form of this model's tool calls is not known, so that they stay text; "
                     "--tool-call-parser names one"
                 )
             )
         if chat.tools and "tools" not in text:
-            found.append(RowWarning("the chat template does not write tools"))
-        found += _warn_of_unread(chat, text, rendered.variables)
-        return found + [RowWarning(loss) for loss in rendered.losses]
+            warnings.append(RowWarning("the chat template does not write tools"))
+        warnings += _find_unread_names(chat, text, rendered.variables)
+        return warnings + [RowWarning(loss) for loss in rendered.losses]
 
 
 def ends_in_thought(prompt: str) -> bool:
-    """Tell whether a prompt ends with the mark that begins a thought."""
-    return prompt.rstrip().endswith(tuple(_THOUGHTS))
+    """Return whether a prompt ends with the mark that begins a thought."""
+    return prompt.rstrip().endswith(tuple(_THOUGHT_MARKS))
 
 
-def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
+def _find_open_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
     """Warn of a constraint that would begin inside a thought or a JSON text."""
     if chat.params.constraint is None:
         return
@@ -135,7 +135,7 @@ def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
     parts = content if isinstance(content, list) else [{"text": content}]
     begun = "".join(str(part.get("text") or "") for part in parts)
     if not ends_in_thought(text) and any(
-        begun.rfind(start) > begun.rfind(end) for start, end in _THOUGHTS.items()
+        begun.rfind(start) > begun.rfind(end) for start, end in _THOUGHT_MARKS.items()
     ):
         yield OPEN_THOUGHT
     if any(begun.count(start) > begun.count(end) for start, end in ("{}", "[]")):
@@ -145,12 +145,14 @@ def _warn_of_beginnings(chat: ChatRequest, text: str) -> Iterator[RowWarning]:
         )
 
 
-def _warn_of_unread(
+def _find_unread_names(
     chat: ChatRequest, text: str, read: frozenset[str]
 ) -> Iterator[RowWarning]:
-    """Tell of variables and keys of messages that a template does not read."""
-    asked = {name for name, value in chat.template_args.items() if value is not None}
-    if unread := sorted(asked - read):
+    """Warn of variables and keys of messages that a template does not read."""
+    set_names = {
+        name for name, value in chat.template_args.items() if value is not None
+    }
+    if unread := sorted(set_names - read):
         yield RowWarning(
             "the chat template does not read these variables, which have no effect",
             tuple(
@@ -163,8 +165,8 @@ def _warn_of_unread(
     keys = (
         set().union(*(each.keys() for each in (*chat.messages, *parts))) - _USUAL_KEYS
     )
-    if _REASONING & keys and any(key in text for key in _REASONING):
-        keys -= _REASONING
+    if _REASONING_KEYS & keys and any(key in text for key in _REASONING_KEYS):
+        keys -= _REASONING_KEYS
     if unread := sorted(key for key in keys if key not in text):
         yield RowWarning(
             "the chat template does not read these keys of messages, which have no effect",

@@ -1,4 +1,4 @@
-"""The interface of what answers requests, one pipeline or several: its events and methods."""
+"""The interface of an engine, of one pipeline or several: its events and methods."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fminfer.core.errors import RequestError
-from fminfer.engine.sequence import AnswerKind, FinishReason, Prepared
-from fminfer.engine.stats import EngineStats, Observed
+from fminfer.engine.sequence import AnswerKind, FinishReason, PreparedRequest
+from fminfer.engine.stats import EngineStats, ObservableEngine
 
 
 @dataclass(slots=True, frozen=True)
@@ -64,8 +64,8 @@ Event = Delta | Finished | Failed
 
 
 @dataclass(slots=True, frozen=True)
-class Facts:
-    """One pipeline, as its first rank sees it."""
+class PipelineProperties:
+    """The properties of one pipeline, as its first rank sees it."""
 
     device: str  # such as cpu or cuda:0
     dtype: str  # type of hidden states, such as float32
@@ -89,9 +89,9 @@ BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
 
 
 class RequestCore(Protocol):
-    """Takes prepared requests, and returns events."""
+    """Accepts prepared requests, and returns events."""
 
-    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+    def add(self, prepared: PreparedRequest, *, is_counted: bool = False) -> int:
         """Queue a request, which may be a line that was counted; return its id in events."""
 
     def cancel(self, request_id: int) -> None:
@@ -109,14 +109,14 @@ class RequestCore(Protocol):
         """Prompts that have not begun."""
 
 
-class EngineCore(RequestCore, Observed, Protocol):
+class EngineCore(RequestCore, ObservableEngine, Protocol):
     """A whole engine. `add`, `cancel`, `wait` and `wake` are for any thread, others for one."""
 
     lines: EngineStats  # counts of lines that were read, a part of `stats`
 
     def add(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         *,
         is_counted: bool = False,
         priority: int = 0,
@@ -149,10 +149,10 @@ class EngineCore(RequestCore, Observed, Protocol):
         A team returns a step's events by the time `until_s` of `time.perf_counter`.
         """
 
-    def expect_no_more(self) -> None:
+    def expect_no_more_requests(self) -> None:
         """Note that no more requests come: prefixes that none of them shares can be evicted."""
 
-    def check_idle(self) -> None:
+    def check_books(self) -> None:
         """Prove the books once nothing is left to do."""
 
     @property

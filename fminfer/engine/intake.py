@@ -26,17 +26,17 @@ from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, 
 from fminfer.contract.vectors import check_model
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
-from fminfer.engine.noise import meaning_of
+from fminfer.engine.noise import digest_meaning
 from fminfer.engine.prompt_fit import (
     MAX_COUNTED_CHARS,
     MORE_TOKENS,
     PromptFit,
     RequestLimits,
     check_ids,
-    needs_words,
+    no_tokenizer_error,
 )
-from fminfer.engine.sequence import Prepared, no_token_error
-from fminfer.engine.start import find_bans
+from fminfer.engine.sequence import PreparedRequest, no_token_error
+from fminfer.engine.start import make_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate, RenderCall
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -52,15 +52,15 @@ MAX_CHARS = 1 << 18  # of stop strings, or of bad words
 
 
 @dataclass(slots=True, frozen=True)
-class Asked:
-    """A request that passed, and what `Intake.prepare` is told of it."""
+class IncomingRequest:
+    """A request that passed, with the arguments of `Intake.prepare`."""
 
     request: Request
     repeat: int
     is_openai: bool
 
 
-def _encode_each(
+def _encode_prompts(
     encode: Callable[[str | list[int]], EncodedPrompt], prompts: list[str | list[int]]
 ) -> list[EncodedPrompt]:
     """Encode prompts. An error names the prompt, if there are several."""
@@ -83,14 +83,14 @@ class Intake:
         self.tokenizer = tokenizer
         self.limits = limits
         self.warnings = WarningCounts()
-        # told of each one that is new
+        # called with each one that is new
         self.on_warning: Callable[[str], None] = lambda text: None
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
             self.chat_template.check()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
         # by `id` of their fields, which it keeps alive
-        self._begun: dict[int, _BegunChat] = {}
+        self._begun_chats: dict[int, _BegunChat] = {}
         self._vectors: VectorIntake | None = None  # of a model that gives them
         if limits.vectors is not None:
             self._vectors = VectorIntake(
@@ -114,7 +114,7 @@ class Intake:
         """Check a request as far as that goes without its tokens; render the template of a chat.
 
         Args:
-            endpoint: to which it was sent; None: its fields tell.
+            endpoint: to which it was sent; None: its fields say it.
             clock: the time that a template reads, in ISO format; "": now.
 
         Raises:
@@ -122,9 +122,9 @@ class Intake:
         """
         if self._vectors is not None:
             return self._vectors.parse(fields, endpoint)
-        told = endpoint or tell_endpoint(fields)
-        check_model(told, self.limits.vectors)
-        is_chat = told == "chat"
+        endpoint = endpoint or tell_endpoint(fields)
+        check_model(endpoint, self.limits.vectors)
+        is_chat = endpoint == "chat"
         request = (
             self._parse_chat(fields, clock)
             if is_chat
@@ -141,7 +141,7 @@ class Intake:
         warnings = (
             *request.warnings,
             *self._check_constraint(request.params, fields, compiles=compiles),
-            *self._warn_of_spelling(request),
+            *self._find_spelling_warnings(request),
         )
         if warnings and self.limits.config.strict:
             raise RequestError(
@@ -153,7 +153,7 @@ class Intake:
     def _check_constraint(
         self, params: SamplingParams, fields: Mapping[str, Any], *, compiles: bool
     ) -> Iterator[RowWarning]:
-        """Compile a request's constraint; tell of what it ignores and cuts off."""
+        """Compile a request's constraint; warn of what it ignores and cuts off."""
         limits = self.limits
         if params.constraint is None:
             return
@@ -165,10 +165,10 @@ class Intake:
         except RequestError as error:
             name = next((name for name in CONSTRAINTS if fields.get(name)), None)
             raise RequestError(error.code, error.message, name) from None
-        bans = find_bans(params, self.tokenizer, limits.eos_ids)
+        bans = make_bans(params, self.tokenizer, limits.eos_ids)
         if (
             bans is not None
-            and bans.narrow(grammar.first.mask, bans.find(0, [])).few == ()
+            and bans.narrow_mask(grammar.first.mask, bans.find_banned(0, [])).few == ()
         ):
             raise no_token_error(0)
         if params.min_tokens > grammar.shortest:
@@ -177,17 +177,17 @@ class Intake:
                 "so that some may be shorter"
             )
         if names := grammar.unknown[:MAX_NAMES]:
-            told = tuple(
+            hints = tuple(
                 name + guess(name, KNOWN_KEYS) for name in map(cut_name, names)
             )
-            yield RowWarning("unknown keywords of JSON schemas have no effect", told)
+            yield RowWarning("unknown keywords of JSON schemas have no effect", hints)
         if params.max_tokens < grammar.shortest:
             yield RowWarning(
                 "max_tokens is below what the shortest constrained answer takes, so "
                 "that answers are cut off"
             )
 
-    def _warn_of_spelling(self, request: Request) -> Iterator[RowWarning]:
+    def _find_spelling_warnings(self, request: Request) -> Iterator[RowWarning]:
         """Warn of tokens in a request that have an effect which few expect."""
         params = request.params
         texts = [prompt for prompt in request.prompts if isinstance(prompt, str)]
@@ -216,7 +216,7 @@ class Intake:
             defaults=limits.defaults,
         )
 
-    def render_ahead(
+    def render_chats_ahead(
         self, requests: Iterable[tuple[Mapping[str, Any], Endpoint | None, str]]
     ) -> None:
         """Render the chats among some requests, which `parse` gets next.
@@ -226,31 +226,31 @@ class Intake:
         Args:
             requests: the fields, the endpoint and the clock of each, as `parse` gets them.
         """
-        self._begun = {}
+        self._begun_chats = {}
 
-        def begin() -> Iterator[tuple[RenderCall, str]]:
+        def begin_renders() -> Iterator[tuple[RenderCall, str]]:
             for fields, endpoint, clock in requests:
                 # such as a RecursionError of JSON; `parse` says it
                 with suppress(Exception):
                     if (endpoint or tell_endpoint(fields)) == "chat":
                         begun = self._begin_chat(fields, clock)
                         message = json.dumps(begun[2].message)
-                        self._begun[id(fields)] = begun
+                        self._begun_chats[id(fields)] = begun
                         yield begun[2], message
 
         if self.tokenizer.has_words and self._vectors is None:
             with suppress(OSError):  # no process can run here, as `parse` says, too
-                self.chat_template.ask_ahead(begin())
+                self.chat_template.ask_ahead(begin_renders())
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
-        begun = self._begun.pop(id(fields), None)
+        begun = self._begun_chats.pop(id(fields), None)
         _, chat, call = begun or self._begin_chat(fields, clock)
         return self._chat.render(chat, call)
 
     def _begin_chat(self, fields: Mapping[str, Any], clock: str) -> _BegunChat:
         limits = self.limits
         if not self.tokenizer.has_words:
-            raise needs_words("messages are text", "messages")
+            raise no_tokenizer_error("messages are text", "messages")
         chat = parse_chat(
             overwrite(fields, limits.config.request_args or {}),
             max_logprobs=limits.config.max_logprobs,
@@ -258,11 +258,11 @@ class Intake:
             defaults=limits.defaults,
             max_new_tokens=limits.max_new_tokens or INT64 - 1,
         )
-        return fields, chat, self._chat.begin(chat, clock)
+        return fields, chat, self._chat.begin_render(chat, clock)
 
     def prepare(
         self, request: Request, *, repeat: int = 0, is_openai: bool = True
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Tokenize a request's prompts, and check that they fit.
 
         `repeat` counts the equal requests without a seed that came before.
@@ -279,16 +279,18 @@ class Intake:
         )
         sources: list[EncodedPrompt] = []
         if self.limits.start_ids is None:
-            prompts = _encode_each(fit.encode, request.prompts)
+            prompts = _encode_prompts(fit.encode, request.prompts)
         else:
-            sources = _encode_each(fit.encode_source, request.prompts)
-            prompts = [fit.encode_start(each) for each in sources]
-        params = fit.settle(max(len(prompt.ids) for prompt in prompts))
+            sources = _encode_prompts(fit.encode_source, request.prompts)
+            prompts = [fit.encode_decoder_start(each) for each in sources]
+        params = fit.settle_max_tokens(max(len(prompt.ids) for prompt in prompts))
         _check_logprobs(prompts, params)
         meaning = (
-            meaning_of(request.prompts, request.params) if params.is_by_chance else b""
+            digest_meaning(request.prompts, request.params)
+            if params.is_by_chance
+            else b""
         )
-        return Prepared(
+        return PreparedRequest(
             params,
             prompts,
             repeat if meaning else 0,
@@ -304,30 +306,34 @@ class Intake:
             (1 if request.params.decoder_prompt else len(self.limits.start_ids or ())),
         )
 
-    def prepare_all(self, asked: Sequence[Asked]) -> list[Prepared | Exception]:
-        """Prepare requests; texts for vectors are tokenized together. A wrong one fails
-        alone."""
+    def prepare_all(
+        self, incoming: Sequence[IncomingRequest]
+    ) -> list[PreparedRequest | Exception]:
+        """Prepare requests; texts for vectors are tokenized together.
+
+        A wrong request fails alone: its error stands in its place.
+        """
         vectors = self._vectors
         encodings = Encodings()
         if vectors is not None:
             with suppress(Exception):  # of one among them; it is found below
-                encodings = vectors.tokenize([each.request for each in asked])
-        found: list[Prepared | Exception] = []
-        for each in asked:
+                encodings = vectors.tokenize([each.request for each in incoming])
+        prepared: list[PreparedRequest | Exception] = []
+        for each in incoming:
             try:
                 if vectors is not None:
-                    found.append(vectors.prepare(each.request, encodings))
+                    prepared.append(vectors.prepare(each.request, encodings))
                 else:
-                    found.append(
+                    prepared.append(
                         self.prepare(
                             each.request, repeat=each.repeat, is_openai=each.is_openai
                         )
                     )
             except Exception as error:
-                found.append(error)
-        return found
+                prepared.append(error)
+        return prepared
 
-    def note(self, *warnings: RowWarning, where: str = "") -> None:
+    def report_warnings(self, *warnings: RowWarning, where: str = "") -> None:
         """Count a request's warnings, and pass on those that are new behind `where`."""
         for warning in warnings:
             if new := self.warnings.add(warning):
@@ -340,7 +346,7 @@ class Intake:
             ("bad_words", params.bad_words, MAX_BAD_WORDS),
         ):
             if texts and not self.tokenizer.has_words:
-                raise needs_words(f"{name} is text", name)
+                raise no_tokenizer_error(f"{name} is text", name)
             if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
                 raise out_of_range(
                     name,
@@ -365,9 +371,9 @@ class Intake:
             raise out_of_range(
                 "bad_words", [*params.bad_words], "fewer: they can ban every token"
             )
-        bans = find_bans(params, self.tokenizer, self.limits.eos_ids)
+        bans = make_bans(params, self.tokenizer, self.limits.eos_ids)
         if bans is not None:
-            bans.check(0, bans.find(0, []))
+            bans.require_token(0, bans.find_banned(0, []))
 
 
 def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> None:
@@ -378,10 +384,10 @@ def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> Non
     check_entries(num_tokens, max(params.n, params.num_candidates), params.logprobs)
 
 
-def request_of_text(
+def make_text_request(
     text: str, fields: dict[str, Any], intake: Intake, *, as_chat: bool
 ) -> dict[str, Any]:
-    """Return the request: a chat whose user writes the text, or a completion of it.
+    """Make the fields of a request: a chat whose user writes the text, or a completion of it.
 
     `fields` have their names in completions.
     """
@@ -390,10 +396,13 @@ def request_of_text(
     if as_chat:
         return overwrite({"messages": [{"role": "user", "content": text}]}, fields)
     most = fields.get("best_of") or fields.get("n") or 1
-    return {"prompt": text, "max_tokens": _most_raw_tokens(intake, text, most)} | fields
+    return {
+        "prompt": text,
+        "max_tokens": _choose_max_raw_tokens(intake, text, most),
+    } | fields
 
 
-def _most_raw_tokens(intake: Intake, text: str, num_sequences: int) -> int:
+def _choose_max_raw_tokens(intake: Intake, text: str, num_sequences: int) -> int:
     limits = intake.limits
     tokenizer = intake.tokenizer
     if not tokenizer.has_words or len(text) > MAX_COUNTED_CHARS:
@@ -401,5 +410,5 @@ def _most_raw_tokens(intake: Intake, text: str, num_sequences: int) -> int:
     num_tokens = len(tokenizer.encode(text.encode(errors="replace").decode()).ids)
     room = limits.context_length - num_tokens
     if limits.kv_size is not None:
-        room = min(room, limits.kv_size.most_draws(num_tokens, num_sequences))
+        room = min(room, limits.kv_size.max_draws(num_tokens, num_sequences))
     return min(RAW_TOKENS, room) if room > 0 else DEFAULTS.max_tokens

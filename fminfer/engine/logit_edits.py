@@ -39,7 +39,7 @@ class Bans:
             if len(word) > 1:
                 self._longer.setdefault(word[:-1], set()).add(word[-1])
         self._lengths = sorted({*map(len, self._longer)})
-        # newest tokens that `find` looks at
+        # newest tokens that `find_banned` looks at
         self.reach = max(map(len, words), default=1)
 
     @cached_property
@@ -56,7 +56,7 @@ class Bans:
         bits = pack_token_ids(listed, (max(listed, default=-1) + 1) // 64 * 8 + 8)
         return make_mask(bits if has_list else invert_mask(bits))
 
-    def narrow(self, mask: Mask, banned: set[int]) -> Mask:
+    def narrow_mask(self, mask: Mask, banned: set[int]) -> Mask:
         """Return a mask of all of the model's tokens without those that are banned.
 
         If nothing else is left, EOS stays for a complete answer, and so do allowed stop tokens.
@@ -73,14 +73,14 @@ class Bans:
             bits = (allowed & held) | (whole & ends)
         return make_mask(bits.to_bytes(size, "little"))
 
-    def find(self, num_drawn: int, newest: list[int]) -> set[int]:
+    def find_banned(self, num_drawn: int, newest: list[int]) -> set[int]:
         """Return the tokens, beside those that are never drawn, that cannot be drawn next."""
         banned = set(self._held_ids) if num_drawn < self._params.min_tokens else set()
         for length in self._lengths:
             banned |= self._longer.get(tuple(newest[-length:]), set())
         return banned
 
-    def check(self, num_drawn: int, banned: set[int]) -> None:
+    def require_token(self, num_drawn: int, banned: set[int]) -> None:
         """See that something can be drawn next, or raise a RequestError."""
         allowed = self._params.allowed_token_ids
         held = self._never | banned
@@ -116,27 +116,27 @@ class LogitEdits:
             "edit_minus": array("f"),  # frequency and presence
         }
         for token_id, bias in self._params.logit_bias:
-            self.columns["edit_bias"][self._find(token_id)] = bias
+            self.columns["edit_bias"][self._find_place(token_id)] = bias
         if self._params.repetition_penalty != 1:
             for token_id in self._prompt_ids:
-                self.columns["edit_factor"][self._find(token_id)] = (
+                self.columns["edit_factor"][self._find_place(token_id)] = (
                     self._params.repetition_penalty
                 )
         return self.columns
 
-    def count(self, token_id: int) -> None:
+    def count_drawn(self, token_id: int) -> None:
         """Note one more drawn token."""
         params = self._params
         if not params.has_penalties:
             return
-        place = self._find(token_id)
+        place = self._find_place(token_id)
         num_drawn = self._num_drawn[token_id] = self._num_drawn.get(token_id, 0) + 1
         self.columns["edit_factor"][place] = params.repetition_penalty
         self.columns["edit_minus"][place] = (
             params.frequency_penalty * num_drawn + params.presence_penalty
         )
 
-    def _find(self, token_id: int) -> int:
+    def _find_place(self, token_id: int) -> int:
         """Return the token's place; a new place changes nothing yet."""
         place = self._place.setdefault(token_id, len(self.columns["edit_ids"]))
         if place == len(self.columns["edit_ids"]):

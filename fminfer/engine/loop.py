@@ -1,4 +1,4 @@
-"""The engine's loop: take requests in, keep the pipeline full, return events."""
+"""The engine's loop: accept requests, fill the pipeline, return events."""
 
 from __future__ import annotations
 
@@ -14,16 +14,16 @@ from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.errors import StepLimitError
 from fminfer.core.quantities import with_noun
 from fminfer.core.timing import RowClock
-from fminfer.engine.answer import AnswerForm, Deltas, build_answer
+from fminfer.engine.answer import AnswerStyle, DeltaStream, build_answer
 from fminfer.engine.engine_core import BEHIND_ALL, Event
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.prompt_fit import check_room
-from fminfer.engine.results import take_result
+from fminfer.engine.results import apply_result
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
-from fminfer.engine.start import Starter
+from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
+from fminfer.engine.start import RequestStarter
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.engine.waiting import plan_order
+from fminfer.engine.waiting import order_prompts
 
 
 class Pipeline(Protocol):
@@ -49,66 +49,68 @@ class EngineLoop:
 
     def __init__(
         self,
-        starter: Starter,
+        starter: RequestStarter,
         scheduler: Scheduler,
         pipeline: Pipeline,
-        form: AnswerForm,
+        style: AnswerStyle,
         *,
         max_steps: int | None = None,
     ) -> None:
         self._starter = starter
         self._scheduler = scheduler
         self._pipeline = pipeline
-        self._form = form
+        self._style = style
         self._max_steps = max_steps
-        # told of every finished step
+        # called with every finished step
         self.on_step: Callable[[StepTrace], None] | None = None
         self.stats = self.lines = EngineStats(num_kv_tokens=scheduler.pool.num_tokens)
         self._ids = itertools.count()
-        self._added: deque[RequestState] = deque()  # by other threads, to be taken in
+        self._added: deque[RequestState] = (
+            deque()
+        )  # by other threads, not yet in the queue
         self._cancelled: deque[int] = deque()
         self._news = threading.Condition()
         self._is_woken = False
         self._num_steps_before = 0  # of earlier runs
         self._shared_tokens = SharedTokens()
-        self._begin()
+        self._clear_requests()
 
-    def _begin(self) -> None:
+    def _clear_requests(self) -> None:
         self._clock = RowClock()
         self._open: dict[int, RequestState] = {}  # requests without an answer
         # Answers that are being built, one piece a step, by the id of their request.
         self._finished: dict[int, tuple[RequestState, Iterator[Event | None]]] = {}
-        self._streams: dict[int, Deltas] = {}
+        self._streams: dict[int, DeltaStream] = {}
         self._is_draining = False
 
     def add(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         *,
         priority: int = 0,
         is_streamed: bool = False,
         is_counted: bool = False,
         request_id: int | None = None,
     ) -> int:
-        state = self.open(prepared)
+        state = self.make_request_state(prepared)
         if request_id is not None:
             state.id = request_id
         state.priority = priority
         state.is_streamed = is_streamed
         state.is_counted = is_counted
         self._added.append(state)
-        self._notify()
+        self._wake_waiters()
         return state.id
 
-    def open(self, prepared: Prepared) -> RequestState:
+    def make_request_state(self, prepared: PreparedRequest) -> RequestState:
         """Return the state of a request, or raise a RequestError: it can never run here."""
-        state = self._starter.start(next(self._ids), prepared)
+        state = self._starter.start_request(next(self._ids), prepared)
         check_room(state, self._scheduler)
         return state
 
     def cancel(self, request_id: int) -> None:
         self._cancelled.append(request_id)
-        self._notify()
+        self._wake_waiters()
 
     def wait(self, timeout_s: float | None = None) -> bool:
         with self._news:
@@ -118,9 +120,9 @@ class EngineLoop:
 
     def wake(self) -> None:
         self._is_woken = True
-        self._notify()
+        self._wake_waiters()
 
-    def _notify(self) -> None:
+    def _wake_waiters(self) -> None:
         with self._news:
             self._news.notify_all()
 
@@ -133,30 +135,30 @@ class EngineLoop:
     def step(self) -> list[Event]:
         """Do one step, and return its events. If anything fails, all requests are dropped."""
         try:
-            self._take_in()
-            self._schedule()
+            self._update_requests()
+            self._submit_steps()
             if self.is_computing:
-                self._postprocess(self._pipeline.collect())
-                self._take_in()  # what came meanwhile need not wait for a step more
-                self._schedule()  # stages work while answers are built
+                self._apply_step(self._pipeline.collect())
+                self._update_requests()  # what came meanwhile need not wait for a step more
+                self._submit_steps()  # stages work while answers are built
             elif self._is_at_limit and self._open and not self._finished:
                 done = with_noun(self._max_steps or 0, "micro-batch", "micro-batches")
                 raise StepLimitError(
                     f"stopped after {done}, as --num-iters says; rows are left. Leave "
                     "the flag out to answer all"
                 )
-            return self._tell()
+            return self._collect_events()
         except BaseException:
-            self.drop()
+            self.drop_requests()
             raise
 
-    def drop(self) -> None:
+    def drop_requests(self) -> None:
         """Forget every request; wait for the steps in flight."""
         self._pipeline.drop()
         self._scheduler.clear()
         self._added.clear()
         self._cancelled.clear()
-        self._begin()
+        self._clear_requests()
 
     def start_run(self) -> None:
         self._num_steps_before = self.stats.num_steps
@@ -165,16 +167,16 @@ class EngineLoop:
     def drain(self, until_s: float = math.inf) -> None:
         self._is_draining = True
 
-    def expect_no_more(self) -> None:
-        self._take_in()
+    def expect_no_more_requests(self) -> None:
+        self._update_requests()
         # From now on, a finished prefix that no waiting prompt shares is evicted when
         # its row ends. Its blocks, which are warm, are used again before others.
         if self._scheduler.kv.shares:
-            self._scheduler.waiting.expect_no_more()
+            self._scheduler.waiting.expect_no_more_prompts()
 
-    def check_idle(self) -> None:
+    def check_books(self) -> None:
         if not (self._open or self.is_computing):
-            self._scheduler.check_idle()
+            self._scheduler.check_books()
 
     @property
     def state(self) -> EngineState:
@@ -210,7 +212,7 @@ class EngineLoop:
     def num_waiting_behind(self) -> int:
         added = [state for state in tuple(self._added) if state.priority == BEHIND_ALL]
         num_added = sum(len(state.prompts) for state in added)
-        return self._scheduler.waiting.num_from(BEHIND_ALL) + num_added
+        return self._scheduler.waiting.num_from_priority(BEHIND_ALL) + num_added
 
     @property
     def num_running(self) -> int:
@@ -233,7 +235,7 @@ class EngineLoop:
         )
         return self._max_steps is not None and num_steps >= self._max_steps
 
-    def _take_in(self) -> None:
+    def _update_requests(self) -> None:
         """Queue added requests, and forget cancelled ones."""
         # counted first: all of these were added by now
         num_cancelled = len(self._cancelled)
@@ -241,14 +243,14 @@ class EngineLoop:
             state = self._added.popleft()
             self._open[state.id] = state
             if state.is_streamed:
-                self._streams[state.id] = Deltas(state, self._form)
+                self._streams[state.id] = DeltaStream(state, self._style)
             if not state.is_counted:
                 self.stats.count_request(state.prepared)
-            for place, prompt in enumerate(plan_order(state.prompts)):
+            for place, prompt in enumerate(order_prompts(state.prompts)):
                 if prompt.is_pooled:
                     self._scheduler.add(prompt, place)
                 elif prompt.num_to_feed > 0:
-                    # Of a run over lines, whose summary tells it; memories are shared whole.
+                    # Only of lines, whose summary has it; encoder outputs are shared whole.
                     if state.is_counted and prompt.source is None:
                         self._count_shareable(prompt)
                     self._scheduler.add(prompt, 0 if state.is_counted else place)
@@ -256,13 +258,13 @@ class EngineLoop:
                     for sequence in prompt.sequences:
                         sequence.finish_reason = "length"
             if state.is_finished:
-                self._finish(state)
+                self._begin_answer(state)
         for _ in range(num_cancelled):
             request_id = self._cancelled.popleft()
             self._finished.pop(request_id, None)
             self._streams.pop(request_id, None)
             if request_id in self._open:
-                self._forget(self._open[request_id])
+                self._free_cancelled(self._open[request_id])
 
     def _count_shareable(self, prompt: PromptState) -> None:
         """Count what the best possible prefix cache would save of a prompt."""
@@ -272,18 +274,18 @@ class EngineLoop:
             self.stats.num_counted_tokens += prompt.num_to_feed
             self.stats.num_counted_shareable += min(num_shared, prompt.num_to_feed - 1)
 
-    def _forget(self, state: RequestState) -> None:
-        """Free what a cancelled request holds; steps in flight still bring results of it."""
+    def _free_cancelled(self, state: RequestState) -> None:
+        """Free the blocks of a cancelled request; steps in flight still bring its results."""
         state.is_cancelled = True
         for prompt in state.prompts:
             self._scheduler.cancel(prompt)
             for sequence in prompt.sequences:
                 if sequence.finish_reason is None:
-                    self.stats.end(sequence.num_draws_left)
-        self._leave(state)
+                    self.stats.count_ended(sequence.num_draws_left)
+        self._close_request(state)
         state.unlink()
 
-    def _schedule(self) -> None:
+    def _submit_steps(self) -> None:
         most = self._scheduler.shape.micro_batches
         stats = self.stats
         while self._pipeline.num_in_flight < most and not self._is_at_limit:
@@ -299,9 +301,9 @@ class EngineLoop:
             stats.max_rows_running = max(stats.max_rows_running, self.num_running)
             stats.max_kv_tokens = self._scheduler.pool.max_used_tokens
 
-    def _postprocess(self, result: StepResult) -> None:
+    def _apply_step(self, result: StepResult) -> None:
         """Give each token of a step to its sequence, and end those that are done."""
-        planned = self._scheduler.collect()
+        planned = self._scheduler.pop_oldest_step()
         stats = self.stats
         assert planned.step.step_id == result.step_id, (
             "the pipeline changed the order of steps"
@@ -312,8 +314,8 @@ class EngineLoop:
             counts = planned.num_prompt_tokens, planned.num_decode_rows
             self.on_step(StepTrace(result.step_id, *counts, result.spans, planned.step))
         stats.num_prompt_tokens += planned.num_prompt_tokens
-        for sequence in take_result(planned, result, self._scheduler):
-            self._end(sequence)
+        for sequence in apply_result(planned, result, self._scheduler):
+            self._end_sequence(sequence)
         drawn = (sequence.prompt for sequence in planned.sequences)
         for prompt in (
             itertools.chain(planned.scored_prompts, drawn) if self._streams else ()
@@ -326,26 +328,26 @@ class EngineLoop:
                 and prompt.owner.id in self._open
                 and prompt.owner.is_finished
             ):
-                self._finish(prompt.owner)
+                self._begin_answer(prompt.owner)
         num_forced = sum(
             max(0, sequence.num_unfed - 1) for sequence in planned.sequences
         )
         stats.num_generated_tokens += len(planned.sequences) + num_forced
 
-    def _end(self, sequence: Sequence) -> None:
-        self._scheduler.release(sequence)
+    def _end_sequence(self, sequence: Sequence) -> None:
+        self._scheduler.release_sequence(sequence)
         state = sequence.prompt.owner
-        self.stats.end(sequence.num_draws_left)
+        self.stats.count_ended(sequence.num_draws_left)
         self.stats.num_cut_off += sequence.is_cut_off
         sequence.edits = None  # they may take megabytes until the request ends
         if state.is_finished:
-            self._finish(state)
+            self._begin_answer(state)
 
-    def _finish(self, state: RequestState) -> None:
-        self._finished[state.id] = state, build_answer(state, self._form)
-        self._leave(state)
+    def _begin_answer(self, state: RequestState) -> None:
+        self._finished[state.id] = state, build_answer(state, self._style)
+        self._close_request(state)
 
-    def _leave(self, state: RequestState) -> None:
+    def _close_request(self, state: RequestState) -> None:
         del self._open[state.id]
         if state.times is None:
             self._count_begun(state)
@@ -356,11 +358,11 @@ class EngineLoop:
         self.stats.num_begun += 1
         self.stats.num_begun_behind += state.priority == BEHIND_ALL
 
-    def _tell(self) -> list[Event]:
+    def _collect_events(self) -> list[Event]:
         """Return the deltas of streamed requests, and the answers of finished ones."""
         events: list[Event] = []
         for stream in self._streams.values():
-            events += stream.take()
+            events += stream.make_deltas()
         for state, pieces in [*self._finished.values()]:
             answer = next(pieces)
             if answer is not None:

@@ -20,13 +20,13 @@ DEFAULT_VALUES = {each.name: getattr(DEFAULTS, each.name) for each in fields(DEF
 _DESCRIBED: BoundedCache[SamplingParams, str] = BoundedCache(256, 8 << 20)
 
 
-def meaning_of(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
+def digest_meaning(prompts: Sequence[str | list[int]], params: SamplingParams) -> bytes:
     """Return a digest of 16 bytes of all that a request means, without its seed.
 
     Requests that mean the same in other bytes (the order of keys, `stream`, 1 for 1.0)
     are equal.
     """
-    return meaning_beside(prompts, describe_params(params))
+    return digest_described_meaning(prompts, describe_params(params))
 
 
 def describe_params(params: SamplingParams) -> str:
@@ -35,19 +35,21 @@ def describe_params(params: SamplingParams) -> str:
         return kept
     values = {each.name: getattr(params, each.name) for each in fields(params)}
     plain = {"seed": None, "logit_bias": tuple(sorted(params.logit_bias))}
-    described = repr(_canonical(values | plain))
+    described = repr(_canonical_items(values | plain))
     _DESCRIBED.put(params, described, sys.getsizeof(described))
     return described
 
 
-def meaning_beside(prompts: Sequence[str | list[int]], described_params: str) -> bytes:
-    """Return `meaning_of` a request whose params are described already."""
+def digest_described_meaning(
+    prompts: Sequence[str | list[int]], described_params: str
+) -> bytes:
+    """Return the `digest_meaning` of a request whose params are described already."""
     return _digest(
         f"({list(prompts)!r}, {described_params})".encode("utf-8", "surrogatepass")
     )
 
 
-def draw_key(
+def make_draw_key(
     prompts: Sequence[list[int]],
     params: SamplingParams,
     seed: int,
@@ -64,10 +66,12 @@ def draw_key(
     values["logit_bias"] = tuple(sorted(params.logit_bias))
     numbers = b"".join(n.to_bytes(16, "little", signed=True) for n in (seed, repeat))
     ids = b"".join(_digest(array("q", prompt).tobytes()) for prompt in prompts)
-    return _digest(numbers + meaning + _digest(repr(_canonical(values)).encode()) + ids)
+    return _digest(
+        numbers + meaning + _digest(repr(_canonical_items(values)).encode()) + ids
+    )
 
 
-def noise_key(draw_key: bytes, prompt_index: int, candidate: int) -> bytes:
+def make_noise_key(draw_key: bytes, prompt_index: int, candidate: int) -> bytes:
     """Return the key of one sequence's draws."""
     numbers = (prompt_index, candidate)
     return _digest(
@@ -79,7 +83,7 @@ def _digest(data: bytes) -> bytes:
     return hashlib.blake2b(data, digest_size=16).digest()
 
 
-def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
+def _canonical_items(values: dict[str, object]) -> list[tuple[str, object]]:
     """Return values in an order of their own, -0.0 as 0.0, and none that is its default.
 
     So a field that is new to a version changes no draw of requests that do not have it.
@@ -90,8 +94,7 @@ def _canonical(values: dict[str, object]) -> list[tuple[str, object]]:
     return sorted((name, v) for name, v in plain if v != DEFAULT_VALUES[name])
 
 
-def step_noise(key: bytes, step: int) -> int:
-    """Return the 64 random bits of one step, signed, from which its tokens' noise is
-    computed."""
+def make_step_noise(key: bytes, step: int) -> int:
+    """Return the 64 random bits of one step, signed, for the noise of its tokens."""
     drawn = hashlib.blake2b(step.to_bytes(8, "little"), key=key, digest_size=8).digest()
     return int.from_bytes(drawn, "little", signed=True)

@@ -11,15 +11,15 @@ from fminfer.compute.values.step import DRAW, SCORE, Step, pack_masks
 from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
-from fminfer.engine.noise import step_noise
+from fminfer.engine.noise import make_step_noise
 from fminfer.engine.sequence import PromptState, Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.
-MIN_SHARE = 64
+MIN_SPREAD_ROWS = 64
 # About where products, not the weights, set the pace. Simulated, OPT-175B: stages of 8
-# A100s work 60 % of the time with pieces of 512, 93 % with these; of 8 H200s 61 % and 98 %.
-MIXED_STEP = 128
+# A100s work 60 % of the time with chunks of 512, 93 % with these; of 8 H200s 61 % and 98 %.
+MIN_MIXED_TOKENS = 128
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,31 +31,31 @@ class StepShape:
     num_stages: int  # of the pipeline
     has_long_steps: bool = False  # each streams layers: prompts are not cut for others
 
-    def max_tokens(self, num_decode_rows: int, *, is_decoding: bool) -> int:
-        """Return the most tokens of a step.
+    def choose_max_tokens(self, num_decode_rows: int, *, is_decoding: bool) -> int:
+        """Return how many tokens a step may have.
 
         Stages wait for each other when a long step comes between short ones; so while
-        rows decode in a pipeline of several, prompts come in smaller pieces.
+        rows decode in a pipeline of several, prompts come in smaller chunks.
         """
         if self.num_stages == 1 or not is_decoding or self.has_long_steps:
             return self.chunk_size
-        return min(self.chunk_size, max(MIXED_STEP, 2 * num_decode_rows))
+        return min(self.chunk_size, max(MIN_MIXED_TOKENS, 2 * num_decode_rows))
 
-    def num_decode_rows(
+    def choose_num_decode_rows(
         self, num_ready: int, num_drawing: int, num_decoding: int
     ) -> int:
-        """Return how many of the ready rows the next step takes.
+        """Return how many of the ready rows the next step has.
 
         Rows are spread over one micro-batch for each stage, because every micro-batch reads all
         weights. They are spread over all micro-batches if that costs little. With
-        several stages, each must then have MIN_SHARE rows. With one stage, one step
+        several stages, each must then have MIN_SPREAD_ROWS rows. With one stage, one step
         must be too small for all rows. Rows that are left over wait for the next
         micro-batch that comes back. Steps in flight draw `num_drawing` rows now;
         `num_decoding` of these steps have decode rows.
         """
         num_rows = num_ready + num_drawing
         enough = (
-            self.micro_batches * MIN_SHARE
+            self.micro_batches * MIN_SPREAD_ROWS
             if self.num_stages > 1
             else self.chunk_size + 1
         )
@@ -66,7 +66,7 @@ class StepShape:
 
 
 class Slots:
-    """Numbers the sequences that hold KV blocks, and keeps the constant part of their draws."""
+    """The slots of the sequences that hold KV blocks, with the constant part of their draws."""
 
     def __init__(self) -> None:
         self._draws = np.zeros(0, DRAW)
@@ -74,15 +74,15 @@ class Slots:
 
     def clear(self) -> None:
         self._free = list(range(len(self._draws) - 1, -1, -1))
-        self.num_taken = 0
+        self.num_used = 0
 
-    def take(self, sequence: Sequence) -> None:
-        """Give a sequence a slot, and its memory one. None of their block tables is sent yet."""
-        sequence.slot = self._take()
+    def allocate(self, sequence: Sequence) -> None:
+        """Give a sequence a slot, and its encoder output one; no block table is sent yet."""
+        sequence.slot = self._allocate_slot()
         sequence.num_sent = 0
         if sequence.cross_table:
-            sequence.cross_slot = self._take()
-        self.num_taken += 1
+            sequence.cross_slot = self._allocate_slot()
+        self.num_used += 1
         draw = self._draws[sequence.slot]
         params = sequence.prompt.params
         for name in COLUMNS:
@@ -90,54 +90,54 @@ class Slots:
         draw["num_top"] = sequence.prompt.num_top
         draw["mask"] = -1
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Take a sequence's slots; a step in flight may still name them."""
+    def free(self, sequence: Sequence) -> None:
+        """Free a sequence's slots; a step in flight may still name them."""
         self._free.append(sequence.slot)
         if sequence.cross_slot >= 0:
             self._free.append(sequence.cross_slot)
             sequence.cross_slot = -1
-        self.num_taken -= 1
+        self.num_used -= 1
 
-    def _take(self) -> int:
+    def _allocate_slot(self) -> int:
         if not self._free:
             size = len(self._draws)
             self._draws = np.concatenate([self._draws, np.zeros(max(16, size), DRAW)])
             self._free = list(range(len(self._draws) - 1, size - 1, -1))
         return self._free.pop()
 
-    def draws(self, slots: list[int]) -> np.ndarray:
+    def copy_draws(self, slots: list[int]) -> np.ndarray:
         """Return the constant part of draws, (slots,) of DRAW, as a copy."""
         return self._draws[slots]
 
 
-Copies = list[tuple[int, int]]  # of blocks: (from, to)
+BlockCopies = list[tuple[int, int]]  # of blocks: (from, to)
 
 
 @dataclass(slots=True)
 class PackedRow:
     """A row of a step: the tokens of one sequence that are fed."""
 
-    of: Sequence  # whose block table it has
+    owner: Sequence  # whose block table it has
     token_ids: list[int]
     position: int  # of the first of them in the sequence
     sequences: list[Sequence]  # draw from the row's last token
     is_prompt: bool = False
-    memory: np.ndarray | None = None  # of its prompt, to be stored by this step
+    encoder_output: np.ndarray | None = None  # of its prompt, to be stored by this step
 
     @property
     def num_tokens(self) -> int:
-        """Of it and its memory: what a step has to compute."""
-        return len(self.token_ids) + self.num_memory_tokens
+        """Of it and its encoder output: what a step has to compute."""
+        return len(self.token_ids) + self.num_encoder_tokens
 
     @property
-    def num_memory_tokens(self) -> int:
-        return 0 if self.memory is None else len(self.of.prompt.ids_to_read)
+    def num_encoder_tokens(self) -> int:
+        return 0 if self.encoder_output is None else len(self.owner.prompt.ids_to_read)
 
-    def copies_after(self, block_size: int) -> Copies:
+    def list_copies_after(self, block_size: int) -> BlockCopies:
         """List the copies of a prompt's last, unfilled block that its other sequences need.
 
         The next step makes them at its start. The pipeline keeps order, so the block is
-        written by then, and nobody else has got it in between.
+        written by then, and no other sequence has it in between.
         """
         end = self.position + len(self.token_ids)
         if len(self.sequences) < 2 or end % block_size == 0:
@@ -164,7 +164,7 @@ class PlannedStep:
     read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
 
 
-def pack_whole(step_id: int, prompts: list[PromptState]) -> PlannedStep:
+def pack_prompts(step_id: int, prompts: list[PromptState]) -> PlannedStep:
     """Pack whole prompts into a step for the encoder."""
     ids = [prompt.ids_to_read for prompt in prompts]
     step = Step(
@@ -174,30 +174,33 @@ def pack_whole(step_id: int, prompts: list[PromptState]) -> PlannedStep:
     )
     types = [(prompt.source or prompt.encoded).types for prompt in prompts]
     if any(types):
-        padded = (own or [0] * len(each) for own, each in zip(types, ids, strict=True))
+        padded = (
+            row_types or [0] * len(row_ids)
+            for row_types, row_ids in zip(types, ids, strict=True)
+        )
         step.token_types = np.array([*chain.from_iterable(padded)], np.int8)
     return PlannedStep(step, step.num_tokens, 0, read_prompts=prompts)
 
 
-def pack(
-    step_id: int, rows: list[PackedRow], copies: Copies, slots: Slots
+def pack_rows(
+    step_id: int, rows: list[PackedRow], copies: BlockCopies, slots: Slots
 ) -> PlannedStep:
     """Pack these rows into a step, in this order; copies of blocks are made before."""
     lengths = np.array([len(row.token_ids) for row in rows], np.int64)
     step = Step(
         step_id,
-        slots=np.array([row.of.slot for row in rows], np.int32),
+        slots=np.array([row.owner.slot for row in rows], np.int32),
         positions=np.array([row.position for row in rows], np.int64),
         lengths=lengths,
         token_ids=np.array(
             [*chain.from_iterable(row.token_ids for row in rows)], np.int64
         ),
     )
-    if rows[0].of.cross_table:
-        _add_memories(step, rows)
+    if rows[0].owner.cross_table:
+        _add_encoder_outputs(step, rows)
     if copies:
         step.block_copies = np.array(copies, np.int64)
-    if new := [entry for row in rows for entry in _new_blocks(row.of)]:
+    if new := [entry for row in rows for entry in _list_new_blocks(row.owner)]:
         step.new_blocks = np.array(new, np.int32)
     num_prompt_tokens = sum(len(row.token_ids) for row in rows if row.is_prompt)
     planned = PlannedStep(
@@ -207,41 +210,45 @@ def pack(
     ends = lengths.cumsum()
     _add_scores(planned, rows, ends - lengths)
     if planned.sequences:
-        step.draws = slots.draws([sequence.slot for sequence in planned.sequences])
+        step.draws = slots.copy_draws([sequence.slot for sequence in planned.sequences])
         counts = [len(row.sequences) for row in rows]
         step.draws["token_index"] = np.repeat(ends - 1, counts)
         _add_draws(step, planned.sequences)
     return planned
 
 
-def _add_memories(step: Step, rows: list[PackedRow]) -> None:
-    """Add where each row finds its prompt's memory, and those that are to be stored."""
-    step.cross_slots = np.array([row.of.cross_slot for row in rows], np.int32)
-    lengths = [len(row.of.prompt.ids_to_read) for row in rows]
+def _add_encoder_outputs(step: Step, rows: list[PackedRow]) -> None:
+    """Add where each row finds its encoder output, and those that are to be stored."""
+    step.cross_slots = np.array([row.owner.cross_slot for row in rows], np.int32)
+    lengths = [len(row.owner.prompt.ids_to_read) for row in rows]
     step.cross_lengths = np.array(lengths, np.int64)
-    step.memory_lengths = np.array([row.num_memory_tokens for row in rows], np.int64)
-    if memories := [row.memory for row in rows if row.memory is not None]:
-        step.memory = np.concatenate(memories)
+    step.memory_lengths = np.array([row.num_encoder_tokens for row in rows], np.int64)
+    if outputs := [
+        row.encoder_output for row in rows if row.encoder_output is not None
+    ]:
+        step.memory = np.concatenate(outputs)
 
 
-def _new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
-    """Return what stages lack of block tables, as (slot, place, block); note it as sent."""
-    known = sequence.num_sent
+def _list_new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
+    """Return the blocks of a table that stages lack, as (slot, place, block); mark them sent."""
+    num_sent = sequence.num_sent
     table = sequence.block_table
-    if known == len(table):
+    if num_sent == len(table):
         return []
     sequence.num_sent = len(table)
-    new = [(sequence.slot, place, table[place]) for place in range(known, len(table))]
-    if known == 0:
-        own = enumerate(sequence.cross_table)
-        new += [(sequence.cross_slot, place, block) for place, block in own]
+    new = [
+        (sequence.slot, place, table[place]) for place in range(num_sent, len(table))
+    ]
+    if num_sent == 0:
+        blocks = enumerate(sequence.cross_table)
+        new += [(sequence.cross_slot, place, block) for place, block in blocks]
     return new
 
 
 def _add_draws(step: Step, sequences: list[Sequence]) -> None:
     """Add what differs from step to step: noise, changes of logits, bans and masks."""
     if noise := {
-        place: step_noise(each.noise_key, len(each.tokens))
+        place: make_step_noise(each.noise_key, len(each.tokens))
         for place, each in enumerate(sequences)
         if each.noise_key
     }:
@@ -282,10 +289,10 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
 def _add_scores(
     planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray
 ) -> None:
-    """Ask for the logprobs of the prompt tokens that follow those of each scored row."""
+    """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's."""
     parts = []
     for place, row in enumerate(rows):
-        prompt = row.of.prompt
+        prompt = row.owner.prompt
         if not (row.is_prompt and prompt.wants_scores):
             continue
         first = int(firsts[place])

@@ -1,5 +1,4 @@
-"""What lies in which KV blocks for later prompts: prefixes with their scores, encoders'
-memories.
+"""The prefix cache: which KV blocks hold prefixes, with scores, or encoder outputs.
 
 Prefixes are in a radix tree over prompts, exact to the token. If prompts part in the middle of a
 block, the second one gets a copy of it. When blocks are needed, the least recently used
@@ -57,7 +56,7 @@ class _Node:
 
 
 class PrefixCache:
-    """Keeps blocks of prompts in the pool, to be found by later prompts."""
+    """Holds blocks of prompts in the pool, to be found by later prompts."""
 
     def __init__(self, pool: BlockPool) -> None:
         self._pool = pool
@@ -75,28 +74,30 @@ class PrefixCache:
 
         With `num_top` only what was scored with so many alternatives or more is found.
         """
-        found = Match()
+        match = Match()
         node = self._root
-        for child, num_equal in self._walk(ids, limit):
+        for child, num_equal in self._walk_path(ids, limit):
             if not _has_scores(child, num_top):
                 break
-            first = found.length // self._pool.block_size
-            last = self._pool.blocks_for(found.length + num_equal)
-            found.blocks[first:] = child.blocks[: last - first]
+            first = match.length // self._pool.block_size
+            last = self._pool.num_blocks_for(match.length + num_equal)
+            match.blocks[first:] = child.blocks[: last - first]
             if child.reports is not None and num_top is not None:
-                start, end = max(0, found.length - 1), found.length + num_equal - 1
-                found.scores.append((child.reports, start, end))
-            found.length += num_equal
+                start, end = max(0, match.length - 1), match.length + num_equal - 1
+                match.scores.append((child.reports, start, end))
+            match.length += num_equal
             node = child
-        self._touch(node)
-        return found
+        self._mark_used(node)
+        return match
 
-    def _walk(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
+    def _walk_path(self, ids: list[int], end: int) -> Iterator[tuple[_Node, int]]:
         """Yield the nodes on the way of ids[:end], and how many of a node's tokens are equal."""
         node = self._root
         depth = 0
         while depth < end and (child := node.children.get(ids[depth])) is not None:
-            num_equal = count_equal(child.tokens, ids, depth, min(child.end, end))
+            num_equal = count_equal_tokens(
+                child.tokens, ids, depth, min(child.end, end)
+            )
             is_whole = num_equal == len(child.tokens)
             node = child
             depth = child.end
@@ -112,16 +113,16 @@ class PrefixCache:
         reports: list[TokenReport] | None,
         num_top: int,
     ) -> None:
-        """Keep the first `end` tokens of a prompt, which lie in `block_table`.
+        """Cache the first `end` tokens of a prompt, which lie in `block_table`.
 
         `reports` is the list that its scores with `num_top` alternatives are in, or will be.
         """
         node = self._root
-        for child, num_equal in self._walk(ids, end):
+        for child, num_equal in self._walk_path(ids, end):
             if num_equal < len(child.tokens):
                 if child.start + num_equal == end:
                     return
-                child = self._split(child, num_equal)
+                child = self._split_node(child, num_equal)
             if reports is not None and not _has_scores(child, num_top):
                 self._num_scores -= child.num_scores
                 child.reports = reports
@@ -131,51 +132,53 @@ class PrefixCache:
         if node.end < end:
             tokens = ids[node.end : end]
             first = node.end // self._pool.block_size
-            blocks = block_table[first : self._pool.blocks_for(end)]
+            blocks = block_table[first : self._pool.num_blocks_for(end)]
             leaf = _Node(
                 node, node.end, tokens, blocks, reports=reports, num_top=num_top
             )
-            self._pool.keep(blocks)
+            self._pool.mark_cached(blocks)
             self._num_scores += leaf.num_scores
             node.children[tokens[0]] = leaf
-            self._touch(leaf)
+            self._mark_used(leaf)
             self._evict_while(lambda: self._num_scores > MAX_SCORES)
 
     def evict(self, num_free: int) -> None:
-        """Drop the leaves used longest ago until the pool has `num_free` blocks, or no
-        more can."""
+        """Evict the leaves used longest ago until the pool has `num_free` blocks, if it can."""
         self._evict_while(lambda: self._pool.num_free < num_free)
 
-    def forget(self, ids: list[int], num_wanted: int) -> None:
-        """Drop a prompt behind its first tokens, if no other goes on there and no row
-        holds it."""
-        steps = self._walk(ids, len(ids))
+    def evict_tail(self, ids: list[int], num_wanted: int) -> None:
+        """Evict a prompt behind its first tokens, unless a row or another prompt needs it."""
+        steps = self._walk_path(ids, len(ids))
         path = [node for node, num_equal in steps if num_equal == len(node.tokens)]
         for node in reversed(path):
             is_held = self._pool.is_held(node.blocks[-1])
             if node.children or node.end <= num_wanted or is_held:
                 break
             if node.start < num_wanted:
-                self._split(node, num_wanted - node.start)  # leaves it the lower part
-            self._remove(node)
+                self._split_node(
+                    node, num_wanted - node.start
+                )  # leaves it the lower part
+            self._remove_leaf(node)
 
-    def withdraw(self, ids: list[int], start: int) -> None:
-        """Forget a prompt from token `start` on, and all behind it; rows keep their blocks."""
-        for node, num_equal in self._walk(ids, len(ids)):
+    def evict_from(self, ids: list[int], start: int) -> None:
+        """Evict a prompt from token `start` on, and all behind it; rows keep their blocks."""
+        for node, num_equal in self._walk_path(ids, len(ids)):
             if node.start + num_equal > start:
                 if node.start < start:
-                    self._split(node, start - node.start)  # leaves it the lower part
-                nodes = [node]
-                for each in nodes:
-                    nodes += each.children.values()
-                for each in reversed(nodes):
-                    self._remove(each)
+                    self._split_node(
+                        node, start - node.start
+                    )  # leaves it the lower part
+                below = [node]
+                for parent in below:
+                    below += parent.children.values()
+                for leaf in reversed(below):
+                    self._remove_leaf(leaf)
                 return
 
-    def drop_all(self) -> None:
-        """Forget every prefix. Rows that hold their blocks keep them."""
+    def evict_all(self) -> None:
+        """Evict every prefix. Rows that hold their blocks keep them."""
         for node in [*self._nodes]:
-            self._remove(node)
+            self._remove_leaf(node)
 
     def _evict_while(self, is_too_full: Callable[[], bool]) -> None:
         in_use: list[_Node] = []
@@ -184,23 +187,23 @@ class PrefixCache:
             if node.children or self._pool.is_held(node.blocks[-1]):
                 in_use.append(node)
             else:
-                self._remove(node)
+                self._remove_leaf(node)
         for node in reversed(in_use):
             self._nodes[node] = None
             self._nodes.move_to_end(node, last=False)
 
-    def _touch(self, node: _Node | None) -> None:
+    def _mark_used(self, node: _Node | None) -> None:
         """Note that a node is used, and those above it."""
         while node is not None and node is not self._root:
             self._nodes[node] = None
             self._nodes.move_to_end(node)
             node = node.parent
 
-    def _split(self, node: _Node, length: int) -> _Node:
+    def _split_node(self, node: _Node, length: int) -> _Node:
         """Cut a node after `length` of its tokens; return the upper part."""
         assert node.parent is not None and 0 < length < len(node.tokens)
         cut = node.start + length
-        num_upper = self._pool.blocks_for(cut) - node.start // self._pool.block_size
+        num_upper = self._pool.num_blocks_for(cut) - node.start // self._pool.block_size
         upper = _Node(
             node.parent,
             node.start,
@@ -211,9 +214,9 @@ class PrefixCache:
             node.num_top,
         )
         node.parent.children[upper.tokens[0]] = upper
-        self._touch(upper)
+        self._mark_used(upper)
         if cut % self._pool.block_size:  # both parts lie in the block that was cut
-            self._pool.keep(upper.blocks[-1:])
+            self._pool.mark_cached(upper.blocks[-1:])
             num_upper -= 1
         node.parent = upper
         node.start = cut
@@ -221,20 +224,20 @@ class PrefixCache:
         node.blocks = node.blocks[num_upper:]
         return upper
 
-    def _remove(self, leaf: _Node) -> None:
+    def _remove_leaf(self, leaf: _Node) -> None:
         parent = leaf.parent
         assert parent is not None
         del parent.children[leaf.tokens[0]]
         self._nodes.pop(leaf, None)  # it is not there while it is evicted
         self._num_scores -= leaf.num_scores
-        self._pool.drop(leaf.blocks)
+        self._pool.unmark_cached(leaf.blocks)
 
 
 def _has_scores(node: _Node, num_top: int | None) -> bool:
     return num_top is None or (node.reports is not None and node.num_top >= num_top)
 
 
-def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
+def count_equal_tokens(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     """Count how many of `tokens` equal those of ids[start:end], from the first on."""
     others = ids[start:end]
     if tokens[: len(others)] == others:
@@ -244,8 +247,8 @@ def count_equal(tokens: list[int], ids: list[int], start: int, end: int) -> int:
     )
 
 
-def memory_key(ids: list[int]) -> list[int]:
-    """Return the path in the tree of what an encoder gave for a prompt.
+def encoder_output_key(ids: list[int]) -> list[int]:
+    """Return the path in the tree of a prompt's encoder output.
 
     An encoder's tokens see each other, so that only whole prompts are alike: one number below 0,
     which no token has, stands for each of them.

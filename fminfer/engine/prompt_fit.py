@@ -1,5 +1,4 @@
-"""Prompts as ids that fit the model's context beside what is to be drawn, or are cut to
-fit it."""
+"""Fits prompts, as ids, into the model's context beside what is to be drawn."""
 
 from __future__ import annotations
 
@@ -45,7 +44,7 @@ class KvSize:
     num_blocks: int
     block_size: int  # tokens
 
-    def most_draws(self, num_prompt_tokens: int, num_sequences: int) -> int:
+    def max_draws(self, num_prompt_tokens: int, num_sequences: int) -> int:
         """Return how many tokens each sequence of a prompt can draw; below 1 if none."""
         num_common = num_prompt_tokens // self.block_size  # full blocks that they share
         num_blocks = self.num_blocks + (num_sequences - 1) * num_common
@@ -101,15 +100,14 @@ class PromptFit:
         return self.params.echo and self.params.logprobs is not None
 
     def encode(self, prompt: str | list[int]) -> EncodedPrompt:
-        """Return a prompt as ids that fit the context, with the text and offsets that
-        it needs."""
+        """Return a prompt as ids that fit the context, with its text and offsets if needed."""
         if isinstance(prompt, str):
             return self.cut_to_fit(
                 self._encode_text(prompt, self.params.add_special_tokens)
             )
         check_ids(prompt, self.limits.vocab_size, self.source, OTHER_MODEL)
         encoded = self.cut_to_fit(EncodedPrompt(prompt, "", []))
-        return encoded if encoded.num_cut else self._describe_if_told(prompt)
+        return encoded if encoded.num_cut else self._describe_if_returned(prompt)
 
     def encode_source(self, prompt: str | list[int]) -> EncodedPrompt:
         """Return what the encoder reads, which has the whole context for itself."""
@@ -120,10 +118,10 @@ class PromptFit:
             prompt
         )
 
-    def encode_start(self, source: EncodedPrompt) -> EncodedPrompt:
+    def encode_decoder_start(self, source: EncodedPrompt) -> EncodedPrompt:
         """Return what the decoder goes on from: the model's own start, and `decoder_prompt`."""
-        given = self.params.decoder_prompt
-        if self.is_scored and not given:
+        decoder_prompt = self.params.decoder_prompt
+        if self.is_scored and not decoder_prompt:
             raise RequestError(
                 "unsupported_parameter",
                 "echo with logprobs scores what a decoder is given, and this model's "
@@ -133,22 +131,26 @@ class PromptFit:
             )
         fit = replace(self, source="decoder_prompt", is_cut=False)
         # not what forces a BOS
-        start = [*(self.limits.start_ids or ())][: 1 if given else None]
-        if isinstance(given, str) and given:
-            own = fit._encode_text(
-                check_text(given, fit.source), adds_special_tokens=False
+        start = [*(self.limits.start_ids or ())][: 1 if decoder_prompt else None]
+        if isinstance(decoder_prompt, str) and decoder_prompt:
+            encoded = fit._encode_text(
+                check_text(decoder_prompt, fit.source), adds_special_tokens=False
             )
         else:
-            check_ids(given or (), self.limits.vocab_size, fit.source, OTHER_MODEL)
-            own = fit._describe_if_told([*(given or ())])
-        text = source.text if self.params.echo and not given else own.text
-        offsets = [0] * len(start) + own.offsets if own.offsets else []
-        return fit._fit(replace(own, ids=start + own.ids, text=text, offsets=offsets))
+            check_ids(
+                decoder_prompt or (), self.limits.vocab_size, fit.source, OTHER_MODEL
+            )
+            encoded = fit._describe_if_returned([*(decoder_prompt or ())])
+        text = source.text if self.params.echo and not decoder_prompt else encoded.text
+        offsets = [0] * len(start) + encoded.offsets if encoded.offsets else []
+        return fit._cut_to_context(
+            replace(encoded, ids=start + encoded.ids, text=text, offsets=offsets)
+        )
 
     def _encode_text(self, text: str, adds_special_tokens: bool) -> EncodedPrompt:
         if not self.tokenizer.has_words:
-            raise needs_words(f"{self.source} is text", self.source)
-        self.refuse_giant(text)
+            raise no_tokenizer_error(f"{self.source} is text", self.source)
+        self.check_text_size(text)
         encoded = self.tokenizer.encode(
             text, with_offsets=self.is_scored, add_special_tokens=adds_special_tokens
         )
@@ -162,34 +164,34 @@ class PromptFit:
         check_ids(encoded.ids, self.limits.vocab_size, self.source, MORE_TOKENS)
         return replace(encoded, is_whole_text=True)
 
-    def _describe_if_told(self, ids: list[int]) -> EncodedPrompt:
+    def _describe_if_returned(self, ids: list[int]) -> EncodedPrompt:
         needs_text = bool(ids) and (
             self.params.echo or self.params.logprobs is not None
         )
-        return self.describe(ids) if needs_text else EncodedPrompt(ids, "", [])
+        return self.describe_ids(ids) if needs_text else EncodedPrompt(ids, "", [])
 
     def cut_to_fit(self, encoded: EncodedPrompt) -> EncodedPrompt:
         """Return a prompt as its request and then the run cuts it."""
         is_framed = encoded.is_whole_text and self.params.add_special_tokens
         front, back = self.tokenizer.added_ids if is_framed else ([], [])
         added = (len(front), len(back))
-        wished = self._truncate(encoded, added)
-        fitting = self._fit(wished, added)
+        wished = self._cut_to_request(encoded, added)
+        fitting = self._cut_to_context(wished, added)
         if fitting is not wished:
             self.warn(
                 RowWarning(f"prompts were cut by --on-too-long {self.on_too_long}")
             )
         return fitting
 
-    def refuse_giant(self, prompt: str) -> None:
-        """Refuse what cannot fit before it is tokenized, which takes 300 times its size."""
+    def check_text_size(self, prompt: str) -> None:
+        """Check that a text can fit before it is tokenized, which takes 300 times its size."""
         if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
             return
         least = self.tokenizer.least_tokens(prompt)
-        if least <= self._room:
+        if least <= self._max_prompt_tokens:
             return
         if self.on_too_long == "error" and self.params.truncate_prompt_tokens is None:
-            raise self._too_long(least, about="at least ")
+            raise self._too_long_error(least, about="at least ")
         most = MAX_OWN_CUT_CHARS if self.on_too_long == "error" else MAX_CUT_CHARS
         if len(prompt) > most:
             raise RequestError(
@@ -199,48 +201,53 @@ class PromptFit:
                 self.source,
             )
 
-    def _truncate(self, encoded: EncodedPrompt, added: Ends) -> EncodedPrompt:
+    def _cut_to_request(self, encoded: EncodedPrompt, added: Ends) -> EncodedPrompt:
         """Return the prompt, cut to `truncate_prompt_tokens`."""
         wished = self.params.truncate_prompt_tokens
         num_tokens = len(encoded.ids)
         if wished == -1:
-            wished = self._room if num_tokens <= self._room else self._room_of_cut
+            wished = (
+                self._max_prompt_tokens
+                if num_tokens <= self._max_prompt_tokens
+                else self._max_cut_tokens
+            )
         if wished is None or not 0 < wished < num_tokens:
             return encoded
-        return self._cut(encoded, wished, self.params.truncation_side, added)
+        return self._cut_ids(encoded, wished, self.params.truncation_side, added)
 
-    def _fit(self, encoded: EncodedPrompt, added: Ends = (0, 0)) -> EncodedPrompt:
-        """Return the prompt if it fits the context; cut or refuse it otherwise.
+    def _cut_to_context(
+        self, encoded: EncodedPrompt, added: Ends = (0, 0)
+    ) -> EncodedPrompt:
+        """Return the prompt if it fits the context; otherwise cut it, or raise a RequestError.
 
         The tokenizer's special tokens, or BOS, stay also if ids or a chat template contain them.
         """
-        if len(encoded.ids) <= self._room:
+        if len(encoded.ids) <= self._max_prompt_tokens:
             return encoded
-        room = self._room_of_cut
+        room = self._max_cut_tokens
         if self.on_too_long == "error" or room < 1:
-            raise self._too_long(len(encoded.ids))
+            raise self._too_long_error(len(encoded.ids))
         start: list[int | None] = [*self.tokenizer.added_ids[0]] or [
             self.tokenizer.bos_id
         ]
         if encoded.ids[: len(start)] == start:
             added = (len(start), added[1])
-        return self._cut(
+        return self._cut_ids(
             encoded, room, self.on_too_long.removeprefix("truncate-"), added
         )
 
-    def describe(self, ids: list[int]) -> EncodedPrompt:
+    def describe_ids(self, ids: list[int]) -> EncodedPrompt:
         return self.tokenizer.describe_ids(
             ids,
             with_offsets=self.is_scored,
             skip_special_tokens=self.params.skip_special_tokens,
         )
 
-    def settle(self, num_prompt_tokens: int) -> SamplingParams:
-        """Return the params with the `max_tokens` that the context leaves a chat that
-        does not say.
+    def settle_max_tokens(self, num_prompt_tokens: int) -> SamplingParams:
+        """Return the params with the `max_tokens` that the context leaves.
 
-        No default may make a request impossible: what the KV cache cannot hold, or more logprobs
-        than a line may have.
+        That is for a chat which does not say it. No default may make a request impossible,
+        through what the KV cache cannot hold, or more logprobs than a line may have.
         """
         params = self.params
         kv = self.limits.kv_size
@@ -251,7 +258,7 @@ class PromptFit:
             params.max_tokens, self.limits.context_length - num_prompt_tokens
         )
         if kv is not None:
-            most = min(most, kv.most_draws(num_prompt_tokens, params.num_candidates))
+            most = min(most, kv.max_draws(num_prompt_tokens, params.num_candidates))
         if params.logprobs is not None:
             most = min(most, MAX_ENTRIES // (num_choices * (1 + params.logprobs)))
         most = max(1, params.min_tokens, most)
@@ -260,7 +267,7 @@ class PromptFit:
         return replace(params, max_tokens=most)
 
     @property
-    def _room(self) -> int:
+    def _max_prompt_tokens(self) -> int:
         """How many tokens a prompt may have."""
         if self.fills_context:
             return self.limits.context_length - max(1, self.params.min_tokens)
@@ -271,15 +278,17 @@ class PromptFit:
         return self.limits.context_length + is_scored_only - self.params.max_tokens
 
     @property
-    def _room_of_cut(self) -> int:
-        """How many a cut prompt may have: beside what completions draw, if a chat does
-        not say."""
+    def _max_cut_tokens(self) -> int:
+        """How many tokens a cut prompt may have.
+
+        If a chat does not say `max_tokens`, it leaves room for what completions draw.
+        """
         if not self.fills_context:
-            return self._room
+            return self._max_prompt_tokens
         least = max(DEFAULTS.max_tokens, self.params.min_tokens)
         return self.limits.context_length - min(least, self.params.max_tokens)
 
-    def _too_long(self, num_prompt: int, about: str = "") -> RequestError:
+    def _too_long_error(self, num_prompt: int, about: str = "") -> RequestError:
         context = self.limits.context_length
         max_tokens = self.params.max_tokens
         if self.is_source:
@@ -290,27 +299,27 @@ class PromptFit:
                 f"it cut by {CUT}",
                 self.source,
             )
-        asked = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
+        needs = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
         if self.fills_context:
             least = self.params.min_tokens
-            asked = (
+            needs = (
                 f" and min_tokens is {least}"
                 if least > 1
                 else ", and one more is to be drawn"
             )
         remedy = f"Shorten the prompt or lower max_tokens, or have it cut by {CUT}"
-        if self._room < 1:  # for any prompt
+        if self._max_prompt_tokens < 1:  # for any prompt
             name = "min_tokens" if self.fills_context else "max_tokens"
             remedy = f"Lower {name}, which leaves no place for a prompt"
         return RequestError(
             "context_length_exceeded",
-            f"the prompt has {about}{with_noun(num_prompt, 'token')}{asked}; this "
+            f"the prompt has {about}{with_noun(num_prompt, 'token')}{needs}; this "
             "model's maximum "
             f"context length is {context} tokens. {remedy}",
             "max_tokens" if num_prompt < context else self.source,
         )
 
-    def _cut(
+    def _cut_ids(
         self, encoded: EncodedPrompt, room: int, side: str, added: Ends
     ) -> EncodedPrompt:
         """Cut a prompt to `room` tokens, but keep the special tokens at both ends."""
@@ -327,22 +336,22 @@ class PromptFit:
 
         kept = ends[0] + text + ends[1]
         num_cut = encoded.num_cut + len(ids) - len(kept)
-        return replace(self.describe(kept), num_cut=num_cut)
+        return replace(self.describe_ids(kept), num_cut=num_cut)
 
 
-def needs_words(found: str, param: str) -> RequestError:
+def no_tokenizer_error(reason: str, param: str) -> RequestError:
     """Return the error of a text in a run without a tokenizer."""
     instead = {"stop": "stop_token_ids", "bad_words": "logit_bias"}
     return RequestError(
         "unsupported_parameter",
-        f"{found}, and this run has no tokenizer; give "
+        f"{reason}, and this run has no tokenizer; give "
         f"{instead.get(param, 'a prompt of token ids')}, or run without --skip-tokenizer-init",
         param,
     )
 
 
 def check_ids(ids: Iterable[int], vocab_size: int, param: str, hint: str) -> None:
-    """Refuse ids that the model does not have."""
+    """Check that the model has these ids."""
     for place, token_id in enumerate(ids):
         if not 0 <= token_id < vocab_size:
             raise RequestError(
@@ -354,7 +363,7 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str, hint: str) -> Non
 
 
 def check_room(state: RequestState, scheduler: Scheduler) -> None:
-    """Refuse a request of which the KV cache could not hold each prompt alone."""
+    """Check that the KV cache could hold each prompt of a request alone."""
     params = state.prepared.params
     name, num = (
         ("best_of", params.best_of) if params.best_of > params.n else ("n", params.n)

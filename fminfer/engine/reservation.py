@@ -1,4 +1,4 @@
-"""The KV blocks of sequences: reserved when a prompt is admitted, shared, copied, given back."""
+"""The KV blocks of sequences: reserved when a prompt is admitted, shared, copied, freed."""
 
 from __future__ import annotations
 
@@ -6,14 +6,14 @@ import math
 from collections.abc import Iterable
 
 from fminfer.engine.blocks import BlockPool
-from fminfer.engine.packing import Copies, PackedRow, Slots
-from fminfer.engine.prefix import Match, PrefixCache, memory_key
+from fminfer.engine.packing import BlockCopies, PackedRow, Slots
+from fminfer.engine.prefix import Match, PrefixCache, encoder_output_key
 from fminfer.engine.sequence import PromptState, Sequence
 
-MIN_SEEN = 8  # ended rows before their lengths tell anything
+MIN_ROWS_SEEN = 8  # ended rows before their lengths tell anything
 # until then; of chats that may fill a context of 100,000 several run at once
-MOST_UNSEEN = 1024
-MEMORY = 64  # about so many of the last rows count
+MAX_FIRST_GUESS = 1024
+WINDOW = 64  # rows in the moving averages of lengths
 
 
 class ExpectedLengths:
@@ -25,24 +25,24 @@ class ExpectedLengths:
 
     def learn(self, max_tokens: int, length: int) -> None:
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
-        share = max(1 / (count + 1), 1 / MEMORY)
+        share = max(1 / (count + 1), 1 / WINDOW)
         mean += share * (length - mean)
         square += share * (length**2 - square)
         self._seen[max_tokens.bit_length()] = (count + 1, mean, square)
 
-    def expect(self, max_tokens: int) -> int:
+    def predict(self, max_tokens: int) -> int:
         """Return how many tokens to reserve: mean and one deviation, or a first guess."""
         count, mean, square = self._seen.get(max_tokens.bit_length(), (0, 0.0, 0.0))
-        if count < MIN_SEEN:
-            return min(max_tokens, MOST_UNSEEN)
+        if count < MIN_ROWS_SEEN:
+            return min(max_tokens, MAX_FIRST_GUESS)
         deviation = math.sqrt(max(0.0, square - mean**2))
         return min(max_tokens, math.ceil(mean + deviation))
 
 
 class KvReservation:
-    """Gives sequences their blocks and takes them back.
+    """Allocates the blocks of sequences, and frees them.
 
-    Blocks may be given back while a step in flight still reads or writes them. Whoever gets them
+    Blocks may be freed while a step in flight still reads or writes them. Whoever gets them
     next uses them in later steps, and every stage computes its steps in order. Copies are no
     exception: a step makes them before its rows, and reads all sources before it writes.
     """
@@ -59,16 +59,19 @@ class KvReservation:
     def clear(self) -> None:
         self._pool.clear()
         self.prefixes.clear()
-        self._copies: Copies = []  # to be made by the next step
+        self._copies: BlockCopies = []  # that the next step makes
         self.slots.clear()
 
     @property
     def num_sequences(self) -> int:
-        return self.slots.num_taken
+        return self.slots.num_used
 
     def fits(self, prompt: PromptState) -> bool:
         """Return whether the pool could hold the prompt if it were alone."""
-        return self._num_blocks(prompt, prompt.num_kv_tokens) <= self._pool.num_blocks
+        return (
+            self._num_blocks_needed(prompt, prompt.num_kv_tokens)
+            <= self._pool.num_blocks
+        )
 
     def find_prefix(self, prompt: PromptState) -> Match:
         """Find the prefix that need not be fed; for a scored prompt, with its scores."""
@@ -84,46 +87,53 @@ class KvReservation:
     def reserve(
         self, prompt: PromptState, match: Match, *, at_all_costs: bool = False
     ) -> bool:
-        """Give a prompt its blocks, those that `find_prefix` has just found first;
-        False: no room.
+        """Allocate a prompt's blocks behind those that `find_prefix` has found.
 
-        `at_all_costs` may empty the prefix cache; it succeeds if `would_fit` says so.
+        False: there is no room. `at_all_costs` may empty the prefix cache; it succeeds if
+        `would_fit` says so.
         """
         num_full, num_rest = divmod(match.length, self._pool.block_size)
         shared = match.blocks[:num_full]
-        memory = self._find_memory(prompt)
-        self._pool.share(shared + memory)
-        num_expected = self._num_expected(prompt)
-        num_needed = self._num_blocks(prompt, num_expected) - num_full - len(memory)
-        if not self._make_room(num_needed, at_all_costs=at_all_costs):
-            self._pool.release(shared + memory)
+        cross_blocks = self._find_encoder_output(prompt)
+        self._pool.share(shared + cross_blocks)
+        num_expected = self._num_expected_tokens(prompt)
+        num_needed = (
+            self._num_blocks_needed(prompt, num_expected) - num_full - len(cross_blocks)
+        )
+        if not self._free_blocks(num_needed, at_all_costs=at_all_costs):
+            self._pool.release(shared + cross_blocks)
             if self.num_sequences > 0 or not match.length:
                 return False
             # Nothing runs, and what is in the way is the prefix's own: feed the prompt whole.
             self.prefixes.evict(self._pool.num_blocks)
             return self.reserve(prompt, Match())
-        prompt.has_taken_memory = bool(memory)
-        if prompt.source is not None and not memory:
-            memory = self._pool.allocate(self._pool.blocks_for(len(prompt.source.ids)))
-        self._hand_out(prompt, shared, self._pool.blocks_for(num_expected), memory)
+        prompt.shares_encoder_output = bool(cross_blocks)
+        if prompt.source is not None and not cross_blocks:
+            cross_blocks = self._pool.allocate(
+                self._pool.num_blocks_for(len(prompt.source.ids))
+            )
+        self._assign_blocks(
+            prompt, shared, self._pool.num_blocks_for(num_expected), cross_blocks
+        )
         if num_rest:  # the next block is used in part: this prompt goes on in a copy
             copy = prompt.sequences[0].block_table[num_full]
             self._copies.append((match.blocks[num_full], copy))
-        prompt.num_fed = prompt.num_taken = match.length
-        if not prompt.again:
-            of_memory = len(prompt.ids_to_read) if prompt.has_taken_memory else 0
-            prompt.num_cached = match.length + of_memory
+        prompt.num_fed = prompt.num_reused = match.length
+        if not prompt.ids_to_refeed:
+            num_read = len(prompt.ids_to_read) if prompt.shares_encoder_output else 0
+            prompt.num_cached = match.length + num_read
             prompt.shared_scores = match.scores
         return True
 
     def would_fit(
         self, prompt: PromptState, match: Match, leaving: Iterable[Sequence]
     ) -> bool:
-        """Return whether the prompt would have room if those sequences gave back their
-        blocks."""
+        """Return whether the prompt would have room if those sequences freed their blocks."""
         num_full = match.length // self._pool.block_size
-        shared = match.blocks[:num_full] + self._find_memory(prompt)
-        num_needed = self._num_blocks(prompt, self._num_expected(prompt)) - len(shared)
+        shared = match.blocks[:num_full] + self._find_encoder_output(prompt)
+        num_needed = self._num_blocks_needed(
+            prompt, self._num_expected_tokens(prompt)
+        ) - len(shared)
         self._pool.share(shared)
         num_left = self._pool.num_held_only_by(
             row.block_table + row.cross_table for row in leaving
@@ -132,41 +142,43 @@ class KvReservation:
         self._pool.release(shared)
         return num_needed <= num_free + num_left
 
-    def num_left_beside(self, prompt: PromptState) -> int:
+    def num_rows_left_beside(self, prompt: PromptState) -> int:
         """Count further rows like a prompt's that find blocks once the prompt has its own."""
-        num_blocks = self._num_blocks(prompt, self._num_expected(prompt))
+        num_blocks = self._num_blocks_needed(prompt, self._num_expected_tokens(prompt))
         num_left = self._pool.num_free + self._pool.num_idle - num_blocks
         return num_left * len(prompt.sequences) // num_blocks
 
-    def grow(self, sequence: Sequence) -> bool:
-        """Give a sequence a block for its newest token, if it needs one; False: none is left."""
+    def allocate_next_block(self, sequence: Sequence) -> bool:
+        """Allocate a block for the newest token, if it needs one; False: none is left."""
         while sequence.position >= len(sequence.block_table) * self._pool.block_size:
-            if not self._make_room(1):
+            if not self._free_blocks(1):
                 return False
             sequence.block_table += self._pool.allocate(1)
         return True
 
-    def give_back(self, sequence: Sequence) -> None:
-        """Take a sequence's blocks."""
-        # one that was to fill a block of it must not fill the next owner's
+    def free_blocks(self, sequence: Sequence) -> None:
+        """Free a sequence's blocks and slots."""
+        # a copy that was to fill a block of it must not fill the next owner's
         if self._copies:
-            own = set(sequence.block_table)
-            self._copies = [copy for copy in self._copies if copy[1] not in own]
+            freed = set(sequence.block_table)
+            self._copies = [copy for copy in self._copies if copy[1] not in freed]
         self._pool.release(sequence.block_table + sequence.cross_table)
         sequence.block_table = []
         sequence.cross_table = []
         sequence.prompt.owner.num_running -= 1
-        self.slots.give_back(sequence)
+        self.slots.free(sequence)
 
-    def take_copies(self, rows: list[PackedRow]) -> Copies:
-        """Return the copies that a step of `rows` makes; those that it calls for come next."""
+    def pop_copies(self, rows: list[PackedRow]) -> BlockCopies:
+        """Return the copies that a step of `rows` makes; those that it needs come next."""
         copies = self._copies
         self._copies = [
-            copy for row in rows for copy in row.copies_after(self._pool.block_size)
+            copy
+            for row in rows
+            for copy in row.list_copies_after(self._pool.block_size)
         ]
         return copies
 
-    def keep_prefix(self, prompt: PromptState, num_fed: int) -> None:
+    def cache_prefix(self, prompt: PromptState, num_fed: int) -> None:
         """Let later prompts share what was fed, or is fed by the step being formed."""
         if not self.shares or prompt.is_apart or prompt.source is not None:
             return
@@ -175,105 +187,114 @@ class KvReservation:
         num_tokens = min(num_fed, len(prompt.ids))
         self.prefixes.insert(prompt.ids, num_tokens, table, reports, prompt.num_top)
 
-    def keep_memory(self, prompt: PromptState) -> None:
-        """Let later prompts share the memory that the step being formed stores."""
+    def cache_encoder_output(self, prompt: PromptState) -> None:
+        """Let later prompts share the encoder output that the step being formed stores."""
         if self.shares and not prompt.is_apart:
-            key = memory_key(prompt.ids_to_read)
+            key = encoder_output_key(prompt.ids_to_read)
             self.prefixes.insert(
                 key, len(key), prompt.sequences[0].cross_table, None, 0
             )
 
-    def withdraw_prefix(self, prompt: PromptState) -> bool:
-        """Stop sharing what a prompt computed, which may be spoiled; return whether it
-        shared."""
+    def stop_sharing(self, prompt: PromptState) -> bool:
+        """Stop sharing a prompt's blocks, which may be spoiled; return whether it shared."""
         if prompt.is_apart:
             return False
         if prompt.source is not None:
-            self.prefixes.withdraw(memory_key(prompt.source.ids), 0)
-            return prompt.has_taken_memory
+            self.prefixes.evict_from(encoder_output_key(prompt.source.ids), 0)
+            return prompt.shares_encoder_output
         # The last token of a scored prefix was fed again.
-        num_taken = prompt.num_taken + prompt.wants_scores if prompt.num_taken else 0
-        self.prefixes.withdraw(prompt.ids, num_taken)
-        return num_taken > 0
+        num_reused = prompt.num_reused + prompt.wants_scores if prompt.num_reused else 0
+        self.prefixes.evict_from(prompt.ids, num_reused)
+        return num_reused > 0
 
-    def check_idle(self) -> None:
+    def check_books(self) -> None:
         assert self.num_sequences == 0, "a sequence was forgotten"
         assert not self._copies, "a copy is left over"
-        self._pool.check_idle()
+        self._pool.check_books()
 
-    def _num_blocks(self, prompt: PromptState, num_kv_tokens: int) -> int:
-        each = self._pool.blocks_for(num_kv_tokens)
-        of_memory = (
+    def _num_blocks_needed(self, prompt: PromptState, num_kv_tokens: int) -> int:
+        num_each = self._pool.num_blocks_for(num_kv_tokens)
+        num_of_encoder = (
             0
             if prompt.source is None
-            else self._pool.blocks_for(len(prompt.source.ids))
+            else self._pool.num_blocks_for(len(prompt.source.ids))
         )
-        own = each + (len(prompt.sequences) - 1) * (each - self._num_common(prompt))
-        return own + of_memory
+        num_further = num_each - self._num_common_blocks(prompt)
+        return num_each + (len(prompt.sequences) - 1) * num_further + num_of_encoder
 
-    def _find_memory(self, prompt: PromptState) -> list[int]:
-        """Return the blocks of a memory that need not be made; none: it must be."""
+    def _find_encoder_output(self, prompt: PromptState) -> list[int]:
+        """Return the blocks of a cached encoder output; none: it must be computed."""
         if prompt.source is None or prompt.is_apart:
             return []
-        key = memory_key(prompt.source.ids)
+        key = encoder_output_key(prompt.source.ids)
         return self.prefixes.match(key, len(key), None).blocks
 
-    def _num_common(self, prompt: PromptState) -> int:
+    def _num_common_blocks(self, prompt: PromptState) -> int:
         """Return how many full blocks of the prompt all its sequences share."""
         return prompt.num_to_feed // self._pool.block_size
 
-    def _num_expected(self, prompt: PromptState) -> int:
+    def _num_expected_tokens(self, prompt: PromptState) -> int:
         """Return the tokens of KV cache that each sequence of it is admitted with."""
         # candidates run together, or not at all
-        if prompt.again or len(prompt.sequences) > 1:
+        if prompt.ids_to_refeed or len(prompt.sequences) > 1:
             return prompt.num_kv_tokens
-        return prompt.kv_tokens_for(self.expected.expect(prompt.params.max_tokens))
+        return prompt.num_kv_tokens_for(self.expected.predict(prompt.params.max_tokens))
 
-    def _make_room(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
+    def _free_blocks(self, num_blocks: int, *, at_all_costs: bool = False) -> bool:
         """Free so many blocks by evicting prefixes; False: there are not enough."""
         if self._pool.num_free + self._pool.num_idle < num_blocks:
             return False
         self.prefixes.evict(num_blocks)
         # A prefix that goes on in blocks that are held is not evicted, though itself idle.
         if at_all_costs and self._pool.num_free < num_blocks:
-            self.prefixes.drop_all()
+            self.prefixes.evict_all()
         return self._pool.num_free >= num_blocks
 
-    def _hand_out(
-        self, prompt: PromptState, shared: list[int], each: int, memory: list[int]
+    def _assign_blocks(
+        self,
+        prompt: PromptState,
+        shared: list[int],
+        num_each: int,
+        cross_blocks: list[int],
     ) -> None:
         first, *others = prompt.sequences
-        first.block_table = shared + self._pool.allocate(each - len(shared))
-        first.cross_table = memory
-        common = first.block_table[: self._num_common(prompt)]
+        first.block_table = shared + self._pool.allocate(num_each - len(shared))
+        first.cross_table = cross_blocks
+        common = first.block_table[: self._num_common_blocks(prompt)]
         for sequence in others:
-            self._pool.share(common + memory)
-            sequence.cross_table = memory
-            sequence.block_table = common + self._pool.allocate(each - len(common))
+            self._pool.share(common + cross_blocks)
+            sequence.cross_table = cross_blocks
+            sequence.block_table = common + self._pool.allocate(num_each - len(common))
         for sequence in prompt.sequences:
-            self.slots.take(sequence)
+            self.slots.allocate(sequence)
         prompt.owner.num_running += len(prompt.sequences)
 
 
-def rows_below(priority: int, sequences: Iterable[Sequence]) -> list[Sequence]:
+def list_preemptible_rows(
+    priority: int, sequences: Iterable[Sequence]
+) -> list[Sequence]:
     """List the rows that a prompt may preempt: the lowest priority first, then the latest."""
     rows = [
         sequence
         for sequence in sequences
         if sequence.prompt.priority < priority and len(sequence.prompt.sequences) == 1
     ]
-    return sorted(rows, key=lambda row: (row.prompt.priority, -row.prompt.number))
+    return sorted(
+        rows, key=lambda row: (row.prompt.priority, -row.prompt.admission_number)
+    )
 
 
-def first_to_go(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
+def choose_victim(sequence: Sequence, ready: Iterable[Sequence]) -> Sequence:
     """Choose the row to preempt when no block is left for a running row: itself or a ready one.
 
     A row is preempted once, or for one of higher priority.
     """
     rows = [sequence]
-    for each in ready:
-        prompt = each.prompt
-        is_lower = each.prompt.priority < sequence.prompt.priority
-        if len(prompt.sequences) == 1 and (not prompt.again or is_lower):
-            rows.append(each)
-    return max(rows, key=lambda row: (-row.prompt.priority, row.prompt.number))
+    for row in ready:
+        prompt = row.prompt
+        is_lower = prompt.priority < sequence.prompt.priority
+        if len(prompt.sequences) == 1 and (not prompt.ids_to_refeed or is_lower):
+            rows.append(row)
+    return max(
+        rows, key=lambda row: (-row.prompt.priority, row.prompt.admission_number)
+    )

@@ -18,34 +18,36 @@ from fminfer.text.detokenizer import Detokenizer
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative
 
 
-def take_result(
+def apply_result(
     planned: PlannedStep, result: StepResult, scheduler: Scheduler
 ) -> Iterator[Sequence]:
-    """Give a step's results to its prompts and sequences; yield the sequences that are
-    finished."""
-    _take_read(planned, result, scheduler)
-    scores = _reports(result.of("prompt scores"))
+    """Give a step's results to its prompts and sequences; yield the finished sequences."""
+    _apply_encoder_result(planned, result, scheduler)
+    scores = _make_reports(result.of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
-        yield from _take_score(prompt, report, scheduler)
-    draws = _reports(result.of("tokens"))
+        yield from _add_score(prompt, report, scheduler)
+    draws = _make_reports(result.of("tokens"))
     for sequence, report in zip(planned.sequences, draws, strict=True):
-        # One that is not fed at all: its first sequence had it fed again, just now.
+        # A prompt that is not fed at all: its first sequence had it fed again, just now.
         if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:
-            yield from _take_token(sequence, report, scheduler)
+            yield from _add_drawn_token(sequence, report, scheduler)
 
 
-def _take_read(planned: PlannedStep, result: StepResult, scheduler: Scheduler) -> None:
+def _apply_encoder_result(
+    planned: PlannedStep, result: StepResult, scheduler: Scheduler
+) -> None:
     vectors = result.vectors
     first = 0
     now_s = time.perf_counter()
     for place, prompt in enumerate(planned.read_prompts):
-        own = slice(first, first + len(prompt.ids_to_read))
-        first = first + len(prompt.ids_to_read)
+        last = first + len(prompt.ids_to_read)
+        hidden = vectors[first:last]
+        first = last
         state = prompt.owner
         if state.is_cancelled:
             continue
         if not prompt.is_pooled:
-            scheduler.take_memory(prompt, vectors[own].reshape(-1))
+            scheduler.set_encoder_output(prompt, hidden.reshape(-1))
             continue
         prompt.vector = vectors[place].view(np.float32)
         if state.times is not None and state.times.first_token_s is None:
@@ -54,31 +56,31 @@ def _take_read(planned: PlannedStep, result: StepResult, scheduler: Scheduler) -
             state.error = _nan_error(f"prompt {prompt.index}", "numbers")
 
 
-def _take_score(
+def _add_score(
     prompt: PromptState, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     if prompt.shared_scores:
-        prompt.take_shared_scores()
+        prompt.copy_shared_scores()
     prompt.reports.append(report)
     is_last = len(prompt.reports) == len(prompt.ids) - 1
     if prompt.params.max_tokens > 0 or not is_last or prompt.owner.is_cancelled:
         return
-    if not _feeds_again(prompt, scheduler):
+    if not _judge_first_result(prompt, scheduler):
         for sequence in prompt.sequences:
             sequence.finish_reason = "length"
             yield sequence
 
 
-def _take_token(
+def _add_drawn_token(
     sequence: Sequence, report: TokenReport, scheduler: Scheduler
 ) -> Iterator[Sequence]:
     prompt = sequence.prompt
     state = sequence.prompt.owner
     if prompt.shared_scores:
-        prompt.take_shared_scores()
+        prompt.copy_shared_scores()
     if math.isnan(report.logprob):
         prompt.nan_at = prompt.nan_at or f"generated token {len(sequence.tokens)}"
-    if _feeds_again(prompt, scheduler):
+    if _judge_first_result(prompt, scheduler):
         return
     assert state.times is not None, "a row ran before it was admitted"
     if state.times.first_token_s is None:
@@ -87,35 +89,35 @@ def _take_token(
         sequence.finish_reason = "stop"
     else:
         try:
-            advance(sequence, report)
-            _go_on(sequence, scheduler)
+            append_token(sequence, report)
+            _prepare_next_draw(sequence, scheduler)
         except RequestError as error:
             state.error = error
             sequence.finish_reason = "stop"
     if sequence.finish_reason is None:
-        scheduler.resume(sequence)
+        scheduler.resume_sequence(sequence)
     else:
         yield sequence
 
 
-def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
+def _prepare_next_draw(sequence: Sequence, scheduler: Scheduler) -> None:
     """Find what a sequence may draw next; tokens without an alternative are drawn at once.
 
-    Those are fed together with the next one. Where logprobs are told, or choose among
-    candidates, the model must see each.
+    Those are fed together with the next one. Where logprobs are returned, or choose
+    among candidates, the model must see each.
     """
     params = sequence.prompt.params
     bans = sequence.prompt.bans
     matcher = sequence.matcher
     if matcher is None:
         if bans is not None and sequence.finish_reason is None:
-            bans.check(len(sequence.tokens), sequence.banned_ids)
+            bans.require_token(len(sequence.tokens), sequence.banned_ids)
         return
     max_unfed = min(MAX_UNFED, scheduler.shape.chunk_size)  # in one step
     needs_logprobs = params.logprobs is not None or params.best_of > params.n
     while sequence.finish_reason is None:
         matcher.take(sequence.tokens[-1].token_id)
-        sequence.find_mask()
+        sequence.update_mask()
         few = sequence.mask.few if sequence.mask is not None else None
         if (
             few is None
@@ -124,14 +126,14 @@ def _go_on(sequence: Sequence, scheduler: Scheduler) -> None:
             or sequence.num_unfed >= max_unfed
         ):
             return
-        advance(sequence, TokenReport(few[0], 0.0))
+        append_token(sequence, TokenReport(few[0], 0.0))
     if sequence.finish_reason == "length":
         matcher.take(sequence.tokens[-1].token_id)
         sequence.is_cut_off = not matcher.is_complete
 
 
-def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
-    """Judge a prompt by its first result since it was admitted.
+def _judge_first_result(prompt: PromptState, scheduler: Scheduler) -> bool:
+    """Judge a prompt by its first result since it was admitted; return whether it is fed again.
 
     Shared blocks may be the cause of nan, even if the row that computed them was sound. Then the
     prompt is fed again, alone, and judged by that result.
@@ -142,15 +144,15 @@ def _feeds_again(prompt: PromptState, scheduler: Scheduler) -> bool:
         if any(is_nan):
             prompt.nan_at = f"prompt token {is_nan.index(True) + 1}"
         if not prompt.nan_at:
-            scheduler.vouch(prompt)
-        elif scheduler.put_apart(prompt):
+            scheduler.mark_sound(prompt)
+        elif scheduler.requeue_apart(prompt):
             return True
     if prompt.nan_at and prompt.owner.error is None:
         prompt.owner.error = _nan_error(prompt.nan_at)
     return False
 
 
-def _reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
+def _make_reports(columns: TokenLogprobs) -> Iterator[TokenReport]:
     ids = columns.ids.tolist()
     logprobs = columns.logprobs.tolist()
     if not columns.top_ids.shape[1]:
@@ -169,33 +171,33 @@ def _nan_error(where: str, what: str = "logits") -> RequestError:
     )
 
 
-def advance(sequence: Sequence, token: TokenReport) -> None:
-    """Append a drawn token; afterwards `finish_reason` tells whether the sequence is done."""
+def append_token(sequence: Sequence, token: TokenReport) -> None:
+    """Append a drawn token; `finish_reason` then says whether the sequence is done."""
     params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None, "a sequence that generates nothing drew a token"
     sequence.tokens.append(token)
     sequence.num_unfed += 1
     if sequence.edits is not None:
-        sequence.edits.count(token.token_id)
+        sequence.edits.count_drawn(token.token_id)
     # A constraint's mask allows an end before min_tokens only if nothing else is left.
     may_end = sequence.matcher is not None or len(sequence.tokens) > params.min_tokens
     if token.token_id in sequence.prompt.end_ids and may_end:
-        _end(sequence, token.token_id)
+        _end_at_token(sequence, token.token_id)
         return
-    _add_token(sequence, detokenizer)
+    _add_token_text(sequence, detokenizer)
     if sequence.finish_reason is None and len(sequence.tokens) >= params.max_tokens:
         _add_text(sequence, detokenizer.flush())
         sequence.finish_reason = sequence.finish_reason or "length"
 
 
-def _end(sequence: Sequence, token_id: int) -> None:
+def _end_at_token(sequence: Sequence, token_id: int) -> None:
     """Finish at EOS or a stop token, which has no part in the text unless that was asked for."""
     params = sequence.prompt.params
     detokenizer = sequence.detokenizer
     assert detokenizer is not None
     if params.include_stop_str_in_output:
-        _add_token(sequence, detokenizer)
+        _add_token_text(sequence, detokenizer)
         rest = detokenizer.flush() if sequence.finish_reason is None else ""
         reason = sequence.prompt.stop_reasons.get(token_id)
         # a special token, which texts leave out
@@ -210,7 +212,7 @@ def _end(sequence: Sequence, token_id: int) -> None:
         sequence.stop_reason = sequence.prompt.stop_reasons.get(token_id)
 
 
-def _add_token(sequence: Sequence, detokenizer: Detokenizer) -> None:
+def _add_token_text(sequence: Sequence, detokenizer: Detokenizer) -> None:
     """Append the newest token's text, and say where it and those before it start."""
     new = detokenizer.add(sequence.tokens[-1].token_id)
     starts = detokenizer.starts
@@ -227,9 +229,9 @@ def _add_text(sequence: Sequence, new: str) -> None:
     sequence.text += new
     if len(sequence.tokens) <= params.min_tokens:
         return
-    found = find_stop(sequence.text, params.stop, len(new))
-    if found is not None:
-        cut, stop = found
+    match = find_stop(sequence.text, params.stop, len(new))
+    if match is not None:
+        cut, stop = match
         cut += len(stop) if params.include_stop_str_in_output else 0
         sequence.text = sequence.text[:cut]
         sequence.num_cut = sum(token.offset >= cut for token in sequence.tokens)
@@ -245,15 +247,15 @@ def find_stop(
     If several begin at one place, the one listed first counts. Only the last `num_new`
     characters were not searched before, so that it ends there.
     """
-    found = []
+    matches = []
     for stop in stops:
         at = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
         if at >= 0:
-            found.append((at, stop))
-    return min(found, key=lambda place: place[0], default=None)
+            matches.append((at, stop))
+    return min(matches, key=lambda place: place[0], default=None)
 
 
-def len_of_possible_stop(
+def count_possible_stop_chars(
     text: str, stops: tuple[str, ...], num_certain: int = 0
 ) -> int:
     """Return how many characters at a text's end may be the beginning of a stop string.

@@ -1,7 +1,7 @@
 """Decides what runs next: who waits, who is admitted, who is preempted, what a step holds.
 
 A prompt is admitted when blocks for it and for the tokens that it will likely draw are
-free. A row that draws more takes blocks one by one. When none is left, the latest row
+free. A row that draws more gets blocks one by one. When none is left, the latest row
 of the lowest priority is preempted. It is fed again later, with room for max_tokens, so
 that this does not happen twice. A waiting prompt may preempt rows of lower priority at any time.
 Prompts are fed in chunks that fill each step beside the decode rows.
@@ -16,11 +16,21 @@ from collections import deque
 
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
-from fminfer.engine.packing import PackedRow, PlannedStep, StepShape, pack, pack_whole
+from fminfer.engine.packing import (
+    PackedRow,
+    PlannedStep,
+    StepShape,
+    pack_prompts,
+    pack_rows,
+)
 from fminfer.engine.prefix import Match
-from fminfer.engine.reservation import KvReservation, first_to_go, rows_below
+from fminfer.engine.reservation import (
+    KvReservation,
+    choose_victim,
+    list_preemptible_rows,
+)
 from fminfer.engine.sequence import Array, PromptState, Sequence
-from fminfer.engine.waiting import TURN, PrefillLine, ReadLine, WaitingLine
+from fminfer.engine.waiting import TURN, EncoderQueue, PrefillQueue, WaitingQueue
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
 SHARE = 16  # a request may hold this many times the rows that it leaves free
@@ -65,11 +75,11 @@ class Scheduler:
     def clear(self) -> None:
         """Forget every prompt and free every block; nothing may be in flight."""
         self.kv.clear()
-        self.waiting = WaitingLine()
-        self._prefilling = PrefillLine()
-        self.reading = ReadLine()  # for the encoder
-        # memories are soon in the cache
-        self._read_next: dict[tuple[int, ...], PromptState] = {}
+        self.waiting = WaitingQueue()
+        self._prefilling = PrefillQueue()
+        self.reading = EncoderQueue()  # for the encoder
+        # prompts whose encoder output is soon in the cache, by the ids that are read
+        self._being_read: dict[tuple[int, ...], PromptState] = {}
         self._was_whole = False  # the newest step is the encoder's
         # sequences whose newest token can be fed
         self._ready: deque[Sequence] = deque()
@@ -101,18 +111,24 @@ class Scheduler:
             if is_stopping and not prompt.has_run:
                 place += 1
                 continue
-            lines = (self._prefilling, self.reading)
-            num_before = sum(line.num_unfed_before(prompt.priority) for line in lines)
+            queues = (self._prefilling, self.reading)
+            num_before = sum(
+                queue.num_unfed_before(prompt.priority) for queue in queues
+            )
             if num_before >= self.shape.chunk_size:
                 break
-            match = self.kv.find_prefix(prompt) if self._leaves_room(prompt) else None
-            if match is None or self._stands_back(prompt, match):
+            match = (
+                self.kv.find_prefix(prompt)
+                if self._leaves_room_for_others(prompt)
+                else None
+            )
+            if match is None or self._waits_for_prefix(prompt, match):
                 # A turn of a request that has its share counts as one look.
                 place = place + 1
                 num_looks = num_looks + (1 if match is None else TURN)
                 continue
-            # Rows that this preempts are of lower priority: they join the line behind `place`.
-            if not (self._enter(prompt, match) or self._preempt_for(prompt)):
+            # Rows that this preempts are of lower priority: they join the queue behind `place`.
+            if not (self._start_feeding(prompt, match) or self._preempt_for(prompt)):
                 break
             self.waiting.remove_at(place)
             admitted.append(prompt)
@@ -120,7 +136,7 @@ class Scheduler:
 
     def schedule(self) -> PlannedStep | None:
         """Form the next step of what can run now, or None. Encoder and decoder take turns."""
-        turns = (self._schedule_whole, self._schedule_rows)
+        turns = (self._schedule_encoder_step, self._schedule_decoder_step)
         for form in turns[::-1] if self._was_whole else turns:
             if (planned := form()) is not None:
                 self._was_whole = planned.step.is_whole
@@ -129,7 +145,7 @@ class Scheduler:
                 return planned
         return None
 
-    def _schedule_whole(self) -> PlannedStep | None:
+    def _schedule_encoder_step(self) -> PlannedStep | None:
         """Form a step of prompts for the encoder."""
         is_ahead = len(self.in_flight) >= self.shape.num_stages
         is_behind = self.reading.first_priority == BEHIND_ALL
@@ -137,9 +153,11 @@ class Scheduler:
             return None
         if is_behind:
             self._num_left_out = 0
-        return pack_whole(self._num_steps, self.reading.take(self.shape.chunk_size))
+        return pack_prompts(
+            self._num_steps, self.reading.pop_prompts(self.shape.chunk_size)
+        )
 
-    def _schedule_rows(self) -> PlannedStep | None:
+    def _schedule_decoder_step(self) -> PlannedStep | None:
         """Form a step of chunks of prompts and of running rows.
 
         Rows that wait behind all others make nobody wait for more than a step. A step that feeds
@@ -156,109 +174,111 @@ class Scheduler:
         leaves_behind = has_behind and not is_their_turn and (is_ahead or feeds_others)
         num_drawing = sum(len(planned.sequences) for planned in self.in_flight)
         is_decoding = num_drawing > 0 or len(self._ready) > 0
-        rows = self._decode_rows(num_drawing, leaves_behind=leaves_behind)
+        rows = self._choose_decode_rows(num_drawing, leaves_behind=leaves_behind)
         num_tokens = sum(len(each.token_ids) for each in rows)
-        room = self.shape.max_tokens(num_tokens, is_decoding=is_decoding) - num_tokens
+        room = (
+            self.shape.choose_max_tokens(num_tokens, is_decoding=is_decoding)
+            - num_tokens
+        )
         while self._prefilling and room > 0:
             if leaves_behind and self._prefilling.first_priority == BEHIND_ALL:
                 break
-            prompt, row = self._prefilling.next_chunk(room)
+            prompt, row = self._prefilling.pop_chunk(room)
             # whoever comes after can share it
-            self.kv.keep_prefix(prompt, prompt.num_fed)
-            if row.memory is not None:
-                self.kv.keep_memory(prompt)
-                self._forget_reader(prompt)
+            self.kv.cache_prefix(prompt, prompt.num_fed)
+            if row.encoder_output is not None:
+                self.kv.cache_encoder_output(prompt)
+                self._forget_reading(prompt)
             room -= row.num_tokens
             rows.append(row)
         if not rows:
             return None
         self._num_left_out = self._num_left_out + 1 if leaves_behind else 0
         rows.sort(key=lambda each: len(each.token_ids) == 1)  # chunks come first
-        return pack(self._num_steps, rows, self.kv.take_copies(rows), self.kv.slots)
+        return pack_rows(self._num_steps, rows, self.kv.pop_copies(rows), self.kv.slots)
 
-    def take_memory(self, prompt: PromptState, memory: Array) -> None:
-        """Let a prompt be fed, now that the encoder has read what it has."""
-        prompt.memory = memory
+    def set_encoder_output(self, prompt: PromptState, hidden: Array) -> None:
+        """Store what the encoder computed for a prompt, and let it be fed."""
+        prompt.encoder_output = hidden
         self._prefilling.add(prompt)
 
-    def collect(self) -> PlannedStep:
+    def pop_oldest_step(self) -> PlannedStep:
         """Return the oldest step in flight, whose results are there and are used now."""
         return self.in_flight.popleft()
 
-    def resume(self, sequence: Sequence) -> None:
-        """Take back a sequence that drew a token and goes on."""
+    def resume_sequence(self, sequence: Sequence) -> None:
+        """Queue a sequence that drew a token and goes on."""
         self._ready.append(sequence)
 
-    def release(self, sequence: Sequence) -> None:
+    def release_sequence(self, sequence: Sequence) -> None:
         """Free the blocks of a sequence that is done."""
-        self.kv.give_back(sequence)
+        self.kv.free_blocks(sequence)
         prompt = sequence.prompt
         if not any(other.block_table for other in prompt.sequences):
-            num_wanted = self.waiting.num_shared(prompt.ids)
+            num_wanted = self.waiting.num_shared_tokens(prompt.ids)
             if num_wanted is not None:
-                self.kv.prefixes.forget(prompt.ids, num_wanted)
+                self.kv.prefixes.evict_tail(prompt.ids, num_wanted)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
     def cancel(self, prompt: PromptState) -> None:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
 
-        Of steps in flight take its scores as always, for prompts that share them, but no token.
+        Its scores of steps in flight still count, for prompts that share them; tokens do not.
         """
         if self.waiting.discard(prompt):
             return
-        self._take_out(prompt)
+        self._remove_from_queues(prompt)
         running = [sequence for sequence in prompt.sequences if sequence.block_table]
         for sequence in running:
-            self.release(sequence)
+            self.release_sequence(sequence)
 
-    def _take_out(self, prompt: PromptState) -> None:
-        """Take an admitted prompt out of the lines in which it or its sequences stand."""
-        for line in (self._prefilling, self.reading):
-            if prompt in line.prompts:
-                line.remove(prompt)
+    def _remove_from_queues(self, prompt: PromptState) -> None:
+        """Remove an admitted prompt and its sequences from the queues in which they are."""
+        for queue in (self._prefilling, self.reading):
+            if prompt in queue.prompts:
+                queue.remove(prompt)
         for sequence in prompt.sequences:
             if sequence in self._ready:
                 self._ready.remove(sequence)
-        self._forget_reader(prompt)
+        self._forget_reading(prompt)
 
-    def vouch(self, prompt: PromptState) -> None:
-        """Record that a prompt's first result is sound; one fed apart replaces what is
-        spoiled."""
+    def mark_sound(self, prompt: PromptState) -> None:
+        """Record that a prompt's first result is sound; one fed apart replaces bad blocks."""
         if prompt.is_apart and not prompt.owner.is_cancelled:
             prompt.is_apart = False
             if prompt.source is not None:
-                self.kv.keep_memory(prompt)
-            self.kv.prefixes.withdraw(prompt.ids, 0)
-            self.kv.keep_prefix(prompt, prompt.num_fed)
+                self.kv.cache_encoder_output(prompt)
+            self.kv.prefixes.evict_from(prompt.ids, 0)
+            self.kv.cache_prefix(prompt, prompt.num_fed)
 
-    def put_apart(self, prompt: PromptState) -> bool:
+    def requeue_apart(self, prompt: PromptState) -> bool:
         """Record that a prompt's first result is nan, and stop sharing what it computed.
 
         If it had taken blocks of others, perhaps it is their fault: it is fed once more, without
         the prefix cache, before all others of its priority. Return whether it is.
         """
-        has_taken = self.kv.withdraw_prefix(prompt)
+        has_taken = self.kv.stop_sharing(prompt)
         if not has_taken or prompt.owner.is_cancelled:
             return False
         for sequence in prompt.sequences:
-            self.kv.give_back(sequence)
-        prompt.forget_results()
+            self.kv.free_blocks(sequence)
+        prompt.reset_results()
         prompt.is_apart = True
-        self.waiting.put_first(prompt)
+        self.waiting.add_preempted(prompt)
         return True
 
-    def check_idle(self) -> None:
+    def check_books(self) -> None:
         """Prove the books: nothing runs, so every block is free."""
         assert (
             self.is_idle
             and not self._ready
             and not self._prefilling
-            and not self._read_next
+            and not self._being_read
         )
         assert not self.in_flight, "a step in flight was forgotten"
         assert self._prefilling.num_unfed == 0, "a prompt was fed in part"
-        self.kv.check_idle()
+        self.kv.check_books()
 
     def _has_rows_below(self, priority: float) -> bool:
         """Return whether rows of lower priority could be in the next step."""
@@ -269,21 +289,20 @@ class Scheduler:
         )
         return is_feeding or any(row.prompt.priority < priority for row in self._ready)
 
-    def _stands_back(self, prompt: PromptState, match: Match) -> bool:
+    def _waits_for_prefix(self, prompt: PromptState, match: Match) -> bool:
         """Return whether the prompt should wait because its prefix will soon be in the cache."""
         if prompt.is_apart or not self.kv.shares:
             return False
         if prompt.source is not None:
-            reader = self._read_next.get(tuple(prompt.source.ids))
+            reader = self._being_read.get(tuple(prompt.source.ids))
             return reader is not None and reader.priority >= prompt.priority
         return self._prefilling.will_share(prompt, match.length)
 
-    def _leaves_room(self, prompt: PromptState) -> bool:
+    def _leaves_room_for_others(self, prompt: PromptState) -> bool:
         """Return whether other requests still find rows and blocks once a prompt is admitted.
 
-        A request may hold SHARE times the rows that it leaves free. Rows of lower
-        priority count as
-        free: they can be preempted. Lines of a run are exempt: it has no other clients.
+        A request may hold SHARE times the rows that it leaves free. Rows of lower priority
+        count as free: they can be preempted. Lines of a run are exempt: it has no other clients.
         """
         owner = prompt.owner
         num_running = owner.num_running + len(prompt.sequences)
@@ -296,7 +315,7 @@ class Scheduler:
             return True
         num_left = min(
             self.max_rows - self.kv.num_sequences - len(prompt.sequences),
-            self.kv.num_left_beside(prompt),
+            self.kv.num_rows_left_beside(prompt),
         )
         is_due = (
             not owner.num_running and time.perf_counter() - owner.added_s > PATIENCE_S
@@ -307,24 +326,24 @@ class Scheduler:
             or self._has_rows_below(prompt.priority)
         )
 
-    def _enter(
+    def _start_feeding(
         self, prompt: PromptState, match: Match, *, at_all_costs: bool = False
     ) -> bool:
-        """Reserve a prompt's blocks and let it be fed; False if there is no room."""
+        """Reserve a prompt's blocks and queue it to be fed; False: there is no room."""
         if not prompt.is_pooled:
             if self.kv.num_sequences + len(prompt.sequences) > self.max_rows:
                 return False
             if not self.kv.reserve(prompt, match, at_all_costs=at_all_costs):
                 return False
             prompt.is_unproven = True
-        prompt.number = self._num_admitted
+        prompt.admission_number = self._num_admitted
         self._num_admitted += 1
         if prompt.is_pooled or (
-            prompt.source is not None and not prompt.has_taken_memory
+            prompt.source is not None and not prompt.shares_encoder_output
         ):
             self.reading.add(prompt)
             if not (prompt.is_pooled or prompt.is_apart):
-                self._read_next[tuple(prompt.ids_to_read)] = prompt
+                self._being_read[tuple(prompt.ids_to_read)] = prompt
         else:
             self._prefilling.add(prompt)
         return True
@@ -340,54 +359,58 @@ class Scheduler:
         unscored = [p for p in self._prefilling.prompts if not p.wants_scores]
         others = [*unscored, *self.reading.prompts]
         fed = [sequence for other in others for sequence in other.sequences]
-        between = rows_below(prompt.priority, [*self._ready, *fed])
+        between = list_preemptible_rows(prompt.priority, [*self._ready, *fed])
         drawn = (each for planned in self.in_flight for each in planned.sequences)
         drawing = [each for each in drawn if each.block_table]  # others were cancelled
-        rows = between + rows_below(prompt.priority, drawing)
+        rows = between + list_preemptible_rows(prompt.priority, drawing)
         num_sequences = self.kv.num_sequences - len(rows) + len(prompt.sequences)
         match = self.kv.find_prefix(prompt)
         if num_sequences > self.max_rows or not self.kv.would_fit(prompt, match, rows):
             return False
         victims = iter(between)
-        while not self._enter(prompt, match, at_all_costs=True):
+        while not self._start_feeding(prompt, match, at_all_costs=True):
             if (victim := next(victims, None)) is None:
                 return False
-            self._preempt(victim)
+            self._preempt_row(victim)
         return True
 
-    def _preempt(self, sequence: Sequence) -> None:
-        """Take a row's blocks; its prompt waits, before all of its priority, to be fed again."""
+    def _preempt_row(self, sequence: Sequence) -> None:
+        """Free a row's blocks; its prompt waits, before all of its priority, to be fed again."""
         prompt = sequence.prompt
         is_unread = prompt in self.reading.prompts
-        self._take_out(prompt)
-        self.kv.give_back(sequence)
+        self._remove_from_queues(prompt)
+        self.kv.free_blocks(sequence)
         sequence.num_unfed = 0
-        prompt.memory = None
+        prompt.encoder_output = None
         if not is_unread:  # otherwise it begins anew
-            prompt.again = prompt.ids + [token.token_id for token in sequence.tokens]
-        self.waiting.put_first(prompt)
+            prompt.ids_to_refeed = prompt.ids + [
+                token.token_id for token in sequence.tokens
+            ]
+        self.waiting.add_preempted(prompt)
 
-    def _forget_reader(self, prompt: PromptState) -> None:
-        """Let nobody wait for a prompt's memory any longer."""
-        if self._read_next.get(key := tuple(prompt.ids_to_read)) is prompt:
-            del self._read_next[key]
+    def _forget_reading(self, prompt: PromptState) -> None:
+        """Let no prompt wait for this one's encoder output any longer."""
+        if self._being_read.get(key := tuple(prompt.ids_to_read)) is prompt:
+            del self._being_read[key]
 
-    def _grow(self, sequence: Sequence) -> bool:
-        """Give a sequence a block for its newest token; False: it was preempted itself."""
-        while not self.kv.grow(sequence):
-            victim = first_to_go(sequence, self._ready)
-            self._preempt(victim)
+    def _allocate_or_preempt(self, sequence: Sequence) -> bool:
+        """Allocate a block for a sequence's newest token; False: it was preempted itself."""
+        while not self.kv.allocate_next_block(sequence):
+            victim = choose_victim(sequence, self._ready)
+            self._preempt_row(victim)
             if victim is sequence:
                 return False
         return True
 
-    def _decode_rows(self, num_drawing: int, *, leaves_behind: bool) -> list[PackedRow]:
-        """Take the running sequences of this micro-batch."""
+    def _choose_decode_rows(
+        self, num_drawing: int, *, leaves_behind: bool
+    ) -> list[PackedRow]:
+        """Choose the running sequences of this step, and pack their rows."""
         ready = self._ready
         if leaves_behind:
             ready = deque(row for row in ready if row.prompt.priority > BEHIND_ALL)
         num_decoding = sum(planned.num_decode_rows > 0 for planned in self.in_flight)
-        count = self.shape.num_decode_rows(len(ready), num_drawing, num_decoding)
+        count = self.shape.choose_num_decode_rows(len(ready), num_drawing, num_decoding)
         rows: list[PackedRow] = []
         room = self.shape.chunk_size
         while ready and len(rows) < count and ready[0].num_unfed <= room:
@@ -398,7 +421,7 @@ class Scheduler:
                 self._ready.remove(sequence)
             position = sequence.position
             has_room = position < len(sequence.block_table) * self.pool.block_size
-            if not (has_room or self._grow(sequence)):
+            if not (has_room or self._allocate_or_preempt(sequence)):
                 continue
             newest = sequence.tokens[-sequence.num_unfed :]
             sequence.num_unfed = 0

@@ -37,7 +37,7 @@ class TokenReport:
     top: bytes = b""  # packed: as tuples, twenty would take six times the memory
     offset: int = 0  # code points of completion before it (completion tokens only)
 
-    def best(self, k: int) -> list[tuple[int, float]]:
+    def best_alternatives(self, k: int) -> list[tuple[int, float]]:
         """Return the k best alternatives with their logprobs; fewer if there are no more."""
         return list(ALTERNATIVE.iter_unpack(self.top[: k * ALTERNATIVE.size]))
 
@@ -57,7 +57,7 @@ ReportSlice = tuple[list[TokenReport], int, int]
 
 
 @dataclass(slots=True, frozen=True)
-class Prepared:
+class PreparedRequest:
     """A request that was checked and tokenized: all that its answer depends on."""
 
     params: SamplingParams
@@ -89,7 +89,7 @@ class RequestState:
     """One request from `add` to its answer."""
 
     id: int
-    prepared: Prepared
+    prepared: PreparedRequest
     added_s: float
     priority: int = 0  # higher ones are admitted first
     is_streamed: bool = False  # its tokens are returned as they come
@@ -141,21 +141,21 @@ class PromptState:
     shared_scores: list[ReportSlice] = field(default_factory=list)
     # its tokens 1 … , under echo
     reports: list[TokenReport] = field(default_factory=list)
-    number: int = 0  # counts admissions
+    admission_number: int = 0  # of the last one; they are counted
     is_unproven: bool = False  # admitted, but its first result is not there yet
-    # tokens that it took from the prefix cache when it was admitted last
-    num_taken: int = 0
+    # tokens that the prefix cache had when it was admitted last
+    num_reused: int = 0
     nan_at: str = ""  # where its logits are nan
-    # fed without the prefix cache, as what it took from that gave nan
+    # fed without the prefix cache, as what that had gave nan
     is_apart: bool = False
-    # Of a prompt that was preempted: all tokens that are to be fed once more.
-    again: list[int] = field(default_factory=list)
-    # What the encoder gave: a vector, (size,) float32; or for the decoder its hidden states as
-    # bytes, until they are in a step.
+    # Of a prompt that was preempted: all of its tokens, with those that it drew.
+    ids_to_refeed: list[int] = field(default_factory=list)
+    # What the encoder computed: a vector, (size,) float32; or for the decoder its hidden
+    # states as bytes, until they are in a step.
     vector: Array | None = None
-    memory: Array | None = None
-    # admitted with the blocks of another prompt's memory
-    has_taken_memory: bool = False
+    encoder_output: Array | None = None
+    # admitted with the blocks of another prompt's encoder output
+    shares_encoder_output: bool = False
 
     @property
     def is_pooled(self) -> bool:
@@ -189,14 +189,13 @@ class PromptState:
     @property
     def ids_to_feed(self) -> list[int]:
         """Its tokens, and those that its sequence drew before it lost its blocks."""
-        return self.again or self.ids
+        return self.ids_to_refeed or self.ids
 
     @property
     def num_to_feed(self) -> int:
-        """Tokens the model must see before the next draw; one that is only scored is
-        never fed."""
-        if self.again:
-            return len(self.again)
+        """Tokens the model must see before the next draw; one only scored is never fed."""
+        if self.ids_to_refeed:
+            return len(self.ids_to_refeed)
         return self.params.num_to_feed(len(self.ids))
 
     @property
@@ -206,15 +205,14 @@ class PromptState:
     @property
     def has_run(self) -> bool:
         """Whether it was admitted before, and lost its blocks since."""
-        return bool(self.again) or self.is_apart
+        return bool(self.ids_to_refeed) or self.is_apart
 
     @property
     def num_kv_tokens(self) -> int:
-        """Most tokens of KV cache one sequence of it can need; the last one drawn is
-        never fed."""
-        return self.kv_tokens_for(self.params.max_tokens)
+        """Most tokens of KV cache a sequence of it can need; the last drawn is never fed."""
+        return self.num_kv_tokens_for(self.params.max_tokens)
 
-    def kv_tokens_for(self, num_drawn: int) -> int:
+    def num_kv_tokens_for(self, num_drawn: int) -> int:
         """Return the tokens of KV cache one sequence of it needs to draw so many."""
         num_prompt = len(self.ids) if self.params.max_tokens > 0 else self.num_to_feed
         return num_prompt + max(0, num_drawn - 1)
@@ -227,10 +225,14 @@ class PromptState:
     @property
     def wants_scores(self) -> bool:
         """Whether its own tokens are to be scored when they are fed."""
-        return self.params.echo and self.params.logprobs is not None and not self.again
+        return (
+            self.params.echo
+            and self.params.logprobs is not None
+            and not self.ids_to_refeed
+        )
 
-    def take_shared_scores(self) -> None:
-        """Copy the reports that other prompts' prefixes gave, as the first result comes.
+    def copy_shared_scores(self) -> None:
+        """Copy the reports of other prompts' prefixes, as the first result comes.
 
         Theirs are in by now: what this prompt shares was sent in before it.
         """
@@ -238,14 +240,14 @@ class PromptState:
             self.reports += reports[start:end]
         self.shared_scores = []
 
-    def forget_results(self) -> None:
+    def reset_results(self) -> None:
         """Be as before any of it was fed; lists that others share are left as they are.
 
         What was scored before it lost its blocks stays: it is not scored again.
         """
         self.num_fed = 0
         self.nan_at = ""
-        if not self.again:
+        if not self.ids_to_refeed:
             self.reports = []
             self.shared_scores = []
 
@@ -265,7 +267,7 @@ class Sequence:
     detokenizer: Detokenizer | None  # None if nothing is generated
     block_table: list[int] = field(default_factory=list)
     slot: int = -1  # its number among running sequences, while it has blocks
-    # blocks of its prompt's memory
+    # blocks of its prompt's encoder output
     cross_table: list[int] = field(default_factory=list)
     cross_slot: int = -1  # that of these
     num_sent: int = 0  # blocks of its table that were sent to the stages
@@ -296,14 +298,14 @@ class Sequence:
         if bans is None:
             return set()
         newest = [token.token_id for token in self.tokens[-bans.reach :]]
-        return bans.find(len(self.tokens), newest)
+        return bans.find_banned(len(self.tokens), newest)
 
-    def find_mask(self) -> None:
-        """Find what it may draw next by its grammar and its bans, or raise a RequestError."""
+    def update_mask(self) -> None:
+        """Update what it may draw next by its grammar and bans; raise if that is nothing."""
         assert self.matcher is not None, "it has no grammar"
         mask = self.matcher.mask
         if self.prompt.bans is not None:
-            mask = self.prompt.bans.narrow(mask, self.banned_ids)
+            mask = self.prompt.bans.narrow_mask(mask, self.banned_ids)
         if mask.few == ():
             raise no_token_error(len(self.tokens))
         self.mask = mask

@@ -10,15 +10,15 @@ from typing import Any
 
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.logit_edits import Bans, LogitEdits
-from fminfer.engine.noise import draw_key, noise_key
-from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.engine.noise import make_draw_key, make_noise_key
+from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
 
 
 @dataclass(slots=True, frozen=True)
-class Starter:
+class RequestStarter:
     """Starts requests; `seed` is for those without one of their own."""
 
     tokenizer: Tokenizer
@@ -26,11 +26,11 @@ class Starter:
     seed: int
     vocab_size: int = 0
 
-    def start(self, request_id: int, prepared: Prepared) -> RequestState:
+    def start_request(self, request_id: int, prepared: PreparedRequest) -> RequestState:
         """Return the state of a request of which nothing is computed yet.
 
         Raises:
-            RequestError: its constraint cannot be had, or leaves nothing to draw.
+            RequestError: its constraint does not compile, or leaves nothing to draw.
         """
         state = RequestState(request_id, prepared, added_s=time.perf_counter())
         params = prepared.params
@@ -38,22 +38,22 @@ class Starter:
         ids = [encoded.ids for encoded in prepared.prompts]
         if prepared.sources:
             ids = [
-                source.ids + own
-                for source, own in zip(prepared.sources, ids, strict=True)
+                source.ids + prompt_ids
+                for source, prompt_ids in zip(prepared.sources, ids, strict=True)
             ]
         key = b""
         if not params.is_greedy:
-            key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
-        bans = find_bans(params, self.tokenizer, self.eos_ids)
-        stops = find_stops(params, self.tokenizer)
+            key = make_draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
+        bans = make_bans(params, self.tokenizer, self.eos_ids)
+        stops = find_stop_tokens(params, self.tokenizer)
         end_ids = frozenset(stops) if params.ignore_eos else self.eos_ids.union(stops)
         ends = {"end_ids": end_ids, "stop_reasons": stops, "bans": bans}
         state.prompts = [
-            self._start(state, index, key, ends) for index in range(len(ids))
+            self._start_prompt(state, index, key, ends) for index in range(len(ids))
         ]
         return state
 
-    def _start(
+    def _start_prompt(
         self, state: RequestState, index: int, key: bytes, ends: Mapping[str, Any]
     ) -> PromptState:
         prepared = state.prepared
@@ -70,7 +70,7 @@ class Starter:
             grammar = grammars.find(params.constraint)
         for candidate in range(params.num_candidates):
             sequence = Sequence(
-                prompt, noise_key(key, index, candidate) if key else b"", None
+                prompt, make_noise_key(key, index, candidate) if key else b"", None
             )
             if params.max_tokens > 0:
                 sequence.detokenizer = Detokenizer(
@@ -83,13 +83,15 @@ class Starter:
                 sequence.edits = LogitEdits(params, encoded.ids)
             if grammar is not None:
                 sequence.matcher = grammar.start()
-                sequence.find_mask()
+                sequence.update_mask()
             prompt.sequences.append(sequence)
         return prompt
 
 
-def find_stops(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str | int]:
-    """Return the tokens that stop a request's sequences, with the reason that is told.
+def find_stop_tokens(
+    params: SamplingParams, tokenizer: Tokenizer
+) -> dict[int, str | int]:
+    """Return the tokens that stop a request's sequences, with the reason in the answer.
 
     Texts leave special tokens out, so that a stop string which spells one is found by its id.
     """
@@ -99,12 +101,11 @@ def find_stops(params: SamplingParams, tokenizer: Tokenizer) -> dict[int, str | 
     return spelled | {token_id: token_id for token_id in params.stop_token_ids}
 
 
-def find_bans(
+def make_bans(
     params: SamplingParams, tokenizer: Tokenizer, eos_ids: frozenset[int]
 ) -> Bans | None:
-    """Return what a request's sequences cannot draw, EOS also under `ignore_eos`; None:
-    nothing."""
+    """Make the bans of a request's sequences, EOS also under `ignore_eos`; None: no bans."""
     if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
         return None
     words = [*chain(*tokenizer.spell_all(params.bad_words))]
-    return Bans(params, eos_ids, words, frozenset(find_stops(params, tokenizer)))
+    return Bans(params, eos_ids, words, frozenset(find_stop_tokens(params, tokenizer)))

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field, fields
 from typing import Any, Protocol
 
 from fminfer.core.messages import StageSpan
-from fminfer.engine.sequence import Prepared, PromptState
+from fminfer.engine.sequence import PreparedRequest, PromptState
 
 MUCH_READ = 1 << 26  # bytes: the speed of fewer says little
 
@@ -100,7 +100,7 @@ class EngineStats:
                 if name != "read":
                     setattr(mine, name, getattr(mine, name) + getattr(its, name))
 
-    def count_request(self, prepared: Prepared) -> None:
+    def count_request(self, prepared: PreparedRequest) -> None:
         """Count what a request asks for."""
         params = prepared.params
         for place, prompt in enumerate(prepared.prompts):
@@ -123,7 +123,7 @@ class EngineStats:
             self.num_cached_tokens += prompt.num_cached
             self.num_counted_cached += prompt.num_cached * prompt.is_counted
 
-    def end(self, num_undrawn: int) -> None:
+    def count_ended(self, num_undrawn: int) -> None:
         self.num_ended += 1
         self.num_stopped += num_undrawn > 0
         self.num_undrawn += num_undrawn
@@ -152,7 +152,7 @@ class EngineState:
     num_begun_behind: int = 0  # those whose priority is `BEHIND_ALL`
 
     @classmethod
-    def of_all(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
+    def sum_states(cls, states: Sequence[EngineState], **known: Any) -> EngineState:
         """Return the state of several pipelines together; fields in `known` are as given."""
         every = {
             f.name: [getattr(state, f.name) for state in states] for f in fields(cls)
@@ -164,7 +164,7 @@ class EngineState:
         return cls(**total | known)
 
 
-class Observed(Protocol):
+class ObservableEngine(Protocol):
     """What any thread may ask of an engine, at any moment."""
 
     @property
@@ -173,4 +173,4 @@ class Observed(Protocol):
 
     @property
     def state(self) -> EngineState:
-        """How it stands. It looks at every row, so hot loops ask for parts of it."""
+        """How it stands. Computing it visits every row, so hot loops ask for parts of it."""

@@ -1,5 +1,4 @@
-"""Turns requests for vectors into requests that can run; texts of many are tokenized
-together."""
+"""Turns requests for vectors into requests that can run, and tokenizes texts together."""
 
 from __future__ import annotations
 
@@ -20,9 +19,9 @@ from fminfer.engine.prompt_fit import (
     PromptFit,
     RequestLimits,
     check_ids,
-    needs_words,
+    no_tokenizer_error,
 )
-from fminfer.engine.sequence import AnswerKind, Prepared
+from fminfer.engine.sequence import AnswerKind, PreparedRequest
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
 from fminfer.text.tokenizer import PANICS, Tokenizer
@@ -33,7 +32,7 @@ MOST_PAIRED_CHARS = 1 << 26  # of one text before each of many others
 Encodings = dict[tuple[bool, Text], Any]
 
 
-def _name_text(error: RequestError, request: Request, number: int) -> RequestError:
+def _text_error(error: RequestError, request: Request, number: int) -> RequestError:
     """Return the error with the name of the text, if a request has several texts.
 
     Args:
@@ -86,16 +85,20 @@ class VectorIntake:
         self._warn = warn
         self._args = limits.config.request_args or {}
 
-    def parse(self, fields: Mapping[str, Any], told: Endpoint | None) -> Request:
-        """Check a request as far as that goes without tokens; its fields may tell the
-        endpoint."""
-        endpoint = told or find_asked(fields) or "embeddings"
-        if told is None and endpoint == "embeddings" and self._facts.is_scored:
+    def parse(
+        self, fields: Mapping[str, Any], path_endpoint: Endpoint | None
+    ) -> Request:
+        """Check a request as far as that goes without tokens.
+
+        Without an endpoint of its path, its fields say which it is for.
+        """
+        endpoint = path_endpoint or find_asked(fields) or "embeddings"
+        if path_endpoint is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
-        own = {
-            name for name, each in FIELDS[endpoint].items() if each.fate != "refused"
+        supported = {
+            name for name, row in FIELDS[endpoint].items() if row.fate != "refused"
         }
-        args = {name: value for name, value in self._args.items() if name in own}
+        args = {name: value for name, value in self._args.items() if name in supported}
         config = self._limits.config
         request = parse_vectors(
             {**fields, **args}, endpoint, self._facts, is_strict=config.strict
@@ -105,17 +108,17 @@ class VectorIntake:
         return request
 
     def _check_row(self, request: Request) -> None:
-        """Refuse what is no row of the run's file of vectors."""
-        asked = self._args.get("dimensions") or self._facts.size
-        own = request.vectors and (request.vectors.dimensions or self._facts.size)
+        """Check that a request makes one row of the run's file of vectors."""
+        size = self._args.get("dimensions") or self._facts.size
+        row_size = request.vectors and (request.vectors.dimensions or self._facts.size)
         if (
             request.endpoint != "embeddings"
             or len(request.prompts) != 1
-            or own != asked
+            or row_size != size
         ):
             raise RequestError(
                 "unsupported_parameter",
-                f"with --embeddings npy each line asks for one embedding of {asked} "
+                f"with --embeddings npy each line asks for one embedding of {size} "
                 "numbers. Put each text on a line, and give --dimensions N "
                 "--overwrite-request-args for shorter vectors; or leave --embeddings "
                 "out",
@@ -123,29 +126,28 @@ class VectorIntake:
             )
 
     def tokenize(self, requests: Sequence[Request]) -> Encodings:
-        """Return what the tokenizer makes of the texts of all requests that `prepare`
-        may pass."""
+        """Return the encodings of the texts of all requests that `prepare` may pass."""
         texts: dict[bool, list[Text]] = {True: [], False: []}
         for request in requests:
             with suppress(RequestError):
-                listed = self._list(request, self._fit(request))
+                listed = self._list_prompts(request, self._make_fit(request))
                 texts[request.params.add_special_tokens] += [
                     each for each in listed if not isinstance(each, list)
                 ]
         encodings: Encodings = {}
-        for adds, own in texts.items():
+        for adds, batch in texts.items():
             with PANICS:
-                found = self._backend.encode_batch(own, add_special_tokens=adds)
+                encoded = self._backend.encode_batch(batch, add_special_tokens=adds)
             encodings |= {
-                (adds, text): each for text, each in zip(own, found, strict=True)
+                (adds, text): each for text, each in zip(batch, encoded, strict=True)
             }
         return encodings
 
-    def prepare(self, request: Request, encodings: Encodings) -> Prepared:
+    def prepare(self, request: Request, encodings: Encodings) -> PreparedRequest:
         """Return a request that can run; `encodings` has its texts, or nothing."""
-        fit = self._fit(request)
+        fit = self._make_fit(request)
         prompts = list[EncodedPrompt]()
-        listed = self._list(request, fit)
+        listed = self._list_prompts(request, fit)
         adds = request.params.add_special_tokens
         encodings = encodings or self.tokenize([request])
         try:
@@ -153,16 +155,18 @@ class VectorIntake:
                 if isinstance(each, list):
                     prompts.append(fit.encode(each))
                 else:
-                    prompts.append(self._cut(encodings[adds, each], fit))
+                    prompts.append(self._cut_encoding(encodings[adds, each], fit))
         except RequestError as error:
             num_before = (
                 len(request.prompts) if listed and isinstance(listed[0], tuple) else 0
             )
-            raise _name_text(error, request, num_before + len(prompts)) from None
+            raise _text_error(error, request, num_before + len(prompts)) from None
         kind = cast(AnswerKind, request.endpoint)
-        return Prepared(request.params, prompts, kind=kind, vectors=request.vectors)
+        return PreparedRequest(
+            request.params, prompts, kind=kind, vectors=request.vectors
+        )
 
-    def _fit(self, request: Request) -> PromptFit:
+    def _make_fit(self, request: Request) -> PromptFit:
         assert request.vectors is not None, "a request that draws"
         source = request.vectors.names[0]
         return PromptFit(
@@ -174,7 +178,9 @@ class VectorIntake:
             is_source=True,
         )
 
-    def _list(self, request: Request, fit: PromptFit) -> Sequence[Text | list[int]]:
+    def _list_prompts(
+        self, request: Request, fit: PromptFit
+    ) -> Sequence[Text | list[int]]:
         """List a request's prompts: its pairs if the model scores them, or each of its texts."""
         wish = request.vectors
         assert wish is not None, "a request that draws"
@@ -183,11 +189,11 @@ class VectorIntake:
         for number, text in enumerate((*firsts, *seconds)):
             if isinstance(text, str):
                 if not self._tokenizer.has_words:
-                    raise needs_words(f"{fit.source} is text", fit.source)
+                    raise no_tokenizer_error(f"{fit.source} is text", fit.source)
                 try:
-                    fit.refuse_giant(text)
+                    fit.check_text_size(text)
                 except RequestError as error:
-                    raise _name_text(error, request, number) from None
+                    raise _text_error(error, request, number) from None
         if seconds and wish.facts.is_scored:
             if len(firsts) == 1 and len(firsts[0]) * len(seconds) > MOST_PAIRED_CHARS:
                 raise RequestError(
@@ -204,7 +210,7 @@ class VectorIntake:
         texts = (*firsts, *seconds)
         return [wish.prefix + each if isinstance(each, str) else each for each in texts]
 
-    def _cut(self, encoding: Any, fit: PromptFit) -> EncodedPrompt:
+    def _cut_encoding(self, encoding: Any, fit: PromptFit) -> EncodedPrompt:
         """Return a text's ids, as its request and then the run cuts them."""
         if not encoding.ids:
             raise RequestError(

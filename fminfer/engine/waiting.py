@@ -1,4 +1,4 @@
-"""The prompts that wait: to be admitted, in the order in which they are looked at, or fed."""
+"""The queues of prompts: those that wait to be admitted, and those that wait to be fed."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from typing import Protocol, TypeVar
 
 from fminfer.contract.request import SamplingParams
 from fminfer.engine.packing import PackedRow
-from fminfer.engine.prefix import count_equal
+from fminfer.engine.prefix import count_equal_tokens
 from fminfer.engine.sequence import PromptState
 
 MIN_SHARED = 32  # first tokens that must be equal for prompts to run together
@@ -19,8 +19,8 @@ TURN = 4  # prompts of a request before other requests have their turn
 MAX_LATER = 64  # prompts of later turns that are searched when a prompt is added
 
 
-class HasPrompt(Protocol):
-    """A thing that is ordered by its prompt."""
+class PromptLike(Protocol):
+    """What can be ordered by its prompt."""
 
     @property
     def ids(self) -> list[int]:
@@ -31,10 +31,10 @@ class HasPrompt(Protocol):
         """The params of its request."""
 
 
-T = TypeVar("T", bound=HasPrompt)
+T = TypeVar("T", bound=PromptLike)
 
 
-def plan_order(prompts: Sequence[T]) -> list[T]:
+def order_prompts(prompts: Sequence[T]) -> list[T]:
     """Order prompts.
 
     Groups that share their first tokens are ordered by their longest row, and a group's
@@ -49,19 +49,19 @@ def plan_order(prompts: Sequence[T]) -> list[T]:
         groups.setdefault(head if len(head) == MIN_SHARED else place, []).append(prompt)
     for group in groups.values():
         group.sort(key=lambda prompt: prompt.ids)
-        group.sort(key=_steps, reverse=True)
+        group.sort(key=_max_draws, reverse=True)
     for group in sorted(
-        groups.values(), key=lambda group: _steps(group[0]), reverse=True
+        groups.values(), key=lambda group: _max_draws(group[0]), reverse=True
     ):
         ordered += group
     return ordered
 
 
-def _steps(prompt: HasPrompt) -> int:
+def _max_draws(prompt: PromptLike) -> int:
     return prompt.params.max_tokens
 
 
-class WaitingLine:
+class WaitingQueue:
     """Waiting prompts: higher priority first, then those that ran before, then by arrival.
 
     Requests of many prompts take turns with others, TURN prompts each time. A
@@ -87,7 +87,7 @@ class WaitingLine:
     def has_preempted(self) -> bool:
         return any(prompt.has_run for *_, prompt in self._entries)
 
-    def num_from(self, priority: int) -> int:
+    def num_from_priority(self, priority: int) -> int:
         """Count the prompts of this priority and below. Any thread may ask."""
         entries = self._entries
         # A key would be Python's code, within which another thread could change the list.
@@ -106,28 +106,28 @@ class WaitingLine:
         )
         self._ids = None
 
-    def put_first(self, prompt: PromptState) -> None:
+    def add_preempted(self, prompt: PromptState) -> None:
         """Put a prompt that ran before all of its priority."""
         self._insert(prompt, 0, -next(self._orders))
         if self._ids is not None:
             insort(self._ids, prompt.ids_to_feed)
 
-    def _first_turn(self, lowest: int) -> int:
+    def _find_first_turn(self, lowest: int) -> int:
         """Return the turn of the first waiting prompt of a priority, which is negated here."""
         first = bisect_left(self._entries, (lowest,))
         entries = self._entries[first : first + 1]
         return next((turn for priority, turn, *_ in entries if priority == lowest), 0)
 
     def _is_turn_over(self, lowest: int) -> bool:
-        """Tell whether a request without rows waits for a later turn: new ones come last."""
-        later = bisect_left(self._entries, (lowest, self._first_turn(lowest) + 1))
+        """Return whether a request without rows waits for a later turn: new ones come last."""
+        later = bisect_left(self._entries, (lowest, self._find_first_turn(lowest) + 1))
         return any(
             prompt.owner.times and not prompt.owner.num_running
             for *_, prompt in self._entries[later : later + MAX_LATER]
         )
 
     def _insert(self, prompt: PromptState, num_turns: int, order: int) -> None:
-        num_turns += self._first_turn(-prompt.priority)
+        num_turns += self._find_first_turn(-prompt.priority)
         self._keys[prompt] = key = (-prompt.priority, num_turns, order)
         insort(self._entries, (*key, prompt))
 
@@ -146,12 +146,12 @@ class WaitingLine:
             self.remove_at(bisect_left(self._entries, key))
         return key is not None
 
-    def expect_no_more(self) -> None:
-        """Note that no new prompts come: from now on `num_shared` has an answer."""
+    def expect_no_more_prompts(self) -> None:
+        """Note that no new prompts come: from now on `num_shared_tokens` has an answer."""
         if self._ids is None:
             self._ids = sorted(prompt.ids_to_feed for *_, prompt in self._entries)
 
-    def num_shared(self, ids: list[int]) -> int | None:
+    def num_shared_tokens(self, ids: list[int]) -> int | None:
         """Return how many first tokens of `ids` a waiting prompt shares; None: more may come."""
         if self._ids is None:
             return None
@@ -159,7 +159,7 @@ class WaitingLine:
         place = bisect_left(self._ids, ids)
         neighbours = self._ids[max(0, place - 1) : place + 1]
         return max(
-            (count_equal(o, ids, 0, min(len(o), len(ids))) for o in neighbours),
+            (count_equal_tokens(o, ids, 0, min(len(o), len(ids))) for o in neighbours),
             default=0,
         )
 
@@ -168,7 +168,7 @@ class WaitingLine:
 MIN_GAIN = 16
 
 
-class AdmittedLine:
+class AdmittedQueue:
     """Admitted prompts that are to be fed: higher priority first, then by admission."""
 
     def __init__(self) -> None:
@@ -191,48 +191,50 @@ class AdmittedLine:
     def add(self, prompt: PromptState) -> None:
         """Queue an admitted prompt behind those of its priority."""
         insort(self.prompts, prompt, key=lambda each: -each.priority)
-        self.num_unfed += self.size(prompt)
+        self.num_unfed += self.count_unfed(prompt)
 
     def remove(self, prompt: PromptState) -> None:
         self.prompts.remove(prompt)
-        self.num_unfed -= self.size(prompt)
+        self.num_unfed -= self.count_unfed(prompt)
 
     def num_unfed_before(self, priority: int) -> int:
         """Count the tokens that are fed before those of a new prompt of that priority."""
         if not self.prompts or self.prompts[-1].priority >= priority:
             return self.num_unfed
         return sum(
-            self.size(each) for each in self.prompts if each.priority >= priority
+            self.count_unfed(each) for each in self.prompts if each.priority >= priority
         )
 
-    def size(self, prompt: PromptState) -> int:
+    def count_unfed(self, prompt: PromptState) -> int:
         """Return a prompt's tokens that are not yet in a step."""
         return prompt.num_unfed
 
 
-class ReadLine(AdmittedLine):
+class EncoderQueue(AdmittedQueue):
     """Prompts that the encoder reads, each of them whole."""
 
-    def size(self, prompt: PromptState) -> int:
+    def count_unfed(self, prompt: PromptState) -> int:
         return len(prompt.ids_to_read)
 
-    def take(self, most: int) -> list[PromptState]:
-        """Take the first prompts, of so many tokens together; the first one in any case."""
-        taken: list[PromptState] = []
-        while self.prompts and (not taken or self.size(self.prompts[0]) <= most):
-            taken.append(self.prompts.popleft())
-            most -= self.size(taken[-1])
-            self.num_unfed -= self.size(taken[-1])
-        return taken
+    def pop_prompts(self, most: int) -> list[PromptState]:
+        """Pop the first prompts, of so many tokens together; the first one in any case."""
+        popped: list[PromptState] = []
+        while self.prompts and (
+            not popped or self.count_unfed(self.prompts[0]) <= most
+        ):
+            popped.append(self.prompts.popleft())
+            most -= self.count_unfed(popped[-1])
+            self.num_unfed -= self.count_unfed(popped[-1])
+        return popped
 
 
-class PrefillLine(AdmittedLine):
+class PrefillQueue(AdmittedQueue):
     """Prompts that are fed in chunks."""
 
     def will_share(self, prompt: PromptState, num_found: int) -> bool:
-        """Return whether one of them will soon give a prompt MIN_GAIN more tokens of prefix.
+        """Return whether a prompt will soon find MIN_GAIN more tokens of its prefix cached.
 
-        One of lower priority does not count: others might be fed before it without end.
+        Prompts of lower priority do not count: others might be fed before it without end.
         """
         wanted = num_found + MIN_GAIN + prompt.wants_scores
         head = prompt.ids_to_feed[:wanted]
@@ -248,12 +250,11 @@ class PrefillLine(AdmittedLine):
             for other in self.prompts
         )
 
-    def next_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
-        """Feed up to `room` tokens of the first prompt; the last chunk draws for all
-        candidates."""
+    def pop_chunk(self, room: int) -> tuple[PromptState, PackedRow]:
+        """Pop up to `room` tokens of the first prompt; its last chunk draws for all choices."""
         prompt = self.prompts[0]
-        memory = prompt.memory
-        prompt.memory = None
+        encoder_output = prompt.encoder_output
+        prompt.encoder_output = None
         start = prompt.num_fed
         last = min(prompt.num_fed + room, prompt.num_to_feed)
         ids = prompt.ids_to_feed[start:last]
@@ -268,5 +269,5 @@ class PrefillLine(AdmittedLine):
             start,
             list(prompt.sequences) if draws else [],
             is_prompt=True,
-            memory=memory,
+            encoder_output=encoder_output,
         )

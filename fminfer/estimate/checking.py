@@ -16,10 +16,10 @@ from fminfer.contract.record import Record
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import options_of
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.engine.stats import EngineStats
 from fminfer.estimate.check_report import CheckReport, FirstPrompt, Work
 from fminfer.estimate.cost_model import CostModel, find_costs_path, load_costs
@@ -129,7 +129,7 @@ class Check:
         checker = LineChecker(
             LineIntake(intake),
             self._build_loop(
-                Starter,
+                RequestStarter,
                 PretendPipeline(config.block_size),
                 self._plan.sizes,
                 self._num_blocks,
@@ -266,7 +266,7 @@ class Check:
 
     def _build_loop(
         self,
-        starter: type[Starter],
+        starter: type[RequestStarter],
         pipeline: PretendPipeline,
         sizes: StepSizes,
         num_blocks: int,
@@ -279,7 +279,7 @@ class Check:
             config,
             starter(self._tokenizer, limits.eos_ids, config.seed, limits.vocab_size),
             pipeline,
-            AnswerForm(self._tokenizer, config.token_format),
+            AnswerStyle(self._tokenizer, config.token_format),
             sizes=sizes,
             num_blocks=num_blocks,
             num_stages=num_stages,

@@ -97,7 +97,7 @@ class LineChecker:
             self._tell_wrong(asked)
             return
         try:
-            state = self._loop.open(asked.prepared)
+            state = self._loop.make_request_state(asked.prepared)
         except RequestError as error:
             self._tell_wrong(Record(line, asked.envelope, error=error))
             return

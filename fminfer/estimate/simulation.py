@@ -8,8 +8,8 @@ from dataclasses import replace
 import numpy as np
 
 from fminfer.compute.values.step import BlockTables, Step, StepResult, TokenLogprobs
-from fminfer.engine.sequence import Prepared, RequestState
-from fminfer.engine.start import Starter
+from fminfer.engine.sequence import PreparedRequest, RequestState
+from fminfer.engine.start import RequestStarter
 from fminfer.estimate.cost_model import (
     IS_SPREAD,
     PROMPTS,
@@ -132,13 +132,13 @@ class _Silent(Detokenizer):
         return ""
 
 
-class LongestRows(Starter):
+class LongestRows(RequestStarter):
     """Starts requests so that nothing but max_tokens ends them."""
 
-    def start(self, request_id: int, prepared: Prepared) -> RequestState:
+    def start_request(self, request_id: int, prepared: PreparedRequest) -> RequestState:
         most = prepared.params.max_tokens
         params = replace(prepared.params, min_tokens=most, constraint=None)
-        state = super().start(request_id, replace(prepared, params=params))
+        state = super().start_request(request_id, replace(prepared, params=params))
         for prompt in state.prompts:
             prompt.end_ids = frozenset()
             prompt.bans = None

@@ -12,7 +12,7 @@ from collections import deque
 from collections.abc import Callable
 
 from fminfer.core.quantities import describe_seconds, with_noun
-from fminfer.engine.stats import EngineStats, Observed
+from fminfer.engine.stats import EngineStats, ObservableEngine
 from fminfer.runtime.bars import make_bar, num_columns
 
 BAR_EVERY_S = 0.2
@@ -69,7 +69,7 @@ class TimeLeft:
         while len(self._marks) > 1 and self._elapsed_s - self._marks[1][0] >= MINUTE_S:
             self._marks.popleft()
 
-    def running_s(self, engine: Observed) -> float | None:
+    def running_s(self, engine: ObservableEngine) -> float | None:
         """Estimate how long running rows take at most; None: none runs, or it is not
         known yet."""
         state = engine.state
@@ -81,7 +81,7 @@ class TimeLeft:
             else None
         )
 
-    def all_s(self, engine: Observed, total_rows: int) -> float | None:
+    def all_s(self, engine: ObservableEngine, total_rows: int) -> float | None:
         """Estimate how long all rows take that are left; None: it is not known yet."""
         stats = engine.stats
         read = engine.stats.read
@@ -109,7 +109,7 @@ class TimeLeft:
         num_steps = num_turns * self._num_stages + fed_left / self._most_fed
         return self._seconds(num_steps, fed_left + drawn_left)
 
-    def is_most(self, engine: Observed, total_rows: int) -> bool:
+    def is_most(self, engine: ObservableEngine, total_rows: int) -> bool:
         """Whether rows may take far less: all were read, and none has ended."""
         return engine.stats.read.num_rows >= total_rows and not engine.stats.num_ended
 
@@ -169,12 +169,12 @@ class ProgressBar:
         self._last_step_s = now_s
         self._num_tokens += num_fed + num_drawn
 
-    def drawing_s(self, engine: Observed) -> float | None:
+    def drawing_s(self, engine: ObservableEngine) -> float | None:
         """Estimate how long running rows take at most; None: none runs, or it is not
         known yet."""
         return self._time_left.running_s(engine)
 
-    def left_s(self, engine: Observed) -> float | None:
+    def left_s(self, engine: ObservableEngine) -> float | None:
         """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
         return (
             None
@@ -182,7 +182,7 @@ class ProgressBar:
             else self._time_left.all_s(engine, self.total_rows)
         )
 
-    def update(self, num_rows: int, num_errors: int, engine: Observed) -> None:
+    def update(self, num_rows: int, num_errors: int, engine: ObservableEngine) -> None:
         """Show the newest counts, if it is time to; `num_errors` of the rows are in error."""
         self._num_rows = num_rows
         self._num_errors = num_errors
@@ -213,7 +213,7 @@ class ProgressBar:
         self._bar.update(self._num_rows - self._bar.n)
         self._bar.refresh()
 
-    def _tell_left(self, engine: Observed) -> str:
+    def _tell_left(self, engine: ObservableEngine) -> str:
         left_s = self.left_s(engine)
         if left_s is None or self.total_rows is None:
             return UNKNOWN

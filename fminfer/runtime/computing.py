@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
-from fminfer.engine.engine_core import EngineCore, Facts
+from fminfer.engine.engine_core import EngineCore, PipelineProperties
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import check_split
 from fminfer.models.layer_source import OnProgress
@@ -36,7 +36,7 @@ class Computing(Protocol):
         """The engine that answers requests."""
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> PipelineProperties:
         """The facts of all pipelines together."""
 
     @property

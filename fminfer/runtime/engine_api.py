@@ -20,9 +20,9 @@ from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import RankMemory
 from fminfer.core.option import document_options
-from fminfer.engine.engine_core import Event, Facts
-from fminfer.engine.intake import request_of_text
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.engine_core import Event, PipelineProperties
+from fminfer.engine.intake import make_text_request
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.runtime.computing import Compute, start_computing
@@ -134,11 +134,11 @@ class Engine:
             "best_of",
         } & {*fields}
         as_chat = not is_raw and self.intake.has_chat_template and is_of_chat
-        return request_of_text(text, fields, self.intake, as_chat=as_chat)
+        return make_text_request(text, fields, self.intake, as_chat=as_chat)
 
     def add(
         self,
-        request: Mapping[str, Any] | Prepared,
+        request: Mapping[str, Any] | PreparedRequest,
         *,
         priority: int = 0,
         is_streamed: bool = False,
@@ -163,7 +163,7 @@ class Engine:
         """
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
-        if not isinstance(request, Prepared):
+        if not isinstance(request, PreparedRequest):
             request = self.prepare(request, endpoint=endpoint)
         return self._core.add(
             request, priority=priority, is_streamed=is_streamed, request_id=request_id
@@ -175,7 +175,7 @@ class Engine:
         *,
         endpoint: Endpoint | None = None,
         compiles: bool = True,
-    ) -> Prepared:
+    ) -> PreparedRequest:
         """Check and tokenize a request, to be added later. Any thread may call it.
 
         `add` does this too. A long prompt takes a while, which an event loop must not
@@ -187,7 +187,7 @@ class Engine:
         """
         parsed = self.intake.parse(request, endpoint=endpoint, compiles=compiles)
         prepared = self.intake.prepare(parsed, repeat=secrets.randbits(REPEAT_BITS))
-        self.intake.note(*parsed.warnings)
+        self.intake.report_warnings(*parsed.warnings)
         return prepared
 
     def embed(
@@ -312,8 +312,8 @@ class Engine:
         return self._core.state
 
     @property
-    def facts(self) -> Facts:
-        """Facts about the processes that compute."""
+    def facts(self) -> PipelineProperties:
+        """The properties of the processes that compute."""
         return self._computing.facts
 
     @property

@@ -15,7 +15,7 @@ from fminfer.contract.endpoints import Endpoint
 from fminfer.core.errors import FminferError, StoppedError, UncompiledError
 from fminfer.core.quantities import describe_bytes
 from fminfer.engine.engine_core import Delta, Event, Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.http_errors import HttpError, shutting_down
 from fminfer.server.metrics import Metrics
@@ -152,7 +152,7 @@ class Dispatcher:
             raise refusal
         return await self._tokenizers.do(work)
 
-    def _check_size(self, prepared: Prepared) -> int:
+    def _check_size(self, prepared: PreparedRequest) -> int:
         """Return the bytes that a request takes, or raise an HttpError."""
         texts = (*prepared.prompts, *prepared.sources)
         num_choices = len(prepared.prompts) * prepared.params.num_candidates
@@ -258,14 +258,16 @@ class Dispatcher:
 
     def _prepare_and_find(
         self, fields: Mapping[str, Any], *, endpoint: Endpoint, compiles: bool = True
-    ) -> tuple[Prepared, Finished | None]:
+    ) -> tuple[PreparedRequest, Finished | None]:
         """Prepare a request, and find its answer if the cache has it, which may take a while."""
         prepared = self._engine.prepare(fields, endpoint=endpoint, compiles=compiles)
         if self._cache is None:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)
 
-    def _add(self, prepared: Prepared, request_id: int, *, is_streamed: bool) -> None:
+    def _add(
+        self, prepared: PreparedRequest, request_id: int, *, is_streamed: bool
+    ) -> None:
         """Give the engine a request, unless its client leaves meanwhile."""
         self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
         with self._adding:

@@ -19,7 +19,7 @@ from prometheus_client import (
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily, Metric
 
 from fminfer.engine.engine_core import Finished
-from fminfer.engine.stats import Observed
+from fminfer.engine.stats import ObservableEngine
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.batches.batch_run import RowKind
 from fminfer.server.batches.batch_work import BatchWork
@@ -247,7 +247,7 @@ class Rates(NamedTuple):
 class Throughput:
     """Looks at an engine's counts now and then."""
 
-    def __init__(self, engine: Observed) -> None:
+    def __init__(self, engine: ObservableEngine) -> None:
         self._engine = engine
         self._started_s = time.monotonic()
         self._seen: deque[tuple[float, int, int]] = deque()

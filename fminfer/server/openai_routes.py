@@ -17,8 +17,8 @@ from fminfer.contract.endpoints import ALL_URLS, OF_DRAWS, Endpoint
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import NULL, SWITCH, TEXT, list_of, whole
 from fminfer.engine.engine_core import Delta, Event, Finished
-from fminfer.engine.sequence import Prepared
-from fminfer.engine.vector_answer import head_of_answer
+from fminfer.engine.sequence import PreparedRequest
+from fminfer.engine.vector_answer import make_answer_head
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, unless_left
 from fminfer.server.request_bodies import is_large
@@ -51,7 +51,7 @@ _MODELS = whole(object={"const": "list"}, data=list_of(_MODEL))
 class AnswerShape:
     """One answer as an object of the API, whole or in chunks."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     model: str  # its name in the answer
     usage: str  # which chunks tell it: "each", the "last", or none
     tells_ids: bool  # its chunks have token ids
@@ -138,7 +138,7 @@ class AnswerShape:
         return told | {"token_ids": delta.token_ids}
 
     def _head(self) -> dict[str, Any]:
-        return head_of_answer(self.prepared.kind, self.id, self.created, self.model)
+        return make_answer_head(self.prepared.kind, self.id, self.created, self.model)
 
 
 def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:

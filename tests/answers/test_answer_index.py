@@ -27,7 +27,7 @@ from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.engine_core import Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import NOT_OF_ANSWERS, answer_terms
 from fminfer.models.known_sizes import DEMO_MODEL
@@ -246,11 +246,11 @@ def test_found_and_computed_lines_together(
     ]
 
 
-def prepared(params: SamplingParams = SEEDED, **others: Any) -> Prepared:
-    return Prepared(params, [PROMPT], **others)
+def prepared(params: SamplingParams = SEEDED, **others: Any) -> PreparedRequest:
+    return PreparedRequest(params, [PROMPT], **others)
 
 
-def key(prepared: Prepared) -> bytes:
+def key(prepared: PreparedRequest) -> bytes:
     return answer_key(prepared, b"terms")
 
 
@@ -263,14 +263,18 @@ def test_every_parameter_is_in_the_key(name: str) -> None:
 
 @pytest.mark.parametrize("name", [each.name for each in fields(EncodedPrompt)])
 def test_all_of_a_prompt_is_in_the_key(name: str) -> None:
-    other = Prepared(SEEDED, [replace(PROMPT, **{name: OTHER_PROMPT[name]})])
+    other = PreparedRequest(SEEDED, [replace(PROMPT, **{name: OTHER_PROMPT[name]})])
     assert key(other) != key(prepared())
 
 
 def test_all_of_a_request_is_in_the_key() -> None:
     """`repeat` and `meaning` only tell requests apart whose draws nobody repeats."""
     seen = {"params", "prompts", *OTHER_PREPARED}
-    assert {each.name for each in fields(Prepared)} == {*seen, "repeat", "meaning"}
+    assert {each.name for each in fields(PreparedRequest)} == {
+        *seen,
+        "repeat",
+        "meaning",
+    }
     for name, value in OTHER_PREPARED.items():
         assert key(prepared(**{name: value})) != key(prepared())
     sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]
@@ -288,7 +292,9 @@ def test_all_of_a_request_is_in_the_key() -> None:
 
 def test_where_prompts_end_is_in_the_key() -> None:
     def of(*ids: list[int]) -> bytes:
-        return key(Prepared(SEEDED, [EncodedPrompt(each, "", []) for each in ids]))
+        return key(
+            PreparedRequest(SEEDED, [EncodedPrompt(each, "", []) for each in ids])
+        )
 
     cut = [
         of([1, 2], [3]),
@@ -300,7 +306,11 @@ def test_where_prompts_end_is_in_the_key() -> None:
     assert len({*cut}) == len(cut)
     texts = [[("ab", [1]), ("c", [1])], [("a", [1]), ("bc", [1])]]
     keys = [
-        key(Prepared(SEEDED, [EncodedPrompt(ids, text, []) for text, ids in each]))
+        key(
+            PreparedRequest(
+                SEEDED, [EncodedPrompt(ids, text, []) for text, ids in each]
+            )
+        )
         for each in texts
     ]
     assert keys[0] != keys[1]

@@ -31,7 +31,7 @@ from fminfer.compute.values.weights import dense
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
-from fminfer.engine.noise import draw_key, noise_key, step_noise
+from fminfer.engine.noise import make_draw_key, make_noise_key, make_step_noise
 from fminfer.models.layer_source import open_weights
 from fminfer.models.tensor_specs import Weights
 from tests.conftest import built_library, span
@@ -150,8 +150,8 @@ def key_of(
     candidate: int = 0,
 ) -> bytes:
     """Return the key of a sequence's draws."""
-    key = draw_key([list(prompt)], SamplingParams(), seed, repeat, b"")
-    return noise_key(key, index, candidate)
+    key = make_draw_key([list(prompt)], SamplingParams(), seed, repeat, b"")
+    return make_noise_key(key, index, candidate)
 
 
 def mask_of(ids: Iterable[int], *, has_few: bool = True) -> Mask:
@@ -199,7 +199,7 @@ def noise_of_steps() -> list[list[int]]:
         for i in range(NUM_DRAWS // 8)
         for place in range(len(SETTINGS))
     ]
-    return [[step_noise(key, step) for key in keys] for step in range(8)]
+    return [[make_step_noise(key, step) for key in keys] for step in range(8)]
 
 
 @pytest.fixture(scope="module", params=["plain", "compiled"])
@@ -332,12 +332,12 @@ def test_draws_through_the_engine_are_unrelated(
 
 
 STREAMS: dict[str, Callable[[int], int]] = {
-    "steps": lambda i: step_noise(key_of(), i),
-    "candidates": lambda i: step_noise(key_of(candidate=i), 0),
-    "prompts": lambda i: step_noise(key_of(index=i), 0),
-    "repeats": lambda i: step_noise(key_of(repeat=i), 0),
-    "seeds": lambda i: step_noise(key_of(seed=i - 12_000), 0),
-    "requests": lambda i: step_noise(key_of(prompt=[i]), 0),
+    "steps": lambda i: make_step_noise(key_of(), i),
+    "candidates": lambda i: make_step_noise(key_of(candidate=i), 0),
+    "prompts": lambda i: make_step_noise(key_of(index=i), 0),
+    "repeats": lambda i: make_step_noise(key_of(repeat=i), 0),
+    "seeds": lambda i: make_step_noise(key_of(seed=i - 12_000), 0),
+    "requests": lambda i: make_step_noise(key_of(prompt=[i]), 0),
 }
 
 

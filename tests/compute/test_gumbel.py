@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fminfer.compute.sampling.sampler import compute_gumbel_noise, compute_token_bits
-from fminfer.engine.noise import step_noise
+from fminfer.engine.noise import make_step_noise
 from tests.compute.test_distribution import NORMAL_QUANTILE, check_counts
 
 WORD = 2**32 - 1
@@ -32,7 +32,7 @@ def test_bits_and_noise_are_as_defined() -> None:
         -(2**63),
         2**32,
         -(2**32),
-        *(step_noise(KEY, i) for i in range(9)),
+        *(make_step_noise(KEY, i) for i in range(9)),
     ]
     vocab = 300
     bits = compute_token_bits(torch.tensor(noise), torch.arange(vocab))
@@ -51,7 +51,7 @@ def test_the_mixer_spreads_each_bit() -> None:
     """Each bit of a token's id and of the noise flips each bit of the outcome half of
     the time."""
     count = 20_000
-    noise = torch.tensor([step_noise(KEY, i) for i in range(count)])
+    noise = torch.tensor([make_step_noise(KEY, i) for i in range(count)])
     ids = torch.tensor([0, *(1 << bit for bit in range(10))])
     plain, *near = compute_token_bits(noise, ids).split(1, 1)
     near += [
@@ -68,7 +68,7 @@ def test_the_mixer_spreads_each_bit() -> None:
 
 @cache
 def noise_of_steps(count: int) -> torch.Tensor:
-    return torch.tensor([step_noise(KEY, step) for step in range(count)])
+    return torch.tensor([make_step_noise(KEY, step) for step in range(count)])
 
 
 @pytest.mark.parametrize("lag", [1, 2, 3, 16, 64, 1000])
@@ -96,7 +96,7 @@ def test_the_smallest_numbers_of_many_tokens_are_unrelated() -> None:
     """Those win. Two tokens of a row have them together as often as chance has it."""
     num_rows = 3000
     vocab = 3000
-    noise = torch.tensor([step_noise(KEY, i) for i in range(num_rows)])
+    noise = torch.tensor([make_step_noise(KEY, i) for i in range(num_rows)])
     bits = compute_token_bits(noise, torch.arange(vocab))
     is_small = (bits >= 0) & (bits < 2**32 // vocab)  # one a row, on average
     counts = torch.bincount(is_small.sum(-1), minlength=6).numpy()

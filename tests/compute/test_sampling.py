@@ -26,7 +26,7 @@ from fminfer.compute.sampling.sampler import (
 )
 from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks, unpack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
-from fminfer.engine.noise import step_noise
+from fminfer.engine.noise import make_step_noise
 from tests.conftest import built_library, span
 from tests.steps import make_draws
 
@@ -48,7 +48,7 @@ def drawer(request: pytest.FixtureRequest) -> Drawer:
 def how(rows: list[tuple[float, float, int, int]]) -> SamplingTensors:
     """Return rows' temperature, top_p, top_k, and the number of their noise."""
     temperature, top_p, top_k, number = zip(*rows, strict=True)
-    noise = [step_noise(b"rows", each) for each in number]
+    noise = [make_step_noise(b"rows", each) for each in number]
     how = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "noise": noise}
     return SamplingTensors.of(make_draws(range(len(rows)), **how), torch.device("cpu"))
 
@@ -580,7 +580,7 @@ def varied(count: int, *, has_edits: bool = True) -> Step:
     ] * 3 + [True] * 3
     number = np.arange(count)
     draws = make_draws(number, mask=number % 7 - 1, temperature=0.3 + number % 11 / 8)
-    draws["noise"] = [step_noise(b"rows", each) for each in range(count)]
+    draws["noise"] = [make_step_noise(b"rows", each) for each in range(count)]
     draws["temperature"][number % 6 == 0] = 0
     draws["top_p"][number % 8 == 1] = 0.8
     draws["top_k"][number % 8 == 2] = 2

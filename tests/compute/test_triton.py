@@ -41,7 +41,7 @@ from fminfer.compute.values.spec import Alibi
 from fminfer.compute.values.step import Rows, make_draws
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
-from fminfer.engine.noise import step_noise
+from fminfer.engine.noise import make_step_noise
 from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_random
 from fminfer.runtime.load import builder
@@ -269,7 +269,7 @@ def test_draws_are_those_of_the_cpu() -> None:
         logits[2, vocab // 2] = float("nan")
         logits[3] = 1.0
         noise = torch.tensor(
-            [-1, 0, 2**63 - 1, *(step_noise(b"rows", i) for i in range(count - 3))]
+            [-1, 0, 2**63 - 1, *(make_step_noise(b"rows", i) for i in range(count - 3))]
         )
         ways = make_draws(
             range(count),
@@ -314,7 +314,7 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
             temperature=[0.0, 1.0, 1.0, 0.7, 1.0, 1.0],
             top_p=[1.0, 1.0, 0.9, 1.0, 1.0, 0.5],
             top_k=[0, 0, 0, 30, 5, 0],
-            noise=[step_noise(b"rows", i) for i in range(count)],
+            noise=[make_step_noise(b"rows", i) for i in range(count)],
         )
         how = SamplingTensors.of(ways, device)
         drawer = (

@@ -24,7 +24,7 @@ from fminfer.contract.fields import INT64
 from fminfer.contract.request import parse_request
 from fminfer.core.config import Constraint
 from fminfer.core.errors import ErrorCode, RequestError
-from fminfer.engine.noise import draw_key, meaning_of
+from fminfer.engine.noise import digest_meaning, make_draw_key
 from fminfer.split.grouping import Groups
 
 Fields = dict[str, Any]
@@ -435,9 +435,12 @@ def test_a_constraint_is_of_the_meaning_and_of_no_draw() -> None:
     others = (params(guided_regex="b"), params(grammar="a"), params(json_schema=SCHEMA))
     spaced = params(json_schema=SCHEMA, guided_whitespace_pattern=" ")
     assert (
-        len({meaning_of(["x"], each) for each in (plain, some, *others, spaced)}) == 6
+        len({digest_meaning(["x"], each) for each in (plain, some, *others, spaced)})
+        == 6
     )
-    assert draw_key([[5]], some, 7, 0, b"") == draw_key([[5]], plain, 7, 0, b"")
+    assert make_draw_key([[5]], some, 7, 0, b"") == make_draw_key(
+        [[5]], plain, 7, 0, b""
+    )
     assert "constraint" not in DRAW_FIELDS
     groups = Groups()
     assert {groups.add({"prompt": "x"} | fields) for fields in (*SENT, {})} == {0}

@@ -23,8 +23,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.engine.results import find_stop, len_of_possible_stop
-from fminfer.engine.start import Starter
+from fminfer.engine.results import count_possible_stop_chars, find_stop
+from fminfer.engine.start import RequestStarter
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
 from fminfer.text.tool_calls import ToolCallReader
@@ -60,7 +60,7 @@ def prepare(fields: Fields, kind: str = "") -> None:
     """Do all that happens to a request before an engine has it."""
     with suppress(RequestError):
         prepared = intake(kind).prepare(intake(kind).parse(fields))
-        Starter(tokenizer(), frozenset(), seed=0).start(0, prepared)
+        RequestStarter(tokenizer(), frozenset(), seed=0).start(0, prepared)
 
 
 def open_line(raw: bytes) -> None:
@@ -270,7 +270,7 @@ def stop_answer(text: str, stop: list[str]) -> None:
     num_certain = 0
     for end in range(4, len(text) + 1, 4):
         find_stop(text[:end], stops, 4)
-        num_certain = end - len_of_possible_stop(text[:end], stops, num_certain)
+        num_certain = end - count_possible_stop_chars(text[:end], stops, num_certain)
 
 
 def detokenize(ids: list[int]) -> None:

@@ -31,15 +31,15 @@ from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts, VectorWish
 from fminfer.core.errors import FminferError, RequestError, StepLimitError
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, Event, Failed, Finished
 from fminfer.engine.loop import EngineLoop
-from fminfer.engine.noise import draw_key, noise_key, step_noise
+from fminfer.engine.noise import make_draw_key, make_noise_key, make_step_noise
 from fminfer.engine.prefix import PrefixCache, _Node
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, RequestState, Sequence
-from fminfer.engine.start import Starter
+from fminfer.engine.sequence import PreparedRequest, RequestState, Sequence
+from fminfer.engine.start import RequestStarter
 from fminfer.pipeline.local import LocalPipeline
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
@@ -95,17 +95,17 @@ class ToyMatcher:
 
 
 @dataclass(slots=True, frozen=True)
-class ToyStarter(Starter):
+class ToyStarter(RequestStarter):
     """Gives the sequences of some requests a toy's masks, in place of a grammar's."""
 
-    def start(self, request_id: int, prepared: Prepared) -> RequestState:
-        state = Starter.start(self, request_id, prepared)
+    def start_request(self, request_id: int, prepared: PreparedRequest) -> RequestState:
+        state = RequestStarter.start_request(self, request_id, prepared)
         if prepared.meaning in TOYS:
             for prompt in state.prompts:
                 for sequence in prompt.sequences:
                     matcher: Any = ToyMatcher(TOYS.index(prepared.meaning))
                     sequence.matcher = matcher
-                    sequence.find_mask()
+                    sequence.update_mask()
         return state
 
 
@@ -133,7 +133,7 @@ class Choice:
 class Expected:
     """What a request is answered, whatever happens around it. `choices` None: nan."""
 
-    def __init__(self, prepared: Prepared, num_stages: int) -> None:
+    def __init__(self, prepared: PreparedRequest, num_stages: int) -> None:
         self._prepared = prepared
         self._num_stages = num_stages
         self.num_drawn = 0
@@ -211,8 +211,10 @@ class Expected:
                     s.ids + own for s, own in zip(prepared.sources, ids, strict=True)
                 ]
             seed = RUN_SEED if params.seed is None else params.seed
-            request_key = draw_key(ids, params, seed, prepared.repeat, prepared.meaning)
-            key = noise_key(request_key, index, candidate)
+            request_key = make_draw_key(
+                ids, params, seed, prepared.repeat, prepared.meaning
+            )
+            key = make_noise_key(request_key, index, candidate)
         matcher = (
             ToyMatcher(TOYS.index(prepared.meaning))
             if prepared.meaning in TOYS
@@ -227,7 +229,7 @@ class Expected:
             held = ends | {EOS} if len(choice.ids) < params.min_tokens else set()
             token_id = draw_of(
                 seen[-1],
-                step_noise(key, len(choice.ids)) if key else 0,
+                make_step_noise(key, len(choice.ids)) if key else 0,
                 columns,
                 _edits(params, choice.ids),
                 lambda token, held=held, mask=mask: (
@@ -363,7 +365,7 @@ class Engine:
 class Request:
     """A request of a simulation, and what came of it."""
 
-    prepared: Prepared
+    prepared: PreparedRequest
     expected: Expected
     priority: int
     is_streamed: bool
@@ -412,10 +414,10 @@ class Faults:
 # What is for thousands of rows, as small as what is simulated: its name, and values to
 # choose from.
 CONSTANTS: dict[str, list[int]] = {
-    "packing.MIN_SHARE": [1, 3, 64],
-    "packing.MIXED_STEP": [4, 128],
+    "packing.MIN_SPREAD_ROWS": [1, 3, 64],
+    "packing.MIN_MIXED_TOKENS": [4, 128],
     "prefix.MAX_SCORES": [60, 2_000_000],
-    "reservation.MIN_SEEN": [1, 1, 8],
+    "reservation.MIN_ROWS_SEEN": [1, 1, 8],
     "results.MAX_UNFED": [2, 32],
     "scheduler.MAX_LEFT_OUT": [1, 8],
     "scheduler.MAX_LOOKS": [1, 3, 64],
@@ -496,7 +498,7 @@ class Simulation:
             self._disturb()
             self._step()
         if rng.random() < 0.3:
-            self.engine.loop.expect_no_more()
+            self.engine.loop.expect_no_more_requests()
         while self.engine.loop.has_work or any(
             request.is_open for request in self.requests
         ):
@@ -534,7 +536,7 @@ class Simulation:
             pipeline = ring.pipeline
             close = ring.close
         self._watch(pipeline)
-        form = AnswerForm(TOKENIZER, "auto")
+        form = AnswerStyle(TOKENIZER, "auto")
         starter = ToyStarter(TOKENIZER, frozenset({EOS}), RUN_SEED, VOCAB)
         loop = EngineLoop(starter, scheduler, pipeline, form, max_steps=self.max_steps)
         return Engine(loop, scheduler, stages, close)
@@ -616,7 +618,9 @@ class Simulation:
         elif is_plain and rng.random() < 0.2:
             meaning = rng.choice(TOYS)
             params = replace(params, ignore_eos=False)
-        prepared = Prepared(params, prompts, repeat=rng.choice([0, 1]), meaning=meaning)
+        prepared = PreparedRequest(
+            params, prompts, repeat=rng.choice([0, 1]), meaning=meaning
+        )
         if self.kind == "pooled":
             prepared = replace(
                 prepared, kind="embeddings", vectors=VectorWish(VectorFacts(2))
@@ -744,7 +748,7 @@ class Simulation:
         elif rng.random() < 0.3:
             loop.start_run()
         if rng.random() < 0.02:
-            loop.expect_no_more()
+            loop.expect_no_more_requests()
         if rng.random() < 0.05:
             assert 0 <= loop.state.kv_usage <= 1 and loop.num_waiting >= 0
 
@@ -779,7 +783,7 @@ class Simulation:
         assert not loop.has_work and not loop._open and not loop._streams, (
             "all is forgotten"
         )
-        self.engine.scheduler.check_idle()
+        self.engine.scheduler.check_books()
         if isinstance(error, StepLimitError):
             assert self.max_steps is not None
             # else the longest never ends
@@ -886,7 +890,7 @@ class Simulation:
         kept = Counter(
             block for node in _nodes(scheduler.kv.prefixes) for block in node.blocks
         )
-        keeps = enumerate(pool._num_keeps)
+        keeps = enumerate(pool._num_cached)
         assert {block: count for block, count in keeps if count} == dict(kept), "keeps"
         free = sorted(pool._free)
         assert free == [
@@ -902,7 +906,7 @@ class Simulation:
         loop = self.engine.loop
         scheduler = self.engine.scheduler
         assert not (loop.has_work or loop._open or loop._streams)
-        loop.check_idle()
+        loop.check_books()
         self._check_books()
         self._count()
         num_failed = 0

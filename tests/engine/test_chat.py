@@ -287,10 +287,10 @@ def test_a_default_makes_no_request_impossible() -> None:
             prepared = bench.intake.prepare(
                 bench.intake.parse({"messages": HELLO, "n": n, "seed": 1})
             )
-            small.loop.open(prepared)
+            small.loop.make_request_state(prepared)
             wider = replace(prepared.params, max_tokens=prepared.params.max_tokens + 1)
             with pytest.raises(RequestError, match="KV cache"):
-                small.loop.open(replace(prepared, params=wider))
+                small.loop.make_request_state(replace(prepared, params=wider))
     bench = ChatBench(b"a", context=10**6)
     fields = {
         "messages": HELLO,
@@ -461,7 +461,7 @@ def test_constraints_that_begin_inside_of_something(
 ) -> None:
     """JSON stood inside a thought, or a second object behind the begun one, without a word."""
     bench = ChatBench(b"{}", chat_template=template)
-    bench.intake.note(
+    bench.intake.report_warnings(
         *bench.intake.parse({"messages": HELLO, "max_tokens": 9} | fields).warnings
     )
     told = [text for text in bench.warnings if "constraint" in text]
@@ -522,7 +522,9 @@ def test_unseeded_chats_are_counted() -> None:
     keys = []
     for repeat in range(3):
         request = bench.intake.parse(asked)
-        state = bench.loop.open(bench.intake.prepare(request, repeat=repeat))
+        state = bench.loop.make_request_state(
+            bench.intake.prepare(request, repeat=repeat)
+        )
         keys.append(state.prompts[0].sequences[0].noise_key)
     assert len(set(keys)) == 3
 
@@ -533,7 +535,7 @@ def test_a_seed_draws_what_the_completion_of_the_rendered_prompt_draws() -> None
 
     def key(**fields: Any) -> bytes:
         prepared = intake.prepare(intake.parse(fields | {"seed": 3, "top_p": 0.9}))
-        return loop.open(prepared).prompts[0].sequences[0].noise_key
+        return loop.make_request_state(prepared).prompts[0].sequences[0].noise_key
 
     chat = key(messages=HELLO, max_tokens=5)
     assert chat == key(prompt=">", add_special_tokens=False, max_tokens=5)
@@ -549,7 +551,7 @@ def test_a_cancelled_chat_says_nothing_more() -> None:
     assert not any(
         isinstance(each, Finished) for each in of_request(events, request_id)
     )
-    bench.scheduler.check_idle()
+    bench.scheduler.check_books()
 
 
 @pytest.mark.parametrize("is_special", [True, False])

@@ -20,8 +20,8 @@ from fminfer.contract.record import Record
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, RequestState
-from fminfer.engine.start import Starter
+from fminfer.engine.sequence import PreparedRequest, RequestState
+from fminfer.engine.start import RequestStarter
 from fminfer.runtime.lines.runner import LOOKAHEAD
 from tests.line_bench import LineBench
 from tests.steps import Row, StepReader, make_logprobs
@@ -431,7 +431,7 @@ def test_any_budget_and_chunk_size_gives_the_same(
     found = bench.run(*requests)
     assert texts(found) == texts(Bench().run(*requests))
     assert all(step.num_tokens <= chunk_size for step in bench.pipeline.steps)
-    bench.scheduler.check_idle()
+    bench.scheduler.check_books()
 
 
 def test_a_fault_of_ours_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -451,14 +451,16 @@ def test_a_fault_of_ours_costs_one_line(monkeypatch: pytest.MonkeyPatch) -> None
 
 def test_so_does_one_as_its_row_begins(monkeypatch: pytest.MonkeyPatch) -> None:
     """It ended the run."""
-    start = Starter.start
+    start = RequestStarter.start_request
 
-    def fail_on_x(self: Starter, request_id: int, prepared: Prepared) -> RequestState:
+    def fail_on_x(
+        self: RequestStarter, request_id: int, prepared: PreparedRequest
+    ) -> RequestState:
         if prepared.prompts[0].text == "x":
             raise ValueError("boom")
         return start(self, request_id, prepared)
 
-    monkeypatch.setattr(Starter, "start", fail_on_x)
+    monkeypatch.setattr(RequestStarter, "start_request", fail_on_x)
     records = Bench().run({"prompt": "x"}, {"prompt": ">", "max_tokens": 1})
     assert records[0].error is not None and records[0].error.code == "internal_error"
     assert records[1].error is None

@@ -355,7 +355,7 @@ def test_a_cancelled_request_leaves_nothing_behind(t5: Any) -> None:
             assert [type(event) for event in events if event.request_id == ids[2]] == [
                 Finished
             ]
-            engine.pipeline.core.check_idle()
+            engine.pipeline.core.check_books()
 
 
 def test_a_prompt_whose_memory_is_nan_spoils_no_other(t5: Any, tmp_path: Path) -> None:

@@ -17,7 +17,7 @@ from fminfer.engine import prompt_fit
 from fminfer.engine.intake import Intake
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.tokenizer import Tokenizer
 from tests.contract.test_shapes import run
@@ -31,7 +31,9 @@ def demo() -> Tokenizer:
     return Tokenizer.load(DEMO_MODEL)
 
 
-def prepare(tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error") -> Prepared:
+def prepare(
+    tokenizer: Tokenizer, prompt: Any, on_too_long: Any = "error"
+) -> PreparedRequest:
     intake = Intake(
         tokenizer, RequestLimits(512, 407, config=EngineConfig(on_too_long=on_too_long))
     )
@@ -83,7 +85,7 @@ def test_a_giant_prompt_is_not_cut(
 
 def truncated(
     tokenizer: Tokenizer, on_too_long: Any = "error", **fields: Any
-) -> Prepared:
+) -> PreparedRequest:
     intake = Intake(
         tokenizer, RequestLimits(512, 407, config=EngineConfig(on_too_long=on_too_long))
     )
@@ -177,7 +179,7 @@ def test_logprobs_of_a_line_have_a_joint_limit(
 ) -> None:
     """100 bytes that ask for n 128, max_tokens 100,000 and logprobs 20 could take 40 GB."""
 
-    def ask(**fields: Any) -> Prepared:
+    def ask(**fields: Any) -> PreparedRequest:
         intake = Intake(demo, RequestLimits(200_000, 407))
         return intake.prepare(intake.parse({"prompt": [5] * 10} | fields))
 
@@ -250,8 +252,8 @@ def test_changes_of_logits_are_made_when_a_sequence_runs() -> None:
     assert edits.columns["edit_ids"].tolist() == [5, 7, 9]
     assert edits.columns["edit_bias"].tolist() == [1.0, -1.0, 0.0]
     assert edits.columns["edit_factor"].tolist() == [1.0, 1.5, 1.5]
-    edits.count(11)
+    edits.count_drawn(11)
     assert edits.columns["edit_ids"].tolist() == [5, 7, 9, 11]
     counted = LogitEdits(params, [7, 9])
-    counted.count(11)
+    counted.count_drawn(11)
     assert counted.columns == edits.columns

@@ -58,8 +58,8 @@ def alone(request: dict[str, Any]) -> list[dict[str, Any]]:
     return answer_in(events_of(bench.loop), request_id)
 
 
-def check_idle(bench: Any) -> None:
-    bench.scheduler.check_idle()
+def check_books(bench: Any) -> None:
+    bench.scheduler.check_books()
     stats = bench.loop.stats
     read = bench.loop.stats.read
     # What was in flight for a cancelled row is drawn, too.
@@ -107,7 +107,7 @@ def test_a_cancelled_request_leaves_nothing_behind(
         check_stream(events, victim)
     for request, request_id in zip(others, first + last, strict=True):
         assert check_stream(events, request_id) == alone(request)
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_cancelled_while_it_waits_it_costs_nothing() -> None:
@@ -115,7 +115,7 @@ def test_cancelled_while_it_waits_it_costs_nothing() -> None:
     bench.loop.cancel(bench.add(**LONG))
     assert events_of(bench.loop) == []
     assert bench.loop.stats.num_steps == 0
-    check_idle(bench)
+    check_books(bench)
 
 
 @pytest.mark.parametrize("has_cache", [False, True])
@@ -210,7 +210,7 @@ def test_any_order_of_calls(
     for request, request_id in zip(requests, ids, strict=False):
         if request_id not in cancelled:
             assert check_stream(events, request_id) == alone(request)
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_adders_and_cancellers_in_eight_threads() -> None:
@@ -259,7 +259,7 @@ def test_adders_and_cancellers_in_eight_threads() -> None:
     assert {e.request_id for e in events if isinstance(e, Finished)} <= set(
         ids.values()
     )
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_wait_ends_with_an_add() -> None:
@@ -323,7 +323,7 @@ def test_a_cancel_right_behind_its_add_counts() -> None:
     events = bench.loop.step()
     assert late
     assert not of_request(events + events_of(bench.loop), late[0])
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_lines_that_ask_for_no_computing_are_answered() -> None:
@@ -346,7 +346,7 @@ def test_what_can_never_run_is_refused_at_once() -> None:
         with pytest.raises(RequestError):
             bench.add(**LONG | fields)
     assert not bench.loop.has_work
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_a_loop_goes_on_after_a_failure() -> None:
@@ -372,14 +372,14 @@ def test_a_loop_goes_on_after_a_failure() -> None:
     events = events_of(bench.loop)
     assert {event.request_id for event in events} == {request_id}
     assert check_stream(events, request_id)[0]["text"] == "abc"
-    bench.scheduler.check_idle()
+    bench.scheduler.check_books()
 
 
 def test_a_long_answer_is_built_in_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
     """One of thousands of choices held up a step for seconds; a stream looked at all of them."""
     request = {"prompt": [[3, 4]] * 20, "max_tokens": 3, "temperature": 0}
     whole = alone(request)
-    monkeypatch.setattr("fminfer.engine.answer.PIECE", 7)
+    monkeypatch.setattr("fminfer.engine.answer.PIECE_TOKENS", 7)
     bench = Bench(**SIZES)
     long_id = bench.add(**request)
     events: list[Event] = []
@@ -390,14 +390,14 @@ def test_a_long_answer_is_built_in_pieces(monkeypatch: pytest.MonkeyPatch) -> No
         events += bench.loop.step()
     assert [event.request_id for event in events] == [short_id, long_id]
     assert answer_in(events, long_id) == whole
-    check_idle(bench)
+    check_books(bench)
 
 
 def test_an_answer_in_pieces_is_told_before_the_limit_of_steps(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     """Another row was left then, and the finished one was lost with it."""
-    monkeypatch.setattr("fminfer.engine.answer.PIECE", 7)
+    monkeypatch.setattr("fminfer.engine.answer.PIECE_TOKENS", 7)
     bench = Bench(**SIZES)
     short_id = bench.add(prompt=[[3, 4]] * 4, max_tokens=3, temperature=0)
     bench.add(**LONG)

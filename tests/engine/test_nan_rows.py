@@ -133,11 +133,11 @@ def test_a_row_that_lost_its_blocks_keeps_the_scores_of_its_prompt() -> None:
         0,
         EncodedPrompt([1, 2], "", []),
         reports=reports,
-        again=[1, 2, 3],
+        ids_to_refeed=[1, 2, 3],
     )
     prompt.num_fed = 3
     prompt.nan_at = "generated token 1"
-    prompt.forget_results()
+    prompt.reset_results()
     assert (prompt.num_fed, prompt.nan_at, prompt.reports) == (0, "", reports)
 
 

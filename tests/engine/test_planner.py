@@ -12,7 +12,7 @@ import pytest
 
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError
-from fminfer.engine.waiting import plan_order
+from fminfer.engine.waiting import order_prompts
 from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, _in_order
 from tests.engine.test_contract import Bench
@@ -87,10 +87,10 @@ def test_the_order() -> None:
         {"prompt": [*c, 1], "max_tokens": 6, "user": "too short a prefix to matter"},
     ]
     lines = asked(rows)
-    assert [lines.index(line) for line in plan_order(lines)] == [4, 2, 1, 5, 3, 0]
+    assert [lines.index(line) for line in order_prompts(lines)] == [4, 2, 1, 5, 3, 0]
     others = asked(rows, source=1)
-    assert _in_order(lines + others) == plan_order(lines) + plan_order(others)
-    assert plan_order([]) == []
+    assert _in_order(lines + others) == order_prompts(lines) + order_prompts(others)
+    assert order_prompts([]) == []
 
 
 def test_every_prompt_once_whatever_the_window() -> None:

@@ -18,8 +18,8 @@ from fminfer.engine.blocks import BlockPool
 from fminfer.engine.prefix import PrefixCache, SharedTokens
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import Prepared, PromptState, RequestState
-from fminfer.engine.waiting import WaitingLine
+from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState
+from fminfer.engine.waiting import WaitingQueue
 from fminfer.text.encoded_prompt import EncodedPrompt
 from tests.conftest import IS_ALL
 from tests.engine.remembering import VOCAB, RememberingPipeline
@@ -119,7 +119,7 @@ def test_answers_are_the_same_with_the_cache_on_or_off(
     forgetful = Bench(has_cache=True, is_only_run=True, **shape)
     expected = plain.answers(requests)
     assert forgetful.answers(requests) == expected
-    forgetful.pool.check_idle()
+    forgetful.pool.check_books()
     assert cached.answers(requests) == expected
     assert cached.answers(requests) == expected, (
         "and on what the first run left in the cache"
@@ -177,9 +177,9 @@ def test_blocks_that_nobody_shares_are_used_again_before_others() -> None:
 
 def test_how_much_a_waiting_prompt_shares() -> None:
     rng = random.Random(3)
-    waiting = WaitingLine()
-    assert waiting.num_shared([1]) is None, "more may come"
-    waiting.expect_no_more()
+    waiting = WaitingQueue()
+    assert waiting.num_shared_tokens([1]) is None, "more may come"
+    waiting.expect_no_more_prompts()
     prompts: list[PromptState] = []
     for _ in range(400):
         ids = [rng.randrange(2) for _ in range(rng.randrange(9))]
@@ -187,14 +187,16 @@ def test_how_much_a_waiting_prompt_shares() -> None:
         shared = [
             next(n for n in lengths if other.ids[:n] == ids[:n]) for other in prompts
         ]
-        assert waiting.num_shared(ids) == max(shared, default=0)
+        assert waiting.num_shared_tokens(ids) == max(shared, default=0)
         if prompts and rng.random() < 0.4:
             waiting.discard(prompts.pop(rng.randrange(len(prompts))))
         else:
             encoded = EncodedPrompt(ids, "", [])
-            owner = RequestState(0, Prepared(SamplingParams(), [encoded]), added_s=0.0)
+            owner = RequestState(
+                0, PreparedRequest(SamplingParams(), [encoded]), added_s=0.0
+            )
             prompts.append(PromptState(owner, 0, encoded))
-            waiting.put_first(prompts[-1])
+            waiting.add_preempted(prompts[-1])
 
 
 def test_scores_of_a_shared_prefix_are_computed_once() -> None:
@@ -235,7 +237,7 @@ def test_cached_blocks_make_room_and_the_prompts_own_prefix_never_blocks_it() ->
     ):
         (choices,) = bench.answers([{"prompt": ids, "max_tokens": 1}])
         assert choices[0]["finish_reason"] == "length"
-    bench.pool.check_idle()
+    bench.pool.check_books()
 
 
 def test_a_block_given_on_is_not_filled_for_its_former_owner() -> None:
@@ -269,7 +271,7 @@ def test_kept_scores_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
     alone = Bench(has_cache=False, block_size=4, num_blocks=4000, chunk=64)
     assert bench.answers(requests) == alone.answers(requests)
     assert 0 < bench.scheduler.kv.prefixes._num_scores <= 500
-    bench.pool.check_idle()
+    bench.pool.check_books()
 
 
 def test_many_matches_do_not_pile_up() -> None:

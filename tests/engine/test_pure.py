@@ -15,10 +15,15 @@ from fminfer.core.quantities import describe_seconds
 from fminfer.core.timing import RowClock
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.logit_edits import Bans
-from fminfer.engine.noise import draw_key, meaning_of, noise_key, step_noise
-from fminfer.engine.packing import PackedRow, Slots, pack
+from fminfer.engine.noise import (
+    digest_meaning,
+    make_draw_key,
+    make_noise_key,
+    make_step_noise,
+)
+from fminfer.engine.packing import PackedRow, Slots, pack_rows
 from fminfer.engine.results import find_stop
-from fminfer.engine.sequence import Prepared, PromptState, RequestState, Sequence
+from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -27,7 +32,9 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 def test_blocks_are_shared_and_come_back() -> None:
     pool = BlockPool(4, block_size=8)
     assert (
-        pool.blocks_for(0) == 0 and pool.blocks_for(8) == 1 and pool.blocks_for(9) == 2
+        pool.num_blocks_for(0) == 0
+        and pool.num_blocks_for(8) == 1
+        and pool.num_blocks_for(9) == 2
     )
     first = pool.allocate(2)
     pool.share(first[:1])
@@ -36,9 +43,9 @@ def test_blocks_are_shared_and_come_back() -> None:
         "a shared block is free only when its last holder lets go"
     )
     with pytest.raises(AssertionError, match="has a holder"):
-        pool.check_idle()
+        pool.check_books()
     pool.release(first[:1])
-    pool.check_idle()
+    pool.check_books()
     with pytest.raises(AssertionError, match="released twice"):
         pool.release(first[:1])
 
@@ -106,7 +113,12 @@ def test_where_nothing_else_is_left_an_answer_may_end(
         allowed_token_ids=(2, 7), stop_token_ids=(2, 3), min_tokens=4
     )
     bans = Bans(params, frozenset([5]), [], frozenset([2, 3]))
-    assert bans.narrow(make_mask(pack_token_ids(bits, 8)), bans.find(1, [7])).few == few
+    assert (
+        bans.narrow_mask(
+            make_mask(pack_token_ids(bits, 8)), bans.find_banned(1, [7])
+        ).few
+        == few
+    )
 
 
 def test_rows_that_may_draw_the_same_share_a_mask() -> None:
@@ -115,18 +127,18 @@ def test_rows_that_may_draw_the_same_share_a_mask() -> None:
 
     def row(*never: int) -> PackedRow:
         bans = Bans(params, frozenset(), [(token_id,) for token_id in never])
-        owner = RequestState(0, Prepared(params, []), added_s=0.0)
+        owner = RequestState(0, PreparedRequest(params, []), added_s=0.0)
         prompt = PromptState(owner, 0, EncodedPrompt([7], "", []), bans=bans)
         sequence = Sequence(prompt, noise_key=b"", detokenizer=None)
-        slots.take(sequence)
+        slots.allocate(sequence)
         return PackedRow(sequence, [7], 0, [sequence])
 
-    step = pack(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
+    step = pack_rows(0, [row(3), row(), row(4, 5), row(3), row(5, 4)], [], slots).step
     assert step.draws["mask"].tolist() == [0, -1, 1, 0, 1]
     assert unpack_masks(step) == [
         make_mask(invert_mask(pack_token_ids(ids, 8))) for ids in ([3], [4, 5])
     ]
-    none = pack(0, [row(), row()], [], slots).step
+    none = pack_rows(0, [row(), row()], [], slots).step
     assert (unpack_masks(none), none.draws["mask"].tolist()) == ([], [-1, -1])
 
 
@@ -153,8 +165,10 @@ def key_of(
     **fields: Any,
 ) -> bytes:
     """Return the key of a sequence's draws."""
-    key = draw_key(ids or [[5, 6]], SamplingParams(**fields), seed, repeat, meaning)
-    return noise_key(key, *place)
+    key = make_draw_key(
+        ids or [[5, 6]], SamplingParams(**fields), seed, repeat, meaning
+    )
+    return make_noise_key(key, *place)
 
 
 def test_noise_belongs_to_the_request() -> None:
@@ -174,8 +188,8 @@ def test_noise_belongs_to_the_request() -> None:
         key_of(allowed_token_ids=(5,)),
         key_of(bad_words=("x",)),
     ]
-    draws = [step_noise(each, 3) for each in (key_of(), *others)] + [
-        step_noise(key_of(), 4)
+    draws = [make_step_noise(each, 3) for each in (key_of(), *others)] + [
+        make_step_noise(key_of(), 4)
     ]
     assert len(set(draws)) == len(draws)
 
@@ -214,22 +228,22 @@ def test_draws_are_those_of_earlier_versions() -> None:
             "c3f3ea87f5355367300aaa9b218cd888",
         ),
     ):
-        assert draw_key([[5, 6]], params, 7, 0, b"").hex() == draws
-        assert meaning_of(["x"], params).hex() == meaning
+        assert make_draw_key([[5, 6]], params, 7, 0, b"").hex() == draws
+        assert digest_meaning(["x"], params).hex() == meaning
 
 
 def test_requests_of_one_meaning() -> None:
-    same = meaning_of(["x"], SamplingParams(seed=1))
-    assert meaning_of(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same
-    assert meaning_of(["x"], SamplingParams(max_tokens=17)) != same
-    assert meaning_of([[120]], SamplingParams()) != same and len(same) == 16
+    same = digest_meaning(["x"], SamplingParams(seed=1))
+    assert digest_meaning(["x"], SamplingParams(seed=2, presence_penalty=-0.0)) == same
+    assert digest_meaning(["x"], SamplingParams(max_tokens=17)) != same
+    assert digest_meaning([[120]], SamplingParams()) != same and len(same) == 16
 
 
 def test_the_noise_of_steps_is_uniform_over_64_bits() -> None:
     key = key_of()
     tenths = [0] * 10
     for step in range(20_000):
-        tenths[int((step_noise(key, step) + 2**63) * 10 >> 64)] += 1
+        tenths[int((make_step_noise(key, step) + 2**63) * 10 >> 64)] += 1
     chi_square = sum((count - 2000) ** 2 / 2000 for count in tenths)
     assert chi_square < 27.9, "p < 0.001 with 9 degrees of freedom"
 

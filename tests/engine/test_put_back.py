@@ -16,7 +16,7 @@ import fminfer
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError
 from fminfer.engine import reservation
-from fminfer.engine.reservation import MIN_SEEN, ExpectedLengths
+from fminfer.engine.reservation import MIN_ROWS_SEEN, ExpectedLengths
 from fminfer.engine.sequence import Sequence
 from tests.conftest import IS_ALL
 from tests.engine.remembering import VOCAB
@@ -44,21 +44,21 @@ def rows(
 
 def test_lengths_are_learned_for_rows_of_about_the_same_limit() -> None:
     lengths = ExpectedLengths()
-    for _ in range(MIN_SEEN - 1):
+    for _ in range(MIN_ROWS_SEEN - 1):
         lengths.learn(512, 20)
-    assert lengths.expect(512) == 512, "too few have ended"
+    assert lengths.predict(512) == 512, "too few have ended"
     lengths.learn(512, 20)
-    assert lengths.expect(512) == lengths.expect(700) == 20
-    assert lengths.expect(100) == 100, "rows of another kind"
-    assert lengths.expect(100_000) == 1024, (
+    assert lengths.predict(512) == lengths.predict(700) == 20
+    assert lengths.predict(100) == 100, "rows of another kind"
+    assert lengths.predict(100_000) == 1024, (
         "a chat that may fill the context takes not all of it"
     )
     for _ in range(500):
         lengths.learn(600, 300)
-    assert 300 <= lengths.expect(512) <= 310, "what is long ago is forgotten"
+    assert 300 <= lengths.predict(512) <= 310, "what is long ago is forgotten"
     for length in (10, 500) * 50:
         lengths.learn(512, length)
-    assert 450 < lengths.expect(512) < 512, "a deviation more than the mean"
+    assert 450 < lengths.predict(512) < 512, "a deviation more than the mean"
 
 
 def test_early_ends_let_more_rows_run_and_change_no_answer(
@@ -76,7 +76,7 @@ def test_early_ends_let_more_rows_run_and_change_no_answer(
     )
     assert 0 < stats.num_put_back < 30
     # as if nothing could be learned
-    monkeypatch.setattr(reservation, "MIN_SEEN", 10**9)
+    monkeypatch.setattr(reservation, "MIN_ROWS_SEEN", 10**9)
     careful = Bench(has_cache=True, block_size=4, num_blocks=200, chunk=64, max_rows=64)
     assert careful.answers(requests) == answers
     assert careful.loop.stats.num_put_back == 0
@@ -126,7 +126,7 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
     scheduler = bench.loop._scheduler
     victims = list[int]()
     found = list[int]()
-    preempt = scheduler._preempt
+    preempt = scheduler._preempt_row
 
     def stop_then(sequence: Sequence) -> None:
         preempt(sequence)
@@ -134,7 +134,7 @@ def test_a_row_that_is_put_back_has_the_grace_like_those_that_run(
         victims.append(sequence.prompt.owner.id + 1)
         runner.stop(60)
 
-    monkeypatch.setattr(scheduler, "_preempt", stop_then)
+    monkeypatch.setattr(scheduler, "_preempt_row", stop_then)
     runner = bench.start_run()
     with pytest.raises(StoppedError):
         for record in runner.run(iter(lines)):

@@ -21,10 +21,10 @@ from fminfer.contract.request import SamplingParams
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.engine_core import BEHIND_ALL
 from fminfer.engine.packing import PlannedStep
-from fminfer.engine.reservation import first_to_go
+from fminfer.engine.reservation import choose_victim
 from fminfer.engine.scheduler import MAX_LOOKS, Scheduler
 from fminfer.engine.sequence import (
-    Prepared,
+    PreparedRequest,
     PromptState,
     RequestState,
     Sequence,
@@ -41,7 +41,9 @@ def make_prompt(
 ) -> PromptState:
     params = SamplingParams(**({"temperature": 0.0, "max_tokens": 8} | fields))
     encoded = EncodedPrompt(ids, "", [])
-    owner = RequestState(0, Prepared(params, [encoded]), added_s=0.0, priority=priority)
+    owner = RequestState(
+        0, PreparedRequest(params, [encoded]), added_s=0.0, priority=priority
+    )
     ends = frozenset(params.stop_token_ids)
     prompt = PromptState(owner, 0, encoded, end_ids=ends)
     prompt.sequences = [
@@ -139,10 +141,10 @@ class Driver:
     def collect(self) -> None:
         planned = self.in_flight.popleft()
         result = self.pipeline.collect()
-        assert self.scheduler.collect() is planned
+        assert self.scheduler.pop_oldest_step() is planned
         scores = result.of("prompt scores").logprobs.tolist()
         for prompt, logprob in zip(planned.scored_prompts, scores, strict=True):
-            prompt.take_shared_scores()
+            prompt.copy_shared_scores()
             prompt.reports.append(TokenReport(0, logprob))
             is_whole = len(prompt.reports) == len(prompt.ids) - 1
             if (
@@ -158,18 +160,18 @@ class Driver:
         self.check_books()
 
     def take(self, sequence: Sequence, token_id: int) -> None:
-        sequence.prompt.take_shared_scores()
+        sequence.prompt.copy_shared_scores()
         sequence.tokens.append(TokenReport(token_id, 0.0))
         sequence.num_unfed += 1
         is_last = len(sequence.tokens) == sequence.prompt.params.max_tokens
         if is_last or token_id in sequence.prompt.end_ids:
             self.end(sequence)
         else:
-            self.scheduler.resume(sequence)
+            self.scheduler.resume_sequence(sequence)
 
     def end(self, sequence: Sequence) -> None:
         sequence.finish_reason = "stop"
-        self.scheduler.release(sequence)
+        self.scheduler.release_sequence(sequence)
 
     def step(self) -> None:
         self.fill()
@@ -183,7 +185,7 @@ class Driver:
                 break
             self.collect()
         assert self.scheduler.is_idle, "somebody waits for ever"
-        self.scheduler.check_idle()
+        self.scheduler.check_books()
         for prompt in self.prompts:
             if not prompt.owner.is_cancelled:
                 assert prompt.is_finished
@@ -306,7 +308,7 @@ def test_the_highest_priority_never_waits_for_lower_rows(
         num_waits += 1
     assert num_waits <= num_stages + 1
     assert driver.scheduler.kv.num_sequences == 8 and any(
-        prompt.again for prompt in low
+        prompt.ids_to_refeed for prompt in low
     )
     driver.run()
     assert low[0].priority == 0 and driver.admitted.count(high) == 1
@@ -332,7 +334,7 @@ def test_the_lowest_priority_and_the_latest_goes_first_and_no_more_than_needed()
     running(driver, first, second, third, fourth)
     driver.add(make_prompt([9], priority=2, max_tokens=20))
     driver.fill()
-    assert [bool(p.again) for p in (first, second, third, fourth)] == [
+    assert [bool(p.ids_to_refeed) for p in (first, second, third, fourth)] == [
         False,
         False,
         True,
@@ -340,7 +342,7 @@ def test_the_lowest_priority_and_the_latest_goes_first_and_no_more_than_needed()
     ]
     driver.add(make_prompt([10], priority=2, max_tokens=40))
     driver.run()
-    assert [bool(p.again) for p in (first, second, third, fourth)] == [
+    assert [bool(p.ids_to_refeed) for p in (first, second, third, fourth)] == [
         False,
         True,
         True,
@@ -364,7 +366,9 @@ def test_nobody_is_preempted_in_vain() -> None:
     driver.add(high)
     while not pair.is_finished:
         driver.step()
-        assert not single.again and (high not in driver.admitted or pair.is_finished)
+        assert not single.ids_to_refeed and (
+            high not in driver.admitted or pair.is_finished
+        )
     driver.run()
 
 
@@ -457,11 +461,13 @@ def test_what_is_being_fed_makes_room_and_is_fed_later() -> None:
     driver.step()
     driver.add(urgent)
     driver.fill()
-    assert urgent in driver.admitted and not long.again, "there is room for both"
+    assert urgent in driver.admitted and not long.ids_to_refeed, (
+        "there is room for both"
+    )
     assert urgent.num_unfed == 0 < long.num_unfed
     driver.add(make_prompt([3] * 60, priority=1))
     driver.run()
-    assert long.again and driver.admitted.count(long) == 2
+    assert long.ids_to_refeed and driver.admitted.count(long) == 2
 
 
 def test_a_prompt_does_not_wait_for_a_prefix_of_lower_priority() -> None:
@@ -492,7 +498,7 @@ def test_idle_blocks_between_a_prefix_and_those_who_go_on_from_it_are_room(
     high = make_prompt([60], priority=max_priority, max_tokens=11 * 4)
     driver.add(high)
     driver.fill()
-    assert (high in driver.admitted) == bool(below.again) == (max_priority > 0)
+    assert (high in driver.admitted) == bool(below.ids_to_refeed) == (max_priority > 0)
     driver.run()
 
 
@@ -507,7 +513,7 @@ def test_who_is_preempted_may_enter_though_nothing_new_may() -> None:
     driver.add(high)
     driver.step()
     late = make_prompt([3], priority=5, max_tokens=2)
-    assert low.again and driver.scheduler.waiting.has_preempted
+    assert low.ids_to_refeed and driver.scheduler.waiting.has_preempted
     while not high.is_finished:
         driver.fill(is_stopping=True)
         driver.collect()
@@ -535,7 +541,7 @@ def test_a_prompt_is_cancelled_wherever_it_is() -> None:
     assert drawing.sequences[0] in in_flight, "it draws in a step in flight"
     while driver.in_flight:
         driver.collect()
-    driver.scheduler.check_idle()
+    driver.scheduler.check_books()
     driver.cancel(drawing)
     driver.add(make_prompt([0] * 8), make_prompt([1] * 60), make_prompt([2] * 90))
     driver.run()
@@ -559,7 +565,7 @@ def test_one_of_two_equal_prompts_is_preempted() -> None:
     running(driver, first, twin)
     driver.add(make_prompt([6], priority=1, max_tokens=20))
     driver.run()
-    assert twin.again and not first.again
+    assert twin.ids_to_refeed and not first.ids_to_refeed
 
 
 def test_who_goes_when_no_block_is_left_for_the_next_token() -> None:
@@ -569,16 +575,16 @@ def test_who_goes_when_no_block_is_left_for_the_next_token() -> None:
         for i, priority in enumerate([1, 0, 0, 0, 0, 1])
     ]
     for number, row in enumerate(rows):
-        row.prompt.number = number
-    rows[3].prompt.again = [3, 3]
+        row.prompt.admission_number = number
+    rows[3].prompt.ids_to_refeed = [3, 3]
     rows[4].prompt.sequences *= 2  # candidates
     higher, lower, middle, again, pair, last = rows
-    assert first_to_go(higher, [lower, middle, again, pair, last]) is again
-    assert first_to_go(higher, [lower, middle, pair, last]) is middle
-    assert first_to_go(lower, [middle, again, pair, last]) is middle
-    assert first_to_go(middle, [lower, again, pair, last]) is middle
-    assert first_to_go(higher, [pair, last]) is last
-    assert first_to_go(last, [higher]) is last
+    assert choose_victim(higher, [lower, middle, again, pair, last]) is again
+    assert choose_victim(higher, [lower, middle, pair, last]) is middle
+    assert choose_victim(lower, [middle, again, pair, last]) is middle
+    assert choose_victim(middle, [lower, again, pair, last]) is middle
+    assert choose_victim(higher, [pair, last]) is last
+    assert choose_victim(last, [higher]) is last
 
 
 def test_who_waits_for_the_prefix_of_a_cancelled_prompt_goes_on() -> None:
@@ -671,7 +677,7 @@ def test_who_runs_again_has_its_table_told_whole() -> None:
     driver.add(high)
     driver.fill()
     (sequence,) = low.sequences
-    assert low.again and not sequence.block_table
+    assert low.ids_to_refeed and not sequence.block_table
     while not sequence.block_table:
         driver.collect()
         driver.fill()
@@ -687,7 +693,7 @@ def test_cancelled_rows_do_not_teach_how_long_rows_are() -> None:
     running(driver, *prompts)
     for prompt in prompts[:20]:
         driver.cancel(prompt)
-    assert driver.scheduler.kv.expected.expect(60) == 60
+    assert driver.scheduler.kv.expected.predict(60) == 60
     driver.run()
 
 
@@ -701,22 +707,22 @@ def test_the_verdict_on_a_cancelled_prompt_feeds_and_keeps_nothing() -> None:
         prompt = make_prompt([*stem, 1 + was_apart])
         driver.add(prompt)
         driver.fill()
-        assert prompt.num_taken > 0
+        assert prompt.num_reused > 0
         if was_apart:  # its first result is nan, and the second one is not
             planned = driver.in_flight.popleft()
             driver.pipeline.collect()
-            assert driver.scheduler.collect() is planned
-            assert driver.scheduler.put_apart(prompt)
+            assert driver.scheduler.pop_oldest_step() is planned
+            assert driver.scheduler.requeue_apart(prompt)
             driver.fill()
-            assert prompt.is_apart and prompt.num_taken == 0
+            assert prompt.is_apart and prompt.num_reused == 0
         driver.cancel(prompt)
         driver.collect()
         if was_apart:
-            driver.scheduler.vouch(prompt)
+            driver.scheduler.mark_sound(prompt)
         else:
-            assert not driver.scheduler.put_apart(prompt)
+            assert not driver.scheduler.requeue_apart(prompt)
         assert driver.scheduler.is_idle
-        driver.scheduler.check_idle()
+        driver.scheduler.check_books()
     driver.add(make_prompt([*stem, 1]), make_prompt([*stem, 2]))
     driver.run()
 

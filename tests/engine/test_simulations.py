@@ -16,7 +16,7 @@ from fminfer.engine.prefix import Match, PrefixCache
 from fminfer.engine.reservation import KvReservation
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import PromptState, Sequence
-from fminfer.engine.waiting import PrefillLine
+from fminfer.engine.waiting import PrefillQueue
 from fminfer.pipeline.local import QueuedPipeline
 from tests.conftest import IS_ALL, more
 from tests.engine.simulation import simulate
@@ -50,43 +50,43 @@ def share_one_token_too_many(patch: Patch) -> None:
 
 
 def copy_no_unfilled_block(patch: Patch) -> None:
-    patch.setattr(PackedRow, "copies_after", lambda row, block_size: [])
+    patch.setattr(PackedRow, "list_copies_after", lambda row, block_size: [])
 
 
 def fill_blocks_of_former_owners(patch: Patch) -> None:
-    def give_back(kv: KvReservation, sequence: Sequence) -> None:
+    def free_blocks(kv: KvReservation, sequence: Sequence) -> None:
         kv._pool.release(sequence.block_table + sequence.cross_table)
         sequence.block_table = []
         sequence.cross_table = []
-        kv.slots.give_back(sequence)
+        kv.slots.free(sequence)
 
-    patch.setattr(KvReservation, "give_back", give_back)
+    patch.setattr(KvReservation, "free_blocks", free_blocks)
 
 
 def forget_a_memorys_slot(patch: Patch) -> None:
-    def give_back(slots: Slots, sequence: Sequence) -> None:
+    def free(slots: Slots, sequence: Sequence) -> None:
         slots._free.append(sequence.slot)
-        slots.num_taken -= 1
+        slots.num_used -= 1
 
-    patch.setattr(Slots, "give_back", give_back)
+    patch.setattr(Slots, "free", free)
 
 
 def feed_more_than_there_is_room_for(patch: Patch) -> None:
-    next_chunk = PrefillLine.next_chunk
+    pop_chunk = PrefillQueue.pop_chunk
     patch.setattr(
-        PrefillLine, "next_chunk", lambda line, room: next_chunk(line, room + 1)
+        PrefillQueue, "pop_chunk", lambda line, room: pop_chunk(line, room + 1)
     )
 
 
 def feed_a_preempted_row_without_its_newest_token(patch: Patch) -> None:
-    preempt = Scheduler._preempt
+    preempt = Scheduler._preempt_row
 
     def cut(line: Scheduler, sequence: Sequence) -> None:
         preempt(line, sequence)
-        if len(sequence.prompt.again) > len(sequence.prompt.ids):
-            sequence.prompt.again.pop()
+        if len(sequence.prompt.ids_to_refeed) > len(sequence.prompt.ids):
+            sequence.prompt.ids_to_refeed.pop()
 
-    patch.setattr(Scheduler, "_preempt", cut)
+    patch.setattr(Scheduler, "_preempt_row", cut)
 
 
 def leave_a_cancelled_row_among_those_that_run(patch: Patch) -> None:
@@ -95,7 +95,7 @@ def leave_a_cancelled_row_among_those_that_run(patch: Patch) -> None:
         if not running:
             line.waiting.discard(prompt)
         for sequence in running:
-            line.release(sequence)
+            line.release_sequence(sequence)
 
     patch.setattr(Scheduler, "cancel", cancel)
 
@@ -103,28 +103,28 @@ def leave_a_cancelled_row_among_those_that_run(patch: Patch) -> None:
 def tell_a_cancelled_answer(patch: Patch) -> None:
     """As it was: a request that ended as it was taken in was answered, though it was
     cancelled."""
-    take_in = EngineLoop._take_in
+    update_requests = EngineLoop._update_requests
 
-    def take_in_twice(loop: EngineLoop) -> None:
+    def update_requests_twice(loop: EngineLoop) -> None:
         cancelled = loop._cancelled
         loop._cancelled = deque()
-        take_in(loop)
+        update_requests(loop)
         loop._cancelled = deque(each for each in cancelled if each in loop._open)
-        take_in(loop)
+        update_requests(loop)
 
-    patch.setattr(EngineLoop, "_take_in", take_in_twice)
+    patch.setattr(EngineLoop, "_update_requests", update_requests_twice)
 
 
 def lose_the_block_that_is_cut(patch: Patch) -> None:
-    split = PrefixCache._split
+    split = PrefixCache._split_node
 
     def split_and_drop(cache: PrefixCache, node: Any, length: int) -> Any:
         upper = split(cache, node, length)
         if upper.end % cache._pool.block_size:
-            cache._pool.drop(upper.blocks[-1:])
+            cache._pool.unmark_cached(upper.blocks[-1:])
         return upper
 
-    patch.setattr(PrefixCache, "_split", split_and_drop)
+    patch.setattr(PrefixCache, "_split_node", split_and_drop)
 
 
 def score_with_too_few_alternatives(patch: Patch) -> None:
@@ -134,7 +134,7 @@ def score_with_too_few_alternatives(patch: Patch) -> None:
 
 
 def believe_a_result_that_is_nan(patch: Patch) -> None:
-    patch.setattr(results, "_feeds_again", lambda prompt, line: False)
+    patch.setattr(results, "_judge_first_result", lambda prompt, line: False)
 
 
 def deliver_steps_that_were_dropped(patch: Patch) -> None:

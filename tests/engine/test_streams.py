@@ -37,7 +37,7 @@ def stream(bench: LineBench, **request: Any) -> list[Event]:
     request_id = bench.add(**ASKED | request)
     events = events_of(bench.loop)
     check_stream(events, request_id)
-    bench.scheduler.check_idle()
+    bench.scheduler.check_books()
     return events
 
 
@@ -181,7 +181,7 @@ def test_random_streams(
             ids = bytes(token.token_id for token in sequence.tokens)
             held.append((len(told), ids.decode(errors="replace")))
     (choice,) = check_stream(events, request_id)
-    bench.scheduler.check_idle()
+    bench.scheduler.check_books()
     prompt = request["prompt"] if isinstance(request["prompt"], str) else None
     # broken bytes at its end may become a character with the first tokens
     if prompt is None:
@@ -287,7 +287,7 @@ def test_rows_that_lose_their_blocks_go_on_with_their_streams() -> None:
     found += events_of(tight.loop)
     assert [check_stream(found, request_id) for request_id in ids] == expected
     assert tight.loop.stats.num_put_back > 10
-    tight.scheduler.check_idle()
+    tight.scheduler.check_books()
 
 
 @settings(

@@ -21,8 +21,8 @@ from fminfer.answers.answer_index import answer_key
 from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.option import options_of
-from fminfer.engine.noise import describe_params, draw_key
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.noise import describe_params, make_draw_key
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.estimate.cost_model import keep_costs, load_costs
 from fminfer.machine.liveness import describe_me
 from fminfer.models.checkpoint import open_random
@@ -310,10 +310,12 @@ def test_keys_of_kept_answers_are_what_they_were() -> None:
     facts = VectorFacts(8)
     wish = VectorWish(facts, "p", 4, True, True, True, ("b",), 1, False)
     prepared = {
-        "plain": Prepared(PARAMS, [PROMPT]),
-        "chat": Prepared(PARAMS, [PROMPT], 1, b"m", "chat", "hermes", True),
-        "of an encoder": Prepared(PARAMS, [PROMPT], sources=[PROMPT], num_start=1),
-        "vectors": Prepared(SamplingParams(), [PROMPT], vectors=wish),
+        "plain": PreparedRequest(PARAMS, [PROMPT]),
+        "chat": PreparedRequest(PARAMS, [PROMPT], 1, b"m", "chat", "hermes", True),
+        "of an encoder": PreparedRequest(
+            PARAMS, [PROMPT], sources=[PROMPT], num_start=1
+        ),
+        "vectors": PreparedRequest(SamplingParams(), [PROMPT], vectors=wish),
     }
     found = {name: answer_key(each, b"terms").hex() for name, each in prepared.items()}
     assert found == {
@@ -326,11 +328,11 @@ def test_keys_of_kept_answers_are_what_they_were() -> None:
 
 def test_keys_of_draws_are_what_they_were() -> None:
     assert (
-        draw_key([[1, 2, 3]], PARAMS, 4, 0, b"").hex()
+        make_draw_key([[1, 2, 3]], PARAMS, 4, 0, b"").hex()
         == "2de109a049d24fe9bbad5885930693e1"
     )
     assert (
-        draw_key([[1, 2, 3]], PARAMS, 1, 2, bytes(16)).hex()
+        make_draw_key([[1, 2, 3]], PARAMS, 1, 2, bytes(16)).hex()
         == "4911b4de3d89e800972ece4cbe3a0e2a"
     )
 

@@ -16,11 +16,11 @@ import pytest
 from fminfer.compute.values.step import StepResult
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig, StepSizes
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.intake import Intake
 from fminfer.engine.packing import PlannedStep, pack
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.simulation import PretendPipeline
 from fminfer.job.progress import ProgressBar, TimeLeft
@@ -179,14 +179,14 @@ def test_what_running_rows_may_still_draw_is_counted(
         return pack(*args)
 
     while_packing: list[int] = []
-    monkeypatch.setattr("fminfer.engine.scheduler.pack", asked_while_packing)
+    monkeypatch.setattr("fminfer.engine.scheduler.pack_rows", asked_while_packing)
     tokenizer = Tokenizer(None)
     limits = RequestLimits(2048, 256, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
-        Starter(tokenizer, limits.eos_ids, seed=1),
+        RequestStarter(tokenizer, limits.eos_ids, seed=1),
         LineRequest(32),
-        AnswerForm(tokenizer, "auto"),
+        AnswerStyle(tokenizer, "auto"),
         sizes=StepSizes(chunk_size=512, max_rows=2),
         num_blocks=4096,
         num_stages=1,

@@ -15,10 +15,10 @@ import pytest
 from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.intake import Intake
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.estimate.cost_model import CostModel, StepWork
 from fminfer.estimate.simulation import PretendPipeline
@@ -180,9 +180,9 @@ def run(
     limits = RequestLimits(2048, 256, eos_ids=frozenset({END_ID}))
     loop = build_loop(
         EngineConfig(),
-        Starter(tokenizer, limits.eos_ids, seed=1),
+        RequestStarter(tokenizer, limits.eos_ids, seed=1),
         DrawingPipeline(how.get("stop_rate", 0.0), how.get("stops_from", 0)),
-        AnswerForm(tokenizer, "auto"),
+        AnswerStyle(tokenizer, "auto"),
         sizes=EngineConfig(max_rows=how.get("max_rows")).choose_step_sizes("cpu", 1),
         num_blocks=how.get("num_blocks", 4096),
         num_stages=1,

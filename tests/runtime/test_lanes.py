@@ -22,7 +22,7 @@ from fminfer.engine.engine_core import (
     Finished,
     RequestCore,
 )
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines import lanes as lanes_module
 from fminfer.runtime.lines.lanes import MOST_WAITING, Lane, Lanes
 
@@ -54,7 +54,7 @@ class FakeCore:
 
 def request(meaning: str, num_prompts: int = 1) -> Any:
     prompts: Any = [None] * num_prompts
-    return Prepared(None, prompts, meaning=meaning.encode())  # type: ignore[arg-type]
+    return PreparedRequest(None, prompts, meaning=meaning.encode())  # type: ignore[arg-type]
 
 
 def finished(request_id: int) -> Finished:

@@ -24,8 +24,8 @@ from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.messages import MemoryPeak, RankMemory
-from fminfer.engine.engine_core import Delta, Facts, Failed, Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.engine_core import Delta, Failed, Finished, PipelineProperties
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
 from fminfer.models.checkpoint import open_model
@@ -52,13 +52,13 @@ TIMES = ("request_time", "created", "prompt_tokens_details", "id", "request_id")
 WAIT_S = 240.0
 
 FAILING = """
-from fminfer.engine.start import Starter
-start = Starter.start
+from fminfer.engine.start import RequestStarter
+start = RequestStarter.start_request
 def fail(self, request_id, prepared):
     if prepared.params.max_tokens == 7:
         raise ValueError("boom")
     return start(self, request_id, prepared)
-Starter.start = fail
+RequestStarter.start_request = fail
 """
 
 SLOW = """
@@ -347,7 +347,7 @@ def test_numbers_that_do_not_fit_are_refused() -> None:
 
 ASK = Ask(
     7,
-    Prepared(
+    PreparedRequest(
         SamplingParams(stop=("\ud800", "x"), logit_bias=((5, -1.5),), seed=-(2**63)),
         [EncodedPrompt([*range(20)], "text", [0, 1]), EncodedPrompt([1], "", [])],
         repeat=2,
@@ -357,7 +357,7 @@ ASK = Ask(
     is_streamed=True,
     is_counted=False,
 )
-FACTS = Facts(
+FACTS = PipelineProperties(
     "cpu",
     "float32",
     "bfloat16",

@@ -16,7 +16,7 @@ from starlette.types import Message
 
 import fminfer
 from fminfer.engine.engine_core import Delta
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.server.http_errors import HttpError
 from fminfer.server.replies import EventStream, Reply
 from tests.server.running import Answer, running
@@ -25,14 +25,16 @@ WAIT_S = 0.2
 
 
 @pytest.fixture(scope="module")
-def prepared() -> Prepared:
+def prepared() -> PreparedRequest:
     engine = fminfer.Engine(dtype="float32")
     prepared = engine.prepare({"prompt": [5], "max_tokens": 1})
     engine.close()
     return prepared
 
 
-def test_signs_of_life_come_only_while_nothing_else_does(prepared: Prepared) -> None:
+def test_signs_of_life_come_only_while_nothing_else_does(
+    prepared: PreparedRequest,
+) -> None:
     """A wait ends without an event at the second beat that saw none, and else with its
     events."""
     reply = Reply(0, 0.0, prepared, lambda _: None)
@@ -59,7 +61,7 @@ def test_signs_of_life_come_only_while_nothing_else_does(prepared: Prepared) -> 
         assert took >= least - 0.05
 
 
-def test_a_closed_one_is_forgotten_at_once(prepared: Prepared) -> None:
+def test_a_closed_one_is_forgotten_at_once(prepared: PreparedRequest) -> None:
     """Its timer would hold the prompt for as long as a keep-alive takes."""
 
     async def use() -> bool:

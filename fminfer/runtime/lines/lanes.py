@@ -15,7 +15,7 @@ from itertools import count
 
 from fminfer.core.errors import FminferError, line_error
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, EngineCore, Event, Failed
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 
 # prompts of all lanes that wait in the engine: as many as it looks at in a step
 MOST_WAITING = 64
@@ -30,14 +30,14 @@ class Lane:
     def __init__(self, lanes: Lanes) -> None:
         self._lanes = lanes
         self._news = threading.Condition(lanes.lock)
-        self.queue: dict[int, Prepared] = {}  # not yet with the engine, in order
+        self.queue: dict[int, PreparedRequest] = {}  # not yet with the engine, in order
         self.num_waiting = 0  # prompts of these
         self.asked: set[int] = set()  # ids of the requests that the engine has
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._is_woken = False
 
-    def add(self, prepared: Prepared, *, is_counted: bool = False) -> int:
+    def add(self, prepared: PreparedRequest, *, is_counted: bool = False) -> int:
         """Queue a request; return the id by which events name it."""
         with self._lanes.lock:
             request_id = next(self._lanes.ids)

@@ -17,9 +17,9 @@ from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import line_error
 from fminfer.engine.engine_core import Failed, Finished
-from fminfer.engine.intake import Asked, Intake
-from fminfer.engine.sequence import Prepared
-from fminfer.engine.vector_answer import head_of_answer
+from fminfer.engine.intake import IncomingRequest, Intake
+from fminfer.engine.sequence import PreparedRequest
+from fminfer.engine.vector_answer import make_answer_head
 
 FILLS = RowWarning(
     "chats without max_tokens are answered until they end or the context is full"
@@ -28,7 +28,9 @@ MAX_GROUP = 64  # lines whose texts are tokenized together
 MAX_CHATS = 16  # lines whose chats are rendered together
 NameLine = Callable[[Line], str]
 Answer = Finished | Failed
-_Opened = tuple[Line, Envelope, Asked]  # a line whose prompts are not tokenized yet
+_Opened = tuple[
+    Line, Envelope, IncomingRequest
+]  # a line whose prompts are not tokenized yet
 
 
 @dataclass(slots=True, eq=False)
@@ -37,7 +39,7 @@ class LineRequest:
 
     line: Line
     envelope: Envelope
-    prepared: Prepared
+    prepared: PreparedRequest
     key: bytes | None  # of its answer, see `answer_key`; None: chance has a part in it
     read_s: float = field(default_factory=time.perf_counter)
     added_s: float = 0.0  # when the engine had it
@@ -90,7 +92,7 @@ class LineIntake:
         """Do as `open` for each line; texts of all are tokenized together, where that
         is faster."""
         enclosed = [(line, _open_envelope(line)) for line in lines]
-        self._intake.render_ahead(
+        self._intake.render_chats_ahead(
             (envelope.fields, envelope.endpoint, self._counter.find_clock(line))
             for line, envelope in enclosed
         )
@@ -109,7 +111,7 @@ class LineIntake:
             return (
                 line,
                 envelope,
-                Asked(request, repeat, is_openai=envelope.shape == "batch"),
+                IncomingRequest(request, repeat, is_openai=envelope.shape == "batch"),
             )
         except Exception as error:
             return Record(
@@ -120,8 +122,8 @@ class LineIntake:
         self,
         line: Line,
         envelope: Envelope,
-        asked: Asked,
-        prepared: Prepared | Exception,
+        asked: IncomingRequest,
+        prepared: PreparedRequest | Exception,
     ) -> LineRequest | Record:
         if isinstance(prepared, Exception):
             return Record(
@@ -130,7 +132,7 @@ class LineIntake:
         warnings = [*envelope.warnings, *asked.request.warnings]
         if asked.request.fills_context and self._intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
-        self._intake.note(*warnings, where=f"{self._name_line(line)}: ")
+        self._intake.report_warnings(*warnings, where=f"{self._name_line(line)}: ")
         key = None if prepared.params.is_by_chance else answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
 
@@ -181,7 +183,7 @@ class RecordForm:
             model = envelope.fields.get("model")
             name = model if isinstance(model, str) and model else self.model_name
             request_id = make_id(line, envelope)
-            head = head_of_answer(asked.prepared.kind, request_id, self.created, name)
+            head = make_answer_head(asked.prepared.kind, request_id, self.created, name)
             result = head | answer.result
         else:
             times = dict(answer.times)

@@ -21,8 +21,8 @@ from fminfer.engine.engine_core import (
     Finished,
     RequestCore,
 )
-from fminfer.engine.sequence import Prepared
-from fminfer.engine.waiting import plan_order
+from fminfer.engine.sequence import PreparedRequest
+from fminfer.engine.waiting import order_prompts
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import (
     Answer,
@@ -207,7 +207,7 @@ class LineRunner:
             if time.perf_counter() > self._stop_at_s or not has_begun:
                 raise StoppedError("stopped as told, and rows are left")
         if self.engine is not None and not self.has_work:
-            self.engine.check_idle()
+            self.engine.check_books()
         return records
 
     def _hand_over(self) -> None:
@@ -230,7 +230,7 @@ class LineRunner:
             and self._has_all
             and not self._window
         ):
-            self.engine.expect_no_more()
+            self.engine.expect_no_more_requests()
 
     def close(self) -> None:
         """Cancel what has no record yet."""
@@ -253,7 +253,9 @@ class LineRunner:
             return min(LOOKAHEAD, self.read_ahead)
         return self.read_ahead
 
-    def _count(self, prepared: Prepared | None, origin: Origin = "computed") -> None:
+    def _count(
+        self, prepared: PreparedRequest | None, origin: Origin = "computed"
+    ) -> None:
         """Count a line for progress; a shared engine counts only the requests that it gets."""
         if self.engine is None:
             return
@@ -285,4 +287,4 @@ class LineRunner:
 def _in_order(window: list[LineRequest]) -> list[LineRequest]:
     """Order lines; files keep their order, so that they are done one after another."""
     by_file = groupby(window, key=lambda asked: asked.line.source)
-    return [asked for _, of_file in by_file for asked in plan_order([*of_file])]
+    return [asked for _, of_file in by_file for asked in order_prompts([*of_file])]

@@ -25,13 +25,13 @@ from fminfer.core.config import (
 )
 from fminfer.core.errors import CheckpointError, RequestError, UsageError
 from fminfer.core.impostors import naming_broken_files
-from fminfer.engine.answer import AnswerForm
+from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.blocks import BlockPool
 from fminfer.engine.intake import Intake
 from fminfer.engine.loop import EngineLoop, Pipeline
 from fminfer.engine.prompt_fit import KvSize, RequestLimits
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.start import Starter
+from fminfer.engine.start import RequestStarter
 from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.models.sentence_folder import SentenceFolder
@@ -75,9 +75,9 @@ def make_intake(
 
 def build_loop(
     config: MemoryOptions,
-    starter: Starter,
+    starter: RequestStarter,
     pipeline: Pipeline,
-    form: AnswerForm,
+    form: AnswerStyle,
     *,
     sizes: StepSizes,
     num_blocks: int,

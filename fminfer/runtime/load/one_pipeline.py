@@ -13,9 +13,9 @@ from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
 from fminfer.core.messages import RankMemory
-from fminfer.engine.answer import AnswerForm
-from fminfer.engine.engine_core import Facts
-from fminfer.engine.start import Starter
+from fminfer.engine.answer import AnswerStyle
+from fminfer.engine.engine_core import PipelineProperties
+from fminfer.engine.start import RequestStarter
 from fminfer.forward.stage import Stage
 from fminfer.machine.device import (
     end_openmp_threads,
@@ -83,7 +83,7 @@ class OnePipeline:
         self.graphs = stage.graphs
         self._stream = (stream := loaded.network.stream)
         disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
-        self._facts = Facts(
+        self._facts = PipelineProperties(
             str(loaded.device),
             name_of(plan.dtype),
             name_of(plan.kv_dtype),
@@ -104,9 +104,11 @@ class OnePipeline:
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
             config,
-            Starter(tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size),
+            RequestStarter(
+                tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size
+            ),
             self.stages,
-            AnswerForm(
+            AnswerStyle(
                 tokenizer, config.token_format, nan_explanation(checkpoint, plan.dtype)
             ),
             sizes=plan.sizes,
@@ -116,7 +118,7 @@ class OnePipeline:
         )
 
     @property
-    def facts(self) -> Facts:
+    def facts(self) -> PipelineProperties:
         """What the pipeline is; it becomes slower where a graph cannot be captured."""
         found = self.graphs.why_not if self.graphs else ""
         if found in self._facts.why_plain:  # nothing, or the start knew it

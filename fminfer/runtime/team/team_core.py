@@ -20,7 +20,7 @@ from fminfer.core.errors import FminferError, PipelineError, UsageError
 from fminfer.core.messages import RankMemory
 from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Delta, Event
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_weight_files, name_different_files
@@ -118,7 +118,7 @@ class Team:
 
     def add(
         self,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         *,
         priority: int = 0,
         is_streamed: bool = False,
@@ -182,14 +182,14 @@ class Team:
             self._tell_all("drain")
         self._until_s = until_s if until_s < math.inf else None
 
-    def expect_no_more(self) -> None:
+    def expect_no_more_requests(self) -> None:
         """Note that no more requests come: prefixes that none of them shares can be evicted."""
         self._take_in()
         if self._expects_more and not self._waiting:
             self._expects_more = False
-            self._tell_all("expect_no_more")
+            self._tell_all("expect_no_more_requests")
 
-    def check_idle(self) -> None:
+    def check_books(self) -> None:
         """Nothing: the books are the pipelines'."""
 
     @property
@@ -204,7 +204,7 @@ class Team:
     @property
     def state(self) -> EngineState:
         """How the pipelines stand together, and how much waits for them."""
-        return EngineState.of_all(
+        return EngineState.sum_states(
             [pipeline.state for pipeline in self._living],
             num_waiting=self.num_waiting,
             num_waiting_behind=self.num_waiting_behind,

@@ -13,8 +13,14 @@ from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import MemoryPeak, RankMemory
-from fminfer.engine.engine_core import Delta, Event, Facts, Failed, Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.engine_core import (
+    Delta,
+    Event,
+    Failed,
+    Finished,
+    PipelineProperties,
+)
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.pipeline.watch import Fault
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -23,7 +29,9 @@ from fminfer.text.encoded_prompt import EncodedPrompt
 # all pipelines have their weights: the memory that is left can be shared out
 GO_ON = "go on"
 END = "end"  # no more is asked
-Order = Literal["start_run", "drain", "expect_no_more"]  # methods of the engine's loop
+Order = Literal[
+    "start_run", "drain", "expect_no_more_requests"
+]  # methods of the engine's loop
 
 
 @dataclass(slots=True, frozen=True)
@@ -31,7 +39,7 @@ class Ask:
     """A request to answer."""
 
     request_id: int
-    prepared: Prepared
+    prepared: PreparedRequest
     priority: int
     is_streamed: bool
     is_counted: bool
@@ -54,7 +62,7 @@ class Report:
     memory: list[RankMemory] | None = None  # of its ranks, with the stats
     # Its weights are in memory: digests of their files, which all pipelines must have the same.
     file_digests: dict[str, str] | None = None
-    facts: Facts | None = None  # it can answer
+    facts: PipelineProperties | None = None  # it can answer
     failure: Fault | None = None  # it cannot go on
 
 
@@ -64,7 +72,7 @@ _CLASSES = {
         Ask,
         Cancel,
         Report,
-        Prepared,
+        PreparedRequest,
         SamplingParams,
         EncodedPrompt,
         VectorWish,
@@ -73,7 +81,7 @@ _CLASSES = {
         Delta,
         Finished,
         Failed,
-        Facts,
+        PipelineProperties,
         EngineState,
         EngineStats,
         StageStats,

@@ -10,7 +10,7 @@ from typing import Any
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
-from fminfer.engine.engine_core import BEHIND_ALL, Delta, Facts
+from fminfer.engine.engine_core import BEHIND_ALL, Delta, PipelineProperties
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankFacts, Spread
 from fminfer.pipeline.watch import Fault
@@ -96,7 +96,7 @@ class TeamPipeline:
         self.is_alive = True
         self.failure: Fault | None = None
         self.file_digests: dict[str, str] | None = None  # None: it has not loaded
-        self.facts: Facts | None = None  # None: it cannot answer yet
+        self.facts: PipelineProperties | None = None  # None: it cannot answer yet
         self.stats = EngineStats()
         self.state = EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
