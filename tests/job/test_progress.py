@@ -18,7 +18,7 @@ from fminfer.contract.envelope import Line
 from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.intake import Intake
-from fminfer.engine.packing import PlannedStep, pack
+from fminfer.engine.packing import PlannedStep, pack_rows
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.start import RequestStarter
 from fminfer.engine.stats import EngineState, EngineStats
@@ -74,7 +74,7 @@ def test_a_bound_is_shown_as_one(
     clock.now_s = 4.5
     bar.add_work(stats, 0, 18)
     bar.update(0, 0, engine)
-    stats.end(90)
+    stats.count_ended(90)
     bar.update(1, 0, engine)
     bar.total_rows = None
     bar.update(1, 0, engine)
@@ -176,7 +176,7 @@ def test_what_running_rows_may_still_draw_is_counted(
     def asked_while_packing(*args: Any) -> PlannedStep:
         """Rows were in no list for a moment, and a signal then found none."""
         while_packing.append(loop.state.longest_row)
-        return pack(*args)
+        return pack_rows(*args)
 
     while_packing: list[int] = []
     monkeypatch.setattr("fminfer.engine.scheduler.pack_rows", asked_while_packing)
