@@ -34,7 +34,7 @@ def rounded_by(name: str) -> Rounded:
 
     def by_ours(weight: torch.Tensor, is_inner: bool) -> torch.Tensor:
         for form in choose_quantized_formats(name, "product" if is_inner else "head"):
-            if form.takes(weight.shape[1]):
+            if form.fits_inputs(weight.shape[1]):
                 return form.dequantize((form.quantize(weight),), torch.float32)
         return weight
 

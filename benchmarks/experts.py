@@ -120,7 +120,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     )
     begin = CONTEXT if tokens == 1 else 0
     cache._kv.zero_()
-    plan = Rows.of(
+    plan = Rows.from_tables(
         *((begin, tokens, range(r * each, (r + 1) * each)) for r in range(rows))
     )
     positions = torch.arange(begin, begin + tokens).repeat(rows)
@@ -129,7 +129,7 @@ def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> f
     ).to(dtype)
     start = time.perf_counter()
     with torch.inference_mode():
-        network.run(x.clone(), LayerStep(positions, cache.plan(plan)))
+        network.run(x.clone(), LayerStep(positions, cache.make_attention(plan)))
     return time.perf_counter() - start
 
 

@@ -49,7 +49,7 @@ from fminfer.compute.layers.products import (  # noqa: E402
     ProductKernel,
     make_library_candidates,
 )
-from fminfer.compute.values.weights import dense  # noqa: E402
+from fminfer.compute.values.weights import make_dense_weight  # noqa: E402
 
 # inputs, outputs
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))
@@ -150,12 +150,15 @@ def pack_sides(
     sides: dict[str, list[Multiply]] = {}
     if kernel is not None and can_multiply(kernel, weight, rows):
         sides["fminfer"] = [
-            kernel.pack(dense(copy, "product"), None) for copy in copies
+            kernel.pack_weight(make_dense_weight(copy, "product"), None)
+            for copy in copies
         ]
     if weight.dtype == rows:
         sides["linear"] = [_linear(copy) for copy in copies]
         for packed in make_library_candidates(rows, is_fast=True):
-            asked = [Linear(dense(copy, "product"), None) for copy in copies]
+            asked = [
+                Linear(make_dense_weight(copy, "product"), None) for copy in copies
+            ]
             if packed.serves(asked[0]):
                 sides["packed"] = [packed.make(each) for each in asked]
     return sides
@@ -169,11 +172,11 @@ def can_multiply(
     kernel: ProductKernel, weight: torch.Tensor, rows: torch.dtype
 ) -> bool:
     """Try whether our products take such a weight with such rows."""
-    asked = dense(weight, "product")
+    asked = make_dense_weight(weight, "product")
     if not kernel.can_pack(asked):
         return False
     try:
-        kernel.pack(asked, None)(torch.zeros((1, weight.shape[1]), dtype=rows))
+        kernel.pack_weight(asked, None)(torch.zeros((1, weight.shape[1]), dtype=rows))
     except AssertionError:  # what it says of rows that it does not take
         return False
     return True
@@ -310,7 +313,7 @@ def main(
     torch.set_num_threads(threads or min(torch.get_num_threads(), count_cores()))
     num_threads = torch.get_num_threads()
     roof = measure_roof(num_threads)
-    library = build.library()
+    library = build.wait_for_library()
     kernel = None if library is None else ProductKernel(library)
     if kernel is None:
         print(f"without our products: {build.error}", file=sys.stderr)

@@ -42,7 +42,10 @@ from fminfer.compute.attention.paged_attention import PlainAttention
 from fminfer.forward.whole_layers import Spent, WholeLayer
 from fminfer.models.tensor_specs import layer_specs
 
-PLANNING: list[tuple[Any, str]] = [(PlainAttention, "plan"), (CpuAttention, "plan")]
+PLANNING: list[tuple[Any, str]] = [
+    (PlainAttention, "lay_out"),
+    (CpuAttention, "lay_out"),
+]
 PARTS = ["products", "attention", "head", "drawing", "planning", "rest", "waiting"]
 COLOURS = ["#4f86b8", "#e8983e", "#7ba05b", "#c9b458", "#a46fb0", "#999999", "#eeeeee"]
 

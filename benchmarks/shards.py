@@ -39,7 +39,7 @@ def time_sums(dtype: str, count: int) -> list[float]:
     from fminfer.compute.kernels.kernel_build import start_build
     from fminfer.compute.shards import SharedMemoryGroup
 
-    library = start_build().library()
+    library = start_build().wait_for_library()
     assert library is not None, start_build().error
     memory = mmap.mmap(-1, SharedMemoryGroup.num_bytes(library, count))
     torch.set_num_threads(1)

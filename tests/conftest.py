@@ -33,10 +33,10 @@ from fminfer.compute.sampling.sampler import (  # noqa: E402
     Drawer,
     Ranker,
     TokenSpan,
-    draw,
-    rank,
+    draw_tokens,
+    rank_logits,
 )
-from fminfer.compute.trial import compare  # noqa: E402
+from fminfer.compute.trial import compare_pairs  # noqa: E402
 from fminfer.compute.values.spec import Alibi, Attention  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
 from fminfer.forward.layer_step import Bodies  # noqa: E402
@@ -384,7 +384,7 @@ def try_triton(dtype: torch.dtype) -> None:
         pairs = compute_attention_pairs(
             kernel, StageAttention(kinds, 8, kv_dtype), num_keys, **where
         )
-        compare(pairs, ATTENTION_ERRORS[dtype])
+        compare_pairs(pairs, ATTENTION_ERRORS[dtype])
 
 
 @pytest.fixture(scope="session")
@@ -400,7 +400,7 @@ def interpreter() -> None:
 
 
 def span(
-    logits: torch.Tensor, ranker: Ranker = rank, drawer: Drawer = draw
+    logits: torch.Tensor, ranker: Ranker = rank_logits, drawer: Drawer = draw_tokens
 ) -> TokenSpan:
     """Return the tokens of (rows, vocab) logits, with what ranks them and draws."""
     return TokenSpan(logits.shape[-1], ranker=ranker, drawer=drawer)
@@ -409,15 +409,15 @@ def span(
 def built_library() -> ctypes.CDLL:
     """Return the CPU's kernels."""
     build = start_build()
-    library = build.library()
+    library = build.wait_for_library()
     assert library is not None, build.error
     return library
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     """Put long files first: two processes, a file at a time, then end at about the same time."""
-    rank = {name: place for place, name in enumerate(LONG_FILES)}
-    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+    ranks = {name: place for place, name in enumerate(LONG_FILES)}
+    items.sort(key=lambda item: ranks.get(item.path.stem, len(ranks)))
 
 
 @pytest.fixture(autouse=True)

@@ -71,7 +71,7 @@ def time_step(
     stage = make_stage(part, rows, tokens)
     step = make_step(rows, tokens)
     before = _driver_bytes(device)
-    ids = stage.run(step).of("tokens").ids
+    ids = stage.run(step).logprobs_of("tokens").ids
     kept = _driver_bytes(device) - before
     layers = partial(stage.forward, step, None)
     figures: Figures = {}
@@ -83,7 +83,7 @@ def time_step(
                 "nothing was captured",
             )
             stage.graphs = None
-            others = stage.run(step).of("tokens").ids
+            others = stage.run(step).logprobs_of("tokens").ids
             expect(np.array_equal(others, ids), "a graph finds other tokens", figures)
         figures[f"{name} ms"] = 1000 * median_s(layers, device, TURNS[device.type])
         figures[f"{name} host ms"] = 1000 * call_s(layers, device, TURNS[device.type])

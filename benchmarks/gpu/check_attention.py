@@ -117,7 +117,7 @@ class Trial:
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         ]
         query, key, value = (each.transpose(1, 2) for each in new)
-        plan = self.kernel.plan(Rows.of(*rows), self.block)
+        plan = self.kernel.lay_out(Rows.from_tables(*rows), self.block)
         how = Scoring(
             shape.dim**-0.5, shape.window, shape.slopes(self.device), shape.softcap
         )

@@ -70,9 +70,10 @@ def check_draws(device: str, kind: str, dtype: torch.dtype) -> Figures:
     for name, way in WAYS.items():
         draws = make_draws(range(len(rows)), noise=noise, **way)
         how, moved = (
-            SamplingTensors.of(draws, torch.device(each)) for each in ("cpu", device)
+            SamplingTensors.from_draws(draws, torch.device(each))
+            for each in ("cpu", device)
         )
-        expected = sampler.draw(logits, how, rows)
+        expected = sampler.draw_tokens(logits, how, rows)
         found = drawer(logits.to(device), moved, rows.to(device)).cpu()
         num = int((found != expected).sum())
         in_range = bool(((found >= 0) & (found < logits.shape[1])).all())
@@ -92,7 +93,7 @@ def check_ranks(device: str, kind: str, dtype: torch.dtype) -> Figures:
     is_number = ~logits.isnan().any(-1)
     figures: Figures = {}
     for num_top in (1, NUM_TOP):
-        right = sampler.rank(logits, num_top)
+        right = sampler.rank_logits(logits, num_top)
         found = ranker(logits.to(device), num_top)
         pairs = ((right.normalizer, found.normalizer), (right.best, found.best))
         for ours, theirs in pairs:

@@ -24,8 +24,8 @@ from fminfer.compute.attention.triton_attention import TritonAttention
 from fminfer.compute.layers.bodies import GELU_TANH, SILU, NormWeights, make_part_trial
 from fminfer.compute.layers.triton_layers import TritonPartKernels, race_in_triton
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, compute_draw_pairs
-from fminfer.compute.sampling.sampler import draw
-from fminfer.compute.trial import compare
+from fminfer.compute.sampling.sampler import draw_tokens
+from fminfer.compute.trial import compare_pairs
 from fminfer.compute.values.spec import Attention, Norm
 
 WIDTHS = {"cuda": (64, 80, 4096, 5120, 14336), "cpu": (64, 80)}
@@ -146,11 +146,12 @@ def try_kernels(device: torch.device) -> None:
     )
     kinds = (how, replace(how, window=8, has_sinks=True))
     of_attention = make_attention_trial(StageAttention(kinds, 16, dtype), dtype, device)
-    compare(of_attention.pairs(attention), of_attention.limit)
+    compare_pairs(of_attention.pairs(attention), of_attention.limit)
     of_parts = make_part_trial(None, dtype, device)
-    compare(of_parts.pairs(TritonPartKernels(device)), of_parts.limit)
-    compare(
-        compute_draw_pairs(partial(draw, racer=race_in_triton), device), TOKEN_ERROR
+    compare_pairs(of_parts.pairs(TritonPartKernels(device)), of_parts.limit)
+    compare_pairs(
+        compute_draw_pairs(partial(draw_tokens, racer=race_in_triton), device),
+        TOKEN_ERROR,
     )
 
 

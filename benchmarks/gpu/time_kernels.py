@@ -64,14 +64,14 @@ class Bench:
             torch.randn(size, dtype=dtype, device=self.device) for _ in ("k", "v")
         )
         order = torch.randperm(rows * each).view(rows, each).tolist()
-        self.rows = Rows.of(*((before, tokens, table) for table in order))
+        self.rows = Rows.from_tables(*((before, tokens, table) for table in order))
         self.query, self.new_keys, self.new_values = (
             torch.randn(
                 1, count, rows * tokens, shape.dim, dtype=dtype, device=self.device
             )
             for count in (shape.heads, shape.kv_heads, shape.kv_heads)
         )
-        self.plan = self.kernel.plan(self.rows, BLOCK)
+        self.plan = self.kernel.lay_out(self.rows, BLOCK)
         self.scoring = Scoring(shape.dim**-0.5)
 
     def __call__(self) -> torch.Tensor:
@@ -134,7 +134,7 @@ def time_launches(setting: Setting) -> Figures:
     turns = 200 if setting.device == "cuda" else 2
     bench = Bench(setting, 1, 1, 19)
     call = call_s(bench, bench.device, turns)
-    plan = call_s(lambda: bench.kernel.plan(bench.rows, BLOCK), bench.device, turns)
+    plan = call_s(lambda: bench.kernel.lay_out(bench.rows, BLOCK), bench.device, turns)
     add = call_s(lambda: bench.query.add_(1), bench.device, turns)
     return {
         "attention us": call * 1e6,

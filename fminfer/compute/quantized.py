@@ -54,7 +54,7 @@ class Blocks:
             return inputs // self.block * self.block_bytes
         return inputs + self.block_bytes
 
-    def takes(self, inputs: int) -> bool:
+    def fits_inputs(self, inputs: int) -> bool:
         """Tell whether rows of so many numbers are whole blocks."""
         return inputs % (self.block or 32) == 0
 
@@ -76,7 +76,7 @@ class Blocks:
 
     def quantize(self, numbers: Tensor, to: Tensor | None = None) -> Tensor:
         """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
-        assert self.pack is not None and self.takes(numbers.shape[-1]), (
+        assert self.pack is not None and self.fits_inputs(numbers.shape[-1]), (
             "numbers for blocks"
         )
         if to is None:
@@ -100,7 +100,7 @@ class Blocks:
             list(threads.map(pack_rows, range(0, len(numbers), step)))
         return to
 
-    def cut(self, packed: Tensor, columns: range) -> Tensor:
+    def cut_inputs(self, packed: Tensor, columns: range) -> Tensor:
         """Return the bytes of some inputs: of whole blocks, or of any where a row is
         one block."""
         if self.block:
@@ -123,7 +123,11 @@ class Blocks:
     ) -> dict[str, tuple[str, Shape]]:
         if is_transposed:
             return {name: ("", ())}  # of no type that a file has
-        size = (*shape[:-1], self.row_bytes(shape[-1])) if self.takes(shape[-1]) else ()
+        size = (
+            (*shape[:-1], self.row_bytes(shape[-1]))
+            if self.fits_inputs(shape[-1])
+            else ()
+        )
         # fminfer's own forms are all stored as bytes
         ending = f".{self.name}" if self.pack else ""
         return {name + ending: (self.types[0], size)}

@@ -49,7 +49,7 @@ class Candidate(Generic[Asked, Body]):
     serves: Callable[[Asked], bool] = lambda asked: True
 
 
-def compare(pairs: Iterable[Pair], limit: float) -> bool:
+def compare_pairs(pairs: Iterable[Pair], limit: float) -> bool:
     """Compare what a body gives with what is expected; tell whether all of it could be.
 
     Where nan is expected, anything is right.
@@ -78,7 +78,7 @@ def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:
     Raises:
         UsageError: --kernels require, or the GPU's context is broken.
     """
-    problem = f"{name}: the kernel cannot be used ({reason_of(error)})"
+    problem = f"{name}: the kernel cannot be used ({describe_reason(error)})"
     if asked == "require":
         raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
     try:
@@ -93,7 +93,7 @@ def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:
     return problem
 
 
-def reason_of(error: BaseException) -> str:
+def describe_reason(error: BaseException) -> str:
     """Return what a compiler or a driver says, in a line; a fault of our own is called one."""
     lines = [line.strip() for line in str(error).splitlines() if line.strip()]
     if not lines:

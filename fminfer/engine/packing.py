@@ -222,11 +222,13 @@ def _add_encoder_outputs(step: Step, rows: list[PackedRow]) -> None:
     step.cross_slots = np.array([row.owner.cross_slot for row in rows], np.int32)
     lengths = [len(row.owner.prompt.ids_to_read) for row in rows]
     step.cross_lengths = np.array(lengths, np.int64)
-    step.memory_lengths = np.array([row.num_encoder_tokens for row in rows], np.int64)
+    step.encoder_output_lengths = np.array(
+        [row.num_encoder_tokens for row in rows], np.int64
+    )
     if outputs := [
         row.encoder_output for row in rows if row.encoder_output is not None
     ]:
-        step.memory = np.concatenate(outputs)
+        step.encoder_output = np.concatenate(outputs)
 
 
 def _list_new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:

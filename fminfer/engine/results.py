@@ -23,10 +23,10 @@ def apply_result(
 ) -> Iterator[Sequence]:
     """Give a step's results to its prompts and sequences; yield the finished sequences."""
     _apply_encoder_result(planned, result, scheduler)
-    scores = _make_reports(result.of("prompt scores"))
+    scores = _make_reports(result.logprobs_of("prompt scores"))
     for prompt, report in zip(planned.scored_prompts, scores, strict=True):
         yield from _add_score(prompt, report, scheduler)
-    draws = _make_reports(result.of("tokens"))
+    draws = _make_reports(result.logprobs_of("tokens"))
     for sequence, report in zip(planned.sequences, draws, strict=True):
         # A prompt that is not fed at all: its first sequence had it fed again, just now.
         if not sequence.prompt.owner.is_cancelled and sequence.prompt.num_fed > 0:

@@ -139,7 +139,7 @@ class Scheduler:
         turns = (self._schedule_encoder_step, self._schedule_decoder_step)
         for form in turns[::-1] if self._was_whole else turns:
             if (planned := form()) is not None:
-                self._was_whole = planned.step.is_whole
+                self._was_whole = planned.step.has_whole_prompts
                 self._num_steps += 1
                 self.in_flight.append(planned)
                 return planned

@@ -78,7 +78,7 @@ class StepWork:
     def of(cls, step: Step) -> StepWork:
         """Measure a step."""
         is_one = step.lengths == 1
-        all_positions = 0 * step.lengths if step.is_whole else step.positions
+        all_positions = 0 * step.lengths if step.has_whole_prompts else step.positions
         lengths = step.lengths[~is_one]
         positions = all_positions[~is_one]
         return cls(

@@ -70,19 +70,19 @@ class PretendPipeline:
             self.rest = no_counts()
         else:
             self.rest += counts
-        if step.is_whole:
+        if step.has_whole_prompts:
             return
-        rows = [self._tables.take(step)]
-        if step.memory_lengths.any():
-            rows.append(self._tables.cross(step, 0, step.num_tokens))
-        last = max(int(each.slots(self._block_size).max()) for each in rows)
+        rows = [self._tables.update(step)]
+        if step.encoder_output_lengths.any():
+            rows.append(self._tables.make_cross_rows(step, 0, step.num_tokens))
+        last = max(int(each.key_places(self._block_size).max()) for each in rows)
         self.num_blocks_used = max(self.num_blocks_used, last // self._block_size + 1)
 
     def collect(self) -> StepResult:
         """Return the oldest step's result."""
         step = self._steps.popleft()
         self.num_in_flight -= 1
-        if step.is_whole:  # of vectors of one number, or of a byte a token
+        if step.has_whole_prompts:  # of vectors of one number, or of a byte a token
             return StepResult(
                 step.step_id, {"vectors": np.zeros((step.num_tokens, 4), np.uint8)}, []
             )

@@ -114,7 +114,7 @@ class DecodeGraphs:
     @torch.inference_mode()
     def warm_up(self) -> None:
         """Capture the largest graph, with padded rows alone."""
-        self.run(Rows.of(), np.empty(0, np.int64), None, self._sizes[-1])
+        self.run(Rows.from_tables(), np.empty(0, np.int64), None, self._sizes[-1])
 
     def run(
         self, rows: Rows, ids: np.ndarray, before: torch.Tensor | None, size: int = 0
@@ -160,7 +160,7 @@ class DecodeGraphs:
         of_tokens, numbers = self._inputs.tensor_split([16 * size])
         ids, positions = of_tokens.view(torch.int64).view(2, size)
         plan = self._kernel.make_decode_layout(numbers.view(torch.int32), size)
-        attend = StepAttention(cache.body, cache.layers, plan, plan)
+        attend = StepAttention(cache.kernel, cache.layers, plan, plan)
 
         def work() -> None:
             before = (

@@ -78,7 +78,7 @@ class AttentionOf:
         self._rotate = None
         self._table = torch.empty(0, device=device)
         if how.rope is not None:
-            self._rotate = bodies.registry.parts.rotate(how.rope)
+            self._rotate = bodies.registry.parts.make_rotate(how.rope)
             self._table = bodies.table(how.rope, device)
         slopes = () if how.alibi is None else how.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
@@ -132,7 +132,7 @@ class AttentionOf:
         """Norm queries, and keys, over the heads of all ranks by one sum of their squares."""
         how = self._how
         norm = self._how.qk_norm
-        of_all = self._how.of_all
+        of_all = self._how.stage_heads
         assert norm is not None and norm.is_rms and of_all is not None, (
             "a cut norm over all heads"
         )
@@ -215,7 +215,7 @@ class LatentAttentionOf:
         # (heads, key_dim, rank) and (heads, rank, value_dim)
         self._to_latent = by_head[:, : how.latent.key_dim].contiguous()
         self._from_latent = of_values.transpose(1, 2).contiguous()
-        self._rotate = bodies.registry.parts.rotate(how.rope)
+        self._rotate = bodies.registry.parts.make_rotate(how.rope)
         self._table = bodies.table(how.rope, weight.device)
         self.scoring = make_scoring(how, weight.device)
 
@@ -262,7 +262,7 @@ class MlpOf:
         elif how.limit is not None:
             self._act = partial(plain.gate, activation=how.activation, limit=how.limit)
         else:
-            self._act = (parts.gate if how.is_gated else parts.activation)(
+            self._act = (parts.make_gate if how.is_gated else parts.make_activation)(
                 how.activation
             )
         self._is_wide = how.is_wide
@@ -353,15 +353,17 @@ class LayerOf:
         else:
             self.mlp = MlpOf(how.mlp, weights, bodies)
             self.products = self.products | self.mlp.products
-        self._before = bodies.norms(how.before, weights, "before")
-        self._after = bodies.norms(how.after, weights, "after")
-        self._of_sum = bodies.norms(how.of_sum, weights, "sum")
+        self._before = bodies.norms(how.input_norms, weights, "before")
+        self._after = bodies.norms(how.output_norms, weights, "after")
+        self._of_sum = bodies.norms(how.sum_norms, weights, "sum")
         self._cross: CrossAttentionOf | None = None
         if how.cross is not None:
             self._cross = CrossAttentionOf(how.cross, weights, bodies)
             self.products = self.products | self._cross.products
-            self._before_cross = bodies.norm(how.cross.before, weights, "before_cross")
-            self._of_cross_sum = bodies.norm(how.cross.of_sum, weights, "sum_cross")
+            self._before_cross = bodies.norm(
+                how.cross.input_norm, weights, "before_cross"
+            )
+            self._of_cross_sum = bodies.norm(how.cross.sum_norm, weights, "sum_cross")
         self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
         norms = {
             n: each
@@ -425,7 +427,7 @@ class LayerOf:
         self, norm: WeightedNorm | None, x: torch.Tensor, more: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if norm is not None:
-            return norm.of_sum(x, more)[1], None
+            return norm.norm_sum(x, more)[1], None
         if self._is_wide and x.dtype == torch.float16:  # what is too large stays finite
             return (x.float() + more.float()).clamp(-WIDEST, WIDEST).half(), None
         return x, more
@@ -439,7 +441,7 @@ def normed_sum(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + more, and its norm."""
     if norm is not None:
-        return norm.of_sum(x, more)
+        return norm.norm_sum(x, more)
     if more is not None:
         x = x + more
     return x, x

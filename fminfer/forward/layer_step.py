@@ -32,7 +32,7 @@ class Bodies:
         pair = (
             find_plain_tensor(weights, f"{name}.{leaf}") for leaf in ("weight", "bias")
         )
-        return self.registry.parts.norm(how, *pair)
+        return self.registry.parts.make_norm(how, *pair)
 
     def norms(
         self, pair: tuple[Norm | None, Norm | None], weights: Weights, side: str

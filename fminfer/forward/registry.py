@@ -39,8 +39,8 @@ from fminfer.compute.sampling.draw_kernel import (
     ScoreKernel,
     make_draw_trial,
 )
-from fminfer.compute.sampling.sampler import Drawer, Ranker, draw, rank
-from fminfer.compute.trial import Asked, Body, Candidate, compare, explain_failure
+from fminfer.compute.sampling.sampler import Drawer, Ranker, draw_tokens, rank_logits
+from fminfer.compute.trial import Asked, Body, Candidate, compare_pairs, explain_failure
 from fminfer.compute.values.spec import Attention, Moe
 from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
@@ -61,7 +61,7 @@ def find_library(
     if kernels == "off" or device.type != "cpu":
         return None
     build = build or start_build()
-    library = build.library()
+    library = build.wait_for_library()
     start_openmp_threads()
     if library is None and kernels == "require":
         raise UsageError(f"--kernels require: {build.error}. Use --kernels auto")
@@ -146,7 +146,7 @@ class Registry:
         def attend(asked: StageAttention) -> AttentionKernel:
             from fminfer.compute.attention.triton_attention import TritonAttention
 
-            shape = (asked.how.heads, *asked.how.cache_shape[1:])
+            shape = (asked.spec.heads, *asked.spec.cache_shape[1:])
             return TritonAttention(
                 *shape, dtype=dtype, device=device, kv_dtype=asked.kv_dtype
             )
@@ -159,7 +159,7 @@ class Registry:
         def make_drawer(_: None) -> Drawer:
             from fminfer.compute.layers.triton_layers import race_in_triton
 
-            return partial(draw, racer=race_in_triton)
+            return partial(draw_tokens, racer=race_in_triton)
 
         self.of_attention.append(Candidate(attend, self._try_attention))
         self.of_parts.append(Candidate(make_parts, self._try_parts))
@@ -195,11 +195,11 @@ class Registry:
 
     def drawer(self) -> Drawer:
         """Return what draws tokens."""
-        return self.find(self.of_draws, None) or draw
+        return self.find(self.of_draws, None) or draw_tokens
 
     def ranker(self) -> Ranker:
         """Return what ranks logits."""
-        return self.find(self.of_ranks, None) or rank
+        return self.find(self.of_ranks, None) or rank_logits
 
     @property
     def why_plain(self) -> str:
@@ -231,7 +231,7 @@ class Registry:
         try:
             body = candidate.make(asked)
             with torch.inference_mode():
-                is_sure = compare(trial.pairs(body), trial.limit)
+                is_sure = compare_pairs(trial.pairs(body), trial.limit)
         except Exception as error:
             if is_out_of_memory(error):  # that says nothing of the body
                 raise

@@ -22,10 +22,10 @@ from fminfer.compute.sampling.sampler import (
     SamplingTensors,
     TokenSpan,
     copy_to_host,
-    draw,
-    rank,
-    sample,
-    score,
+    draw_tokens,
+    rank_logits,
+    sample_tokens,
+    score_tokens,
 )
 from fminfer.compute.values.step import (
     SCORE,
@@ -126,8 +126,8 @@ class Stage:
         num_blocks: int,
         block_size: int,
         kernel: AttentionKernel | None = None,
-        ranker: Ranker = rank,
-        drawer: Drawer = draw,
+        ranker: Ranker = rank_logits,
+        drawer: Drawer = draw_tokens,
         threads: ThreadCount | None = None,
         graphs: GraphsOf | None = None,
         tokens: TokenSpan | None = None,
@@ -224,9 +224,9 @@ class Stage:
         """
         if self._threads is not None:
             self._threads.follow()
-        if step.is_whole:
+        if step.has_whole_prompts:
             return self._encode(step, hidden)
-        rows = self._tables.take(step)
+        rows = self._tables.update(step)
         if len(step.block_copies):
             self.cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else np.arange(step.num_tokens)
@@ -260,16 +260,16 @@ class Stage:
             (part.token_positions, ids, kept), self._device
         )
         index = None if is_all else sent_kept
-        layer_step = LayerStep(positions, self.cache.plan(part, index), index)
+        layer_step = LayerStep(positions, self.cache.make_attention(part, index), index)
         if before is None:
             before = self._network.embed(sent_ids, positions)
         if len(step.cross_slots):
-            cross = self._tables.cross(step, first, last)
+            cross = self._tables.make_cross_rows(step, first, last)
             layer_step.cross = self.cache.make_cross_attention(
                 cross, None if is_all else kept
             )
-            if first == 0 and len(step.memory):  # which the first part stores
-                memory = torch.from_numpy(step.memory).view(self._network.dtype)
+            if first == 0 and len(step.encoder_output):  # which the first part stores
+                memory = torch.from_numpy(step.encoder_output).view(self._network.dtype)
                 size = self._network.model.hidden_size
                 layer_step.memory = memory.view(-1, size).to(self._device)
         return self._network.run(before, layer_step)[: len(wanted)]
@@ -277,7 +277,7 @@ class Stage:
     @torch.inference_mode()
     def finish(self, step: Step, hidden: torch.Tensor) -> Results:
         """Sample and score a step, on the last stage, from what `forward` returned."""
-        if step.is_whole:
+        if step.has_whole_prompts:
             if self._network.pooling is not None:
                 hidden = self._network.pooling(hidden, step.lengths)
             # as bytes
@@ -287,11 +287,13 @@ class Stage:
             places = np.searchsorted(step.wanted, step.draws["token_index"])
             tokens = self._tokens
             most_top = int(step.draws["num_top"].max())
-            edits = StepEdits(step, tokens.size, self._device, tokens.own)
+            edits = StepEdits(step, tokens.size, self._device, tokens.local_ids)
 
             def draw_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
-                how = SamplingTensors.of(step.draws[part], self._device)
-                return sample(logits, how, most_top, edits.part(part), tokens)
+                how = SamplingTensors.from_draws(step.draws[part], self._device)
+                return sample_tokens(
+                    logits, how, most_top, edits.make_tensors(part), tokens
+                )
 
             results["tokens"] = self._by_parts(hidden, places, draw_part)
         if len(step.scores):
@@ -300,7 +302,7 @@ class Stage:
             num_top = int(step.scores["num_top"].max())
 
             def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
-                return score(logits, targets[part], num_top, self._tokens)
+                return score_tokens(logits, targets[part], num_top, self._tokens)
 
             results["prompt scores"] = self._by_parts(hidden, places, score_part)
         return results

@@ -14,8 +14,8 @@ from fminfer.compute.layers import plain
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Encoder, Layer, Model, Pooling
-from fminfer.compute.values.step import Column, find_last_tokens, ranges
-from fminfer.compute.values.weights import Function, Weight, dense
+from fminfer.compute.values.step import Column, find_last_tokens, join_ranges
+from fminfer.compute.values.weights import Function, Weight, make_dense_weight
 from fminfer.forward.layer import LayerOf, normed_sum
 from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.forward.layer_stream import LayerStream, StreamedLayers, StreamKind
@@ -132,7 +132,7 @@ class Transformer:
         if self._entry and model.has_sinusoids:
             device = self._entry["embed.weight"].device
             table = plain.compute_sinusoids(model.num_positions, model.hidden_size)
-            self._entry["positions.weight"] = dense(
+            self._entry["positions.weight"] = make_dense_weight(
                 table.to(device, self.dtype), "other"
             )
 
@@ -141,7 +141,9 @@ class Transformer:
             exit = self._exit if source.is_last else None
             return Stack(how, own, in_order(numbers), self._entry, exit, bodies, name)
 
-        cached = [number for number in source.numbers if number < model.num_cached]
+        cached = [
+            number for number in source.numbers if number < model.num_cached_layers
+        ]
         self._decoder = stack(model, cached)
         self.layers = self._decoder.layers
         self.own = self._decoder.own
@@ -156,7 +158,7 @@ class Transformer:
         embed = self._entry.pop("embed.weight", None)
         self._look_up: Function | None = None
         if embed is not None:
-            self._look_up = partial(embed.rows, dtype=self.dtype)
+            self._look_up = partial(embed.dequantize_rows, dtype=self.dtype)
         self.head: Head | None = None
         if self._exit and not model.is_pooled:
             weight = self._exit.pop("head.weight")
@@ -168,11 +170,11 @@ class Transformer:
             )
             if self.head.packed is not None:
                 if weight is embed:  # kept once
-                    self._look_up = self.head.packed.rows
+                    self._look_up = self.head.packed.dequantize_rows
                 source.leave_head(is_embedding=weight is embed)
         self._look_up_read = self._look_up  # of what an encoder reads
         if (of_encoder := self._entry.pop("encoder.embed.weight", None)) is not None:
-            self._look_up_read = partial(of_encoder.rows, dtype=self.dtype)
+            self._look_up_read = partial(of_encoder.dequantize_rows, dtype=self.dtype)
         self.weight_bytes = source.num_bytes  # as they were read
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
@@ -281,13 +283,13 @@ class PoolingOf:
 
     def kept(self, ids: Column, lengths: Column) -> Column | None:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
-        if self._how.how == "last":
+        if self._how.mode == "last":
             return find_last_tokens(ids, lengths, self._how.padding_id)
-        return lengths.cumsum() - lengths if self._how.how == "cls" else None
+        return lengths.cumsum() - lengths if self._how.mode == "cls" else None
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
-        x = _pooled(self._how.how, hidden.float(), lengths)
+        x = _pooled(self._how.mode, hidden.float(), lengths)
         get = self._read_by.get
         for number, each in enumerate(self._how.readings):
             name = f"reading_{number}"
@@ -310,7 +312,7 @@ def _pooled(how: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor
     (sizes,) = send([lengths], hidden.device)
     # each token by its place, from 1 on (SGPT, Muennighoff 2022)
     if how == "weightedmean":
-        (places,) = send([ranges(0 * lengths + 1, lengths)], hidden.device)
+        (places,) = send([join_ranges(0 * lengths + 1, lengths)], hidden.device)
         hidden = hidden * places[:, None]
     kind = {"max": "max", "weightedmean": "sum"}.get(how, "mean")
     x = torch.segment_reduce(hidden, kind, lengths=sizes, axis=0)

@@ -96,8 +96,8 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
         )
         assert slopes.is_contiguous(), "slopes"
     norms = {
-        "before_attention": how.before[0],
-        "before_mlp": how.before[1],
+        "before_attention": how.input_norms[0],
+        "before_mlp": how.input_norms[1],
         "q_norm": attention.qk_norm,
         "k_norm": attention.qk_norm,
     }
@@ -151,7 +151,10 @@ def serves(how: spec.Layer) -> bool:
     ):
         return False
     is_other_order = (
-        any(how.after) or any(how.of_sum) or how.is_parallel or how.adds_normed
+        any(how.output_norms)
+        or any(how.sum_norms)
+        or how.is_parallel
+        or how.adds_normed
     )
     has_more = (
         attention.clip
@@ -167,7 +170,7 @@ def serves(how: spec.Layer) -> bool:
         and (_serves_norm(of_head) and of_head.is_rms and not attention.qk_norm_is_last)
     )
     return (
-        (is_head_normed and all(map(_serves_norm, how.before)))
+        (is_head_normed and all(map(_serves_norm, how.input_norms)))
         and (attention.is_causal and how.residual_scale == 1.0)
         and not (rope and rope.is_interleaved)
     )
@@ -228,7 +231,7 @@ class WholeLayer(LayerOf):
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
         (keys, values) = step.attend.layers[number]
-        rows = step.attend.plan_of(number)
+        rows = step.attend.layout_of(number)
         shards = step.shards
         is_served = shards is None or isinstance(shards, SharedMemoryGroup)
         if not (isinstance(rows, KernelRows) and is_served):
@@ -269,12 +272,12 @@ class WholeLayer(LayerOf):
             x.data_ptr(),
             out.data_ptr(),
             None if normed is None else normed.data_ptr(),
-            self.step.workspace.take(self._space * tokens * x.itemsize).data_ptr(),
+            self.step.workspace.allocate(self._space * tokens * x.itemsize).data_ptr(),
             shards.address if isinstance(shards, SharedMemoryGroup) else None,
             self.step.spent,
         )
         if failed == 1:
-            self.step.workspace.drop()  # for the halves of the step
+            self.step.workspace.free()  # for the halves of the step
             raise MemoryError("no memory for a layer's working space")
         raise_group_failure(failed)
         return out, None if normed is None else step.sum(self.mlp(normed, step))
@@ -345,8 +348,8 @@ class WholeLayers:
         generator = torch.Generator().manual_seed(0)
         x = torch.randn(6, qkv.inputs, generator=generator).to(self._dtype)
         steps = (
-            ([0, 1, 2, 0, 1], Rows.of((0, 3, [0]), (0, 2, [1]))),
-            ([3, 2], Rows.of((3, 1, [0]), (2, 1, [1]))),
+            ([0, 1, 2, 0, 1], Rows.from_tables((0, 3, [0]), (0, 2, [1]))),
+            ([3, 2], Rows.from_tables((3, 1, [0]), (2, 1, [1]))),
         )
         outs = []
         for layer in (whole, parts):
@@ -359,7 +362,7 @@ class WholeLayers:
                 kernel=CpuAttention(self._library),
             )
             for positions, rows in steps:
-                step = LayerStep(torch.tensor(positions), cache.plan(rows))
+                step = LayerStep(torch.tensor(positions), cache.make_attention(rows))
                 out, more = layer(x[: len(positions)], None, 0, step)
                 outs.append(out if more is None else out + more)
         yield from zip(outs[:2], outs[2:], strict=True)

@@ -111,12 +111,12 @@ class Checkpoint:
     def context_length(self) -> int:
         """Most tokens of one sequence."""
         model = self.model
-        return self._longest(model.layers[: model.num_cached] or model.layers)
+        return self._longest(model.layers[: model.num_cached_layers] or model.layers)
 
     @property
     def source_length(self) -> int:
         """Most tokens of a text that an encoder reads."""
-        return self._longest(self.model.layers[self.model.num_cached :])
+        return self._longest(self.model.layers[self.model.num_cached_layers :])
 
     def _longest(self, layers: Sequence[Layer]) -> int:
         if self.max_model_len:

@@ -22,7 +22,7 @@ from fminfer.compute.values.weights import (
     Tensors,
     TensorSpec,
     Use,
-    join,
+    join_formats,
 )
 
 
@@ -95,7 +95,8 @@ class Holding:
             choose_quantized_formats(self.quantized, spec.use) if self.quantized else ()
         )
         quantized_format = next(
-            (candidate for candidate in forms if candidate.takes(spec.shape[-1])), None
+            (candidate for candidate in forms if candidate.fits_inputs(spec.shape[-1])),
+            None,
         )
         row_formats = [
             (self._row_format(stored_format, quantized_format), num)
@@ -108,7 +109,7 @@ class Holding:
             isinstance(row_format, Blocks) for row_format, _ in expert_formats
         )
         return (
-            join(expert_formats)
+            join_formats(expert_formats)
             if has_blocks
             else quantized_format or Dense(self.dtype)
         )

@@ -398,7 +398,7 @@ def _cut_columns(
     if columns is None:
         return values
     if isinstance(held, Blocks):
-        return held.cut(values, columns)
+        return held.cut_inputs(values, columns)
     return values[..., columns.start : columns.stop]
 
 
@@ -406,7 +406,7 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
     """Return the part of a weight that holds a row: its format, its tensors, its first row."""
     if not isinstance(held, Joined):
         return held, tensors, 0
-    starts = held.starts()
+    starts = held.part_starts()
     number = bisect_right(starts, row) - 1
     return held.parts[number][0], (tensors[number],), starts[number]
 

@@ -46,7 +46,7 @@ class TensorCut:
         """Return the format of the part, from the format of the whole tensor."""
         if self.rows is None or not isinstance(whole, Joined):
             return whole
-        return whole.of_rows(self.rows)
+        return whole.select_rows(self.rows)
 
 
 def outputs_dim(spec: TensorSpec) -> int:
@@ -120,7 +120,7 @@ def _cuts(
     specs: Mapping[str, TensorSpec], parts: Parts, shard: int
 ) -> dict[str, TensorCut]:
     def range_of_units(units: Units, first: int = 0) -> range:
-        unit_range = parts[units.of]
+        unit_range = parts[units.kind]
         return range(
             first + unit_range.start * units.size, first + unit_range.stop * units.size
         )
@@ -235,7 +235,11 @@ def _shard_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
         else None
     )
     attention = replace(
-        attention, heads=len(heads), kv_heads=num_kv, alibi=alibi, of_all=heads_of_all
+        attention,
+        heads=len(heads),
+        kv_heads=num_kv,
+        alibi=alibi,
+        stage_heads=heads_of_all,
     )
     cut: Mlp | Moe
     if isinstance(mlp, Moe):

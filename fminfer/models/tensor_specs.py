@@ -42,9 +42,9 @@ def layer_specs(layer: Layer, hidden_size: int) -> Mapping[str, TensorSpec]:
     hidden_shape = (hidden_size,)
     specs: TensorSpecs = {}
     for side, pair in (
-        ("before", layer.before),
-        ("after", layer.after),
-        ("sum", layer.of_sum),
+        ("before", layer.input_norms),
+        ("after", layer.output_norms),
+        ("sum", layer.sum_norms),
     ):
         for part, norm in zip(("attention", "mlp"), pair, strict=True):
             specs |= _norm_specs(f"{side}_{part}", norm, hidden_shape)
@@ -83,8 +83,8 @@ def _cross_specs(cross: Cross, hidden_size: int) -> TensorSpecs:
     has_bias = attention.has_qkv_bias
     query_units, *kv_units = _qkv_units(attention)
     return (
-        _norm_specs("before_cross", cross.before, (hidden_size,))
-        | _norm_specs("sum_cross", cross.of_sum, (hidden_size,))
+        _norm_specs("before_cross", cross.input_norm, (hidden_size,))
+        | _norm_specs("sum_cross", cross.sum_norm, (hidden_size,))
         | _product_specs("cross_q", (query_units,), hidden_size, has_bias)
         | _product_specs("cross_kv", (*kv_units,), hidden_size, has_bias)
         | _product_specs("cross_out", hidden_size, query_units, attention.has_out_bias)
@@ -165,7 +165,7 @@ def without_tied_tensors(specs: TensorSpecs, *, is_tied: bool) -> TensorSpecs:
 
 def whole_model_part(model: Model) -> Part:
     """Return all layers of a model as one part."""
-    cached = model.num_cached
+    cached = model.num_cached_layers
     return Part(0, 1, 0, cached, encoder=range(cached, len(model.layers)))
 
 
@@ -173,7 +173,7 @@ def head_cost(model: Model) -> float:
     """Return the cost of the head on the last stage, in units of a layer."""
     layers = [
         layer_specs(layer, model.hidden_size)
-        for layer in model.layers[: model.num_cached]
+        for layer in model.layers[: model.num_cached_layers]
     ]
     sizes = [spec.size for specs in layers for spec in specs.values()]
     head = exit_specs(model).get("head.weight")

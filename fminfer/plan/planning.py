@@ -12,7 +12,7 @@ import torch
 from fminfer.compute.layers.products import is_kernel_faster
 from fminfer.compute.quantized import Blocks
 from fminfer.compute.values.spec import Model
-from fminfer.compute.values.weights import USES, Dense, Format, Use, join
+from fminfer.compute.values.weights import USES, Dense, Format, Use, join_formats
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_evenly, split_layers
@@ -79,7 +79,7 @@ def make_plan(
         dtype=dtype,
         kv_dtype=dtype if config.kv_dtype == "auto" else _dtype_of(config.kv_dtype),
         holding=holding,
-        stored={name: join(parts) for name, parts in stored.items() if parts},
+        stored={name: join_formats(parts) for name, parts in stored.items() if parts},
         made=held,
         held=held,
         formats=formats,
@@ -252,7 +252,7 @@ def split_model(
     model = checkpoint.model
     is_balanced = config.num_layers is None and config.stage_layers is None
     cost = head_cost(model) if num_stages > 1 and is_balanced else 0.0
-    num_cached = model.num_cached
+    num_cached = model.num_cached_layers
     num_all = len(model.layers)
     parts = split_layers(
         num_cached or num_all,

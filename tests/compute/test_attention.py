@@ -56,7 +56,7 @@ class PagedLayer:
     """The only layer of a cache."""
 
     def __init__(self, cache: KvCache) -> None:
-        self.body = cache.body
+        self.body = cache.kernel
         (self.keys, self.values) = cache.layers[0]
 
     def __call__(self, plan: Any, *given: Any) -> torch.Tensor:
@@ -172,8 +172,8 @@ def check_every_kind_of_row(
 
     # (row, first token, last token)
     def run(parts: list[tuple[int, int, int]]) -> None:
-        rows = Rows.of(*((a, b - a, tables[r]) for r, a, b in parts))
-        plan = paged.body.plan(rows, block)
+        rows = Rows.from_tables(*((a, b - a, tables[r]) for r, a, b in parts))
+        plan = paged.body.lay_out(rows, block)
         packed = [
             torch.cat([x[r][a:b] for r, a, b in parts]).to(device).transpose(0, 1)[None]
             for x in (q, k, v)
@@ -342,7 +342,7 @@ def test_what_is_kept_is_rounded_as_torch_rounds(kv_dtype: torch.dtype) -> None:
     )
     numbers = numbers[~numbers.isnan()]
     numbers = numbers[: len(numbers) // 69 * 69].view(-1, 1, 1, 69)
-    rows = Rows.of(*((0, 1, [block]) for block in range(len(numbers))))
+    rows = Rows.from_tables(*((0, 1, [block]) for block in range(len(numbers))))
     keys, values = (torch.empty_like(numbers, dtype=kv_dtype) for _ in "kv")
     given = numbers.view(1, 1, -1, 69)
     plan = lay_out_rows(rows, 1)
@@ -379,7 +379,7 @@ def test_pairs_and_tiles_of_bfloat16_where_the_processor_has_them(
 
 
 def test_rows_attend_from_the_first_token_that_is_kept() -> None:
-    plan = lay_out_rows(Rows.of((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
+    plan = lay_out_rows(Rows.from_tables((10, 5, [0, 1]), (3, 1, [2]), (0, 4, [3])), 8)
     for tokens, expected in (
         ([2, 5, 9], [[2, 3, 12], [5, 1, 3], [9, 1, 3]]),
         # of the first none: its last
@@ -441,7 +441,7 @@ def check_rows_that_share(
         cache[blocks, :, places] = torch.randn(len(used), kv_heads, dim).to(
             device, kept
         )
-    plan = paged.body.plan(Rows.of(*rows), block)
+    plan = paged.body.lay_out(Rows.from_tables(*rows), block)
     if body == "compiled":
         counts = sorted(run[1] for run in plan.runs.tolist())
         assert counts == [num_rows // 2, num_rows, num_rows + 1]
@@ -506,7 +506,9 @@ def test_rows_that_share_ever_more_are_in_few_runs() -> None:
     """Each row a prefix of the next: what is kept of every run would need memory by the
     square."""
     blocks = list(range(100))
-    rows = Rows.of(*((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80)))
+    rows = Rows.from_tables(
+        *((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80))
+    )
     plan = lay_out_rows(rows, BLOCK)
     assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
     for _, _, position, _, start, count, own in plan.rows.tolist():
@@ -531,7 +533,7 @@ def test_the_kernel_reads_16_bits_as_they_are() -> None:
     for dtype in (torch.float16, torch.bfloat16):
         bits = torch.arange(-(2**15), 2**15, dtype=torch.int32).to(torch.int16)
         values = bits.view(dtype).view(-1, 1, 1, 64)
-        rows = Rows.of(*((0, 1, [block]) for block in range(len(values))))
+        rows = Rows.from_tables(*((0, 1, [block]) for block in range(len(values))))
         call = AttentionCall(
             torch.zeros(1, 1, len(values), 64),
             torch.zeros(1, 1, len(values), 64, dtype=dtype),
@@ -557,7 +559,9 @@ def test_a_nan_of_a_key_reaches_those_that_see_it_and_no_others(
     for value in (float("nan"), float("inf")):
         for tables in ([[0, 1, 2, 3, 4, 5]], [[0, 1, 2, 3, 4, 5], [6, 7]]):
             lengths = [num_queries, 9][: len(tables)]
-            rows = Rows.of(*((0, *each) for each in zip(lengths, tables, strict=True)))
+            rows = Rows.from_tables(
+                *((0, *each) for each in zip(lengths, tables, strict=True))
+            )
             total = sum(lengths)
             q, k, v = (torch.randn(1, 1, total, DIM).abs() for _ in range(3))
             k[0, 0, num_queries // 2] = value
@@ -595,7 +599,7 @@ def check_odd_values(
     v[23] = odd
     table = list(range(num_blocks))[::-1]
     for a, b in ((0, 21), (21, 24), (24, 26), (26, 27), (27, 57), (57, 58), (58, 60)):
-        plan = paged.body.plan(Rows.of((a, b - a, table)), block)
+        plan = paged.body.lay_out(Rows.from_tables((a, b - a, table)), block)
         packed = [x[a:b].to(device).transpose(0, 1)[None] for x in (q, k, v)]
         found = paged(plan, *packed, Scoring(dim**-0.5, window))[0].float().cpu()
         seen = (x[:b].to(kept).float() for x in (k, v))
@@ -635,8 +639,10 @@ def test_a_value_that_is_no_number_among_rows_that_share(body: str) -> None:
     torch.nn.init.normal_(paged.keys)
     torch.nn.init.normal_(paged.values)
     paged.values[0, :, 5] = float("nan")
-    rows = Rows.of(*((16 + i, 1, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6)))
-    plan = paged.body.plan(rows, BLOCK)
+    rows = Rows.from_tables(
+        *((16 + i, 1, [0, 1, 2 + 2 * i, 3 + 2 * i]) for i in range(6))
+    )
+    plan = paged.body.lay_out(rows, BLOCK)
     packed = [torch.randn(1, num, 6, DIM) for num in (HEADS, KV_HEADS, KV_HEADS)]
     out = paged(plan, *packed, Scoring(1.0, 14))[0]
     seen = [16 + i - 5 < 14 for i in range(6)]
@@ -655,7 +661,7 @@ def test_a_nan_of_one_row_does_not_reach_another() -> None:
         paged = paged_layer(8, 32, 1, dim, dtype=torch.bfloat16, kernel=kernel)
         q, k, v = (torch.randn(1, 1, 41, dim).bfloat16() for _ in range(3))
         k[0, 0, :40] = float("nan")
-        plan = lay_out_rows(Rows.of((0, 40, [0, 1]), (0, 1, [2])), 32)
+        plan = lay_out_rows(Rows.from_tables((0, 40, [0, 1]), (0, 1, [2])), 32)
         out = paged(plan, q, k, v, Scoring(1.0))[0, :, 0]
     finally:
         torch.set_num_threads(before)
@@ -690,7 +696,7 @@ def test_the_kernel_gets_only_what_fits_the_cache(
     """It would read and write past the tensors' ends."""
     kernel = compiled_kernel()
     paged = paged_layer(4, BLOCK, KV_HEADS, DIM, kernel=kernel)
-    plan = lay_out_rows(Rows.of((0, 5, [1])), BLOCK)
+    plan = lay_out_rows(Rows.from_tables((0, 5, [1])), BLOCK)
     with pytest.raises(AssertionError, match="keys of a step"):
         paged(
             plan, torch.zeros(query), torch.zeros(key), torch.zeros(key), Scoring(1.0)

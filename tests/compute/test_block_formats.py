@@ -22,7 +22,14 @@ from fminfer.compute.quantized import (
     Blocks,
     choose_quantized_formats,
 )
-from fminfer.compute.values.weights import Dense, Format, Joined, TensorSpec, Use, join
+from fminfer.compute.values.weights import (
+    Dense,
+    Format,
+    Joined,
+    TensorSpec,
+    Use,
+    join_formats,
+)
 from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight
@@ -217,7 +224,7 @@ def test_a_weight_has_the_bytes_that_are_foreseen(form: Blocks) -> None:
         numbers = form.dequantize((random_blocks(form, *shape),), torch.bfloat16)
         assert numbers.shape == shape and numbers.dtype == torch.bfloat16
     block = form.block or 32
-    assert form.takes(3 * block) and not form.takes(3 * block + 16)
+    assert form.fits_inputs(3 * block) and not form.fits_inputs(3 * block + 16)
 
 
 @pytest.mark.parametrize(
@@ -275,23 +282,23 @@ def test_only_rows_in_floats_are_quantized() -> None:
         (FLOATS, 2),
         (FORMS["Q5_K"], 4),
     ]
-    assert holding.choose_format(TensorSpec((12, 512), "product"), stored) == join(
-        [(FORMS["int4"], 8), (FORMS["Q5_K"], 4)]
-    )
+    assert holding.choose_format(
+        TensorSpec((12, 512), "product"), stored
+    ) == join_formats([(FORMS["int4"], 8), (FORMS["Q5_K"], 4)])
     assert holding.choose_format(
         TensorSpec((4, 12, 512), "product"), stored * 4
-    ) == join([(FORMS["int4"], 8), (FORMS["Q5_K"], 4)])
+    ) == join_formats([(FORMS["int4"], 8), (FORMS["Q5_K"], 4)])
     plain = Holding(torch.bfloat16).choose_format(
         TensorSpec((12, 512), "product"), stored
     )
-    assert plain == join([(HALVES, 8), (FORMS["Q5_K"], 4)])
+    assert plain == join_formats([(HALVES, 8), (FORMS["Q5_K"], 4)])
 
 
 @pytest.mark.parametrize("name", [form.name for form in OWN_FORMATS])
 def test_every_form_has_those_that_take_shorter_rows(name: str) -> None:
     for use in ("product", "head"):
         forms = choose_quantized_formats(name, use)
-        assert any(form.takes(32) for form in forms)
+        assert any(form.fits_inputs(32) for form in forms)
     assert choose_quantized_formats(name, "product")[0].name == name
 
 
@@ -301,17 +308,17 @@ def test_joined_rows_are_those_of_their_parts() -> None:
         (FORMS["Q6_K"], 2),
         (HALVES, 4),
     ]
-    held = join(parts)
+    held = join_formats(parts)
     assert isinstance(held, Joined) and held.name == "Q4_K + Q6_K + bfloat16"
-    assert held.starts() == [0, 6, 8, 12]
+    assert held.part_starts() == [0, 6, 8, 12]
     weight = random_weight(held, 12, 512)
     assert [t.shape for t in held.empty((12, 512), CPU)] == [
         t.shape for t in weight.tensors
     ]
     assert held.num_bytes((12, 512)) == weight.num_bytes
-    numbers = weight.dequantized(torch.float32)
+    numbers = weight.dequantize(torch.float32)
     for (form, num), tensor, start in zip(
-        parts, weight.tensors, held.starts(), strict=False
+        parts, weight.tensors, held.part_starts(), strict=False
     ):
         own = form.dequantize((tensor,), torch.float32)
         assert torch.equal(numbers[start : start + num], own)
@@ -319,10 +326,10 @@ def test_joined_rows_are_those_of_their_parts() -> None:
 
 def test_neighbours_that_are_alike_are_one_part() -> None:
     same: list[tuple[Format, int]] = [(INT4, 6), (INT4, 2)]
-    assert join(same) == INT4
-    found: Any = join([*same, (INT8, 1), (INT4, 3)])
+    assert join_formats(same) == INT4
+    found: Any = join_formats([*same, (INT8, 1), (INT4, 3)])
     assert (
         found.parts == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
     )
-    assert join([(INT8, 2), (replace(INT8, name="other"), 2)]) != INT8
-    assert join([(HALVES, 6), (HALVES, 2)]) == HALVES
+    assert join_formats([(INT8, 2), (replace(INT8, name="other"), 2)]) != INT8
+    assert join_formats([(HALVES, 6), (HALVES, 2)]) == HALVES

@@ -26,8 +26,8 @@ from fminfer.compute.values.weights import (
     Joined,
     Use,
     Weight,
-    dense,
-    join,
+    join_formats,
+    make_dense_weight,
 )
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import Registry
@@ -74,7 +74,7 @@ def assert_near(
     found: torch.Tensor, x: torch.Tensor, weight: Weight, bias: torch.Tensor
 ) -> None:
     """See that sums are what they are in float64, up to float32's rounding of each term."""
-    numbers = weight.dequantized(FLOATS)
+    numbers = weight.dequantize(FLOATS)
     exact = x.double() @ numbers.double().t() + bias.double()
     size = x.double().abs() @ summed_sizes(numbers).t() + bias.double().abs()
     assert found.dtype == FLOATS and found.shape == exact.shape
@@ -96,7 +96,7 @@ def test_products_are_right_and_a_row_is_the_same_beside_any_others(
         for outputs in OUTPUTS:
             weight = random_weight(form, outputs, inputs)
             for bias in (None, torch.randn(outputs)):
-                product = kernel.pack(weight, bias)
+                product = kernel.pack_weight(weight, bias)
                 set_threads(3)
                 sums = product.multiply_unrounded(x)
                 assert_near(
@@ -120,19 +120,20 @@ def test_rows_are_found_in_the_packed_form(
     """A tied embedding is looked up in the packed head."""
     for outputs, inputs in zip(OUTPUTS, (*inputs_of(form), 512), strict=True):
         weight = random_weight(form, outputs, inputs)
-        numbers = weight.dequantized(FLOATS)
-        product = kernel.pack(weight, None)
+        numbers = weight.dequantize(FLOATS)
+        product = kernel.pack_weight(weight, None)
         for num_threads in (1, 3):
             set_threads(num_threads)
             for ids in (
                 torch.arange(outputs).flip(0),
                 torch.tensor([outputs - 1, 0, 0]),
             ):
-                assert torch.equal(product.rows(ids), numbers[ids])
+                assert torch.equal(product.dequantize_rows(ids), numbers[ids])
                 assert torch.equal(
-                    product.rows(ids.repeat(2)[::2]), numbers[ids.repeat(2)[::2]]
+                    product.dequantize_rows(ids.repeat(2)[::2]),
+                    numbers[ids.repeat(2)[::2]],
                 )
-        assert product.rows(torch.arange(0)).shape == (0, inputs)
+        assert product.dequantize_rows(torch.arange(0)).shape == (0, inputs)
 
 
 @of_kinds
@@ -141,7 +142,7 @@ def test_what_is_packed_takes_what_the_blocks_took(
 ) -> None:
     """But for scales of K forms, which have 8 bits there instead of 6."""
     weight = random_weight(form, 4 * kernel.panel, 512)
-    (part,) = kernel.pack(weight, None).parts
+    (part,) = kernel.pack_weight(weight, None).parts
     more = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}.get(form.name, 1.0)
     assert part.packed.nbytes == pytest.approx(more * weight.num_bytes)
 
@@ -155,19 +156,19 @@ def test_parts_of_several_formats_are_what_each_is_alone(
     set_threads: Callable[[int], None],
 ) -> None:
     """To the last bit; queries, keys and values of a file may differ in their formats."""
-    held = join(parts)
+    held = join_formats(parts)
     assert isinstance(held, Joined)
     outputs = sum(num for _, num in parts)
     torch_bias = torch.randn(200)
     weight = random_weight(held, outputs, 512)
     bias = torch_bias[:outputs]
-    product = kernel.pack(weight, bias)
+    product = kernel.pack_weight(weight, bias)
     alone = []
     for (each, num), tensor, start in zip(
-        parts, weight.tensors, held.starts(), strict=False
+        parts, weight.tensors, held.part_starts(), strict=False
     ):
         own = replace(random_weight(each, num, 512), tensors=(tensor,))
-        alone.append(kernel.pack(own, bias[start : start + num]))
+        alone.append(kernel.pack_weight(own, bias[start : start + num]))
     x = torch.randn(100, 512).to(of_rows)
     for rows in (1, 4, 5, 100):
         for num_threads in (1, 3):
@@ -181,21 +182,21 @@ def test_parts_of_several_formats_are_what_each_is_alone(
 
 
 def test_parts_of_float32_take_rows_of_float32_alone(kernel: ProductKernel) -> None:
-    held = join([(FORMS["Q8_0"], 5), (Dense(FLOATS), 70)])
+    held = join_formats([(FORMS["Q8_0"], 5), (Dense(FLOATS), 70)])
     weight = random_weight(held, 75, 64)
     x = torch.randn(3, 64)
-    assert_near(kernel.pack(weight, None)(x), x, weight, torch.zeros(75))
+    assert_near(kernel.pack_weight(weight, None)(x), x, weight, torch.zeros(75))
     with pytest.raises(AssertionError, match="rows"):
-        kernel.pack(weight, None)(x.bfloat16())
-    wide = kernel.pack(weight, None).multiply_unrounded(x.bfloat16())
-    assert torch.equal(wide, kernel.pack(weight, None)(x.bfloat16().float()))
+        kernel.pack_weight(weight, None)(x.bfloat16())
+    wide = kernel.pack_weight(weight, None).multiply_unrounded(x.bfloat16())
+    assert torch.equal(wide, kernel.pack_weight(weight, None)(x.bfloat16().float()))
 
 
 @of_both_types
 def test_a_row_that_is_not_finite_costs_no_other(of_rows: torch.dtype) -> None:
     kernel = ProductKernel(built_library())
     for form in KINDS:
-        product = kernel.pack(random_weight(form, 65, 256), None)
+        product = kernel.pack_weight(random_weight(form, 65, 256), None)
         for rows in (4, 20):
             x = torch.randn(rows, 256).to(of_rows)
             expected = product(x)
@@ -214,9 +215,9 @@ def test_a_block_that_is_not_finite_costs_its_own_output_alone(
     """What no scale holds is nan in each form, and is seen by whoever reads the sum."""
     for form in (each for each in KINDS if each.pack is not None):
         numbers = torch.randn(70, 256)
-        right = kernel.pack(_quantized(form, numbers), None)
+        right = kernel.pack_weight(_quantized(form, numbers), None)
         numbers[33, place] = float("inf")
-        wrong = kernel.pack(_quantized(form, numbers), None)
+        wrong = kernel.pack_weight(_quantized(form, numbers), None)
         others = torch.arange(70) != 33
         for rows in (2, 20):
             x = torch.randn(rows, 256)
@@ -227,7 +228,9 @@ def test_a_block_that_is_not_finite_costs_its_own_output_alone(
 
 
 def _quantized(form: Blocks, numbers: torch.Tensor) -> Weight:
-    return Weight(dense(numbers, "product").spec, form, (form.quantize(numbers),))
+    return Weight(
+        make_dense_weight(numbers, "product").spec, form, (form.quantize(numbers),)
+    )
 
 
 EXPERTS: list[tuple[str, str, Mlp]] = [
@@ -265,7 +268,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     down = random_weight(format_of(of_down), 5, hidden, expert.size)
     mix = registry_of(of_rows).experts(how, up, down)
     assert isinstance(mix, PackedExperts)
-    numbers = up.dequantized(FLOATS), down.dequantized(FLOATS)
+    numbers = up.dequantize(FLOATS), down.dequantize(FLOATS)
     x = (torch.randn(150, hidden) / 16).to(of_rows)
     chosen, shares = choose(how, len(x))
     chosen[40:120] = torch.tensor([3, 1])
@@ -300,14 +303,18 @@ def test_what_the_kernel_serves(
             )
             assert not is_kernel_faster(form, torch.float16)
         for parts in MIXED:
-            held = join(parts)
+            held = join_formats(parts)
             assert is_kernel_faster(held, FLOATS) and is_kernel_faster(held, HALVES)
             assert kernel.can_pack(
                 random_weight(held, sum(num for _, num in parts), 256)
             )
             assert not can_sum_in_float32(held), "a head is one part"
-        assert not is_kernel_faster(join([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS)
-        assert not is_kernel_faster(join([(INT8, 4), (Dense(FLOATS), 4)]), HALVES)
+        assert not is_kernel_faster(
+            join_formats([(INT8, 4), (FORMS["Q2_K"], 4)]), FLOATS
+        )
+        assert not is_kernel_faster(
+            join_formats([(INT8, 4), (Dense(FLOATS), 4)]), HALVES
+        )
 
 
 @of_both_types
@@ -321,7 +328,7 @@ def test_a_model_gets_the_kernels_products(of_rows: torch.dtype) -> None:
         head = registry.head(random_weight(form, 200, 256, use="head"), None)
         assert isinstance(product, PackedProduct) and isinstance(head, PackedProduct)
     for parts in MIXED:
-        weight = random_weight(join(parts), sum(num for _, num in parts), 256)
+        weight = random_weight(join_formats(parts), sum(num for _, num in parts), 256)
         assert isinstance(registry.product(weight, None), PackedProduct)
 
 
@@ -333,7 +340,7 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     required = registry_of(of_rows, "require")
     x = torch.randn(5, 256).to(of_rows)
     weight = random_weight(wrong, 70, 256)
-    plain = torch.nn.functional.linear(x, weight.dequantized(of_rows))
+    plain = torch.nn.functional.linear(x, weight.dequantize(of_rows))
     assert plain.isfinite().all() and torch.equal(
         registry.product(weight, None)(x), plain
     )
@@ -348,7 +355,7 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     up = random_weight(wrong, 3, 128, 256)
     down = random_weight(INT8_32, 3, 256, 64)
     assert registry.experts(how, up, down) is None
-    mixed = random_weight(join([(INT8, 30), (wrong, 30)]), 60, 256)
+    mixed = random_weight(join_formats([(INT8, 30), (wrong, 30)]), 60, 256)
     assert not isinstance(registry.product(mixed, None), PackedProduct)
 
 

@@ -23,11 +23,11 @@ from fminfer.compute.sampling.sampler import (
     Drawer,
     SamplingTensors,
     compute_token_bits,
-    draw,
-    sample,
+    draw_tokens,
+    sample_tokens,
 )
 from fminfer.compute.values.step import make_draws
-from fminfer.compute.values.weights import dense
+from fminfer.compute.values.weights import make_dense_weight
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
@@ -163,7 +163,7 @@ def mask_of(ids: Iterable[int], *, has_few: bool = True) -> Mask:
 def rows_of(settings: list[Setting], noise: list[int]) -> SamplingTensors:
     columns = {name: [getattr(s, name) for s in settings] for name in COLUMNS}
     draws = make_draws(range(len(settings)), noise=noise, **columns)
-    return SamplingTensors.of(draws, torch.device("cpu"))
+    return SamplingTensors.from_draws(draws, torch.device("cpu"))
 
 
 def edits_of(settings: list[Setting]) -> LogitEditTensors:
@@ -206,7 +206,7 @@ def noise_of_steps() -> list[list[int]]:
 def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]]:
     """Draw for all settings, mixed in each batch; return the logits and each setting's
     counts."""
-    drawer: Drawer = draw
+    drawer: Drawer = draw_tokens
     if request.param == "compiled":
         if find_compiler() is None:
             pytest.skip("there is no C++ compiler")
@@ -219,7 +219,9 @@ def counts(request: pytest.FixtureRequest) -> tuple[np.ndarray, list[np.ndarray]
     for noise in noise_of_steps():
         rows = rows_of(settings, noise)
         expanded = torch.from_numpy(logits).expand(len(noise), -1)
-        ids = sample(expanded, rows, 0, edits, tokens=span(expanded, drawer=drawer)).ids
+        ids = sample_tokens(
+            expanded, rows, 0, edits, tokens=span(expanded, drawer=drawer)
+        ).ids
         for place, column in enumerate(ids.view(-1, len(SETTINGS)).numpy().T):
             found[place] += np.bincount(column, minlength=VOCAB)
     return logits, found
@@ -293,7 +295,9 @@ def test_draws_through_the_engine_are_unrelated(
 
         def flat(entry: Weights) -> Weights:
             head = own(entry)["head.weight"].plain
-            return own(entry) | {"head.weight": dense(torch.zeros_like(head), "head")}
+            return own(entry) | {
+                "head.weight": make_dense_weight(torch.zeros_like(head), "head")
+            }
 
         source.exit = flat
         return source

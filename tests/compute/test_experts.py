@@ -13,9 +13,9 @@ import torch
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain, products
-from fminfer.compute.layers.experts import Mix, PackedExperts, serves
+from fminfer.compute.layers.experts import Mix, PackedExperts, can_mix
 from fminfer.compute.values.spec import Mlp, Moe
-from fminfer.compute.values.weights import dense
+from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.forward.layer import MoeOf
@@ -65,7 +65,9 @@ class Maker(Registry):
         super().__init__(asked, built_library(), dtype, torch.device("cpu"))
 
     def make(self, how: Moe, up: torch.Tensor, down: torch.Tensor) -> Mix | None:
-        return self.experts(how, dense(up, "product"), dense(down, "product"))
+        return self.experts(
+            how, make_dense_weight(up, "product"), make_dense_weight(down, "product")
+        )
 
 
 make = Maker
@@ -186,13 +188,15 @@ def test_a_token_that_is_not_finite_costs_no_other(
 
 
 def test_what_the_kernel_serves() -> None:
-    assert serves(Moe(4, 2, SILU)) and serves(Moe(4, 2, Mlp("relu", 8, is_gated=False)))
+    assert can_mix(Moe(4, 2, SILU)) and can_mix(
+        Moe(4, 2, Mlp("relu", 8, is_gated=False))
+    )
     for other in (
         {"activation": "quick_gelu"},
         {"activation": "relu"},
         {"has_bias": True},
     ):
-        assert not serves(Moe(4, 2, replace(SILU, **other)))
+        assert not can_mix(Moe(4, 2, replace(SILU, **other)))
 
 
 def test_what_is_left_to_single_products() -> None:

@@ -15,7 +15,7 @@ from torch import nn
 import fminfer
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.values.weights import dense
+from fminfer.compute.values.weights import make_dense_weight
 from fminfer.forward import transformer as head_module
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Head
@@ -65,7 +65,7 @@ def make_head(
         "auto", library, of_rows or layer.weight.dtype, torch.device("cpu")
     )
     bias = None if layer.bias is None else layer.bias.detach()
-    weight = dense(layer.weight.detach(), "head")
+    weight = make_dense_weight(layer.weight.detach(), "head")
     head = Head(weight, bias, registry)
     assert (head.packed is not None) == (kernel is not None and kernel.can_pack(weight))
     return head
@@ -109,9 +109,9 @@ def test_nothing_beside_the_operands_is_read(
     for rows, inputs, outputs in SHAPES:
         layer = make_layer(inputs, outputs, of_weight, has_bias=True)
         x = torch.randn(rows, inputs).to(of_rows)
-        weight = dense(between_nan(layer.weight), "head")
+        weight = make_dense_weight(between_nan(layer.weight), "head")
         if kernel.can_pack(weight):  # of whole units
-            product = kernel.pack(weight, between_nan(layer.bias.float()))
+            product = kernel.pack_weight(weight, between_nan(layer.bias.float()))
             assert_exact(product.multiply_unrounded(between_nan(x)), x, layer)
 
 
@@ -127,9 +127,12 @@ def test_a_bfloat16_weight_gives_what_it_gives_widened(kernel: ProductKernel) ->
     for rows, inputs, outputs in SHAPES:
         weight = torch.randn(outputs, inputs).bfloat16()
         x = torch.randn(rows, inputs)
-        both = dense(weight, "head"), dense(weight.float(), "head")
+        both = (
+            make_dense_weight(weight, "head"),
+            make_dense_weight(weight.float(), "head"),
+        )
         if kernel.can_pack(both[0]):  # of whole units
-            kept, widened = (kernel.pack(each, None) for each in both)
+            kept, widened = (kernel.pack_weight(each, None) for each in both)
             assert torch.equal(
                 kept.multiply_unrounded(x), widened.multiply_unrounded(x)
             )

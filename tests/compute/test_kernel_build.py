@@ -42,7 +42,7 @@ def cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 def answers(build: KernelBuild) -> bool:
-    library = build.library()
+    library = build.wait_for_library()
     return library is not None and library.answer() == 42
 
 
@@ -111,7 +111,10 @@ def test_who_waits_for_a_build_is_told(
     )
     assert "Building" not in start(is_quiet=True)
     gate.write_text("go\n")
-    assert kernel_build.start_build().library() is None and "Building" not in start()
+    assert (
+        kernel_build.start_build().wait_for_library() is None
+        and "Building" not in start()
+    )
 
 
 def test_an_updated_compiler_builds_anew(
@@ -123,7 +126,7 @@ def test_an_updated_compiler_builds_anew(
     for version in ("12.2.0", "12.2.0", "13.1.0"):
         done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done'
         write_compiler(tmp_path / "cxx", done, version)
-        assert KernelBuild().library() is None, "what it makes is no library"
+        assert KernelBuild().wait_for_library() is None, "what it makes is no library"
         names |= {path.name for path in cache.iterdir()}
     assert len(names) == 2
 
@@ -174,7 +177,7 @@ def test_a_full_disk_costs_only_the_kernel(
     monkeypatch.setattr(tempfile, "mkstemp", fail)
     monkeypatch.setattr(tempfile, "TemporaryDirectory", fail)
     build = KernelBuild()
-    assert build.library() is None and "quota" in build.error
+    assert build.wait_for_library() is None and "quota" in build.error
 
 
 def write_compiler(path: Path, text: str, version: str = "1.0") -> None:
@@ -192,7 +195,7 @@ def test_a_compiler_that_hangs_is_ended_with_its_children(
     build = KernelBuild()
     while not (tmp_path / "child").exists() or not (tmp_path / "child").read_text():
         time.sleep(0.05)
-    assert build.library() is None and "did not end within 2 s" in build.error
+    assert build.wait_for_library() is None and "did not end within 2 s" in build.error
     child = int((tmp_path / "child").read_text())
     until = time.monotonic() + 20
     while is_alive(child) and time.monotonic() < until:
@@ -236,7 +239,7 @@ def test_parts_of_killed_builds_are_removed(
         part.write_text("")
     os.utime(old, (1, 1))
     monkeypatch.setenv("CXX", "false")
-    KernelBuild().library()
+    KernelBuild().wait_for_library()
     assert list(cache.iterdir()) == [new]
 
 

@@ -19,7 +19,7 @@ from fminfer.compute.layers.products import (
     onednn_packs_bfloat16,
 )
 from fminfer.compute.trial import Candidate
-from fminfer.compute.values.weights import Function, Weight, dense
+from fminfer.compute.values.weights import Function, Weight, make_dense_weight
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import Registry
 from tests.conftest import plain_registry
@@ -40,7 +40,7 @@ def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Function:
     weight = linear.weight.detach()
     registry = plain_registry(weight.dtype)
     registry.of_products += make_library_candidates(weight.dtype, is_fast=is_fast)
-    return registry.product(dense(weight, "product"), bias)
+    return registry.product(make_dense_weight(weight, "product"), bias)
 
 
 def registry_of_wrong_products(asked: Any = "auto") -> Registry:
@@ -51,7 +51,7 @@ def registry_of_wrong_products(asked: Any = "auto") -> Registry:
 
     registry = Registry(asked, None, torch.float32, CPU)
     registry.of_products[:] = [
-        Candidate(make, lambda asked: asked.trial(torch.float32))
+        Candidate(make, lambda asked: asked.make_trial(torch.float32))
     ]
     return registry
 
@@ -146,7 +146,7 @@ def test_what_packs_wrong_is_left_plain() -> None:
     """It was, and nobody was told."""
     linear = nn.Linear(16, 16, bias=False)
     x = torch.randn(3, 16)
-    weight = dense(linear.weight.detach(), "product")
+    weight = make_dense_weight(linear.weight.detach(), "product")
     packed = registry_of_wrong_products()
     torch.testing.assert_close(packed.product(weight, None)(x), linear(x))
     assert (
@@ -165,10 +165,10 @@ def test_nan_in_one_weight_does_not_vouch_for_the_others() -> None:
     )
     first.weight[:] = float("nan")
     packed = registry_of_wrong_products()
-    found = packed.product(dense(first.weight, "product"), None)
+    found = packed.product(make_dense_weight(first.weight, "product"), None)
     x = torch.randn(3, 16)
     assert found(x).isnan().all() and not packed.why_plain, "nothing can be compared"
-    found = packed.product(dense(second.weight, "product"), None)
+    found = packed.product(make_dense_weight(second.weight, "product"), None)
     torch.testing.assert_close(found(x), second(x))
 
 
@@ -181,11 +181,11 @@ def test_the_next_candidate_is_tried_where_the_first_fails() -> None:
             calls.append(name)
             return lambda x: x @ asked.weight.plain.t() + off
 
-        return Candidate(make, lambda asked: asked.trial(torch.float32))
+        return Candidate(make, lambda asked: asked.make_trial(torch.float32))
 
     registry = plain_registry()
     registry.of_products += [product_named("first", 1.0), product_named("second", 0.0)]
-    weight = dense(torch.randn(16, 16), "product")
+    weight = make_dense_weight(torch.randn(16, 16), "product")
     x = torch.randn(3, 16)
     for _ in range(2):
         torch.testing.assert_close(

@@ -19,7 +19,7 @@ from fminfer.compute.layers.products import (
     onednn_packs_bfloat16,
 )
 from fminfer.compute.values.spec import Mlp, Moe
-from fminfer.compute.values.weights import Weight, dense
+from fminfer.compute.values.weights import Weight, make_dense_weight
 from fminfer.forward.layer import MoeOf
 from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.forward.registry import Registry
@@ -110,7 +110,7 @@ def logprobs_in_bfloat16(
         checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0
     )
     network = Transformer(checkpoint.model, tensors, bodies=bodies_of(kernels, dtype))
-    dense = Dense(checkpoint.model, [len(row) for row in rows])
+    make_dense_weight = Dense(checkpoint.model, [len(row) for row in rows])
 
     def attend(
         layer: int,
@@ -119,12 +119,15 @@ def logprobs_in_bfloat16(
         value: torch.Tensor,
         how: Scoring,
     ) -> torch.Tensor:
-        return dense(layer, query.float(), key.float(), value.float(), how).to(dtype)
+        return make_dense_weight(
+            layer, query.float(), key.float(), value.float(), how
+        ).to(dtype)
 
     x = network.embed(
-        torch.tensor([each for row in rows for each in row]), dense.positions
+        torch.tensor([each for row in rows for each in row]),
+        make_dense_weight.positions,
     )
-    x = network.run(x, LayerStep(dense.positions, attend))
+    x = network.run(x, LayerStep(make_dense_weight.positions, attend))
     assert network.head is not None
     logits = network.head(x)
     cap = checkpoint.model.logit_cap
@@ -174,7 +177,8 @@ def make_experts(dtype: torch.dtype) -> tuple[Moe, Weights]:
     torch.manual_seed(5)
     drawn = {n: torch.randn(s).mul(0.3).to(dtype) for n, s in shapes.items()}
     return how, {
-        f"{name}.weight": dense(each, "product") for name, each in drawn.items()
+        f"{name}.weight": make_dense_weight(each, "product")
+        for name, each in drawn.items()
     }
 
 

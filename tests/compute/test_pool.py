@@ -29,7 +29,7 @@ wait_briefly()
 import torch
 from fminfer.forward.registry import find_library
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.values.weights import dense
+from fminfer.compute.values.weights import make_dense_weight
 
 def tasks():
     return set(os.listdir("/proc/self/task"))
@@ -41,7 +41,8 @@ def sleeps(task):
 torch.set_num_threads(5)
 kernel = ProductKernel(find_library("auto", torch.device("cpu")))
 others = tasks()
-product, x = kernel.pack(dense(torch.randn(1600, 64), "product"), None), torch.randn(8, 64)
+weight = make_dense_weight(torch.randn(1600, 64), "product")
+product, x = kernel.pack_weight(weight, None), torch.randn(8, 64)
 
 def multiply(times):
     for _ in range(times):

@@ -20,7 +20,7 @@ from fminfer.compute.layers.products import (
     make_library_candidates,
     onednn_packs_bfloat16,
 )
-from fminfer.compute.values.weights import Dense, Weight, dense
+from fminfer.compute.values.weights import Dense, Weight, make_dense_weight
 from fminfer.forward.registry import Registry
 from tests.conftest import built_library
 
@@ -70,11 +70,13 @@ def random_layer(
 def pack(
     kernel: ProductKernel, weight: torch.Tensor, bias: torch.Tensor | None
 ) -> PackedProduct:
-    return kernel.pack(dense(weight, "product"), bias)
+    return kernel.pack_weight(make_dense_weight(weight, "product"), bias)
 
 
 def can_pack(*shape: int, dtype: torch.dtype = HALVES) -> bool:
-    return ProductKernel.can_pack(dense(torch.empty(shape, dtype=dtype), "product"))
+    return ProductKernel.can_pack(
+        make_dense_weight(torch.empty(shape, dtype=dtype), "product")
+    )
 
 
 @of_all_ways
@@ -159,7 +161,7 @@ def test_rows_of_a_weight_are_found_in_its_packed_form(
         weight, bias = random_layer(outputs, inputs, dtype)
         ids = torch.tensor([outputs - 1, 0, outputs // 2, 0])
         for some in (ids, ids[:0]):
-            found = pack(kernel, weight, bias).rows(some)
+            found = pack(kernel, weight, bias).dequantize_rows(some)
             assert found.dtype == dtype and torch.equal(found, weight[some])
 
 
@@ -239,7 +241,7 @@ def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
         registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
         registry.of_products[1:] = make_library_candidates(HALVES, is_fast=True)
         packed = [
-            registry.product(dense(layer.weight, "product"), layer.bias)
+            registry.product(make_dense_weight(layer.weight, "product"), layer.bias)
             for layer in layers
         ]
         with torch.profiler.profile() as seen:
@@ -256,13 +258,13 @@ def test_a_model_answers_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed = []
-    own = ProductKernel.pack
+    own = ProductKernel.pack_weight
 
     def spy(self: ProductKernel, weight: Weight, bias: torch.Tensor | None) -> Any:
         packed.append(weight.shape)
         return own(self, weight, bias)
 
-    monkeypatch.setattr(ProductKernel, "pack", spy)
+    monkeypatch.setattr(ProductKernel, "pack_weight", spy)
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
     rows = [{"prompt": [1, 2, 3, 4 + i]} | scored for i in range(9)]
     scores = {}

@@ -19,10 +19,10 @@ from fminfer.compute.sampling.sampler import (
     SamplingTensors,
     compute_gumbel_noise,
     copy_to_host,
-    draw,
-    rank,
-    sample,
-    score,
+    draw_tokens,
+    rank_logits,
+    sample_tokens,
+    score_tokens,
 )
 from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks, unpack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
@@ -39,7 +39,7 @@ NEEDS_COMPILER = pytest.mark.skipif(
 @pytest.fixture(params=["plain", "compiled"])
 def drawer(request: pytest.FixtureRequest) -> Drawer:
     if request.param == "plain":
-        return draw
+        return draw_tokens
     if find_compiler() is None:
         pytest.skip("there is no C++ compiler")
     return DrawKernel(built_library())
@@ -50,7 +50,9 @@ def how(rows: list[tuple[float, float, int, int]]) -> SamplingTensors:
     temperature, top_p, top_k, number = zip(*rows, strict=True)
     noise = [make_step_noise(b"rows", each) for each in number]
     how = {"temperature": temperature, "top_p": top_p, "top_k": top_k, "noise": noise}
-    return SamplingTensors.of(make_draws(range(len(rows)), **how), torch.device("cpu"))
+    return SamplingTensors.from_draws(
+        make_draws(range(len(rows)), **how), torch.device("cpu")
+    )
 
 
 def plain_probs(
@@ -90,7 +92,7 @@ def test_every_row_has_its_own_parameters_and_the_right_distribution(
         rows = [
             (*s, start + 5 * i + j) for i in range(100) for j, s in enumerate(settings)
         ]
-        ids = sample(
+        ids = sample_tokens(
             logits.expand(len(rows), -1),
             how(rows),
             0,
@@ -117,9 +119,9 @@ def test_a_row_does_not_depend_on_its_neighbours(drawer: Drawer) -> None:
     torch.manual_seed(0)
     logits = torch.randn(8, VOCAB)
     rows = [(0.1 * i, 1 - 0.1 * i, i, i) for i in range(8)]
-    together = sample(logits, how(rows), 3, tokens=span(logits, drawer=drawer))
+    together = sample_tokens(logits, how(rows), 3, tokens=span(logits, drawer=drawer))
     for i, row in enumerate(rows):
-        alone = sample(
+        alone = sample_tokens(
             logits[i : i + 1], how([row]), 3, tokens=span(logits, drawer=drawer)
         )
         assert alone.ids[0] == together.ids[i]
@@ -132,7 +134,7 @@ def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(
     logits = torch.zeros(4, VOCAB)
     logits[:, [7, 30]] = 5.0
     rows = [(0.0, 1.0, 0, 9), (1.0, 0.0, 0, 9), (1.0, 1.0, 1, 9), (0.0, 1.0, 5, 2)]
-    assert sample(
+    assert sample_tokens(
         logits, how(rows), 0, tokens=span(logits, drawer=drawer)
     ).ids.tolist() == [
         7,
@@ -141,7 +143,7 @@ def test_greedy_by_temperature_top_p_or_top_k_and_ties_to_the_lowest_id(
         7,
     ]
     rows = [(1e-6, 1.0, 0, i) for i in range(100)]
-    equals = sample(
+    equals = sample_tokens(
         logits[:1].expand(100, -1), how(rows), 0, tokens=span(logits, drawer=drawer)
     )
     assert set(equals.ids.tolist()) == {7, 30}
@@ -214,7 +216,7 @@ def test_draws_lie_where_the_definition_in_float64_puts_them(
             "min_p": torch.where(random(count) < 0.5, 0.0, random(count) * 0.2),
             "noise": torch.randint(-(2**63), 2**63 - 1, (count,), generator=generator),
         }
-        settings = SamplingTensors.of(
+        settings = SamplingTensors.from_draws(
             make_draws(range(count), **columns), torch.device("cpu")
         )
         noise = compute_gumbel_noise(settings.noise, torch.arange(vocab))
@@ -274,9 +276,9 @@ def test_the_compiled_draw_is_the_plain_one(kind: str, dtype: torch.dtype) -> No
                 logits[6 + i, vocab // 2] = value
         every = torch.arange(count)
         logits = logits.to(dtype)
-        assert torch.equal(kernel(logits, rows, every), draw(logits, rows, every)), (
-            vocab
-        )
+        assert torch.equal(
+            kernel(logits, rows, every), draw_tokens(logits, rows, every)
+        ), vocab
 
 
 def test_a_draw_is_hard_to_tip(drawer: Drawer) -> None:
@@ -346,7 +348,7 @@ def test_logprobs_are_of_the_raw_logits_and_equal_in_both_places() -> None:
     logits = torch.randn(6, VOCAB) * 30
     expected = torch.log_softmax(logits.double(), -1)
     for num_top in (0, 1, 5, VOCAB, VOCAB + 9):
-        draws = score(logits, logits.argmax(-1), num_top)
+        draws = score_tokens(logits, logits.argmax(-1), num_top)
         assert torch.allclose(draws.logprobs.double(), expected.amax(-1), atol=1e-5)
         assert draws.top_ids.shape == (6, min(num_top, VOCAB))
         if num_top:
@@ -374,7 +376,7 @@ def test_the_compiled_ranking_is_the_plain_one(vocab: int) -> None:
     ):
         for num_top in {min(k, vocab) for k in (1, 2, 5, 20, 64, 70)}:
             found = kernel(logits, num_top)
-            plain = rank(logits, num_top)
+            plain = rank_logits(logits, num_top)
             exact = logits.double().logsumexp(-1)
             torch.testing.assert_close(
                 found.normalizer.double(), exact, rtol=1e-6, atol=1e-6
@@ -395,7 +397,9 @@ def test_the_compiled_ranking_of_a_nan(place: int) -> None:
     assert kernel(best, 2).best_ids.tolist() == [[502, 500]]
     logits = torch.randn(3, 999)
     logits[1, place] = float("nan")
-    found = score(logits, logits.nan_to_num(-9.0).argmax(-1), 5, span(logits, kernel))
+    found = score_tokens(
+        logits, logits.nan_to_num(-9.0).argmax(-1), 5, span(logits, kernel)
+    )
     assert found.logprobs.isnan().tolist() == [False, True, False]
     assert found.top_logprobs.isnan().all(-1).tolist() == [False, True, False]
     logits[1, place - 1] = float("inf")
@@ -413,12 +417,12 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
 ) -> None:
     """Other tokens than the overflown one scored -inf, which was reported as -9999."""
     library = built_library() if is_compiled else None
-    ranker = rank if library is None else ScoreKernel(library)
-    drawer = draw if library is None else DrawKernel(library)
+    ranker = rank_logits if library is None else ScoreKernel(library)
+    drawer = draw_tokens if library is None else DrawKernel(library)
     logits = torch.randn(4, VOCAB).to(dtype)
     logits[1, 5] = float("inf")
     logits[2, 5] = float("-inf")  # a token that cannot be
-    scored = score(logits, torch.tensor([3, 3, 5, 3]), 2, span(logits, ranker))
+    scored = score_tokens(logits, torch.tensor([3, 3, 5, 3]), 2, span(logits, ranker))
     assert scored.logprobs.isnan().tolist() == [False, True, False, False]
     assert scored.logprobs[2] == float("-inf")
     assert scored.top_logprobs.isnan().all(-1).tolist() == [False, True, False, False]
@@ -431,7 +435,9 @@ def test_a_logit_of_plus_infinity_makes_every_logprob_nan(
     for temperature in (0.0, 1.0):
         for changes in (None, edits):  # the overflown logit may be banned from the draw
             rows = how([(temperature, 1.0, 0, 5)] * 4)
-            draws = sample(logits, rows, 1, changes, span(logits, ranker, drawer))
+            draws = sample_tokens(
+                logits, rows, 1, changes, span(logits, ranker, drawer)
+            )
             assert draws.logprobs.isnan().tolist() == [False, True, False, False]
 
 
@@ -452,7 +458,7 @@ def test_logits_of_16_bits_are_drawn_from_in_float32(dtype: torch.dtype) -> None
     )
     for changes in (None, edits):
         ours, expected = (
-            sample(each, how(rows), 3, changes) for each in (logits, wide)
+            sample_tokens(each, how(rows), 3, changes) for each in (logits, wide)
         )
         for name in ("ids", "logprobs", "top_ids", "top_logprobs"):
             assert torch.equal(getattr(ours, name), getattr(expected, name)), name
@@ -483,7 +489,7 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
         ),
     )
     for device in ("meta", "cpu"):
-        part = StepEdits(step, VOCAB, torch.device(device)).part(slice(1, 3))
+        part = StepEdits(step, VOCAB, torch.device(device)).make_tensors(slice(1, 3))
         assert part is not None and part.masks is not None
         assert [len(part.ids), len(part.bias), len(part.banned_ids)] == [3, 3, 2]
         assert len(part.masks.mask_of) == 2
@@ -498,7 +504,9 @@ def test_a_part_of_a_steps_edits_reads_nothing_from_the_device() -> None:
     assert (part.banned_rows.tolist(), part.banned_ids.tolist()) == ([0, 0], [20, 21])
     assert part.masks.mask_of.tolist() == [1, -1]
     plain = Step(0, draws=make_draws(range(4)))
-    assert StepEdits(plain, VOCAB, torch.device("meta")).part(slice(1, 3)) is None
+    assert (
+        StepEdits(plain, VOCAB, torch.device("meta")).make_tensors(slice(1, 3)) is None
+    )
 
 
 def test_draws_travel_in_one_copy_as_they_are() -> None:
@@ -530,9 +538,9 @@ def test_rows_without_top_p_read_nothing_from_the_device(
     draws = make_draws(
         range(3), temperature=temperature, noise=[3, -(2**63), 7], **filters
     )
-    how = SamplingTensors.of(draws, torch.device("meta"))
+    how = SamplingTensors.from_draws(draws, torch.device("meta"))
     assert {each.device.type for each in (how.temperature, how.noise)} == {"meta"}
-    found = sample(torch.empty(3, 50, device="meta"), how, 1)
+    found = sample_tokens(torch.empty(3, 50, device="meta"), how, 1)
     assert found.ids.shape == (3,) and found.ids.device.type == "meta"
     assert how.host.temperature.tolist() == draws["temperature"].tolist()
 
@@ -555,13 +563,13 @@ def masked(logits: torch.Tensor, step: Step) -> torch.Tensor:
 
 def edits_of(step: Step, vocab: int, part: slice | None = None) -> LogitEditTensors:
     part = part or slice(0, len(step.draws))
-    edits = StepEdits(step, vocab, torch.device("cpu")).part(part)
+    edits = StepEdits(step, vocab, torch.device("cpu")).make_tensors(part)
     assert edits is not None
     return edits
 
 
 def how_of(step: Step, part: slice = slice(None)) -> SamplingTensors:
-    return SamplingTensors.of(step.draws[part], torch.device("cpu"))
+    return SamplingTensors.from_draws(step.draws[part], torch.device("cpu"))
 
 
 VARIED_VOCAB = 700
@@ -614,16 +622,18 @@ def test_masked_draws_are_those_of_what_the_masks_leave(
     ).to(dtype)
     edits = edits_of(step, vocab)
     rows_how = how_of(step)
-    draws = sample(logits, rows_how, 2, edits, tokens=span(logits, drawer=drawer))
+    draws = sample_tokens(
+        logits, rows_how, 2, edits, tokens=span(logits, drawer=drawer)
+    )
     left = masked(edits.apply(logits), step)
-    expected = sample(left, rows_how, 0)
+    expected = sample_tokens(left, rows_how, 0)
     assert torch.equal(draws.ids, expected.ids)
     raw = logits.float().log_softmax(-1).gather(-1, draws.ids[:, None])[:, 0]
     assert torch.allclose(draws.logprobs, raw, atol=1e-5), (
         "logprobs are of the raw logits"
     )
     for part in (slice(0, 7), slice(7, 8), slice(100, 230), slice(800, 840)):
-        own = sample(
+        own = sample_tokens(
             logits[part],
             how_of(step, part),
             2,
@@ -633,7 +643,9 @@ def test_masked_draws_are_those_of_what_the_masks_leave(
         assert torch.equal(own.ids, draws.ids[part])
     # A promise: a token that is drawn without the mask is drawn with it, where it is allowed.
     free = replace(edits, masks=None)
-    without = sample(logits, rows_how, 0, free, tokens=span(logits, drawer=drawer)).ids
+    without = sample_tokens(
+        logits, rows_how, 0, free, tokens=span(logits, drawer=drawer)
+    ).ids
     is_allowed = left.gather(-1, without[:, None])[:, 0].isfinite()
     is_kept = is_allowed & ~(rows_how.is_random & rows_how.is_filtered)
     assert count / 6 < int(is_kept.sum()) < count / 2, "the test looks at nothing"
@@ -653,13 +665,13 @@ def test_masked_rows_of_any_logits_draw_what_is_allowed(drawer: Drawer) -> None:
     for value in (float("nan"), float("inf"), float("-inf")):
         for share in (0.002, 0.5, 1.0):
             logits = torch.where(odd < share, value, normal)
-            ids = sample(
+            ids = sample_tokens(
                 logits, rows_how, 1, edits, tokens=span(logits, drawer=drawer)
             ).ids
             left = masked(torch.zeros(count, vocab), step)
             assert torch.equal(left.gather(-1, ids[:, None]), torch.zeros(count, 1))
     all_low = torch.full((count, vocab), float("-inf"))
-    ids = sample(
+    ids = sample_tokens(
         all_low, rows_how, 1, edits, tokens=span(all_low, drawer=drawer)
     ).ids.tolist()
     firsts = [3, 3, 5, 699, 0, 320, 0]  # the last is of rows without a mask
@@ -680,7 +692,7 @@ def test_masks_copy_no_logits_where_their_rows_draw_what_is_allowed() -> None:
         raise AssertionError("nothing is drawn again")
 
     greedy = how([(0.0, 1.0, 0, 5)] * 3)
-    assert sample(
+    assert sample_tokens(
         logits, greedy, 0, edits, tokens=span(logits, drawer=refuse)
     ).ids.tolist() == [
         7,
@@ -693,9 +705,9 @@ def test_a_row_of_nan_leaves_its_neighbours_alone() -> None:
     logits = torch.randn(3, VOCAB)
     logits[1] = float("nan")
     rows = [(1.0, 0.9, 10, 5)] * 3
-    draws = sample(logits, how(rows), 2)
+    draws = sample_tokens(logits, how(rows), 2)
     assert draws.logprobs.isnan().tolist() == [False, True, False]
-    alone = sample(logits[[0, 2]], how(rows[:2]), 2)
+    alone = sample_tokens(logits[[0, 2]], how(rows[:2]), 2)
     assert draws.ids[[0, 2]].tolist() == alone.ids.tolist()
 
 
@@ -706,7 +718,7 @@ def test_equals_among_the_best_come_by_their_ids() -> None:
     logits[5] = 0
     logits[6, 7:] = float("-inf")
     for num_top in (2, 5, 13, VOCAB):
-        found = rank(logits, num_top)
+        found = rank_logits(logits, num_top)
         for row in range(len(logits)):
             order = sorted(
                 range(VOCAB), key=lambda i, row=row: (-logits[row, i].item(), i)

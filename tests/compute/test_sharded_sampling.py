@@ -15,9 +15,15 @@ import torch
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.masks import StepEdits
-from fminfer.compute.sampling.sampler import Drawer, Ranker, SamplingTensors, draw, rank
-from fminfer.compute.sampling.sampler import sample as sample_whole
-from fminfer.compute.sampling.sampler import score as score_whole
+from fminfer.compute.sampling.sampler import (
+    Drawer,
+    Ranker,
+    SamplingTensors,
+    draw_tokens,
+    rank_logits,
+)
+from fminfer.compute.sampling.sampler import sample_tokens as sample_whole
+from fminfer.compute.sampling.sampler import score_tokens as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
@@ -34,7 +40,7 @@ ROWS = 24
 @pytest.fixture(params=["plain", "compiled"])
 def bodies(request: pytest.FixtureRequest) -> tuple[Ranker, Drawer]:
     if request.param == "plain":
-        return rank, draw
+        return rank_logits, draw_tokens
     if find_compiler() is None:
         pytest.skip("there is no C++ compiler")
     return ScoreKernel(built_library()), DrawKernel(built_library())
@@ -132,17 +138,17 @@ def check_draws(rng: random.Random, count: int, ranker: Ranker, drawer: Drawer) 
         banned_ids=ids_of(counts[ROWS:]),
         **pack_masks(masks),
     )
-    how = SamplingTensors.of(draws, CPU)
-    edits = StepEdits(step, VOCAB, CPU).part(slice(0, ROWS))
+    how = SamplingTensors.from_draws(draws, CPU)
+    edits = StepEdits(step, VOCAB, CPU).make_tensors(slice(0, ROWS))
     whole = sample_whole(logits, how, num_top, edits, span(logits, ranker, drawer))
 
-    def sample(own: TokenShard) -> TokenLogprobs:
-        edits = StepEdits(step, VOCAB, CPU, own.own).part(slice(0, ROWS))
-        part = logits[:, own.own.start : own.own.stop].contiguous()
+    def sample_tokens(own: TokenShard) -> TokenLogprobs:
+        edits = StepEdits(step, VOCAB, CPU, own.local_ids).make_tensors(slice(0, ROWS))
+        part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
         made = replace(own, ranker=ranker, drawer=drawer)
         return sample_whole(part, how, num_top, edits, made)
 
-    check_same(on_all(count, sample), whole)
+    check_same(on_all(count, sample_tokens), whole)
 
 
 def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
@@ -151,12 +157,12 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
     targets = torch.randint(VOCAB, (ROWS,), generator=torch.Generator().manual_seed(1))
     for num_top in (0, 1, 5, VOCAB):
 
-        def score(own: TokenShard, num_top: int = num_top) -> TokenLogprobs:
-            part = logits[:, own.own.start : own.own.stop].contiguous()
+        def score_tokens(own: TokenShard, num_top: int = num_top) -> TokenLogprobs:
+            part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
             return score_whole(part, targets, num_top, replace(own, ranker=ranker))
 
         check_same(
-            on_all(3, score),
+            on_all(3, score_tokens),
             score_whole(logits, targets, num_top, span(logits, ranker)),
         )
 
@@ -167,14 +173,14 @@ def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
     logits = make_logits(random.Random(2))
     logits[5, 150] = odd
     draws = make_draws(range(ROWS), temperature=1.0, top_p=0.7, noise=range(ROWS))
-    how = SamplingTensors.of(draws, CPU)
+    how = SamplingTensors.from_draws(draws, CPU)
     whole = sample_whole(logits, how, 1)
 
-    def sample(own: TokenShard) -> TokenLogprobs:
-        part = logits[:, own.own.start : own.own.stop].contiguous()
+    def sample_tokens(own: TokenShard) -> TokenLogprobs:
+        part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
         return sample_whole(part, how, 1, None, own)
 
-    for found in on_all(2, sample):
+    for found in on_all(2, sample_tokens):
         assert found.logprobs.isnan().tolist() == [row == 5 for row in range(ROWS)]
         others = [row for row in range(ROWS) if row != 5]
         assert torch.equal(found.ids[others], whole.ids[others])
@@ -190,16 +196,16 @@ def test_a_draw_from_the_best_tokens_is_told_once(
     draws = make_draws(
         range(ROWS), temperature=1.0, top_p=0.7, top_k=40, noise=range(ROWS)
     )
-    how = SamplingTensors.of(draws, CPU)
+    how = SamplingTensors.from_draws(draws, CPU)
     rows = torch.arange(ROWS)
 
     def count(own: TokenShard) -> int:
         told = []
         gather = own.shards.gather
         own.shards.gather = lambda x: told.append(x) or gather(x)  # type: ignore[method-assign]
-        part = logits[:, own.own.start : own.own.stop].contiguous()
+        part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
         made = replace(own, ranker=ranker, drawer=drawer)
-        assert torch.equal(made.draw(part, how, rows), drawer(logits, how, rows))
+        assert torch.equal(made.draw_tokens(part, how, rows), drawer(logits, how, rows))
         return len(told)
 
     assert on_all(2, count) == [1, 1]
@@ -220,12 +226,12 @@ def test_top_p_takes_its_part_of_all_tokens_that_other_filters_leave(
             min_p=min_p,
             noise=range(ROWS),
         )
-        how = SamplingTensors.of(draws, CPU)
+        how = SamplingTensors.from_draws(draws, CPU)
         rows = torch.arange(ROWS)
 
         def take(own: TokenShard, how: SamplingTensors = how) -> torch.Tensor:
-            part = logits[:, own.own.start : own.own.stop].contiguous()
-            return replace(own, ranker=ranker, drawer=drawer).draw(
+            part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
+            return replace(own, ranker=ranker, drawer=drawer).draw_tokens(
                 part, how, torch.arange(ROWS)
             )
 

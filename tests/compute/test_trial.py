@@ -19,8 +19,8 @@ from fminfer.compute.layers.bodies import CpuPartKernels
 from fminfer.compute.layers.products import Linear, PackedProduct
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
-from fminfer.compute.trial import Candidate, Trial, compare
-from fminfer.compute.values.weights import dense
+from fminfer.compute.trial import Candidate, Trial, compare_pairs
+from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.errors import UsageError
 from fminfer.forward.layer import LayerOf
 from fminfer.forward.layer_step import Bodies
@@ -97,7 +97,9 @@ def test_each_kernel_of_the_cpu_is_tried(
 def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
     registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
     how = open_random("llama-160m").model.layers[0].attention
-    head = registry.head(dense(torch.randn(200, 96).to(dtype), "head"), None)
+    head = registry.head(
+        make_dense_weight(torch.randn(200, 96).to(dtype), "head"), None
+    )
     return [
         registry.attention([how], 16, dtype),
         registry.parts.kernels,
@@ -125,11 +127,13 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     mlp: Any = how.mlp
     sizes |= {"up": (mlp.up_size, size), "down": (size, mlp.size)}
     weights = {
-        f"{k}.weight": dense((torch.randn(v) / 30).bfloat16(), "product")
+        f"{k}.weight": make_dense_weight((torch.randn(v) / 30).bfloat16(), "product")
         for k, v in sizes.items()
     }
     norms = (f"before_{k}.weight" for k in ("attention", "mlp"))
-    weights |= {name: dense(torch.ones(size).bfloat16(), "norm") for name in norms}
+    weights |= {
+        name: make_dense_weight(torch.ones(size).bfloat16(), "norm") for name in norms
+    }
     layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
     nothing: Any = None
     layer.products = {
@@ -155,13 +159,13 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_what_is_compared() -> None:
     nan = torch.tensor([math.nan, 2.0])
     one = torch.tensor([1.0, 2.0])
-    compare([(one, one), (nan, nan), (one, nan), (one * 0, one * 0)], 0.0)
-    compare([(one + 0.1, one)], 0.06)
+    compare_pairs([(one, one), (nan, nan), (one, nan), (one * 0, one * 0)], 0.0)
+    compare_pairs([(one + 0.1, one)], 0.06)
     for found, expected in ((nan, one), (one + 0.1, one), (one * math.inf, one)):
         with pytest.raises(
             ValueError, match=r"what it gives is off by (nan|0\.05|inf)"
         ):
-            compare([(found, expected)], 0.01)
+            compare_pairs([(found, expected)], 0.01)
     trial: Trial[int] = Trial("sums", lambda body: [(one * body, one)], 0.01)
     registry = plain_registry()
     assert registry.find([Candidate(lambda asked: 1, lambda asked: trial)], None) == 1
@@ -180,7 +184,7 @@ def test_a_product_that_is_wrong_for_one_number_of_rows_is_refused(
     fault: str, rows: int, dtype: torch.dtype
 ) -> None:
     """Rows that were nearly the same hid that the last one had some inputs of another."""
-    weight = dense(
+    weight = make_dense_weight(
         torch.randn(64, 288, generator=torch.Generator().manual_seed(1)), "product"
     )
     asked = Linear(weight, None)
@@ -197,10 +201,10 @@ def test_a_product_that_is_wrong_for_one_number_of_rows_is_refused(
             x[-1, -10:] = x[0, -10:]
         return asked(x)
 
-    trial = asked.trial(dtype)
-    compare(trial.pairs(asked), trial.limit)
+    trial = asked.make_trial(dtype)
+    compare_pairs(trial.pairs(asked), trial.limit)
     with pytest.raises(ValueError, match="is off by"):
-        compare(trial.pairs(product), trial.limit)
+        compare_pairs(trial.pairs(product), trial.limit)
 
 
 def test_memory_that_runs_out_in_a_trial_ends_loading() -> None:

@@ -35,8 +35,8 @@ from fminfer.compute.layers.triton_layers import (
 )
 from fminfer.compute.sampling.draw_kernel import TOKEN_ERROR, compute_draw_pairs
 from fminfer.compute.sampling.masks import LogitEditTensors, make_mask_tensors
-from fminfer.compute.sampling.sampler import SamplingTensors, draw, sample
-from fminfer.compute.trial import compare
+from fminfer.compute.sampling.sampler import SamplingTensors, draw_tokens, sample_tokens
+from fminfer.compute.trial import compare_pairs
 from fminfer.compute.values.spec import Alibi
 from fminfer.compute.values.step import Rows, make_draws
 from fminfer.core.config import Kernels
@@ -162,8 +162,8 @@ def test_tiles() -> None:
     """Chunks are cut where a product's rows are full; a row of one token has a tile of
     its own."""
     kernel = TritonAttention(8, 2, 128, dtype=torch.float16, device=DEVICE)
-    rows = Rows.of((10, 35, [7, 3, 9, 8]), (16, 1, [5, 2]))
-    plan = kernel.plan(rows, 16)
+    rows = Rows.from_tables((10, 35, [7, 3, 9, 8]), (16, 1, [5, 2]))
+    plan = kernel.lay_out(rows, 16)
     longest_first = [[32, 3, 42, 0, 45], [16, 16, 26, 0, 45], [0, 16, 10, 0, 45]]
     assert plan.prompt_tiles.tolist() == longest_first, (
         "short ones fill the end of a step"
@@ -177,8 +177,8 @@ def test_tiles() -> None:
 def test_padded_tiles() -> None:
     """A graph's plan is that of its rows, and behind them tiles and slots of no token."""
     kernel = TritonAttention(8, 2, 64, dtype=torch.float16, device=DEVICE)
-    rows = Rows.of((16, 1, [5, 2, 8]), (3, 1, [9]), (31, 1, [1, 7]))
-    right = kernel.plan(rows, 16)
+    rows = Rows.from_tables((16, 1, [5, 2, 8]), (3, 1, [9]), (31, 1, [1, 7]))
+    right = kernel.lay_out(rows, 16)
     numbers = torch.cat(
         [torch.from_numpy(each) for each in kernel.lay_out_decode_numbers(rows, 16, 8)]
     )
@@ -238,7 +238,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def try_parts(dtype: torch.dtype) -> TritonPartKernels:
     kernels = TritonPartKernels(DEVICE)
-    compare(compute_part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
+    compare_pairs(compute_part_pairs(kernels, dtype, DEVICE), PART_ERRORS[dtype])
     return kernels
 
 
@@ -261,7 +261,7 @@ def test_triton_is_tested_on_a_gpu_where_there_is_one(
 @interpreted
 def test_draws_are_those_of_the_cpu() -> None:
     """The same tokens, also beside what is hidden or no number."""
-    draws = partial(draw, racer=race_in_triton)
+    draws = partial(draw_tokens, racer=race_in_triton)
     count = 12
     for vocab in (1, 700, TOKENS, 2 * TOKENS + 3):
         logits = torch.randn(count, vocab) * 3
@@ -280,11 +280,12 @@ def test_draws_are_those_of_the_cpu() -> None:
             noise=noise,
         )
         how, moved = (
-            SamplingTensors.of(ways, each) for each in (torch.device("cpu"), DEVICE)
+            SamplingTensors.from_draws(ways, each)
+            for each in (torch.device("cpu"), DEVICE)
         )
         rows = torch.arange(count)
         found = draws(logits.to(DEVICE), moved, rows.to(DEVICE)).cpu()
-        assert torch.equal(found, draw(logits, how, rows)), vocab
+        assert torch.equal(found, draw_tokens(logits, how, rows)), vocab
 
 
 @interpreted
@@ -316,13 +317,13 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
             top_k=[0, 0, 0, 30, 5, 0],
             noise=[make_step_noise(b"rows", i) for i in range(count)],
         )
-        how = SamplingTensors.of(ways, device)
+        how = SamplingTensors.from_draws(ways, device)
         drawer = (
-            draw
+            draw_tokens
             if device.type == "cpu" and not found
-            else partial(draw, racer=race_in_triton)
+            else partial(draw_tokens, racer=race_in_triton)
         )
-        draws = sample(
+        draws = sample_tokens(
             logits.to(device), how, 1, edits, tokens=span(logits, drawer=drawer)
         )
         found.append((draws.ids.cpu(), draws.logprobs.cpu()))
@@ -335,12 +336,13 @@ def test_masked_rows_draw_as_on_the_cpu() -> None:
 
 @interpreted
 def test_a_race_that_gives_something_else_is_refused() -> None:
-    compare(
-        compute_draw_pairs(partial(draw, racer=race_in_triton), DEVICE), TOKEN_ERROR
+    compare_pairs(
+        compute_draw_pairs(partial(draw_tokens, racer=race_in_triton), DEVICE),
+        TOKEN_ERROR,
     )
-    wrong = partial(draw, racer=lambda *given: race_in_triton(*given) ^ 1)
+    wrong = partial(draw_tokens, racer=lambda *given: race_in_triton(*given) ^ 1)
     with pytest.raises(ValueError, match="off by"):
-        compare(compute_draw_pairs(wrong, DEVICE), TOKEN_ERROR)
+        compare_pairs(compute_draw_pairs(wrong, DEVICE), TOKEN_ERROR)
 
 
 @interpreted
@@ -368,7 +370,7 @@ def test_blocks_behind_2_to_31_elements() -> None:
     query, key, value = (
         torch.randn(1, kv_heads, 2 * block + 5, dim).half() for _ in range(3)
     )
-    rows = kernel.plan(Rows.of((0, query.shape[2], table)), block)
+    rows = kernel.lay_out(Rows.from_tables((0, query.shape[2], table)), block)
     asked = (query.to(DEVICE), key.to(DEVICE), value.to(DEVICE))
     found = (
         kernel(AttentionCall(*asked, keys, values, rows, Scoring(dim**-0.5)))[0]
@@ -439,7 +441,7 @@ def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
         "draws": lambda registry: registry.drawer(),
     }
     for name, find in kinds.items():
-        plain = draw if name == "draws" else None
+        plain = draw_tokens if name == "draws" else None
         registry = on_gpu("auto")
         assert find(registry) is plain
         assert re.search(f"{name}: .*({NO_GPU})", registry.why_plain)
@@ -549,8 +551,8 @@ for heads, kv_heads, dim, dtype, kv_dtype in SHAPES[:count]:
     jobs = [
         (store_kernel, {**kernel.shape(32), "num_warps": 1}),
         (join_kernel, {**kernel.join_constants(), **has}),
-        (attend_kernel, {**kernel.constants(32, is_one=False), **attended}),
-        (attend_kernel, {**kernel.constants(32, is_one=True), **attended}),
+        (attend_kernel, {**kernel.attend_constants(32, is_one=False), **attended}),
+        (attend_kernel, {**kernel.attend_constants(32, is_one=True), **attended}),
     ]
     for function, constants in jobs:
         options = {name: constants.pop(name) for name in OPTIONS if name in constants}
@@ -663,7 +665,9 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
         for row, size in enumerate(lengths)
     ]
     long = ((len_ - 1, 1, table) for len_, table in zip(lengths, tables, strict=True))
-    rows = Rows.of(*long, *((number % 16, 1, [80 + number]) for number in range(count)))
+    rows = Rows.from_tables(
+        *long, *((number % 16, 1, [80 + number]) for number in range(count))
+    )
     torch.manual_seed(0)
     keys, values = (torch.randn(80 + count, 2, block, 24).to(DEVICE) for _ in "kv")
     query, key, value = (
@@ -676,7 +680,7 @@ def test_a_row_has_the_same_result_in_any_number_of_programs(
 
     def attend(picked: list[int]) -> torch.Tensor:
         new = (each[:, :, picked] for each in (query, key, value))
-        plan = kernel.plan(rows.part(picked), block)
+        plan = kernel.lay_out(rows.select(picked), block)
         return kernel(AttentionCall(*new, keys, values, plan, how))[0]
 
     joins: list[int] = []
@@ -721,12 +725,12 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
     keys, values = (torch.randn(4, 2, block, 16).to(DEVICE) for _ in "kv")
     given = [torch.randn(1, heads, 2, 16).to(DEVICE) for heads in (4, 2, 2)]
     how = Scoring(0.25)
-    rows = Rows.of((20, 1, [1, 2]), (5, 1, [3]))
+    rows = Rows.from_tables((20, 1, [1, 2]), (5, 1, [3]))
     expected = kernel(
-        AttentionCall(*given, keys, values, kernel.plan(rows, block), how)
+        AttentionCall(*given, keys, values, kernel.lay_out(rows, block), how)
     )
     for size in (3, 2 + kernel.full_rows):
-        plan = kernel.plan(rows, block)
+        plan = kernel.lay_out(rows, block)
         padded = plan.decode_tiles.new_zeros(size, 5)
         padded[:2] = plan.decode_tiles
         padded[2:, 2:] = torch.tensor(
@@ -756,7 +760,7 @@ def test_models_are_tried_only_with_what_their_layers_have() -> None:
             return "of this kernel"
 
         def __call__(self, call: AttentionCall) -> Any:
-            how = call.how
+            how = call.scoring
             of_layer = (how.window, how.slopes, how.sinks, how.softcap)
             tried.append(tuple(each is not None for each in of_layer))
             return call.query.transpose(1, 2)

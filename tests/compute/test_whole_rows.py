@@ -201,7 +201,7 @@ def test_decode_rows_have_biases_by_distance(body: str, dtype: torch.dtype) -> N
         rows = [(parts[n][0], parts[n][1], tables[n]) for n in order]
         of = [(n, slice(parts[n][0], sum(parts[n]))) for n in order]
         step = [torch.cat([x[n, part] for n, part in of]).to(device) for x in (q, k, v)]
-        found = cache.plan(Rows.of(*rows))(0, *step, scoring).cpu()
+        found = cache.make_attention(Rows.from_tables(*rows))(0, *step, scoring).cpu()
         expected = [
             formula(q[n, p], k[n, : p.stop], v[n, : p.stop], own, p.start)
             for n, p in of
@@ -239,12 +239,12 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
             token_ids=np.zeros(sum(lengths), np.int64),
             cross_slots=np.array([4, 4, 5, 4], np.int32),
             cross_lengths=sizes,
-            memory_lengths=np.array([35, 0, 70, 0])
+            encoder_output_lengths=np.array([35, 0, 70, 0])
             if number == 0
             else np.zeros(4, np.int64),
             new_blocks=np.array(new if number == 0 else [], np.int32).reshape(-1, 3),
         )
-        tables.take(step)
+        tables.update(step)
         total = sum(lengths)
         for first, last in ((0, 2), (2, total)) if number == 0 else ((0, total),):
             q = torch.randn(last - first, 4, how.head_dim).to(dtype)
@@ -256,7 +256,9 @@ def test_decoders_see_all_of_a_memory(body: str, dtype: torch.dtype) -> None:
                 for n in range(2)
             )
             kept = np.arange(1, last - first, 2) if last - first > 2 else None
-            attend = cache.make_cross_attention(tables.cross(step, first, last), kept)
+            attend = cache.make_cross_attention(
+                tables.make_cross_rows(step, first, last), kept
+            )
             given = q if kept is None else q[kept]
             found = attend(
                 0, *(x.to(device) for x in (given, keys, values)), scoring

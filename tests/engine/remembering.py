@@ -159,11 +159,11 @@ class RememberingStage:
         if hidden is None:
             given = [NAN if value == self._nan_id else value for value in given]
         given = [NAN if self._may_spoil() else value for value in given]
-        if step.is_whole:
+        if step.has_whole_prompts:
             return _column(self._encode(step, given))
         self._copy(step)
         rows = self._reader.rows(step)
-        slots = self._tables.take(step).slots(self.block_size)
+        slots = self._tables.update(step).key_places(self.block_size)
         places = [divmod(slot, self.block_size) for slot in slots.tolist()]
         assert places == [
             (row.block_table[i // self.block_size], i % self.block_size)
@@ -184,7 +184,7 @@ class RememberingStage:
 
     def finish(self, step: Step, hidden: torch.Tensor) -> Results:
         seen = hidden[:, 0].tolist()
-        if step.is_whole:
+        if step.has_whole_prompts:
             return {"vectors": self._vectors(step, seen)}
         results: Results = {}
         wanted = {
@@ -219,9 +219,9 @@ class RememberingStage:
         """Store the memories that a step brings; return that of each row."""
         if not len(step.cross_slots):
             return []
-        brought = step.memory.view(np.int64).tolist()
+        brought = step.encoder_output.view(np.int64).tolist()
         memories = []
-        columns = (step.cross_slots, step.cross_lengths, step.memory_lengths)
+        columns = (step.cross_slots, step.cross_lengths, step.encoder_output_lengths)
         for slot, length, num_brought in zip(
             *(each.tolist() for each in columns), strict=True
         ):

@@ -833,7 +833,7 @@ class Simulation:
         assert num_in_flight < self.micro_batches, "too many steps at once"
         assert step.num_tokens > 0 and (step.lengths > 0).all()
         num_tokens = step.num_tokens
-        if step.is_whole:
+        if step.has_whole_prompts:
             assert num_tokens <= self.chunk or len(step.lengths) == 1, (
                 "more than a step may have"
             )

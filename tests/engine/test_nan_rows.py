@@ -60,7 +60,7 @@ class SpoiledPipeline(ScriptedPipeline):
         asked = [("tokens", step.draws), ("prompt scores", step.scores)]
         for kind, entries in asked:
             spoiled = np.array(is_nan)[entries["token_index"]]
-            result.of(kind).logprobs[spoiled] = float("nan")
+            result.logprobs_of(kind).logprobs[spoiled] = float("nan")
         return result
 
 

@@ -142,7 +142,7 @@ class Driver:
         planned = self.in_flight.popleft()
         result = self.pipeline.collect()
         assert self.scheduler.pop_oldest_step() is planned
-        scores = result.of("prompt scores").logprobs.tolist()
+        scores = result.logprobs_of("prompt scores").logprobs.tolist()
         for prompt, logprob in zip(planned.scored_prompts, scores, strict=True):
             prompt.copy_shared_scores()
             prompt.reports.append(TokenReport(0, logprob))
@@ -153,7 +153,7 @@ class Driver:
                 and not prompt.owner.is_cancelled
             ):
                 self.end(prompt.sequences[0])
-        drawn = result.of("tokens").ids.tolist()
+        drawn = result.logprobs_of("tokens").ids.tolist()
         for sequence, token_id in zip(planned.sequences, drawn, strict=True):
             if not sequence.prompt.owner.is_cancelled:
                 self.take(sequence, token_id)

@@ -89,10 +89,10 @@ class TilesInTorch(TritonAttention):
         query = call.query
         keys = call.keys
         values = call.values
-        how = call.how
+        how = call.scoring
         new_keys = call.new_keys
         new_values = call.new_values
-        rows = call.rows
+        rows = call.layout
         size = keys.shape[2]
         out = torch.empty_like(query.transpose(1, 2))
         for token, slot in enumerate(rows.slots.tolist()):
@@ -218,7 +218,7 @@ def check_padded_steps(
     assert sizes == [0, 1, 1, 0, 0, 0, 1], (
         "graphs of 1, 4 and 2 rows, each captured once"
     )
-    assert len(found.run(make_step([Row([9], 0, [1])])).of("tokens")) == 1
+    assert len(found.run(make_step([Row([9], 0, [1])])).logprobs_of("tokens")) == 1
 
 
 @torch.inference_mode()
@@ -238,13 +238,13 @@ def test_steps_that_no_graph_computes(tmp_path: Path) -> None:
     all rows."""
     network, kernel = make_network("llama", tmp_path)
     stage = make_stage(network, kernel, max_rows=2)
-    rows = Rows.of(*((0, 1, [each]) for each in range(3)))
+    rows = Rows.from_tables(*((0, 1, [each]) for each in range(3)))
     ids = np.arange(3)
     assert stage.graphs is not None
     assert stage.graphs.run(rows, ids, None) is None
-    assert stage.graphs.run(Rows.of((0, 2, [0])), ids[:2], None) is None
+    assert stage.graphs.run(Rows.from_tables((0, 2, [0])), ids[:2], None) is None
     stage.graphs._inputs = stage.graphs._inputs[:8]
-    assert stage.graphs.run(rows.part(slice(1)), ids[:1], None) is None
+    assert stage.graphs.run(rows.select(slice(1)), ids[:1], None) is None
     step = make_step(
         [Row([each], 0, [each]) for each in range(2)], draws=make_draws([0])
     )
@@ -513,7 +513,7 @@ def watch(family: str, folder: Path, *, captures_all: bool = False) -> bool:
         return False
     graphs = make_stage(network, kernel, capture=Watching).graphs
     assert graphs is not None
-    rows = Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4]))
+    rows = Rows.from_tables((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4]))
     return graphs.run(rows, np.array([5, 6, 7]), None) is not None
 
 
@@ -544,7 +544,9 @@ def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
         network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK
     )
     stage.cache._kv.zero_()
-    attend = stage.cache.plan(Rows.of((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4])))
+    attend = stage.cache.make_attention(
+        Rows.from_tables((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4]))
+    )
     ids = torch.tensor([5, 6, 7])
     positions = torch.tensor([6, 0, 1])
     with NoReads(), NoHost():

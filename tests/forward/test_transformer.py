@@ -259,7 +259,7 @@ def _norms(model: Model, **changes: Any) -> Model:
     """Change the norms of a model that has the same at all places."""
     assert model.final_norm is not None
     norm = replace(model.final_norm, **changes)
-    return replace(_layer(before=(norm, norm))(model), final_norm=norm)
+    return replace(_layer(input_norms=(norm, norm))(model), final_norm=norm)
 
 
 WRONG: dict[str, list[Callable[[Model], Model]]] = {
@@ -267,7 +267,7 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "gemma2": [
         _attention(softcap=1.6),
         _attention(scaling=0.25),
-        _layer(after=(None, None)),
+        _layer(output_norms=(None, None)),
     ],
     "gemma3_text": [lambda model: replace(model, logit_cap=None)],
     "gemma": [lambda model: replace(model, embed_scale=1.0)],
@@ -279,13 +279,13 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
     "bloom": [_mlp(activation="gelu")],
     "bloom-normed": [_layer(adds_normed=False)],
     "phi3-long": [_inside("rope", scale=1.0)],
-    "olmo2": [_attention(qk_norm=None), _layer(after=(None, None))],
+    "olmo2": [_attention(qk_norm=None), _layer(output_norms=(None, None))],
     "qwen3_moe": [_mlp(is_normalized=False), _mlp(top_k=1)],
     "gpt_neo": [_attention(window=None)],
     "llama": [
         _layer(is_parallel=True),
         _mlp(activation="relu"),
-        _layer(before=(Norm(1e-3), Norm(1e-3))),
+        _layer(input_norms=(Norm(1e-3), Norm(1e-3))),
     ],
     "stablelm": [_layer(is_parallel=True)],
     "granite": [
@@ -296,7 +296,10 @@ WRONG: dict[str, list[Callable[[Model], Model]]] = {
     ],
     "cohere": [_inside("rope", is_interleaved=False), _layer(is_parallel=False)],
     "cohere2": [_attention(rope=None), _attention(window=None)],
-    "olmo": [_attention(clip=None), _layer(before=(Norm(1e-5, has_weight=False),) * 2)],
+    "olmo": [
+        _attention(clip=None),
+        _layer(input_norms=(Norm(1e-5, has_weight=False),) * 2),
+    ],
     "arcee": [_mlp(activation="relu")],
     "xglm": [lambda model: replace(model, position_offset=1)],
     "apertus": [_mlp(activation="relu2")],

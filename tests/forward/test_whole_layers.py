@@ -282,7 +282,7 @@ def test_without_memory_a_step_is_computed_in_halves(
 
         monkeypatch.setattr(WholeLayer, "__init__", init_failing)
     else:
-        take = Workspace.take
+        take = Workspace.allocate
 
         def take_failing(self: Workspace, size: int) -> torch.Tensor:
             if fails():

@@ -117,7 +117,7 @@ class DrawingPipeline(PretendPipeline):
         at = [position + place for position, length in rows for place in range(length)]
         for place, index in enumerate(step.draws["token_index"]):
             if at[index] >= self._stops_from and self._rng.random() < self._stop_rate:
-                result.of("tokens").ids[place] = END_ID
+                result.logprobs_of("tokens").ids[place] = END_ID
         return result
 
 

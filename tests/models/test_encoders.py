@@ -647,24 +647,24 @@ def test_encoders_with_decoders(name: str, split: str, tmp_path: Path) -> None:
         new_blocks=np.array(
             [(*place, block) for block, place in enumerate(places)], np.int32
         ),
-        memory_lengths=lengths,
-        memory=memory.reshape(-1),
+        encoder_output_lengths=lengths,
+        encoder_output=memory.reshape(-1),
         draws=make_draws(
             (own.cumsum() - 1).tolist(), num_top=[5] * num, temperature=[0] * num
         ),
         **cross,
     )
-    drawn = [ranks.run(first).of("tokens")]
+    drawn = [ranks.run(first).logprobs_of("tokens")]
     second = Step(
         2,
         positions=own,
         lengths=0 * own + 1,
         token_ids=drawn[0].ids,
-        memory_lengths=0 * own,
+        encoder_output_lengths=0 * own,
         draws=make_draws([*range(num)], num_top=[5] * num, temperature=[0] * num),
         **cross,
     )
-    drawn.append(ranks.run(second).of("tokens"))
+    drawn.append(ranks.run(second).logprobs_of("tokens"))
     for row, (prompt, ids) in enumerate(zip(PROMPTS, DECODED, strict=True)):
         given = torch.tensor([[*ids, int(drawn[0].ids[row])]])
         logits = model(

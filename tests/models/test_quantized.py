@@ -257,7 +257,7 @@ def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
             own = weight.format.dequantize(
                 (weight.format.quantize(own),), torch.float32
             )
-        assert torch.equal(weight.dequantized(torch.float32), own)
+        assert torch.equal(weight.dequantize(torch.float32), own)
     assert sum(isinstance(weight.format, Blocks) for weight in blocks.values()) == 4
 
 

@@ -264,8 +264,10 @@ def random_model(draw: st.DrawFn) -> Model:
     layer = Layer(
         attention,
         number(mlp, moe),
-        before=(norm, norm),
-        after=(None, None) if is_parallel else number((None, None), (norm, norm)),
+        input_norms=(norm, norm),
+        output_norms=(None, None)
+        if is_parallel
+        else number((None, None), (norm, norm)),
         is_parallel=is_parallel,
         residual_scale=number(1.0, 0.5),
     )
@@ -279,7 +281,9 @@ def random_model(draw: st.DrawFn) -> Model:
 def test_a_group_of_heads_begins_with_a_block(size: int, block: int) -> None:
     """Two groups of 12 numbers in blocks of 8 were cut in the middle of a block."""
     attention = Attention(2 * size, 2, 4, scaling=0.5)
-    layer = Layer(attention, Mlp("silu", 24), before=(None, None), after=(None, None))
+    layer = Layer(
+        attention, Mlp("silu", 24), input_norms=(None, None), output_norms=(None, None)
+    )
     model = Model(16, 40, (layer,), None, 16)
     if 4 * size % block:
         with pytest.raises(
@@ -399,7 +403,9 @@ def compute(
     )
     ids = torch.tensor([3, 39, 0, 17, 8, 21])
     positions = torch.arange(len(ids))
-    step = LayerStep(positions, cache.plan(Rows.of((0, len(ids), [1]))))
+    step = LayerStep(
+        positions, cache.make_attention(Rows.from_tables((0, len(ids), [1])))
+    )
     with torch.inference_mode():
         assert network.head is not None
         return network.head(network.run(network.embed(ids, positions), step))

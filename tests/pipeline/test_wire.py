@@ -59,8 +59,8 @@ def full_step() -> Step:
         token_types=np.array([0, 1, -1], np.int8),
         cross_slots=np.array([5, 2**30], np.int32),
         cross_lengths=np.array([3, 2**40]),
-        memory_lengths=np.array([0, 2]),
-        memory=np.array([0, 255, 7], np.uint8),
+        encoder_output_lengths=np.array([0, 2]),
+        encoder_output=np.array([0, 255, 7], np.uint8),
         **pack_masks([few, most, few]),
     )
     step.step_id = 12
@@ -173,13 +173,15 @@ def test_a_result_of_one_kind(kind: Any, num_top: int, count: int) -> None:
     result = decode_result(encode_result(1, results), [])
     check_equal(result.results, results)
     (other,) = {"tokens", "prompt scores"} - {kind}
-    check_equal(result.of(other), TokenLogprobs.empty())
-    check_equal(result.of(kind), some if count else TokenLogprobs.empty())
+    check_equal(result.logprobs_of(other), TokenLogprobs.empty())
+    check_equal(result.logprobs_of(kind), some if count else TokenLogprobs.empty())
 
 
 def test_a_result_of_vectors_alone() -> None:
     """Half-precision hidden states are bytes, too."""
     vectors = np.arange(6, dtype=np.float16).reshape(3, 2).view(np.uint8)
     result = decode_result(encode_result(1, {"vectors": vectors}), [])
-    assert np.array_equal(result.vectors, vectors) and not len(result.of("tokens"))
+    assert np.array_equal(result.vectors, vectors) and not len(
+        result.logprobs_of("tokens")
+    )
     assert result.vectors.dtype == np.uint8

@@ -225,7 +225,7 @@ def test_each_shard_holds_the_floats_of_its_blocks(shard: int, tmp_path: Path) -
         held = both[1][name]
         assert held.is_plain == (name != "embed.weight")
         assert torch.equal(
-            held.dequantized(torch.float32), weight.dequantized(torch.float32)
+            held.dequantize(torch.float32), weight.dequantize(torch.float32)
         ), name
 
 

@@ -20,7 +20,7 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.compute.sampling.sampler import score
+from fminfer.compute.sampling.sampler import score_tokens
 from fminfer.compute.values.step import Step, StepResult
 from fminfer.core import errors
 from fminfer.core.config import EngineConfig, make_config
@@ -204,7 +204,7 @@ def test_a_nan_score_is_shared_with_nobody(
     own error."""
 
     def score_damaged(logits: torch.Tensor, ids: torch.Tensor, *rest: Any) -> Any:
-        draws = score(logits, ids, *rest)
+        draws = score_tokens(logits, ids, *rest)
         draws.logprobs[ids == 77] = float("nan")
         return draws
 

@@ -18,7 +18,7 @@ from fminfer.cli.app import main
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.products import PackedProduct, make_library_candidates
-from fminfer.compute.values.weights import Dense, dense
+from fminfer.compute.values.weights import Dense, make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.forward.layer_step import Bodies
@@ -118,7 +118,7 @@ def test_a_packed_head_is_kept_once(
     head = outside["head.weight"].plain
     network = Transformer(checkpoint.model, source, bodies=packing_bodies())
     assert network.head is not None and network.head.packed is not None
-    assert network.head.packed.parts[0].held == Dense(torch.bfloat16)
+    assert network.head.packed.parts[0].format == Dense(torch.bfloat16)
     looked_up_in = getattr(network._look_up, "__self__", None)
     assert (looked_up_in is network.head.packed) == is_tied, "kept once"
     assert ("model.embed_tokens.weight" if is_tied else "lm_head.weight") in dropped
@@ -173,7 +173,7 @@ def test_what_is_multiplied_or_looked_up_stays_as_it_is_stored(
             assert weight.plain.dtype == (
                 torch.bfloat16 if is_kept else torch.float32
             ), name
-            assert torch.equal(weight.dequantized(torch.float32), other[name].plain)
+            assert torch.equal(weight.dequantize(torch.float32), other[name].plain)
     assert 0.5 <= stored.num_bytes / cast.num_bytes < 0.6
     assert load(folders[1]).num_bytes == cast.num_bytes, "stored in float32"
 
@@ -316,7 +316,7 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
         packed = plain_registry()
         packed.of_products += make_library_candidates(torch.float32, is_fast=is_fast)
         for registry in (packed, plain_registry()):
-            found = registry.product(dense(weight, "product"), bias)(x)
+            found = registry.product(make_dense_weight(weight, "product"), bias)(x)
             torch.testing.assert_close(found, expected)
 
 
@@ -330,14 +330,14 @@ def test_the_kernel_packs_them_as_they_are(
     registry = Registry("auto", built_library(), torch.float32, CPU)
 
     def pack(weight: torch.Tensor) -> Any:
-        return registry.product(dense(weight, "product"), bias)
+        return registry.product(make_dense_weight(weight, "product"), bias)
 
     weight = torch.randn(70, 40).bfloat16()
     bias = torch.randn(70)
     x = torch.randn(5, 40)
     product = pack(weight)
     assert isinstance(product, PackedProduct)
-    assert [part.held for part in product.parts] == [Dense(torch.bfloat16)]
+    assert [part.format for part in product.parts] == [Dense(torch.bfloat16)]
     assert torch.equal(product(x), pack(weight.float())(x))
     odd = torch.randn(70, 33).bfloat16()  # inputs that it does not serve
     x = torch.randn(5, 33)

@@ -67,7 +67,7 @@ class KernelRows:
 def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
     table = np.zeros((len(rows), 7), np.int64)
-    table[:, 0] = rows.firsts
+    table[:, 0] = rows.first_tokens
     table[:, 1] = rows.lengths
     table[:, 2] = rows.positions
     table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
@@ -82,7 +82,7 @@ def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     return KernelRows(
         rows=torch.from_numpy(table),
         tables=torch.from_numpy(rows.tables),
-        slots=torch.from_numpy(rows.slots(block_size)),
+        slots=torch.from_numpy(rows.key_places(block_size)),
         runs=torch.from_numpy(runs),
         members=torch.from_numpy(members),
         entries=torch.from_numpy(entries),
@@ -115,7 +115,7 @@ def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     num_members = 0
     own = np.zeros(len(rows), np.int64)
     alone = np.flatnonzero(rows.lengths == 1)
-    for run in find_shared_runs(rows.part(alone), block_size):
+    for run in find_shared_runs(rows.select(alone), block_size):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
         first, last = run.start * block_size, run.end * block_size
@@ -161,15 +161,15 @@ class CpuAttention(AttentionKernel):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._attend = library.fminfer_attention
 
-    plan = staticmethod(lay_out_rows)
-    skip = staticmethod(skip_tokens)
+    lay_out = staticmethod(lay_out_rows)
+    skip_tokens = staticmethod(skip_tokens)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionKernel` says."""
         keys = call.keys
         values = call.values
-        how = call.how
-        rows: KernelRows = call.rows
+        how = call.scoring
+        rows: KernelRows = call.layout
         kind = torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
         tensors = (call.query, call.new_keys, call.new_values)
         asked, key, value = (make_rows_contiguous(given.to(kind)) for given in tensors)
@@ -211,16 +211,16 @@ class CpuAttention(AttentionKernel):
 class StageAttention:
     """The attention that is asked for."""
 
-    hows: tuple[Attention, ...]  # of all layers, whose keys have one shape
+    specs: tuple[Attention, ...]  # of all layers, whose keys have one shape
     block_size: int  # tokens a block of the KV cache
     kv_dtype: torch.dtype
 
     @property
-    def how(self) -> Attention:
-        return self.hows[0]
+    def spec(self) -> Attention:
+        return self.specs[0]
 
     @property
-    def kinds(self) -> list[Attention]:
+    def distinct_specs(self) -> list[Attention]:
         """One layer of each kind that a GPU compiles for."""
         kind = {
             (
@@ -230,7 +230,7 @@ class StageAttention:
                 e.is_causal,
                 e.relative is None,
             ): e
-            for e in self.hows
+            for e in self.specs
         }
         return list(kind.values())
 
@@ -262,8 +262,8 @@ def compute_attention_pairs(
 
     Nothing is rounded there but what a KV cache of another type rounds.
     """
-    for how in asked.kinds:
-        one = replace(asked, hows=(how,))
+    for how in asked.distinct_specs:
+        one = replace(asked, specs=(how,))
         sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
         found = _attend_trial_rows(kernel, one, sizes, dtype, device)
         yield found, _attend_trial_rows(None, one, sizes, dtype, CPU)
@@ -290,7 +290,7 @@ def _attend_trial_rows(
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and some
     that share."""
-    how = asked.how
+    how = asked.spec
     block_size = asked.block_size
     (num_keys, num_rows) = sizes
     _, kv_heads, head_dim = how.cache_shape
@@ -311,9 +311,9 @@ def _attend_trial_rows(
     generator = torch.Generator().manual_seed(0)
     outs = []
     for rows in (
-        Rows.of((0, num_keys, first), (0, part, second)),
-        Rows.of((part, num_keys // 2, second), (num_keys, 1, first)),
-        Rows.of((num_keys + 1, 1, first), *others),
+        Rows.from_tables((0, num_keys, first), (0, part, second)),
+        Rows.from_tables((part, num_keys // 2, second), (num_keys, 1, first)),
+        Rows.from_tables((num_keys + 1, 1, first), *others),
     ):
         query, key, value = (
             torch.randn((1, num, rows.num_tokens, head_dim), generator=generator)
@@ -327,8 +327,8 @@ def _attend_trial_rows(
             new_values=value,
             keys=keys,
             values=values,
-            rows=body.plan(rows, block_size),
-            how=_make_trial_scoring(how, num_keys, device),
+            layout=body.lay_out(rows, block_size),
+            scoring=_make_trial_scoring(how, num_keys, device),
         )
         outs.append(body(call)[0])
     return torch.cat([out.float().cpu() for out in outs])

@@ -40,10 +40,10 @@ class KvCache:
         self.block_size = block_size
         self.device = device
         self._dtype = dtype
-        self.body = kernel or PlainAttention(device)
-        self._have(num_blocks)
+        self.kernel = kernel or PlainAttention(device)
+        self._allocate(num_blocks)
 
-    def _have(self, num_blocks: int) -> None:
+    def _allocate(self, num_blocks: int) -> None:
         """Have so many blocks, without values; without memory for them all stays as it is."""
         shape = [*self._shape[:2], num_blocks, *self._shape[3:]]
         # Not zeroed: the system then gives memory page by page, as blocks come into use.
@@ -61,17 +61,21 @@ class KvCache:
 
         The last layer has the queries of the tokens `kept` alone.
         """
-        plan = self.body.plan(rows, self.block_size)
+        plan = self.kernel.lay_out(rows, self.block_size)
         last = (
-            plan if kept is None else self.body.plan(rows.part(kept), self.block_size)
+            plan
+            if kept is None
+            else self.kernel.lay_out(rows.select(kept), self.block_size)
         )
-        return StepAttention(self.body, self.layers, plan, last)
+        return StepAttention(self.kernel, self.layers, plan, last)
 
-    def plan(self, rows: Rows, kept: torch.Tensor | None = None) -> StepAttention:
+    def make_attention(
+        self, rows: Rows, kept: torch.Tensor | None = None
+    ) -> StepAttention:
         """Return the attention of a step's rows, of whose queries the last layer keeps some."""
-        plan = self.body.plan(rows, self.block_size)
-        last = plan if kept is None else self.body.skip(plan, kept)
-        return StepAttention(self.body, self.layers, plan, last, kept)
+        plan = self.kernel.lay_out(rows, self.block_size)
+        last = plan if kept is None else self.kernel.skip_tokens(plan, kept)
+        return StepAttention(self.kernel, self.layers, plan, last, kept)
 
     def make_prompt_attention(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
@@ -80,11 +84,11 @@ class KvCache:
 
         Each of `num_layers` overwrites the only keys and values that there are.
         """
-        rows = Rows.whole(lengths, self.block_size)
+        rows = Rows.from_prompts(lengths, self.block_size)
         num_blocks = int(rows.num_blocks(self.block_size).sum())
         if num_blocks > self.num_blocks:
-            self._have(num_blocks)
-        return replace(self.plan(rows, kept), layers=self.layers * num_layers)
+            self._allocate(num_blocks)
+        return replace(self.make_attention(rows, kept), layers=self.layers * num_layers)
 
     def copy_blocks(self, copies: np.ndarray) -> None:
         """Copy whole blocks, given as pairs (from, to): (copies, 2) int64."""
@@ -97,17 +101,17 @@ class KvCache:
 class StepAttention:
     """Attention of one step over the cache of all layers."""
 
-    body: AttentionKernel
+    kernel: AttentionKernel
     # Keys of each layer, (blocks, KV heads, block_size, head_dim), and values; or the very keys
     layers: Sequence[tuple[torch.Tensor, torch.Tensor]]
-    plan: Any  # made by the body
-    plan_of_last: Any
+    layout: Any  # made by the body
+    last_layout: Any
     # int64: the tokens whose outputs the last layer gives
     kept: torch.Tensor | None = None
 
-    def plan_of(self, layer: int) -> Any:
+    def layout_of(self, layer: int) -> Any:
         """Return the plan by which a layer attends."""
-        return self.plan_of_last if layer == len(self.layers) - 1 else self.plan
+        return self.last_layout if layer == len(self.layers) - 1 else self.layout
 
     def __call__(
         self,
@@ -119,7 +123,7 @@ class StepAttention:
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        call = AttentionCall(q, k, v, *self.layers[layer], self.plan_of(layer), how)
-        out = self.body(call)[0]
+        call = AttentionCall(q, k, v, *self.layers[layer], self.layout_of(layer), how)
+        out = self.kernel(call)[0]
         is_last = layer == len(self.layers) - 1
         return out[self.kept] if is_last and self.kept is not None else out

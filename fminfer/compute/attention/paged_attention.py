@@ -16,7 +16,7 @@ import numpy as np
 import torch
 
 from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
-from fminfer.compute.values.step import Column, Rows, ranges
+from fminfer.compute.values.step import Column, Rows, join_ranges
 from fminfer.machine.device import send
 
 MIN_ROWS = 4  # fewer rows gain too little from one product
@@ -124,7 +124,7 @@ def _lay_out_decode_rows(
     for run in runs:
         num_shared[run.rows] = np.maximum(num_shared[run.rows], run.end)
     row_of_block = np.repeat(np.arange(len(rows)), counts)
-    places = ranges(0 * counts, counts)
+    places = join_ranges(0 * counts, counts)
     is_own = places >= num_shared[row_of_block]
     columns = (rows.blocks(block_size), row_of_block, places * block_size)
     own = (column[is_own].astype(np.int64) for column in columns)
@@ -174,7 +174,7 @@ def attend_chunk(
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
     places = torch.arange(max(num_keys, position + queries), device=query.device)
     distance = places[position : position + queries, None] - places[:num_keys]
-    scores, is_hidden = how.bend(scores, distance)
+    scores, is_hidden = how.bias_and_mask(scores, distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
     if how.sinks is not None:
         scores = torch.cat(
@@ -261,7 +261,7 @@ def _partial(
         (query @ keys.transpose(2, 3)).view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
     )
     places = seen.starts[:, None] + torch.arange(keys.shape[2], device=grouped.device)
-    scores, is_hidden = how.bend(
+    scores, is_hidden = how.bias_and_mask(
         scores, positions[seen.rows][..., None] - places[:, None]
     )
     scores = scores.masked_fill(is_hidden, LOWEST)  # (heads, entries, rows, keys)
@@ -291,10 +291,10 @@ def _partial(
 class AttentionKernel(Protocol):
     """What attends over a layer's cache: plain torch, kernel_attention or triton_attention."""
 
-    def plan(self, rows: Rows, block_size: int) -> Any:
+    def lay_out(self, rows: Rows, block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
-    def skip(self, plan: Any, kept: torch.Tensor) -> Any:
+    def skip_tokens(self, plan: Any, kept: torch.Tensor) -> Any:
         """Return a plan that may leave out the outputs of all but some tokens, int64,
         in order."""
         return plan
@@ -318,7 +318,7 @@ class PlainAttention(AttentionKernel):
     def __init__(self, device: torch.device) -> None:
         self._device = device
 
-    def plan(self, rows: Rows, block_size: int) -> PlainLayout:
+    def lay_out(self, rows: Rows, block_size: int) -> PlainLayout:
         """Lay out a step. Rows of one token are computed together if they come last."""
         device = self._device
         # A step that is cut may leave one token of a chunk; before chunks it is one, too.
@@ -327,7 +327,7 @@ class PlainAttention(AttentionKernel):
         tables = np.split(
             rows.blocks(block_size), rows.num_blocks(block_size).cumsum()[:-1]
         )
-        firsts = rows.firsts.tolist()
+        firsts = rows.first_tokens.tolist()
         positions = rows.positions.tolist()
         lengths = rows.lengths.tolist()[:num_chunks]
         chunks = [
@@ -341,17 +341,19 @@ class PlainAttention(AttentionKernel):
                 lengths, firsts, positions, tables, strict=False
             )
         ]
-        blocks, places = send(np.divmod(rows.slots(block_size), block_size), device)
+        blocks, places = send(
+            np.divmod(rows.key_places(block_size), block_size), device
+        )
         decode = None
-        own = rows.part(slice(num_chunks, None))
+        own = rows.select(slice(num_chunks, None))
         if len(own):
             decode = _lay_out_decode_rows(own, firsts[num_chunks], block_size, device)
         return PlainLayout(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query = call.query
-        how = call.how
-        rows: PlainLayout = call.rows
+        how = call.scoring
+        rows: PlainLayout = call.layout
         new = (call.new_keys[0], call.new_values[0])
         caches = (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):

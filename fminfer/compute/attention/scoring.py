@@ -38,7 +38,7 @@ class Scoring:
         """How far `relative` reaches; 0: there is none."""
         return 0 if self.relative is None else self.relative.shape[1] // 2
 
-    def bend(
+    def bias_and_mask(
         self, scores: torch.Tensor, distance: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return bent scores with their biases, (heads, …, keys), and which keys are hidden.
@@ -70,8 +70,8 @@ class AttentionCall:
     new_values: torch.Tensor
     keys: torch.Tensor  # (pool, kv_heads, block_size, head_dim)
     values: torch.Tensor  # the same; or the very keys, where a layer keeps one of both
-    rows: Any  # what the body's `plan` gave; its `keep` says whose outputs are wanted
-    how: Scoring
+    layout: Any  # what the body's `plan` gave; its `keep` says whose outputs are wanted
+    scoring: Scoring
 
 
 def make_scoring(

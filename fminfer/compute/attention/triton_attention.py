@@ -16,7 +16,7 @@ from fminfer.compute.kernels.triton_kernels import (
     join_kernel,
     store_kernel,
 )
-from fminfer.compute.values.step import Rows, ranges
+from fminfer.compute.values.step import Rows, join_ranges
 from fminfer.machine.device import send
 
 NO_WINDOW = 2**31 - 1
@@ -117,11 +117,11 @@ class TritonAttention(AttentionKernel):
             queries, keys, warps, min(3, (64 << 10) // (2 * keys * key_bytes))
         )
 
-    def constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
+    def attend_constants(self, block_size: int, *, is_one: bool) -> dict[str, int]:
         """Return what `attend_kernel` is compiled for, but for what layers differ in."""
         tile = self.decode if is_one else self.prompt
         return {
-            **self.shape(block_size),
+            **self.shape_constants(block_size),
             "GROUP": self.group,
             "QUERIES": tile.queries,
             "KEYS": tile.keys,
@@ -149,7 +149,7 @@ class TritonAttention(AttentionKernel):
             "enable_fp_fusion": False,
         }
 
-    def shape(self, block_size: int) -> dict[str, int]:
+    def shape_constants(self, block_size: int) -> dict[str, int]:
         """Return what keys and values are stored by."""
         return {
             "KV_HEADS": self.heads // self.group,
@@ -158,14 +158,14 @@ class TritonAttention(AttentionKernel):
             "DIM": self._dim,
         }
 
-    def plan(self, rows: Rows, block_size: int) -> TileRows:
+    def lay_out(self, rows: Rows, block_size: int) -> TileRows:
         """Lay out a step's rows, in packed order."""
         tiles = _make_tiles(rows, block_size)
         is_one = rows.lengths == 1
         most = self.prompt.queries // self.group
         # The tiles of each prompt, one after another: the places where they begin in their row.
         num_tiles = np.where(is_one, 0, -(-rows.lengths // most))
-        starts = ranges(0 * num_tiles, num_tiles) * most
+        starts = join_ranges(0 * num_tiles, num_tiles) * most
         prompts = np.repeat(tiles, num_tiles, 0)
         prompts[:, 0] += starts
         prompts[:, 1] = np.minimum(most, prompts[:, 1] - starts)
@@ -176,7 +176,7 @@ class TritonAttention(AttentionKernel):
             prompts.ravel(),
             tiles[is_one].ravel(),
             rows.blocks(block_size),
-            rows.slots(block_size),
+            rows.key_places(block_size),
         )
         first, second, *others = send(
             [each.astype(np.int32) for each in columns], self.device
@@ -196,7 +196,7 @@ class TritonAttention(AttentionKernel):
         tiles[:, 0] = np.arange(size)
         tiles[:num] = _make_tiles(rows, block_size)
         slots = np.full(size, -1, np.int32)
-        slots[:num] = rows.slots(block_size)
+        slots[:num] = rows.key_places(block_size)
         return [tiles.ravel(), slots, rows.blocks(block_size)]
 
     def make_decode_layout(self, numbers: torch.Tensor, size: int) -> TileRows:
@@ -209,8 +209,8 @@ class TritonAttention(AttentionKernel):
         """Attend as `AttentionKernel` says."""
         keys = call.keys
         values = call.values
-        how = call.how
-        rows: TileRows = call.rows
+        how = call.scoring
+        rows: TileRows = call.layout
         asked = make_rows_contiguous(call.query[0])
         key, value = (
             make_rows_contiguous(new[0].to(keys.dtype))
@@ -253,7 +253,7 @@ class TritonAttention(AttentionKernel):
                     value,
                     rows.slots,
                     *(step for t in (key, value) for step in t.stride()[:2]),
-                    **self.shape(block_size),
+                    **self.shape_constants(block_size),
                     num_warps=1,
                 )
             for tiles, is_one in (
@@ -269,7 +269,7 @@ class TritonAttention(AttentionKernel):
                         *asked.stride()[:2],
                         *limits,
                         *bend,
-                        **self.constants(block_size, is_one=is_one),
+                        **self.attend_constants(block_size, is_one=is_one),
                         **attended,
                     )
                 if len(tiles) and num_splits > 1:
@@ -292,7 +292,9 @@ def _make_tiles(rows: Rows, block_size: int) -> np.ndarray:
     num_blocks = rows.num_blocks(block_size)
     tables = num_blocks.cumsum() - num_blocks
     num_keys = rows.positions + rows.lengths
-    return np.stack([rows.firsts, rows.lengths, rows.positions, tables, num_keys], 1)
+    return np.stack(
+        [rows.first_tokens, rows.lengths, rows.positions, tables, num_keys], 1
+    )
 
 
 def _find_shared_bytes(device: torch.device) -> int:

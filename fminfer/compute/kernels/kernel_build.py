@@ -76,7 +76,7 @@ class KernelBuild:
             raise
         atexit.register(self.abandon)
 
-    def library(self) -> Library | None:
+    def wait_for_library(self) -> Library | None:
         """Return the library, once the build is done; None: `error` says why there is none."""
         if self._process is not None:
             self._finish(self._process)

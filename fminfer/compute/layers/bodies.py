@@ -33,7 +33,7 @@ GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)
 class NormWeights:
     """A norm that a kernel can compute, with its weight and bias, (width,)."""
 
-    how: Norm
+    spec: Norm
     weight: Tensor
     bias: Tensor | None
 
@@ -129,7 +129,7 @@ class PartKernels(ABC):
         self.run_gate(x, None, activation, out)
         return out
 
-    def walk(self, x: Tensor) -> tuple[int, int, int, int]:
+    def row_strides(self, x: Tensor) -> tuple[int, int, int, int]:
         """Return how to walk through x: rows, rows in each, and the steps between them."""
         shape = x.shape
         steps = x.stride()
@@ -162,7 +162,7 @@ class CpuPartKernels(PartKernels):
     def run_norm(
         self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
     ) -> None:
-        how = norm.how
+        how = norm.spec
         rows = self._rows(x, out)
         weight = norm.weight.data_ptr()
         sums = (
@@ -189,7 +189,7 @@ class CpuPartKernels(PartKernels):
         self._library.fminfer_gate(self._rows(x, out), address, activation)
 
     def _rows(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
-        outer, inner, outer_step, inner_step = self.walk(x)
+        outer, inner, outer_step, inner_step = self.row_strides(x)
         rows = RowSizes(
             x=x.data_ptr(),
             out=out.data_ptr(),
@@ -234,7 +234,7 @@ class WeightedNorm:
             return plain.norm(x, *self._plain)
         return self._kernels.norm(x, self._own)
 
-    def of_sum(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
+    def norm_sum(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x + more, both (tokens, width), and the norm of that sum."""
         if more is not None and self._kernels is not None and self._own is not None:
             return self._kernels.add_and_norm(x, more, self._own)
@@ -248,24 +248,24 @@ class Parts:
     def __init__(self, kernels: PartKernels | None = None) -> None:
         self.kernels = kernels
 
-    def norm(
+    def make_norm(
         self, how: Norm, weight: Tensor | None, bias: Tensor | None
     ) -> WeightedNorm:
         return WeightedNorm(how, weight, bias, self.kernels)
 
-    def rotate(self, how: Rope) -> Rotate:
+    def make_rotate(self, how: Rope) -> Rotate:
         if self.kernels is None or how.is_interleaved:
             return partial(plain.rotate, how=how)
         return self.kernels.rotate
 
-    def gate(self, activation: str) -> Function:
+    def make_gate(self, activation: str) -> Function:
         if self.kernels is None or activation not in self.kernels.activations:
             return partial(plain.gate, activation=activation)
         return partial(
             self.kernels.gate, activation=self.kernels.activations[activation]
         )
 
-    def activation(self, name: str) -> Function:
+    def make_activation(self, name: str) -> Function:
         if self.kernels is None or name not in self.kernels.activations:
             return plain.ACTIVATIONS[name]
         return partial(self.kernels.gelu, activation=self.kernels.activations[name])

@@ -56,16 +56,16 @@ class PlainExperts:
 class Mixture:
     """The experts of a layer that are asked for."""
 
-    how: Moe
+    spec: Moe
     up: Weight  # (experts, outputs, hidden)
     down: Weight  # (experts, hidden, size)
 
-    def trial(self, dtype: torch.dtype) -> Trial[Mix]:
+    def make_trial(self, dtype: torch.dtype) -> Trial[Mix]:
         """Return how a mixture of hidden states of a dtype is tried; each shape and
         format once."""
         pairs = partial(compute_expert_pairs, asked=self, dtype=dtype)
-        name = f"{self.how.num_experts} experts of {self.how.expert.size}"
-        key = self.how, self.up.shape, self.up.format, self.down.format
+        name = f"{self.spec.num_experts} experts of {self.spec.expert.size}"
+        key = self.spec, self.up.shape, self.up.format, self.down.format
         return Trial(name, pairs, MAX_ERROR[dtype], key)
 
 
@@ -73,7 +73,7 @@ def compute_expert_pairs(
     mix: Mix, asked: Mixture, dtype: torch.dtype
 ) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
-    how = asked.how
+    how = asked.spec
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
@@ -100,16 +100,16 @@ class Workspace:
     _bytes: torch.Tensor
 
     def __init__(self) -> None:
-        self.drop()
+        self.free()
 
-    def take(self, size: int) -> torch.Tensor:
+    def allocate(self, size: int) -> torch.Tensor:
         """Return so many bytes; the next call may return the same."""
         if len(self._bytes) < size:
-            self.drop()  # not both at once
+            self.free()  # not both at once
             self._bytes = torch.empty(size, dtype=torch.uint8, device="cpu")
         return self._bytes
 
-    def drop(self) -> None:
+    def free(self) -> None:
         """Give it back."""
         self._bytes = torch.empty(0, dtype=torch.uint8, device="cpu")
 
@@ -120,7 +120,7 @@ class PackedExperts:
 
     mix: Callable[..., int]  # of the library
     workspace: Workspace  # of all layers, one after another
-    how: Moe
+    spec: Moe
     up: PackedPart  # of all experts, gates first
     down: PackedPart
 
@@ -136,7 +136,7 @@ class PackedExperts:
         """
         (tokens, top_k) = chosen.shape
         hidden = self.up.inputs
-        expert = self.how.expert
+        expert = self.spec.expert
         assert x.is_cpu and x.shape == (tokens, hidden), "hidden states"
         assert chosen.dtype == torch.int64 and shares.dtype == torch.float32, "a choice"
         assert shares.shape == chosen.shape, "a choice"
@@ -144,7 +144,7 @@ class PackedExperts:
         chosen = chosen.contiguous()
         shares = shares.contiguous()
         out = torch.empty_like(x)
-        space = self.workspace.take(4 * tokens * top_k * (hidden + expert.size))
+        space = self.workspace.allocate(4 * tokens * top_k * (hidden + expert.size))
         call = ExpertCall(
             x=x.data_ptr(),
             up=self.up.call,
@@ -155,7 +155,7 @@ class PackedExperts:
             space=space.data_ptr(),
             tokens=tokens,
             top_k=top_k,
-            num_experts=self.how.num_experts,
+            num_experts=self.spec.num_experts,
             hidden=hidden,
             size=expert.size,
             is_gated=expert.is_gated,
@@ -164,12 +164,12 @@ class PackedExperts:
             num_threads=torch.get_num_threads(),
         )
         if self.mix(ctypes.byref(call)):
-            self.workspace.drop()  # for the halves of the step
+            self.workspace.free()  # for the halves of the step
             raise MemoryError("no memory for the experts' working space")
         return out
 
 
-def serves(how: Moe) -> bool:
+def can_mix(how: Moe) -> bool:
     """Tell whether the kernel computes such experts: no bias, an activation that it has."""
     expert = how.expert
     is_plain = not expert.has_bias and expert.limit is None
@@ -184,11 +184,11 @@ def make_expert_candidate(
     workspace = Workspace()
 
     def pack(asked: Mixture) -> PackedExperts:
-        expert = asked.how.expert
+        expert = asked.spec.expert
         up = asked.up
         down = asked.down
         num_experts, hidden, size = down.shape
-        assert (num_experts, size) == (asked.how.num_experts, expert.size), (
+        assert (num_experts, size) == (asked.spec.num_experts, expert.size), (
             "weights of experts"
         )
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
@@ -198,7 +198,7 @@ def make_expert_candidate(
             ),
             kernel.pack_part(down.format, down.tensors[0], 1, size),
         )
-        return PackedExperts(library.fminfer_mix, workspace, asked.how, *parts)
+        return PackedExperts(library.fminfer_mix, workspace, asked.spec, *parts)
 
     def serves_all(asked: Mixture) -> bool:
         weights = (asked.up, asked.down)
@@ -206,7 +206,9 @@ def make_expert_candidate(
             is_kernel_faster(w.format, dtype) and len(w.tensors) == 1 for w in weights
         )
         return (
-            is_best and serves(asked.how) and all(map(ProductKernel.can_pack, weights))
+            is_best
+            and can_mix(asked.spec)
+            and all(map(ProductKernel.can_pack, weights))
         )
 
-    return Candidate(pack, partial(Mixture.trial, dtype=dtype), serves_all)
+    return Candidate(pack, partial(Mixture.make_trial, dtype=dtype), serves_all)

@@ -54,15 +54,15 @@ class Linear:
         weight = self.weight
         bias = self.bias
         if weight.is_plain:
-            return nn.functional.linear(x, weight.dequantized(x.dtype), bias)
+            return nn.functional.linear(x, weight.dequantize(x.dtype), bias)
         parts = [
-            nn.functional.linear(x, each.dequantized(x.dtype))
-            for each in weight.pieces()
+            nn.functional.linear(x, each.dequantize(x.dtype))
+            for each in weight.split_rows()
         ]
         found = torch.cat(parts, -1)
         return found if bias is None else found + bias
 
-    def trial(self, dtype: torch.dtype) -> Trial[Function]:
+    def make_trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
         pairs = partial(compute_product_pairs, asked=self, dtype=dtype)
@@ -167,7 +167,7 @@ def make_library_candidates(
         return pays and can_torch_pack(weight.format, dtype, is_fast=is_fast)
 
     make = pack_by_mkl if dtype == torch.float32 else pack_by_onednn
-    return [Candidate(make, partial(Linear.trial, dtype=dtype), serves)]
+    return [Candidate(make, partial(Linear.make_trial, dtype=dtype), serves)]
 
 
 @dataclass(slots=True, frozen=True)
@@ -175,7 +175,7 @@ class PackedPart:
     """Some outputs of a weight, or of all experts, in one format and in the kernel's
     own order."""
 
-    held: Format
+    format: Format
     # (outputs, to whole panels, inputs); of blocks (panels, bytes)
     packed: torch.Tensor
     outputs: int
@@ -186,9 +186,9 @@ class PackedPart:
     def call(self) -> PackedCall:
         """It as the kernel takes it."""
         address = self.packed.data_ptr()
-        if isinstance(self.held, Blocks):
-            block = self.held.block or self.inputs
-            return PackedCall(address, self.outputs, self.held.kind, block)
+        if isinstance(self.format, Blocks):
+            block = self.format.block or self.inputs
+            return PackedCall(address, self.outputs, self.format.kind, block)
         return PackedCall(
             address, self.outputs, KERNEL_TYPES[self.packed.dtype], 0, self.is_lent
         )
@@ -220,10 +220,10 @@ class PackedProduct:
             x.to(torch.promote_types(x.dtype, self.least)), torch.float32
         )
 
-    def rows(self, ids: torch.Tensor) -> torch.Tensor:
+    def dequantize_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
         (part,) = self.parts  # an embedding is not joined
-        if isinstance(part.held, Blocks):
+        if isinstance(part.format, Blocks):
             call = part.call
             ids = ids.contiguous()
             out = torch.empty(
@@ -287,10 +287,10 @@ class ProductKernel:
         )
         return fits and is_on_cpu(weight)
 
-    def make(self, asked: Linear) -> PackedProduct:
-        return self.pack(asked.weight, asked.bias)
+    def make_product(self, asked: Linear) -> PackedProduct:
+        return self.pack_weight(asked.weight, asked.bias)
 
-    def pack(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
+    def pack_weight(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
@@ -309,7 +309,7 @@ class ProductKernel:
             )
             biases[:outputs] = bias.detach()
         calls = (PackedCall * len(parts))(*[part.call for part in parts])
-        has_float32 = any(part.held == Dense(torch.float32) for part in parts)
+        has_float32 = any(part.format == Dense(torch.float32) for part in parts)
         least = torch.float32 if has_float32 else torch.bfloat16
         return PackedProduct(self, parts, biases, inputs, outputs, calls, least)
 
@@ -371,7 +371,9 @@ def make_product_candidate(
             asked.weight
         )
 
-    return Candidate(kernel.make, partial(Linear.trial, dtype=dtype), serves)
+    return Candidate(
+        kernel.make_product, partial(Linear.make_trial, dtype=dtype), serves
+    )
 
 
 def make_head_candidate(
@@ -388,9 +390,9 @@ def make_head_candidate(
         some = Linear(asked.weight.first_rows(TRIED_OUTPUTS), bias)
 
         def pairs(_: PackedProduct) -> Iterator[Pair]:
-            product = kernel.make(some)
-            rows = product.rows(torch.arange(product.outputs))
-            yield rows, some.weight.dequantized(rows.dtype)
+            product = kernel.make_product(some)
+            rows = product.dequantize_rows(torch.arange(product.outputs))
+            yield rows, some.weight.dequantize(rows.dtype)
             yield from compute_product_pairs(
                 product.multiply_unrounded, some, dtype, torch.float32
             )
@@ -399,4 +401,4 @@ def make_head_candidate(
             "products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name
         )
 
-    return Candidate(kernel.make, trial, serves)
+    return Candidate(kernel.make_product, trial, serves)

@@ -34,7 +34,7 @@ class TritonPartKernels(PartKernels):
     def run_norm(
         self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
     ) -> None:
-        outer, inner, *steps = self.walk(x)
+        outer, inner, *steps = self.row_strides(x)
         other, both = (out, out) if added is None else added
         size = triton.next_power_of_2(x.shape[-1])
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -46,8 +46,8 @@ class TritonPartKernels(PartKernels):
                 norm.weight,
                 inner,
                 *steps,
-                norm.how.eps,
-                norm.how.offset,
+                norm.spec.eps,
+                norm.spec.offset,
                 WIDTH=x.shape[-1],
                 SIZE=size,
                 ADDS=added is not None,
@@ -55,7 +55,7 @@ class TritonPartKernels(PartKernels):
             )
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
-        tokens, heads, *steps = self.walk(x)
+        tokens, heads, *steps = self.row_strides(x)
         turned = 2 * cos.shape[-1]
         width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
@@ -75,7 +75,7 @@ class TritonPartKernels(PartKernels):
     def run_gate(
         self, x: Tensor, second: Tensor | None, activation: int, out: Tensor
     ) -> None:
-        rows, _, step, _ = self.walk(x)
+        rows, _, step, _ = self.row_strides(x)
         width = x.shape[-1]
         with torch.cuda.device_of(x):  # type: ignore[no-untyped-call]
             gate_kernel[(rows, -(-width // COLUMNS))](

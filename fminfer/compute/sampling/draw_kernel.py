@@ -14,8 +14,8 @@ from fminfer.compute.sampling.sampler import (
     Ranker,
     Ranking,
     SamplingTensors,
-    draw,
-    rank,
+    draw_tokens,
+    rank_logits,
 )
 from fminfer.compute.trial import Pair, Trial
 from fminfer.compute.values.step import make_draws
@@ -77,7 +77,7 @@ class ScoreKernel:
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
         if num_top > MOST_TOP:
-            return rank(logits, num_top)
+            return rank_logits(logits, num_top)
         rows, vocab = logits.shape
         assert logits.device.type == "cpu", "logits"
         assert 1 <= num_top <= vocab, "the best logits"
@@ -121,10 +121,10 @@ def compute_draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
     for given, first_id in cases:
         there = given.to(device), rows.to(device)
         own, how = (
-            SamplingTensors.of(draws, each.device) for each in (there[0], given)
+            SamplingTensors.from_draws(draws, each.device) for each in (there[0], given)
         )
         found = drawer(there[0], replace(own, first_id=first_id), there[1])
-        yield found, draw(given, replace(how, first_id=first_id), rows)
+        yield found, draw_tokens(given, replace(how, first_id=first_id), rows)
 
 
 def compute_rank_pairs(ranker: Ranker) -> Iterator[Pair]:
@@ -133,7 +133,7 @@ def compute_rank_pairs(ranker: Ranker) -> Iterator[Pair]:
     logits[1, ::7] = 4.0
     for num_top in (1, 5):
         found = ranker(logits, num_top)
-        expected = rank(logits, num_top)
+        expected = rank_logits(logits, num_top)
         yield found.best, expected.best
         yield found.best_ids, expected.best_ids
         yield found.normalizer, expected.normalizer

@@ -38,7 +38,7 @@ class MaskTensors:
     mask_of: torch.Tensor
     first_id: int = 0  # the token of the first logit, a multiple of 8
 
-    def part(self, part: torch.Tensor) -> MaskTensors:
+    def select(self, part: torch.Tensor) -> MaskTensors:
         """Return the masks of some rows."""
         return replace(self, mask_of=self.mask_of[part])
 
@@ -50,11 +50,11 @@ class MaskTensors:
     def has_few(self) -> torch.Tensor:  # (rows,) bool: few tokens are allowed
         return self.few[self.mask_of, 0] >= 0
 
-    def allow(self, ids: torch.Tensor) -> torch.Tensor:  # (rows,) bool
+    def is_allowed(self, ids: torch.Tensor) -> torch.Tensor:  # (rows,) bool
         """Say whether each row may draw its id, of (rows,) int64."""
         return self.bits[self.mask_of, ids >> 3] >> (ids & 7) & 1 > 0
 
-    def gather(
+    def gather_few(
         self, logits: torch.Tensor, rows: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the logits of few tokens, (rows, k) float32, and their ids.
@@ -68,7 +68,7 @@ class MaskTensors:
         found = logits[rows[:, None], places.masked_fill(is_away, 0)].float()
         return found.masked_fill(is_away, float("-inf")), ids
 
-    def keep(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+    def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return logits of rows, (rows, vocab) float32, with -inf where a token is not allowed.
 
         An allowed nan becomes +inf: either makes all probabilities nan.
@@ -85,12 +85,12 @@ class MaskTensors:
         left_of = highest.index_select(0, bits.flatten().int()).view(len(bits), -1)
         return logits[rows].float().fmin(left_of[:, :size])
 
-    def settle(self, ids: torch.Tensor) -> torch.Tensor:
+    def correct_draws(self, ids: torch.Tensor) -> torch.Tensor:
         """Return drawn ids, and the first allowed one where all that is allowed is -inf."""
-        return torch.where(self.allow(ids), ids, self.first[self.mask_of])
+        return torch.where(self.is_allowed(ids), ids, self.first[self.mask_of])
 
 
-def likeliest(logits: torch.Tensor) -> torch.Tensor:
+def find_likeliest(logits: torch.Tensor) -> torch.Tensor:
     """Return the id of each row's highest logit, of (rows, vocab) float32; of equals
     the lowest."""
     return (
@@ -182,7 +182,7 @@ class StepEdits:
             masks = make_mask_tensors(unpack_masks(step), [], vocab, device)
             self._masks = replace(masks, first_id=self._own.start)
 
-    def part(self, part: slice) -> LogitEditTensors | None:
+    def make_tensors(self, part: slice) -> LogitEditTensors | None:
         """Return the changes of some draws; rows count from the first of them. None: no
         changes."""
         if self._is_none:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, likeliest
+from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, find_likeliest
 from fminfer.compute.values.step import DRAW, TokenLogprobs
 from fminfer.machine.device import send
 
@@ -91,7 +91,7 @@ class Ranking:
 Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k >= 1
 
 
-def rank(logits: torch.Tensor, num_top: int) -> Ranking:
+def rank_logits(logits: torch.Tensor, num_top: int) -> Ranking:
     """Rank in plain torch; of equal logits the lowest ids come first."""
     logits = logits.float()
     if num_top == 1:
@@ -139,16 +139,18 @@ class SamplingTensors:
     first_id: int = field(default=0, kw_only=True)  # the token of the first logit
 
     @classmethod
-    def of(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
+    def from_draws(cls, draws: np.ndarray, device: torch.device) -> SamplingTensors:
         """Put some draws, (rows,) of `DRAW`, on a device."""
         columns = [draws[name].copy() for name in _LARGE_FIRST]
         tensors: dict[str, Any] = dict(
             zip(_LARGE_FIRST, send(columns, device), strict=True)
         )
-        on_host = None if device.type == "cpu" else cls.of(draws, torch.device("cpu"))
+        on_host = (
+            None if device.type == "cpu" else cls.from_draws(draws, torch.device("cpu"))
+        )
         return cls(**tensors, on_host=on_host)
 
-    def rows(self, rows: torch.Tensor) -> SamplingTensors:
+    def select(self, rows: torch.Tensor) -> SamplingTensors:
         """Return some rows, without the copy in host memory."""
         return SamplingTensors(*(getattr(self, name)[rows] for name in _DRAWN_BY))
 
@@ -177,7 +179,7 @@ Racer = Callable[[torch.Tensor, torch.Tensor, int], torch.Tensor]
 Drawer = Callable[[torch.Tensor, SamplingTensors, torch.Tensor], torch.Tensor]
 
 
-def race(
+def race_tokens(
     scaled: torch.Tensor,
     noise: torch.Tensor,
     first_id: int = 0,
@@ -192,12 +194,12 @@ def race(
     return compute_gumbel_noise(noise, ids).add_(scaled).argmax(-1)
 
 
-def draw(
+def draw_tokens(
     logits: torch.Tensor,
     # of all rows; temperature and top_p above 0 in those that draw
     how: SamplingTensors,
     rows: torch.Tensor,
-    racer: Racer = race,  # or a compiled body of it
+    racer: Racer = race_tokens,  # or a compiled body of it
 ) -> torch.Tensor:  # as many places as rows, int64
     """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
     # to see which filters are used; a filter leaves other rows as they are
@@ -206,7 +208,7 @@ def draw(
     has_min_p = bool((host.min_p > 0).any())
     has_top_p = bool((host.top_p < 1).any())
     logits = logits[rows].float()
-    how = replace(how.rows(rows), first_id=how.first_id)
+    how = replace(how.select(rows), first_id=how.first_id)
     largest, first = logits.max(-1, keepdim=True)
     scaled = (logits - largest) / how.temperature[:, None]
     if most_kept > 0:
@@ -275,11 +277,11 @@ class TokenSpan:
     """The tokens that logits belong to: all. `sharded.TokenShard` has those of one rank."""
 
     size: int  # of the whole vocabulary
-    ranker: Ranker = field(default=rank, kw_only=True)  # of the logits here
-    drawer: Drawer = field(default=draw, kw_only=True)
+    ranker: Ranker = field(default=rank_logits, kw_only=True)  # of the logits here
+    drawer: Drawer = field(default=draw_tokens, kw_only=True)
 
     @property
-    def own(self) -> range:
+    def local_ids(self) -> range:
         """The tokens whose logits are here."""
         return range(self.size)
 
@@ -288,30 +290,30 @@ class TokenSpan:
         """Most tokens whose logits any rank has."""
         return self.size
 
-    def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
+    def rank_logits(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Rank the whole vocabulary, and find `num_top` of it, or at least the best."""
         return self.ranker(logits, max(1, min(num_top, self.size)))
 
-    def draw(
+    def draw_tokens(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
         """Draw ids from the whole vocabulary, as `Drawer`."""
         return self.drawer(logits, how, rows)
 
-    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+    def find_likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the id of each row's highest logit; of equals the lowest."""
-        return likeliest(logits)
+        return find_likeliest(logits)
 
     def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         """Return the logit of each row's id, (rows,) float32."""
         return logits.gather(-1, ids[:, None])[:, 0].float()
 
-    def join(self, few: torch.Tensor) -> torch.Tensor:
+    def join_few(self, few: torch.Tensor) -> torch.Tensor:
         """Return logits of the same few tokens everywhere; -inf stands for those elsewhere."""
         return few
 
 
-def sample(
+def sample_tokens(
     logits: torch.Tensor,
     how: SamplingTensors,
     num_top: int,  # alternatives to report
@@ -322,12 +324,14 @@ def sample(
 ) -> TokenLogprobs:
     """Draw one token a row of logits, (rows, vocab), of any floating dtype."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    ranking = tokens.rank(logits, num_top)
+    ranking = tokens.rank_logits(logits, num_top)
     edited = logits if edits is None else edits.apply(logits)
     masks = None if edits is None else edits.masks
     # The likeliest token; ties go to the lowest id.
     ids = (
-        ranking.best_ids[:, 0].clone() if edited is logits else tokens.likeliest(edited)
+        ranking.best_ids[:, 0].clone()
+        if edited is logits
+        else tokens.find_likeliest(edited)
     )
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
@@ -339,10 +343,12 @@ def sample(
     drawn = is_drawn.nonzero()[:, 0]
     if len(drawn):
         rows = drawn.to(ids.device, non_blocking=True)
-        ids[rows] = tokens.draw(edited, how, rows)
+        ids[rows] = tokens.draw_tokens(edited, how, rows)
     if masks is not None:
         is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
-        _draw_masked(edited, how, masks, is_held_back | ~masks.allow(ids), ids, tokens)
+        _draw_masked(
+            edited, how, masks, is_held_back | ~masks.is_allowed(ids), ids, tokens
+        )
     return _report(logits, ids, num_top, ranking, tokens)
 
 
@@ -361,24 +367,24 @@ def _draw_masked(
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own = masks.part(rows)
-        draw_own = tokens.draw
-        find = tokens.likeliest
+        own = masks.select(rows)
+        draw_own = tokens.draw_tokens
+        find = tokens.find_likeliest
         if kind > 2:
-            left, few = own.gather(logits, rows)
-            left = tokens.join(left)
-            find = likeliest
-            draw_own = partial(draw, racer=partial(race, ids=few))
+            left, few = own.gather_few(logits, rows)
+            left = tokens.join_few(left)
+            find = find_likeliest
+            draw_own = partial(draw_tokens, racer=partial(race_tokens, ids=few))
         else:
-            left = own.keep(logits, rows)
+            left = own.mask_logits(logits, rows)
         every = torch.arange(len(rows), device=logits.device)
-        found = find(left) if kind % 2 else draw_own(left, how.rows(rows), every)
+        found = find(left) if kind % 2 else draw_own(left, how.select(rows), every)
         if kind > 2:
             found = few.gather(-1, found[:, None])[:, 0]
-        ids[rows] = own.settle(found)
+        ids[rows] = own.correct_draws(found)
 
 
-def score(
+def score_tokens(
     logits: torch.Tensor,
     ids: torch.Tensor,
     num_top: int,
@@ -386,7 +392,7 @@ def score(
 ) -> TokenLogprobs:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    return _report(logits, ids, num_top, tokens.rank(logits, num_top), tokens)
+    return _report(logits, ids, num_top, tokens.rank_logits(logits, num_top), tokens)
 
 
 def _report(

@@ -10,7 +10,7 @@ from dataclasses import dataclass, replace
 
 import torch
 
-from fminfer.compute.sampling.masks import likeliest
+from fminfer.compute.sampling.masks import find_likeliest
 from fminfer.compute.sampling.sampler import (
     Ranking,
     SamplingTensors,
@@ -33,20 +33,22 @@ class TokenShard(TokenSpan):
     shards: ShardGroup
 
     @property
-    def own(self) -> range:
+    def local_ids(self) -> range:
         return self.parts[self.shards.index]
 
     @property
     def max_local_tokens(self) -> int:
         return max(map(len, self.parts))
 
-    def rank(self, logits: torch.Tensor, num_top: int) -> Ranking:
+    def rank_logits(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Rank the whole vocabulary by the best of each rank's."""
         num_top = max(1, min(num_top, self.size))
         found = self.ranker(logits, min(num_top, logits.shape[-1]))
         best = _padded(found.best, num_top)
         ids = _padded(found.best_ids, num_top, 0)
-        table = torch.cat([found.normalizer[:, None], best, ids + self.own.start], 1)
+        table = torch.cat(
+            [found.normalizer[:, None], best, ids + self.local_ids.start], 1
+        )
         normalizers, best, ids = torch.split(
             self._share(table), [1, num_top, num_top], -1
         )
@@ -56,11 +58,11 @@ class TokenShard(TokenSpan):
         normalizer = normalizers[..., 0].logsumexp(0).float()
         return Ranking(normalizer, best[:, :num_top].float(), ids)
 
-    def draw(
+    def draw_tokens(
         self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
         logits = _rows_of(logits, rows).float()
-        own = how.rows(rows)
+        own = how.select(rows)
         if not how.host.is_filtered.any():
             return self._race(logits, replace(own, on_host=how.on_host))
         found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
@@ -70,14 +72,14 @@ class TokenShard(TokenSpan):
         ):
             part = is_part.nonzero()[:, 0]
             if len(part):
-                found[part] = draw_part(_rows_of(logits, part), own.rows(part))
+                found[part] = draw_part(_rows_of(logits, part), own.select(part))
         return found
 
     def _race(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
         """Draw rows without filters: each rank's winner races with those of others."""
-        own = replace(how, first_id=self.own.start)
+        own = replace(how, first_id=self.local_ids.start)
         places = self.drawer(logits, own, _all_of(logits))[:, None]
-        noise = compute_gumbel_noise(how.noise, places + self.own.start)
+        noise = compute_gumbel_noise(how.noise, places + self.local_ids.start)
         scores = (
             logits.gather(-1, places).double() / how.temperature[:, None].double()
             + noise
@@ -95,7 +97,7 @@ class TokenShard(TokenSpan):
             whole = torch.cat(
                 [e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1
             )
-            found[some] = self.drawer(whole, how.rows(some), _all_of(whole))
+            found[some] = self.drawer(whole, how.select(some), _all_of(whole))
         return found
 
     def _draw_from_best(
@@ -117,7 +119,7 @@ class TokenShard(TokenSpan):
         if num == logits.shape[-1]:  # there are no others
             last = torch.full_like(last, LOWEST)
         best = _padded(ranking.best, NUM_BEST)
-        ids = _padded(ranking.best_ids, NUM_BEST, 0) + self.own.start
+        ids = _padded(ranking.best_ids, NUM_BEST, 0) + self.local_ids.start
         sizes = [1, 1, 1, NUM_BEST, NUM_BEST]
         told = self._share(torch.cat([top, mass, last, best, ids], 1))
         tops, masses, lasts, best, ids = torch.split(told, sizes, -1)
@@ -148,18 +150,18 @@ class TokenShard(TokenSpan):
         )
         return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0], is_drawn
 
-    def likeliest(self, logits: torch.Tensor) -> torch.Tensor:
-        places = likeliest(logits)[:, None]
+    def find_likeliest(self, logits: torch.Tensor) -> torch.Tensor:
+        places = find_likeliest(logits)[:, None]
         values = logits.gather(-1, places)
         return self._winner(values, places)
 
     def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        places = ids - self.own.start
-        is_own = (places >= 0) & (places < len(self.own))
+        places = ids - self.local_ids.start
+        is_own = (places >= 0) & (places < len(self.local_ids))
         found = logits.gather(-1, places.where(is_own, 0)[:, None])[:, 0].float()
         return self._share(found.where(is_own, 0.0)).sum(0).float()
 
-    def join(self, few: torch.Tensor) -> torch.Tensor:
+    def join_few(self, few: torch.Tensor) -> torch.Tensor:
         return self._share(few).amax(0).float()
 
     def _winner(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
@@ -169,7 +171,7 @@ class TokenShard(TokenSpan):
         Of equals the lowest rank's wins.
         """
         scores, ids = self._share(
-            torch.cat([scores.double(), places + self.own.start], 1)
+            torch.cat([scores.double(), places + self.local_ids.start], 1)
         ).unbind(-1)
         return ids.gather(0, scores.argmax(0, keepdim=True))[0].long()
 

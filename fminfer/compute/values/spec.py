@@ -110,7 +110,7 @@ class Attention:
     has_sinks: bool = False
     latent: Latent | None = None  # instead of qkv; one KV head, of rank + turned_dim
     # of which these are some; None: a norm needs no others
-    of_all: StageHeads | None = None
+    stage_heads: StageHeads | None = None
 
     @property
     def qkv_sizes(self) -> tuple[int, int, int]:
@@ -194,8 +194,8 @@ class Cross:
     """
 
     attention: Attention  # as wide as the layer's own
-    before: Norm | None  # on its input
-    of_sum: Norm | None  # on the residual sum behind it
+    input_norm: Norm | None  # on its input
+    sum_norm: Norm | None  # on the residual sum behind it
 
 
 @dataclass(slots=True, frozen=True)
@@ -204,10 +204,10 @@ class Layer:
 
     attention: Attention
     mlp: Mlp | Moe
-    before: tuple[Norm | None, Norm | None]  # on their inputs
-    after: tuple[Norm | None, Norm | None] = (None, None)  # on their outputs
+    input_norms: tuple[Norm | None, Norm | None]  # on their inputs
+    output_norms: tuple[Norm | None, Norm | None] = (None, None)  # on their outputs
     # on the residual sums (OPT 350m)
-    of_sum: tuple[Norm | None, Norm | None] = (None, None)
+    sum_norms: tuple[Norm | None, Norm | None] = (None, None)
     # both read the layer's input; an MLP without a norm shares the other
     is_parallel: bool = False
     # the residual is the output of the norm (a variant of BLOOM)
@@ -230,7 +230,7 @@ class Reading:
 class Pooling:
     """How the hidden states of a prompt's tokens become one vector."""
 
-    how: str  # a mode of sentence-transformers: "mean", "cls", "max", …, or "last"
+    mode: str  # a mode of sentence-transformers: "mean", "cls", "max", …, or "last"
     readings: tuple[Reading, ...] = ()
     is_normalized: bool = False  # to length 1
     is_scored: bool = False  # the vector is the logits of classes
@@ -272,7 +272,7 @@ class Model:
     encoder: Encoder | None = None
 
     @property
-    def num_cached(self) -> int:
+    def num_cached_layers(self) -> int:
         """The layers that keep keys and values: all but the encoder's, which come
         behind them."""
         return len(self.layers) - (self.encoder.num_layers if self.encoder else 0)

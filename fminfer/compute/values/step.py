@@ -65,8 +65,10 @@ class Step:
     cross_slots: Column = _column("i4")
     cross_lengths: Column = _column("i8")
     # tokens that it brings in `memory`: all, or 0
-    memory_lengths: Column = _column("i8")
-    memory: Column = _column("u1")  # hidden states as bytes, in the order of rows
+    encoder_output_lengths: Column = _column("i8")
+    encoder_output: Column = _column(
+        "u1"
+    )  # hidden states as bytes, in the order of rows
     # (slot, place, block): new entries of block tables
     new_blocks: Column = _column("i4", 3)
     block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
@@ -89,7 +91,7 @@ class Step:
         return len(self.token_ids)
 
     @property
-    def is_whole(self) -> bool:
+    def has_whole_prompts(self) -> bool:
         """Whether its rows are whole prompts, for the encoder."""
         return len(self.slots) < len(self.lengths)
 
@@ -165,7 +167,7 @@ class Rows:
     stored: Rows | None = None
 
     @classmethod
-    def of(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
+    def from_tables(cls, *rows: tuple[int, int, Sequence[int]]) -> Rows:
         """Return rows that are given as (position, number of tokens, block table)."""
         tables = np.zeros(
             (len(rows), max((len(row[2]) for row in rows), default=0)), np.int32
@@ -186,7 +188,7 @@ class Rows:
         return self.num_tokens == len(self)
 
     @property
-    def firsts(self) -> Column:  # (rows,) int64
+    def first_tokens(self) -> Column:  # (rows,) int64
         """The packed token that each row begins with."""
         return (
             np.arange(len(self))
@@ -198,7 +200,9 @@ class Rows:
     def token_positions(self) -> Column:  # (tokens,) int64
         """Where each token stands in its sequence."""
         return (
-            self.positions if self.is_decode else ranges(self.positions, self.lengths)
+            self.positions
+            if self.is_decode
+            else join_ranges(self.positions, self.lengths)
         )
 
     def num_blocks(self, block_size: int) -> Column:  # (rows,) int64
@@ -208,12 +212,14 @@ class Rows:
     def blocks(self, block_size: int) -> Column:  # (blocks,) int32
         """Return the blocks that hold keys, row after row."""
         counts = self.num_blocks(block_size)
-        return self.tables[np.repeat(self.table_of, counts), ranges(0 * counts, counts)]
+        return self.tables[
+            np.repeat(self.table_of, counts), join_ranges(0 * counts, counts)
+        ]
 
-    def slots(self, block_size: int) -> Column:  # (tokens,) int64
+    def key_places(self, block_size: int) -> Column:  # (tokens,) int64
         """Return where each key of the step goes: block * block_size + place."""
         if self.stored is not None:
-            return self.stored.slots(block_size)
+            return self.stored.key_places(block_size)
         blocks, places = np.divmod(self.token_positions, block_size)
         table_of = (
             self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
@@ -221,7 +227,7 @@ class Rows:
         found = self.tables[table_of, blocks]
         return found.astype(np.int64) * block_size + places
 
-    def part(self, rows: Any) -> Rows:
+    def select(self, rows: Any) -> Rows:
         """Return some of the rows, given as a slice, as their places or as a bool each."""
         lengths = self.lengths[rows]
         return Rows(
@@ -234,12 +240,12 @@ class Rows:
         )
 
     @classmethod
-    def whole(cls, lengths: Column, block_size: int) -> Rows:
+    def from_prompts(cls, lengths: Column, block_size: int) -> Rows:
         """Return rows of whole prompts, each with blocks of its own, from block 0 on."""
         counts = -(-lengths // block_size)
         tables = np.zeros((len(lengths), int(counts.max(initial=0))), np.int32)
         tables[
-            np.repeat(np.arange(len(lengths)), counts), ranges(0 * counts, counts)
+            np.repeat(np.arange(len(lengths)), counts), join_ranges(0 * counts, counts)
         ] = np.arange(counts.sum())
         return cls(
             0 * lengths, lengths, np.arange(len(lengths)), tables, int(lengths.sum())
@@ -250,7 +256,7 @@ class Rows:
         if first == 0 and last == self.num_tokens:
             return self
         start, end = (
-            np.clip(each - self.firsts, 0, self.lengths) for each in (first, last)
+            np.clip(each - self.first_tokens, 0, self.lengths) for each in (first, last)
         )
         cut = Rows(
             self.positions + start,
@@ -259,10 +265,10 @@ class Rows:
             self.tables,
             last - first,
         )
-        return cut.part(end > start)
+        return cut.select(end > start)
 
 
-def ranges(starts: Column, counts: Column) -> Column:
+def join_ranges(starts: Column, counts: Column) -> Column:
     """Return start, start + 1, … of each entry, count numbers each: (sum of counts,)."""
     offsets = np.repeat(starts - counts.cumsum() + counts, counts)
     return offsets + np.arange(len(offsets))
@@ -278,7 +284,7 @@ def compute_text_positions(
             all tokens are counted.
     """
     if padding_id is None:
-        return ranges(0 * lengths, lengths)
+        return join_ranges(0 * lengths, lengths)
     is_text = ids != padding_id
     counts = is_text.cumsum()
     starts = lengths.cumsum() - lengths
@@ -301,7 +307,7 @@ class BlockTables:
     def __init__(self) -> None:
         self._tables = np.zeros((16, 16), np.int32)
 
-    def take(self, step: Step) -> Rows:
+    def update(self, step: Step) -> Rows:
         """Note what is new, and return the step's rows."""
         if len(step.new_blocks):
             slots, places, blocks = step.new_blocks.T
@@ -320,14 +326,14 @@ class BlockTables:
             step.positions, step.lengths, step.slots, self._tables, step.num_tokens
         )
 
-    def cross(self, step: Step, first: int, last: int) -> Rows:
+    def make_cross_rows(self, step: Step, first: int, last: int) -> Rows:
         """Return packed tokens [first, last) as rows of one token, which see all their memory.
 
         The first of them also store what the step brings.
         """
         token_rows = np.repeat(np.arange(len(step.lengths)), step.lengths)[first:last]
-        brings = step.memory_lengths > (0 if first == 0 else sys.maxsize)
-        lengths = step.memory_lengths[brings]
+        brings = step.encoder_output_lengths > (0 if first == 0 else sys.maxsize)
+        lengths = step.encoder_output_lengths[brings]
         stored = Rows(
             0 * lengths,
             lengths,
@@ -400,7 +406,7 @@ class StepResult:
     results: Results
     spans: list[StageSpan]  # one a stage
 
-    def of(self, kind: ResultKind) -> TokenLogprobs:
+    def logprobs_of(self, kind: ResultKind) -> TokenLogprobs:
         """Return the results of a kind, without entries if the step asked for none."""
         return self.results.get(kind, NOTHING)
 

@@ -37,7 +37,7 @@ class Units:
     """Outputs or inputs that belong to units of a model, which ranks of a stage divide."""
 
     # inner: of an MLP or expert
-    of: Literal["heads", "kv_heads", "inner", "shared", "tokens"]
+    kind: Literal["heads", "kv_heads", "inner", "shared", "tokens"]
     count: int
     size: int = 1  # outputs or inputs of each
 
@@ -144,23 +144,23 @@ class Joined:
         pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
         return torch.cat([held.dequantize((t,), dtype) for (held, _), t in pairs], -2)
 
-    def of_rows(self, rows: Sequence[range]) -> Format:
+    def select_rows(self, rows: Sequence[range]) -> Format:
         """Return the format of some rows."""
         kept = []
-        for (held, num), first in zip(self.parts, self.starts(), strict=False):
+        for (held, num), first in zip(self.parts, self.part_starts(), strict=False):
             shares = (
                 range(max(r.start, first), min(r.stop, first + num)) for r in rows
             )
             if share := sum(map(len, shares)):
                 kept.append((held, share))
-        return join(kept)
+        return join_formats(kept)
 
-    def starts(self) -> list[int]:
+    def part_starts(self) -> list[int]:
         """Return the first output of each part, and the end."""
         return [0, *accumulate(num for _, num in self.parts)]
 
 
-def join(parts: list[tuple[Format, int]]) -> Format:
+def join_formats(parts: list[tuple[Format, int]]) -> Format:
     """Return one format of parts, of which neighbours may be alike."""
     found: list[tuple[Format, int]] = []
     for held, num in parts:
@@ -202,11 +202,13 @@ class Weight:
         assert self.is_plain, f"held as {self.format.name}"
         return self.tensors[0]
 
-    def dequantized(self, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize(self, dtype: torch.dtype) -> torch.Tensor:
         """Return its numbers in a dtype, of its shape."""
         return self.format.dequantize(self.tensors, dtype)
 
-    def rows(self, numbers: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    def dequantize_rows(
+        self, numbers: torch.Tensor, dtype: torch.dtype
+    ) -> torch.Tensor:
         """Return some of its rows, (numbers, inputs)."""
         found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
         return self.format.dequantize(found, dtype)
@@ -217,7 +219,7 @@ class Weight:
         held = self.format
         return held.parts if isinstance(held, Joined) else ((held, self.shape[-2]),)
 
-    def pieces(self) -> Iterator[Weight]:
+    def split_rows(self) -> Iterator[Weight]:
         """Give its rows as smaller weights, each small enough to be made floats."""
         inputs = self.shape[-1]
         step = max(1, DEQUANTIZED_AT_ONCE[self.device.type] // inputs)
@@ -239,11 +241,11 @@ class Weight:
         items = (
             [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
         )
-        pieces = [piece for item in items for piece in item.pieces()]
+        pieces = [piece for item in items for piece in item.split_rows()]
         sizes = [len(each.tensors[0]) for each in pieces]
         rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
         for piece, target in zip(pieces, rows, strict=True):
-            target.copy_(piece.dequantized(floats.dtype))
+            target.copy_(piece.dequantize(floats.dtype))
         return replace(self, format=held, tensors=(floats,))
 
     def first_rows(self, number: int) -> Weight:
@@ -266,6 +268,6 @@ class Weight:
         )
 
 
-def dense(tensor: torch.Tensor, use: Use) -> Weight:
+def make_dense_weight(tensor: torch.Tensor, use: Use) -> Weight:
     """Return a tensor of floats as a weight."""
     return Weight(TensorSpec(tuple(tensor.shape), use), Dense(tensor.dtype), (tensor,))

@@ -83,12 +83,12 @@ def norm_places(norm: Norm, where: Where) -> Changes:
     both = (norm, norm)
     places: dict[str, Changes] = {
         "before": {},
-        "once": {"before": (norm, None), "is_parallel": True},
-        "after": {"before": (None, None), "after": both},
-        "around": {"after": both},
-        "of_sum": {"before": (None, None), "of_sum": both},
+        "once": {"input_norms": (norm, None), "is_parallel": True},
+        "after": {"input_norms": (None, None), "output_norms": both},
+        "around": {"output_norms": both},
+        "of_sum": {"input_norms": (None, None), "sum_norms": both},
     }
-    return {"before": both} | places[where]
+    return {"input_norms": both} | places[where]
 
 
 def has_product_bias(c: Any, name: str) -> bool:

@@ -50,8 +50,8 @@ def t5(c: Any, *, is_shared: bool = True) -> Architecture:
     def make_layer(*, is_causal: bool) -> Layer:
         relative = Relative(buckets, most, is_causal=is_causal)
         attention = replace(plain, is_causal=is_causal, relative=relative)
-        cross = Cross(plain, before=norm, of_sum=None) if is_causal else None
-        return Layer(attention, mlp, before=(norm, norm), cross=cross)
+        cross = Cross(plain, input_norm=norm, sum_norm=None) if is_causal else None
+        return Layer(attention, mlp, input_norms=(norm, norm), cross=cross)
 
     decoder = (make_layer(is_causal=True),) * c.num_decoder_layers
     encoder = (make_layer(is_causal=False),) * c.num_layers

@@ -216,7 +216,7 @@ def modernbert(c: Any) -> Architecture:
         embed_norm=norm,
     )
     first, *others = architecture.model.layers  # the first one gets what is normed
-    layers = (replace(first, before=(None, norm)), *others)
+    layers = (replace(first, input_norms=(None, norm)), *others)
     architecture = with_pooling(
         replace(architecture, model=replace(architecture.model, layers=layers)), MEAN
     )

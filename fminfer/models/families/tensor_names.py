@@ -78,7 +78,7 @@ class Architecture:
 
     def find_layer_sources(self, number: int) -> tuple[Sources, str]:
         """Return the sources of a layer's tensors, and what their names begin with."""
-        place = number - self.model.num_cached
+        place = number - self.model.num_cached_layers
         if self.encoder_prefix and place >= 0:
             return self.encoder_inner, self.encoder_prefix.format(place)
         return self.inner, self.prefix.format(number)
