@@ -21,7 +21,7 @@ import click
 
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
-from fminfer.core.config import EngineConfig, StepSizes
+from fminfer.core.config import StepSizes
 from fminfer.core.messages import RankMemory, StageSpan
 from fminfer.engine.answer import AnswerStyle
 from fminfer.engine.engine_core import PipelineProperties
@@ -29,7 +29,7 @@ from fminfer.engine.start import RequestStarter
 from fminfer.job.file_job import run_job
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.load.assembly import build_loop
 from fminfer.text.tokenizer import Tokenizer
@@ -67,8 +67,7 @@ class StubComputing:
 
     def __init__(
         self,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
+        plan: RunPlan,
         tokenizer: Tokenizer,
         on_progress: object,
     ) -> None:
@@ -78,10 +77,10 @@ class StubComputing:
             "cpu", *types, 1, True, 256, 64, 0, 1, False, "", ""
         )
         self.core = build_loop(
-            config,
-            RequestStarter(tokenizer, checkpoint.eos_ids, config.seed),
+            plan.config,
+            RequestStarter(tokenizer, plan.checkpoint.eos_ids, plan.config.seed),
             StubPipeline(),
-            AnswerStyle(tokenizer, config.token_format),
+            AnswerStyle(tokenizer, plan.config.token_format),
             sizes=StepSizes(chunk_size=512, max_rows=256),
             num_blocks=4096,
             num_stages=1,

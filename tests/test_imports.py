@@ -239,6 +239,26 @@ def test_a_run_is_decided_in_plan_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_a_plan_is_made_at_one_place() -> None:
+    """Eight places made plans, which could differ: free memory moves, kernels fail to build.
+
+    A process makes one as its part of a run begins. One function replaces it.
+    """
+    makers = {"make_plan", "plan_ahead"}
+    sites = [
+        name
+        for name, tree in MODULES.items()
+        if package_of(name) not in ("plan", "estimate")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call)
+        and {getattr(node.func, "id", ""), getattr(node.func, "attr", "")} & makers
+    ]
+    assert sorted(sites) == [
+        "fminfer.runtime.load.agreement",
+        "fminfer.runtime.load.opening",
+    ]
+
+
 def test_types_are_imported_like_everything_else() -> None:
     """An import for types alone hides a circle."""
     assert not [

@@ -27,10 +27,12 @@ from fminfer import Engine
 from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
+from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import OnProgress, open_weights
-from fminfer.runtime.load.agreement import plan_run
+from fminfer.plan.planning import plan_ahead
+from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.load.agreement import settle_plan
 from fminfer.runtime.load.builder import LoadedPart, load_part
 from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.text.tokenizer import Tokenizer
@@ -197,7 +199,7 @@ class Bench:
 
         def load() -> LoadedPart:
             config = EngineConfig(**self.options())
-            return load_part(plan_run(config, open_model(config)))
+            return load_part(settle_plan(plan_ahead(config, open_model(config))))
 
         part: LoadedPart = self.held.take(f"part {self.name}", load)
         return part
@@ -244,13 +246,10 @@ def time_start(bench: Bench) -> Figures:
         marks.append(time.perf_counter())
 
     def compute(
-        config: EngineConfig,
-        checkpoint: Checkpoint,
-        tokenizer: Tokenizer,
-        on_progress: OnProgress,
+        plan: RunPlan, tokenizer: Tokenizer, on_progress: OnProgress
     ) -> OnePipeline:
         mark()
-        return OnePipeline(config, checkpoint, tokenizer, on_progress, on_loaded=mark)
+        return OnePipeline(plan, tokenizer, on_progress, on_loaded=mark)
 
     bench.held.take(
         f"engine {bench.name}", lambda: Engine(**bench.options(), compute=compute)

@@ -19,11 +19,12 @@ from typing import Any
 from fminfer.core.errors import FminferError, OutOfMemoryError
 from fminfer.core.messages import RankMemory, make_memory_table
 from fminfer.core.quantities import describe_dtypes, with_noun
-from fminfer.models.checkpoint import Checkpoint
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
+from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 TOO_SMALL = "the KV cache is too small; raise --budget, or take smaller batches"
 LENGTHS = (16, 64, 256, 512)  # of rows that become vectors
@@ -162,9 +163,9 @@ def bench_process(
 ) -> BenchResult | None:
     """Load the model once, time each batch size, and tell it; ranks other than 0 return None."""
 
-    def lead(checkpoint: Checkpoint, compute: Compute) -> BenchResult:
+    def lead(plan: RunPlan, compute: Compute) -> BenchResult:
         rows: list[Row] = []
-        with closing(start_engine(run, checkpoint, compute)) as engine:
+        with closing(start_engine(run, plan, compute)) as engine:
             for row in _Bench(engine, run, batch_sizes, new_tokens).time_all():
                 tell(row.to_text())
                 rows.append(row)
@@ -175,7 +176,7 @@ def bench_process(
             f"{engine.model_name}: {types} on {place}", rows, engine.memory
         )
 
-    return lead_or_join(run, Opening(run.config), lead)
+    return lead_or_join(run, Opening(run.config, run.role.spread), lead)
 
 
 class _Bench:

@@ -46,15 +46,14 @@ from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.processor import chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
-from fminfer.models.checkpoint import Checkpoint
-from fminfer.plan.planning import plan_ahead
-from fminfer.plan.run_plan import name_of
+from fminfer.plan.run_plan import RunPlan, name_of
 from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.load.assembly import find_vectors, line_counting
-from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
+from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 
 def run_process(run: RunContext) -> JobSummary | None:
@@ -66,11 +65,12 @@ def run_process(run: RunContext) -> JobSummary | None:
         plan = plan or run.job.plan()
         refuse_other_models(run.config, plan.inputs)
 
-    def lead(checkpoint: Checkpoint, compute: Compute) -> JobSummary:
+    def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
         assert plan is not None, "rank 0 has a plan before it meets others"
-        return _answer(_Job(run, plan, checkpoint, compute))
+        return _answer(_Job(run, plan, run_plan, compute))
 
-    return lead_or_join(run, Opening(run.config, prepare=find_files), lead)
+    opening = Opening(run.config, run.role.spread, prepare=find_files)
+    return lead_or_join(run, opening, lead)
 
 
 CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
@@ -80,15 +80,15 @@ class _Job:
     """A run, its files, and the model that answers them."""
 
     def __init__(
-        self, run: RunContext, plan: Plan, checkpoint: Checkpoint, compute: Compute
+        self, run: RunContext, plan: Plan, run_plan: RunPlan, compute: Compute
     ) -> None:
         self.run = run
         self.plan = plan
-        self.checkpoint = checkpoint
+        self.run_plan = run_plan
+        self.checkpoint = run_plan.checkpoint
         self._compute = compute
-        self.foreseen = plan_ahead(run.config, checkpoint, run.role.spread.num_stages)
-        self.fingerprint = self.foreseen.fingerprint()
-        self.facts = find_vectors(checkpoint)  # of a model that gives vectors
+        self.fingerprint = run_plan.fingerprint()
+        self.facts = find_vectors(self.checkpoint)  # of a model that gives vectors
         self.tell: Callable[[str], None] = (lambda text: None) if run.is_quiet else say
 
     @property
@@ -97,7 +97,7 @@ class _Job:
         return self.run.role.kind == "apart" and self.run.role.spread.num_pipelines == 1
 
     def start_engine(self) -> Engine:
-        return start_engine(self.run, self.checkpoint, self._compute)
+        return start_engine(self.run, self.run_plan, self._compute)
 
     @contextmanager
     def keeping_answers(self, engine: Engine, summary: JobSummary) -> Iterator[None]:
@@ -260,11 +260,11 @@ def _answer_files(job: _Job) -> JobSummary:
         is_left = not files.is_finished
     summary = JobSummary(
         model=job.checkpoint.name,
-        dtype=name_of(job.foreseen.dtype),
+        dtype=name_of(job.run_plan.dtype),
         inputs=plan.inputs,
         outputs=plan.outputs,
-        kv_dtype=name_of(job.foreseen.kv_dtype),
-        weight_dtype=job.foreseen.held_in,
+        kv_dtype=name_of(job.run_plan.kv_dtype),
+        weight_dtype=job.run_plan.held_in,
         limit=asked.limit,
         has_npy=has_npy,
     )

@@ -46,6 +46,9 @@ class Machine:
 
 
 ALONE = Machine()  # one process
+# Free memory that differs by less is the same: a 256th of it, or 16 MiB.
+MOVED_SHARE = 256
+MOVED_BYTES = 16 << 20
 
 
 def find_machine(
@@ -84,6 +87,27 @@ def find_machine(
         swap=free_swap_bytes(),
         own=own_bytes(),
     )
+
+
+def has_moved(planned: Machine, now: Machine) -> bool:
+    """Tell whether a machine has changed since a plan was made for it.
+
+    What this process has grown by since then is not free, but it is the plan's.
+    """
+    as_now = replace(
+        planned, free=now.free, host_free=now.host_free, swap=now.swap, own=now.own
+    )
+    if as_now != now:
+        return True
+    before, after = ((m.free, m.host_free, m.swap) for m in (planned, now))
+    grown = max(0, now.own - planned.own)
+    return any(map(_differs, before, after, (grown, grown, 0)))
+
+
+def _differs(before: int | None, after: int | None, grown: int) -> bool:
+    if before is None or after is None:
+        return before != after
+    return abs(before - grown - after) > max(MOVED_BYTES, before // MOVED_SHARE)
 
 
 def choose_device(

@@ -192,21 +192,20 @@ def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format
 def plan_ahead(
     config: EngineConfig,
     checkpoint: Checkpoint,
-    num_stages: int = 1,
-    num_pipelines: int = 1,
+    place: Machine | None = None,
+    *,
+    is_computing: bool = False,
 ) -> RunPlan:
-    """Plan a run on this machine that other processes may compute, or that may not come
-    about."""
+    """Plan a run on this machine that this process may not compute itself.
+
+    Args:
+        place: how the run is spread, and this process's place in it; None: it has one stage.
+        is_computing: this process computes; it may ask for its GPU's memory.
+    """
     num_shards = config.tensor_parallel_size
-    known = Machine(
-        num_stages=num_stages,
-        num_shards=num_shards,
-        num_pipelines=num_pipelines,
-        local_size=num_stages * num_shards,
-    )
-    return make_plan(
-        config, checkpoint, find_machine(config, known, is_computing=False)
-    )
+    place = place or Machine(num_shards=num_shards, local_size=num_shards)
+    machine = find_machine(config, place, is_computing=is_computing)
+    return make_plan(config, checkpoint, machine)
 
 
 def choose_dtype(

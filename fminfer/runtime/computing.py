@@ -10,12 +10,11 @@ from typing import Protocol
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
 from fminfer.engine.engine_core import EngineCore, PipelineProperties
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.known_sizes import check_split
 from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group, require_no_group
 from fminfer.pipeline.ranks import Spread
-from fminfer.plan.planning import plan_ahead
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import say
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role
@@ -52,12 +51,18 @@ class Computing(Protocol):
         """End the processes, and free their memory."""
 
 
-Compute = Callable[[EngineConfig, Checkpoint, Tokenizer, OnProgress], Computing]
+Compute = Callable[[RunPlan, Tokenizer, OnProgress], Computing]
+
+
+def spread_of(config: EngineConfig) -> Spread:
+    """Return over how many processes a program's engine is spread."""
+    return Spread(
+        config.num_stages, config.data_group_size, config.tensor_parallel_size
+    )
 
 
 def start_computing(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
+    plan: RunPlan,
     tokenizer: Tokenizer,
     on_progress: OnProgress,
     run: ProcessContext | None = None,
@@ -66,12 +71,12 @@ def start_computing(
 
     Without a command's run, this is a program, and starts them here.
     """
-    sizes = (config.num_stages, config.data_group_size, config.tensor_parallel_size)
-    spread = Spread(*sizes) if run is None else run.role.spread
+    config = plan.config
+    spread = spread_of(config) if run is None else run.role.spread
     options = ChildOptions() if run is None else run.child_options
     is_team = spread.num_pipelines > 1
     if is_team:
-        require_room_for_all(config, checkpoint, spread)
+        require_room_for_all(plan)
     elif run is None and spread.num_ranks > 1:
         require_no_group()
         check_split(config, spread.num_stages)
@@ -90,16 +95,13 @@ def start_computing(
     try:
         if is_team:
             return Team(
-                checkpoint, start_pipelines, log.warning if run is None else say
+                plan.checkpoint, start_pipelines, log.warning if run is None else say
             )
-        # what cannot be is told once, before ranks have met
-        if config.tensor_parallel_size > 1:
-            plan_ahead(config, checkpoint, spread.num_stages)
         if children.all:
             facts = children.become_ranks(config, spread, options)
             end = None if run is None else run.end
             group = Group(facts, spread, end=end, children=children)
-        return OnePipeline(config, checkpoint, tokenizer, on_progress, group=group)
+        return OnePipeline(plan, tokenizer, on_progress, group=group)
     except BaseException:
         if run is None:
             if group is None:

@@ -24,12 +24,14 @@ from fminfer.engine.engine_core import Event, PipelineProperties
 from fminfer.engine.intake import make_text_request
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.runtime.computing import Compute, start_computing
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.computing import Compute, spread_of, start_computing
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
 from fminfer.runtime.load.assembly import load_tokenizer, make_intake
 from fminfer.runtime.load.one_pipeline import OnePipeline
+from fminfer.runtime.load.opening import Opening
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 
@@ -55,6 +57,7 @@ class Engine:
             `model_name` is its name on the command line.
         on_progress: called with (bytes read, bytes in all) while weights load.
         checkpoint: the model, if it is opened already; `compute` starts what computes.
+        plan: the run's plan, if it is made already.
         options: fields of `EngineConfig`, which `__init__` lists, in the place of a
         config's own.
 
@@ -77,6 +80,7 @@ class Engine:
         model_name: str | None = None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         checkpoint: Checkpoint | None = None,
+        plan: RunPlan | None = None,
         compute: Compute = start_computing,
         **options: Any,
     ) -> None:
@@ -88,13 +92,22 @@ class Engine:
         self.config = config = make_config(
             model_name if model is None else model, **options
         )
-        checkpoint = (checkpoint or open_model(config)).with_weights()
+        spread = spread_of(config)
+        opening = Opening(
+            config,
+            spread,
+            checkpoint=checkpoint,
+            plan=plan,
+            is_computing=spread.num_pipelines == 1,
+        )
+        plan = opening.plan_run()
+        checkpoint = plan.checkpoint
         self.model_name = checkpoint.name
         self.tokenizer = load_tokenizer(config, checkpoint)
         # most tokens of prompt and completion
         self.context_length = checkpoint.context_length
         self.vocab_size: int = checkpoint.config.vocab_size
-        self._computing = compute(config, checkpoint, self.tokenizer, on_progress)
+        self._computing = compute(plan, self.tokenizer, on_progress)
         self.follow = self._computing.follow
         self._core = self._computing.core
         with ExitStack() as failed:

@@ -12,27 +12,26 @@ import click
 import transformers
 
 from fminfer.compute.kernels.kernel_build import is_building
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import why_no_cache
-from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.stored.rival_weights import describe_unread_files
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankFacts
-from fminfer.plan.planning import plan_ahead
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.computing import Compute, start_computing
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import Role, Task
 from fminfer.runtime.load.one_pipeline import OnePipeline, serve_rank
+from fminfer.runtime.load.opening import Opening
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_member import serve_pipeline
 
 Led = TypeVar("Led")
-Lead = Callable[[Checkpoint, Compute], Led]
+Lead = Callable[[RunPlan, Compute], Led]
 
 
 def lead_or_join(
@@ -42,7 +41,8 @@ def lead_or_join(
 
     Args:
         prepare: is called by ranks that are started apart, before they meet.
-        lead: makes the engine, given what computes for it, and does the command's work with it.
+        lead: makes the engine, given the plan and what computes for it, and does the command's
+            work with it.
     """
     if not process.is_verbose:
         transformers.logging.set_verbosity_error()
@@ -51,16 +51,16 @@ def lead_or_join(
         if facts is None:
             with _naming_rank_0() if process.role.kind == "starter" else nullcontext():
                 compute = partial(start_computing, run=process)
-                return lead(open_model(process.config), compute)
+                return lead(prepare.plan_run(), compute)
         if process.role.spread.num_pipelines > 1:
             return _be_one_of_several(process, facts, prepare, lead)
         group = Group(facts, process.role.spread, prepare, process.end)
         if group.rank > 0:
             process.stopper.leave_to_rank_0()
-            serve_rank(group, process.config, prepare.fetch)
+            serve_rank(group, prepare.plan_run)
             return None
         with group.telling():
-            return lead(prepare.fetch(), partial(OnePipeline, group=group))
+            return lead(prepare.plan_run(group), partial(OnePipeline, group=group))
 
 
 def _be_one_of_several(
@@ -70,8 +70,7 @@ def _be_one_of_several(
     config = process.config
     apart = Apart(facts, process.role.spread, prepare, process.end)
     try:
-        checkpoint = prepare.fetch()
-        plan = plan_ahead(config, checkpoint, apart.spread.num_stages)
+        plan = prepare.plan_run()
         apart.find_place(plan.fingerprint())
     except StoppedError:
         raise
@@ -80,17 +79,17 @@ def _be_one_of_several(
         raise
     if apart.rank == 0:
 
-        def compute(_: EngineConfig, checkpoint: Checkpoint, *others: object) -> Team:
+        def compute(plan: RunPlan, *others: object) -> Team:
             start = partial(apart.start_pipelines, config, process.child_options)
-            return Team(checkpoint, start, say)
+            return Team(plan.checkpoint, start, say)
 
         with apart.leading():
-            return lead(checkpoint, compute)
+            return lead(plan, compute)
     process.stopper.leave_to_rank_0()
     if apart.await_start():
         role = Role("rank", apart.spread, *apart.take_stage())
         try:
-            _be_of_pipeline(role, Opening(config, checkpoint), process.end)
+            _be_of_pipeline(role, Opening(config, plan=plan), process.end)
         except FminferError as error:
             error.args = (f"{apart.pipeline_name}: {error}",)
             raise
@@ -112,7 +111,7 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     """Do the task that the starting process has sent, with the ranks that this one has
     started."""
     role = task.role
-    opening = Opening(task.config)
+    opening = Opening(task.config, role.spread, is_computing=True)
     if role.facts is not None:
         _be_of_pipeline(role, opening, end)
         return
@@ -121,7 +120,7 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
         facts = ranks.become_ranks(task.config, role.spread, task.child_options)
         group = Group(facts, role.spread, end=end, children=ranks)
     try:
-        serve_pipeline(task.config, group, role, opening.fetch)
+        serve_pipeline(group, role, opening.plan_run)
     except FminferError as error:
         error.is_reported_elsewhere = (
             True  # by the run, whose stderr is this process's, too
@@ -131,47 +130,18 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
 
 def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
     """Meet the other ranks of a pipeline, if it has others, and compute one of its stages."""
-    config = opening.config
     if role.facts is None:
-        serve_pipeline(config, None, role, opening.fetch)
+        serve_pipeline(None, role, opening.plan_run)
         return
     group = Group(role.facts, role.spread, opening, end)
     if role.link is None:
-        serve_rank(group, config, opening.fetch)
+        serve_rank(group, opening.plan_run)
         return
     with group.telling():
-        serve_pipeline(config, group, role, opening.fetch)
+        serve_pipeline(group, role, opening.plan_run)
 
 
-class Opening:
-    """Opens the model, and prepares rank 0, before ranks meet: mistakes are told at once."""
-
-    def __init__(
-        self,
-        config: EngineConfig,
-        checkpoint: Checkpoint | None = None,
-        prepare: Callable[[], None] = lambda: None,
-    ) -> None:
-        self.config = config
-        self._checkpoint = checkpoint
-        self._prepare = prepare
-
-    def __call__(self, rank: int) -> None:
-        """Find the model; the weights of one at the hub may be fetched later."""
-        if rank == 0:
-            self._prepare()
-        self._checkpoint = self._checkpoint or open_model(
-            self.config, has_weights=False
-        )
-
-    def fetch(self) -> Checkpoint:
-        """Return the model, with its weights."""
-        return (self._checkpoint or open_model(self.config)).with_weights()
-
-
-def start_engine(
-    run: ProcessContext, checkpoint: Checkpoint, compute: Compute
-) -> Engine:
+def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine:
     """Make the engine of a command, and print what the user should know about it."""
     config = run.config
     is_quiet = run.is_quiet
@@ -185,17 +155,14 @@ def start_engine(
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another."
         )
-    if checkpoint.folder is not None and (
-        unread := describe_unread_files(checkpoint.folder)
-    ):
+    folder = plan.checkpoint.folder
+    if folder is not None and (unread := describe_unread_files(folder)):
         tell(unread)
     if is_building():
         often = "each time" if why_no_cache() else "once"
         tell(f"Building kernels for this machine; this takes some seconds, {often}.")
     with closing(LoadingBar(is_quiet=is_quiet)) as loading:
-        engine = Engine(
-            config, checkpoint=checkpoint, on_progress=loading, compute=compute
-        )
+        engine = Engine(config, plan=plan, on_progress=loading, compute=compute)
     if not is_quiet:
         engine.intake.on_warning = say
     if config.cuda_ids and engine.device.type == "cpu":

@@ -19,13 +19,13 @@ from fminfer.core.errors import FminferError
 from fminfer.core.quantities import describe_dtypes, with_noun
 from fminfer.machine.host_memory import trim_host
 from fminfer.machine.stopper import Stopper
-from fminfer.models.checkpoint import Checkpoint
-from fminfer.plan.planning import plan_ahead
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.process_roles import Opening, lead_or_join, start_engine
+from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.process_roles import lead_or_join, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.stored_batches import ServerState
@@ -49,23 +49,24 @@ SWITCH_S = 0.0005  # between threads of Python
 
 def serve_process(run: ProcessContext, settings: ServerSettings) -> None:
     """Serve until told to stop, or do another rank's part of it."""
-    lead_or_join(run, Opening(run.config), partial(_serve, run, settings))
+    opening = Opening(run.config, run.role.spread)
+    lead_or_join(run, opening, partial(_serve, run, settings))
 
 
 def _serve(
     run: ProcessContext,
     settings: ServerSettings,
-    checkpoint: Checkpoint,
+    plan: RunPlan,
     compute: Compute,
 ) -> None:
     """Make the engine, and let it answer over HTTP; only the first process does so."""
     raise_file_limit()
     # Both before a model is loaded for nothing.
     address = open_socket(settings)
-    state = _open_state(run, settings, checkpoint)
+    state = _open_state(run, settings, plan)
     if not run.is_quiet:
-        click.echo(f"Loading {checkpoint.name} …", err=True)
-    engine = start_engine(run, checkpoint, compute)
+        click.echo(f"Loading {plan.checkpoint.name} …", err=True)
+    engine = start_engine(run, plan, compute)
     try:
         if not run.is_quiet:
             types = describe_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
@@ -76,7 +77,7 @@ def _serve(
             click.echo(
                 f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True
             )
-        engine.runs.cache = _open_cache(run, settings, checkpoint)
+        engine.runs.cache = _open_cache(run, settings, plan)
         # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
         sys.setswitchinterval(SWITCH_S)
         gc.freeze()  # collections then look at requests, and not at all of torch
@@ -89,12 +90,12 @@ def _serve(
 
 
 def _open_cache(
-    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
+    run: ProcessContext, settings: ServerSettings, plan: RunPlan
 ) -> AnswerIndex | None:
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
     return open_answers(
-        plan_ahead(run.config, checkpoint, run.role.spread.num_stages).fingerprint(),
+        plan.fingerprint(),
         settings.cache_place,
         (lambda text: None) if run.is_quiet else say,
         size=settings.cache_size,
@@ -103,17 +104,14 @@ def _open_cache(
 
 
 def _open_state(
-    run: ProcessContext, settings: ServerSettings, checkpoint: Checkpoint
+    run: ProcessContext, settings: ServerSettings, plan: RunPlan
 ) -> ServerState | None:
     """Take the state folder, if there is to be one."""
     path = settings.state
     if path is None:
         return None
     os.umask(0o077)  # this process writes for nobody else
-    fingerprint = plan_ahead(
-        run.config, checkpoint, run.role.spread.num_stages
-    ).fingerprint()
-    state = ServerState(path, fingerprint)
+    state = ServerState(path, plan.fingerprint())
     if state.folder.was_narrowed and not run.is_quiet:
         click.echo(
             f"--state {path} could be read by others; now only you can.", err=True

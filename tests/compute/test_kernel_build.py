@@ -23,6 +23,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import open_model
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.process_roles import start_engine
 
@@ -98,12 +99,13 @@ def test_who_waits_for_a_build_is_told(
     write_compiler(tmp_path / "cxx", f"read line < {gate}; exit 1")
     monkeypatch.setattr(kernel_build, "_build", KernelBuild())
 
-    demo = open_model(EngineConfig(model="demo"))
+    config = EngineConfig(model="demo")
+    plan = plan_ahead(config, open_model(config))
 
     def start(*, is_quiet: bool = False) -> str:
         run: Any = SimpleNamespace(config=EngineConfig(model="demo"), is_quiet=is_quiet)
         with pytest.raises(NotImplementedError):
-            start_engine(run, demo, compute_none)
+            start_engine(run, plan, compute_none)
         return capfd.readouterr().err
 
     assert (

@@ -50,6 +50,7 @@ from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_model, open_random
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
+from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.load import builder
 from fminfer.runtime.load.builder import LoadedPart
 from tests.conftest import SOME, family_config, some_families
@@ -400,7 +401,7 @@ def test_a_failure_on_any_rank_is_told_at_the_start(
     )
     monkeypatch.setattr(builder, "make_stage", make)
     # what a rank tells others
-    why = builder.build(config, open_model(config).with_weights())[2]
+    why = builder.build(plan_ahead(config, open_model(config)))[2]
     assert why.plain == why.slower == "CUDA graphs: no"
 
 

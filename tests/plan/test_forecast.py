@@ -21,15 +21,14 @@ from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
 from fminfer.pipeline.group import Group, agree
-from fminfer.pipeline.ranks import Spread
 from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import RUN_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan, plan_ahead
-from fminfer.plan.run_plan import ExpectedBytes
+from fminfer.plan.run_plan import ExpectedBytes, RunPlan
 from fminfer.plan.shortage import auto_budget, find_rank_shortage, find_room
 from fminfer.runtime.load import agreement
-from fminfer.runtime.load.agreement import plan_run, require_room_for_all
+from fminfer.runtime.load.agreement import require_room_for_all, settle_plan
 from tests.conftest import make_model
 
 SMALL = EngineConfig(
@@ -287,6 +286,12 @@ def test_mapped_files_leave_room_for_the_cache(
     assert num_tokens == -(-of_run // 32) * 32 > 32
 
 
+def plan_run(
+    config: EngineConfig, checkpoint: Checkpoint, group: Group | None = None
+) -> RunPlan:
+    return settle_plan(plan_ahead(config, checkpoint), group)
+
+
 @dataclass
 class FakeGroup:
     """Ranks of one machine that take the same, with so much memory free."""
@@ -329,17 +334,21 @@ def test_ranks_of_one_machine_share_its_memory(
 def test_pipelines_of_one_machine_share_its_memory(
     checkpoint: Checkpoint, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    def require_room(num_pipelines: int) -> None:
+        place = Machine(num_pipelines=num_pipelines)
+        require_room_for_all(plan_ahead(SMALL, checkpoint, place))
+
     """A pipeline alone would fit: two of them were started and met the system's killer."""
     # What this process has depends on the tests before.
     monkeypatch.setattr("fminfer.plan.machine_facts.own_bytes", lambda: 100 << 20)
     one = takes_of(SMALL, checkpoint)
     each = one.held_weights + one.libraries
     let_be_free(monkeypatch, 2 * each)  # and what this process has
-    require_room_for_all(SMALL, checkpoint, Spread(1, 2))
+    require_room(2)
     let_be_free(monkeypatch, int(1.2 * each))
-    require_room_for_all(SMALL, checkpoint, Spread(1, 1))
+    require_room(1)
     with pytest.raises(UsageError, match="2 pipelines of it would take"):
-        require_room_for_all(SMALL, checkpoint, Spread(1, 2))
+        require_room(2)
 
 
 def gpu_refusal(checkpoint: Checkpoint, budget: int | None, **facts: Any) -> str:

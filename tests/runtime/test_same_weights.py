@@ -15,7 +15,8 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError
 from fminfer.models.checkpoint import open_model
 from fminfer.models.fingerprint import digest_weight_files, name_different_files
-from fminfer.runtime.load.agreement import plan_run
+from fminfer.plan.planning import plan_ahead
+from fminfer.runtime.load.agreement import settle_plan
 from fminfer.runtime.load.builder import load_part
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import Report, send
@@ -71,7 +72,8 @@ def load_as_rank_1(folder: Path, of_rank_0: Path) -> Any:
     num_threads = torch.get_num_threads()
     try:
         group: Any = OneOfTwo({"weights": digests})
-        return load_part(plan_run(config, open_model(config), group), group)
+        plan = settle_plan(plan_ahead(config, open_model(config)), group)
+        return load_part(plan, group)
     finally:
         torch.set_num_threads(num_threads)
 

@@ -3,6 +3,7 @@ weights, memory."""
 
 from __future__ import annotations
 
+import logging
 import socket
 import time
 from dataclasses import asdict, replace
@@ -11,16 +12,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.device import free_bytes, memory_name
 from fminfer.machine.out_of_memory import is_out_of_memory
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import name_different_files
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import ALONE, Spread
-from fminfer.plan.machine_facts import Machine, count_sharers, find_machine
-from fminfer.plan.planning import make_plan, plan_ahead
+from fminfer.plan.machine_facts import (
+    Machine,
+    count_sharers,
+    find_machine,
+    has_moved,
+)
+from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import (
     RankRoom,
@@ -30,32 +34,65 @@ from fminfer.plan.shortage import (
     no_cache,
 )
 
+log = logging.getLogger("fminfer")
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
 
-def plan_run(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
-    group: Group | None = None,
-    spread: Spread = ALONE,
+def replace_plan(
+    plan: RunPlan, place: Machine | None = None, *, is_computing: bool = True
 ) -> RunPlan:
-    """Plan this rank's run on this machine, and refuse one that does not fit its memory."""
-    place = Machine(num_engines=spread.num_engines, engine_number=spread.engine_number)
-    if group is not None:
-        place = replace(
-            place,
-            num_stages=group.world_size // config.tensor_parallel_size,
-            num_shards=config.tensor_parallel_size,
-            rank=group.rank,
-            local_rank=group.local_rank,
-            local_size=group.local_size,
-        )
-    if config.offload != "off" and checkpoint.folder is None:
+    """Return the plan for what the machine has now, and for this process's place.
+
+    It is the same unless the place, free memory or the kernels that can be had have changed.
+    """
+    place = replace(place or plan.machine, host_free=None)
+    machine = find_machine(plan.config, place, is_computing=is_computing)
+    if not has_moved(plan.machine, machine):
+        return plan
+    changed = make_plan(plan.config, plan.checkpoint, machine)
+    for dtype, now in (
+        (plan.dtype, changed.dtype),
+        (plan.kv_dtype, changed.kv_dtype),
+    ):
+        if dtype != now and machine.rank == 0:
+            log.warning("The plan of the run has changed: %s became %s.", dtype, now)
+    return changed
+
+
+def place_of_rank(planned: Machine, group: Group | None, spread: Spread) -> Machine:
+    """Return the place of a process that computes; None: it has its pipeline alone."""
+    place = replace(
+        planned,
+        num_pipelines=1,
+        num_engines=spread.num_engines,
+        engine_number=spread.engine_number,
+    )
+    if group is None:
+        return place
+    num_shards = place.num_shards
+    return replace(
+        place,
+        num_stages=group.world_size // num_shards,
+        rank=group.rank,
+        local_rank=group.local_rank,
+        local_size=group.local_size,
+    )
+
+
+def settle_plan(
+    plan: RunPlan, group: Group | None = None, spread: Spread = ALONE
+) -> RunPlan:
+    """Return the plan that this process computes by, and refuse one that does not fit memory.
+
+    It is the plan with which its part began, unless that has been replaced.
+    """
+    config = plan.config
+    if config.offload != "off" and plan.checkpoint.folder is None:
         raise UsageError(
             "--offload streams layers from a model's files, and random weights have none. Use "
             "--model-name, or leave --offload out"
         )
-    plan = make_plan(config, checkpoint, find_machine(config, place))
+    plan = replace_plan(plan, place_of_rank(plan.machine, group, spread))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
@@ -71,14 +108,11 @@ def plan_run(
     return plan
 
 
-def require_room_for_all(
-    config: EngineConfig, checkpoint: Checkpoint, spread: Spread
-) -> None:
+def require_room_for_all(plan: RunPlan) -> None:
     """Refuse pipelines for which this machine has no memory; of GPUs each process looks
     itself."""
-    plan = plan_ahead(config, checkpoint, spread.num_stages, spread.num_pipelines)
-    if plan.shortage:
-        raise UsageError(plan.shortage)
+    if shortage := replace_plan(plan, is_computing=False).shortage:
+        raise UsageError(shortage)
 
 
 def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:

@@ -11,7 +11,6 @@ import torch
 from fminfer.compute.attention.paged_attention import AttentionKernel
 from fminfer.compute.sampling.sampler import Drawer, Ranker
 from fminfer.compute.sampling.sharded import TokenShard
-from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.forward.decode_graphs import find_graphs
 from fminfer.forward.layer_step import Bodies
@@ -23,15 +22,12 @@ from fminfer.forward.whole_layers import WholeLayers
 from fminfer.machine.device import free_bytes, measure_peak, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_weight_files
 from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.pipeline.group import Group, agree
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
 from fminfer.pipeline.wire import HiddenForm
-from fminfer.plan.machine_facts import find_machine
-from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.plan.slowness import find_slowness
@@ -41,7 +37,8 @@ from fminfer.runtime.load.agreement import (
     connect_gpus,
     count_blocks,
     gather,
-    plan_run,
+    replace_plan,
+    settle_plan,
 )
 
 
@@ -104,7 +101,7 @@ def load_part(
             hidden_group = connect_gpus(group, device)
     registry = open_registry(config.kernels, plan.dtype, device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
-        plan = make_plan(config, checkpoint, find_machine(config, plan.machine))
+        plan = replace_plan(plan)
     shards = (
         None if group is None else connect_shards(group, part, device, registry.library)
     )
@@ -213,26 +210,25 @@ def make_stage(loaded: LoadedPart) -> Stage:
 
 
 def build(
-    config: EngineConfig,
-    checkpoint: Checkpoint,
+    plan: RunPlan,
     group: Group | None = None,
     spread: Spread = ALONE,
     *,
     on_progress: OnProgress = lambda done, total: None,
     on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
 ) -> tuple[LoadedPart, Stage, Slowness]:
-    """Plan this rank's run, load its layers, and make the stage that computes.
+    """Settle the plan, load this rank's layers, and make the stage that computes.
 
     Args:
         on_loaded: told digests of the weights' files, if others must have the same, before there
             is a KV cache.
     """
-    plan = plan_run(config, checkpoint, group, spread)
+    plan = settle_plan(plan, group, spread)
     if group is not None:
         group.watch.measure = partial(measure_peak, plan.device)
     loaded = load_part(plan, group, on_progress)
     on_loaded(loaded.file_digests)
-    num_tokens = count_blocks(loaded.plan, group) * config.block_size
+    num_tokens = count_blocks(loaded.plan, group) * plan.config.block_size
     size = agree_step_size(loaded.plan, group)
     loaded = replace(
         loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens, chunk_size=size)

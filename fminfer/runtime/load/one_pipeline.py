@@ -10,7 +10,6 @@ from functools import partial
 import torch
 
 from fminfer.compute.values.step import StepTrace
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
 from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerStyle
@@ -24,7 +23,6 @@ from fminfer.machine.device import (
     measure_peak,
     use_device,
 )
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
@@ -32,7 +30,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.ring import RingPipeline, serve
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
-from fminfer.plan.run_plan import name_of
+from fminfer.plan.run_plan import RunPlan, name_of
 from fminfer.plan.streaming import describe_streaming
 from fminfer.runtime.load.agreement import END_S
 from fminfer.runtime.load.assembly import build_loop, find_ends, nan_explanation
@@ -54,8 +52,7 @@ class OnePipeline:
 
     def __init__(
         self,
-        config: EngineConfig,
-        checkpoint: Checkpoint,
+        plan: RunPlan,
         tokenizer: Tokenizer,
         on_progress: OnProgress = lambda done, total: None,
         *,
@@ -64,14 +61,15 @@ class OnePipeline:
         spread: Spread = ALONE,
     ) -> None:
         loaded, stage, why = build(
-            config,
-            checkpoint,
+            plan,
             group,
             spread,
             on_progress=on_progress,
             on_loaded=on_loaded,
         )
         self.plan = plan = loaded.plan
+        config = plan.config
+        checkpoint = plan.checkpoint
         num_threads = torch.get_num_threads()
         num_blocks = plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
@@ -193,12 +191,10 @@ def _most_read(loaded: LoadedPart) -> int:
     return plan.most_read(left)
 
 
-def serve_rank(
-    group: Group, config: EngineConfig, fetch: Callable[[], Checkpoint]
-) -> None:
+def serve_rank(group: Group, plan_run: Callable[[Group], RunPlan]) -> None:
     """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
-        loaded, stage, _ = build(config, fetch(), group, group.spread)
+        loaded, stage, _ = build(plan_run(group), group, group.spread)
         serve(stage, loaded.part, loaded.form, group.watch.end, _release_of(loaded))
         if loaded.network.stream is not None:
             loaded.network.stream.close()

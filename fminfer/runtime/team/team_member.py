@@ -11,13 +11,12 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from typing import Any, get_args
 
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, line_error
 from fminfer.engine.engine_core import BEHIND_ALL, Event, Failed
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import Spread
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.launch.role import Role
 from fminfer.runtime.load.assembly import load_tokenizer
 from fminfer.runtime.load.one_pipeline import OnePipeline
@@ -36,16 +35,15 @@ STATS_EVERY_S = 0.5
 
 
 def serve_pipeline(
-    config: EngineConfig,
     group: Group | None,
     role: Role,
-    fetch: Callable[[], Checkpoint],
+    plan_run: Callable[[Group | None], RunPlan],
 ) -> None:
     """Answer the run's requests until there are no more; tell the run why that ends early."""
     assert role.link is not None, "a member has a way to the run"
     connection = Connection(role.link)
     try:
-        TeamMember(config, group, connection, role.spread, fetch()).serve()
+        TeamMember(plan_run(group), group, connection, role.spread).serve()
     except (EOFError, ConnectionError, TimeoutError):
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
@@ -59,11 +57,10 @@ class TeamMember:
 
     def __init__(
         self,
-        config: EngineConfig,
+        plan: RunPlan,
         group: Group | None,
         connection: Connection,
         spread: Spread,
-        checkpoint: Checkpoint,
     ) -> None:
         self._connection = connection
         # What was asked and can never run, and whether its priority is `BEHIND_ALL`.
@@ -78,10 +75,9 @@ class TeamMember:
             send(connection, Report(file_digests=file_digests))
             assert receive(connection) == GO_ON
 
-        tokenizer = load_tokenizer(config, checkpoint)
+        tokenizer = load_tokenizer(plan.config, plan.checkpoint)
         self._computing = OnePipeline(
-            config,
-            checkpoint,
+            plan,
             tokenizer,
             group=group,
             spread=spread,
