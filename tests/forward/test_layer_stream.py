@@ -445,7 +445,7 @@ def test_spans_are_read_wherever_they_lie(size: int, tmp_path: Path) -> None:
     file.write_bytes(data.numpy().tobytes())
     for first, last in ((0, size), (size // 3, size), (size // 3, size // 2 + 1)):
         span = Span(file, first, last)
-        assert torch.equal(read_all([span]).find(span), data[first:last])
+        assert torch.equal(read_all([span]).find_bytes(span), data[first:last])
 
 
 def test_parts_of_a_tensor_lie_where_they_would_in_it(tmp_path: Path) -> None:
@@ -454,7 +454,7 @@ def test_parts_of_a_tensor_lie_where_they_would_in_it(tmp_path: Path) -> None:
     file.write_bytes(data.numpy().tobytes())
     whole = Span(file, 100, 1 << 20)
     parts = [Span(file, 5000, 9000), Span(file, 500_000, 600_000)]
-    found = read_all(parts, [whole]).find(whole)
+    found = read_all(parts, [whole]).find_bytes(whole)
     for part in parts:
         own = slice(part.first - 100, part.last - 100)
         assert torch.equal(found[own], data[part.first : part.last])
@@ -485,7 +485,7 @@ def test_it_reads_where_a_file_system_cannot_directly(
     monkeypatch.setattr(os, "open", open_file)
     monkeypatch.setattr(os, "preadv", read_file)
     span = Span(file, 7, 14)
-    assert bytes(read_all([span]).find(span).tolist()) == b"weights"
+    assert bytes(read_all([span]).find_bytes(span).tolist()) == b"weights"
 
 
 def test_a_file_that_a_server_has_lost(
@@ -530,7 +530,7 @@ def test_pieces_are_read_at_once_where_direct_reads_are_refused(
 
     monkeypatch.setattr(os, "preadv", read_file)
     span = Span(file, 0, 2 * PIECE)
-    assert bytes(read_all([span]).find(span).tolist()) == file.read_bytes()
+    assert bytes(read_all([span]).find_bytes(span).tolist()) == file.read_bytes()
 
 
 # A GPU's layers, with a GPU that is not there: what is copied, waited for, and left.
