@@ -54,16 +54,16 @@ class InMemory:
         self._weights = weights
         self.dtype = dtype
 
-    def layer(self, number: int) -> Any:
+    def load_layer(self, number: int) -> Any:
         return self._weights[number]
 
-    def layers(self) -> Iterator[Any]:
+    def load_layers(self) -> Iterator[Any]:
         return iter(self._weights)
 
-    def entry(self) -> Any:
+    def load_entry(self) -> Any:
         return {}
 
-    def exit(self, entry: Any) -> Any:
+    def load_exit(self, entry: Any) -> Any:
         return {}
 
 

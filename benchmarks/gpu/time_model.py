@@ -383,7 +383,7 @@ def read_checkpoint(setting: Setting, held: Held) -> Figures:
     tensors = open_weights(
         checkpoint, part, holding=Holding(dtype), device=device, seed=0
     )
-    layers = list(tensors.layers())
+    layers = list(tensors.load_layers())
     if device.type == "cuda":
         torch.cuda.synchronize()
     took = time.perf_counter() - started

@@ -58,7 +58,7 @@ class LayerStream:
         self._is_direct = kind != "shared memory"
         # Where each layer's tensors are, and the parts of them that are needed.
         self._spans = spans = {
-            number: source.spans(number) for number in source.streamed
+            number: source.find_spans(number) for number in source.streamed
         }
         assert source.files is not None, "a model in files"
         paths = {span.file for wholes, _ in spans.values() for span in wholes}
@@ -90,7 +90,7 @@ class LayerStream:
             self._bring(following, used=slot)
         lent = LentBuffer(self._spans[number][0], slot.buffer)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
-            layer = self._make(number, self._source.layer(number, lent))
+            layer = self._make(number, self._source.load_layer(number, lent))
         if self._copies is not None:  # the GPU then has a copy of all the slot's bytes
             self._copies.synchronize()
         came_s = time.time()

@@ -100,8 +100,8 @@ class Transformer:
         self.shards = shards
         self._tokens = tokens or range(model.vocab_size)
         self.model = model
-        self._entry = source.entry()
-        self._exit = source.exit(self._entry)
+        self._entry = source.load_entry()
+        self._exit = source.load_exit(self._entry)
         self.dtype = source.dtype  # of hidden states
 
         def make(number: int, weights: Weights) -> LayerOf:
@@ -110,11 +110,11 @@ class Transformer:
 
         kept: dict[int, LayerOf] = {}
         # zip would hold the last ones while the next are read
-        for each in source.layers():
+        for each in source.load_layers():
             number = source.resident[len(kept)]
             kept[number] = make(number, each)
             if kept[number].is_packed:
-                source.leave_products(number)
+                source.free_product_pages(number)
             del each  # before the next layer's are read
         self.stream: LayerStream | None = None
         if source.streamed:
@@ -171,7 +171,7 @@ class Transformer:
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.dequantize_rows
-                source.leave_head(is_embedding=weight is embed)
+                source.free_head_pages(is_embedding=weight is embed)
         self._look_up_read = self._look_up  # of what an encoder reads
         if (of_encoder := self._entry.pop("encoder.embed.weight", None)) is not None:
             self._look_up_read = partial(of_encoder.dequantize_rows, dtype=self.dtype)

@@ -95,11 +95,11 @@ class Checkpoint:
             return self
         folder = fetch_model(*self.unfetched)
         names = ("folder", "tokenizer_folder", "generation_folder")
-        own: dict[str, Any] = {
+        folders: dict[str, Any] = {
             n: folder for n in names if getattr(self, n) == self.folder
         }
         return replace(
-            self, **own, unfetched=None, sentence=read_sentence_folder(folder)
+            self, **folders, unfetched=None, sentence=read_sentence_folder(folder)
         )
 
     @property
@@ -111,20 +111,20 @@ class Checkpoint:
     def context_length(self) -> int:
         """Most tokens of one sequence."""
         model = self.model
-        return self._longest(model.layers[: model.num_cached_layers] or model.layers)
+        return self._longest_context(model.layers[: model.num_cached_layers] or model.layers)
 
     @property
     def source_length(self) -> int:
         """Most tokens of a text that an encoder reads."""
-        return self._longest(self.model.layers[self.model.num_cached_layers :])
+        return self._longest_context(self.model.layers[self.model.num_cached_layers :])
 
-    def _longest(self, layers: Sequence[Layer]) -> int:
+    def _longest_context(self, layers: Sequence[Layer]) -> int:
         if self.max_model_len:
             return self.max_model_len
-        how = self.model.encoder or self.model
-        # of a table of learned positions
-        rows = how.num_positions - how.position_offset
-        lengths = [context_length(self.config), *[rows] * bool(how.num_positions)]
+        side = self.model.encoder or self.model
+        lengths = [longest_context_of(self.config)]
+        if side.num_positions:  # it has a table of learned positions
+            lengths.append(side.num_positions - side.position_offset)
         if self.sentence is not None and self.sentence.max_length:
             lengths.append(self.sentence.max_length)
         relatives = {layer.attention.relative for layer in layers}
@@ -133,8 +133,7 @@ class Checkpoint:
 
     @property
     def dense_folders(self) -> dict[str, Path]:
-        """The folders of dense layers' weights, by what the names of their tensors
-        begin with."""
+        """The folders of dense layers' weights, by the prefixes of their tensors' names."""
         # A folder that `fminfer quantize` has written holds them among its own.
         is_own = is_own_quantization(getattr(self.config, "quantization_config", None))
         folders = self.sentence.dense if self.sentence and not is_own else ()
@@ -147,26 +146,26 @@ class Checkpoint:
         return {} if folder is None else read_json_object(folder / GENERATION)
 
     def check(self) -> None:
-        """Refuse a context length or EOS ids that cannot be used, before anything is loaded."""
+        """Check the context length and EOS ids, before anything is loaded."""
         if (length := min(self.context_length, self.source_length)) < 1:
             raise CheckpointError(
                 f"{self.name} has a context of {length} tokens by its files; at least 1 is "
                 "needed. Use the config.json that the model was published with"
             )
-        if not all(type(each) is int and each >= 0 for each in self._stated_ends):
+        if not all(type(each) is int and each >= 0 for each in self._stated_eos_ids):
             raise CheckpointError(
-                f"{self.name} has the eos_token_id {self._stated_ends!r} in its {GENERATION} or "
-                "config.json; the id of a token, a list of ids or null is allowed. Write the "
+                f"{self.name} has the eos_token_id {self._stated_eos_ids!r} in its "
+                f"{GENERATION} or config.json; the id of a token, a list of ids or null is allowed. Write the "
                 "model's own ids there"
             )
 
     @property
     def eos_ids(self) -> frozenset[int]:
         """The ids that end a sequence, by generation_config.json or else the config."""
-        return frozenset(self._stated_ends)
+        return frozenset(self._stated_eos_ids)
 
     @property
-    def _stated_ends(self) -> list[Any]:
+    def _stated_eos_ids(self) -> list[Any]:
         eos = self.generation_fields.get("eos_token_id", self.config.eos_token_id)
         return eos if isinstance(eos, list) else [] if eos is None else [eos]
 
@@ -179,16 +178,19 @@ def open_model(config: ModelOptions, *, has_weights: bool = True) -> Checkpoint:
     """
     with naming_broken_files(config.random_init or config.model or DEMO_NAMES[0]):
         if config.random_init is not None:
-            checkpoint = open_random(config.random_init, tokenizer=config.tokenizer)
+            checkpoint = open_random_checkpoint(
+                config.random_init, tokenizer=config.tokenizer
+            )
         else:
             checkpoint = open_checkpoint(config.model, config, has_weights=has_weights)
         checkpoint.check()
     name = config.model_type
-    of_config = str(checkpoint.config.model_type)
-    plain = (name or "").replace("_", "").replace("-", "").lower()  # as gptneox, gpt-j
-    if name is not None and plain != of_config.replace("_", ""):
+    config_type = str(checkpoint.config.model_type)
+    # as gptneox, gpt-j
+    plain_type = (name or "").replace("_", "").replace("-", "").lower()
+    if name is not None and plain_type != config_type.replace("_", ""):
         raise UsageError(
-            f"--model-type {name} clashes with the model's config, which says {of_config}; "
+            f"--model-type {name} clashes with the model's config, which says {config_type}; "
             "leave the flag out"
         )
     if config.max_model_len is None:
@@ -220,9 +222,9 @@ def open_checkpoint(
             "have revisions"
         )
     if is_gguf(folder):
-        return _open_gguf(str(name), options)
+        return _open_gguf_file(str(name), options)
     check_plain_files(folder)
-    where = None
+    config_folder = None
     if is_of_hub:
         # First: an architecture that does not run is refused before the download of its weights.
         folder = fetch_files(str(name), ["config.json", *TELLING_FILES], revision)
@@ -230,11 +232,11 @@ def open_checkpoint(
         str(name or folder), folder, without_adapter=options.without_adapter
     )
     if options.model_config is not None:
-        config, where = find_config(options.model_config)
+        config, config_folder = read_config(options.model_config)
     else:
         if is_of_hub:
             check_not_gguf(str(name), folder, revision)
-        config = _read_config(folder)
+        config = _read_config_file(folder)
     if is_of_hub and has_weights:
         folder = fetch_model(str(name), revision)
     elif is_of_hub:
@@ -246,48 +248,60 @@ def open_checkpoint(
     return Checkpoint(
         DEMO_NAMES[0] if folder is DEMO_MODEL else short_name(str(name)),
         folder,
-        text_part(config),
+        find_text_config(config),
         architecture_of(config, None if sentence is None else sentence.pooling),
-        folder if tokenizer is None else _find_tokenizer(tokenizer),
-        next((f for f in (folder, where) if f and (f / GENERATION).exists()), None),
+        folder if tokenizer is None else _find_tokenizer_folder(tokenizer),
+        next(
+            (f for f in (folder, config_folder) if f and (f / GENERATION).exists()),
+            None,
+        ),
         unfetched=(str(name), revision) if is_of_hub and not has_weights else None,
         sentence=sentence,
         headers=headers,
     )
 
 
-def _open_gguf(name: str, options: ModelOptions) -> Checkpoint:
+def _open_gguf_file(name: str, options: ModelOptions) -> Checkpoint:
     """Open a GGUF file; its metadata are its config and its tokenizer."""
     model = read_gguf_model(Path(name))
-    other = options.model_config
+    config_name = options.model_config
     tokenizer = options.tokenizer
-    config = text_part(config_of(model) if other is None else find_config(other)[0])
+    config = find_text_config(
+        config_of(model) if config_name is None else read_config(config_name)[0]
+    )
     architecture = gguf_architecture(model, architecture_of(config).model)
     # A file may have a tokenizer that does not run, if none is loaded.
-    own = cache_small_files(
+    small_folder = cache_small_files(
         model, has_tokenizer=not (tokenizer or options.skip_tokenizer_init)
     )
-    tokenizer_folder = own if tokenizer is None else _find_tokenizer(tokenizer)
+    tokenizer_folder = (
+        small_folder if tokenizer is None else _find_tokenizer_folder(tokenizer)
+    )
     return Checkpoint(
-        short_name(name), model.path, config, architecture, tokenizer_folder, own
+        short_name(name),
+        model.path,
+        config,
+        architecture,
+        tokenizer_folder,
+        small_folder,
     )
 
 
-def open_random(name: str, *, tokenizer: str | None = None) -> Checkpoint:
-    """Make a checkpoint of random weights, of a config and a tokenizer (None: of bytes)."""
-    config, _ = find_config(name)
-    own = None if tokenizer is None else _find_tokenizer(tokenizer)
+def open_random_checkpoint(name: str, *, tokenizer: str | None = None) -> Checkpoint:
+    """Make a checkpoint of random weights by a config and a tokenizer (None: of bytes)."""
+    config, _ = read_config(name)
+    tokenizer_folder = None if tokenizer is None else _find_tokenizer_folder(tokenizer)
     return Checkpoint(
         f"random {short_name(name)}",
         None,
-        text_part(config),
+        find_text_config(config),
         architecture_of(config),
-        own,
+        tokenizer_folder,
     )
 
 
-def text_part(config: Any) -> Any:
-    """Return the config of the text model: a part of a composite config, or else all of it."""
+def find_text_config(config: Any) -> Any:
+    """Find the config of the text model: a part of a composite config, or else all of it."""
     text = getattr(config, TEXT_PART, None)
     if not isinstance(text, transformers.PreTrainedConfig):
         return config
@@ -298,9 +312,12 @@ def text_part(config: Any) -> Any:
     return text
 
 
-def find_config(name: str) -> tuple[Any, Path | None]:
-    """Return a config, by a size, a config.json, a folder with one, or a hub id; and
-    its folder."""
+def read_config(name: str) -> tuple[Any, Path | None]:
+    """Read a config by a size, a config.json, a folder with one, or a hub id.
+
+    Returns:
+        the config, and its folder; None: a known size has none.
+    """
     if (fields := find_size_fields(name)) is not None:
         return transformers.AutoConfig.for_model(
             fields.pop("model_type"), **fields
@@ -313,10 +330,10 @@ def find_config(name: str) -> tuple[Any, Path | None]:
                 f"facebook/opt-125m, nor one of the sizes {', '.join(SIZES)}"
             )
         path = fetch_files(name, SMALL_FILES)
-    return _read_config(path), path if path.is_dir() else path.parent
+    return _read_config_file(path), path if path.is_dir() else path.parent
 
 
-def _find_tokenizer(name: str) -> Path:
+def _find_tokenizer_folder(name: str) -> Path:
     """Return the folder of a tokenizer, by folder or hub id."""
     if Path(name).is_file():
         raise CheckpointError(
@@ -330,9 +347,8 @@ def _find_tokenizer(name: str) -> Path:
         raise CheckpointError(f"--tokenizer {name}: {error}") from error
 
 
-def _read_config(path: Path) -> Any:
-    """Read a config.json, refusing what does not run: some of it transformers cannot
-    even read."""
+def _read_config_file(path: Path) -> Any:
+    """Read a config.json, and check what transformers cannot read or what does not run."""
     file = path / "config.json" if path.is_dir() else path
     if path.is_dir() and not file.exists():
         if files := [each.name for each in path.glob(f"*{GGUF}")]:
@@ -383,7 +399,7 @@ LENGTH_FIELDS = ("max_position_embeddings", "n_positions", "seq_length", "max_se
 BLOOM_LENGTH = 2048
 
 
-def context_length(config: Any) -> int:
+def longest_context_of(config: Any) -> int:
     """Return the most tokens of one sequence that are computed as transformers computes them.
 
     Rotary scalings `dynamic` and `longrope` choose frequencies by the length of the
@@ -395,10 +411,14 @@ def context_length(config: Any) -> int:
         return MOST_RELATIVE  # whatever n_positions says
     stated = (getattr(config, field, None) for field in LENGTH_FIELDS)
     length = next((int(value) for value in stated if value), BLOOM_LENGTH)
-    own = getattr(config, "rope_parameters", None) or {}
+    rope_parameters = getattr(config, "rope_parameters", None) or {}
     # of layers (Gemma 3)
-    of_kinds = [value for value in own.values() if isinstance(value, dict)]
-    for rope in of_kinds or [own]:
-        if rope.get("rope_type") == "longrope" or rope.get("llama_4_scaling_beta"):
-            length = min(length, int(rope["original_max_position_embeddings"]))
+    parameters_by_kind = [
+        value for value in rope_parameters.values() if isinstance(value, dict)
+    ]
+    for parameters in parameters_by_kind or [rope_parameters]:
+        if parameters.get("rope_type") == "longrope" or parameters.get(
+            "llama_4_scaling_beta"
+        ):
+            length = min(length, int(parameters["original_max_position_embeddings"]))
     return length

@@ -223,9 +223,8 @@ class ReadConfig:
             if value != default and value not in SAME.get(path, ()):
                 yield path, value, default
         for path, runnable in UNDECLARED.items():
-            folder, _, name = path.rpartition(".")
-            prefix = f"{folder}." if folder else ""
-            if prefix == self._prefix and name not in self._read:
+            prefix, dot, name = path.rpartition(".")
+            if prefix + dot == self._prefix and name not in self._read:
                 value = getattr(self._config, name, None)
                 if (
                     value is not None

@@ -130,5 +130,5 @@ def _formats_of_one_expert(
     if outputs not in ends:
         return []
     of_first = row_formats[: ends.index(outputs) + 1]
-    num_experts = len(row_formats) // len(of_first)
-    return of_first if row_formats == of_first * num_experts else []
+    is_repeated = row_formats == of_first * (len(row_formats) // len(of_first))
+    return of_first if is_repeated else []

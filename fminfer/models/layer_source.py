@@ -21,12 +21,12 @@ from fminfer.models.origins import (
     Origins,
     Piece,
     cut_origins,
-    drawn_origins,
+    make_drawn_origins,
     read_origins,
 )
 from fminfer.models.sharding import WHOLE, ModelShard, outputs_dim
 from fminfer.models.stored.direct_reads import LentBuffer, Span, merge_spans
-from fminfer.models.stored.tensor_table import TensorFiles, Waiting, reading_ahead
+from fminfer.models.stored.tensor_table import PartToRead, TensorFiles, reading_ahead
 from fminfer.models.tensor_specs import Weights, entry_specs, exit_specs, layer_specs
 
 OnProgress = Callable[[int, int], None]
@@ -34,7 +34,7 @@ MOST_BETWEEN = 64  # rows of other ranks that are read with those around them
 
 
 class LayerSource:
-    """Gives the weights of one stage, whenever they are asked for and as often. It keeps none.
+    """Loads the weights of one stage, as often as they are asked for. It holds none.
 
     `origins` are of the whole model. `on_progress` is called with (bytes made, bytes in all).
     """
@@ -44,7 +44,7 @@ class LayerSource:
         checkpoint: Checkpoint,
         part: Part,
         origins: Origins,
-        maker: Reader | Drawer,
+        maker: WeightReader | WeightDrawer,
         on_progress: OnProgress = lambda done, total: None,
         streamed: Collection[int] = (),
     ) -> None:
@@ -83,107 +83,116 @@ class LayerSource:
             self._entry or (self._embed if self._shares_embed else {}),
         ]
         # What all weights take; one that has two names counts once.
-        self.num_bytes = sum(map(self._size, groups))
+        self.num_bytes = sum(map(self._count_bytes, groups))
         self._done = 0
         self._total = self.num_bytes - sum(
-            self._size(self._layers[n]) for n in self.streamed
+            self._count_bytes(self._layers[n]) for n in self.streamed
         )
 
-    def layer(self, number: int, lent: LentBuffer | None = None) -> Weights:
+    def load_layer(self, number: int, lent: LentBuffer | None = None) -> Weights:
         """Return the weights of a layer by its number; they may stay in bytes that are lent."""
         where = f"layer {number} "
         origins = self._layers[number]
         if lent is None:
-            return self._make(origins, where)
+            return self._load_weights(origins, where)
         assert self.files is not None, "a model in files"
-        with self.files.lend(lent):
+        with self.files.reading_from(lent):
             return {
-                name: self._maker.make(where + name, one)
+                name: self._maker.make_weight(where + name, one)
                 for name, one in origins.items()
             }
 
-    def spans(self, number: int) -> tuple[list[Span], list[Span]]:
-        """Return where a layer's tensors are in files, and the parts that this rank needs."""
+    def find_spans(self, number: int) -> tuple[list[Span], list[Span]]:
+        """Return the spans of a layer's tensors in files, and those that this rank needs."""
         reader = self._maker
         origins = self._layers[number].values()
-        assert isinstance(reader, Reader), "a model in files"
-        needed = merge_spans(span for each in origins for span in reader.spans(each))
+        assert isinstance(reader, WeightReader), "a model in files"
+        needed = merge_spans(
+            span for each in origins for span in reader.find_spans(each)
+        )
         uncut = (replace(each, cut=WHOLE) for each in origins)
         return merge_spans(
-            span for each in uncut for span in reader.spans(each)
+            span for each in uncut for span in reader.find_spans(each)
         ), needed
 
-    def layers(self) -> Iterator[Weights]:
-        """Give those of each layer that stays; read the next ones' meanwhile, then exit's."""
+    def load_layers(self) -> Iterator[Weights]:
+        """Yield the weights of each resident layer; read the next layer's ahead, then exit's."""
         groups = [*(self._layers[n] for n in self.resident), self._exit]
         waiting = [
-            [w for one in g.values() for w in self._maker.waiting(one)] for g in groups
+            [w for one in g.values() for w in self._maker.list_parts_to_read(one)]
+            for g in groups
         ]
         with reading_ahead(waiting) as next_group:
             for number in self.resident:
-                yield self.layer(number)
+                yield self.load_layer(number)
                 next_group()
 
-    def entry(self) -> Weights:
+    def load_entry(self) -> Weights:
         """Return the weights before the first layer; none but on the first stage."""
-        weights = self._make(self._entry)
+        weights = self._load_weights(self._entry)
         table = weights.get("encoder.embed.weight")
         if self._is_tied and table and weights["embed.weight"].equals(table):
             del weights["encoder.embed.weight"]  # it is stored twice, and held once
             self.num_bytes -= table.num_bytes
         return weights
 
-    def exit(self, entry: Weights) -> Weights:
-        """Return the weights after the last layer; an embedding that is the head is
-        `entry`'s."""
-        found = self._make(self._exit)
+    def load_exit(self, entry: Weights) -> Weights:
+        """Return the weights after the last layer. A tied head is `entry`'s embedding."""
+        weights = self._load_weights(self._exit)
         embed = entry.get("embed.weight")
-        own = found.get("head.weight")
+        head = weights.get("head.weight")
         if self._shares_embed:
-            found["head.weight"] = embed or self._make(self._embed)["embed.weight"]
-        elif self._is_tied and embed and own and embed.equals(own):
-            found["head.weight"] = embed  # it is stored twice, and held once
+            weights["head.weight"] = (
+                embed or self._load_weights(self._embed)["embed.weight"]
+            )
+        elif self._is_tied and embed and head and embed.equals(head):
+            weights["head.weight"] = embed  # it is stored twice, and held once
             self.num_bytes -= embed.num_bytes
-        return found
+        return weights
 
-    def leave_products(self, number: int) -> None:
-        """Leave memory of the files of a layer's products to others, once they are packed."""
-        self._leave(o for o in self._layers[number].values() if o.spec.use == "product")
+    def free_product_pages(self, number: int) -> None:
+        """Free the pages of a layer's stored products, once they are packed."""
+        self._free_pages(
+            o for o in self._layers[number].values() if o.spec.use == "product"
+        )
 
-    def leave_head(self, *, is_embedding: bool) -> None:
-        """Leave memory of the head's files to others, once it is packed, and the
-        embedding is."""
+    def free_head_pages(self, *, is_embedding: bool) -> None:
+        """Free the pages of the stored head, once it is packed.
+
+        `is_embedding`: the head is the embedding, and both are packed.
+        """
         if not self._shares_embed:
-            self._leave([self._exit["head.weight"]])
+            self._free_pages([self._exit["head.weight"]])
         if self._shares_embed or is_embedding:
-            self._leave(self._embed.values())
+            self._free_pages(self._embed.values())
 
-    def _leave(self, origins: Iterable[Origin]) -> None:
+    def _free_pages(self, origins: Iterable[Origin]) -> None:
         for name in (
             name for each in origins for piece in each.pieces for name in piece.stored
         ):
             assert self.files is not None, "what is stored"
-            self.files.drop(name)
+            self.files.free_pages(name)
 
-    def _size(self, origins: Origins) -> int:
+    def _count_bytes(self, origins: Origins) -> int:
         return sum(
-            self._held(each).num_bytes(each.held.shape) for each in origins.values()
+            self._held_format(each).num_bytes(each.held_spec.shape)
+            for each in origins.values()
         )
 
-    def _held(self, origin: Origin) -> Format:
+    def _held_format(self, origin: Origin) -> Format:
         return self._maker.holding.choose_held_format(
-            self._maker.format_of(origin), origin.spec
+            self._maker.choose_format(origin), origin.spec
         )
 
-    def _make(self, origins: Origins, where: str = "") -> Weights:
-        found: Weights = {}
+    def _load_weights(self, origins: Origins, where: str = "") -> Weights:
+        weights: Weights = {}
         for name, origin in origins.items():
-            weight = self._maker.make(where + name, origin)
-            held = self._held(origin)
-            found[name] = weight if held == weight.format else weight.to_floats(held)
-            self._done += found[name].num_bytes
+            weight = self._maker.make_weight(where + name, origin)
+            held = self._held_format(origin)
+            weights[name] = weight if held == weight.format else weight.to_floats(held)
+            self._done += weights[name].num_bytes
             self._on_progress(min(self._done, self._total), self._total)
-        return found
+        return weights
 
 
 def open_weights(
@@ -198,7 +207,7 @@ def open_weights(
     streamed: Collection[int] = (),
     keeps_parts: bool = False,
 ) -> LayerSource:
-    """Return where one stage's weights come from; none is read yet.
+    """Return the source of one stage's weights; none is read yet.
 
     Args:
         seed: for random weights. They do not depend on how the model is split.
@@ -208,58 +217,62 @@ def open_weights(
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
     if checkpoint.folder is not None:
-        files, found = read_origins(checkpoint, checkpoint.folder)
-        origins = cut_origins(found, share)
-        reader = Reader(files, device, holding, keeps_parts)
+        files, origins_of_all = read_origins(checkpoint, checkpoint.folder)
+        origins = cut_origins(origins_of_all, share)
+        reader = WeightReader(files, device, holding, keeps_parts)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
-    origins = cut_origins(drawn_origins(checkpoint), share)
+    origins = cut_origins(make_drawn_origins(checkpoint), share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
     model = checkpoint.model
     norm = model.final_norm or (model.encoder and model.encoder.final_norm)
-    drawer = Drawer(seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding)
+    drawer = WeightDrawer(
+        seed, spread, 1.0 - (norm.offset if norm else 0.0), device, holding
+    )
     return LayerSource(checkpoint, part, origins, drawer)
 
 
 @dataclass(slots=True, frozen=True)
-class Reader:
-    """Reads from one checkpoint's files."""
+class WeightReader:
+    """Makes weights from one checkpoint's files."""
 
     files: TensorFiles
     device: torch.device
     holding: Holding
     keeps_parts: bool = False
 
-    def format_of(self, origin: Origin) -> Format:
+    def choose_format(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
         return origin.cut.cut_format(
             self.holding.choose_format(
-                origin.spec, origin.stored_parts(self.files.types)
+                origin.spec, origin.stored_formats(self.files.types)
             )
         )
 
-    def make(self, name: str, origin: Origin) -> Weight:
+    def make_weight(self, name: str, origin: Origin) -> Weight:
         """Return a weight. The name has the number of its layer, if it is of one."""
-        held = self.format_of(origin)
+        held = self.choose_format(origin)
         is_lent = self.files.lent is not None
         if is_lent and self._stays_in_parts(origin, held):
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
             tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)
-            return Weight(origin.held, Joined(parts), tensors, is_lent)
-        return Weight(origin.held, held, self._tensors(origin, held), is_lent)
+            return Weight(origin.held_spec, Joined(parts), tensors, is_lent)
+        return Weight(origin.held_spec, held, self._make_tensors(origin, held), is_lent)
 
-    def waiting(self, origin: Origin) -> Iterator[Waiting]:
-        """Give the parts of files that a weight is made of, to be read."""
-        (stored, _), *_ = origin.stored_parts(self.files.types)
-        is_used_there = origin.layout == AS_STORED and self.format_of(origin) == stored
-        is_used_there &= (
-            self.device.type == "cpu" and self._in_place(origin) is not None
+    def list_parts_to_read(self, origin: Origin) -> Iterator[PartToRead]:
+        """Yield the parts of files that a weight is made of."""
+        (stored, _), *_ = origin.stored_formats(self.files.types)
+        is_used_there = (
+            origin.layout == AS_STORED and self.choose_format(origin) == stored
         )
-        for span in self.spans(origin):
-            yield self.files.waiting(span, is_used_there=is_used_there)
+        is_used_there &= (
+            self.device.type == "cpu" and self._find_in_place(origin) is not None
+        )
+        for span in self.find_spans(origin):
+            yield self.files.make_part_to_read(span, is_used_there=is_used_there)
 
-    def spans(self, origin: Origin) -> Iterator[Span]:
-        """Give the same parts as spans."""
-        for piece, _, rows in _placed(origin):
+    def find_spans(self, origin: Origin) -> Iterator[Span]:
+        """Yield the spans of files that a weight is made of."""
+        for piece, _, rows in _place_pieces(origin):
             is_stacked = piece.item is None and outputs_dim(origin.spec) > 0
             is_other = (
                 piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
@@ -271,7 +284,7 @@ class Reader:
                 parts = torch.tensor_split(rows, ends)
                 needed = [(int(part[0]), int(part[-1]) + 1) for part in parts]
             for name, some in product(piece.stored, needed):
-                yield from self.files.spans(name, some)
+                yield from self.files.find_spans(name, some)
 
     def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
         """Tell whether a product's weight is one or more matrices, held as they are stored."""
@@ -279,30 +292,32 @@ class Reader:
             (self.keeps_parts and origin.layout == AS_STORED and origin.cut == WHOLE)
             and (origin.spec.use == "product" and len(origin.spec.shape) == 2)
             and isinstance(held, Dense)
-            and all(form == held for form, _ in origin.stored_parts(self.files.types))
+            and all(form == held for form, _ in origin.stored_formats(self.files.types))
             and all(
                 p.format is None and self.files.is_in_place(*p.stored)
                 for p in origin.pieces
             )
         )
 
-    def _in_place(self, origin: Origin) -> str | None:
+    def _find_in_place(self, origin: Origin) -> str | None:
         """Return the stored tensor that can be used where it lies; None: it is copied first."""
         (name, *others) = origin.pieces[0].stored
         form = origin.pieces[0].format
-        held = self.format_of(origin)
+        held = self.choose_format(origin)
         is_so = isinstance(held, Dense) if form is None else form == held
         is_one = is_so and not others and origin.is_one_piece
         is_as_it_is = is_one and origin.layout.change is None and origin.cut == WHOLE
         return name if is_as_it_is and self.files.is_in_place(name) else None
 
-    def _tensors(self, origin: Origin, held: Format) -> Tensors:
-        in_place = self._in_place(origin)
+    def _make_tensors(self, origin: Origin, held: Format) -> Tensors:
+        in_place = self._find_in_place(origin)
         layout = origin.layout
         if origin.cut.is_zero:
-            return tuple(t.zero_() for t in held.empty(origin.held.shape, self.device))
+            return tuple(
+                t.zero_() for t in held.empty(origin.held_spec.shape, self.device)
+            )
         tensors = (
-            self._join(origin, held)
+            self._join_pieces(origin, held)
             if in_place is None
             else (layout.to_outputs_first(self.files.read(in_place)),)
         )
@@ -314,20 +329,20 @@ class Reader:
             tensors = (tensors[0].to(self.device, held.dtype),)
         tensors = tuple(tensor.to(self.device).contiguous() for tensor in tensors)
         if in_place is not None and tensors[0].data_ptr() != start:
-            self.files.drop(in_place)
+            self.files.free_pages(in_place)
         return tensors
 
-    def _join(self, origin: Origin, held: Format) -> Tensors:
+    def _join_pieces(self, origin: Origin, held: Format) -> Tensors:
         """Copy what is stored of a tensor; dequantize or quantize what is not held so."""
-        wholes = held.empty(origin.held.shape, self.device)
+        wholes = held.empty(origin.held_spec.shape, self.device)
         columns = origin.cut.columns
         last: int | None = None
         at = 0  # the next row to be written
-        for piece, item, rows in _placed(origin):
+        for piece, item, rows in _place_pieces(origin):
             at = at if item == last else 0
             last = item
             num = piece.last - piece.first if rows is None else len(rows)
-            form, targets, start = _part_at(at, held, wholes)
+            form, targets, start = _find_part_at(at, held, wholes)
             parts = [whole if item is None else whole[item] for whole in targets]
             if not origin.is_one_piece:
                 parts = [part[at - start : at - start + num] for part in parts]
@@ -341,7 +356,7 @@ class Reader:
             ):
                 self.files.copy(next(iter(piece.stored)), parts[0])
                 continue
-            values = self._values(piece, origin, form, rows)
+            values = self._read_piece(piece, origin, form, rows)
             new = form if isinstance(form, Blocks) and form != piece.format else None
             if new is not None and columns is None:
                 new.quantize(values[0], parts[0])
@@ -351,14 +366,13 @@ class Reader:
                 for part, value in zip(parts, values, strict=True):
                     part.copy_(_cut_columns(value, form, columns))
             for name in piece.stored:
-                self.files.drop(name)
+                self.files.free_pages(name)
         return wholes
 
-    def _values(
+    def _read_piece(
         self, piece: Piece, origin: Origin, form: Format, rows: torch.Tensor | None
     ) -> Tensors:
-        """Return some rows of a piece in its own format, or as floats if it is held in
-        another."""
+        """Return some rows of a piece in its format, or as floats if it is held in another."""
         stored = tuple(map(self.files.read, piece.stored))
         layout = origin.layout
         values: Tensors = (layout.to_outputs_first(stored[0]),)
@@ -376,9 +390,13 @@ class Reader:
         return values
 
 
-def _placed(origin: Origin) -> Iterator[tuple[Piece, int | None, torch.Tensor | None]]:
-    """Give the pieces that this rank holds some of, the item each goes to, its rows
-    (None: all)."""
+def _place_pieces(
+    origin: Origin,
+) -> Iterator[tuple[Piece, int | None, torch.Tensor | None]]:
+    """Yield each piece that this rank holds, the item that it belongs to, and its rows.
+
+    None: it belongs to no item; all rows are held.
+    """
     order = origin.find_order()
     for piece in origin.pieces:
         if order is None or origin.is_one_piece:
@@ -402,7 +420,9 @@ def _cut_columns(
     return values[..., columns.start : columns.stop]
 
 
-def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors, int]:
+def _find_part_at(
+    row: int, held: Format, tensors: Tensors
+) -> tuple[Format, Tensors, int]:
     """Return the part of a weight that holds a row: its format, its tensors, its first row."""
     if not isinstance(held, Joined):
         return held, tensors, 0
@@ -412,33 +432,32 @@ def _part_at(row: int, held: Format, tensors: Tensors) -> tuple[Format, Tensors,
 
 
 @dataclass(slots=True, frozen=True)
-class Drawer:
-    """Draws weights, each with a seed of its own, by its name."""
+class WeightDrawer:
+    """Draws random weights, each with a seed of its own, by its name."""
 
     seed: int
     spread: float  # the standard deviation
-    of_norms: float  # what the weights of norms are
+    norm_weight: float  # what the weights of norms are
     device: torch.device
     holding: Holding
     files: None = None
 
-    def format_of(self, origin: Origin) -> Format:
-        return self.holding.choose_format(
-            origin.spec, ()
-        )  # of one format, however it is cut
+    def choose_format(self, origin: Origin) -> Format:
+        # of one format, however it is cut
+        return self.holding.choose_format(origin.spec, ())
 
-    def waiting(self, origin: Origin) -> tuple[Waiting, ...]:
+    def list_parts_to_read(self, origin: Origin) -> tuple[PartToRead, ...]:
         return ()
 
-    def make(self, name: str, origin: Origin) -> Weight:
+    def make_weight(self, name: str, origin: Origin) -> Weight:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
-        held = self.format_of(origin)
+        held = self.choose_format(origin)
         spec = origin.spec
         floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
         if spec.use in ("bias", "norm_bias", "choice", "norm"):
-            value = self.of_norms if spec.use == "norm" else 0.0
-            (tensor,) = floats.empty(origin.held.shape, self.device)
-            return Weight(origin.held, held, (tensor.fill_(value),))
+            value = self.norm_weight if spec.use == "norm" else 0.0
+            (tensor,) = floats.empty(origin.held_spec.shape, self.device)
+            return Weight(origin.held_spec, held, (tensor.fill_(value),))
         (tensor,) = floats.empty(spec.shape, self.device)
         key = f"{self.seed} {name}"
         generator = torch.Generator(self.device).manual_seed(zlib.crc32(key.encode()))
@@ -448,4 +467,4 @@ class Drawer:
         if isinstance(held, Blocks):
             tensor = held.quantize(tensor)
         cut = _cut_columns(tensor, held, origin.cut.columns).contiguous()
-        return Weight(origin.held, held, (cut,))
+        return Weight(origin.held_spec, held, (cut,))

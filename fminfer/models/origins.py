@@ -42,7 +42,7 @@ _OLD_LEAVES = {".gamma": ".weight", ".beta": ".bias"}
 
 @dataclass(slots=True, frozen=True)
 class Piece:
-    """What is stored of one of ours: rows `first` to `last` of it, of one item if stacked."""
+    """A stored part of one of our tensors: its rows `first` to `last`, or of a stacked item."""
 
     stored: Mapping[str, Shape]  # in the order of its format
     format: StoredFormat | None  # None: plain floats, one tensor
@@ -63,8 +63,8 @@ class Origin:
     cut: TensorCut = WHOLE  # the part that this rank holds
 
     @property
-    def held(self) -> TensorSpec:
-        """What this rank holds of it."""
+    def held_spec(self) -> TensorSpec:
+        """The spec of the part that this rank holds."""
         return self.cut.cut_spec(self.spec)
 
     @property
@@ -91,8 +91,8 @@ class Origin:
             else torch.cat([order[r.start : r.stop] for r in rows])
         )
 
-    def stored_parts(self, types: Mapping[str, str]) -> Parts:
-        """Return in which formats it is stored, by the types of the stored tensors."""
+    def stored_formats(self, types: Mapping[str, str]) -> Parts:
+        """Return the format and number of rows of each piece, by the types of stored tensors."""
         firsts = [(piece, next(iter(piece.stored))) for piece in self.pieces]
         return [
             (p.format or Dense(DTYPES[types[n]]), p.last - p.first) for p, n in firsts
@@ -103,8 +103,8 @@ class Origin:
 Origins = dict[str, Origin]
 
 
-def is_left_out(name: str, others: str) -> bool:
-    """Tell whether nothing reads a stored tensor: it is of old releases, or fits a pattern."""
+def is_ignored(name: str, others: str) -> bool:
+    """Tell whether nothing reads a stored tensor: of old releases, or of a pattern."""
     return bool(_LEFT_OVER.search(f".{name}") or (others and re.match(others, name)))
 
 
@@ -118,17 +118,20 @@ def find_origins(
     Raises:
         CheckpointError: tensors are missing, of another shape or type, or not part of the model.
     """
-    search = _Search(checkpoint, stored, types or {})
-    found = {
-        n: search.find(n, spec) for n, spec in model_specs(checkpoint.model).items()
+    search = _OriginSearch(checkpoint, stored, types or {})
+    origins = {
+        n: search.find_origin(n, spec)
+        for n, spec in model_specs(checkpoint.model).items()
     }
-    for name in found.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
-        pieces = found[name].pieces
-        if pieces == found["embed.weight"].pieces or not all(map(search.has, pieces)):
-            del found[name]  # it is the embedding
-    for wrong in search.find_wrong(found):
+    for name in origins.keys() & TIED if checkpoint.config.tie_word_embeddings else ():
+        pieces = origins[name].pieces
+        if pieces == origins["embed.weight"].pieces or not all(
+            map(search.has_piece, pieces)
+        ):
+            del origins[name]  # it is the embedding
+    for wrong in search.find_faults(origins):
         raise CheckpointError(f"{checkpoint.name}{wrong}")
-    return found
+    return origins
 
 
 def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Origins]:
@@ -142,7 +145,7 @@ def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Ori
     return files, find_origins(checkpoint, files.shapes, files.types)
 
 
-def drawn_origins(checkpoint: Checkpoint) -> Origins:
+def make_drawn_origins(checkpoint: Checkpoint) -> Origins:
     """Return the tensors of a model that is stored nowhere."""
     is_tied = checkpoint.config.tie_word_embeddings
     specs = without_tied_tensors(model_specs(checkpoint.model), is_tied=is_tied)
@@ -150,7 +153,7 @@ def drawn_origins(checkpoint: Checkpoint) -> Origins:
 
 
 def cut_origins(origins: Origins, share: ModelShard | None) -> Origins:
-    """Return the same with the parts that one rank holds; None: it holds all."""
+    """Return the origins of the parts that one rank holds; None: it holds all."""
     cuts = {} if share is None else share.cuts
     return {
         name: replace(each, cut=cuts.get(name, WHOLE)) for name, each in origins.items()
@@ -158,7 +161,7 @@ def cut_origins(origins: Origins, share: ModelShard | None) -> Origins:
 
 
 def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
-    """Refuse what loading would refuse, by the headers of weight files, or by an index alone."""
+    """Check tensors as loading would, by the headers of weight files, or by an index alone."""
     if checkpoint.folder is None:
         return
     if has_weights:
@@ -167,14 +170,14 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         find_origins(checkpoint, dict.fromkeys(names))
 
 
-def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
-    """Return in which formats each matrix is stored, by the names of `stage_specs`.
+def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
+    """Find the formats in which each matrix is stored, by the names of `stage_specs`.
 
     Headers say it, or the config where there are no files. Nothing: random weights, or
     files that are broken, which loading will name.
     """
     folder = checkpoint.folder
-    own = checkpoint.config.dtype
+    dtype = checkpoint.config.dtype
     if folder is None:
         return {}
     try:
@@ -183,15 +186,17 @@ def stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
             tied = model_specs(checkpoint.model).keys() & TIED
             origins = dict.fromkeys(tied, origins["embed.weight"]) | origins
             return {
-                name: each.stored_parts(files.types) for name, each in origins.items()
+                name: each.stored_formats(files.types) for name, each in origins.items()
             }
     except CheckpointError:
         return {}
-    specs = model_specs(checkpoint.model) if own else {}
-    return {name: [(Dense(own), each.shape[0])] for name, each in specs.items()}
+    specs = model_specs(checkpoint.model) if dtype else {}
+    return {name: [(Dense(dtype), each.shape[0])] for name, each in specs.items()}
 
 
-class _Search:
+class _OriginSearch:
+    """Finds the stored tensors that ours are made of, under all names that a checkpoint uses."""
+
     def __init__(
         self,
         checkpoint: Checkpoint,
@@ -202,122 +207,135 @@ class _Search:
         self._stored = stored
         self._types = types
         known = {*types.values()}
-        self._forms = [
+        self._formats = [
             form for form in FORMATS if not types or known.intersection(form.types)
         ]
         self._prefixes = tuple(
             dict.fromkeys((*PREFIXES, *self._architecture.base.split("|")))
         )
-        self._by_core = {self._core(each): each for each in stored}
+        self._by_core = {self._core_of_name(each): each for each in stored}
 
-    def find_wrong(self, origins: Origins) -> Iterator[str]:
-        """Say what is wrong, in words that follow the name of the model."""
+    def find_faults(self, origins: Origins) -> Iterator[str]:
+        """Describe each fault, in words that follow the name of the model."""
         left_out = self._architecture.left_out
         pieces = [piece for each in origins.values() for piece in each.pieces]
         used = {name: piece.format for piece in pieces for name in piece.stored}
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or used.get(tensor) is not None
-            if not is_read and not is_left_out(tensor, left_out):
-                yield f" stores {tensor!r} as {dtype}: {_why_not_read(tensor, dtype)}"
+            if not is_read and not is_ignored(tensor, left_out):
+                yield f" stores {tensor!r} as {dtype}: {_describe_unread_type(tensor, dtype)}"
         for name, shape in (each for piece in pieces for each in piece.stored.items()):
-            if (found := self._stored.get(name)) not in (None, shape):
-                why = "; it seems to be transposed" * (found == shape[::-1])
-                yield (
-                    f": tensor {name!r} has shape {found}, and config.json asks for "
-                    f"{shape}{why}"
+            if (stored_shape := self._stored.get(name)) not in (None, shape):
+                reason = (
+                    "; it seems to be transposed" if stored_shape == shape[::-1] else ""
                 )
-        left = [
-            n for n in self._stored if n not in used and not is_left_out(n, left_out)
+                yield (
+                    f": tensor {name!r} has shape {stored_shape}, and config.json asks for "
+                    f"{shape}{reason}"
+                )
+        unread = [
+            n for n in self._stored if n not in used and not is_ignored(n, left_out)
         ]
         missing = [name for name in used if name not in self._stored]
-        of_head = origins["head.weight"].pieces if "head.weight" in origins else ()
+        head_pieces = origins["head.weight"].pieces if "head.weight" in origins else ()
         for name in missing:
-            why = "the checkpoint is incomplete, fetch it again"
-            if left:
-                why = (
-                    f"it holds {left[0]!r}, which a model of this config does not "
+            reason = "the checkpoint is incomplete, fetch it again"
+            if unread:
+                reason = (
+                    f"it holds {unread[0]!r}, which a model of this config does not "
                     "have. Config and weights do not belong together, or names were "
                     "changed"
                 )
-            elif missing == [name for piece in of_head for name in piece.stored]:
-                why = (
+            elif missing == [name for piece in head_pieces for name in piece.stored]:
+                reason = (
                     "it was saved without its head. If the embedding is the head, set "
                     "tie_word_embeddings to true in config.json; else save the whole model"
                 )
-            yield f" lacks {len(missing)} of the model's tensors, such as {name!r}; {why}"
-        by_core = {self._core(each): each for each in used}
-        for name in left:
-            if other := by_core.get(self._core(name)):
+            yield f" lacks {len(missing)} of the model's tensors, such as {name!r}; {reason}"
+        by_core = {self._core_of_name(each): each for each in used}
+        for name in unread:
+            if other := by_core.get(self._core_of_name(name)):
                 yield (
                     f" holds a tensor twice, as {other!r} and as {name!r}; take one of "
                     "them away"
                 )
-        for name in left:
+        for name in unread:
             yield (
                 f" holds a tensor {name!r} that a model of its config.json does not have "
-                f"({len(left)} such tensors); config and weights do not belong together"
+                f"({len(unread)} such tensors); config and weights do not belong together"
             )
 
-    def find(self, name: str, spec: TensorSpec) -> Origin:
-        """Find what is stored of a tensor."""
-        where = self._architecture.outer
+    def find_origin(self, name: str, spec: TensorSpec) -> Origin:
+        """Find the stored pieces of a tensor."""
+        sources = self._architecture.outer
         prefix = ""
         attention = None
         ours = name
         if name[0].isdigit():
             number, _, ours = name.partition(".")
-            where, prefix = self._architecture.find_layer_sources(int(number))
+            sources, prefix = self._architecture.find_layer_sources(int(number))
             attention = self._architecture.model.layers[int(number)].attention
-        source = find_source(ours, where)
+        source = find_source(ours, sources)
         whole = [prefix + each for each in source.whole.split("|")]
-        pieces: tuple[Piece, ...] = (self._piece(whole, spec.shape, source.layout),)
-        if source.names and not (source.whole and self.has(pieces[0])):
-            form = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
-            pieces = tuple(self._pieces(source, form, spec, attention))
+        pieces: tuple[Piece, ...] = (
+            self._find_piece(whole, spec.shape, source.layout),
+        )
+        if source.names and not (source.whole and self.has_piece(pieces[0])):
+            name_pattern = f"{prefix}{{}}.{ours.rpartition('.')[2]}"
+            pieces = tuple(self._find_pieces(source, name_pattern, spec, attention))
         return Origin(spec, pieces, source.layout, attention)
 
-    def _pieces(
-        self, source: Source, form: str, spec: TensorSpec, attention: Attention | None
+    def _find_pieces(
+        self,
+        source: Source,
+        name_pattern: str,
+        spec: TensorSpec,
+        attention: Attention | None,
     ) -> Iterator[Piece]:
         is_joined = len(source.names) > 1
         is_stacked = "*" in source.names[0]
-        first = 0
-        # of each head, for its keys, turned, and its values
         if spec.use == "moved" and is_joined:
-            assert attention is not None and attention.latent is not None, (
-                "there is a kv_up"
-            )
-            latent = attention.latent
-            of_keys, of_values = source.names
-            kinds = (
-                (of_keys, latent.key_dim, True),
-                (of_values, latent.value_dim, False),
-            )
-            for head, (name, size, is_turned) in product(range(attention.heads), kinds):
-                shape = (latent.rank, size) if is_turned else (size, latent.rank)
-                own = form.format(name.replace("*", str(head)))
-                piece = self._piece([own], shape, source.layout)
-                yield replace(
-                    piece, first=first, last=first + size, is_turned=is_turned
-                )
-                first += size
+            assert attention is not None, "only a layer has a kv_up"
+            yield from self._find_latent_pieces(source, name_pattern, attention)
             return
-        of_item = spec.shape[1:] if is_stacked else spec.shape
+        item_shape = spec.shape[1:] if is_stacked else spec.shape
         sizes = (
-            [each.total for each in spec.outputs] if is_joined else [sum(of_item[:1])]
+            [each.total for each in spec.outputs]
+            if is_joined
+            else [sum(item_shape[:1])]
         )
         for item in range(spec.shape[0]) if is_stacked else (None,):
             first = 0
-            for theirs, size in zip(source.names, sizes, strict=True):
-                part = (size, *of_item[1:]) if of_item else ()
+            for alternatives, size in zip(source.names, sizes, strict=True):
+                item_part = (size, *item_shape[1:]) if item_shape else ()
                 names = [
-                    form.format(n) for n in theirs.replace("*", str(item)).split("|")
+                    name_pattern.format(n)
+                    for n in alternatives.replace("*", str(item)).split("|")
                 ]
                 names = [each.rpartition("/")[2] for each in names]  # what is whole
-                yield self._piece(names, part, source.layout, item, first)
+                yield self._find_piece(names, item_part, source.layout, item, first)
                 first += size
 
-    def _piece(
+    def _find_latent_pieces(
+        self, source: Source, name_pattern: str, attention: Attention
+    ) -> Iterator[Piece]:
+        """Find a kv_up that is stored by heads: each head's keys, turned, then its values."""
+        latent = attention.latent
+        assert latent is not None, "there is a kv_up"
+        keys_name, values_name = source.names
+        halves = (
+            (keys_name, latent.key_dim, True),
+            (values_name, latent.value_dim, False),
+        )
+        first = 0
+        for head, (name, size, is_turned) in product(range(attention.heads), halves):
+            shape = (latent.rank, size) if is_turned else (size, latent.rank)
+            stored_name = name_pattern.format(name.replace("*", str(head)))
+            piece = self._find_piece([stored_name], shape, source.layout)
+            yield replace(piece, first=first, last=first + size, is_turned=is_turned)
+            first += size
+
+    def _find_piece(
         self,
         names: Sequence[str],
         shape: Shape,
@@ -325,34 +343,38 @@ class _Search:
         item: int | None = None,
         first: int = 0,
     ) -> Piece:
-        """Return a matrix or vector under the first of its names that is stored, in any
-        format."""
-        place = item, first, first + sum(shape[:1])
-        for form, name in product(self._forms, names if len(shape) > 1 else ()):
+        """Return a matrix or vector under the first stored name, in any format."""
+        extent = item, first, first + sum(shape[:1])
+        for form, name in product(self._formats, names if len(shape) > 1 else ()):
             parts = form.stored(name, shape, is_transposed=layout.is_transposed)
             if not self._types and [*parts] == [name]:
                 continue  # without types, what has a plain name is plain
-            found = {self._resolve(part): each for part, (_, each) in parts.items()}
-            types = zip(found, parts.values(), strict=True)
+            shapes = {
+                self._find_stored_name(part): shape_of_part
+                for part, (_, shape_of_part) in parts.items()
+            }
+            types = zip(shapes, parts.values(), strict=True)
             if all(
                 n in self._stored and self._types.get(n, t) == t for n, (t, _) in types
             ):
-                return Piece(found, form, *place)
-        return Piece({self._resolve(*names): layout.stored_shape(shape)}, None, *place)
+                return Piece(shapes, form, *extent)
+        return Piece(
+            {self._find_stored_name(*names): layout.stored_shape(shape)}, None, *extent
+        )
 
-    def has(self, piece: Piece) -> bool:
+    def has_piece(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)
 
-    def _resolve(self, *names: str) -> str:
+    def _find_stored_name(self, *names: str) -> str:
         """Return the first of these names that the checkpoint has, or else the first name."""
         for each in names:
             if each in self._stored:
                 return each
-            if stored := self._by_core.get(self._core(each)):
+            if stored := self._by_core.get(self._core_of_name(each)):
                 return stored
         return names[0]
 
-    def _core(self, name: str) -> str:
+    def _core_of_name(self, name: str) -> str:
         """Return a name without what it may begin with, and with the usual end."""
         while prefix := next(filter(name.startswith, self._prefixes), ""):
             name = name.removeprefix(prefix)
@@ -360,8 +382,8 @@ class _Search:
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
 
 
-def _why_not_read(tensor: str, dtype: str) -> str:
-    """Say why a stored type is not read, and what to do."""
+def _describe_unread_type(tensor: str, dtype: str) -> str:
+    """Describe why a stored type is not read, and what to do."""
     if dtype in BLOCKS:
         runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
         why = f"these types run: {', '.join((*runs, *FLOATS))}"

@@ -24,7 +24,7 @@ from fminfer.models.fingerprint import FURTHER_TEMPLATES, digest_model
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
-from fminfer.models.origins import stored_formats
+from fminfer.models.origins import find_stored_formats
 from fminfer.models.sentence_folder import CONFIG, MODULES, list_sentence_files
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, whole_model_part
@@ -66,7 +66,7 @@ def write_quantized_folder(
     Raises:
         CheckpointError, OSError: the model is quantized already; a file cannot be written.
     """
-    stored = stored_formats(checkpoint).values()
+    stored = find_stored_formats(checkpoint).values()
     if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
         raise CheckpointError(
             f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give "
@@ -116,12 +116,14 @@ def _write_weights(source: LayerSource, folder: Path) -> int:
 
 def _weight_groups(source: LayerSource) -> Iterator[Weights]:
     """Yield all weights by their names in a folder: entry, each layer's, exit."""
-    yield (entry := source.entry())
-    for number, layer in enumerate(source.layers()):
+    yield (entry := source.load_entry())
+    for number, layer in enumerate(source.load_layers()):
         yield {f"layers.{number}.{name}": weight for name, weight in layer.items()}
     kept = {id(weight) for weight in entry.values()}
     yield {
-        n: weight for n, weight in source.exit(entry).items() if id(weight) not in kept
+        n: weight
+        for n, weight in source.load_exit(entry).items()
+        if id(weight) not in kept
     }
 
 

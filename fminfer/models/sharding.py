@@ -154,9 +154,8 @@ def _divide_layer(
     for name, sized_mlp in ("shared", shared), ("inner", expert):
         if sized_mlp is not None:
             block = blocks.get("down", 1)
-            description = f"an MLP or expert of size {sized_mlp.size}"
-            if block > 1:
-                description += f" in blocks of {block}"
+            in_blocks = f" in blocks of {block}" if block > 1 else ""
+            description = f"an MLP or expert of size {sized_mlp.size}{in_blocks}"
             parts[name] = _require_filled(
                 split_evenly(sized_mlp.size, count, block), count, description
             )[shard]
@@ -173,9 +172,8 @@ def _divide_heads(
     num_groups = attention.heads if attention.latent else attention.kv_heads
     size = attention.heads // num_groups  # heads of a group
     width = attention.latent.value_dim if attention.latent else attention.head_dim
-    description = f"{attention.heads} heads in groups of {size}"
-    if block > 1:
-        description += f" and blocks of {block}"
+    and_blocks = f" and blocks of {block}" if block > 1 else ""
+    description = f"{attention.heads} heads in groups of {size}{and_blocks}"
     if count <= num_groups:
         # groups whose heads are whole blocks
         unit = block // math.gcd(block, size * width)

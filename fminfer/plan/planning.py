@@ -18,7 +18,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_evenly, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.origins import stored_formats
+from fminfer.models.origins import find_stored_formats
 from fminfer.models.sharding import ModelShard, shard_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
@@ -53,7 +53,7 @@ def make_plan(
     holding = Holding(
         dtype, has_kernels and dtype == torch.float32, config.quantized_to
     )
-    stored = stored_formats(checkpoint)
+    stored = find_stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
     held = {
         name: holding.choose_format(spec, stored.get(name, ()))

@@ -291,7 +291,7 @@ def test_draws_through_the_engine_are_unrelated(
 
     def load_flat(*arguments: Any, **options: Any) -> Any:
         source: Any = open_weights(*arguments, **options)
-        own = source.exit
+        own = source.load_exit
 
         def flat(entry: Weights) -> Weights:
             head = own(entry)["head.weight"].plain
@@ -299,7 +299,7 @@ def test_draws_through_the_engine_are_unrelated(
                 "head.weight": make_dense_weight(torch.zeros_like(head), "head")
             }
 
-        source.exit = flat
+        source.load_exit = flat
         return source
 
     monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_flat)

@@ -26,7 +26,7 @@ from fminfer.forward.layer import LayerOf
 from fminfer.forward.layer_step import Bodies
 from fminfer.forward.registry import Registry
 from fminfer.forward.whole_layers import WholeLayers
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_random_checkpoint
 from tests.conftest import built_library, plain_registry
 from tests.models.test_oracle import Oracle, check_all, mixed_requests
 
@@ -96,7 +96,7 @@ def test_each_kernel_of_the_cpu_is_tried(
 
 def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
     registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
-    how = open_random("llama-160m").model.layers[0].attention
+    how = open_random_checkpoint("llama-160m").model.layers[0].attention
     head = registry.head(
         make_dense_weight(torch.randn(200, 96).to(dtype), "head"), None
     )
@@ -120,7 +120,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
             return x + more + off, None
 
     monkeypatch.setattr("fminfer.forward.whole_layers.WholeLayer", Whole)
-    how = open_random("llama-160m").model.layers[0]
+    how = open_random_checkpoint("llama-160m").model.layers[0]
     size = 768
     width = how.attention.heads * how.attention.head_dim
     sizes = {"qkv": (3 * width, size), "out": (size, width)}

@@ -43,7 +43,7 @@ from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.engine.noise import make_step_noise
 from fminfer.forward.registry import Registry
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.runtime.load import builder
 from tests.compute.test_attention import (
     check_every_kind_of_row,
@@ -434,7 +434,7 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
-    how = open_random("llama-160m").model.layers[0].attention
+    how = open_random_checkpoint("llama-160m").model.layers[0].attention
     kinds: dict[str, Callable[[Registry], Any]] = {
         "attention": lambda registry: registry.attention([how], 32, torch.float16),
         "norms and activations": lambda registry: registry.parts.kernels,
@@ -743,7 +743,7 @@ def test_a_tile_without_tokens_reads_and_writes_nothing() -> None:
 
 def test_keys_too_wide_for_a_gpu_are_refused_at_once() -> None:
     """DeepSeek's, of 576 elements, compiled for minutes, and then did not fit."""
-    how = open_random("deepseek-v3").model.layers[0].attention
+    how = open_random_checkpoint("deepseek-v3").model.layers[0].attention
     registry = on_gpu("auto", torch.bfloat16)
     assert registry.attention([how], 32, torch.bfloat16) is None
     problem = registry.why_plain
@@ -766,7 +766,7 @@ def test_models_are_tried_only_with_what_their_layers_have() -> None:
             return call.query.transpose(1, 2)
 
     where: Any = {"dtype": torch.float32, "device": torch.device("cpu")}
-    plain = open_random("llama-160m").model.layers[0].attention
+    plain = open_random_checkpoint("llama-160m").model.layers[0].attention
     for limits, expected in (
         ([{}], {(False, False, False, False)}),
         ([{"alibi": Alibi((0.1,) * 12)}], {(False, True, False, False)}),

@@ -157,9 +157,9 @@ def test_a_row_with_nan_fails_alone_among_those_that_share_its_beginning(
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
         source: Any = open_weights(*arguments, **options)
-        entry = source.entry()
+        entry = source.load_entry()
         entry["embed.weight"].plain[BAD] = float("nan")
-        source.entry = lambda: entry
+        source.load_entry = lambda: entry
         return source
 
     monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_damaged)

@@ -47,7 +47,7 @@ from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.forward.registry import Registry
 from fminfer.forward.stage import Stage
 from fminfer.forward.transformer import Transformer
-from fminfer.models.checkpoint import open_model, open_random
+from fminfer.models.checkpoint import open_model, open_random_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.plan.planning import plan_ahead
@@ -124,7 +124,7 @@ def make_network(
 ) -> tuple[Transformer, TritonAttention]:
     """Return a family's layers with random weights, and the GPU's attention."""
     family_config(family).save_pretrained(folder)
-    checkpoint = open_random(str(folder))
+    checkpoint = open_random_checkpoint(str(folder))
     model = checkpoint.model
     part = part or Part(0, 1, 0, len(model.layers))
     source = open_weights(

@@ -580,12 +580,12 @@ class NumberedLayers:
             seen={file: read_file_stamp(file) for file in self._files}
         )
 
-    def spans(self, number: int) -> tuple[list[Span], list[Span]]:
+    def find_spans(self, number: int) -> tuple[list[Span], list[Span]]:
         spans = [Span(self._files[number], 0, 1000 + number)]
         return spans, spans
 
-    def layer(self, number: int, lent: LentBuffer) -> list[int]:
-        return lent.find_bytes(self.spans(number)[0][0]).tolist()
+    def load_layer(self, number: int, lent: LentBuffer) -> list[int]:
+        return lent.find_bytes(self.find_spans(number)[0][0]).tolist()
 
 
 @pytest.mark.parametrize(("kind", "num_slots"), [("own memory", 4), ("disk", 2)])

@@ -16,7 +16,7 @@ from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, make_parts, split_layers
 from fminfer.forward.stage import Stage
 from fminfer.forward.whole_layers import WholeLayers
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
@@ -183,7 +183,7 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
     }
     config = transformers.AutoConfig.for_model("llama", **fields)
     config.save_pretrained(tmp_path)
-    checkpoint = open_random(str(tmp_path))
+    checkpoint = open_random_checkpoint(str(tmp_path))
     whole, *parts = (
         open_weights(
             checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=5
@@ -208,7 +208,7 @@ def test_the_progress_of_a_last_stage_counts_its_tied_head(tmp_path: Path) -> No
         seed=0,
         on_progress=lambda done, total: seen.append((done, total)),
     )
-    groups = [source.exit({}), *source.layers()]
+    groups = [source.load_exit({}), *source.load_layers()]
     num_bytes = sum(weight.num_bytes for group in groups for weight in group.values())
     assert "head.weight" in groups[0] and source.num_bytes == num_bytes
     assert len(set(seen)) == len(seen) and seen[-1] == (num_bytes, num_bytes)

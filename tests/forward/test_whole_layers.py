@@ -22,7 +22,7 @@ from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.values.spec import Alibi, Norm, Rope
 from fminfer.compute.values.weights import KERNEL_TYPES
 from fminfer.forward.whole_layers import WholeLayer, WholeLayers, serves
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.models.config_fields import architecture_of
 from tests.conftest import FIELDS, SOME, built_library, family_config, in_turns
 from tests.models.test_oracle import mixed_requests
@@ -188,7 +188,7 @@ def test_what_the_library_serves() -> None:
     ],
 )
 def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:
-    (layer, *_) = open_random("llama-160m").model.layers
+    (layer, *_) = open_random_checkpoint("llama-160m").model.layers
     assert serves(layer) and not serves(replace(layer, **change))
 
 
@@ -204,7 +204,7 @@ def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:
     ],
 )
 def test_attention_of_another_form_is_left(change: dict[str, Any]) -> None:
-    (layer, *_) = open_random("llama-160m").model.layers
+    (layer, *_) = open_random_checkpoint("llama-160m").model.layers
     assert not serves(replace(layer, attention=replace(layer.attention, **change)))
 
 

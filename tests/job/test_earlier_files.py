@@ -25,7 +25,7 @@ from fminfer.engine.noise import describe_params, make_draw_key
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.estimate.cost_model import keep_costs, load_costs
 from fminfer.machine.liveness import describe_me
-from fminfer.models.checkpoint import open_random
+from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.models.quantized_folder import is_quantized_copy, write_quantized_folder
 from fminfer.server.metrics import HELPS
 from fminfer.split.manifest import read_manifest, write_manifest
@@ -224,7 +224,11 @@ def test_a_quantized_folder_is_read(
         answers.append(record.choices[0].fields)
     assert answers[0] == answers[1]
     write_quantized_folder(
-        open_random("tiny.json"), tmp_path, "int4", seed=1, on_progress=lambda *_: None
+        open_random_checkpoint("tiny.json"),
+        tmp_path,
+        "int4",
+        seed=1,
+        on_progress=lambda *_: None,
     )
     name = "model.safetensors.index.json"
     assert (tmp_path / name).read_bytes() == (EARLIER / "quantized" / name).read_bytes()
@@ -235,7 +239,7 @@ def test_a_quantized_folder_is_read(
 @of_one_config
 def test_a_quantized_folder_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(EARLIER)
-    model = open_random("tiny.json")
+    model = open_random_checkpoint("tiny.json")
     assert is_quantized_copy(Path("quantized"), model, "int4", seed=1)
     assert not is_quantized_copy(Path("quantized"), model, "int4", seed=2)
 

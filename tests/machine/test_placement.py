@@ -18,7 +18,7 @@ from fminfer.core.config import EngineConfig, StepSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.machine.device import is_fast_in_bfloat16, use_device
-from fminfer.models.checkpoint import open_model, open_random
+from fminfer.models.checkpoint import open_model, open_random_checkpoint
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
 from fminfer.pipeline.wire import HiddenForm
@@ -127,7 +127,7 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         "fminfer.runtime.load.agreement.memory_name", lambda *given: "a card"
     )
-    checkpoint = open_random("llama-160m")
+    checkpoint = open_random_checkpoint("llama-160m")
     config = EngineConfig()
     place = Machine(num_engines=8, engine_number=5)
     found = make_plan(config, checkpoint, find_machine(config, place))
@@ -145,7 +145,7 @@ def test_checkpoints_of_float16_stay_so_on_a_gpu(
     """They were rounded to bfloat16, which has three bits less and is no faster."""
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     assert all(is_fast_in_bfloat16(torch.device(name)) for name in ("cuda:0", "cuda"))
-    checkpoint = open_random("llama-160m")
+    checkpoint = open_random_checkpoint("llama-160m")
     options = {}
 
     def dtype_of(stored: torch.dtype | None, **facts: Any) -> torch.dtype:
@@ -287,7 +287,7 @@ def test_a_gpus_memory_is_for_the_cache_but_for_a_steps_work() -> None:
 
 
 def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
-    checkpoint = open_random("llama-160m")
+    checkpoint = open_random_checkpoint("llama-160m")
     sizes = {}
     for kind in ("cpu", "cuda"):
         config = EngineConfig(dtype="bfloat16", device=kind)

@@ -15,7 +15,7 @@ from safetensors.torch import load_file, save_file
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
-from fminfer.models.checkpoint import open_checkpoint, text_part
+from fminfer.models.checkpoint import find_text_config, open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
@@ -34,7 +34,7 @@ def count_parameters(config: Any) -> int:
     model = architecture_of(config).model
     specs = [layer_specs(layer, model.hidden_size) for layer in model.layers]
     outside = entry_specs(model) | exit_specs(model)
-    if text_part(config).tie_word_embeddings:
+    if find_text_config(config).tie_word_embeddings:
         del outside["head.weight"]
     return sum(spec.size for each in (*specs, outside) for spec in each.values())
 

@@ -19,7 +19,7 @@ import fminfer
 from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import broken_file_error
 from fminfer.core.partition import Part
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.known_sizes import DEMO_MODEL, short_name
 from fminfer.models.layer_source import open_weights
@@ -471,7 +471,7 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(fields))
     drawn = []
     for name, seed in [(tmp_path, 1), (tmp_path / "config.json", 1), (tmp_path, 2)]:
-        checkpoint = open_random(str(name))
+        checkpoint = open_random_checkpoint(str(name))
         part = Part(0, 1, 0, 2)
         found = open_weights(
             checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=seed
@@ -479,9 +479,9 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
         drawn.append([*found.layers()][1]["qkv.weight"].plain)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert float(drawn[0].std()) == pytest.approx(0.02, rel=0.1)
-    assert open_random("bloom-560m").config.num_hidden_layers == 24
+    assert open_random_checkpoint("bloom-560m").config.num_hidden_layers == 24
     with pytest.raises(CheckpointError, match="llama-160m"):
-        open_random("no-such-size")
+        open_random_checkpoint("no-such-size")
     with pytest.raises(UsageError, match="--model-name and --random-init contradict"):
         fminfer.Engine("x", random_init="y")
 

@@ -22,7 +22,7 @@ from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.model_folder import find_weight_files
-from fminfer.models.origins import check_tensors, stored_formats
+from fminfer.models.origins import check_tensors, find_stored_formats
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
@@ -70,8 +70,8 @@ def assert_equal(mine: Path, other: Path) -> None:
 
 
 def groups_of(source: LayerSource) -> list[Weights]:
-    entry = source.entry()
-    return [entry, *source.layers(), source.exit(entry)]
+    entry = source.load_entry()
+    return [entry, *source.load_layers(), source.load_exit(entry)]
 
 
 @pytest.mark.parametrize("form", FORMS)
@@ -200,7 +200,7 @@ def test_every_form_tells_its_type_and_size(
     form: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
-    stored = stored_formats(open_checkpoint(str(folder)))
+    stored = find_stored_formats(open_checkpoint(str(folder)))
     assert {each for parts in stored.values() for each, _ in parts} == {Dense(dtype)}
     files = find_weights(folder).files
     assert {file.name for file in files} == {

@@ -19,14 +19,14 @@ import fminfer
 from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
-from fminfer.models.checkpoint import context_length, open_checkpoint
+from fminfer.models.checkpoint import longest_context_of, open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import compute_fingerprint
 from fminfer.models.formats import Holding
 from fminfer.models.gguf.gguf_model import HARMLESS
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
-from fminfer.models.origins import check_tensors, stored_formats
+from fminfer.models.origins import check_tensors, find_stored_formats
 from tests.conftest import more
 from tests.forward.test_transformer import logits_of
 from tests.gguf_building import (
@@ -125,7 +125,7 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
     rows = [prompt["ids"] for prompt in told(name)["prompts"]]
     mine, theirs = (torch.cat(logits_of(file, parts, rows)) for file in files)
     assert float((mine - theirs).abs().max()) < MAX_ERROR
-    stored = stored_formats(open_checkpoint(str(files[0]))).values()
+    stored = find_stored_formats(open_checkpoint(str(files[0]))).values()
     assert form in {each.name for parts in stored for each, _ in parts}
 
 
@@ -163,7 +163,7 @@ def test_the_spec_is_that_of_the_config_before_conversion(name: str) -> None:
     assert checkpoint.config.tie_word_embeddings == config.tie_word_embeddings
     assert {config.eos_token_id} <= checkpoint.eos_ids | {None}
     if name not in ("bloom", "falcon", "falcon-new"):  # of which configs tell none
-        assert checkpoint.context_length == context_length(config)
+        assert checkpoint.context_length == longest_context_of(config)
 
 
 def with_kv_b(keys: Keys, tensors: Tensors) -> None:
@@ -251,7 +251,7 @@ def test_biases_of_queries_and_keys_are_put_back_too(tmp_path: Path) -> None:
     holding = Holding(torch.float32)
     device = torch.device("cpu")
     source = open_weights(checkpoint, part, holding=holding, device=device, seed=0)
-    found = source.layer(1)["qkv.bias"].plain
+    found = source.load_layer(1)["qkv.bias"].plain
     how = checkpoint.model.layers[1].attention
     starts = zip(how.qkv_sizes, (400, 200, 0), strict=True)
     expected = torch.cat([torch.arange(size) + start for size, start in starts])

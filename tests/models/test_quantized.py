@@ -21,7 +21,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
 from fminfer.forward.layer_step import Bodies
 from fminfer.forward.registry import Registry
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import read_origins
@@ -88,7 +88,7 @@ def round_weights(folder: Path, quantized: str) -> None:
     tensors = load_file(path)
     holding = Holding(torch.float32, quantized=quantized)
     for origin in origins.values():
-        held = holding.choose_format(origin.spec, origin.stored_parts(files.types))
+        held = holding.choose_format(origin.spec, origin.stored_formats(files.types))
         for name in [n for piece in origin.pieces for n in piece.stored]:
             if isinstance(held, Blocks):
                 is_turned = origin.layout.is_transposed
@@ -111,8 +111,8 @@ def share_of_blocks(folder: Path, holding: Holding) -> float:
         device=CPU,
         seed=0,
     )
-    entry = source.entry()
-    groups = [entry, *source.layers(), source.exit(entry)]
+    entry = source.load_entry()
+    groups = [entry, *source.load_layers(), source.load_exit(entry)]
     weights = {id(each): each for group in groups for each in group.values()}.values()
     assert sum(weight.num_bytes for weight in weights) == source.num_bytes
     sizes: dict[bool, int] = {False: 0, True: 0}
@@ -242,10 +242,12 @@ def test_bits_as_a_dtype_are_those_of_quantize() -> None:
 def test_random_weights_are_quantized_too(tmp_path: Path) -> None:
     """Of a model that is stored nowhere: the floats that are drawn, rounded."""
     conftest.family_config("llama").save_pretrained(tmp_path)
-    checkpoint = open_random(str(tmp_path))
+    checkpoint = open_random_checkpoint(str(tmp_path))
     part = one_stage()[0]
     floats, blocks = (
-        open_weights(checkpoint, part, holding=holding, device=CPU, seed=3).layer(1)
+        open_weights(checkpoint, part, holding=holding, device=CPU, seed=3).load_layer(
+            1
+        )
         for holding in (
             Holding(torch.float32),
             Holding(torch.float32, quantized="int4"),

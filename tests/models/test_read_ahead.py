@@ -23,7 +23,7 @@ from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stored import tensor_table
-from fminfer.models.stored.tensor_table import Waiting, reading_ahead
+from fminfer.models.stored.tensor_table import PartToRead, reading_ahead
 from tests.forward.test_transformer import one_stage
 
 ALL = range(12)  # parts, two of a group, of 100 bytes
@@ -42,8 +42,8 @@ def read(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
     ]
 
 
-def groups_of(read: list[int]) -> list[list[Waiting]]:
-    parts = [Waiting(100, partial(read.append, number)) for number in ALL]
+def groups_of(read: list[int]) -> list[list[PartToRead]]:
+    parts = [PartToRead(100, partial(read.append, number)) for number in ALL]
     return [parts[first : first + 2] for first in ALL[::2]]
 
 

@@ -14,7 +14,7 @@ import transformers
 from huggingface_hub.errors import StrictDataclassError
 
 from fminfer.core.errors import CheckpointError
-from fminfer.models.checkpoint import open_checkpoint, text_part
+from fminfer.models.checkpoint import find_text_config, open_checkpoint
 from tests.conftest import FIELDS, IS_ALL, family_config, more
 
 LINEAR = {"rope_type": "linear", "factor": 2.0}
@@ -87,7 +87,7 @@ def rotary_class(config: Any) -> Any:
 def read_as_transformers(folder: Path) -> list[tuple[torch.Tensor, float]] | None:
     """Return each layer's frequencies and scale, or None if transformers cannot compute them."""
     try:
-        config = text_part(transformers.AutoConfig.from_pretrained(folder))
+        config = find_text_config(transformers.AutoConfig.from_pretrained(folder))
         module = rotary_class(config)(config)
     except (KeyError, TypeError, StrictDataclassError):
         return None
@@ -140,7 +140,7 @@ def test_settings_that_make_no_positions_are_refused_by_name(
 ROTARY = [  # one of each model type; the others' rotary positions are the same
     pytest.param(name, marks=more if "-" in name else [])
     for name in sorted(FIELDS)
-    if rotary_class(text_part(family_config(name)))
+    if rotary_class(find_text_config(family_config(name)))
 ]
 
 

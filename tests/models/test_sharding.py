@@ -33,11 +33,11 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.forward.transformer import Transformer
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.formats import Holding
-from fminfer.models.layer_source import Drawer, LayerSource, open_weights
-from fminfer.models.origins import Origin, cut_origins, drawn_origins
+from fminfer.models.layer_source import LayerSource, WeightDrawer, open_weights
+from fminfer.models.origins import Origin, cut_origins, make_drawn_origins
 from fminfer.models.quantized_folder import write_quantized_folder
 from fminfer.models.sharding import ModelShard, TensorCut, shard_model
 from fminfer.models.tensor_specs import model_specs, stage_specs, whole_model_part
@@ -358,13 +358,13 @@ def check_cuts(model: Model, shares: list[ModelShard], block: int = 1) -> None:
             ]
 
 
-class Numbers(Drawer):
+class Numbers(WeightDrawer):
     """Draws each whole tensor by its name, biases too, and cuts it by the numbers of a cut."""
 
-    def format_of(self, origin: Origin) -> Format:
+    def choose_format(self, origin: Origin) -> Format:
         return Dense(torch.float32)
 
-    def make(self, name: str, origin: Origin) -> Weight:
+    def make_weight(self, name: str, origin: Origin) -> Weight:
         generator = torch.Generator().manual_seed(zlib.crc32(name.encode()))
         x = torch.randn(origin.spec.shape, generator=generator) * 0.3
         cut = origin.cut
@@ -376,7 +376,7 @@ class Numbers(Drawer):
         if cut.columns is not None:
             x = x[..., cut.columns.start : cut.columns.stop]
         found = torch.zeros_like(x) if cut.is_zero else x.contiguous()
-        return Weight(origin.held, Dense(torch.float32), (found,))
+        return Weight(origin.held_spec, Dense(torch.float32), (found,))
 
 
 def compute(
@@ -386,7 +386,7 @@ def compute(
     checkpoint: Any = SimpleNamespace(
         model=model, config=SimpleNamespace(tie_word_embeddings=False)
     )
-    origins = cut_origins(drawn_origins(checkpoint), share)
+    origins = cut_origins(make_drawn_origins(checkpoint), share)
     numbers = Numbers(0, 0.0, 1.0, torch.device("cpu"), Holding(torch.float32))
     source = LayerSource(checkpoint, whole_model_part(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
@@ -439,8 +439,11 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
             seed=1,
             share=rank.share,
         )
-        held = [*source.entry().values(), *source.exit(source.entry()).values()]
-        held += [each for layer in source.layers() for each in layer.values()]
+        held = [
+            *source.load_entry().values(),
+            *source.load_exit(source.load_entry()).values(),
+        ]
+        held += [each for layer in source.load_layers() for each in layer.values()]
         assert rank.share is not None
         specs = stage_specs(rank.share.model, rank.part)
         assert sum(each.num_bytes for each in held) == 4 * sum(
@@ -450,11 +453,11 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
         reader = source._maker
         cuts = rank.share.cuts
         for name, origin in source._layers[1].items():
-            waiting = reader.waiting(origin)
+            waiting = reader.list_parts_to_read(origin)
             size = (
                 origin.spec
                 if cuts.get(f"1.{name}", TensorCut()).columns
-                else origin.held
+                else origin.held_spec
             )
             assert sum(each.nbytes for each in waiting) == 4 * size.size, name
     (one,) = whole.ranks
@@ -468,12 +471,12 @@ def test_a_rank_reads_and_holds_its_part_only(tmp_path: Path) -> None:
 def test_the_reason_is_told_before_anything_is_read() -> None:
     config = EngineConfig(random_init="llama-160m", tensor_parallel_size=13)
     with pytest.raises(UsageError, match=r"12 heads .* among 13 ranks, but among 12;"):
-        plan_ahead(config, open_random("llama-160m"))
+        plan_ahead(config, open_random_checkpoint("llama-160m"))
 
 
 def test_the_number_of_ranks_is_in_the_fingerprint() -> None:
     """Sums of other parts round otherwise; without tensor parallelism all is as it was."""
-    checkpoint = open_random("llama-160m")
+    checkpoint = open_random_checkpoint("llama-160m")
     one, two = (
         plan_ahead(
             EngineConfig(random_init="llama-160m", tensor_parallel_size=size),

@@ -16,7 +16,7 @@ from transformers.models.mpt.modeling_mpt import build_mpt_alibi_tensor
 
 import fminfer
 from fminfer.core.errors import CheckpointError
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.families.config_parts import (
     interleaved_alibi_slopes,
     mpt_alibi_slopes,
@@ -72,7 +72,7 @@ def test_a_setting_that_would_be_wrong_is_refused_by_name(
     model_type: str, setting: str, fields: dict[str, Any], tmp_path: Path
 ) -> None:
     name = config_folder(tmp_path, model_type=model_type, **fields)
-    for open_model in (open_checkpoint, open_random):
+    for open_model in (open_checkpoint, open_random_checkpoint):
         with pytest.raises(CheckpointError, match=rf"sets {setting} to .* only with"):
             open_model(name)
 
@@ -160,7 +160,7 @@ def test_what_cannot_run_is_named_with_the_nearest_that_can(
 ) -> None:
     """BERT's nearest was biogpt and Mamba's llama, to be added "often in ten lines"."""
     name = config_folder(tmp_path, **fields)
-    for open_model in (open_checkpoint, open_random):
+    for open_model in (open_checkpoint, open_random_checkpoint):
         with pytest.raises(CheckpointError, match=says):
             open_model(name)
 
@@ -189,7 +189,7 @@ def test_a_config_that_is_none(text: str, tmp_path: Path) -> None:
 def test_context_length(name: str, length: int, tmp_path: Path) -> None:
     """`longrope` ends where its frequencies would change, although 512 positions are stated."""
     family_config(name).save_pretrained(tmp_path)
-    assert open_random(str(tmp_path)).context_length == length
+    assert open_random_checkpoint(str(tmp_path)).context_length == length
 
 
 @pytest.mark.parametrize("num_heads", [1, 2, 4, 6, 12, 16, 28, 71])

@@ -21,10 +21,10 @@ from fminfer.compute.values.weights import Dense, Shape, TensorSpec, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.origins import check_tensors, read_origins, stored_formats
+from fminfer.models.origins import check_tensors, find_stored_formats, read_origins
 from fminfer.models.tensor_specs import stage_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
@@ -137,8 +137,8 @@ def open_source(folder: Path) -> LayerSource:
 
 
 def weights_of(source: LayerSource) -> list[Weight]:
-    entry = source.entry()
-    groups = [entry, *source.layers(), source.exit(entry)]
+    entry = source.load_entry()
+    groups = [entry, *source.load_layers(), source.load_exit(entry)]
     return [*{id(each): each for group in groups for each in group.values()}.values()]
 
 
@@ -170,7 +170,7 @@ def test_they_are_held_as_they_are_stored(
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(model=str(folder), dtype="float32", budget=512)
     specs = stage_specs(checkpoint.model, one_stage()[0])
-    for name, parts in stored_formats(checkpoint).items():
+    for name, parts in find_stored_formats(checkpoint).items():
         is_matrix = specs[name].use in ("product", "moved", "head", "embedding")
         assert {each for each, _ in parts} == {
             int8 if is_matrix else Dense(torch.float32)
@@ -207,18 +207,18 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
     """Layers were an iterator that could be read once."""
     make_model("llama").save_pretrained(tmp_path)
     source = open_source(tmp_path)
-    kept = [*source.layers()]
-    later = source.layers()
+    kept = [*source.load_layers()]
+    later = source.load_layers()
     first = next(later)
     drawn = open_weights(
-        open_random("llama-160m"),
+        open_random_checkpoint("llama-160m"),
         one_stage()[0],
         holding=Holding(torch.float32),
         device=CPU,
         seed=0,
     )
     for number in (2, 0, 2, 1):
-        again = source.layer(number)
+        again = source.load_layer(number)
         assert again.keys() == kept[number].keys()
         assert all(weight.equals(kept[number][name]) for name, weight in again.items())
         mine = drawn.layer(number)

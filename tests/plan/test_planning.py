@@ -198,10 +198,12 @@ def test_a_gguf_file_answers_the_same(
 
 def every_weight(source: LayerSource) -> Weights:
     layers = {
-        f"{n}.{name}": w for n in source.numbers for name, w in source.layer(n).items()
+        f"{n}.{name}": w
+        for n in source.numbers
+        for name, w in source.load_layer(n).items()
     }
-    entry = source.entry()
-    return layers | entry | source.exit(entry)
+    entry = source.load_entry()
+    return layers | entry | source.load_exit(entry)
 
 
 @pytest.mark.parametrize("shard", [0, 1])

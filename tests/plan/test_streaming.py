@@ -12,7 +12,7 @@ import torch
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.models.checkpoint import open_checkpoint, open_random
+from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.machine_facts import Machine
@@ -40,7 +40,7 @@ def plan_of(
         machine = Machine(free=int(on_host * GB), has_library=True, **where)
     device = "cpu" if gpu is None else "cuda"
     config = EngineConfig(random_init=size, device=device, dtype="bfloat16", **options)
-    return make_plan(config, open_random(size), machine)
+    return make_plan(config, open_random_checkpoint(size), machine)
 
 
 def num_streamed(plan: RunPlan) -> int:
@@ -112,7 +112,7 @@ def test_a_run_knows_its_host_before_it_looks_at_its_gpu(
     monkeypatch.setattr(machine_facts, "is_fast_in_bfloat16", lambda device: True)
     monkeypatch.setattr(machine_facts, "free_host_bytes", lambda: 512 * GB)
     config = EngineConfig(random_init="llama-70b", device="cuda", offload="cpu")
-    plan = plan_ahead(config, open_random("llama-70b"))
+    plan = plan_ahead(config, open_random_checkpoint("llama-70b"))
     assert plan.own.streamed is not None and plan.own.streamed.place == "cpu"
 
 

@@ -163,9 +163,9 @@ def test_nan_weights_cost_each_row_an_error_and_not_the_run(
 
     def load_damaged(*arguments: Any, **options: Any) -> Any:
         source: Any = open_weights(*arguments, **options)
-        entry = source.entry()
+        entry = source.load_entry()
         entry["embed.weight"].plain[77] = float("nan")
-        source.entry = lambda: entry
+        source.load_entry = lambda: entry
         return source
 
     monkeypatch.setattr("fminfer.runtime.load.builder.open_weights", load_damaged)

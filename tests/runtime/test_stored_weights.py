@@ -77,8 +77,8 @@ def load(folder: Path, part: Part | None = None, *, keeps: bool = True) -> Layer
 
 
 def groups_of(source: LayerSource) -> list[Weights]:
-    entry = source.entry()
-    return [entry, *source.layers(), source.exit(entry)]
+    entry = source.load_entry()
+    return [entry, *source.load_layers(), source.load_exit(entry)]
 
 
 @needs_compiler
@@ -110,8 +110,8 @@ def test_a_packed_head_is_kept_once(
     monkeypatch.setattr(TensorFiles, "drop", lambda files, name: dropped.append(name))
     checkpoint = open_checkpoint(str(folder))
     source = load(folder)
-    entry = source.entry()
-    outside = source.exit(entry)
+    entry = source.load_entry()
+    outside = source.load_exit(entry)
     is_tied = outside["head.weight"] is entry["embed.weight"]
     assert is_tied == (name == "gemma2")
     embed = entry["embed.weight"].plain
@@ -199,8 +199,8 @@ def test_progress_counts_what_is_held(tmp_path: Path) -> None:
 def test_a_head_that_is_stored_twice_is_kept_once(tmp_path: Path) -> None:
     folder, _ = save_both("llama-biases", tmp_path)
     found = load(folder)
-    entry = found.entry()
-    assert found.exit(entry)["head.weight"] is entry["embed.weight"]
+    entry = found.load_entry()
+    assert found.load_exit(entry)["head.weight"] is entry["embed.weight"]
 
 
 @needs_compiler
@@ -240,7 +240,7 @@ def test_the_forecast_counts_packed_weights_once(
     monkeypatch.setattr(expected_bytes, "HOLE_BYTES", none)
     folder, _ = save_both("llama", tmp_path)
     tensors = load(folder)
-    layers = list(tensors.layers())
+    layers = list(tensors.load_layers())
     model = open_checkpoint(str(folder)).model
     specs = layer_specs(model.layers[0], model.hidden_size)
     packed = sum(

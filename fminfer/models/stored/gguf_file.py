@@ -235,5 +235,5 @@ def _unstack_tensor(
     stem, _, leaf = name.rpartition(".")
     item = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
     for number in range(tensor.shape[0]):
-        start = tensor.rows(number, number + 1).start
+        start = tensor.slice_rows(number, number + 1).start
         yield f"{stem}.{number}.{leaf}", replace(item, start=start)

@@ -79,7 +79,7 @@ class StoredTensor:
         )
         return self.start, self.start + -(-(far + 1) * BITS.get(self.dtype, 8) // 8)
 
-    def rows(self, first: int, last: int) -> StoredTensor:
+    def slice_rows(self, first: int, last: int) -> StoredTensor:
         """Return some of its rows."""
         start = self.start + first * self.strides[0] * BITS[self.dtype] // 8
         return replace(self, start=start, shape=(last - first, *self.shape[1:]))
@@ -192,9 +192,9 @@ def read_safetensors(path: Path) -> StoredFile:
         # a value takes more memory than its text
         if raw.count(b",") > MOST_HEADER_VALUES:
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
-        found = _parse_sound_header(path, raw, start, size)
-        if found is not None:
-            return StoredFile(path, found, (0, start))
+        sound_tensors = _parse_sound_header(path, raw, start, size)
+        if sound_tensors is not None:
+            return StoredFile(path, sound_tensors, (0, start))
         tensors = _parse_header(path, raw, start)
     _check_holes(path, tensors, start, size)
     return StoredFile(path, tensors, (0, start))
@@ -218,7 +218,9 @@ def _parse_sound_header(
         offsets = [entry["data_offsets"] for entry in header.values()]
         types = {name: entry["dtype"] for name, entry in header.items()}
         shapes = {name: entry["shape"] for name, entry in header.items()}
-        if not _is_sound([*types.values()], [*shapes.values()], offsets, size - start):
+        if not _has_sound_sizes(
+            [*types.values()], [*shapes.values()], offsets, size - start
+        ):
             return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
@@ -231,7 +233,7 @@ def _parse_sound_header(
     )
 
 
-def _is_sound(
+def _has_sound_sizes(
     types: list[str], shapes: list[Any], offsets: list[Any], num_bytes: int
 ) -> bool:
     """Tell whether tensors have the sizes that they say, and fill a file without holes."""

@@ -58,7 +58,8 @@ MOST_SEARCHED = 4 << 30
 AHEAD = 1 << 29
 # metaseq's OPT: names of tensors, and how parts for tensor parallelism are joined. A
 # fused qkv_proj holds keys, values and queries in this order. Each part has its share
-# of all three. a copy of the embedding
+# of all three.
+# The second tensor that is left out is a copy of the embedding.
 LEFT_OUT = ("decoder.version", "decoder.output_projection.weight")
 FUSED = ".qkv_proj."
 BY_ROWS = (FUSED, ".fc1.", ".embed_tokens.")
@@ -71,7 +72,11 @@ RENAMED = {
 
 
 def read_weight_file(path: Path) -> StoredFile:
-    """Return the tensors of a file, without their values; what is no such file is refused."""
+    """Return the tensors of a file, without their values.
+
+    Raises:
+        CheckpointError: it is no file of weights, or it is broken.
+    """
     with naming_broken_files(path):
         check_no_impostor(path)
         if is_gguf(path):
@@ -93,19 +98,19 @@ class WeightHeaders:
         self._files: dict[Path, tuple[FileStamp, StoredFile]] = {}
 
     def read(self, path: Path) -> tuple[StoredFile, FileStamp]:
-        """Return what a file holds, and its facts before it was read."""
+        """Return what a file holds, and its stamp before it was read."""
         with naming_broken_files(path):
-            facts = read_file_stamp(path)
+            stamp = read_file_stamp(path)
         known = self._files.get(path)
-        if known is None or known[0] != facts:
-            known = (facts, read_weight_file(path))
+        if known is None or known[0] != stamp:
+            known = (stamp, read_weight_file(path))
             self._files[path] = known
-        return known[1], facts
+        return known[1], stamp
 
 
 @dataclass(slots=True, frozen=True)
-class Waiting:
-    """A part of a file that somebody will use."""
+class PartToRead:
+    """A part of a file that is read ahead of its use."""
 
     nbytes: int
     fetch: Callable[[], None]  # has the system read it
@@ -133,51 +138,55 @@ class TensorFiles:
         headers: WeightHeaders | None = None,
     ) -> None:
         headers = headers or WeightHeaders()
-        found = find_weights(folder)
-        if not found.files:
+        weights = find_weights(folder)
+        if not weights.files:
             raise no_weights_error(folder)
         files = []
         self.seen = dict[Path, FileStamp]()  # their facts before they were read
-        for path in found.files:
+        for path in weights.files:
             file, self.seen[path] = headers.read(path)
             files.append(file)
         self._maps: dict[Path, mmap.mmap] = {}
-        self.lent: LentBuffer | None = None  # in `lend`: the buffer to take bytes from
+        self.lent: LentBuffer | None = (
+            None  # in `reading_from`: the buffer that is read
+        )
         self._homes: dict[str, Home] = {}
         self.types: dict[str, str] = {}
         self.shapes: dict[str, Shape] = {}
-        if found.form == "metaseq":
-            for name, tensor in _join_parts(files).items():
+        if weights.form == "metaseq":
+            for name, tensor in _join_metaseq_parts(files).items():
                 self._homes[name] = tensor
                 self.types[name] = tensor.dtype
                 self.shapes[name] = tensor.shape
         else:
-            self._add_files(folder, found, files, layer_prefix)
+            self._add_files(folder, weights, files, layer_prefix)
         for start, other in beside.items():
             self._add_folder(start, TensorFiles(other, headers=headers))
 
     def _add_files(
         self,
         folder: Path,
-        found: WeightFiles,
+        weights: WeightFiles,
         files: Sequence[StoredFile],
         layer_prefix: str,
     ) -> None:
         """Add the tensors of files that hold whole ones."""
-        named = {*found.homes.values()}
+        named = {*weights.homes.values()}
         for file in files:
-            layer = LAYER.fullmatch(file.path.name) if found.form == "layers" else None
+            layer = (
+                LAYER.fullmatch(file.path.name) if weights.form == "layers" else None
+            )
             prefix = layer_prefix.format(layer[1]) if layer else ""
             elsewhere = {home for home in named if folder / home != file.path}
             types = file.types
             shapes = file.shapes
             for name, dtype in types.items():
-                if found.homes.get(name) in elsewhere:
+                if weights.homes.get(name) in elsewhere:
                     continue
                 whole = prefix + name
                 if whole in self._homes:
-                    first = self._tensor(whole).parts[0].file.name
-                    index = f", and no {found.index} says which one counts"
+                    first = self._find_tensor(whole).parts[0].file.name
+                    index = f", and no {weights.index} says which one counts"
                     raise CheckpointError(
                         f"{folder} holds the tensor {whole!r} twice, in {first} and "
                         f"{file.path.name}{'' if layer else index}; take the file away that "
@@ -192,21 +201,21 @@ class TensorFiles:
     def _add_folder(self, start: str, other: TensorFiles) -> None:
         """Add the tensors of another folder; their names begin with `start`."""
         for name in other.types:
-            self._homes[start + name] = other._tensor(name)
+            self._homes[start + name] = other._find_tensor(name)
             self.types[start + name] = other.types[name]
             self.shapes[start + name] = other.shapes[name]
         self.seen |= other.seen
 
-    def _tensor(self, name: str) -> JoinedTensor:
-        """Return where a tensor lies."""
+    def _find_tensor(self, name: str) -> JoinedTensor:
+        """Return the parts of a tensor, and where they lie."""
         home = self._homes[name]
         if isinstance(home, JoinedTensor):
             return home
         return JoinedTensor((home.tensors[name],))
 
     @contextmanager
-    def lend(self, lent: LentBuffer) -> Iterator[None]:
-        """Take bytes from a buffer meanwhile, and none from files."""
+    def reading_from(self, lent: LentBuffer) -> Iterator[None]:
+        """Read bytes from a lent buffer meanwhile, and none from files."""
         self.lent = lent
         try:
             yield
@@ -215,106 +224,111 @@ class TensorFiles:
 
     def read(self, name: str) -> torch.Tensor:
         """Return the values of a tensor, a view of its mapped file if it is in place there."""
-        tensor = self._tensor(name)
+        tensor = self._find_tensor(name)
         if self.is_in_place(name):
-            return self._view(tensor.parts[0])
+            return self._view_tensor(tensor.parts[0])
         whole = torch.empty(tensor.shape, dtype=DTYPES[tensor.dtype])
         self.copy(name, whole)
         return whole
 
     def copy(self, name: str, target: torch.Tensor) -> None:
-        """Copy a tensor's values. The memory of their part of the file is left to others."""
-        tensor = self._tensor(name)
+        """Copy a tensor's values, and free the pages of their part of the file."""
+        tensor = self._find_tensor(name)
         first = 0
         if not tensor.shape:
-            target.copy_(self._view(tensor.parts[0]))
+            target.copy_(self._view_tensor(tensor.parts[0]))
             return
         for part in tensor.parts:
             size = part.shape[tensor.dim]
             rows = part.shape[0]
-            own = target.narrow(tensor.dim, first, size)
+            part_target = target.narrow(tensor.dim, first, size)
             step = (
                 rows
                 if _is_aligned(part)
-                else -(-rows * COPIED_BYTES // max(1, own.nbytes))
+                else -(-rows * COPIED_BYTES // max(1, part_target.nbytes))
             )
             for row in range(0, rows, step or 1):
                 last = min(row + step, rows)
-                own[row:last] = self._view(part.rows(row, last))
-            self._drop(part)
+                part_target[row:last] = self._view_tensor(part.slice_rows(row, last))
+            self._free_pages(part)
             first += size
 
-    def drop(self, name: str) -> None:
-        """Leave the memory of a tensor's part of the file to others, after it was copied."""
-        for part in self._tensor(name).parts:
-            self._drop(part)
+    def free_pages(self, name: str) -> None:
+        """Free the pages of a tensor's part of the file, after it was copied."""
+        for part in self._find_tensor(name).parts:
+            self._free_pages(part)
 
     def is_in_place(self, name: str) -> bool:
         """Tell whether a tensor can be used where it lies: it is one part, which is aligned."""
-        parts = self._tensor(name).parts
+        parts = self._find_tensor(name).parts
         return len(parts) == 1 and _is_aligned(parts[0])
 
-    def spans(self, name: str, rows: tuple[int, int] | None = None) -> Iterator[Span]:
-        """Give the spans of a tensor's parts, or of some rows (first, end) if it is one part."""
-        parts = self._tensor(name).parts
+    def find_spans(
+        self, name: str, rows: tuple[int, int] | None = None
+    ) -> Iterator[Span]:
+        """Yield the spans of a tensor's parts, or of some rows (first, end) of a single part."""
+        parts = self._find_tensor(name).parts
         for part in parts:
-            some = part if rows is None or len(parts) > 1 else part.rows(*rows)
-            yield Span(part.file, *some.span)
+            span_part = (
+                part if rows is None or len(parts) > 1 else part.slice_rows(*rows)
+            )
+            yield Span(part.file, *span_part.span)
 
-    def waiting(self, span: Span, *, is_used_there: bool) -> Waiting:
-        """Return bytes of a tensor that are to be read.
+    def make_part_to_read(self, span: Span, *, is_used_there: bool) -> PartToRead:
+        """Return a span as a part to be read ahead.
 
-        What is copied is only read into the system's memory, not into this process's pages.
+        A span that will be copied is read into the system's memory only, not into this
+        process's pages.
         """
         size = span.last - span.first
-        fetch = partial(_have_read, span)
+        fetch = partial(_start_reading, span)
         if is_used_there and size:
             address = torch.frombuffer(
-                self._map(span.file), dtype=torch.uint8
+                self._map_file(span.file), dtype=torch.uint8
             ).data_ptr()
             fetch = partial(read_mapped, address + span.first, size)
-        return Waiting(size, fetch)
+        return PartToRead(size, fetch)
 
-    def _view(self, tensor: StoredTensor) -> torch.Tensor:
+    def _view_tensor(self, tensor: StoredTensor) -> torch.Tensor:
         dtype = DTYPES[tensor.dtype]
         first, last = tensor.span
         if first == last:
             return torch.empty(tensor.shape, dtype=dtype)
-        stored = self._bytes(tensor.file, first, last)
+        stored = self._view_bytes(tensor.file, first, last)
         # of old files: the processor may not read it where it lies
         if not _is_aligned(tensor):
             stored = stored.clone()
-            self._drop(tensor)
+            self._free_pages(tensor)
         return stored.view(dtype).as_strided(tensor.shape, tensor.strides)
 
-    def _bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
+    def _view_bytes(self, file: Path, first: int, last: int) -> torch.Tensor:
         if self.lent is not None:
             return self.lent.find_bytes(Span(file, first, last))
-        mapped = self._map(file)
+        mapped = self._map_file(file)
         if last > len(mapped):
             raise broken_file_error(file, "it was cut off meanwhile")
         return torch.frombuffer(
             mapped, dtype=torch.uint8, count=last - first, offset=first
         )
 
-    def _map(self, path: Path) -> mmap.mmap:
+    def _map_file(self, path: Path) -> mmap.mmap:
         if path not in self._maps:
             with naming_broken_files(path), path.open("rb") as file:
                 # Nothing writes into the map. If it did, the file would not change.
                 self._maps[path] = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY)
         return self._maps[path]
 
-    def _drop(self, tensor: StoredTensor) -> None:
+    def _free_pages(self, tensor: StoredTensor) -> None:
         if self.lent is not None:
             return
         first, last = tensor.span
         first = -(-first // PAGE) * PAGE  # whole pages of its own
         last = last // PAGE * PAGE
         if last > first and hasattr(mmap, "MADV_DONTNEED"):
-            self._map(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
+            self._map_file(tensor.file).madvise(mmap.MADV_DONTNEED, first, last - first)
 
 
-def find_odd_tensor(folder: Path) -> str:
+def find_nonfinite_tensor(folder: Path) -> str:
     """Return the first tensor with nan or infinity; "": none, or files are too large."""
     files = TensorFiles(folder)
     if sum(path.stat().st_size for path in files.seen) > MOST_SEARCHED:
@@ -323,8 +337,8 @@ def find_odd_tensor(folder: Path) -> str:
     return next((name for name in floats if not files.read(name).isfinite().all()), "")
 
 
-def _have_read(span: Span) -> None:
-    """Have the system read a part of a file; it goes on by itself."""
+def _start_reading(span: Span) -> None:
+    """Start the system's reading of a part of a file, which goes on by itself."""
     if hasattr(os, "posix_fadvise"):
         # who needs it says what is wrong
         with suppress(OSError), span.file.open("rb") as file:
@@ -333,11 +347,13 @@ def _have_read(span: Span) -> None:
 
 
 @contextmanager
-def reading_ahead(groups: Sequence[Sequence[Waiting]]) -> Iterator[Callable[[], None]]:
-    """Have a thread bring groups of tensors into memory, one after the other, not too far ahead.
+def reading_ahead(
+    groups: Sequence[Sequence[PartToRead]],
+) -> Iterator[Callable[[], None]]:
+    """Read groups of tensors into memory in a thread, one after the other, not too far ahead.
 
     Yields:
-        what is to be called when a group has been used.
+        a function to call when a group has been used.
     """
     largest = max((sum(part.nbytes for part in group) for group in groups), default=0)
     waiting = iter(groups)
@@ -362,7 +378,7 @@ def _is_aligned(tensor: StoredTensor) -> bool:
     return tensor.start * 8 % BITS[tensor.dtype] == 0
 
 
-def _join_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:
+def _join_metaseq_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:
     """Return the tensors of all parts of metaseq under the names of transformers."""
     first = files[0]
     for file in files:
@@ -374,37 +390,39 @@ def _join_parts(files: Sequence[StoredFile]) -> dict[str, JoinedTensor]:
     for name in first.tensors:
         if "flat_param" in name:
             raise unsharded_error(first.path.name)
-    found: dict[str, JoinedTensor] = {}
+    tensors: dict[str, JoinedTensor] = {}
     for name in first.tensors.keys() - set(LEFT_OUT):
         parts = [file.tensors[name] for file in files]
-        for theirs, tensor in _join(name, parts):
-            for old, new in RENAMED.items():
-                theirs = theirs.replace(old, new)
-            found[theirs] = tensor
-    return found
+        for new_name, tensor in _join_metaseq_tensor(name, parts):
+            for old_part, new_part in RENAMED.items():
+                new_name = new_name.replace(old_part, new_part)
+            tensors[new_name] = tensor
+    return tensors
 
 
-def _join(name: str, parts: list[StoredTensor]) -> Iterator[tuple[str, JoinedTensor]]:
+def _join_metaseq_tensor(
+    name: str, parts: list[StoredTensor]
+) -> Iterator[tuple[str, JoinedTensor]]:
     dim = next((0 for each in BY_ROWS if each in name), None)
     dim = 1 if name.endswith(BY_COLUMNS) else dim
-    _check_shapes(name, parts, dim)
+    _check_part_shapes(name, parts, dim)
     if FUSED not in name:
         yield (
             name,
             JoinedTensor(tuple(parts if dim is not None else parts[:1]), dim or 0),
         )
         return
-    for place, which in enumerate(("k_proj", "v_proj", "q_proj")):
+    for number, product_name in enumerate(("k_proj", "v_proj", "q_proj")):
         sizes = [part.shape[0] // 3 for part in parts]
         rows = (
-            part.rows(place * n, (place + 1) * n)
+            part.slice_rows(number * n, (number + 1) * n)
             for part, n in zip(parts, sizes, strict=True)
         )
-        yield name.replace("qkv_proj", which), JoinedTensor(tuple(rows))
+        yield name.replace("qkv_proj", product_name), JoinedTensor(tuple(rows))
 
 
-def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
-    """Refuse parts that cannot be joined along a dimension, or are not the same without one."""
+def _check_part_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None:
+    """Check that parts can be joined along a dimension, or are the same without one."""
     shapes = [part.shape for part in parts]
     fits = True
     others = set(shapes)
@@ -414,8 +432,8 @@ def _check_shapes(name: str, parts: list[StoredTensor], dim: int | None) -> None
         )
         others = {(*shape[:dim], *shape[dim + 1 :]) for shape in shapes}
     if not fits or len(others) > 1:
-        found = " and ".join(map(str, shapes[:2]))
+        found_shapes = " and ".join(map(str, shapes[:2]))
         raise CheckpointError(
-            f"{parts[0].file.parent}: tensor {name!r} has shape {found}, which is no part of "
-            "a model; fetch the files again"
+            f"{parts[0].file.parent}: tensor {name!r} has shape {found_shapes}, which is no "
+            "part of a model; fetch the files again"
         )

@@ -35,7 +35,7 @@ from fminfer.engine.start import RequestStarter
 from fminfer.models.checkpoint import GENERATION, START_FIELDS, Checkpoint
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.models.sentence_folder import SentenceFolder
-from fminfer.models.stored.tensor_table import find_odd_tensor
+from fminfer.models.stored.tensor_table import find_nonfinite_tensor
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from fminfer.text.tokenizer_folder import read_template
 
@@ -195,7 +195,11 @@ def nan_explanation(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[], 
 
     @cache
     def explain() -> str:
-        name = "" if checkpoint.folder is None else find_odd_tensor(checkpoint.folder)
+        name = (
+            ""
+            if checkpoint.folder is None
+            else find_nonfinite_tensor(checkpoint.folder)
+        )
         if name:
             return f"The weights hold nan or infinity, as in {name!r}. Fetch the model again"
         return NAN_REMEDIES.get(dtype, "The dtype overflows. Try --dtype float32")
