@@ -111,7 +111,9 @@ class Checkpoint:
     def context_length(self) -> int:
         """Most tokens of one sequence."""
         model = self.model
-        return self._longest_context(model.layers[: model.num_cached_layers] or model.layers)
+        return self._longest_context(
+            model.layers[: model.num_cached_layers] or model.layers
+        )
 
     @property
     def source_length(self) -> int:
@@ -155,8 +157,8 @@ class Checkpoint:
         if not all(type(each) is int and each >= 0 for each in self._stated_eos_ids):
             raise CheckpointError(
                 f"{self.name} has the eos_token_id {self._stated_eos_ids!r} in its "
-                f"{GENERATION} or config.json; the id of a token, a list of ids or null is allowed. Write the "
-                "model's own ids there"
+                f"{GENERATION} or config.json; the id of a token, a list of ids or null is "
+                "allowed. Write the model's own ids there"
             )
 
     @property

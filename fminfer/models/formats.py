@@ -127,8 +127,6 @@ def _formats_of_one_expert(
 ) -> list[tuple[Format, int]]:
     """Return the formats of one expert's rows, if all experts have the same; else none."""
     ends = [*accumulate(num for _, num in row_formats)]
-    if outputs not in ends:
-        return []
-    of_first = row_formats[: ends.index(outputs) + 1]
-    is_repeated = row_formats == of_first * (len(row_formats) // len(of_first))
-    return of_first if is_repeated else []
+    of_first = row_formats[: ends.index(outputs) + 1] if outputs in ends else []
+    num_experts = len(row_formats) // max(1, len(of_first))
+    return of_first if row_formats == of_first * num_experts else []

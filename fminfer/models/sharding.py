@@ -226,10 +226,9 @@ def _shard_layer(layer: Layer, parts: Parts, kv_copies: int) -> Layer:
     alibi = attention.alibi and replace(
         attention.alibi, slopes=attention.alibi.slopes[heads.start : heads.stop]
     )
-    norms_all = attention.qk_norm_over == "all"
     heads_of_all = (
         StageHeads(attention.heads, attention.kv_heads, kv_copies)
-        if norms_all
+        if attention.qk_norm_over == "all"
         else None
     )
     attention = replace(

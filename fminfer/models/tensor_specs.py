@@ -80,13 +80,12 @@ def _attention_specs(attention: Attention, hidden_size: int) -> TensorSpecs:
 
 def _cross_specs(cross: Cross, hidden_size: int) -> TensorSpecs:
     attention = cross.attention
-    has_bias = attention.has_qkv_bias
     query_units, *kv_units = _qkv_units(attention)
     return (
         _norm_specs("before_cross", cross.input_norm, (hidden_size,))
         | _norm_specs("sum_cross", cross.sum_norm, (hidden_size,))
-        | _product_specs("cross_q", (query_units,), hidden_size, has_bias)
-        | _product_specs("cross_kv", (*kv_units,), hidden_size, has_bias)
+        | _product_specs("cross_q", (query_units,), hidden_size, attention.has_qkv_bias)
+        | _product_specs("cross_kv", (*kv_units,), hidden_size, attention.has_qkv_bias)
         | _product_specs("cross_out", hidden_size, query_units, attention.has_out_bias)
     )
 

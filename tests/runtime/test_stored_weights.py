@@ -107,7 +107,9 @@ def test_a_packed_head_is_kept_once(
     """
     folder, _ = save_both(name, tmp_path)
     dropped: list[str] = []
-    monkeypatch.setattr(TensorFiles, "drop", lambda files, name: dropped.append(name))
+    monkeypatch.setattr(
+        TensorFiles, "free_pages", lambda files, name: dropped.append(name)
+    )
     checkpoint = open_checkpoint(str(folder))
     source = load(folder)
     entry = source.load_entry()
