@@ -24,7 +24,7 @@ from against_transformers import SIZE, make_workload
 
 from fminfer.files.journal import Journal
 from fminfer.files.journal_rows import Row
-from fminfer.files.ordered_output import put_in_order
+from fminfer.files.ordered_output import write_ordered_output
 
 NUM_ROWS = 100_000
 
@@ -73,7 +73,7 @@ def time_journal(folder: Path) -> tuple[float, float, float]:
     journal = Journal(output, {})
     assert journal.num_rows == NUM_ROWS
     times.append(time.perf_counter())
-    put_in_order(journal)
+    write_ordered_output(journal)
     journal.remove()
     times.append(time.perf_counter())
     first, second, third = (

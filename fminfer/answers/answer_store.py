@@ -19,7 +19,7 @@ from fminfer.answers.answer_file import (
     DamagedError,
 )
 from fminfer.answers.cache_place import CachePlace
-from fminfer.files.disk import alone
+from fminfer.files.disk import holding_lock
 
 FILE = "answers.sqlite"
 LOCK = "answers.lock"
@@ -188,7 +188,7 @@ class AnswerStore:
         number = f"{self._now():.0f}-{os.getpid()}-{self._num_set_aside}"
         aside = self._path.with_name(f"{FILE}.damaged-{number}")
         try:
-            with alone(self._path.with_name(LOCK)):
+            with holding_lock(self._path.with_name(LOCK)):
                 if _identity_of(self._path) != self._identity:
                     return True
                 self._num_set_aside += 1

@@ -29,24 +29,24 @@ from fminfer.files.completed import (
     BATCH_RECORD,
     CompletedOutput,
     Edit,
-    edited,
+    edited_error,
     find_completed,
     is_retryable,
-    records_of,
+    read_records,
 )
-from fminfer.files.disk import lock, replacing, told
+from fminfer.files.disk import lock_file, raising_disk_errors, replacing_file
 from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import (
     INPUT,
     Fingerprint,
     Row,
-    head_line,
     is_of_other_input,
-    read_fingerprint,
+    make_head_line,
+    parse_fingerprint,
 )
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
-from fminfer.files.run_facts import RunFacts
+from fminfer.files.run_facts import CurrentRun
 from fminfer.files.streams import Digest
 
 # lines left to answer whose equal ones are kept in memory, about 12 MB
@@ -67,7 +67,9 @@ class RunTerms:
     # Begins to count a file's lines; None: answers to a file that has changed are not taken.
     count_lines: Callable[[], LineCounter] | None = None
     tell: Callable[[str], None] = lambda text: None  # told how far a long task is
-    facts: RunFacts = field(default_factory=RunFacts)  # for each output's status file
+    facts: CurrentRun = field(
+        default_factory=CurrentRun
+    )  # for each output's status file
     # In time.time(). What has failed since then was tried beside this run, and is not
     # tried again.
     started_s: float = field(default_factory=time.time)
@@ -143,7 +145,7 @@ def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> 
     if completed is None or completed.counts.num_completed:
         return
     if terms.takes_over(completed.fingerprint, fingerprint):
-        with told(output):
+        with raising_disk_errors(output):
             output.unlink(missing_ok=True)
 
 
@@ -155,9 +157,11 @@ def reopen(
     Raises:
         UsageError: the output is not what a run has written for the lines of `source`.
     """
-    with told(completed.output):
+    with raising_disk_errors(completed.output):
         if (edit := completed.find_edit(is_read=True)) is not None:
-            raise edited(completed.output, edit, can_stay=edit.path != completed.output)
+            raise edited_error(
+                completed.output, edit, can_stay=edit.path != completed.output
+            )
         counter = None if terms.count_lines is None else terms.count_lines()
         _put_journal(
             completed.output, fingerprint, _rows_again(source, completed, counter)
@@ -167,8 +171,8 @@ def reopen(
 def _put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
     """Write an output's journal, and put it in the place of the one that may be there."""
     path = journal_path(output)
-    with told(path), replacing(path, draft_path(path)) as file:
-        file.write(head_line(fingerprint))
+    with raising_disk_errors(path), replacing_file(path, draft_path(path)) as file:
+        file.write(make_head_line(fingerprint))
         for row in rows:
             file.write(row.to_line())
 
@@ -181,9 +185,12 @@ def _open(
     path = journal_path(output)
     pace = Pace(terms.tell)
     if path.exists():
-        with told(path), path.open("rb+") as file:  # NFS locks only what may be written
-            lock(file.fileno(), path, output)
-            old = read_fingerprint(path, file.readline())
+        with (
+            raising_disk_errors(path),
+            path.open("rb+") as file,
+        ):  # NFS locks only what may be written
+            lock_file(file.fileno(), path, output)
+            old = parse_fingerprint(path, file.readline())
             file.seek(0)
             is_other = is_of_other_input(old, fingerprint)
             yield JournalAnswers(path, file, old[INPUT], pace) if is_other else None
@@ -192,9 +199,9 @@ def _open(
     if completed is None or not is_of_other_input(completed.fingerprint, fingerprint):
         yield None
         return
-    with told(output), output.open("rb") as file:
+    with raising_disk_errors(output), output.open("rb") as file:
         if (edit := completed.find_edit(is_read=True)) is not None:
-            raise edited(output, edit)
+            raise edited_error(output, edit)
         assert terms.count_lines is not None, "a run that takes no earlier answers"
         input_was = completed.fingerprint[INPUT]
         yield OutputAnswers(output, file, input_was, pace, terms.count_lines())
@@ -278,10 +285,10 @@ def _rows_again(
     vectors = VectorReader(output) if "vectors" in (completed.seals or {}) else None
 
     def changed(what: str) -> UsageError:
-        return edited(output, Edit(output, what), can_stay=True)
+        return edited_error(output, Edit(output, what), can_stay=True)
 
-    answers = records_of(output)
-    errors = records_of(errors_path(output))
+    answers = read_records(output)
+    errors = read_records(errors_path(output))
     answer = next(answers, None)
     error = next(errors, None)
     for line in read_lines(source, 0, limit=completed.limit):
@@ -304,7 +311,7 @@ def _rows_again(
                 input_crc=crc,
                 record=answer,
                 key=b"" if counter is None else make_key(envelope, num_equal),
-                vector=b"" if vectors is None else vectors.of(line.number),
+                vector=b"" if vectors is None else vectors.read(line.number),
             )
             answer = next(answers, None)
         else:

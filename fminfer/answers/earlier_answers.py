@@ -21,8 +21,8 @@ from fminfer.contract.record import (
     readdress,
 )
 from fminfer.core.errors import RequestError, UsageError, line_error
-from fminfer.files.completed import is_retryable, records_of
-from fminfer.files.journal_rows import read_row
+from fminfer.files.completed import is_retryable, read_records
+from fminfer.files.journal_rows import parse_row
 from fminfer.files.ordered_output import errors_path
 
 
@@ -161,7 +161,7 @@ class OutputAnswers(EarlierAnswers):
         super().__init__(output, file, input_was, pace)
         self._has_unknown = False  # a request before the next answer
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
-        for record in records_of(errors_path(output)):
+        for record in read_records(errors_path(output)):
             if is_retryable(record):  # other errors are those of all equal requests
                 try:
                     self._note_failed(record, counter)
@@ -212,7 +212,7 @@ class JournalAnswers(EarlierAnswers):
     ) -> None:
         super().__init__(journal, file, input_was, pace)
         for place, line in self._lines():
-            row = read_row(line)
+            row = parse_row(line)
             # its head, a damaged row, or one to be judged again
             if row is None or row.is_error:
                 continue
@@ -223,6 +223,6 @@ class JournalAnswers(EarlierAnswers):
             self._index.add(row.key, place)
 
     def _record_in(self, written: bytes) -> bytes:
-        if (row := read_row(written)) is None:
+        if (row := parse_row(written)) is None:
             raise ValueError("a row is damaged")
         return row.record

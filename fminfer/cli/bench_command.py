@@ -22,7 +22,7 @@ from fminfer.cli.process import (
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
-from fminfer.files.own_files import PICTURE, replace_own
+from fminfer.files.own_files import PICTURE, replace_own_file
 from fminfer.job.report.bench_picture import draw_bench
 from fminfer.machine.library_imports import importing
 from fminfer.pipeline.ranks import RankConfig
@@ -92,7 +92,7 @@ def _time(
     click.echo(json.dumps(result.to_dict()))
     if asked.plot is not None:
         picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
-        replace_own(asked.plot, PICTURE, "--plot", picture.encode())
+        replace_own_file(asked.plot, PICTURE, "--plot", picture.encode())
     return result.is_timed
 
 

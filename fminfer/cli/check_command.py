@@ -21,7 +21,11 @@ from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
 from fminfer.core.terminal import find_width
-from fminfer.files.input_folders import describe_empty, describe_left_out, find_inputs
+from fminfer.files.input_folders import (
+    describe_empty_files,
+    describe_left_out,
+    find_inputs,
+)
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
 from fminfer.job.run_paths import JobOptions, refuse_other_models
 from fminfer.machine.library_imports import import_transformers
@@ -62,11 +66,11 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     config = pop_options(EngineConfig, options)
     tell_notices(is_quiet=asked.is_json)
     remote = RemoteFolders(default_work_dir(), is_quiet=asked.is_json)
-    inputs = find_inputs([file for path in paths for file in remote.fetch(path)])
+    inputs = find_inputs([file for path in paths for file in remote.fetch_inputs(path)])
     folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
     for text in describe_left_out(folders, has_lost=True):
         click.echo(f"Left out: {text}.", err=True)
-    for text in describe_empty(inputs):
+    for text in describe_empty_files(inputs):
         click.echo(f"Warning: {text}.", err=True)
     if not inputs:
         raise UsageError(

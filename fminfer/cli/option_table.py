@@ -29,7 +29,7 @@ from fminfer.core.option import (
     option,
     options_of,
 )
-from fminfer.files.own_files import PICTURE, require_own
+from fminfer.files.own_files import PICTURE, require_own_file
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions
@@ -94,7 +94,7 @@ class BenchOptions(Options):
                 f"--plot is {self.plot}, and there is no folder {self.plot.parent}"
             )
         if self.plot is not None:
-            require_own(self.plot, PICTURE, "--plot")
+            require_own_file(self.plot, PICTURE, "--plot")
 
 
 @dataclass(frozen=True)

@@ -17,8 +17,8 @@ from fminfer.core.config import ModelOptions
 from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
 from fminfer.core.quantities import describe_bytes, describe_seconds
-from fminfer.files.claims import claiming
-from fminfer.files.disk import making_folder, told
+from fminfer.files.claims import claiming_output
+from fminfer.files.disk import making_folder, raising_disk_errors
 from fminfer.machine.library_imports import importing
 from fminfer.runtime.bars import LoadingBar
 
@@ -53,9 +53,9 @@ def quantize(seed: int, **options: Any) -> None:
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
     checkpoint = open_model(named)
     output = output.resolve()
-    with told(output.parent):
+    with raising_disk_errors(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)
-    with claiming(output):
+    with claiming_output(output):
         if is_quantized_copy(output, checkpoint, to, seed=seed):
             return click.echo(
                 f"{output} is already there: {checkpoint.name} in {to}", err=True

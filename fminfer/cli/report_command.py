@@ -33,7 +33,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     input stands for its output. The page names what a run has not kept, such as the
     times of Batch lines.
     """
-    from fminfer.files.own_files import PAGE, require_own
+    from fminfer.files.own_files import PAGE, require_own_file
     from fminfer.job.report.report_file import write_report
     from fminfer.job.report.told_outputs import find_outputs
 
@@ -43,7 +43,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
     if out.resolve() in {path.resolve() for each in found for path in each.files}:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
-    require_own(out, PAGE, "--out")
+    require_own_file(out, PAGE, "--out")
     done = write_report(found, out)
     click.echo(
         f"report    {out}: {with_noun(done.num_rows, 'row')} of "

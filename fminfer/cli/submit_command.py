@@ -26,7 +26,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
 from fminfer.core.quantities import with_noun
 from fminfer.files.input_folders import describe_left_out, find_inputs
-from fminfer.files.output_paths import plan_outputs
+from fminfer.files.output_paths import require_output_paths
 from fminfer.job.run_paths import refuse_other_models
 
 
@@ -119,7 +119,7 @@ def _plan(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
         [path for path in paths if path.is_dir()], has_lost=True
     ):
         _say(f"Left out: {text}.")
-    return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
+    return dict(zip(inputs, require_output_paths(inputs, output), strict=True))
 
 
 def _name(name: str | None, flags: dict[str, Any]) -> str:

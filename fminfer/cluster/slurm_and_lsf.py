@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Literal
 
 from fminfer.core.errors import SchedulerError, UsageError
-from fminfer.files.disk import replacing, told
+from fminfer.files.disk import raising_disk_errors, replacing_file
 
 
 @dataclass(slots=True, frozen=True)
@@ -141,7 +141,7 @@ def _lsf_task(name: str) -> QueuedTask:
 
 def _submit(command: list[str], job: Job) -> str:
     """Send a job, once its folder and the list of its files are there; return what is said."""
-    with told(job.job_dir):
+    with raising_disk_errors(job.job_dir):
         # without it there would be no logs
         job.job_dir.mkdir(parents=True, exist_ok=True)
         if job.list_path is not None:
@@ -151,7 +151,7 @@ def _submit(command: list[str], job: Job) -> str:
 
 def write_list(path: Path, files: Sequence[Path]) -> None:
     """Write the names of files, a NUL after each; whole, or not at all."""
-    with replacing(path, is_durable=False) as new:
+    with replacing_file(path, is_durable=False) as new:
         new.write(b"".join(os.fsencode(file) + b"\0" for file in files))
 
 

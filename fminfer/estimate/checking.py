@@ -27,7 +27,7 @@ from fminfer.estimate.line_checks import SAMPLE_TOKENS, LineChecker, LineCounts
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
-from fminfer.files.line_reader import count_rows, read_lines, sum_counts
+from fminfer.files.line_reader import count_lines, read_lines, sum_counts
 from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import find_model_folder
@@ -138,7 +138,7 @@ class Check:
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
-        total = sum_counts([count_rows(path) for path in inputs])
+        total = sum_counts([count_lines(path) for path in inputs])
         lines = chain.from_iterable(
             read_lines(path, source) for source, path in enumerate(inputs)
         )

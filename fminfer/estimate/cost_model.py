@@ -17,7 +17,7 @@ import torch
 from fminfer.compute.values.step import Step
 from fminfer.core.errors import UsageError
 from fminfer.core.version import __version__
-from fminfer.files.disk import replacing
+from fminfer.files.disk import replacing_file
 from fminfer.machine import processor
 from fminfer.machine.threads import choose_num_threads
 from fminfer.machine.user_cache import cache_folder
@@ -214,7 +214,7 @@ def keep_costs(path: Path, costs: CostModel, model: str) -> None:
         "seconds": dict(zip(COSTS, costs.seconds, strict=True)),
     }
     try:
-        with replacing(path, is_durable=False) as file:
+        with replacing_file(path, is_durable=False) as file:
             file.write(json.dumps(fields, indent=2).encode() + b"\n")
     except OSError as error:
         raise UsageError(f"what was measured cannot be kept: {error}") from error

@@ -20,7 +20,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.core.errors import InUseError, OutputError
-from fminfer.files.disk import beside, told
+from fminfer.files.disk import path_beside, raising_disk_errors
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path
 from fminfer.files.streams import open_unblocked
@@ -35,7 +35,7 @@ TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
 
 
 @dataclass(slots=True, frozen=True)
-class Found:
+class ClaimFile:
     """A claim that is there."""
 
     path: Path
@@ -72,9 +72,9 @@ class Claim:
         """
         try:
             os.utime(self.path)
-            is_mine = _read(self.path)[0] == self._data
+            is_mine = _read_claim(self.path)[0] == self._data
             # none, if the folder was emptied just now
-            newest = _numbers(self.path.parent)[-1:]
+            newest = _list_numbers(self.path.parent)[-1:]
             self._is_lost = not is_mine or newest != [int(self.path.name)]
             self._beat_s = time.time()
         except FileNotFoundError:
@@ -82,7 +82,7 @@ class Claim:
         except OSError:
             pass  # the disk may come back
 
-    def holds(self) -> bool:
+    def is_held(self) -> bool:
         """Tell whether it is still this process's: one that slept for long may have lost it."""
         if not self._is_lost and not self._has_beaten_within(TRUSTED_S):
             self.beat()
@@ -98,7 +98,7 @@ class Claim:
         """Give it back."""
         self._on_end(self)
         with contextlib.suppress(OSError):
-            if _read(self.path)[0] == self._data:
+            if _read_claim(self.path)[0] == self._data:
                 self.path.unlink()
             self.path.parent.rmdir()  # if nobody else has one there
 
@@ -111,18 +111,18 @@ class Claims:
         self._lock = threading.Lock()
         self._is_beating = False
 
-    def take(self, output: Path) -> Claim | None:
+    def acquire(self, output: Path) -> Claim | None:
         """Claim an output; None: it is another living process's.
 
-        The claims of dead ones stay until `remove_dead`: whoever slept is to find its own.
+        The claims of dead ones stay until `remove_dead_claims`: whoever slept is to find its own.
         """
-        found = look_at(output)
-        if any(not claim.is_dead for claim in found):
+        claims = read_claims(output)
+        if any(not claim.is_dead for claim in claims):
             return None
-        number = 1 + max((claim.number for claim in found), default=0)
-        path = _folder_of(output) / str(number)
+        number = 1 + max((claim.number for claim in claims), default=0)
+        path = _claims_folder(output) / str(number)
         data = describe_me()
-        with told(path):
+        with raising_disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             try:
                 if not create_once(path, data, 0o666):
@@ -130,11 +130,11 @@ class Claims:
             except FileNotFoundError:  # its folder is being removed
                 return None
         # Two may have seen the same dead one at different times: both look again.
-        there = look_at(output)
-        rivals = [claim for claim in there if claim.path != path]
+        later_claims = read_claims(output)
+        rivals = [claim for claim in later_claims if claim.path != path]
         claim = Claim(path, data, self._held.discard)
         # Another process may have removed it as torn, because it was written slowly.
-        if len(rivals) == len(there) or any(
+        if len(rivals) == len(later_claims) or any(
             rival.number > number or not rival.is_dead for rival in rivals
         ):
             claim.release()
@@ -144,31 +144,31 @@ class Claims:
             if not self._is_beating:
                 self._is_beating = True
                 # with the process
-                every(BEAT_S, self._beat, "claims", end=threading.Event())
+                every(BEAT_S, self._beat_all, "claims", end=threading.Event())
         return claim
 
-    def _beat(self) -> None:
+    def _beat_all(self) -> None:
         with self._lock:
             held = list(self._held)
         for claim in held:
             claim.beat()
 
 
-def look_at(output: Path, now_s: float | None = None) -> list[Found]:
+def read_claims(output: Path, now_s: float | None = None) -> list[ClaimFile]:
     """Read an output's claims, the newest owner's last; `now_s` None: by the clock of
     the disk."""
-    folder = _folder_of(output)
-    found = []
-    for number in _numbers(folder):
+    folder = _claims_folder(output)
+    claims = []
+    for number in _list_numbers(folder):
         path = folder / str(number)
         # it was released just now
-        with told(path), contextlib.suppress(FileNotFoundError):
-            data, beat_s = _read(path)
+        with raising_disk_errors(path), contextlib.suppress(FileNotFoundError):
+            data, beat_s = _read_claim(path)
             owner = read_owner(data)
             if now_s is None and not (owner and owner.is_near):
-                now_s = disk_time(output.parent)
-            found.append(
-                Found(
+                now_s = read_disk_clock(output.parent)
+            claims.append(
+                ClaimFile(
                     path,
                     number,
                     owner,
@@ -176,42 +176,42 @@ def look_at(output: Path, now_s: float | None = None) -> list[Found]:
                     (now_s or beat_s) - beat_s,
                 )
             )
-    return found
+    return claims
 
 
-def claimed(outputs: Iterable[Path]) -> set[Path]:
+def find_claimed(outputs: Iterable[Path]) -> set[Path]:
     """Return the outputs that have a claim, alive or dead; each folder is listed once."""
     outputs = list(outputs)
-    there = {
+    claim_folders = {
         folder / name
         for folder in {output.parent for output in outputs}
         if folder.is_dir()
         for name in os.listdir(folder)
         if name.endswith(CLAIM)
     }
-    return {output for output in outputs if _folder_of(output) in there}
+    return {output for output in outputs if _claims_folder(output) in claim_folders}
 
 
-def remove_dead(output: Path) -> None:
+def remove_dead_claims(output: Path) -> None:
     """Remove the claims of processes that are gone."""
-    for claim in look_at(output):
+    for claim in read_claims(output):
         if claim.is_dead:
             with contextlib.suppress(OSError):
                 claim.path.unlink(missing_ok=True)
     with contextlib.suppress(OSError):
-        _folder_of(output).rmdir()  # if it is empty
+        _claims_folder(output).rmdir()  # if it is empty
 
 
-def drop_claims(output: Path) -> None:
+def remove_all_claims(output: Path) -> None:
     """Remove all claims of an output, for who knows that no other process writes it."""
-    shutil.rmtree(_folder_of(output), ignore_errors=True)
+    shutil.rmtree(_claims_folder(output), ignore_errors=True)
 
 
-def _folder_of(output: Path) -> Path:
-    return beside(output, CLAIM)
+def _claims_folder(output: Path) -> Path:
+    return path_beside(output, CLAIM)
 
 
-def _numbers(folder: Path) -> list[int]:
+def _list_numbers(folder: Path) -> list[int]:
     try:
         return sorted(
             int(name) for name in os.listdir(folder) if NUMBER.fullmatch(name)
@@ -220,13 +220,13 @@ def _numbers(folder: Path) -> list[int]:
         return []
 
 
-def _read(path: Path) -> tuple[bytes, float]:
+def _read_claim(path: Path) -> tuple[bytes, float]:
     """Return a claim's bytes and last beat. To open it makes a network disk look again."""
     with open(path, "rb", opener=open_unblocked) as file:
         return file.read(), os.fstat(file.fileno()).st_mtime
 
 
-def disk_time(folder: Path) -> float:
+def read_disk_clock(folder: Path) -> float:
     """Return the time by the clock that dates the folder's files."""
     probe = folder / f".fminfer-{uuid.uuid4().hex}"
     try:
@@ -253,38 +253,38 @@ class Hold:
     def check_free(self) -> None:
         """Refuse an output that another run has, by an InUseError."""
         if self.claim is None and any(
-            not claim.is_dead for claim in look_at(self._output)
+            not claim.is_dead for claim in read_claims(self._output)
         ):
-            raise self._in_use()
+            raise self._in_use_error()
 
-    def take(self) -> None:
+    def acquire(self) -> None:
         """Claim the output, if it is not claimed yet; refuse another run's, by an InUseError."""
-        self.claim = self.claim or self._claims.take(self._output)
+        self.claim = self.claim or self._claims.acquire(self._output)
         if self.claim is None:
-            raise self._in_use()
+            raise self._in_use_error()
 
     @contextlib.contextmanager
-    def taken(self) -> Iterator[None]:
+    def acquired(self) -> Iterator[None]:
         """Claim the output for a moment; a claim that was there before stays."""
         was_held = self.claim is not None
-        self.take()
+        self.acquire()
         try:
             yield
         finally:
             if not was_held:
                 self.release()
 
-    def remove_dead(self) -> None:
+    def remove_dead_claims(self) -> None:
         """Remove dead claims once the journal is open: who slept with it open must find
         its own."""
         if self.claim is not None:
-            remove_dead(self._output)
+            remove_dead_claims(self._output)
 
-    def holds(self) -> bool:
+    def is_held(self) -> bool:
         """Tell whether the claim is still this run's, which may have slept for long."""
-        return self.claim is None or self.claim.holds()
+        return self.claim is None or self.claim.is_held()
 
-    def lose(self) -> None:
+    def mark_lost(self) -> None:
         """Write no more; the output is another run's, or free for one."""
         self.is_lost = True
         self.release()
@@ -295,21 +295,21 @@ class Hold:
             self.claim.release()
             self.claim = None
 
-    def settle(self) -> None:
+    def remove_leftovers(self) -> None:
         """Leave nothing beside a complete output of what a killed run may have left there."""
         draft = draft_path(journal_path(self._output))
         # it may be read only
         with contextlib.suppress(InUseError, OutputError, OSError):
             if draft.exists():
-                self.take()  # so that no other run is writing it
+                self.acquire()  # so that no other run is writing it
                 draft.unlink(missing_ok=True)
-        remove_dead(self._output)
+        remove_dead_claims(self._output)
         self.release()
 
-    def _in_use(self) -> InUseError:
+    def _in_use_error(self) -> InUseError:
         names = [
             f"process {claim.owner.pid} of {claim.owner.host}"
-            for claim in look_at(self._output)
+            for claim in read_claims(self._output)
             if claim.owner is not None and not claim.is_dead
         ]
         return InUseError(
@@ -320,9 +320,9 @@ class Hold:
 
 
 @contextlib.contextmanager
-def claiming(output: Path) -> Iterator[None]:
+def claiming_output(output: Path) -> Iterator[None]:
     """Let one command at a time write an output; refuse others by an InUseError."""
     hold = Hold(output, Claims())
-    with hold.taken():
-        hold.remove_dead()
+    with hold.acquired():
+        hold.remove_dead_claims()
         yield

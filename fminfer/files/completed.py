@@ -12,7 +12,7 @@ from typing import Any
 
 from fminfer.contract.record import is_batch, load_record
 from fminfer.core.errors import RETRYABLE, UsageError
-from fminfer.files.disk import told
+from fminfer.files.disk import raising_disk_errors
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import (
     CLOCK,
@@ -22,9 +22,9 @@ from fminfer.files.journal_rows import (
     check_fingerprint,
     check_settings,
     is_of_other_input,
-    read_fingerprint,
+    parse_fingerprint,
 )
-from fminfer.files.line_reader import identify
+from fminfer.files.line_reader import identify_input
 from fminfer.files.ordered_output import (
     Seal,
     Seals,
@@ -33,13 +33,13 @@ from fminfer.files.ordered_output import (
     vectors_path,
 )
 from fminfer.files.status_file import (
+    fminfer_fields,
     limit_of,
-    own_fields,
     read_status,
     seals_of,
     status_path,
 )
-from fminfer.files.streams import A_PIPE, changed_ns, reading_file
+from fminfer.files.streams import A_PIPE, raising_read_errors, read_changed_ns
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,17 +88,19 @@ class CompletedOutput:
     def check_unedited(self) -> None:
         """Refuse one of which a file was edited since, by a UsageError."""
         if (edit := self.find_edit()) is not None:
-            raise edited(self.output, edit)
+            raise edited_error(self.output, edit)
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
-        """Tell whether its input was last changed then, by `streams.changed_ns`."""
-        return bool(own_fields(self.status).get("input_changed_ns") == changed_ns)
+        """Tell whether its input was last changed then, by `streams.read_changed_ns`."""
+        return bool(
+            fminfer_fields(self.status).get("input_changed_ns") == read_changed_ns
+        )
 
     def ended_before(self, time_s: float) -> bool:
         """Tell whether it was complete before a time, in time.time(); to the second."""
         return int(self.status.get("completed_at") or 0) < int(time_s)
 
-    def leaves_rows(self, limit: int | None, started_s: float) -> bool:
+    def has_rows_left(self, limit: int | None, started_s: float) -> bool:
         """Tell whether a run with this limit, which began then, is to go on with it.
 
         It is short of the limit, or failed rows may be tried again, which no run beside it has.
@@ -117,7 +119,7 @@ class CompletedOutput:
             "bytes"
         )
         # `reopen` tells of an edit
-        return is_edited or any(map(is_retryable, records_of(errors)))
+        return is_edited or any(map(is_retryable, read_records(errors)))
 
 
 def find_edit(
@@ -140,16 +142,16 @@ def find_edit(
         paths["vectors"] = vectors_path(output)
     for name, path in paths.items():
         then = seals.get(name)
-        with reading_file(path):
+        with raising_read_errors(path):
             if not is_read and _looks_as_written(path, then, output):
                 continue
             now = read_seal(path)
         if now != then:
-            return Edit(path, _show(then, now))
+            return Edit(path, _describe_change(then, now))
     return None
 
 
-def edited(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
+def edited_error(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
     """Return the refusal of a file that was edited; it `can_stay` without the errors file."""
     errors = errors_path(output)
     moved = "it" if edit.path == output else output.name
@@ -182,7 +184,7 @@ def _looks_as_written(path: Path, seal: Seal | None, output: Path) -> bool:
     return is_older and file.st_size == seal.get("bytes")
 
 
-def _show(then: Seal | None, now: Seal | None) -> str:
+def _describe_change(then: Seal | None, now: Seal | None) -> str:
     sizes = [
         f"{seal.get('bytes')} bytes" if seal else "no file" for seal in (then, now)
     ]
@@ -208,7 +210,7 @@ def is_retryable(record: bytes) -> bool:
 BATCH_RECORD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 
-def records_of(path: Path) -> Iterator[bytes]:
+def read_records(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file, without their newlines; none if it is not there."""
     if path.exists():
         with path.open("rb") as file:
@@ -224,12 +226,18 @@ def find_completed(output: Path) -> CompletedOutput | None:
     return CompletedOutput(output, status)
 
 
-def kept_clock(output: Path) -> str | None:
+def find_clock(output: Path) -> str | None:
     """Return the time that the templates of an output's rows read; None: nothing tells it."""
     path = journal_path(output)
-    with told(path), suppress(FileNotFoundError), path.open("rb") as file:
+    with (
+        raising_disk_errors(path),
+        suppress(FileNotFoundError),
+        path.open("rb") as file,
+    ):
         head = file.readline()
-        return read_fingerprint(path, head).get(CLOCK) if head.endswith(b"\n") else None
+        return (
+            parse_fingerprint(path, head).get(CLOCK) if head.endswith(b"\n") else None
+        )
     return ((read_status(output) or {}).get("metadata") or {}).get(CLOCK)
 
 
@@ -237,22 +245,22 @@ def is_complete(output: Path, source: Path | None) -> bool:
     """Tell whether an output is complete, and its input, if it is known, as it was then."""
     if not output.exists() or journal_path(output).exists():
         return False
-    if source is not None and has_changed(source, read_status(output) or {}):
+    if source is not None and has_input_changed(source, read_status(output) or {}):
         return False
     if (completed := find_completed(output)) is not None:
         completed.check_unedited()
     return True
 
 
-def has_changed(source: Path, status: dict[str, Any]) -> bool:
+def has_input_changed(source: Path, status: dict[str, Any]) -> bool:
     """Tell whether an input holds other bytes than those that a status is of."""
     noted = str((status.get("metadata") or {}).get(INPUT) or A_PIPE)
     if noted == A_PIPE or not source.is_file():
         return False
-    if own_fields(status).get("input_changed_ns") == changed_ns(source):
+    if fminfer_fields(status).get("input_changed_ns") == read_changed_ns(source):
         return False
     is_as_long = noted.startswith(f"{source.stat().st_size:,} bytes ")
-    return not is_as_long or identify(source) != noted
+    return not is_as_long or identify_input(source) != noted
 
 
 def require_completed(

@@ -25,7 +25,7 @@ HINTS: dict[DiskFault, str] = {
 }
 
 
-def beside(path: Path, ending: str, *, without: str = "") -> Path:
+def path_beside(path: Path, ending: str, *, without: str = "") -> Path:
     """Return the file whose name is that of `path` with another ending, in place of
     `without`."""
     return path.with_name(fit_name(path.name.removesuffix(without), ending))
@@ -41,7 +41,7 @@ def fit_name(start: str, ending: str) -> str:
     return raw[: MOST_BYTES - len(end)].decode(errors="ignore") + end
 
 
-def lock(fd: int, path: Path, output: Path) -> bool:
+def lock_file(fd: int, path: Path, output: Path) -> bool:
     """Keep others from a file until it is closed; return False where the file system cannot.
 
     Raises:
@@ -61,7 +61,7 @@ def lock(fd: int, path: Path, output: Path) -> bool:
     return True
 
 
-def unlock(fd: int) -> None:
+def unlock_file(fd: int) -> None:
     """Let others have a file. To close it is not enough: a process that was forked may
     share it."""
     with contextlib.suppress(OSError):  # as above: the file system cannot
@@ -69,7 +69,7 @@ def unlock(fd: int) -> None:
 
 
 @contextlib.contextmanager
-def alone(path: Path) -> Iterator[None]:
+def holding_lock(path: Path) -> Iterator[None]:
     """Keep other processes from doing the same by a file that is only locked, where
     locks are."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
@@ -78,7 +78,7 @@ def alone(path: Path) -> Iterator[None]:
             fcntl.flock(fd, fcntl.LOCK_EX)
         yield
     finally:
-        unlock(fd)
+        unlock_file(fd)
         os.close(fd)
 
 
@@ -104,16 +104,16 @@ def sync_tree(folder: Path) -> None:
 
 
 @contextlib.contextmanager
-def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
+def opening_draft(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
     """Open an empty draft that no other process writes; remove it, unless it was renamed.
 
     Its name is `usual`, or a spare one while another process writes that file.
     """
-    spares = [beside(usual, f"-{number}") for number in range(2, 10)]
+    spares = [path_beside(usual, f"-{number}") for number in range(2, 10)]
     for name in (usual, *spares):
         # A pipe in its place is not waited for.
         fd = os.open(name, os.O_WRONLY | os.O_CREAT | os.O_NONBLOCK, mode)
-        if _is_only_writer(fd, name):
+        if _lock_draft(fd, name):
             break
         os.close(fd)
     else:
@@ -129,19 +129,19 @@ def drafting(usual: Path, mode: int = 0o666) -> Iterator[tuple[Path, BinaryIO]]:
                 yield name, file
             # Processes that were killed, or could not lock one, may have left them.
             for spare in filter(os.path.exists, spares if name == usual else ()):
-                with contextlib.suppress(InUseError, OSError), drafting(spare):
+                with contextlib.suppress(InUseError, OSError), opening_draft(spare):
                     pass
         finally:
             with contextlib.suppress(OSError):
                 if os.path.samestat(os.fstat(fd), name.lstat()):
                     name.unlink()
-            unlock(fd)
+            unlock_file(fd)
 
 
-def _is_only_writer(fd: int, path: Path) -> bool:
+def _lock_draft(fd: int, path: Path) -> bool:
     """Lock a draft where locks are; tell whether no other process has it or its name."""
     try:
-        lock(fd, path, path)
+        lock_file(fd, path, path)
         return os.path.samestat(os.fstat(fd), path.lstat())
     except (InUseError, FileNotFoundError):
         return False
@@ -150,22 +150,22 @@ def _is_only_writer(fd: int, path: Path) -> bool:
 
 
 @contextlib.contextmanager
-def replacing(
+def replacing_file(
     path: Path, draft: Path | None = None, *, is_durable: bool = True, mode: int = 0o666
 ) -> Iterator[BinaryIO]:
     """Write a draft, and put it in a file's place, whole; if that fails, the old file stays.
 
     Its usual name is `draft`. `mode`, less the umask, says who may use the file.
     """
-    with drafting(draft or beside(path, NEW), mode) as (name, file):
+    with opening_draft(draft or path_beside(path, NEW), mode) as (name, file):
         yield file
-        finish(file, is_durable=is_durable)
+        sync_and_close(file, is_durable=is_durable)
         os.replace(name, path)
     if is_durable:
         sync_folder(path.parent)
 
 
-def finish(file: BinaryIO, *, is_durable: bool = True) -> None:
+def sync_and_close(file: BinaryIO, *, is_durable: bool = True) -> None:
     """Write what is left of a file, and close it."""
     file.flush()
     if is_durable:
@@ -205,7 +205,7 @@ def write_all(fd: int, data: bytes, place: int) -> None:
         place = place + count
 
 
-def explain(path: Path, error: OSError) -> OutputError:
+def disk_error(path: Path, error: OSError) -> OutputError:
     """Say what the system's error on a file means for a run."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     if error.errno == errno.ENOENT:
@@ -221,14 +221,14 @@ def explain(path: Path, error: OSError) -> OutputError:
 
 
 @contextlib.contextmanager
-def told(
-    path: Path, explain: Callable[[Path, OSError], OutputError] = explain
+def raising_disk_errors(
+    path: Path, make_error: Callable[[Path, OSError], OutputError] = disk_error
 ) -> Iterator[None]:
     """Turn the system's errors into ours, which say what to do."""
     try:
         yield
     except OSError as error:
-        raise explain(path, error) from error
+        raise make_error(path, error) from error
 
 
 def find_fault(error: OSError) -> DiskFault:

@@ -9,13 +9,13 @@ from typing import Literal
 
 from fminfer.contract.record import load_record
 from fminfer.core.errors import FminferError
-from fminfer.files.line_reader import first_bytes, read_lines
+from fminfer.files.line_reader import read_first_bytes, read_lines
 from fminfer.files.streams import (
     PART_NAME,
-    changed_ns,
     explain_bytes,
     explain_text,
-    split_of,
+    find_split_folder,
+    read_changed_ns,
 )
 
 NUM_LOOKED_AT = 5  # lines that decide whether a file holds requests
@@ -27,39 +27,39 @@ Kind = Literal["answers", "requests", ""]  # what a file's first lines hold
 
 def holds_answers(path: Path) -> bool:
     """Tell whether a file is one that fminfer wrote, by its first line."""
-    return look_at_lines(path)[0] == "answers"
+    return classify_lines(path)[0] == "answers"
 
 
 def holds_requests(path: Path) -> bool:
     """Tell whether one of a file's first lines looks like a request."""
-    return look_at_lines(path)[0] == "requests"
+    return classify_lines(path)[0] == "requests"
 
 
-def what_is_wrong(path: Path) -> str:
+def describe_trouble(path: Path) -> str:
     """Say what a file without JSON lines is, and what to do; "": it may hold JSON lines."""
-    return look_at_lines(path)[1]
+    return classify_lines(path)[1]
 
 
-def look_at_lines(path: Path) -> tuple[Kind, str]:
+def classify_lines(path: Path) -> tuple[Kind, str]:
     """Return what a file's first lines hold, and what is wrong with it."""
     if not path.is_file():  # a pipe can be read only once
         return "requests", ""
     try:
-        return _look_into(path, changed_ns(path))
+        return _classify_file(path, read_changed_ns(path))
     except FminferError:  # told where it is opened
         return "", ""
 
 
 @lru_cache(maxsize=100_000)
-def _look_into(path: Path, changed_at: int) -> tuple[Kind, str]:
+def _classify_file(path: Path, changed_at: int) -> tuple[Kind, str]:
     """Return what a file's first lines hold, and what is wrong. A changed file is read anew."""
-    head = first_bytes(path)
+    head = read_first_bytes(path)
     # which may end in CR
     is_spread = ".json" in path.suffixes and head.lstrip().startswith(b"{")
     # a part may hold wrong lines alone
     is_known = is_spread or PART_NAME.fullmatch(path.name)
     trouble = explain_bytes(head) or ("" if is_known else explain_text(head))
-    if trouble and not split_of(path):
+    if trouble and not find_split_folder(path):
         return "", trouble
     kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):

@@ -10,10 +10,15 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import with_noun
-from fminfer.files.first_lines import holds_requests, look_at_lines, what_is_wrong
-from fminfer.files.input_models import refuse_models
-from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, first_bytes, is_input_name
-from fminfer.files.split_folders import is_split
+from fminfer.files.first_lines import classify_lines, describe_trouble, holds_requests
+from fminfer.files.input_models import check_no_models
+from fminfer.files.line_reader import (
+    ENDINGS,
+    NAMED_ENDINGS,
+    is_input_name,
+    read_first_bytes,
+)
+from fminfer.files.split_folders import is_split_folder
 from fminfer.files.streams import (
     MANIFEST,
     PART_NAME,
@@ -44,24 +49,24 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
             lines by its first bytes, or comes twice; a folder with the parts of several engines,
             or, unless it `may_be_empty`, without a file to answer.
     """
-    refuse_models(paths)
+    check_no_models(paths)
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            found = sort_folder(path).requests or _below(path)
-            if not found and not may_be_empty:
+            requests = sort_folder(path).requests or _find_parts(path)
+            if not requests and not may_be_empty:
                 what = f"{path} holds no file to answer ({NAMED_ENDINGS})"
-                others = [each for each in sorted(path.iterdir()) if each.is_file()]
-                told = [f"it holds {_name_few(others)}"] if others else []
-                left_out = describe_left_out([path], has_lost=True) or told
+                others = [file for file in sorted(path.iterdir()) if file.is_file()]
+                contents = [f"it holds {_join_names(others)}"] if others else []
+                left_out = describe_left_out([path], has_lost=True) or contents
                 raise UsageError("; ".join([what, *left_out]))
-            files += found
+            files += requests
         elif path != STDIN and not path.exists():
             raise UsageError(
                 f"{path} does not exist; give a .jsonl file or a folder of them"
             )
         else:
-            _check_form(path)
+            _check_input_file(path)
             files.append(path)
     seen: set[Path] = set()
     for file in files:
@@ -75,12 +80,12 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     return files
 
 
-def _check_form(path: Path) -> None:
+def _check_input_file(path: Path) -> None:
     """Refuse a file that was named and cannot be answered; a pipe is read whatever its
     name is."""
     if is_stream(path) or not path.is_file():
         return
-    trouble = what_is_wrong(path)
+    trouble = describe_trouble(path)
     if path.name.endswith(ENDINGS):
         if trouble:
             raise UsageError(f"{path} cannot be answered: {trouble}")
@@ -108,9 +113,9 @@ class FolderContents:
 def sort_folder(folder: Path) -> FolderContents:
     """Tell what is to be answered in a folder: no answers, and no links to others of
     its files."""
-    found = FolderContents()
+    contents = FolderContents()
     paths = sorted(folder.iterdir())
-    links = _links_within(
+    links = _find_links(
         [path for path in paths if is_input_name(path.name) and isfile(path)]
     )
     for path in paths:
@@ -120,7 +125,7 @@ def sort_folder(folder: Path) -> FolderContents:
                 continue
             why = CAPITALS
         elif isfile(path):
-            kind, trouble = look_at_lines(path)
+            kind, trouble = classify_lines(path)
             why = ANSWERS if kind == "answers" else LINK if path in links else ""
             trouble = trouble and f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
@@ -130,61 +135,61 @@ def sort_folder(folder: Path) -> FolderContents:
         else:
             continue  # removed just now
         if why:
-            found.left_out.setdefault(why, []).append(path)
+            contents.left_out.setdefault(why, []).append(path)
         if trouble:
-            found.lost[path] = trouble
+            contents.lost[path] = trouble
         if not (why or trouble):
-            found.requests.append(path)
-    return found
+            contents.requests.append(path)
+    return contents
 
 
-def folders_read(folder: Path) -> list[Path]:
+def list_read_folders(folder: Path) -> list[Path]:
     """Return the folders whose files `find_inputs` finds for one: itself, or those of
     its parts."""
     if not (folder / MANIFEST).exists() or sort_folder(folder).requests:
         return [folder]
-    return [folder, *sorted({path.parent for path in _below(folder)})]
+    return [folder, *sorted({path.parent for path in _find_parts(folder)})]
 
 
 def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
     """Name some of what is left out of folders for each reason; with `has_lost`, lost
     files too."""
-    found: dict[str, list[Path]] = {}
+    paths_by_reason: dict[str, list[Path]] = {}
     for folder in folders:
         for why, paths in sort_folder(folder).left_out.items():
-            found.setdefault(why, []).extend(paths)
-        for each in folders_read(folder) if has_lost else ():
+            paths_by_reason.setdefault(why, []).extend(paths)
+        for each in list_read_folders(folder) if has_lost else ():
             for path in sort_folder(each).lost:
-                why = what_is_wrong(path) or f"a link to a file that {LOST}"
-                found.setdefault(why, []).append(path)
-    return [f"{_name_few(paths)}: {why}" for why, paths in found.items()]
+                why = describe_trouble(path) or f"a link to a file that {LOST}"
+                paths_by_reason.setdefault(why, []).append(path)
+    return [f"{_join_names(paths)}: {why}" for why, paths in paths_by_reason.items()]
 
 
-def describe_empty(files: list[Path]) -> list[str]:
+def describe_empty_files(files: list[Path]) -> list[str]:
     """Name the files that hold nothing: their outputs will be empty, too."""
-    starts = {path: first_bytes(path) for path in files if path.is_file()}
+    starts = {path: read_first_bytes(path) for path in files if path.is_file()}
     empty = [path for path, start in starts.items() if b"".join(start.split()) in EMPTY]
     remark = "0 bytes, or only blank lines or [], so there is nothing to answer"
-    return [f"{_name_few(empty)}: {remark}"] if empty else []
+    return [f"{_join_names(empty)}: {remark}"] if empty else []
 
 
-def _name_few(paths: list[Path]) -> str:
+def _join_names(paths: list[Path]) -> str:
     more = f", … ({len(paths):,} in all)" if len(paths) > MOST_NAMED else ""
     return ", ".join(map(str, paths[:MOST_NAMED])) + more
 
 
-def _links_within(files: list[Path]) -> set[Path]:
+def _find_links(files: list[Path]) -> set[Path]:
     """Return the links to files that are there themselves."""
     links = [path for path in files if path.is_symlink()]
-    there = (
+    targets = (
         {path.resolve() for path in files if not path.is_symlink()} if links else set()
     )
-    return {link for link in links if link.resolve() in there}
+    return {link for link in links if link.resolve() in targets}
 
 
-def _below(folder: Path) -> list[Path]:
+def _find_parts(folder: Path) -> list[Path]:
     """Return the parts below a folder that `fminfer split` wrote: those of its only engine."""
-    if not is_split(folder):
+    if not is_split_folder(folder):
         return []
     engines = {}
     for below, folders, names in os.walk(folder):

@@ -26,13 +26,13 @@ MARKS = {
     "modules.json": ("idx",),
     "params.json": ("n_layers", "n_heads"),
 }
-OF_HUB = re.compile(
+HUB_NAME = re.compile(
     r"(?:https?://(?:www\.)?(?:huggingface\.co|hf\.co)/)?"  # of a page
     r"([\w-][\w.-]*/[\w.-]+)/?"
 )
 
 
-def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
+def check_no_models(paths: Iterable[Path | str], example: str = "") -> None:
     """Refuse models among the inputs, by a UsageError with the command to type.
 
     Args:
@@ -45,7 +45,7 @@ def refuse_models(paths: Iterable[Path | str], example: str = "") -> None:
             raise UsageError(describe_model(path, name, example or others))
 
 
-def refuse_model_folder(flag: str, path: Path) -> None:
+def check_no_model_folder(flag: str, path: Path) -> None:
     """Refuse to write into a model's folder, by a UsageError: another flag was forgotten."""
     if path.is_dir() and name_model(path):
         raise UsageError(
@@ -75,13 +75,13 @@ def name_model(path: Path | str) -> str:
     """
     file = Path(path)
     if file.is_dir():
-        num_marks = sum(_is_mark(file / name, keys) for name, keys in MARKS.items())
+        num_marks = sum(_marks_model(file / name, keys) for name, keys in MARKS.items())
         num_marks += any(each.name.endswith(WEIGHTS) for each in file.iterdir())
         is_model = num_marks > 1 or (num_marks == 1 and not _find_requests(file))
         return str(path) if is_model else ""
 
     if not os.path.lexists(path):
-        match = OF_HUB.fullmatch(str(path))
+        match = HUB_NAME.fullmatch(str(path))
         is_elsewhere = not file.parent.exists() and not file.name.endswith(ENDINGS)
         return match[1] if match is not None and is_elsewhere else ""
     if is_stream(file) or not file.is_file():
@@ -102,7 +102,7 @@ def _find_requests(folder: Path) -> list[Path]:
     return [file for file in inputs if file.suffix != ".json" or holds_requests(file)]
 
 
-def _is_mark(path: Path, keys: tuple[str, ...]) -> bool:
+def _marks_model(path: Path, keys: tuple[str, ...]) -> bool:
     fields = None
     with suppress(OSError, ValueError, RecursionError):
         if path.is_file() and path.stat().st_size <= MAX_MARK_BYTES:

@@ -36,7 +36,7 @@ EXPLAINED = frozenset(
 )  # digests that differ with --model-name
 
 
-def head_line(fingerprint: Fingerprint) -> bytes:
+def make_head_line(fingerprint: Fingerprint) -> bytes:
     """Return a journal's first line."""
     return (
         json.dumps({"fminfer_journal": FORM, "fingerprint": fingerprint}).encode()
@@ -44,12 +44,14 @@ def head_line(fingerprint: Fingerprint) -> bytes:
     )
 
 
-def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
+def parse_fingerprint(path: Path, head: bytes) -> Fingerprint:
     """Read a journal's first line; refuse what is none, by a UsageError."""
     try:
         fields = json.loads(head)
-        found = fields["fingerprint"]
-        is_known = fields["fminfer_journal"] in (1, FORM) and isinstance(found, dict)
+        fingerprint = fields["fingerprint"]
+        is_known = fields["fminfer_journal"] in (1, FORM) and isinstance(
+            fingerprint, dict
+        )
     except (ValueError, KeyError, TypeError, RecursionError):
         is_known = False
     if not is_known:
@@ -58,7 +60,7 @@ def read_fingerprint(path: Path, head: bytes) -> Fingerprint:
             "rows are of is not known. Give --restart to answer from the start, or "
             "another --output"
         )
-    return {str(name): str(value) for name, value in found.items()}
+    return {str(name): str(value) for name, value in fingerprint.items()}
 
 
 def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
@@ -68,7 +70,7 @@ def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
 
 
-def show_changes(old: Fingerprint, new: Fingerprint) -> str:
+def describe_changes(old: Fingerprint, new: Fingerprint) -> str:
     """Say what differs: flags first, and no digest that differs because a flag does."""
     names = [
         name
@@ -92,7 +94,7 @@ def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
             "answer from the start: give --restart (for all inputs), or another "
             "--output"
         )
-    if changes := show_changes(old, new):
+    if changes := describe_changes(old, new):
         raise UsageError(
             f"{path} belongs to a run that differs: {changes}. Repeat that run's "
             "command to go on with it; or answer from the start: move that file away, "
@@ -147,7 +149,7 @@ class Row(NamedTuple):
         return head + b'%08x","record":' % check + self.record + b"}\n"
 
 
-def read_row(line: bytes) -> Row | None:
+def parse_row(line: bytes) -> Row | None:
     """Read a line of a journal; None: it is torn or damaged."""
     match = _ROW.match(line)
     if match is None or line[-2:] != b"}\n":
@@ -207,7 +209,7 @@ class Counts:
         return RowCounts(self.num_completed + self.num_failed, self.num_failed)
 
     @property
-    def own(self) -> RowCounts:
+    def by_this_run(self) -> RowCounts:
         """Count what this run has done itself."""
         return self.done.without(self.kept)
 
@@ -231,10 +233,10 @@ class Counts:
         self.input_tokens, self.cached_tokens, self.output_tokens = earlier.tokens
         self.kept = self.done
 
-    def see_completed(self, whole: Counts) -> None:
+    def adopt_completed(self, whole: Counts) -> None:
         """Take in that another run has completed the output; this run's own rows stay
         its own."""
-        own = self.own
+        own = self.by_this_run
         self.num_rows = whole.num_rows
         self.num_completed = whole.num_completed
         self.num_failed = whole.num_failed

@@ -65,7 +65,7 @@ class ValueBytes:
         whole = b"".join(self._parts)
         return whole if self._num_bytes <= MAX_VALUE_BYTES else whole[:HEAD_BYTES]
 
-    def take(self) -> bytes | CutValue:
+    def pop(self) -> bytes | CutValue:
         """Return the value, and begin another."""
         head = self.head
         num_bytes = self._num_bytes
@@ -74,7 +74,7 @@ class ValueBytes:
         return head if num_bytes <= MAX_VALUE_BYTES else CutValue(head, num_bytes)
 
 
-def cut_if_long(value: bytes) -> bytes | CutValue:
+def cut_long_value(value: bytes) -> bytes | CutValue:
     """Return a whole value, or its beginning if it is longer than allowed."""
     is_long = len(value) > MAX_VALUE_BYTES
     return CutValue(value[:HEAD_BYTES], len(value)) if is_long else value
@@ -131,7 +131,9 @@ class _Splitter:
         place = int(self._is_escaped)
         start = 0
         self._is_escaped = False
-        while not self._is_closed and (match := self._pattern().search(chunk, place)):
+        while not self._is_closed and (
+            match := self._choose_pattern().search(chunk, place)
+        ):
             place = match.end()
             sign = match.group()
             if self._is_in_string:
@@ -139,16 +141,16 @@ class _Splitter:
                 self._is_escaped = place > len(chunk)
                 self._is_in_string = sign != b'"'
                 if sign not in b'"\\':
-                    self._break(chunk, start, place, "a string is not closed")
+                    self._raise_damage(chunk, start, place, "a string is not closed")
             elif sign == b'"':
                 self._is_in_string = True
-            elif self._ends_value(chunk, start, place, sign):
+            elif self._follow_sign(chunk, start, place, sign):
                 self._value.add(chunk[start : place - self._is_array])
                 start = place
-                yield from self._take_value(chunk, place)
+                yield from self._pop_value(chunk, place)
         if self._is_closed and chunk[start:].strip():
             place = len(chunk) - len(chunk[start:].lstrip()) + 1
-            self._break(
+            self._raise_damage(
                 chunk, start, place, "text stands behind the array's last bracket"
             )
         self._value.add(chunk[start:])
@@ -157,17 +159,17 @@ class _Splitter:
     def finish(self) -> bytes | CutValue:
         """Return what stands behind the last whole value."""
         if self._is_array and not self._is_closed:
-            self._break(b"", 0, 0, "the array's last bracket is missing")
+            self._raise_damage(b"", 0, 0, "the array's last bracket is missing")
         if self._brackets or self._is_in_string:
-            self._break(b"", 0, 0, "a bracket or a quote is not closed")
-        return self._value.take()
+            self._raise_damage(b"", 0, 0, "a bracket or a quote is not closed")
+        return self._value.pop()
 
-    def _pattern(self) -> re.Pattern[bytes]:
+    def _choose_pattern(self) -> re.Pattern[bytes]:
         if self._is_in_string:
             return _IN_STRING
         return _IN_ARRAY if self._is_array and len(self._brackets) == 1 else _IN_VALUE
 
-    def _ends_value(self, chunk: bytes, start: int, place: int, sign: bytes) -> bool:
+    def _follow_sign(self, chunk: bytes, start: int, place: int, sign: bytes) -> bool:
         """Follow a bracket or comma; tell whether a value ends with it."""
         if sign == b",":
             return True
@@ -175,23 +177,23 @@ class _Splitter:
             self._brackets += sign
             return False
         if not self._brackets or self._brackets[-1] != _OPENED_BY[sign]:
-            self._break(
+            self._raise_damage(
                 chunk, start, place, f"{sign.decode()} closes what was not opened"
             )
         self._brackets.pop()
         self._is_closed = self._is_array and not self._brackets
         return not self._brackets
 
-    def _take_value(self, chunk: bytes, place: int) -> Iterator[bytes | CutValue]:
-        value = self._value.take()
+    def _pop_value(self, chunk: bytes, place: int) -> Iterator[bytes | CutValue]:
+        value = self._value.pop()
         is_empty_array = self._is_closed and not self._num_values
         if isinstance(value, CutValue) or value.strip():
             self._num_values += 1
             yield value
         elif not is_empty_array:
-            self._break(chunk, place, place, "a comma has no value beside it")
+            self._raise_damage(chunk, place, place, "a comma has no value beside it")
 
-    def _break(self, chunk: bytes, start: int, place: int, reason: str) -> None:
+    def _raise_damage(self, chunk: bytes, start: int, place: int, reason: str) -> None:
         # The sign before `place` is where it breaks; a newline belongs to the line that it ends.
         line = self._num_newlines + chunk[: max(0, place - 1)].count(b"\n") + 1
         raise DamagedInputError(
@@ -209,7 +211,7 @@ MAX_BYTES = 2**20  # of lines that may be one object
 _STRING_OR_COMMA = re.compile(rb'"[^"\\]*(?:\\.[^"\\]*)*"?|,(?=\s*[}\]])', re.DOTALL)
 
 
-class Ahead(Generic[Item]):
+class ReadAhead(Generic[Item]):
     """Items that are read ahead and put back; where they break off, each reader meets that."""
 
     def __init__(self, items: Iterator[Item]) -> None:
@@ -235,26 +237,26 @@ class Ahead(Generic[Item]):
         self._back.extendleft(reversed(items))
 
 
-def explain_spread(
+def explain_spread_objects(
     lines: Iterator[Numbered],
 ) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each line, with what is wrong where it is a piece of a spread object, or "".
 
     The object's first line gets the whole story, and the others point to it.
     """
-    ahead = Ahead(lines)
+    ahead = ReadAhead(lines)
     passed = 0  # the last line of a failed search; none begins before it again
     for number, raw in ahead:
         if (
             isinstance(raw, CutValue)
             or raw.endswith(b"}")
-            or not _begins(raw)
+            or not _may_begin_object(raw)
             or number < passed
         ):
             yield number, raw, ""
             continue
-        pieces, is_closed = _gather((number, raw), ahead)
-        fault = _explain(pieces) if is_closed else ""
+        pieces, is_closed = _gather_object((number, raw), ahead)
+        fault = _explain_object(pieces) if is_closed else ""
         yield number, raw, fault
         if not fault:
             passed = pieces[-1][0]
@@ -268,18 +270,18 @@ def explain_spread(
             )
 
 
-def _begins(raw: bytes) -> bool:
+def _may_begin_object(raw: bytes) -> bool:
     """Tell whether an object may begin in a line, and end in a later one."""
     is_open = raw.lstrip().startswith(b"{") and not raw.rstrip().endswith(b"}")
     return is_open and len(raw) <= MAX_BYTES
 
 
-def _gather(
-    first: NumberedPiece, ahead: Ahead[Numbered]
+def _gather_object(
+    first: NumberedPiece, ahead: ReadAhead[Numbered]
 ) -> tuple[list[NumberedPiece], bool]:
     """Take lines until the brackets of the first one are closed; tell whether they are."""
     pieces = [first]
-    depth = _count_open(first[1])
+    depth = _count_open_brackets(first[1])
     num_bytes = len(first[1])
     with suppress(DamagedInputError):  # whoever reads on meets it
         while (
@@ -291,17 +293,17 @@ def _gather(
             if (
                 isinstance(raw, CutValue)
                 or num_bytes + len(raw) > MAX_BYTES
-                or _begins_another(raw, first[1])
+                or _begins_next_request(raw, first[1])
             ):
                 ahead.put_back([item])
                 break
             num_bytes += len(raw)
             pieces.append((number, raw))
-            depth += _count_open(raw)
+            depth += _count_open_brackets(raw)
     return pieces, depth == 0
 
 
-def _count_open(raw: bytes) -> int:
+def _count_open_brackets(raw: bytes) -> int:
     """Count brackets that a line opens, less those that it closes; below 0: it is no JSON."""
     bare = raw.replace(rb"\\", b"").replace(rb"\"", b"").split(b'"')
     if len(bare) % 2 == 0:
@@ -311,7 +313,7 @@ def _count_open(raw: bytes) -> int:
     return opened - outside.count(b"}") - outside.count(b"]")
 
 
-def _begins_another(raw: bytes, first: bytes) -> bool:
+def _begins_next_request(raw: bytes, first: bytes) -> bool:
     """Tell whether a line begins another request: objects inside the first stand
     further right."""
     left = raw.lstrip()
@@ -320,35 +322,35 @@ def _begins_another(raw: bytes, first: bytes) -> bool:
     )
 
 
-def _explain(pieces: list[NumberedPiece]) -> str:
+def _explain_object(pieces: list[NumberedPiece]) -> str:
     """Say what is wrong with an object, or nothing if the pieces are none."""
     text = b"\n".join(raw for _, raw in pieces)
     places: list[int] = []
 
-    def drop(match: re.Match[bytes]) -> bytes:
+    def drop_comma(match: re.Match[bytes]) -> bytes:
         if match.group() != b",":
             return match.group()
         places.append(match.start())
         return b""
 
-    mended = _STRING_OR_COMMA.sub(drop, text)
+    mended = _STRING_OR_COMMA.sub(drop_comma, text)
     try:
         is_object = isinstance(json.loads(mended), dict)
     except (ValueError, RecursionError):
         return ""
     if not is_object:
         return ""
-    told = f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several lines"
+    message = f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several lines"
     remedy = "Put the object on one line (jq -c . FILE does it)"
     if places:
         ends = list(accumulate(len(raw) + 1 for _, raw in pieces))
         where = dict.fromkeys(pieces[bisect_right(ends, place)][0] for place in places)
         named = ", ".join(map(str, where))
-        told += f", and a comma stands before a closing bracket (line {named})"
+        message += f", and a comma stands before a closing bracket (line {named})"
         remedy = (
             "Remove that comma; then put the object on one line (jq -c . FILE does it)"
         )
     return (
-        f"{told}. This file holds one object a line. {remedy}, or rename the file to "
+        f"{message}. This file holds one object a line. {remedy}, or rename the file to "
         "end in .json, where objects may be spread"
     )

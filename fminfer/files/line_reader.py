@@ -13,10 +13,10 @@ from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.core.quantities import with_noun
 from fminfer.files.json_values import (
-    Ahead,
     CutValue,
+    ReadAhead,
     ValueBytes,
-    explain_spread,
+    explain_spread_objects,
     split_values,
 )
 from fminfer.files.split_folders import find_num_equal
@@ -26,14 +26,14 @@ from fminfer.files.streams import (
     COMPRESSED,
     STDIN,
     Digest,
-    changed_ns,
-    digest_of,
+    digest_file,
     explain_bytes,
+    find_split_folder,
     opens_array,
     packing_of,
+    raising_read_errors,
+    read_changed_ns,
     read_chunks,
-    reading_file,
-    split_of,
 )
 
 UTF8_BOM = b"\xef\xbb\xbf"
@@ -56,20 +56,20 @@ def is_input_name(name: str) -> bool:
     return name.endswith(ENDINGS) and not is_written
 
 
-def stem(path: Path) -> str:
+def input_stem(path: Path) -> str:
     """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
     return "stdin" if path == STDIN else _without_compression(path).stem
 
 
-def count_rows(path: Path, limit: int | None = None) -> int | None:
+def count_lines(path: Path, limit: int | None = None) -> int | None:
     """Count the lines to answer; None where that would mean to decompress or parse them
     twice."""
-    return count_to_last(path, limit)[0]
+    return count_to_last_line(path, limit)[0]
 
 
-def count_to_last(path: Path, limit: int | None = None) -> tuple[int | None, int]:
+def count_to_last_line(path: Path, limit: int | None = None) -> tuple[int | None, int]:
     """Count the lines to answer, and return the last one's number; None and 0 as
-    `count_rows`."""
+    `count_lines`."""
     if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
@@ -88,9 +88,9 @@ def holds_plain_lines(path: Path) -> bool:
     """Tell whether a file is one request a line, unpacked, and can be read more than once."""
     if path.suffix not in LINES or not path.is_file():
         return False
-    if split_of(path):
+    if find_split_folder(path):
         return True
-    with reading_file(path), path.open("rb") as file:
+    with raising_read_errors(path), path.open("rb") as file:
         head = file.read(CHUNK_BYTES)
         is_whole = not file.read(1)
     return not (
@@ -99,24 +99,24 @@ def holds_plain_lines(path: Path) -> bool:
     )
 
 
-def identify(path: Path) -> str:
+def identify_input(path: Path) -> str:
     """Return an input's size and digest, and how it is read where its name has a part in that.
 
     Under another name the same bytes may be other requests, and then have other errors.
     """
-    digest = digest_of(path)
+    digest = digest_file(path)
     if digest == A_PIPE or _without_compression(path).suffix != ".json":
         return digest
-    head = _read_ahead(_without_bom(read_chunks(path)), MAX_HEAD_BYTES)
+    head = _read_head(_without_bom(read_chunks(path)), MAX_HEAD_BYTES)
     if opens_array(head, is_whole=False):  # whatever its name is
         return digest
     is_values = head.lstrip().startswith(b"[") or _is_spread(head)
     return f"{digest}, read as JSON values" if is_values else digest
 
 
-def first_bytes(path: Path) -> bytes:
+def read_first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
-    return _pass_blank(_without_bom(read_chunks(path)))[1]
+    return _skip_blank_lines(_without_bom(read_chunks(path)))[1]
 
 
 def read_lines(
@@ -129,7 +129,7 @@ def read_lines(
     Args:
         digest: takes all of the file's bytes; with a limit, those that were read.
     """
-    lines = islice(_read_all(path, source, digest), limit)
+    lines = islice(_read_file_lines(path, source, digest), limit)
     equal = find_num_equal(path)
     if equal is None:
         return lines
@@ -147,8 +147,8 @@ class InputFile:
         self.limit = limit
         self._source = source
         # before the digest: a later change is noticed
-        self.changed_ns = changed_ns(path)
-        self.digest = identify(path)
+        self.changed_ns = read_changed_ns(path)
+        self.digest = identify_input(path)
         self.num_rows: int | None = None  # not counted, or not known before its end
         self.num_read = 0
         self._last_number = 0  # of the last line that was read or counted
@@ -156,37 +156,37 @@ class InputFile:
 
     def count_rows(self) -> None:
         """Count the lines to answer, where that is cheaper than to answer them."""
-        self.num_rows, self._last_number = count_to_last(self.path, self.limit)
+        self.num_rows, self._last_number = count_to_last_line(self.path, self.limit)
 
-    def take_count(self, num_rows: int, last_number: int) -> None:
+    def set_count(self, num_rows: int, last_number: int) -> None:
         """Take note of the lines to answer that somebody has counted."""
         self.num_rows = num_rows
         self._last_number = last_number
 
-    def skip(self, num_rows: int) -> None:
+    def mark_read(self, num_rows: int) -> None:
         """Take it as read: all of its lines have their record."""
         self.num_read = num_rows
         self.is_read = True
 
-    def look_again(self) -> bool:
+    def update_digest(self) -> bool:
         """Tell whether it holds other bytes than at the last look."""
-        now_ns = changed_ns(self.path)
+        now_ns = read_changed_ns(self.path)
         if now_ns == self.changed_ns:
             return False
         before = self.digest
-        self.digest = identify(self.path)
+        self.digest = identify_input(self.path)
         self.changed_ns = now_ns
         return self.digest != before
 
-    def lines(self) -> Iterator[Line]:
+    def read_lines(self) -> Iterator[Line]:
         """Read it; refuse one that was edited meanwhile, by a UsageError."""
         digest = Digest()
         for line in read_lines(self.path, self._source, digest, self.limit):
             self.num_read += 1
             self._last_number = max(self._last_number, line.number)
             yield line
-        found = str(digest) if self.limit is None else digest_of(self.path)
-        if self.digest != A_PIPE and not self.digest.startswith(found):
+        digest_now = str(digest) if self.limit is None else digest_file(self.path)
+        if self.digest != A_PIPE and not self.digest.startswith(digest_now):
             raise UsageError(
                 f"{self.path} was changed while it was being answered. Run the same "
                 "command again: it keeps the answers to lines that are still there "
@@ -195,7 +195,7 @@ class InputFile:
         self.num_rows = self.num_read
         self.is_read = True
 
-    def has_all(self, num_answered: int, last_answered: int) -> bool:
+    def has_all_answers(self, num_answered: int, last_answered: int) -> bool:
         """Return whether so many answers are all that it needs; while it is read,
         nobody knows."""
         if not self.is_read:
@@ -221,11 +221,11 @@ class InputFile:
             )
 
 
-def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
+def _read_file_lines(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
     number = 0
     chunks = read_chunks(path, digest)
     try:
-        for number, raw, fault in _numbered(path, chunks):
+        for number, raw, fault in _number_values(path, chunks):
             if isinstance(raw, CutValue):
                 yield Line(source, number, raw.head, fault=raw.fault, is_cut=True)
             elif raw.strip():
@@ -243,27 +243,27 @@ def _read_all(path: Path, source: int, digest: Digest | None) -> Iterator[Line]:
         )
 
 
-def _numbered(
+def _number_values(
     path: Path, chunks: Iterator[bytes]
 ) -> Iterator[tuple[int, bytes | CutValue, str]]:
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    if split_of(path):
-        return explain_spread(split_lines(chunks))
-    chunks = Ahead(_without_bom(chunks))
-    first, head = _pass_blank(chunks)
+    if find_split_folder(path):
+        return explain_spread_objects(split_lines(chunks))
+    chunks = ReadAhead(_without_bom(chunks))
+    first, head = _skip_blank_lines(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
     is_json = _without_compression(path).suffix == ".json"
     is_array = head.lstrip().startswith(b"[")
     # a stream has lines, and may not have more of them yet
     if is_array and not is_json:
-        more = _read_ahead(chunks, 1) if path.is_file() else b""
+        more = _read_head(chunks, 1) if path.is_file() else b""
         is_array = path.is_file() and opens_array(head, is_whole=not more)
         head += more
     if is_array:
         values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
     elif is_json and _is_spread(
-        head := _read_ahead(chain([head], chunks), MAX_HEAD_BYTES)
+        head := _read_head(chain([head], chunks), MAX_HEAD_BYTES)
     ):
         values = split_values(chain([head], chunks), is_array=False)
     else:
@@ -271,7 +271,7 @@ def _numbered(
         # Whoever writes a pipe may wait for the answer to a line before the next.
         is_file = not is_json and path.is_file()
         return (
-            explain_spread(lines)
+            explain_spread_objects(lines)
             if is_file
             else ((number, raw, "") for number, raw in lines)
         )
@@ -311,7 +311,7 @@ def split_lines(
             first, *others = chunk.split(b"\n")
             line.add(first)
             if others:
-                yield number, line.take()
+                yield number, line.pop()
                 yield from enumerate(others[:-1], number + 1)  # whole lines
                 number += len(others)
                 line.add(others[-1])
@@ -319,7 +319,7 @@ def split_lines(
         error.rest = line.head
         yield number - 1, b""  # the line that breaks off has the next number
         raise
-    yield number, line.take()
+    yield number, line.pop()
 
 
 def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
@@ -332,7 +332,7 @@ def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
     yield from chunks
 
 
-def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
+def _skip_blank_lines(chunks: Iterator[bytes]) -> tuple[int, bytes]:
     """Pass over a file's first blank lines but the last; return that one's number and bytes."""
     number = 1
     head = b""
@@ -347,7 +347,7 @@ def _pass_blank(chunks: Iterator[bytes]) -> tuple[int, bytes]:
     return number, head
 
 
-def _read_ahead(chunks: Iterator[bytes], num_bytes: int) -> bytes:
+def _read_head(chunks: Iterator[bytes], num_bytes: int) -> bytes:
     """Read chunks until so many bytes or `HEAD_LINES` lines are there, or to damaged data."""
     parts: list[bytes] = []
     num_lines = HEAD_LINES

@@ -17,7 +17,13 @@ from pathlib import Path
 from typing import BinaryIO
 
 from fminfer.core.errors import UsageError
-from fminfer.files.disk import beside, drafting, finish, sync_folder, told
+from fminfer.files.disk import (
+    opening_draft,
+    path_beside,
+    raising_disk_errors,
+    sync_and_close,
+    sync_folder,
+)
 from fminfer.files.journal import Journal, journal_path
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
@@ -30,20 +36,20 @@ Seals = dict[str, Seal | None]
 
 def errors_path(output: Path) -> Path:
     """Return where an output's errors go: `answers.errors.jsonl` for `answers.jsonl`."""
-    return beside(output, ".errors.jsonl", without=".jsonl")
+    return path_beside(output, ".errors.jsonl", without=".jsonl")
 
 
 def vectors_path(output: Path) -> Path:
     """Return where an output's vectors go: `answers.npy` for `answers.jsonl`."""
-    return beside(output, ".npy", without=".jsonl")
+    return path_beside(output, ".npy", without=".jsonl")
 
 
 def draft_path(path: Path) -> Path:
     """Return where a file is written before it gets its name."""
-    return beside(path, ORDERED)
+    return path_beside(path, ORDERED)
 
 
-def traces(output: Path) -> list[Path]:
+def list_written_files(output: Path) -> list[Path]:
     """List every file that answering into `output` may write under a name of its own."""
     finals = [output, errors_path(output), vectors_path(output)]
     return [
@@ -53,7 +59,7 @@ def traces(output: Path) -> list[Path]:
     ]
 
 
-def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
+def write_ordered_output(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     """Write all rows in the order of their lines; answers, errors and vectors apart.
 
     The journal stays until the caller has noted that. With `has_older_vectors`, an earlier run's
@@ -64,12 +70,12 @@ def put_in_order(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
     paths = [answers, errors_path(answers)]
     if journal.vector_bytes or has_older_vectors:
         paths.append(vectors_path(answers))
-    with told(answers), written_together(*paths) as files:
-        return _write_in_order(journal, [_Sealed(file) for file in files])
+    with raising_disk_errors(answers), writing_together(*paths) as files:
+        return _write_rows(journal, [_SealedFile(file) for file in files])
 
 
 @contextlib.contextmanager
-def written_together(
+def writing_together(
     output: Path, *others: Path, is_new: bool = False
 ) -> Iterator[Sequence[BinaryIO]]:
     """Write an output and what stands beside it under other names, and give them theirs
@@ -83,12 +89,12 @@ def written_together(
     """
     with contextlib.ExitStack() as stack:
         drafts = [
-            (path, *stack.enter_context(drafting(draft_path(path))))
+            (path, *stack.enter_context(opening_draft(draft_path(path))))
             for path in (output, *others)
         ]
         yield [file for *_, file in drafts]
         for *_, file in drafts:
-            finish(file)
+            sync_and_close(file)
         for path, name, _ in drafts if is_new else ():
             if path.exists() and not filecmp.cmp(path, name, shallow=False):
                 raise UsageError(
@@ -102,42 +108,42 @@ def written_together(
         sync_folder(output.parent)
 
 
-class _Sealed:
+class _SealedFile:
     """A file that digests what is written."""
 
     def __init__(self, file: BinaryIO) -> None:
         self._file = file
-        self._digest = _new_digest()
+        self._digest = _make_digest()
 
     def write(self, data: bytes) -> None:
         self._file.write(data)
         self._digest.update(data)
 
-    def seal(self) -> Seal:
-        return _seal(self._file, self._digest.hexdigest())
+    def make_seal(self) -> Seal:
+        return _make_seal(self._file, self._digest.hexdigest())
 
 
-def _write_in_order(journal: Journal, files: Sequence[_Sealed]) -> Seals:
+def _write_rows(journal: Journal, files: Sequence[_SealedFile]) -> Seals:
     """Write answers into the first file, errors into the second, and vectors into the third."""
     vectors = (
         _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
         if journal.vector_bytes
         else None
     )
-    for row in journal.rows():
+    for row in journal.read_rows():
         if row.record:  # an error without a record is only counted
             files[row.is_error].write(row.record + b"\n")
         if vectors is not None and not row.is_error:
             vectors.add(row.number, row.vector)
-    errors = files[1].seal()
-    found: Seals = {
-        "output": files[0].seal(),
+    errors = files[1].make_seal()
+    seals: Seals = {
+        "output": files[0].make_seal(),
         "errors": errors if errors["bytes"] else None,
     }
     if vectors is not None:
-        vectors.fill(journal.last_number)
-        found["vectors"] = files[2].seal()
-    return found
+        vectors.fill_gap(journal.last_number)
+        seals["vectors"] = files[2].make_seal()
+    return seals
 
 
 def read_seal(path: Path) -> Seal | None:
@@ -145,21 +151,21 @@ def read_seal(path: Path) -> Seal | None:
     if not path.exists():
         return None
     with path.open("rb") as file:
-        return _seal(file, hashlib.file_digest(file, _new_digest).hexdigest())
+        return _make_seal(file, hashlib.file_digest(file, _make_digest).hexdigest())
 
 
-def _seal(file: BinaryIO, digest: str) -> Seal:
+def _make_seal(file: BinaryIO, digest: str) -> Seal:
     return {"bytes": file.tell(), "blake2b": digest}
 
 
-def _new_digest() -> hashlib.blake2b:
+def _make_digest() -> hashlib.blake2b:
     return hashlib.blake2b(digest_size=DIGEST_BYTES)
 
 
 class _VectorWriter:
     """Writes vectors of one size as .npy: a row for each line, of nan if it has no vector."""
 
-    def __init__(self, file: _Sealed, num_rows: int, size: int) -> None:
+    def __init__(self, file: _SealedFile, num_rows: int, size: int) -> None:
         import numpy as np  # only here: `fminfer --help` needs none
 
         self._file = file
@@ -173,11 +179,11 @@ class _VectorWriter:
     def add(self, number: int, vector: bytes) -> None:
         """Write the vector of a line, whose number is larger than those before."""
         assert len(vector) == len(self._absent), "a run's vectors have one size"
-        self.fill(number - 1)
+        self.fill_gap(number - 1)
         self._file.write(vector)
         self._num_written += 1
 
-    def fill(self, until: int) -> None:
+    def fill_gap(self, until: int) -> None:
         """Write rows of nan for the next lines, which have no vectors, up to a line's number."""
         most = max(1, MOST_GAP // len(self._absent))
         while (left := until - self._num_written) > 0:
@@ -193,6 +199,6 @@ class VectorReader:
 
         self._rows = np.load(vectors_path(output), mmap_mode="r")
 
-    def of(self, number: int) -> bytes:
+    def read(self, number: int) -> bytes:
         """Return the vector of a line that was answered."""
         return bytes(self._rows[number - 1].tobytes())

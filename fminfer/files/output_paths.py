@@ -9,9 +9,9 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import fit_name
-from fminfer.files.input_models import refuse_model_folder
-from fminfer.files.line_reader import stem
-from fminfer.files.ordered_output import traces
+from fminfer.files.input_models import check_no_model_folder
+from fminfer.files.line_reader import input_stem
+from fminfer.files.ordered_output import list_written_files
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import DEVICES, STDIN, is_stream
 
@@ -36,7 +36,7 @@ def answers_path(source: Path) -> Path:
 
 
 @dataclass(slots=True, frozen=True)
-class Plan:
+class OutputPaths:
     """Inputs, and the output of each; and which inputs cannot be answered, and why."""
 
     inputs: list[Path]
@@ -44,7 +44,7 @@ class Plan:
     refused: dict[Path, str] = field(default_factory=dict)
 
 
-def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
+def require_output_paths(inputs: list[Path], output: Path | None) -> list[Path]:
     """Return where each input's answers go.
 
     Args:
@@ -55,20 +55,20 @@ def plan_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     Raises:
         UsageError: one file for several inputs, or two inputs for one file.
     """
-    plan = plan_each(inputs, output)
-    for reason in plan.refused.values():
+    paths = make_output_paths(inputs, output)
+    for reason in paths.refused.values():
         raise UsageError(reason)
-    return plan.outputs
+    return paths.outputs
 
 
-def plan_each(inputs: list[Path], output: Path | None) -> Plan:
+def make_output_paths(inputs: list[Path], output: Path | None) -> OutputPaths:
     """Plan outputs, without the inputs whose answers would meet in one file; raise as above."""
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
     # whose answers go to a file, and its name
     owners: dict[Path, list[tuple[Path, Path]]] = {}
     for source, path in zip(inputs, outputs, strict=True):
-        for trace in [] if path == STDOUT else _written(path):
+        for trace in [] if path == STDOUT else _list_all_written(path):
             owners.setdefault(trace.resolve(), []).append((source, trace))
     refused: dict[Path, str] = {}
     for place, sources in owners.items():
@@ -87,25 +87,27 @@ def plan_each(inputs: list[Path], output: Path | None) -> Plan:
     pairs = [
         pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused
     ]
-    return Plan([source for source, _ in pairs], [path for _, path in pairs], refused)
+    return OutputPaths(
+        [source for source, _ in pairs], [path for _, path in pairs], refused
+    )
 
 
-def whose_file(path: Path, plan: Plan) -> str:
+def describe_use(path: Path, paths: OutputPaths) -> str:
     """Say what a file is to a run: an input, or one that it writes; an empty text if nothing."""
     place = path.resolve()
-    for source in (*plan.inputs, *plan.refused):
+    for source in (*paths.inputs, *paths.refused):
         if source != STDIN and place == source.resolve():
             return f"is the input {source}"
-    for source, output in zip(plan.inputs, plan.outputs, strict=True):
+    for source, output in zip(paths.inputs, paths.outputs, strict=True):
         if output != STDOUT and place in {
-            trace.resolve() for trace in _written(output)
+            trace.resolve() for trace in _list_all_written(output)
         }:
             return f"belongs to the answers to {source}"
     return ""
 
 
-def _written(output: Path) -> list[Path]:
-    return [*traces(output), status_path(output)]
+def _list_all_written(output: Path) -> list[Path]:
+    return [*list_written_files(output), status_path(output)]
 
 
 def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
@@ -113,9 +115,9 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
         return [STDOUT] * len(inputs)
     if output is None:
         return [STDOUT if is_stream(path) else answers_path(path) for path in inputs]
-    _refuse_device(output)
-    require_parent("--output", output)
-    refuse_model_folder("--output", output)
+    _check_no_device(output)
+    require_parent_folder("--output", output)
+    check_no_model_folder("--output", output)
     if output.is_file() or output.suffix == ".jsonl":
         if len(inputs) > 1:
             raise UsageError(
@@ -132,7 +134,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     return [output / _answers_name(path) for path in inputs]
 
 
-def require_parent(flag: str, path: Path) -> None:
+def require_parent_folder(flag: str, path: Path) -> None:
     """Refuse a place whose folder is not there, by a UsageError: it may be a typing error."""
     folder = path.parent
     if not folder.is_dir():
@@ -148,7 +150,7 @@ def require_parent(flag: str, path: Path) -> None:
         )
 
 
-def _refuse_device(output: Path) -> None:
+def _check_no_device(output: Path) -> None:
     """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null,
     /dev/stdout."""
     is_other = output.exists() and not (output.is_file() or output.is_dir())
@@ -162,4 +164,4 @@ def _refuse_device(output: Path) -> None:
 
 
 def _answers_name(source: Path) -> str:
-    return fit_name(f"output_{stem(source)}", ".jsonl")
+    return fit_name(f"output_{input_stem(source)}", ".jsonl")

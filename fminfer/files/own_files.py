@@ -11,7 +11,7 @@ from pathlib import Path
 
 from fminfer.core.errors import UsageError
 from fminfer.files.completed import find_completed
-from fminfer.files.disk import replacing, told
+from fminfer.files.disk import raising_disk_errors, replacing_file
 from fminfer.files.first_lines import holds_answers
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import Seals, errors_path
@@ -23,14 +23,14 @@ START_BYTES = 4096  # by which a form is told
 
 
 @dataclass(slots=True, frozen=True)
-class OwnForm:
+class FileKind:
     """A kind of file that fminfer writes."""
 
     name: str  # for people
     matches: Callable[[Path], bool]
 
 
-def _starting_with(pattern: bytes) -> Callable[[Path], bool]:
+def _make_start_matcher(pattern: bytes) -> Callable[[Path], bool]:
     start = re.compile(pattern, re.IGNORECASE)
 
     def matches(path: Path) -> bool:
@@ -40,20 +40,21 @@ def _starting_with(pattern: bytes) -> Callable[[Path], bool]:
     return matches
 
 
-PAGE = OwnForm("HTML page", _starting_with(rb"<!doctype html"))
-PICTURE = OwnForm("SVG picture", _starting_with(rb"<svg "))
-SUMMARY = OwnForm(
-    "summary of a run", _starting_with(rb'\{\s*"model": "(?:[^"\\]|\\.)*",\s*"dtype": ')
+PAGE = FileKind("HTML page", _make_start_matcher(rb"<!doctype html"))
+PICTURE = FileKind("SVG picture", _make_start_matcher(rb"<svg "))
+SUMMARY = FileKind(
+    "summary of a run",
+    _make_start_matcher(rb'\{\s*"model": "(?:[^"\\]|\\.)*",\s*"dtype": '),
 )
-TIMELINE = OwnForm(
+TIMELINE = FileKind(
     "timeline of a run",
-    _starting_with(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])'),
+    _make_start_matcher(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])'),
 )
-STATUS = OwnForm("status file of a run", _starting_with(rb'\{\s*"id":\s*"batch_'))
-RECORDS = OwnForm("file of a run's answers or errors", holds_answers)
+STATUS = FileKind("status file of a run", _make_start_matcher(rb'\{\s*"id":\s*"batch_'))
+RECORDS = FileKind("file of a run's answers or errors", holds_answers)
 
 
-def require_own(path: Path, form: OwnForm, label: str) -> None:
+def require_own_file(path: Path, kind: FileKind, label: str) -> None:
     """Refuse to replace what is there and has another form, by a UsageError.
 
     A new name, a blank file and a folder pass: a folder is never replaced.
@@ -62,10 +63,10 @@ def require_own(path: Path, form: OwnForm, label: str) -> None:
         return
     is_own = False  # a pipe, a device, or a file that cannot be read
     with suppress(OSError):
-        is_own = path.is_file() and (form.matches(path) or _is_blank(path))
+        is_own = path.is_file() and (kind.matches(path) or _is_blank(path))
     if not is_own:
         raise UsageError(
-            f"{label} {path} exists and is no {form.name}, and fminfer replaces nothing else; "
+            f"{label} {path} exists and is no {kind.name}, and fminfer replaces nothing else; "
             "give another name, or move the file away"
         )
 
@@ -84,14 +85,14 @@ def is_device(path: Path) -> bool:
     return is_stream(path) or (path.exists() and not path.is_file())
 
 
-def replace_own(path: Path, form: OwnForm, label: str, data: bytes) -> None:
+def replace_own_file(path: Path, kind: FileKind, label: str, data: bytes) -> None:
     """Put a whole file in the place of an older one of its form; write into a device."""
-    with told(path):
+    with raising_disk_errors(path):
         if is_device(path):
             path.write_bytes(data)
             return
-        require_own(path, form, label)  # another file may have come meanwhile
-        with replacing(path.resolve(), is_durable=False) as file:
+        require_own_file(path, kind, label)  # another file may have come meanwhile
+        with replacing_file(path.resolve(), is_durable=False) as file:
             file.write(data)
 
 
@@ -106,5 +107,5 @@ def require_own_outputs(output: Path) -> None:
     seals: Seals = {} if completed is None else completed.seals or OLD_SEALS
     for name, path in {"output": output, "errors": errors_path(output)}.items():
         if seals.get(name) is None:
-            require_own(path, RECORDS, f"the file of this run's {name},")
-    require_own(status_path(output), STATUS, "the status file of this run,")
+            require_own_file(path, RECORDS, f"the file of this run's {name},")
+    require_own_file(status_path(output), STATUS, "the status file of this run,")

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
-from fminfer.files.disk import beside
+from fminfer.files.disk import path_beside
 from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
@@ -33,25 +33,25 @@ def list_inputs(url: str) -> list[str]:
         return [url]
     folder, _, pattern = url.rpartition("/")
     if "*" not in pattern:
-        file_system, path = _open(url)
+        file_system, path = _open_file_system(url)
         if not file_system.isdir(path):
             return [url]
         folder = url
         pattern = "*"
-    file_system, path = _open(folder)
+    file_system, path = _open_file_system(folder)
     entries = file_system.ls(path, detail=True)
     names = sorted(
-        each["name"].rpartition("/")[2] for each in entries if each["type"] == "file"
+        entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"
     )
-    found = [
+    input_names = [
         name for name in names if is_input_name(name) and fnmatchcase(name, pattern)
     ]
-    if not found:
+    if not input_names:
         raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")
-    return [f"{folder}/{name}" for name in found]
+    return [f"{folder}/{name}" for name in input_names]
 
 
-def _open(url: str) -> tuple[Any, str]:
+def _open_file_system(url: str) -> tuple[Any, str]:
     """Return a URL's file system and the path in it."""
     import fsspec
 
@@ -59,26 +59,26 @@ def _open(url: str) -> tuple[Any, str]:
     return file_system, path
 
 
-def version_of(url: str) -> str | None:
+def find_version(url: str) -> str | None:
     """Return what changes with the file (its ETag, or size and time); None: it is not there."""
-    file_system, path = _open(url)
+    file_system, path = _open_file_system(url)
     try:
         if url.startswith(("http://", "https://")):  # whose ukey is the same for ever
-            return _version_by_headers(file_system.info(path))
+            return _make_header_version(file_system.info(path))
         return str(file_system.ukey(path))
     except FileNotFoundError:
         return None
 
 
-def _version_by_headers(info: dict[str, Any]) -> str:
+def _make_header_version(info: dict[str, Any]) -> str:
     """Return what a web server tells of a file; another one each time if it tells too little."""
-    told = {name: info[name] for name in HTTP_MARKS if info.get(name)}
-    return json.dumps(told | {"size": info.get("size")}) if told else uuid.uuid4().hex
+    marks = {name: info[name] for name in HTTP_MARKS if info.get(name)}
+    return json.dumps(marks | {"size": info.get("size")}) if marks else uuid.uuid4().hex
 
 
 def fetch_file(url: str, local: Path) -> None:
-    file_system, path = _open(url)
-    part = beside(local, PART)
+    file_system, path = _open_file_system(url)
+    part = path_beside(local, PART)
     part.unlink(missing_ok=True)
     part.touch(mode=0o600)  # prompts are private
     file_system.get_file(path, str(part))
@@ -88,7 +88,7 @@ def fetch_file(url: str, local: Path) -> None:
 
 def upload_file(local: Path, url: str) -> None:
     """Upload a file under another name and move it, where that can be done."""
-    file_system, path = _open(url)
+    file_system, path = _open_file_system(url)
     try:
         file_system.put_file(str(local), path + PART)
         file_system.mv(path + PART, path)
@@ -97,38 +97,38 @@ def upload_file(local: Path, url: str) -> None:
 
 
 def remove_file(url: str) -> None:
-    file_system, path = _open(url)
+    file_system, path = _open_file_system(url)
     file_system.rm_file(path)
 
 
-def try_writing(url: str) -> None:
+def check_writable(url: str) -> None:
     """Write and remove an empty file, so that hours of work do not end in a UsageError."""
     folder = url.rpartition("/")[0]
     try:
-        file_system, path = _open(url)
+        file_system, path = _open_file_system(url)
         file_system.pipe_file(path + PART, b"")
         file_system.rm_file(path + PART)
     except Exception as error:
         raise UsageError(
             f"answers cannot be uploaded to {show_url(folder)}: "
-            f"{_explain(error, 'write and delete there', url)}, or give another --output"
+            f"{_explain_error(error, 'write and delete there', url)}, or give another --output"
         ) from error
 
 
 @contextmanager
-def reading(url: str) -> Iterator[None]:
+def raising_url_errors(url: str) -> Iterator[None]:
     """Turn what goes wrong with a URL into a UsageError."""
     try:
         yield
     except FminferError:
         raise
     except Exception as error:
-        explained = _explain(error, "read it", url)
+        explained = _explain_error(error, "read it", url)
         raise UsageError(f"{show_url(url)} cannot be read: {explained}") from error
 
 
 @contextmanager
-def uploading(url: str, output: Path) -> Iterator[None]:
+def raising_upload_errors(url: str, output: Path) -> Iterator[None]:
     """Turn what goes wrong with an upload into an OutputError."""
     try:
         yield
@@ -140,7 +140,7 @@ def uploading(url: str, output: Path) -> Iterator[None]:
         ) from error
 
 
-def _explain(error: Exception, right: str, url: str) -> str:
+def _explain_error(error: Exception, right: str, url: str) -> str:
     """Say what is wrong, and what to do; `right` is what credentials have to allow."""
     text = hide_secrets(str(error), url)
     if isinstance(error, ImportError):
@@ -174,7 +174,10 @@ def show_url(url: str) -> str:
         user = f"{name}:{MASK}"
     elif at and _is_web(url):  # most likely a token
         user = MASK
-    parts = [_mask(part, is_web=_is_web(url)) for part in re.split("([&;])", query)]
+    parts = [
+        _mask_query_part(part, is_web=_is_web(url))
+        for part in re.split("([&;])", query)
+    ]
     return f"{scheme}://{user}{at}{host}{slash}{path}{question}{''.join(parts)}"
 
 
@@ -182,14 +185,14 @@ def hide_secrets(text: str, *urls: str) -> str:
     """Mask what is secret in the URLs of a text: of `urls`, and of those without spaces."""
     for url in urls:
         text = text.replace(url, show_url(url))
-    return IN_TEXT.sub(lambda found: show_url(found[0]), text)
+    return IN_TEXT.sub(lambda match: show_url(match[0]), text)
 
 
 def _is_web(url: str) -> bool:
     return url.partition("://")[0].endswith(("http", "https"))
 
 
-def _mask(part: str, *, is_web: bool) -> str:
+def _mask_query_part(part: str, *, is_web: bool) -> str:
     """Mask the value in one `name=value` of a query, or a part of one that is no such pair."""
     name, equals, _ = part.partition("=")
     if equals:

@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-from fminfer.files.status_file import own_fields
+from fminfer.files.status_file import fminfer_fields
 
 LONGEST_FIRST_S = 1.0  # what the first step after a wait counts as, at most
 MAX_RUNS = 8  # of one output; older ones are only counted
@@ -38,7 +38,7 @@ class Point:
         self.num_done += other.num_done
         self.most_running = max(self.most_running, other.most_running)
 
-    def between(self, start: float, end: float) -> Point:
+    def cut_share(self, start: float, end: float) -> Point:
         """Return the counts between two shares of the time; what is in flight is so all
         of it."""
         counts = self.num_fed, self.num_drawn, self.num_done
@@ -58,7 +58,7 @@ class TimeLine:
     def add(self, part: Point, from_s: float, to_s: float) -> None:
         """Spread what was done evenly over a span of time, in seconds since the start."""
         while to_s >= self.width_s * MAX_POINTS:
-            self._merge()
+            self._merge_points()
         first, last = int(from_s / self.width_s), int(to_s / self.width_s)
         self.points += [Point() for _ in range(last + 1 - len(self.points))]
         if first == last:
@@ -68,10 +68,10 @@ class TimeLine:
         for place in range(first, last + 1):
             end_s = min(to_s, (place + 1) * self.width_s)
             share = (end_s - from_s) / (to_s - from_s)
-            self.points[place].add(part.between(done, share))
+            self.points[place].add(part.cut_share(done, share))
             done = share
 
-    def _merge(self) -> None:
+    def _merge_points(self) -> None:
         """Make one point of every two."""
         for kept, merged in zip(self.points[::2], self.points[1::2], strict=False):
             kept.add(merged)
@@ -87,14 +87,14 @@ class TimeLine:
         return {"every_s": self.width_s, **texts}
 
 
-def read_time_line(told: object) -> TimeLine | None:
+def parse_time_line(fields: object) -> TimeLine | None:
     """Read what `to_dict` has written; None: it is not that."""
-    if not isinstance(told, dict):
+    if not isinstance(fields, dict):
         return None
     try:
-        columns = [[int(word) for word in told[name].split()] for name in COLUMNS]
+        columns = [[int(word) for word in fields[name].split()] for name in COLUMNS]
         points = [Point(*values) for values in zip(*columns, strict=True)]
-        width_s = float(told["every_s"])
+        width_s = float(fields["every_s"])
     except (KeyError, ValueError, TypeError, AttributeError):
         return None
     return (
@@ -103,7 +103,7 @@ def read_time_line(told: object) -> TimeLine | None:
 
 
 @dataclass(slots=True)
-class RunFacts:
+class CurrentRun:
     """What one run is, and what it has done so far. All of its outputs share it."""
 
     # options that are not the defaults
@@ -166,12 +166,12 @@ class RunFacts:
 class RunHistory:
     """All runs that answered one output: the earlier ones, and the one that goes on."""
 
-    def __init__(self, facts: RunFacts, earlier: list[dict[str, Any]]) -> None:
+    def __init__(self, facts: CurrentRun, earlier: list[dict[str, Any]]) -> None:
         self._facts = facts
         # A run may lose an output and take it again.
         self._earlier = [run for run in earlier if run.get("id") != facts.id]
 
-    def forget(self) -> None:
+    def drop_earlier_runs(self) -> None:
         """Leave out the earlier runs: none of their rows is kept."""
         self._earlier = []
 
@@ -180,20 +180,20 @@ class RunHistory:
         runs = [*self._earlier, *self._facts.to_list()]
         num_left_out = max(0, len(runs) - MAX_RUNS)
         if num_left_out:
-            before = sum(_num_before(run) for run in runs[: num_left_out + 1])
+            before = sum(_num_runs_before(run) for run in runs[: num_left_out + 1])
             runs = runs[num_left_out:]
             runs[0] = runs[0] | {"runs_before": before + num_left_out}
         return runs
 
 
-def _num_before(run: dict[str, Any]) -> int:
+def _num_runs_before(run: dict[str, Any]) -> int:
     number = run.get("runs_before")
     return number if isinstance(number, int) else 0
 
 
-def runs_in(status: dict[str, Any] | None) -> list[dict[str, Any]]:
+def parse_runs(status: dict[str, Any] | None) -> list[dict[str, Any]]:
     """Return the runs that a status file tells of; none if an older version wrote it."""
-    runs = own_fields(status).get("runs")
+    runs = fminfer_fields(status).get("runs")
     return (
         [run for run in runs if isinstance(run, dict)] if isinstance(runs, list) else []
     )

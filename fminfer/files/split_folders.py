@@ -11,10 +11,10 @@ from fminfer.contract.json_object import load
 from fminfer.core.errors import UsageError
 from fminfer.files.streams import (
     MANIFEST,
-    changed_ns,
-    digest_of,
-    manifest_head,
-    split_of,
+    digest_file,
+    find_split_folder,
+    read_changed_ns,
+    read_manifest_head,
 )
 
 NUM_EQUAL = "num_equal"  # in what a manifest says of a part; see `envelope.Line`
@@ -26,17 +26,17 @@ def find_num_equal(path: Path) -> array[int] | None:
 
     None: it is no part, no line has an equal one, or it was edited since.
     """
-    folder = split_of(path)
+    folder = find_split_folder(path)
     if folder is None or not path.is_file():
         return None
     manifest = folder / MANIFEST
     name = path.absolute().relative_to(folder).as_posix()
     try:
-        place = _find_entries(manifest, changed_ns(manifest)).get(name)
+        place = _read_entry_places(manifest, read_changed_ns(manifest)).get(name)
         return (
             None
             if place is None
-            else _load_num_equal(path, changed_ns(path), manifest, place)
+            else _read_num_equal(path, read_changed_ns(path), manifest, place)
         )
     except (
         OSError,
@@ -51,33 +51,35 @@ def find_num_equal(path: Path) -> array[int] | None:
 
 
 @lru_cache(maxsize=8)
-def _find_entries(manifest: Path, changed_at: int) -> dict[str, int]:
+def _read_entry_places(manifest: Path, changed_at: int) -> dict[str, int]:
     """Return where a manifest tells of parts whose lines have equal ones, by the parts'
     paths."""
-    found = {}
+    places = {}
     place = 0
     with manifest.open("rb") as file:
         for line in file:
             if match := _NUM_EQUAL.match(line):
-                found[str(load(match[1]))] = place
+                places[str(load(match[1]))] = place
             place += len(line)
-    return found
+    return places
 
 
 @lru_cache(maxsize=2)  # a run looks at a part several times
-def _load_num_equal(
+def _read_num_equal(
     path: Path, changed_at: int, manifest: Path, place: int
 ) -> array[int] | None:
     with manifest.open("rb") as file:
         file.seek(place)
         entry = load(file.readline().rstrip(b",\n"))
-    return array("I", entry[NUM_EQUAL]) if entry["digest"] == digest_of(path) else None
+    return (
+        array("I", entry[NUM_EQUAL]) if entry["digest"] == digest_file(path) else None
+    )
 
 
-def is_split(folder: Path) -> bool:
+def is_split_folder(folder: Path) -> bool:
     """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a
     UsageError."""
-    head = manifest_head(folder)
+    head = read_manifest_head(folder)
     if head and not re.search(rb'"is_complete": ?true', head):
         raise UsageError(
             f"the split into {folder} was not finished; repeat its command"

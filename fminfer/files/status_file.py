@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import StoppedError, UsageError
-from fminfer.files.disk import beside, explain, replacing
+from fminfer.files.disk import disk_error, path_beside, replacing_file
 from fminfer.files.journal_rows import Counts
 from fminfer.files.ordered_output import Seals, errors_path, vectors_path
 
@@ -36,7 +36,7 @@ STATUS = ".status.json"  # instead of .jsonl in the output's name
 
 def status_path(output: Path) -> Path:
     """Return where an output's status stands: `answers.status.json` for `answers.jsonl`."""
-    return beside(output, STATUS, without=".jsonl")
+    return path_beside(output, STATUS, without=".jsonl")
 
 
 def read_status(output: Path) -> dict[str, Any] | None:
@@ -46,7 +46,7 @@ def read_status(output: Path) -> dict[str, Any] | None:
         fields = json.loads(path.read_text()) if path.is_file() else None
     except (OSError, ValueError, RecursionError):
         return None
-    return fields if isinstance(fields, dict) and _is_ours(fields) else None
+    return fields if isinstance(fields, dict) and _has_status_form(fields) else None
 
 
 def read_sound_status(output: Path) -> dict[str, Any] | None:
@@ -61,7 +61,7 @@ def read_sound_status(output: Path) -> dict[str, Any] | None:
     return status
 
 
-def _is_ours(fields: dict[str, Any]) -> bool:
+def _has_status_form(fields: dict[str, Any]) -> bool:
     """Tell whether a status has the form that `StatusFile` gives it."""
     parts = (
         fields.get(name) or {}
@@ -77,20 +77,20 @@ def _is_ours(fields: dict[str, Any]) -> bool:
     )
 
 
-def own_fields(status: dict[str, Any] | None) -> dict[str, Any]:
+def fminfer_fields(status: dict[str, Any] | None) -> dict[str, Any]:
     """Return what a status holds beside the fields of a Batch object."""
     return (status or {}).get("fminfer") or {}
 
 
 def limit_of(status: dict[str, Any]) -> int | None:
     """Return how many lines of its input an output was to answer; None: all."""
-    limit = own_fields(status).get("limit")
+    limit = fminfer_fields(status).get("limit")
     return limit if isinstance(limit, int) else None
 
 
 def seals_of(status: dict[str, Any] | None) -> Seals | None:
     """Return the seals that a complete output was written with; None: by an older version."""
-    seals = own_fields(status).get("written")
+    seals = fminfer_fields(status).get("written")
     if not isinstance(seals, dict):
         return None
     return (
@@ -101,10 +101,10 @@ def seals_of(status: dict[str, Any] | None) -> Seals | None:
 def has_vectors(output: Path) -> bool:
     """Tell whether the file of vectors beside an output, if there is one, is the
     output's own."""
-    return own_fields(read_status(output)).get("has_vectors") is True
+    return fminfer_fields(read_status(output)).get("has_vectors") is True
 
 
-def refuse_other_vectors(output: Path) -> None:
+def check_vectors_owned(output: Path) -> None:
     """Refuse to put vectors in the place of a file that fminfer did not write, by a
     UsageError."""
     if (path := vectors_path(output)).exists() and not has_vectors(output):
@@ -142,7 +142,7 @@ class StatusFile:
     def __post_init__(self) -> None:
         self.has_vectors = has_vectors(self.output)
 
-    def move(self, status: Status, error: str | None = None) -> None:
+    def set_status(self, status: Status, error: str | None = None) -> None:
         """Enter a status; `error` says why a run failed."""
         self._status = status
         if status != "validating":
@@ -153,14 +153,14 @@ class StatusFile:
             )
         self._write()
 
-    def break_off(self, error: BaseException) -> None:
+    def end_with_error(self, error: BaseException) -> None:
         """Say why the run ends before the output is complete."""
         if isinstance(error, StoppedError):
-            self.move(error.status)
+            self.set_status(error.status)
         elif isinstance(error, KeyboardInterrupt):
-            self.move("cancelled")
+            self.set_status("cancelled")
         else:
-            self.move("failed", f"{type(error).__name__}: {error}")
+            self.set_status("failed", f"{type(error).__name__}: {error}")
 
     def update(self) -> None:
         """Write the newest counts, at most once a second."""
@@ -168,19 +168,21 @@ class StatusFile:
             self._write()
 
     def _write(self) -> None:
-        batch = self._to_batch()
+        batch = self._make_batch()
         try:
             # Later commands rely on an end's status, also after a power cut. Vectors get their
             # name after this; only by the status does the next run know them as its own.
             is_durable = self.has_vectors or self._status in ENDS
-            with replacing(status_path(self.output), is_durable=is_durable) as file:
+            with replacing_file(
+                status_path(self.output), is_durable=is_durable
+            ) as file:
                 file.write(json.dumps(batch, indent=2).encode() + b"\n")
         except OSError as error:
             # they grow, and there may be room only for what was there
             batch["fminfer"].pop("runs")
             text = json.dumps(batch, indent=2) + "\n"
             if self._status not in BROKEN_OFF or not self._overwrite(text):
-                raise explain(status_path(self.output), error) from error
+                raise disk_error(status_path(self.output), error) from error
         self._written_s = time.perf_counter()
 
     def _overwrite(self, text: str) -> bool:
@@ -194,7 +196,7 @@ class StatusFile:
             return False
         return True
 
-    def _to_batch(self) -> dict[str, Any]:
+    def _make_batch(self) -> dict[str, Any]:
         counts = self.counts
         is_completed = self._status == "completed"
         digest = hashlib.blake2b(os.fsencode(self.source.resolve()), digest_size=16)

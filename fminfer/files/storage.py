@@ -14,23 +14,23 @@ from pathlib import Path
 import click
 
 from fminfer.core.errors import UsageError
-from fminfer.files.disk import beside
-from fminfer.files.input_models import refuse_models
+from fminfer.files.disk import path_beside
+from fminfer.files.input_models import check_no_models
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
 from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.remote_files import (
     PART,
+    check_writable,
     fetch_file,
+    find_version,
     list_inputs,
-    reading,
+    raising_upload_errors,
+    raising_url_errors,
     remove_file,
     show_url,
     split_query,
-    try_writing,
     upload_file,
-    uploading,
-    version_of,
 )
 from fminfer.files.status_file import status_path
 from fminfer.machine.user_cache import cache_path, make_private
@@ -56,76 +56,76 @@ class RemoteFolders:
         self._urls: dict[Path, str] = {}  # of each local folder
         self._sources: dict[Path, str] = {}  # the URL of each copy
 
-    def fetch(self, location: Location) -> list[Path]:
+    def fetch_inputs(self, location: Location) -> list[Path]:
         """Return local copies of what a URL names: a file, a folder, or
         `folder/part-*.jsonl`."""
         if isinstance(location, Path):
             return [location]
-        refuse_models([location])
-        with reading(location):
-            return [self._fetch_file(url) for url in list_inputs(_trim(location))]
+        check_no_models([location])
+        with raising_url_errors(location):
+            return [self._fetch_file(url) for url in list_inputs(_trim_url(location))]
 
-    def place(self, output: Location | None) -> Path | None:
+    def find_local_output(self, output: Location | None) -> Path | None:
         """Return where the answers to `output` are written here; refuse signed URLs."""
         if not isinstance(output, str):
             return output
-        url = _trim(output)
+        url = _trim_url(output)
         if split_query(url)[1]:
             raise UsageError(
                 f"--output {show_url(url)} has a query. Answers are several files, and a signed "
                 "URL is of one; give a URL without a query, or a local path"
             )
         return (
-            self._local(url)
+            self._local_path(url)
             if url.endswith((".jsonl", *ENDINGS))
-            else self._folder(url)
+            else self._make_local_folder(url)
         )
 
-    def prepare(self, outputs: list[Path], *, restart: bool) -> None:
+    def prepare_outputs(self, outputs: list[Path], *, restart: bool) -> None:
         """Copy outputs here that others have completed, and see that one can write there."""
         tried: set[Path] = set()
         for output in outputs:
-            url = self._url(output)
+            url = self._find_url(output)
             if url is None:
                 continue
             if restart:
-                beside(output, SYNCED).unlink(missing_ok=True)
+                path_beside(output, SYNCED).unlink(missing_ok=True)
             else:
-                with reading(url):
-                    self._bring(output, url)
-            if not beside(output, SYNCED).exists() and output.parent not in tried:
+                with raising_url_errors(url):
+                    self._fetch_output(output, url)
+            if not path_beside(output, SYNCED).exists() and output.parent not in tried:
                 tried.add(output.parent)
-                try_writing(url)
+                check_writable(url)
 
-    def upload(self, outputs: list[Path]) -> None:
+    def upload_outputs(self, outputs: list[Path]) -> None:
         """Upload what is complete and not there yet, the answers last: all is there then."""
         for output in outputs:
-            url = self._url(output)
+            url = self._find_url(output)
             is_complete = output.exists() and not journal_path(output).exists()
             if url is None or not is_complete or _is_synced(output):
                 continue
-            self._tell(f"Uploading {show_url(url)} …")
-            with uploading(url, output):
+            self._print(f"Uploading {show_url(url)} …")
+            with raising_upload_errors(url, output):
                 self._upload_file(output, url)
 
     def _upload_file(self, output: Path, url: str) -> None:
         folder = self._urls[output.parent]
         errors = errors_path(output)
         status = status_path(output)
-        named = self._with_urls(status)
+        named = self._write_status_with_urls(status)
         upload_file(named, f"{folder}/{status.name}")
         named.unlink()
         if errors.exists():
             upload_file(errors, f"{folder}/{errors.name}")
-        elif version_of(f"{folder}/{errors.name}") is not None:  # of an earlier run
+        elif find_version(f"{folder}/{errors.name}") is not None:  # of an earlier run
             remove_file(f"{folder}/{errors.name}")
         if (vectors := vectors_path(output)).exists():
             upload_file(vectors, f"{folder}/{vectors.name}")
         upload_file(output, url)
-        beside(output, SYNCED).write_text(version_of(url) or "")
+        path_beside(output, SYNCED).write_text(find_version(url) or "")
 
     def _fetch_file(self, url: str) -> Path:
-        local = self._local(url)
+        local = self._local_path(url)
         shown = show_url(url)
         if not local.name.endswith(ENDINGS):
             raise UsageError(
@@ -137,58 +137,60 @@ class RemoteFolders:
                 "Their answers would meet in one file; answer them by two commands "
                 "with two --output folders"
             )
-        version = version_of(url)
-        synced = beside(local, SYNCED)
+        version = find_version(url)
+        synced = path_beside(local, SYNCED)
         if version is None:
             raise UsageError(
                 f"{shown} does not exist; give a .jsonl file or a folder of them"
             )
-        if not local.exists() or _read(synced) != version:
-            self._tell(f"Fetching {show_url(url)} …")
+        if not local.exists() or _read_text(synced) != version:
+            self._print(f"Fetching {show_url(url)} …")
             fetch_file(url, local)
             synced.write_text(version)
         return local
 
-    def _bring(self, output: Path, url: str) -> None:
+    def _fetch_output(self, output: Path, url: str) -> None:
         """Have the same output here as there, unless the one here is yet to be uploaded."""
-        synced = beside(output, SYNCED)
-        recorded = _read(synced)
-        version = version_of(url)
+        synced = path_beside(output, SYNCED)
+        recorded = _read_text(synced)
+        version = find_version(url)
         if version is None:  # nothing is there, or not any more
             synced.unlink(missing_ok=True)
             return
         is_here = output.exists() or journal_path(output).exists()
         if is_here and recorded in (None, version):
             return
-        self._tell(f"Fetching {show_url(url)} …")
+        self._print(f"Fetching {show_url(url)} …")
         for path in (status_path(output), errors_path(output), vectors_path(output)):
             other = f"{self._urls[output.parent]}/{path.name}"
             path.unlink(missing_ok=True)
-            if version_of(other) is not None:
+            if find_version(other) is not None:
                 fetch_file(other, path)
         fetch_file(url, output)
         synced.write_text(version)
 
-    def _with_urls(self, status: Path) -> Path:
+    def _write_status_with_urls(self, status: Path) -> Path:
         """Write a status file that names files by their URLs; return where."""
         fields = json.loads(status.read_text())
         for name in FILE_IDS:
             if fields[name] is not None:
-                fields[name] = show_url(self._url(Path(fields[name])) or fields[name])
-        named = beside(status, PART)
+                fields[name] = show_url(
+                    self._find_url(Path(fields[name])) or fields[name]
+                )
+        named = path_beside(status, PART)
         named.write_text(json.dumps(fields, indent=2) + "\n")
         return named
 
-    def _tell(self, text: str) -> None:
+    def _print(self, text: str) -> None:
         if not self._is_quiet:
             click.echo(text, err=True)
 
-    def _local(self, url: str) -> Path:
+    def _local_path(self, url: str) -> Path:
         """Return where a file's copy is: another signature is of the same file."""
         folder, _, name = split_query(url)[0].rpartition("/")
-        return self._folder(folder) / name
+        return self._make_local_folder(folder) / name
 
-    def _folder(self, url: str) -> Path:
+    def _make_local_folder(self, url: str) -> Path:
         shown = show_url(url)  # another password is for the same folder
         folder = (
             self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
@@ -202,21 +204,21 @@ class RemoteFolders:
         self._urls[folder] = url
         return folder
 
-    def _url(self, path: Path) -> str | None:
+    def _find_url(self, path: Path) -> str | None:
         folder = self._urls.get(path.parent)
         return None if folder is None else f"{folder}/{path.name}"
 
 
-def _trim(url: str) -> str:
+def _trim_url(url: str) -> str:
     path, query = split_query(url)
     return url if url.endswith("://") else path.rstrip("/") + query
 
 
 def _is_synced(output: Path) -> bool:
     """Tell whether a complete output was not written since it was the same as the remote one."""
-    synced = beside(output, SYNCED)
+    synced = path_beside(output, SYNCED)
     return synced.exists() and synced.stat().st_mtime_ns >= output.stat().st_mtime_ns
 
 
-def _read(path: Path) -> str | None:
+def _read_text(path: Path) -> str | None:
     return path.read_text() if path.exists() else None

@@ -79,18 +79,18 @@ def is_stream(path: Path) -> bool:
     return path == STDIN or path.parent in DEVICES
 
 
-def split_of(path: Path) -> Path | None:
+def find_split_folder(path: Path) -> Path | None:
     """Return the folder of the split of which a file is a part; None: it is none.
 
     A part has plain lines, whatever a wrong first one looks like.
     """
     for folder in path.absolute().parents if PART_NAME.fullmatch(path.name) else ():
-        if manifest_head(folder):
+        if read_manifest_head(folder):
             return folder
     return None
 
 
-def manifest_head(folder: Path) -> bytes:
+def read_manifest_head(folder: Path) -> bytes:
     """Return the first line of a split's manifest; b"": the folder has none."""
     with (
         suppress(OSError),
@@ -138,13 +138,17 @@ def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
         DamagedInputError: compressed data that is cut off or damaged, once the rest was yielded.
         UsageError: it cannot be opened or read, or is zstd data and nothing is installed for it.
     """
-    with reading_file(path), ExitStack() as open_files:
+    with raising_read_errors(path), ExitStack() as open_files:
         raw: Any = sys.stdin.buffer
         if path != STDIN:
             raw = path.open("rb")
             open_files.callback(_close_quietly, raw)
-            raw = raw if digest is None else io.BufferedReader(_Tap(raw, digest))
-        stream, damages = _decompress(path, raw)
+            raw = (
+                raw
+                if digest is None
+                else io.BufferedReader(_DigestingReader(raw, digest))
+            )
+        stream, damages = _open_decompressed(path, raw)
         damage = None
         try:
             while chunk := stream.read1(CHUNK_BYTES):
@@ -159,22 +163,22 @@ def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
             ) from damage
 
 
-def digest_of(path: Path) -> str:
+def digest_file(path: Path) -> str:
     """Return a file's size and digest, for people; for a pipe, which is read once, its kind."""
     if path == STDIN or (path.exists() and not path.is_file()):
         return A_PIPE
     digest = Digest()
-    with reading_file(path), path.open("rb", buffering=0) as file:
+    with raising_read_errors(path), path.open("rb", buffering=0) as file:
         while chunk := file.read(DIGEST_CHUNK_BYTES):
             digest.add(chunk)
     return str(digest)
 
 
-def changed_ns(path: Path) -> int:
+def read_changed_ns(path: Path) -> int:
     """Return when a file's bytes or its entry last changed; 0: it is a pipe."""
     if path == STDIN:
         return 0
-    with reading_file(path):
+    with raising_read_errors(path):
         facts = path.stat()
     # A copy may have an old time of writing, but not of its entry.
     return (
@@ -183,7 +187,7 @@ def changed_ns(path: Path) -> int:
 
 
 @contextmanager
-def reading_file(path: Path) -> Iterator[None]:
+def raising_read_errors(path: Path) -> Iterator[None]:
     """Turn the system's errors into ours."""
     try:
         yield
@@ -214,7 +218,7 @@ def find_zstd() -> Any | None:
     return None
 
 
-class _Tap(io.RawIOBase):
+class _DigestingReader(io.RawIOBase):
     """A file that shows a digest all that is read of it."""
 
     def __init__(self, file: io.BufferedReader, digest: Digest) -> None:
@@ -230,11 +234,11 @@ class _Tap(io.RawIOBase):
         return count
 
 
-def _decompress(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
+def _open_decompressed(path: Path, raw: Any) -> tuple[Any, tuple[type[Exception], ...]]:
     """Return a stream of what a file holds, and what it raises where its data is damaged."""
     # a stand-in for stdin: not packed
     head = raw.peek(1) if hasattr(raw, "peek") else b"{"
-    kind = "" if split_of(path) else packing_of(head, path.suffix)
+    kind = "" if find_split_folder(path) else packing_of(head, path.suffix)
     if kind == ".gz":
         return gzip.GzipFile(fileobj=raw), (EOFError, gzip.BadGzipFile, zlib.error)
     if kind == ".zst":
@@ -291,11 +295,11 @@ def opens_array(head: bytes, *, is_whole: bool) -> bool:
         with suppress(ValueError, RecursionError):
             return isinstance(json.loads(text), list)
         return False
-    first, place = _read_object(text, 1)
+    first, place = _parse_object(text, 1)
     # one that is longer than all these bytes has many lines, or it is a wrong line
     if not first:
         return "\n" in text and text[1:].lstrip().startswith("{")
-    second, end = _read_object(text, place + 1)
+    second, end = _parse_object(text, place + 1)
     begins = text[place + 1 :].lstrip().startswith("{")
     return (
         text[place : place + 1] == ","
@@ -304,7 +308,7 @@ def opens_array(head: bytes, *, is_whole: bool) -> bool:
     )
 
 
-def _read_object(text: str, place: int) -> tuple[bool, int]:
+def _parse_object(text: str, place: int) -> tuple[bool, int]:
     """Tell whether a whole object stands there, and where what is behind it begins."""
     with suppress(ValueError, RecursionError):
         rest = text[place:].lstrip()

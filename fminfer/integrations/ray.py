@@ -34,9 +34,9 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs
-from fminfer.files.json_values import CutValue, cut_if_long
+from fminfer.files.json_values import CutValue, cut_long_value
 from fminfer.files.line_reader import read_lines as read_file
-from fminfer.files.ordered_output import errors_path, written_together
+from fminfer.files.ordered_output import errors_path, writing_together
 from fminfer.files.streams import STDIN
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.runner import WINDOW
@@ -131,7 +131,7 @@ def write_lines(dataset: ray.data.Dataset, output: str | Path) -> None:
     They come in the order of the dataset's rows, and under their names when all are written.
     """
     dataset.context.execution_options.preserve_order = True
-    with written_together(Path(output), errors_path(Path(output))) as files:
+    with writing_together(Path(output), errors_path(Path(output))) as files:
         for batch in dataset.iter_batches(batch_size=None, batch_format="pyarrow"):
             for record, is_error in zip(
                 batch["record"], batch["is_error"], strict=True
@@ -231,7 +231,7 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
 
 def _whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
     """Return a line, cut if it is longer than a line of a file may be."""
-    held = cut_if_long(raw)
+    held = cut_long_value(raw)
     if isinstance(held, CutValue):
         return Line(
             source=0,

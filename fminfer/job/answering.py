@@ -31,12 +31,12 @@ from fminfer.core.errors import (
 from fminfer.core.option import options_of
 from fminfer.core.quantities import with_noun
 from fminfer.core.terminal import find_width, wrap_lines
-from fminfer.files.input_folders import MOST_NAMED, describe_empty
+from fminfer.files.input_folders import MOST_NAMED, describe_empty_files
 from fminfer.files.line_reader import is_input_name
-from fminfer.files.output_paths import STDOUT, Plan
-from fminfer.files.own_files import SUMMARY, replace_own
-from fminfer.files.run_facts import RunFacts
-from fminfer.files.status_file import refuse_other_vectors
+from fminfer.files.output_paths import STDOUT, OutputPaths
+from fminfer.files.own_files import SUMMARY, replace_own_file
+from fminfer.files.run_facts import CurrentRun
+from fminfer.files.status_file import check_vectors_owned
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.told_outputs import is_there, open_output
@@ -80,7 +80,7 @@ class _Job:
     """A run, its files, and the model that answers them."""
 
     def __init__(
-        self, run: RunContext, plan: Plan, run_plan: RunPlan, compute: Compute
+        self, run: RunContext, plan: OutputPaths, run_plan: RunPlan, compute: Compute
     ) -> None:
         self.run = run
         self.plan = plan
@@ -148,7 +148,7 @@ def _answer(job: _Job) -> JobSummary:
         click.echo(wrap_lines(summary.to_text(), find_width(sys.stderr)), err=True)
     if asked.stats is not None:
         text = json.dumps(summary.to_dict(), indent=2)
-        replace_own(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
+        replace_own_file(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary
@@ -247,7 +247,7 @@ def _answer_files(job: _Job) -> JobSummary:
         limit=asked.limit,
         # A file of vectors does not tell which line an answer is of, once lines have moved.
         count_lines=None if has_npy else line_counting(config, job.checkpoint),
-        facts=RunFacts(settings=name_settings(config)),
+        facts=CurrentRun(settings=name_settings(config)),
         tell=job.tell,
     )
     files: RunInputs
@@ -276,7 +276,7 @@ def _answer_files(job: _Job) -> JobSummary:
             _answer_rows(job, files, summary, terms.facts)
     else:
         run_job(None, files, summary, is_quiet=asked.is_quiet)
-    asked.remote.upload(plan.outputs)
+    asked.remote.upload_outputs(plan.outputs)
     write_at_end(asked, plan, summary)
     if not asked.keeps_output:
         summary.outputs = []
@@ -296,11 +296,11 @@ def _check_npy(job: _Job) -> None:
             "--embeddings npy writes a file beside the output; give --output FILE"
         )
     for output in job.plan.outputs:
-        refuse_other_vectors(output)
+        check_vectors_owned(output)
 
 
 def _answer_rows(
-    job: _Job, files: RunInputs, summary: JobSummary, run_facts: RunFacts
+    job: _Job, files: RunInputs, summary: JobSummary, run_facts: CurrentRun
 ) -> None:
     """Make the engine, and let it answer the lines that are left."""
     run = job.run
@@ -345,13 +345,13 @@ def _answer_rows(
     summary.ranks = engine.memory  # with the last reports of all
 
 
-def _tell_left_out(job: JobPaths, plan: Plan) -> None:
+def _tell_left_out(job: JobPaths, plan: OutputPaths) -> None:
     """Say which inputs are not answered; those that are in error also if it is to be quiet."""
     refused = [*plan.refused.values()]
     others = [] if job.is_quiet else job.describe_left_out()
     for reason in [*refused[:MOST_NAMED], *others]:
         click.echo(f"Left out: {reason}.", err=True)
-    for text in [] if job.is_quiet else describe_empty(plan.inputs):
+    for text in [] if job.is_quiet else describe_empty_files(plan.inputs):
         click.echo(f"Warning: {text}.", err=True)
     if len(refused) > MOST_NAMED:
         click.echo(
@@ -398,7 +398,7 @@ def name_settings(config: EngineConfig) -> dict[str, str]:
     }
 
 
-def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
+def write_at_end(job: JobPaths, plan: OutputPaths, summary: JobSummary) -> None:
     """Write the report that the job asks for; where it cannot be, the summary says why."""
     if job.report is None:
         return
@@ -417,7 +417,7 @@ def write_at_end(job: JobPaths, plan: Plan, summary: JobSummary) -> None:
 
 
 @contextmanager
-def reporting(job: JobPaths, plan: Plan) -> Iterator[None]:
+def reporting(job: JobPaths, plan: OutputPaths) -> Iterator[None]:
     """Write the report of what there is, if the run is ended before its outputs are complete."""
     try:
         yield

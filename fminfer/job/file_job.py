@@ -14,9 +14,9 @@ from fminfer.compute.values.step import StepTrace
 from fminfer.contract.envelope import Line
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.engine.stats import EngineStats
-from fminfer.files.disk import lock, told
+from fminfer.files.disk import lock_file, raising_disk_errors
 from fminfer.files.own_files import is_device
-from fminfer.files.run_facts import RunFacts
+from fminfer.files.run_facts import CurrentRun
 from fminfer.job.progress import ProgressBar, TimeLeft
 from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_summary import JobSummary
@@ -53,7 +53,7 @@ def run_job(
     stopper: Stopper | None = None,
     is_quiet: bool,
     trace: Path | None = None,
-    run_facts: RunFacts | None = None,
+    run_facts: CurrentRun | None = None,
 ) -> JobSummary:
     """Answer every line that is left of the inputs; finished rows are kept whatever happens.
 
@@ -62,7 +62,7 @@ def run_job(
         run_facts: filled in as the run goes on; they stand in each output's status file.
     """
     if engine is not None:
-        facts = run_facts or RunFacts()
+        facts = run_facts or CurrentRun()
         job = _FileJob(
             engine, inputs, summary, stopper or Stopper(0.0), facts, is_quiet=is_quiet
         )
@@ -81,7 +81,7 @@ class _FileJob:
         inputs: RunInputs,
         summary: JobSummary,
         stopper: Stopper,
-        run_facts: RunFacts,
+        run_facts: CurrentRun,
         *,
         is_quiet: bool,
     ) -> None:
@@ -222,12 +222,12 @@ class TraceFile:
     def __init__(self, path: Path, num_shards: int) -> None:
         self._path = path
         self._num_shards = num_shards
-        with told(path):
+        with raising_disk_errors(path):
             fd = os.open(path, os.O_WRONLY | os.O_CREAT, 0o666)
             self._file = os.fdopen(fd, "wb")
             if not is_device(path):
                 # another run's events among ours would break the JSON
-                lock(fd, path, path)
+                lock_file(fd, path, path)
                 os.ftruncate(fd, 0)
         self._write(b"[\n")
         self._start_s: float | None = None
@@ -256,11 +256,11 @@ class TraceFile:
 
     def close(self) -> None:
         """End the file."""
-        with told(self._path), self._file:
+        with raising_disk_errors(self._path), self._file:
             self._file.write(b"{}]\n")
 
     def _write(self, data: bytes) -> None:
-        with told(self._path):
+        with raising_disk_errors(self._path):
             self._file.write(data)
 
     def _add_span(

@@ -24,15 +24,15 @@ from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
-from fminfer.files.completed import kept_clock, require_completed
-from fminfer.files.disk import told
-from fminfer.files.journal import Journal, journal_path, peek
+from fminfer.files.completed import find_clock, require_completed
+from fminfer.files.disk import raising_disk_errors
+from fminfer.files.journal import Journal, inspect_journal, journal_path
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
 from fminfer.files.line_reader import InputFile
-from fminfer.files.ordered_output import errors_path, put_in_order
-from fminfer.files.own_files import RECORDS, require_own, require_own_outputs
-from fminfer.files.run_facts import RunHistory, runs_in
-from fminfer.files.status_file import StatusFile, read_status, refuse_other_vectors
+from fminfer.files.ordered_output import errors_path, write_ordered_output
+from fminfer.files.own_files import RECORDS, require_own_file, require_own_outputs
+from fminfer.files.run_facts import RunHistory, parse_runs
+from fminfer.files.status_file import StatusFile, check_vectors_owned, read_status
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
 # What is to be done with an input before its lines are answered: make its complete
@@ -80,12 +80,12 @@ class JournaledInput:
         self._state: State = "answer"
         self.carried = CarriedOver()  # from answers to an earlier form of the input
         takes_over = terms.count_lines is not None
-        journal = peek(
+        journal = inspect_journal(
             output, self._fingerprint, restart=terms.restart, takes_over=takes_over
         )
         if journal == "other input":
             self._state = "carry over"
-        if not terms.restart and (clock := kept_clock(output)) is not None:
+        if not terms.restart and (clock := find_clock(output)) is not None:
             self._fingerprint[CLOCK] = clock
         if journal is None and not terms.restart and output.exists():
             self._look_at_output()
@@ -93,7 +93,7 @@ class JournaledInput:
             self._input.count_rows()
             self.counts.num_rows = self._input.num_rows or 0
         is_kept = not terms.restart and (journal is not None or output.exists())
-        earlier = runs_in(read_status(output)) if is_kept else []
+        earlier = parse_runs(read_status(output)) if is_kept else []
         self._history = RunHistory(terms.facts, earlier)
         self.status = StatusFile(
             source=path,
@@ -123,7 +123,7 @@ class JournaledInput:
     def num_left(self) -> int | None:
         """Lines that this run has to answer, or has answered; None: not known before the end."""
         if self.is_lost:
-            return self.counts.own.num_rows
+            return self.counts.by_this_run.num_rows
         num_rows = self.counts.num_rows if self.is_finished else self._input.num_rows
         return None if num_rows is None else num_rows - self.kept.num_rows
 
@@ -142,7 +142,7 @@ class JournaledInput:
         if self.is_finished:
             return
         self.hold.check_free()
-        with told(self.output.parent):
+        with raising_disk_errors(self.output.parent):
             self.output.parent.mkdir(parents=True, exist_ok=True)
         if self._state == "reopen":
             self._reopen()
@@ -152,10 +152,10 @@ class JournaledInput:
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
         self.journal = journal
-        self.hold.remove_dead()
+        self.hold.remove_dead_claims()
         if not (journal.num_rows or journal.num_tried):
             drop_answerless(self.output, self._fingerprint, self._terms)
-        self.status.move("validating")
+        self.status.set_status("validating")
         self._count_kept(journal)
         try:
             self._input.check_limit(journal.last_number)
@@ -164,7 +164,7 @@ class JournaledInput:
             self.journal = None
             raise
         if journal.num_rows == self._input.num_rows and journal.num_rows:
-            self._input.skip(journal.num_rows)
+            self._input.mark_read(journal.num_rows)
             self._finish_if_complete()
         elif not (journal.has_locks and self.carried.num_taken >= MANY_ROWS):
             # opened again when it is this input's turn: there may be thousands
@@ -180,8 +180,8 @@ class JournaledInput:
             return
         self._look_again(journal)
         repeats = self.carried.repeats_for(journal)
-        self.status.move("in_progress")
-        for read in self._input.lines():
+        self.status.set_status("in_progress")
+        for read in self._input.read_lines():
             line = replace(read, clock=journal.clock)
             self.counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
@@ -191,7 +191,7 @@ class JournaledInput:
                     line = replace(line, num_equal=repeats[line.number], is_alone=True)
                 yield line
                 continue
-            if not journal.is_of(line.number, zlib.crc32(line.raw)):
+            if not journal.has_input_crc(line.number, zlib.crc32(line.raw)):
                 raise UsageError(
                     f"line {line.number} of {self.path} is not the one that an earlier run has "
                     "answered; give --restart to answer all from the start, or another --output"
@@ -204,7 +204,7 @@ class JournaledInput:
 
     def add(self, record: Record) -> bool:
         """Write a record at once; return False if another run has taken the output over."""
-        if not self.hold.holds():
+        if not self.hold.is_held():
             self._lose()
         if self.is_lost:
             return False
@@ -219,7 +219,7 @@ class JournaledInput:
         self._finish_if_complete()
         return True
 
-    def see_completed(self) -> None:
+    def adopt_completed(self) -> None:
         """Count a lost output as finished if another run of the same settings has
         completed it."""
         if self.output.exists() and not journal_path(self.output).exists():
@@ -233,12 +233,12 @@ class JournaledInput:
         with contextlib.suppress(OutputError):
             if self.journal is not None:
                 self.journal.close()
-            self.status.break_off(error)
-        self.hold.lose()
+            self.status.end_with_error(error)
+        self.hold.mark_lost()
 
     def _reopen(self) -> None:
         """Make the journal of a complete output again."""
-        with self.hold.taken():
+        with self.hold.acquired():
             # of a run that did so and died meanwhile
             if not journal_path(self.output).exists():
                 completed = require_completed(self.output, self.path, self._fingerprint)
@@ -246,28 +246,28 @@ class JournaledInput:
 
     def _carry_over(self) -> None:
         """Make the journal from the answers to an earlier form of the input."""
-        with self.hold.taken():
+        with self.hold.acquired():
             carried = carry_over(self.path, self.output, self._fingerprint, self._terms)
         if carried is None:  # another run has done so meanwhile
             self._input.count_rows()
         else:
             self.carried = carried
-            self._input.take_count(carried.num_rows, carried.last_number)
+            self._input.set_count(carried.num_rows, carried.last_number)
         self.counts.num_rows = self._input.num_rows or 0
 
     def _open_journal(self) -> Journal | None:
         """Open the journal for writing; None: another run has finished the output meanwhile."""
         try:
-            self.hold.take()
+            self.hold.acquire()
             journal = self.journal or Journal(self.output, self._fingerprint)
-            self.hold.remove_dead()
+            self.hold.remove_dead_claims()
         except UsageError:
             self._lose()
             raise
         has_rows = journal.num_rows or journal.num_tried
         if not (has_rows or self._terms.restart) and self.output.exists():
             journal.remove()
-            self.hold.lose()
+            self.hold.mark_lost()
             self._look_at_output()
             return None
         self.journal = journal
@@ -277,7 +277,7 @@ class JournaledInput:
 
     def _look_again(self, journal: Journal) -> None:
         """Look at an input again: it may have changed while the run answered others."""
-        has_changed = self._input.look_again()
+        has_changed = self._input.update_digest()
         self.status.input_changed_ns = self._input.changed_ns
         if not has_changed:
             return
@@ -288,8 +288,8 @@ class JournaledInput:
                 "there (--restart answers all anew)"
             )
         self._fingerprint[INPUT] = self._input.digest  # the status file's as well
-        journal.begin_anew(self._fingerprint)
-        self._history.forget()
+        journal.restart(self._fingerprint)
+        self._history.drop_earlier_runs()
         self._input.count_rows()
         self.counts.num_rows = self._input.num_rows or 0
 
@@ -302,25 +302,27 @@ class JournaledInput:
     def _finish_if_complete(self) -> None:
         """Give the output its final name once every line of the input has its record."""
         journal = self.journal
-        if journal is None or not self._input.has_all(
+        if journal is None or not self._input.has_all_answers(
             journal.num_rows, journal.last_number
         ):
             return
         status = self.status
         if journal.vector_bytes:
-            refuse_other_vectors(self.output)  # it may have come while the run answered
+            check_vectors_owned(self.output)  # it may have come while the run answered
             status.has_vectors = True
         for path in {self.output, errors_path(self.output)} - self._own:
             # it may have come meanwhile
-            require_own(path, RECORDS, "a file of this run,")
-        status.move("finalizing")
-        status.seals = put_in_order(journal, has_older_vectors=status.has_vectors)
+            require_own_file(path, RECORDS, "a file of this run,")
+        status.set_status("finalizing")
+        status.seals = write_ordered_output(
+            journal, has_older_vectors=status.has_vectors
+        )
         status.has_vectors = "vectors" in status.seals
-        self.status.move("completed")
+        self.status.set_status("completed")
         self._state = "finished"
         self.journal = None
         journal.remove()  # last: until then the next run does all of this again
-        self.hold.settle()
+        self.hold.remove_leftovers()
 
     def _look_at_output(self) -> None:
         """Take the output that is there as this input's, or note what is to be done with it."""
@@ -333,13 +335,13 @@ class JournaledInput:
         )
         if terms.takes_over(completed.fingerprint, self._fingerprint):
             self._state = "carry over"
-        elif completed.leaves_rows(terms.limit, terms.started_s):
+        elif completed.has_rows_left(terms.limit, terms.started_s):
             self._state = "reopen"
         else:
             completed.check_unedited()
-            self.counts.see_completed(completed.counts)
+            self.counts.adopt_completed(completed.counts)
             self._state = "finished"
-            self.hold.settle()
+            self.hold.remove_leftovers()
 
     def _lose(self) -> None:
         """Stop writing: this process slept, or could not reach the disk, for too long."""
@@ -347,7 +349,7 @@ class JournaledInput:
             with contextlib.suppress(OutputError):
                 self.journal.close()
             self.journal = None
-        self.hold.lose()
+        self.hold.mark_lost()
 
 
 def _row_of(record: Record) -> Row:

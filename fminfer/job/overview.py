@@ -11,17 +11,17 @@ from pathlib import Path
 from typing import Any, Literal
 
 from fminfer.core.errors import UsageError
-from fminfer.files.claims import look_at
-from fminfer.files.completed import find_edit, has_changed
+from fminfer.files.claims import read_claims
+from fminfer.files.completed import find_edit, has_input_changed
 from fminfer.files.first_lines import holds_requests
 from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
-from fminfer.files.input_models import refuse_models
-from fminfer.files.journal import count_rows_behind, journal_path
-from fminfer.files.line_reader import NAMED_ENDINGS, count_rows, sum_counts
+from fminfer.files.input_models import check_no_models
+from fminfer.files.journal import count_rows_from, journal_path
+from fminfer.files.line_reader import NAMED_ENDINGS, count_lines, sum_counts
 from fminfer.files.ordered_output import errors_path
-from fminfer.files.output_paths import answers_path, plan_each
-from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
-from fminfer.files.status_file import STATUS, own_fields, read_status, status_path
+from fminfer.files.output_paths import answers_path, make_output_paths
+from fminfer.files.run_facts import TimeLine, parse_runs, parse_time_line
+from fminfer.files.status_file import STATUS, fminfer_fields, read_status, status_path
 from fminfer.files.streams import PART_NAME
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.scanning import RowsFile
@@ -130,7 +130,7 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
                 else []
             )
     if all(overview.count("waiting") == len(overview.files) for overview in found):
-        refuse_models([path])
+        check_no_models([path])
     if not found:
         what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
         raise UsageError("; ".join([what, *describe_left_out([path])]))
@@ -164,7 +164,9 @@ def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder)
-    plan = plan_each([path for path in contents.requests if path not in others], None)
+    plan = make_output_paths(
+        [path for path in contents.requests if path not in others], None
+    )
     waiting = [*zip(plan.inputs, plan.outputs, strict=True)]
     troubles = plan.refused | contents.lost
     # once an output
@@ -200,7 +202,7 @@ def _state_of(
     name = _name_state(output, status)
     edit = find_edit(output, status) if name == "done" else None
     is_whole = name == "done" and edit is None
-    has_grown = is_whole and source is not None and has_changed(source, status)
+    has_grown = is_whole and source is not None and has_input_changed(source, status)
     state = FileState(
         str(output),
         None if source is None else str(source),
@@ -210,11 +212,11 @@ def _state_of(
         int(counts.get("failed") or 0),
     )
     if source is not None and source.exists() and (state.num_rows is None or has_grown):
-        state.num_rows = count_rows(source)
+        state.num_rows = count_lines(source)
     # A run writes its status once a second, and its rows at once.
-    first = own_fields(status).get("journal_bytes") if status else 0
+    first = fminfer_fields(status).get("journal_bytes") if status else 0
     if isinstance(first, int):
-        newer = count_rows_behind(output, first)
+        newer = count_rows_from(output, first)
         state.num_answered += newer.num_rows - newer.num_errors
         state.num_failed += newer.num_errors
     # how many of them can be taken is not known
@@ -238,7 +240,7 @@ def _state_of(
 
 
 def _name_state(output: Path, status: dict[str, Any]) -> State:
-    if any(not claim.is_dead for claim in look_at(output, time.time())):
+    if any(not claim.is_dead for claim in read_claims(output, time.time())):
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
@@ -249,7 +251,7 @@ def _add_run(
     state: FileState, output: Path, status: dict[str, Any], now_s: float
 ) -> None:
     """Add the run that answers a file, and its speed."""
-    claims = reversed(look_at(output, time.time()))
+    claims = reversed(read_claims(output, time.time()))
     owner = next(
         (claim.owner for claim in claims if claim.owner and not claim.is_dead), None
     )
@@ -257,11 +259,11 @@ def _add_run(
     began_s = status.get("in_progress_at")
     if not began_s or now_s <= began_s or state.num_rows is None:
         return
-    kept = int(own_fields(status).get("kept_rows") or 0)
+    kept = int(fminfer_fields(status).get("kept_rows") or 0)
     done = state.num_answered + state.num_failed
     state.rows_per_s = max(0, done - kept) / (now_s - began_s)
-    last = runs_in(status)[-1:]
-    if last and (line := read_time_line(last[0].get("time_line"))) is not None:
+    last = parse_runs(status)[-1:]
+    if last and (line := parse_time_line(last[0].get("time_line"))) is not None:
         _take_rate(state, last[0], line, (began_s, now_s))
     if state.rows_per_s:
         state.left_s = (state.num_rows - done) / state.rows_per_s

@@ -14,7 +14,7 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.journal_rows import RowCounts
-from fminfer.files.line_reader import count_rows, read_lines, sum_counts
+from fminfer.files.line_reader import count_lines, read_lines, sum_counts
 from fminfer.files.output_paths import STDOUT
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_summary import JobSummary
@@ -74,7 +74,7 @@ class StreamedInput:
         self.path = path
         self.source = source
         self._limit = limit
-        self.num_left = count_rows(path, limit)
+        self.num_left = count_lines(path, limit)
         self._num_read = self._num_done = 0
         self._is_read = False
         self._stream = stream
@@ -207,7 +207,7 @@ class NamedFiles(RunInputs):
                 and file.is_lost
                 and not file.is_finished
             ):
-                file.see_completed()
+                file.adopt_completed()
         lost = [
             str(file.path)
             for file in self.files

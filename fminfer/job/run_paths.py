@@ -20,19 +20,19 @@ from fminfer.core.option import Options, Seconds, WholeTexts, option, options_of
 from fminfer.files.input_folders import (
     describe_left_out,
     find_inputs,
-    folders_read,
+    list_read_folders,
     sort_folder,
 )
-from fminfer.files.input_models import refuse_models
+from fminfer.files.input_models import check_no_models
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import (
     STDOUT,
-    Plan,
-    plan_each,
-    require_parent,
-    whose_file,
+    OutputPaths,
+    describe_use,
+    make_output_paths,
+    require_parent_folder,
 )
-from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own
+from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own_file
 from fminfer.files.storage import Location, RemoteFolders
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
@@ -141,7 +141,7 @@ class JobPaths(JobOptions):
 
     def find_inputs(self) -> list[Path]:
         """List the input files, of which there must be one."""
-        local = [file for path in self.paths for file in self.remote.fetch(path)]
+        local = [file for path in self.paths for file in self.remote.fetch_inputs(path)]
         inputs = find_inputs(local, may_be_empty=self.is_watching)
         if not inputs and not self.is_watching:
             raise UsageError(
@@ -150,13 +150,13 @@ class JobPaths(JobOptions):
             )
         return inputs
 
-    def plan(self) -> Plan:
+    def plan(self) -> OutputPaths:
         """Return the inputs and the output of each, once it is sure that they can be written.
 
         Where other runs share the work, an input that cannot be answered costs only itself.
         """
         if self.prompt is not None:
-            refuse_models(self.paths, f"--prompt {shlex.quote(self.prompt)}")
+            check_no_models(self.paths, f"--prompt {shlex.quote(self.prompt)}")
             return self._no_files()
         inputs = [] if self.synthetic is not None else self.find_inputs()
         if self.synthetic is not None and self.result_cache is not None:
@@ -164,14 +164,14 @@ class JobPaths(JobOptions):
                 "--result-cache with made-up requests would time answers that are only "
                 "looked up; leave it out"
             )
-        plan = plan_each(inputs, self.remote.place(self.output))
+        plan = make_output_paths(inputs, self.remote.find_local_output(self.output))
         for folder in self._folders:
-            for each in folders_read(folder):
+            for each in list_read_folders(folder):
                 plan.refused.update(sort_folder(each).lost)
         others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
         if plan.refused and not others_go_on:
             raise UsageError(next(iter(plan.refused.values())))
-        self.remote.prepare(plan.outputs, restart=self.restart)
+        self.remote.prepare_outputs(plan.outputs, restart=self.restart)
         for flag, (path, form) in {
             "--stats": (self.stats, SUMMARY),
             "--trace": (self.trace, TIMELINE),
@@ -179,13 +179,13 @@ class JobPaths(JobOptions):
         }.items():
             if path is None:
                 continue
-            require_parent(flag, path)
+            require_parent_folder(flag, path)
             if path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
-            if whose := whose_file(path, plan):
+            if whose := describe_use(path, plan):
                 raise UsageError(f"{flag} {path} {whose}; give another name")
             if form is PAGE or not is_device(path):  # a page always replaces a file
-                require_own(path, form, flag)
+                require_own_file(path, form, flag)
         if self.report is not None and STDOUT in plan.outputs:
             raise UsageError(
                 f"--report {self.report} is made from the answers, and those on stdout are not "
@@ -217,7 +217,7 @@ class JobPaths(JobOptions):
         """Name the folders' files that are left out, a text for each reason."""
         return describe_left_out(self._folders)
 
-    def _no_files(self) -> Plan:
+    def _no_files(self) -> OutputPaths:
         """Return the plan of a prompt's answer, which is printed."""
         others = {name: each.told for name, each in options_of(JobOptions).items()}
         names = ("output", "is_watching", "limit", "stats", "trace", "report")
@@ -232,7 +232,7 @@ class JobPaths(JobOptions):
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
             )
-        return Plan([], [])
+        return OutputPaths([], [])
 
     def with_input(self, path: Path) -> JobPaths:
         """Return the job with the requests that were made up; without --output none is kept."""
@@ -278,4 +278,4 @@ class RunContext(ProcessContext):
 
     job: JobPaths
     # inputs and outputs; None: rank 0 finds them itself, once it is known
-    plan: Plan | None
+    plan: OutputPaths | None

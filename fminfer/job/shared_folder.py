@@ -8,14 +8,14 @@ from pathlib import Path
 
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import InUseError, UsageError
-from fminfer.files.claims import Hold, claimed, disk_time, look_at
+from fminfer.files.claims import Hold, find_claimed, read_claims, read_disk_clock
 from fminfer.files.completed import CompletedOutput, find_completed
-from fminfer.files.disk import told
-from fminfer.files.journal import check_rows, journal_path
+from fminfer.files.disk import raising_disk_errors
+from fminfer.files.journal import check_journal_settings, journal_path
 from fminfer.files.journal_rows import RowCounts
-from fminfer.files.line_reader import count_rows, sum_counts
-from fminfer.files.output_paths import Plan
-from fminfer.files.streams import changed_ns
+from fminfer.files.line_reader import count_lines, sum_counts
+from fminfer.files.output_paths import OutputPaths
+from fminfer.files.streams import read_changed_ns
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import RunInput, RunInputs
 from fminfer.job.run_summary import JobSummary
@@ -37,7 +37,7 @@ class SharedFiles(RunInputs):
     """
 
     def __init__(
-        self, find: Callable[[], Plan], terms: RunTerms, *, is_watching: bool
+        self, find: Callable[[], OutputPaths], terms: RunTerms, *, is_watching: bool
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         # if no other run takes a file; None: not known
@@ -46,7 +46,7 @@ class SharedFiles(RunInputs):
         self._find = find
         self._terms = terms
         self._is_watching = is_watching
-        self._plan = Plan([], [])
+        self._plan = OutputPaths([], [])
         # rows of files that other runs have completed
         self._complete: dict[Path, RowCounts] = {}
         self._free_rows: dict[Path, int | None] = {}  # of each file that is free
@@ -71,7 +71,7 @@ class SharedFiles(RunInputs):
         own = dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
             before = own.get(file.path, RowCounts())
-            own[file.path] = before + file.counts.own
+            own[file.path] = before + file.counts.by_this_run
             if file.path not in self._complete:
                 kept[file.path] = file.kept.without(before)
         for path in self._complete:
@@ -90,7 +90,7 @@ class SharedFiles(RunInputs):
         for path, output in self._find_free():
             free.append(path)
             if journal_path(output).exists() and not self._terms.restart:
-                check_rows(output, self._terms.fingerprint)
+                check_journal_settings(output, self._terms.fingerprint)
         for reason in self._refused.values():
             raise UsageError(reason)
         self._free_rows = dict.fromkeys(free)
@@ -165,7 +165,7 @@ class SharedFiles(RunInputs):
     def _find_free(self) -> Iterator[tuple[Path, Path]]:
         """Yield each input that is free, and its output."""
         self.num_elsewhere = 0
-        has_claim = claimed(self._plan.outputs)
+        has_claim = find_claimed(self._plan.outputs)
         for path, output in zip(self._plan.inputs, self._plan.outputs, strict=True):
             # What was refused is looked at again: another run may have completed it since.
             is_known = path in self._settled and path not in self._refused
@@ -176,7 +176,7 @@ class SharedFiles(RunInputs):
             ):
                 continue
             if output in has_claim and any(
-                not claim.is_dead for claim in look_at(output)
+                not claim.is_dead for claim in read_claims(output)
             ):
                 self.num_elsewhere += 1
                 self._free_rows.pop(path, None)
@@ -190,7 +190,7 @@ class SharedFiles(RunInputs):
             # A file that is young, in a folder that is watched, may still be written.
             is_left = (completed is None and path not in self._refused) and not (
                 self._is_watching
-                and -YOUNG_S < path.stat().st_mtime - disk_time(path.parent) <= 0
+                and -YOUNG_S < path.stat().st_mtime - read_disk_clock(path.parent) <= 0
             )
         except (UsageError, OSError) as error:
             self._refuse(path, error)
@@ -201,7 +201,7 @@ class SharedFiles(RunInputs):
         self._settled.add(path)
         self._refused.pop(path, None)
         if output in has_claim:
-            Hold(output, self._terms.claims).settle()
+            Hold(output, self._terms.claims).remove_leftovers()
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
@@ -216,17 +216,17 @@ class SharedFiles(RunInputs):
             return None
         completed.check_settings(self._terms.fingerprint)
         if not completed.is_of_input_changed_at(
-            changed_ns(path)
-        ) or completed.leaves_rows(self._terms.limit, self._terms.started_s):
+            read_changed_ns(path)
+        ) or completed.has_rows_left(self._terms.limit, self._terms.started_s):
             return None
         completed.check_unedited()
         return completed
 
     def _claim(self, path: Path, output: Path) -> JournaledInput | None:
         """Open a file that no other run has claimed meanwhile, and that can be answered."""
-        with told(output):
+        with raising_disk_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
-        claim = self._terms.claims.take(output)
+        claim = self._terms.claims.acquire(output)
         self._free_rows.pop(path, None)
         if claim is None:
             self.num_elsewhere += 1
@@ -258,7 +258,7 @@ class SharedFiles(RunInputs):
 
     def _count_free(self, path: Path) -> None:
         try:
-            self._free_rows[path] = count_rows(path, self._terms.limit)
+            self._free_rows[path] = count_lines(path, self._terms.limit)
         except UsageError as error:  # it cannot be read
             del self._free_rows[path]
             self._refuse(path, error)

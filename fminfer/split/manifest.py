@@ -27,9 +27,9 @@ import numpy.typing as npt
 
 from fminfer.contract.json_object import dump, load
 from fminfer.core.errors import UsageError
-from fminfer.files.disk import replacing
+from fminfer.files.disk import replacing_file
 from fminfer.files.split_folders import NUM_EQUAL
-from fminfer.files.streams import MANIFEST, PART_NAME, reading_file
+from fminfer.files.streams import MANIFEST, PART_NAME, raising_read_errors
 
 NO_ENGINE = "default"  # of requests that name none
 MAX_BYTES = 200  # of a folder's name, all components together
@@ -145,7 +145,7 @@ def write_manifest(
     }
     parts = (part.to_dict() for part in manifest.parts)
     check = hashlib.blake2b(digest_size=8)
-    with replacing(folder / MANIFEST) as file:
+    with replacing_file(folder / MANIFEST) as file:
 
         def write(text: bytes) -> None:
             check.update(text)
@@ -209,7 +209,7 @@ class _Reader:
     def entries(self) -> Iterator[Any]:
         """Yield the head, then what stands for each part."""
         check = hashlib.blake2b(digest_size=8)
-        with reading_file(self._path), self._path.open("rb") as file:
+        with raising_read_errors(self._path), self._path.open("rb") as file:
             for self._number, line in enumerate(file, start=1):
                 if self._number == 1:
                     yield self._head(line)

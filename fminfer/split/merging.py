@@ -20,16 +20,16 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import list_few, with_noun
-from fminfer.files.claims import claiming
-from fminfer.files.completed import BATCH_RECORD, records_of
+from fminfer.files.claims import claiming_output
+from fminfer.files.completed import BATCH_RECORD, read_records
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import INPUT
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import errors_path, written_together
-from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent
+from fminfer.files.ordered_output import errors_path, writing_together
+from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent_folder
 from fminfer.files.status_file import read_sound_status, seals_of, status_path
-from fminfer.files.streams import A_PIPE, digest_of
+from fminfer.files.streams import A_PIPE, digest_file
 from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sorted_numbers
 
 _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
@@ -115,7 +115,7 @@ def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
 
 def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     """Yield each row of a part with the id that its record has in an OpenAI Batch file."""
-    if digest_of(path) != part.digest:
+    if digest_file(path) != part.digest:
         raise FminferError(
             f"{path} is not as it was split, and its errors cannot be told apart "
             "without it; split the file again"
@@ -126,7 +126,7 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
 
 def _records(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that are not blank, each with its newline."""
-    return (record + b"\n" for record in records_of(path) if record.strip())
+    return (record + b"\n" for record in read_records(path) if record.strip())
 
 
 def _show(record: bytes) -> str:
@@ -160,7 +160,7 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
         is written.
     """
     _check_output(output)
-    with claiming(output):
+    with claiming_output(output):
         return _merge(folder, output, read_manifest(folder))
 
 
@@ -205,7 +205,7 @@ def _source_change(manifest: Manifest) -> str:
     """Say how the source differs from what was split; nothing if it is gone or was a pipe."""
     source = Path(manifest.source)
     try:
-        digest = digest_of(source)
+        digest = digest_file(source)
     except UsageError:  # the answers can be merged without it
         return ""
     if digest in (manifest.digest, A_PIPE):
@@ -219,7 +219,7 @@ def _source_change(manifest: Manifest) -> str:
 
 
 def _check_output(output: Path) -> None:
-    require_parent("--output", output)
+    require_parent_folder("--output", output)
     if output.suffix in NO_OUTPUT or output.name in ("-", "") or output.is_dir():
         raise UsageError(
             f"--output {output}: give the name of a file that ends in .jsonl"
@@ -310,7 +310,7 @@ def _place(sizes: Places) -> Places:
 
 def _write(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
     places = _place(sizes)
-    with written_together(output, errors_path(output), is_new=True) as files:
+    with writing_together(output, errors_path(output), is_new=True) as files:
         for part, ranks in ranked:
             own_places = places[ranks].tolist()
             own_sizes = sizes[ranks].tolist()

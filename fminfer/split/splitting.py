@@ -27,10 +27,10 @@ from fminfer.contract.fields import show
 from fminfer.contract.json_object import on_one_line
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.core.quantities import list_few, with_noun
-from fminfer.files.claims import claiming
+from fminfer.files.claims import claiming_output
 from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
-from fminfer.files.input_models import refuse_model_folder
+from fminfer.files.input_models import check_no_model_folder
 from fminfer.files.json_values import CutValue
 from fminfer.files.line_reader import (
     UTF8_BOM,
@@ -38,10 +38,10 @@ from fminfer.files.line_reader import (
     read_lines,
     split_lines,
 )
-from fminfer.files.ordered_output import traces
-from fminfer.files.output_paths import answers_path, require_parent
+from fminfer.files.ordered_output import list_written_files
+from fminfer.files.output_paths import answers_path, require_parent_folder
 from fminfer.files.status_file import status_path
-from fminfer.files.streams import A_PIPE, MANIFEST, PART_NAME, digest_of, read_chunks
+from fminfer.files.streams import A_PIPE, MANIFEST, PART_NAME, digest_file, read_chunks
 from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
 from fminfer.split.manifest import (
     Manifest,
@@ -256,12 +256,12 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
             f"{source} is a part in {folder}, whose other parts this split would remove; give "
             "another --output-dir"
         )
-    require_parent("--output-dir", folder)
-    refuse_model_folder("--output-dir", folder)
+    require_parent_folder("--output-dir", folder)
+    check_no_model_folder("--output-dir", folder)
     _refuse_unknown(folder, old)
     try:
         folder.mkdir(exist_ok=True)
-        with claiming(folder / MANIFEST), _staging_in(folder) as staging:
+        with claiming_output(folder / MANIFEST), _staging_in(folder) as staging:
             return _split(source, folder, options, old, staging)
     except OSError as error:
         raise OutputError(
@@ -276,11 +276,11 @@ def _split(
     groups = Groups()
     copy = staging / "input"
     before = _signature(source)
-    digest = digest_of(source)
+    digest = digest_file(source)
     index = read_index(source, copy, groups)
     if options.is_flat:
         _refuse_several_engines(source, groups)
-    digest = digest_of(copy) if digest == A_PIPE else digest
+    digest = digest_file(copy) if digest == A_PIPE else digest
     parts = list(_stage_parts(index, groups.seen, options, staging))
     if _signature(source) != before:
         raise FminferError(f"{source} changed while it was being split; split it again")
@@ -335,7 +335,7 @@ def _stage_parts(
                     path=path,
                     engine=group.engine,
                     hyperparameters=group.hyperparameters,
-                    digest=digest_of(staging / path),
+                    digest=digest_file(staging / path),
                     lines=array("q", (rows + 1).tobytes()),
                     num_equal=equal if any(equal) else array("I"),
                 )
@@ -402,9 +402,11 @@ def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> Non
         part = folder / path
         answers = answers_path(part)
         left = [
-            file for file in [*traces(answers), status_path(answers)] if file.exists()
+            file
+            for file in [*list_written_files(answers), status_path(answers)]
+            if file.exists()
         ]
-        if left and digest_of(part) != digest:
+        if left and digest_file(part) != digest:
             found.append(left[0])
     if found:
         raise UsageError(

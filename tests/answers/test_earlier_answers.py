@@ -13,7 +13,7 @@ from fminfer.answers.earlier_answers import JournalAnswers, OutputAnswers, Pace
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Line, open_envelope
 from fminfer.contract.record import Record, make_key
 from fminfer.core.errors import RequestError, UsageError
-from fminfer.files.journal_rows import Row, head_line
+from fminfer.files.journal_rows import Row, make_head_line
 from fminfer.files.ordered_output import errors_path
 
 PACE = Pace(lambda text: None)
@@ -68,7 +68,7 @@ def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(
     envelope = open_envelope(line)
     key = make_key(envelope, 0)
     record = Record(line, envelope, result={"choices": [], "usage": {}}).to_json()
-    head = head_line({})
+    head = make_head_line({})
     row = Row(1, False, (1, 0, 1), 7, record, key=key).to_line()
     journal.write_bytes(head + row)
     with journal.open("rb+") as file:

@@ -277,17 +277,17 @@ def test_find_inputs_says_what_is_wrong(tmp_path: Path) -> None:
 def test_two_answers_in_one_place_are_refused(tmp_path: Path) -> None:
     """The errors of `a` and the answers of `a.errors` would share a name; inputs were
     deleted."""
-    from fminfer.files.output_paths import plan_outputs
+    from fminfer.files.output_paths import require_output_paths
 
     first = tmp_path / "a.jsonl"
     second = tmp_path / "a.errors.jsonl"
     with pytest.raises(UsageError, match="also belongs"):
-        plan_outputs([first, second], None)
+        require_output_paths([first, second], None)
     with pytest.raises(UsageError, match="is the input"):
-        plan_outputs([second], first)
-    assert plan_outputs([first], None) == [tmp_path / "output_a.jsonl"]
+        require_output_paths([second], first)
+    assert require_output_paths([first], None) == [tmp_path / "output_a.jsonl"]
     (tmp_path / "plain").touch()
-    assert plan_outputs([first], tmp_path / "plain") == [tmp_path / "plain"]
+    assert require_output_paths([first], tmp_path / "plain") == [tmp_path / "plain"]
 
 
 def test_seconds_are_written_for_people() -> None:

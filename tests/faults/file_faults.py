@@ -17,7 +17,7 @@ from pathlib import Path
 
 from fminfer.files.claims import WRITING_S
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_rows import read_row
+from fminfer.files.journal_rows import parse_row
 from tests.faults.commands import Command, Result
 from tests.faults.preload import ERRORS_OF, KINDS, ONCE_ONLY, Outcome, Plan, Warm
 
@@ -30,7 +30,7 @@ KNOWN = (0, 1, 2, 3, 75)  # exit statuses after a fault
 def kept_records(output: Path) -> set[bytes]:
     """Return the records of the whole rows of a journal."""
     with journal_path(output).open("rb") as file:
-        rows = [read_row(line) for line in file]
+        rows = [parse_row(line) for line in file]
     return {row.record for row in rows if row is not None and not row.is_retryable}
 
 

@@ -101,13 +101,13 @@ def test_vectors_get_their_name_once_the_status_file_owns_them(
         synced.append(is_durable)
         yield io.BytesIO()
 
-    monkeypatch.setattr(status_file, "replacing", replacing)
+    monkeypatch.setattr(status_file, "replacing_file", replacing)
     status = StatusFile(
         tmp_path / "a.jsonl", tmp_path / "out.jsonl", "model", {}, Counts()
     )
     status.has_vectors = has_vectors
-    status.move("finalizing")
-    status.move("completed")
+    status.set_status("finalizing")
+    status.set_status("completed")
     assert synced == [has_vectors, True]
 
 

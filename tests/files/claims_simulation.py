@@ -114,7 +114,7 @@ class Host:
         before = self.world.host
         self.world.host = self
         if self.files is not None and self.work is not None:
-            self.files._terms.claims._beat()
+            self.files._terms.claims._beat_all()
         self.world.host = before
 
     def _close(self) -> None:
@@ -314,15 +314,15 @@ class World:
         real_flock = fcntl.flock
         real_append = Journal.append
         real_init = Journal.__init__
-        real_take = Claims.take
-        real_order = ordered_output.put_in_order
+        real_acquire = Claims.acquire
+        real_order = ordered_output.write_ordered_output
 
         def init(journal: Journal, *arguments: Any, **options: Any) -> None:
             real_init(journal, *arguments, **options)
             self.host.journals.append(journal)
 
-        def take(own: Claims, output: Path) -> Claim | None:
-            claim = real_take(own, output)
+        def acquire(own: Claims, output: Path) -> Claim | None:
+            claim = real_acquire(own, output)
             if claim is not None:
                 self.ends += ["taken over"] * (claim.path.name != "1")
                 self.check_claim(claim)
@@ -333,7 +333,7 @@ class World:
             real_append(journal, row)
             self.pause()
 
-        def put_in_order(journal: Journal, **options: Any) -> Any:
+        def write_in_steps(journal: Journal, **options: Any) -> Any:
             self.pause()
             seals = real_order(journal, **options)
             self.pause()
@@ -355,8 +355,8 @@ class World:
             ),
             (ordered_output, "os", _Os(replace=replace)),
             (disk, "os", _Os(replace=replace, fsync=fsync)),
-            (journaled_input, "put_in_order", put_in_order),
-            (Claims, "take", take),
+            (journaled_input, "write_ordered_output", write_in_steps),
+            (Claims, "acquire", acquire),
             (Journal, "append", append),
             (Journal, "__init__", init),
             (fcntl, "flock", flock),

@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from fminfer.contract.envelope import open_envelope
-from fminfer.files.first_lines import look_at_lines
-from fminfer.files.line_reader import identify, read_lines
+from fminfer.files.first_lines import classify_lines
+from fminfer.files.line_reader import identify_input, read_lines
 
 MEGABYTE = 1 << 20
 LEAST_S = 2.0  # of CPU for each file; the slowest takes 0.6 s
@@ -45,8 +45,8 @@ def test_a_broken_line_costs_little_time(
     path.write_bytes(GOOD + SHAPES[shape] + GOOD)
     start_s = time.process_time()
 
-    look_at_lines(path)
-    identify(path)
+    classify_lines(path)
+    identify_input(path)
     lines = list(read_lines(path, 0))
     is_wrong = [open_envelope(line).error is not None for line in lines]
 

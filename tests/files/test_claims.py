@@ -12,7 +12,14 @@ import pytest
 
 from fminfer.core.errors import InUseError
 from fminfer.files import claims
-from fminfer.files.claims import Claim, Claims, Hold, drop_claims, look_at, remove_dead
+from fminfer.files.claims import (
+    Claim,
+    Claims,
+    Hold,
+    read_claims,
+    remove_all_claims,
+    remove_dead_claims,
+)
 
 
 @pytest.fixture
@@ -26,19 +33,19 @@ def folder_of(output: Path) -> Path:
 
 
 def take(output: Path) -> Claim:
-    claim = Claims().take(output)
+    claim = Claims().acquire(output)
     assert claim is not None
     return claim
 
 
 def test_an_output_is_claimed_once(output: Path) -> None:
     claim = take(output)
-    assert claim.holds() and claim.path.name == "1"
-    assert Claims().take(output) is None
+    assert claim.is_held() and claim.path.name == "1"
+    assert Claims().acquire(output) is None
     with pytest.raises(InUseError, match="is being written by process"):
         Hold(output, Claims()).check_free()
     with pytest.raises(InUseError, match="is being written by process"):
-        Hold(output, Claims()).take()
+        Hold(output, Claims()).acquire()
     claim.release()
     assert os.listdir(output.parent) == []
     assert take(output).path.name == "1"
@@ -50,7 +57,7 @@ def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(
     dead = take(output)
     dead.path.write_bytes(b"of another version")
     os.utime(dead.path, (1, 1))
-    (found,) = look_at(output)
+    (found,) = read_claims(output)
     assert (
         found.is_dead
         and found.number == 1
@@ -60,20 +67,20 @@ def test_a_dead_claim_is_passed_over_and_stays_until_it_is_removed(
     claim = take(output)
     assert claim.path.name == "2" and dead.path.exists()
     dead.beat()
-    assert not dead.holds(), "another process has taken over"
+    assert not dead.is_held(), "another process has taken over"
     claim.beat()
-    assert claim.holds()
-    remove_dead(output)
-    assert not dead.path.exists() or look_at(output)[0].age_s < 10, (
+    assert claim.is_held()
+    remove_dead_claims(output)
+    assert not dead.path.exists() or read_claims(output)[0].age_s < 10, (
         "its beat has made it young"
     )
     os.utime(dead.path, (1, 1)) if dead.path.exists() else None
-    remove_dead(output)
-    assert [each.number for each in look_at(output)] == [2]
-    drop_claims(output)
+    remove_dead_claims(output)
+    assert [each.number for each in read_claims(output)] == [2]
+    remove_all_claims(output)
     assert os.listdir(output.parent) == []
     claim.beat()
-    assert not claim.holds(), "its folder is gone"
+    assert not claim.is_held(), "its folder is gone"
     claim.release()  # nothing is there to remove
 
 
@@ -81,10 +88,10 @@ def test_a_beat_keeps_a_claim_young(output: Path) -> None:
     claim = take(output)
     os.utime(claim.path, (1, 1))
     claim.beat()
-    assert time.time() - claim.path.stat().st_mtime < 60 and claim.holds()
+    assert time.time() - claim.path.stat().st_mtime < 60 and claim.is_held()
     claim.path.write_bytes(b"another's")
     claim.beat()
-    assert not claim.holds()
+    assert not claim.is_held()
     claim.release()
     assert claim.path.exists(), "it is another's"
 
@@ -102,34 +109,36 @@ def test_who_slept_looks_again(
     monkeypatch.setattr(os, "utime", fail)
     slept = time.time() + slept_s
     monkeypatch.setattr(claims.time, "time", lambda: slept)
-    assert claim.holds() is holds
+    assert claim.is_held() is holds
 
 
 def test_a_hold_takes_for_a_moment_and_gives_back(output: Path) -> None:
     hold = Hold(output, Claims())
     hold.check_free()
-    with hold.taken():
-        assert hold.claim is not None and hold.holds()
-        with pytest.raises(InUseError), Hold(output, Claims()).taken():
+    with hold.acquired():
+        assert hold.claim is not None and hold.is_held()
+        with pytest.raises(InUseError), Hold(output, Claims()).acquired():
             pass
     assert hold.claim is None and os.listdir(output.parent) == []
-    hold.take()
-    with hold.taken():
+    hold.acquire()
+    with hold.acquired():
         pass
     assert hold.claim is not None, "it was there before"
-    hold.lose()
+    hold.mark_lost()
     assert hold.is_lost and hold.claim is None and os.listdir(output.parent) == []
 
 
 def test_what_is_removed_may_be_gone(
     output: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    remove_dead(output)
-    drop_claims(output)
+    remove_dead_claims(output)
+    remove_all_claims(output)
     take(output)
     monkeypatch.setattr(Path, "unlink", lambda *_, **__: shutil.disk_usage("/no/such"))
     os.utime(folder_of(output) / "1", (1, 1))
     (folder_of(output) / "1").write_bytes(b"")
     os.utime(folder_of(output) / "1", (1, 1))
-    remove_dead(output)
-    assert [each.number for each in look_at(output)] == [1], "the disk did not let it"
+    remove_dead_claims(output)
+    assert [each.number for each in read_claims(output)] == [1], (
+        "the disk did not let it"
+    )

@@ -13,7 +13,7 @@ import pytest
 
 from fminfer.core.errors import InUseError
 from fminfer.files import claims
-from fminfer.files.claims import Claims, claiming, look_at
+from fminfer.files.claims import Claims, claiming_output, read_claims
 from fminfer.machine import liveness
 from fminfer.machine.liveness import describe_me
 
@@ -43,7 +43,7 @@ def claim_of(**changes: Any) -> bytes:
 def test_a_claim_of_the_last_boot_is_dead(tmp_path: Path, recorded: str | None) -> None:
     """It held the output for a minute, as "another run's"."""
     put_claim(tmp_path / "a.jsonl", claim_of(machine_id=recorded))
-    assert Claims().take(tmp_path / "a.jsonl") is not None
+    assert Claims().acquire(tmp_path / "a.jsonl") is not None
 
 
 @pytest.mark.usefixtures("machine_id")
@@ -61,7 +61,7 @@ def test_a_claim_of_another_machine_is_not(
 ) -> None:
     """Hosts of one name may share a disk."""
     put_claim(tmp_path / "a.jsonl", claim_of(**changes))
-    assert Claims().take(tmp_path / "a.jsonl") is None
+    assert Claims().acquire(tmp_path / "a.jsonl") is None
 
 
 def test_without_a_machine_id_no_boot_is_known_as_the_last(
@@ -69,7 +69,7 @@ def test_without_a_machine_id_no_boot_is_known_as_the_last(
 ) -> None:
     monkeypatch.setattr(liveness, "_machine_id", lambda: "")
     put_claim(tmp_path / "a.jsonl", claim_of(machine_id=""))
-    assert Claims().take(tmp_path / "a.jsonl") is None
+    assert Claims().acquire(tmp_path / "a.jsonl") is None
 
 
 @pytest.mark.parametrize(
@@ -77,14 +77,14 @@ def test_without_a_machine_id_no_boot_is_known_as_the_last(
 )
 def test_a_torn_claim_is_dead(tmp_path: Path, data: bytes) -> None:
     put_claim(tmp_path / "a.jsonl", data)
-    assert Claims().take(tmp_path / "a.jsonl") is None, "it may be being written"
+    assert Claims().acquire(tmp_path / "a.jsonl") is None, "it may be being written"
     os.utime(tmp_path / "a.jsonl.claim" / "1", (time.time() - 2,) * 2)
-    assert Claims().take(tmp_path / "a.jsonl") is not None
+    assert Claims().acquire(tmp_path / "a.jsonl") is not None
 
 
 def test_a_claim_of_a_later_version_is_waited_for(tmp_path: Path) -> None:
     put_claim(tmp_path / "a.jsonl", claim_of(another_field=1))
-    (found,) = look_at(tmp_path / "a.jsonl")
+    (found,) = read_claims(tmp_path / "a.jsonl")
     assert found.owner is None and not found.is_dead
 
 
@@ -101,7 +101,7 @@ def test_who_wrote_too_slowly_has_no_claim(
         return is_first
 
     monkeypatch.setattr(claims, "create_once", create_slowly)
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
 
 
 def test_claims_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -109,18 +109,18 @@ def test_claims_are_synced(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     monkeypatch.setattr(
         os, "fsync", lambda fd: synced.append(os.readlink(f"/proc/self/fd/{fd}"))
     )
-    assert Claims().take(tmp_path / "a.jsonl") is not None
+    assert Claims().acquire(tmp_path / "a.jsonl") is not None
     assert synced == [str(tmp_path / "a.jsonl.claim" / "1")]
 
 
 def test_a_refusal_names_the_process(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
     with (
-        claiming(output),
+        claiming_output(output),
         pytest.raises(
             InUseError, match=f"by process {os.getpid()} of {socket.gethostname()}. W"
         ),
-        claiming(output),
+        claiming_output(output),
     ):
         pass
     assert not os.listdir(tmp_path)
@@ -128,7 +128,7 @@ def test_a_refusal_names_the_process(tmp_path: Path) -> None:
     expected = (
         "by process 99999 of elsewhere. .* if it is gone, its claim ends within 60 s"
     )
-    with pytest.raises(InUseError, match=expected), claiming(output):
+    with pytest.raises(InUseError, match=expected), claiming_output(output):
         pass
 
 
@@ -138,6 +138,6 @@ def test_a_pipe_in_the_place_of_a_claim_is_not_waited_for(tmp_path: Path) -> Non
     (tmp_path / "a.jsonl.claim" / "1").unlink()
     os.mkfifo(tmp_path / "a.jsonl.claim" / "1")
     os.utime(tmp_path / "a.jsonl.claim" / "1", (time.time() - 2,) * 2)
-    with claiming(output):
+    with claiming_output(output):
         assert os.listdir(tmp_path / "a.jsonl.claim") == ["2"]
     assert os.listdir(tmp_path) == []

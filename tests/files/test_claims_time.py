@@ -15,7 +15,7 @@ import pytest
 from fminfer.core.errors import OutputError
 from fminfer.files import claims
 from fminfer.files.claims import STALE_S, Claims
-from fminfer.files.journal import fingerprint_of, peek
+from fminfer.files.journal import find_fingerprint, inspect_journal
 from fminfer.machine import liveness
 from tests.conftest import IS_ALL
 from tests.files.claims_simulation import simulate
@@ -33,12 +33,14 @@ def test_machines_that_share_a_folder_answer_each_row_once(first: int) -> None:
 
 def judge_ages_by_the_own_clock(patch: Patch) -> None:
     patch.setattr(
-        claims, "disk_time", lambda folder: sys.modules[claims.__name__].time.time()
+        claims,
+        "read_disk_clock",
+        lambda folder: sys.modules[claims.__name__].time.time(),
     )
 
 
 def claim_what_is_claimed(patch: Patch) -> None:
-    patch.setattr(claims.Found, "is_dead", property(lambda found: True))
+    patch.setattr(claims.ClaimFile, "is_dead", property(lambda found: True))
 
 
 FAULTS = [judge_ages_by_the_own_clock, claim_what_is_claimed]
@@ -58,16 +60,16 @@ def test_a_claim_is_as_old_as_the_disks_clock_says(
 ) -> None:
     """A machine whose clock is off neither takes a young claim over nor waits for an old one."""
     output = tmp_path / "out.jsonl"
-    first = Claims().take(output)
+    first = Claims().acquire(output)
     assert first is not None
     now_s = time.time()
     monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
     monkeypatch.setattr(
         claims, "time", SimpleNamespace(time=lambda: time.time() + skew_s)
     )
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
     os.utime(first.path, (now_s - STALE_S - 5,) * 2)
-    assert Claims().take(output) is not None
+    assert Claims().acquire(output) is not None
 
 
 def test_a_journal_that_is_given_up_as_it_is_opened_is_none(
@@ -76,8 +78,8 @@ def test_a_journal_that_is_given_up_as_it_is_opened_is_none(
     """Names are seen late: a run ended, and told its user to put the folder back."""
     output = tmp_path / "out.jsonl"
     monkeypatch.setattr(Path, "exists", lambda path: True)
-    assert fingerprint_of(output) is None
-    assert peek(output, {}, restart=False) is None
+    assert find_fingerprint(output) is None
+    assert inspect_journal(output, {}, restart=False) is None
 
 
 @pytest.mark.parametrize("set_back_s", [30.0, 3600.0])
@@ -86,14 +88,14 @@ def test_an_owner_whose_clock_was_set_back_looks_again(
 ) -> None:
     """It was stopped, another took over, and its own last beat seemed young."""
     output = tmp_path / "out.jsonl"
-    claim = Claims().take(output)
-    assert claim is not None and claim.holds()
+    claim = Claims().acquire(output)
+    assert claim is not None and claim.is_held()
     (claim.path.parent / "2").write_bytes(liveness.describe_me())
-    assert claim.holds(), "it has just looked"
+    assert claim.is_held(), "it has just looked"
     monkeypatch.setattr(
         claims, "time", SimpleNamespace(time=lambda: time.time() - set_back_s)
     )
-    assert not claim.holds()
+    assert not claim.is_held()
 
 
 @pytest.mark.parametrize(
@@ -102,7 +104,7 @@ def test_an_owner_whose_clock_was_set_back_looks_again(
 def test_an_owner_whose_disk_is_gone_gives_up(
     tmp_path: Path, monkeypatch: Patch, later_s: float, is_held: bool
 ) -> None:
-    claim = Claims().take(tmp_path / "out.jsonl")
+    claim = Claims().acquire(tmp_path / "out.jsonl")
     assert claim is not None
 
     def fail(path: Path) -> None:
@@ -112,4 +114,4 @@ def test_an_owner_whose_disk_is_gone_gives_up(
     monkeypatch.setattr(
         claims, "time", SimpleNamespace(time=lambda: time.time() + later_s)
     )
-    assert claim.holds() == is_held
+    assert claim.is_held() == is_held

@@ -20,11 +20,11 @@ from fminfer.files.completed import (
 )
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import CLOCK, INPUT
-from fminfer.files.line_reader import identify
+from fminfer.files.line_reader import identify_input
 from fminfer.files.ordered_output import errors_path, read_seal
 from fminfer.files.own_files import require_own_outputs
 from fminfer.files.status_file import read_status, status_path
-from fminfer.files.streams import A_PIPE, changed_ns
+from fminfer.files.streams import A_PIPE, read_changed_ns
 
 RETRYABLE_ROW = b'{"line":2,"error":{"code":"nan_logits"}}\n'
 
@@ -47,7 +47,7 @@ class Folder:
         written = {"output": read_seal(self.output), "errors": read_seal(self.errors)}
         own = {
             "written": written,
-            "input_changed_ns": changed_ns(self.source),
+            "input_changed_ns": read_changed_ns(self.source),
             "limit": limit,
         }
         fields: dict[str, Any] = {
@@ -58,7 +58,11 @@ class Folder:
                 "completed": 2 - num_failed,
                 "failed": num_failed,
             },
-            "metadata": {INPUT: identify(self.source), CLOCK: "noon", "--seed": "1"},
+            "metadata": {
+                INPUT: identify_input(self.source),
+                CLOCK: "noon",
+                "--seed": "1",
+            },
             "fminfer": own | changes.pop("own", {}),
         }
         status_path(self.output).write_text(json.dumps(fields | changes))
@@ -89,7 +93,7 @@ def test_what_is_known_of_a_complete_output(made: Folder) -> None:
         found.counts.num_failed,
     ) == (2, 1, 1)
     assert found.limit == 2 and found.fingerprint["--seed"] == "1"
-    assert found.is_of_input_changed_at(changed_ns(made.source))
+    assert found.is_of_input_changed_at(read_changed_ns(made.source))
     assert not found.is_of_input_changed_at(1)
     assert found.ended_before(1001.5) and not found.ended_before(1000.9)
     found.check_settings(found.fingerprint | {INPUT: "another"})
@@ -116,28 +120,28 @@ def test_a_run_with_a_higher_limit_goes_on(
     own: int | None, asked: int | None, is_left: bool, made: Folder
 ) -> None:
     made.write(limit=own)
-    assert made.found().leaves_rows(asked, 0) is is_left
+    assert made.found().has_rows_left(asked, 0) is is_left
 
 
 def test_failed_rows_are_tried_again_by_a_later_run(made: Folder) -> None:
     made.errors.write_bytes(RETRYABLE_ROW)
     made.write(num_failed=1)
     later = status_path(made.output).stat().st_mtime + 1
-    assert made.found().leaves_rows(None, later)
-    assert not made.found().leaves_rows(None, later - 2), (
+    assert made.found().has_rows_left(None, later)
+    assert not made.found().has_rows_left(None, later - 2), (
         "a run beside it has just tried them"
     )
     made.errors.write_bytes(RETRYABLE_ROW.replace(b"nan_logits", b"out_of_range"))
     made.write(num_failed=1)
-    assert not made.found().leaves_rows(None, later)
+    assert not made.found().has_rows_left(None, later)
     made.errors.write_bytes(b"edited\n")
-    assert made.found().leaves_rows(None, later), "the run says that it was edited"
+    assert made.found().has_rows_left(None, later), "the run says that it was edited"
     made.errors.unlink()
-    assert not made.found().leaves_rows(None, later), (
+    assert not made.found().has_rows_left(None, later), (
         "removed, to leave the output as it is"
     )
     made.write()
-    assert not made.found().leaves_rows(None, later)
+    assert not made.found().has_rows_left(None, later)
 
 
 def test_an_edit_is_named(made: Folder) -> None:
@@ -187,9 +191,9 @@ def test_an_output_of_an_older_version_may_be_replaced(made: Folder) -> None:
 
 def test_a_refusal_says_what_may_stay(made: Folder) -> None:
     edit = completed.Edit(made.errors, "x")
-    plain = str(completed.edited(made.output, edit))
+    plain = str(completed.edited_error(made.output, edit))
     assert f"move {made.output.name} away" in plain and "--limit" not in plain
-    can_stay = str(completed.edited(made.output, edit, can_stay=True))
+    can_stay = str(completed.edited_error(made.output, edit, can_stay=True))
     assert f"remove {made.errors.name} and keep the --limit" in can_stay
 
 
@@ -246,15 +250,15 @@ def test_whose_an_output_is(made: Folder) -> None:
 
 
 def test_the_clock_of_an_output(made: Folder) -> None:
-    assert completed.kept_clock(made.output) == "noon"
+    assert completed.find_clock(made.output) == "noon"
     head = {"fminfer_journal": 1, "fingerprint": {CLOCK: "midnight"}}
     journal_path(made.output).write_text(json.dumps(head) + "\n")
-    assert completed.kept_clock(made.output) == "midnight"
+    assert completed.find_clock(made.output) == "midnight"
     journal_path(made.output).write_text(json.dumps(head))
-    assert completed.kept_clock(made.output) is None, "it breaks off"
+    assert completed.find_clock(made.output) is None, "it breaks off"
     journal_path(made.output).unlink()
     status_path(made.output).unlink()
-    assert completed.kept_clock(made.output) is None
+    assert completed.find_clock(made.output) is None
 
 
 @pytest.mark.parametrize(

@@ -23,22 +23,22 @@ def test_names_that_are_too_long_are_cut_and_differ() -> None:
         assert name.startswith("é" * 100) and name[-19] == "~", (
             "runs of earlier versions are found"
         )
-    beside = disk.beside(Path("/d/a.jsonl"), ".journal", without=".jsonl")
+    beside = disk.path_beside(Path("/d/a.jsonl"), ".journal", without=".jsonl")
     assert beside == Path("/d/a.journal")
-    assert disk.beside(Path("/d/a.jsonl"), ".new") == Path("/d/a.jsonl.new")
+    assert disk.path_beside(Path("/d/a.jsonl"), ".new") == Path("/d/a.jsonl.new")
 
 
 def test_a_lock_is_held_until_it_is_given_up(tmp_path: Path) -> None:
     path = tmp_path / "j"
     output = tmp_path / "out.jsonl"
     with path.open("w") as one, path.open("w") as other:
-        assert disk.lock(one.fileno(), path, output)
+        assert disk.lock_file(one.fileno(), path, output)
         with pytest.raises(
             InUseError, match=r"j is in use: another process writes .*out\.jsonl"
         ):
-            disk.lock(other.fileno(), path, output)
-        disk.unlock(one.fileno())
-        assert disk.lock(other.fileno(), path, output)
+            disk.lock_file(other.fileno(), path, output)
+        disk.unlock_file(one.fileno())
+        assert disk.lock_file(other.fileno(), path, output)
 
 
 @pytest.mark.parametrize("number", [*disk.HAS_NO_LOCKS, errno.EIO, errno.EACCES])
@@ -50,18 +50,18 @@ def test_a_file_system_without_locks_is_no_error(
 
     monkeypatch.setattr(fcntl, "flock", fail)
     with (tmp_path / "j").open("w") as file:
-        disk.unlock(file.fileno())
+        disk.unlock_file(file.fileno())
         if number in disk.HAS_NO_LOCKS:
-            assert not disk.lock(file.fileno(), tmp_path, tmp_path)
+            assert not disk.lock_file(file.fileno(), tmp_path, tmp_path)
         else:
             with pytest.raises(InUseError if number == errno.EACCES else OSError):
-                disk.lock(file.fileno(), tmp_path, tmp_path)
-    with disk.alone(tmp_path / "k"):
+                disk.lock_file(file.fileno(), tmp_path, tmp_path)
+    with disk.holding_lock(tmp_path / "k"):
         assert (tmp_path / "k").stat().st_mode & 0o777 == 0o600
 
 
 def test_only_one_is_alone(tmp_path: Path) -> None:
-    alone = disk.alone(tmp_path / "k")
+    alone = disk.holding_lock(tmp_path / "k")
     with alone, (tmp_path / "k").open() as other, pytest.raises(BlockingIOError):
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     with (tmp_path / "k").open() as other:
@@ -99,7 +99,7 @@ def test_a_file_is_replaced_whole_or_stays(
         "draft": draft and tmp_path / draft,
         "is_durable": is_durable,
     }
-    with disk.replacing(path, mode=0o640, **how) as file:
+    with disk.replacing_file(path, mode=0o640, **how) as file:
         file.write(b"old")
         assert not path.exists()
         assert (tmp_path / (draft or "a.new")).exists()
@@ -107,10 +107,10 @@ def test_a_file_is_replaced_whole_or_stays(
     assert synced == (
         [str(tmp_path / (draft or "a.new")), str(tmp_path)] if is_durable else []
     )
-    with pytest.raises(ZeroDivisionError), disk.replacing(path, **how) as file:
+    with pytest.raises(ZeroDivisionError), disk.replacing_file(path, **how) as file:
         file.write(b"new")
         raise ZeroDivisionError
-    with pytest.raises(ZeroDivisionError), disk.replacing(path, **how):
+    with pytest.raises(ZeroDivisionError), disk.replacing_file(path, **how):
         (tmp_path / (draft or "a.new")).unlink()
         raise ZeroDivisionError
     assert os.listdir(tmp_path) == ["a"] and path.read_bytes() == b"old"
@@ -122,14 +122,14 @@ def test_drafts_that_could_not_be_locked_go_with_the_next(
     """Each spare draft of a command that failed stayed, but for the first."""
     path = tmp_path / "a"
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        patch.setattr(disk, "_lock_draft", lambda *_: False)
         with (
             pytest.raises(InUseError, match="written by other processes"),
-            disk.replacing(path),
+            disk.replacing_file(path),
         ):
             pass
     assert len(os.listdir(tmp_path)) == 9
-    with disk.replacing(path) as file:
+    with disk.replacing_file(path) as file:
         file.write(b"x")
     assert os.listdir(tmp_path) == ["a"]
 
@@ -163,11 +163,13 @@ def test_a_disk_that_takes_a_part_is_asked_again(
 def test_what_an_error_of_the_system_means(number: int, fault: str, told: str) -> None:
     error = OSError(number, "words of its own")
     assert disk.find_fault(error) == fault
-    with pytest.raises(OutputError) as caught, disk.told(Path("/d/a")):
+    with pytest.raises(OutputError) as caught, disk.raising_disk_errors(Path("/d/a")):
         raise error
     message = str(caught.value)
     assert message.startswith(f"/d/a cannot be written: {os.strerror(number)}. ")
     assert told in message and "run the same command again" in message
     assert caught.value.__cause__ is error
     assert "kept" in message or number == errno.ENOENT
-    assert "cannot be written: torn. " in str(disk.explain(Path("a"), OSError("torn")))
+    assert "cannot be written: torn. " in str(
+        disk.disk_error(Path("a"), OSError("torn"))
+    )

@@ -26,14 +26,14 @@ from fminfer.contract.envelope import Line
 from fminfer.core.errors import UsageError
 from fminfer.files import json_values, streams
 from fminfer.files.input_folders import (
-    describe_empty,
+    describe_empty_files,
     describe_left_out,
     find_inputs,
     sort_folder,
 )
-from fminfer.files.json_values import explain_spread, split_values
-from fminfer.files.line_reader import count_rows, count_to_last, read_lines
-from fminfer.files.output_paths import STDOUT, answers_path, plan_outputs
+from fminfer.files.json_values import explain_spread_objects, split_values
+from fminfer.files.line_reader import count_lines, count_to_last_line, read_lines
+from fminfer.files.output_paths import STDOUT, answers_path, require_output_paths
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
 from fminfer.job.overview import look_over
 from fminfer.job.run_inputs import OrderedStream
@@ -79,7 +79,7 @@ def engine() -> Iterator[fminfer.Engine]:
 
 def job(engine: fminfer.Engine, inputs: list[Path], output: Path | None = None) -> Any:
     found = find_inputs(inputs)
-    return run_files(engine, found, plan_outputs(found, output))
+    return run_files(engine, found, require_output_paths(found, output))
 
 
 ROW = b'{"prompt": "den", "max_tokens": 2}'
@@ -266,7 +266,7 @@ def test_a_tar_archive_is_named_inside_gzip(tmp_path: Path) -> None:
 
 def test_an_empty_file_is_named(tmp_path: Path) -> None:
     paths = [write(tmp_path / "a.jsonl", b""), write(tmp_path / "b.jsonl", ROW)]
-    (told,) = describe_empty(find_inputs(paths))
+    (told,) = describe_empty_files(find_inputs(paths))
     assert told.startswith(f"{paths[0]}: 0 bytes")
     found = CliRunner().invoke(main, ["check", *map(str, paths)])
     assert f"Warning: {told}." in found.output
@@ -276,7 +276,7 @@ def test_a_file_without_a_request_is_named_as_an_empty_one_is(tmp_path: Path) ->
     """Of line breaks alone, or an empty array, nothing was said, and the output was empty."""
     blank = write(tmp_path / "blank.jsonl", b"\n \r\n")
     array = write(tmp_path / "array.json", b"[ ]\n")
-    (told,) = describe_empty([blank, array, write(tmp_path / "a.jsonl", ROW)])
+    (told,) = describe_empty_files([blank, array, write(tmp_path / "a.jsonl", ROW)])
     assert told.startswith(f"{blank}, {array}: 0 bytes, or only blank lines")
 
 
@@ -289,7 +289,7 @@ def test_a_shells_pipe_is_read_and_answered_to_stdout(
     os.write(ends[1], ROWS)
     os.close(ends[1])
     pipe = Path(f"/dev/fd/{ends[0]}")
-    assert plan_outputs(find_inputs([pipe]), None) == [STDOUT]
+    assert require_output_paths(find_inputs([pipe]), None) == [STDOUT]
     summary = job(engine, [pipe], tmp_path / "a.jsonl")
     os.close(ends[0])
     assert summary.num_rows == 5 and not summary.num_errors
@@ -308,8 +308,8 @@ def test_a_mistyped_output_makes_no_folders(tmp_path: Path, name: str) -> None:
         f"there is no folder .*resluts.* \\(the nearest that is there is {tmp_path}\\)"
     )
     with pytest.raises(UsageError, match=f"--output .*{told}.* mkdir -p "):
-        plan_outputs([source], tmp_path / name)
-    assert plan_outputs([source], tmp_path / "new") == [
+        require_output_paths([source], tmp_path / name)
+    assert require_output_paths([source], tmp_path / "new") == [
         tmp_path / "new" / "output_a.jsonl"
     ]
     split_file(source, tmp_path / "parts", SplitOptions(1, 100))
@@ -324,10 +324,10 @@ def test_a_mistyped_output_makes_no_folders(tmp_path: Path, name: str) -> None:
 def test_lines_of_every_packing(tmp_path: Path, how: str) -> None:
     path = write(tmp_path / f"a.jsonl{how}", b'\xef\xbb\xbf{"a":1}\r\n\n  \n{"a":2}')
     assert values(path) == [(1, {"a": 1}), (4, {"a": 2})]
-    assert count_rows(path) == (None if how else 2), (
+    assert count_lines(path) == (None if how else 2), (
         "packed files are not unpacked twice"
     )
-    assert count_to_last(path) == ((None, 0) if how else (2, 4))
+    assert count_to_last_line(path) == ((None, 0) if how else (2, 4))
 
 
 @pytest.mark.parametrize("how", PACK)
@@ -449,7 +449,7 @@ def test_an_array_in_a_jsonl_file_is_read_line_by_line(tmp_path: Path) -> None:
         for num_taken in range(1, 100):
             yield num_taken, b'  {"prompt": "x"},'
 
-    assert next(explain_spread(numbered())) == (1, b'  {"prompt": "x"},', "")
+    assert next(explain_spread_objects(numbered())) == (1, b'  {"prompt": "x"},', "")
     assert num_taken == 1
 
 
@@ -680,7 +680,7 @@ def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
     for name in ("a.jsonl", "a.jsonl.gz"):
         write(tmp_path / name, ROWS)
     with pytest.raises(UsageError, match=r"output_a\.jsonl, which also belongs"):
-        plan_outputs(find_inputs([tmp_path]), None)
+        require_output_paths(find_inputs([tmp_path]), None)
 
 
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
@@ -689,12 +689,12 @@ def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
         with pytest.raises(
             UsageError, match="plain JSON lines; give a name that ends in"
         ):
-            plan_outputs([source], tmp_path / name)
+            require_output_paths([source], tmp_path / name)
     with pytest.raises(UsageError, match="- is given twice"):
         find_inputs([STDIN, source, STDIN])
     status = write(tmp_path / "b.status.json", ROWS)
     with pytest.raises(UsageError, match="which is the input"):
-        plan_outputs([status], tmp_path / "b.jsonl")
+        require_output_paths([status], tmp_path / "b.jsonl")
 
 
 def test_zstd_without_its_package_says_what_to_install(
@@ -725,14 +725,14 @@ def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
 def test_where_answers_go() -> None:
     source = Path("x/a.json.zst")
     output = Path("out.jsonl")
-    assert plan_outputs([STDIN], None) == [STDOUT]
-    assert plan_outputs([STDIN], output) == [output]
-    assert plan_outputs([source, STDIN], Path("-")) == [STDOUT, STDOUT]
-    assert plan_outputs([source, STDIN], None) == [
+    assert require_output_paths([STDIN], None) == [STDOUT]
+    assert require_output_paths([STDIN], output) == [output]
+    assert require_output_paths([source, STDIN], Path("-")) == [STDOUT, STDOUT]
+    assert require_output_paths([source, STDIN], None) == [
         Path("x/output_a.jsonl"),
         STDOUT,
     ]
-    assert plan_outputs([source, STDIN], Path("there")) == [
+    assert require_output_paths([source, STDIN], Path("there")) == [
         Path("there/output_a.jsonl"),
         Path("there/output_stdin.jsonl"),
     ]

@@ -15,7 +15,7 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs, sort_folder
-from fminfer.files.output_paths import plan_each
+from fminfer.files.output_paths import make_output_paths
 from fminfer.files.status_file import status_path
 from fminfer.files.storage import RemoteFolders
 from fminfer.job.overview import UNLIKE, look_over
@@ -149,7 +149,9 @@ def test_a_pair_that_would_share_an_output_costs_itself(tmp_path: Path) -> None:
         and (tmp_path / "q.json").read_text() == LINE
     )
     (tmp_path / "q.json").unlink()
-    assert not plan_each(find_inputs([tmp_path]), None).refused, "the trouble is over"
+    assert not make_output_paths(find_inputs([tmp_path]), None).refused, (
+        "the trouble is over"
+    )
 
 
 def test_a_link_to_a_lost_file_costs_itself(tmp_path: Path) -> None:

@@ -64,10 +64,10 @@ def url(tmp_path: Path) -> Iterator[str]:
 def fetch(tmp_path: Path, url: str) -> tuple[str, bool]:
     """Return what the copy holds, and whether it was fetched now."""
     folders = RemoteFolders(tmp_path / "work", is_quiet=True)
-    local = folders.place(url)
+    local = folders.find_local_output(url)
     assert local is not None
     before = local.stat().st_mtime_ns if local.exists() else 0
-    assert folders.fetch(url) == [local]
+    assert folders.fetch_inputs(url) == [local]
     return local.read_text(), local.stat().st_mtime_ns != before
 
 
@@ -117,7 +117,9 @@ def test_a_signed_url_is_fetched_and_its_copy_has_the_name_of_its_path(
     shown = f"Fetching {url.replace('://', '://me:***@')}?X-Amz-Signature=*** …\n"
     for signature, is_fetched in (("SECRET/1", True), ("SECRET/2/", False)):
         folders = RemoteFolders(tmp_path / "work", is_quiet=False)
-        (local,) = folders.fetch(f"{with_password(url)}?X-Amz-Signature={signature}")
+        (local,) = folders.fetch_inputs(
+            f"{with_password(url)}?X-Amz-Signature={signature}"
+        )
         assert local.name == "a.jsonl" and local.read_text() == "one\n"
         assert capsys.readouterr().err == shown * is_fetched
     ((asked, credentials),) = Handler.asked
@@ -136,11 +138,11 @@ def test_urls_that_differ_in_their_query_alone_are_not_mixed(
 ) -> None:
     write(tmp_path, "one\n", 1_000)
     folders = RemoteFolders(tmp_path / "work", is_quiet=True)
-    folders.fetch(f"{url}?part=1")
+    folders.fetch_inputs(f"{url}?part=1")
     with pytest.raises(
         UsageError, match=r"a\.jsonl\?part=\*\*\* .*differ in their query alone"
     ):
-        folders.fetch(f"{url}?part=2")
+        folders.fetch_inputs(f"{url}?part=2")
 
 
 def test_what_is_wrong_with_a_url_is_told_without_its_secrets(

@@ -13,7 +13,7 @@ from click.testing import CliRunner
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs
-from fminfer.files.input_models import name_model, refuse_models
+from fminfer.files.input_models import check_no_models, name_model
 from fminfer.models.known_sizes import DEMO_MODEL
 
 LINE = '{"prompt": "a", "max_tokens": 1, "temperature": 0}\n'
@@ -179,6 +179,6 @@ def test_paths_that_do_not_exist_are_no_models(
     for path in ("parts/a", "nowhere/a.jsonl", "a", "a/b/c", "../a", "/a/b", "-"):
         assert name_model(path) == ""
     os.symlink("nowhere", "parts/link")
-    refuse_models([Path("parts/link"), Path("parts")])
+    check_no_models([Path("parts/link"), Path("parts")])
     (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
     assert name_model(Path()) == "."

@@ -26,17 +26,17 @@ from fminfer.files import journal as journals
 from fminfer.files import ordered_output
 from fminfer.files.journal import (
     Journal,
-    check_rows,
-    fingerprint_of,
+    check_journal_settings,
+    find_fingerprint,
+    inspect_journal,
     journal_path,
-    peek,
 )
-from fminfer.files.journal_rows import CLOCK, Row, read_row
+from fminfer.files.journal_rows import CLOCK, Row, parse_row
 from fminfer.files.ordered_output import (
     VectorReader,
     errors_path,
-    put_in_order,
     read_seal,
+    write_ordered_output,
 )
 
 MODEL = {"the model": "a"}
@@ -48,7 +48,7 @@ def row(number: int, *, is_error: bool = False, text: str = "x") -> Row:
 
 
 def finish(journal: Journal) -> None:
-    put_in_order(journal)
+    write_ordered_output(journal)
     journal.remove()
 
 
@@ -103,13 +103,13 @@ def test_vectors_stand_in_the_row_of_their_line(
     for number in (7, 2):
         journal.append(row(number)._replace(vector=vectors[number].tobytes()))
     journal.append(row(9, is_error=True))
-    seals = put_in_order(journal)
+    seals = write_ordered_output(journal)
     journal.remove()
     found = np.load(tmp_path / "a.npy")
     assert found.shape == (9, 3) and found.dtype == np.float32
     for number, vector in enumerate(found, start=1):
         np.testing.assert_array_equal(vector, vectors.get(number, [np.nan] * 3))
-    assert VectorReader(tmp_path / "a.jsonl").of(7) == vectors[7].tobytes()
+    assert VectorReader(tmp_path / "a.jsonl").read(7) == vectors[7].tobytes()
     assert seals == {
         name: read_seal(tmp_path / f"a{end}")
         for name, end in {
@@ -149,26 +149,28 @@ def test_a_disk_that_fails_as_a_journal_closes_is_named(
 
 def test_what_a_journal_says_of_its_run(tmp_path: Path) -> None:
     output = tmp_path / "answers.jsonl"
-    assert fingerprint_of(output) is None
-    check_rows(output, MODEL)
+    assert find_fingerprint(output) is None
+    check_journal_settings(output, MODEL)
     written(tmp_path, [row(1)])
-    assert fingerprint_of(output, needs_row=True) == MODEL
-    check_rows(output, MODEL)
+    assert find_fingerprint(output, needs_row=True) == MODEL
+    check_journal_settings(output, MODEL)
     with pytest.raises(UsageError, match="the model was a, is b"):
-        check_rows(output, {"the model": "b"})
+        check_journal_settings(output, {"the model": "b"})
     path = journal_path(output)
     head = path.read_bytes().splitlines(keepends=True)[0]
     path.write_bytes(head + b'{"line":1')
     assert (
-        fingerprint_of(output, needs_row=True) is None
-        and fingerprint_of(output) == MODEL
+        find_fingerprint(output, needs_row=True) is None
+        and find_fingerprint(output) == MODEL
     )
-    check_rows(output, {"the model": "b"})  # it holds no row, and there is no output
+    check_journal_settings(
+        output, {"the model": "b"}
+    )  # it holds no row, and there is no output
     output.touch()
     with pytest.raises(UsageError, match="the model was a, is b"):
-        check_rows(output, {"the model": "b"})
+        check_journal_settings(output, {"the model": "b"})
     path.write_bytes(head[:-1])
-    assert fingerprint_of(output) is None
+    assert find_fingerprint(output) is None
 
 
 def test_rows_are_kept_byte_for_byte(tmp_path: Path) -> None:
@@ -177,10 +179,10 @@ def test_rows_are_kept_byte_for_byte(tmp_path: Path) -> None:
     journal = Journal(output, MODEL)
     assert (journal.num_rows, journal.num_damaged) == (3, 0)
     assert [n for n in range(9) if n in journal] == [1, 4, 5]
-    assert list(journal.rows()) == sorted(rows, key=lambda each: each.number)
+    assert list(journal.read_rows()) == sorted(rows, key=lambda each: each.number)
     kept = journal.kept
     assert (kept.num_completed, kept.num_failed, kept.tokens) == (2, 1, (10, 0, 6))
-    assert journal.is_of(4, 4 * 77) and not journal.is_of(4, 5)
+    assert journal.has_input_crc(4, 4 * 77) and not journal.has_input_crc(4, 5)
     journal.close()
 
 
@@ -233,7 +235,7 @@ def test_a_damaged_row_is_answered_again_and_the_others_are_kept(
         assert left in ([1, 2, 4, 5], [1, 2, 5]), (
             "the line before the next may be joined to it"
         )
-        assert [each.record for each in journal.rows()] == [
+        assert [each.record for each in journal.read_rows()] == [
             rows[n - 1].record for n in left
         ]
         journal.close()
@@ -263,7 +265,7 @@ def test_any_bytes_are_read_without_a_wrong_row(tmp_path: Path) -> None:
                 data[place:place] = source.randbytes(source.randrange(60))
         path.write_bytes(head + data)
         journal = Journal(tmp_path / "answers.jsonl", MODEL)
-        assert {each.to_line() for each in journal.rows()} <= rows
+        assert {each.to_line() for each in journal.read_rows()} <= rows
         journal.close()
 
 
@@ -271,7 +273,7 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
     output = written(tmp_path, [row(1)])
     before = journal_path(output).read_bytes()
     for read in (
-        lambda f: peek(output, f, restart=False),
+        lambda f: inspect_journal(output, f, restart=False),
         lambda f: Journal(output, f),
     ):
         with pytest.raises(
@@ -283,7 +285,7 @@ def test_another_runs_rows_are_refused_by_what_differs(tmp_path: Path) -> None:
         ):
             read({"the model": "b", "the tokenizer": "b", "--model-name": "B"})
     assert journal_path(output).read_bytes() == before
-    assert peek(output, {"the model": "b"}, restart=True)
+    assert inspect_journal(output, {"the model": "b"}, restart=True)
     journal = Journal(output, {"the model": "b"}, restart=True)
     assert journal.num_rows == 0
     journal.close()
@@ -307,7 +309,7 @@ def test_answers_that_were_drawn_another_way_are_not_gone_on_with(
     output = written(tmp_path, [row(1)])
     new = MODEL | {DRAWING: "Gumbel-max"}
     for read in (
-        lambda: peek(output, new, restart=False),
+        lambda: inspect_journal(output, new, restart=False),
         lambda: Journal(output, new),
     ):
         with pytest.raises(
@@ -326,7 +328,7 @@ def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> Non
     The next command, with other settings, was refused: "belongs to a run that differs".
     """
     output = written(tmp_path, [])
-    assert peek(output, {"the model": "b"}, restart=False)
+    assert inspect_journal(output, {"the model": "b"}, restart=False)
     journal = Journal(output, {"the model": "b"})
     journal.append(row(1))
     journal.close()
@@ -336,7 +338,7 @@ def test_a_run_that_finished_no_row_refuses_none_after_it(tmp_path: Path) -> Non
     written(tmp_path, [])
     output.write_text("{}\n")  # a restart of it ended before its first row
     for read in (
-        lambda f: peek(output, f, restart=False),
+        lambda f: inspect_journal(output, f, restart=False),
         lambda f: Journal(output, f),
     ):
         with pytest.raises(UsageError, match="the model was a, is b"):
@@ -361,7 +363,7 @@ def test_two_runs_on_one_output(tmp_path: Path) -> None:
         assert other.stdout is not None and other.stdout.readline() == "open\n"
         for attempt in (
             lambda: Journal(output, MODEL),
-            lambda: peek(output, MODEL, restart=True),
+            lambda: inspect_journal(output, MODEL, restart=True),
         ):
             with pytest.raises(UsageError, match="another process writes"):
                 attempt()
@@ -597,7 +599,7 @@ def kill_at(
         for name in ("unlink", "open", "rmdir"):
             patch.setattr(Path, name, watched(getattr(Path, name)))
         patch.setattr(
-            ordered_output, "_write_in_order", watched(ordered_output._write_in_order)
+            ordered_output, "_write_rows", watched(ordered_output._write_rows)
         )
         try:
             work()
@@ -608,7 +610,7 @@ def kill_at(
 
 def test_lines_prove_themselves() -> None:
     line = row(7).to_line()
-    assert read_row(line) == row(7)
+    assert parse_row(line) == row(7)
     for other in (
         b"",
         b"\n",
@@ -618,7 +620,7 @@ def test_lines_prove_themselves() -> None:
         line.replace(b"21b", b"21c"),
         line * 2,
     ):
-        assert read_row(other) is None, other
+        assert parse_row(other) is None, other
 
 
 def test_blank_lines_take_no_memory(tmp_path: Path) -> None:
@@ -631,9 +633,9 @@ def test_blank_lines_take_no_memory(tmp_path: Path) -> None:
     journal = Journal(output, MODEL)
     assert tracemalloc.get_traced_memory()[1] < 2**20
     tracemalloc.stop()
-    assert [each.number for each in journal.rows()] == sorted(numbers)
+    assert [each.number for each in journal.read_rows()] == sorted(numbers)
     assert journal.last_number == max(numbers) and journal.num_rows == 4
     asked = (0, 5, 6, 1024, 2000, 2 * 10**8)
     assert [number for number in asked if number in journal] == [5, 2000]
-    assert journal.is_of(2000, 2000) and not journal.is_of(5, 6)
+    assert journal.has_input_crc(2000, 2000) and not journal.has_input_crc(5, 6)
     journal.close()

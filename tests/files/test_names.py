@@ -14,7 +14,7 @@ from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.claims import Claims
 from fminfer.files.input_folders import describe_left_out, find_inputs
-from fminfer.files.output_paths import plan_each
+from fminfer.files.output_paths import make_output_paths
 from fminfer.files.storage import RemoteFolders
 from fminfer.job.overview import look_over
 from tests.shards.answer_shards import answer_all, share
@@ -60,7 +60,7 @@ def test_an_output_that_cannot_be_there_is_refused_at_once(
     """A folder "~" was to be made; of /proc it was said, after 5 s, that it had been moved."""
     (tmp_path / "a.jsonl").write_text(LINE)
     with pytest.raises(UsageError, match=says):
-        plan_each([tmp_path / "a.jsonl"], Path(output))
+        make_output_paths([tmp_path / "a.jsonl"], Path(output))
 
 
 def test_odd_names_are_answered_as_others(tmp_path: Path) -> None:
@@ -150,7 +150,7 @@ def test_links_to_one_file_elsewhere_are_inputs_of_their_own(
         make(folder / f"{name}.jsonl", tmp_path / "one.jsonl")
     inputs = find_inputs([folder])
     assert [path.stem for path in inputs] == [*"abcd"] and find_inputs(inputs) == inputs
-    plan = plan_each(inputs, None)
+    plan = make_output_paths(inputs, None)
     assert len(set(plan.outputs)) == 4 and not plan.refused
     (overview,) = look_over(folder)
     assert [file.input for file in overview.files] == [*map(str, inputs)]
@@ -185,21 +185,21 @@ def test_a_claim_whose_folder_empties_while_it_is_looked_at(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The thread that keeps claims young ended with an IndexError, and all claims went stale."""
-    claim = Claims().take(tmp_path / "out.jsonl")
+    claim = Claims().acquire(tmp_path / "out.jsonl")
     assert claim is not None
     monkeypatch.setattr("fminfer.files.claims.os.listdir", lambda path: [])
     claim.beat()
-    assert not claim.holds()
+    assert not claim.is_held()
     monkeypatch.setattr(
         "fminfer.files.claims.os.listdir", lambda path: ["²", claim.path.name]
     )
-    claim = Claims().take(tmp_path / "other.jsonl")
-    assert claim is not None and claim.holds()
+    claim = Claims().acquire(tmp_path / "other.jsonl")
+    assert claim is not None and claim.is_held()
 
 
 def test_copies_of_long_names_from_urls(tmp_path: Path) -> None:
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / f"{LONG}.jsonl").write_text(LINE)
     folders = RemoteFolders(tmp_path / "work", is_quiet=True)
-    (local,) = folders.fetch(f"file://{tmp_path}/in/{LONG}.jsonl")
+    (local,) = folders.fetch_inputs(f"file://{tmp_path}/in/{LONG}.jsonl")
     assert local.read_text() == LINE

@@ -62,14 +62,14 @@ def test_an_output_that_came_while_a_run_answered_is_kept(
     source: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = source.with_name("output_r.jsonl")
-    real = journaled_input.require_own
+    real = journaled_input.require_own_file
 
     def require_own(path: Path, *about: Any) -> None:
         output.write_text(LINE)
         real(path, *about)
 
     with monkeypatch.context() as patch:
-        patch.setattr(journaled_input, "require_own", require_own)
+        patch.setattr(journaled_input, "require_own_file", require_own)
         status, told = run(source)
     assert status == 2 and f"{output} exists and is no file of a run's answers" in told
     assert output.read_text() == LINE

@@ -11,18 +11,18 @@ from fminfer.cli import app
 from fminfer.cli.app import main
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.journal import Journal, journal_path
-from fminfer.files.split_folders import is_split
+from fminfer.files.split_folders import is_split_folder
 from fminfer.files.status_file import read_sound_status, read_status, status_path
-from fminfer.files.streams import split_of
+from fminfer.files.streams import find_split_folder
 from fminfer.job.file_job import TraceFile
 from fminfer.split.manifest import read_manifest, read_paths
 
 
 def test_a_pipe_in_the_place_of_a_manifest(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "manifest.json")
-    assert split_of(tmp_path / "request_0.jsonl") is None
+    assert find_split_folder(tmp_path / "request_0.jsonl") is None
     # a run over a folder without requests waited for ever
-    assert not is_split(tmp_path)
+    assert not is_split_folder(tmp_path)
     assert read_paths(tmp_path) == set()
     with pytest.raises(UsageError, match=r"holds no manifest.json"):
         read_manifest(tmp_path)

@@ -13,17 +13,17 @@ from typing import Any
 import pytest
 
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import HAS_NO_LOCKS, making_folder, replacing
-from fminfer.files.ordered_output import draft_path, errors_path, written_together
-from fminfer.files.own_files import SUMMARY, replace_own
+from fminfer.files.disk import HAS_NO_LOCKS, making_folder, replacing_file
+from fminfer.files.ordered_output import draft_path, errors_path, writing_together
+from fminfer.files.own_files import SUMMARY, replace_own_file
 
 
 def test_two_writers_of_one_file_are_both_whole(tmp_path: Path) -> None:
     """Both wrote into one draft, and the file held lines of the two."""
     path = tmp_path / "a.html"
-    with replacing(path) as first:
+    with replacing_file(path) as first:
         first.write(b"first " * 1000)
-        with replacing(path) as second:
+        with replacing_file(path) as second:
             second.write(b"second")
         assert path.read_bytes() == b"second"
         first.write(b"end")
@@ -36,7 +36,7 @@ def test_the_umask_says_who_may_read_a_file_and_nobody_may_run_it(
 ) -> None:
     before = os.umask(0o002)
     try:
-        with replacing(tmp_path / "a.html") as file:
+        with replacing_file(tmp_path / "a.html") as file:
             file.write(b"new")
     finally:
         os.umask(before)
@@ -45,7 +45,7 @@ def test_the_umask_says_who_may_read_a_file_and_nobody_may_run_it(
 
 def test_the_draft_of_a_killed_writer_is_written_anew(tmp_path: Path) -> None:
     (tmp_path / "a.html.new").write_bytes(b"what a killed one has left")
-    with replacing(tmp_path / "a.html") as file:
+    with replacing_file(tmp_path / "a.html") as file:
         assert os.listdir(tmp_path) == ["a.html.new"]
         file.write(b"new")
     assert (tmp_path / "a.html").read_bytes() == b"new" and os.listdir(tmp_path) == [
@@ -69,7 +69,7 @@ def test_a_disk_that_cannot_lock_or_does_not_answer_keeps_no_draft(
     monkeypatch.setattr(
         *((fcntl, "flock") if call == "flock" else (Path, "lstat")), fail
     )
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         file.write(b"new")
         assert os.listdir(tmp_path) == ["a.html.new"]
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
@@ -77,7 +77,7 @@ def test_a_disk_that_cannot_lock_or_does_not_answer_keeps_no_draft(
 
 def test_what_a_killed_second_writer_left_is_removed(tmp_path: Path) -> None:
     (tmp_path / "a.html.new-2").write_bytes(b"what a killed one has left")
-    with replacing(tmp_path / "a.html") as file:
+    with replacing_file(tmp_path / "a.html") as file:
         file.write(b"new")
     assert os.listdir(tmp_path) == ["a.html"]
 
@@ -85,7 +85,7 @@ def test_what_a_killed_second_writer_left_is_removed(tmp_path: Path) -> None:
 def test_a_link_in_the_place_of_a_draft_is_not_followed(tmp_path: Path) -> None:
     (tmp_path / "there").write_bytes(b"another's")
     (tmp_path / "a.html.new").symlink_to("there")
-    with replacing(tmp_path / "a.html") as file:
+    with replacing_file(tmp_path / "a.html") as file:
         file.write(b"new")
     assert (tmp_path / "a.html").read_bytes() == b"new"
     assert sorted(os.listdir(tmp_path)) == ["a.html", "a.html.new", "there"]
@@ -105,14 +105,17 @@ def test_a_draft_that_was_taken_for_a_dead_ones_is_begun_again(
         flock(fd, kind)
 
     monkeypatch.setattr(fcntl, "flock", remove_first)
-    with replacing(path) as file:
+    with replacing_file(path) as file:
         file.write(b"new")
     assert path.read_bytes() == b"new" and os.listdir(tmp_path) == ["a.html"]
 
 
 def test_a_pipe_in_the_place_of_a_draft_is_not_waited_for(tmp_path: Path) -> None:
     os.mkfifo(tmp_path / "a.html.new")
-    with pytest.raises(OSError, match="No such device"), replacing(tmp_path / "a.html"):
+    with (
+        pytest.raises(OSError, match="No such device"),
+        replacing_file(tmp_path / "a.html"),
+    ):
         pass
 
 
@@ -140,7 +143,7 @@ def test_a_failing_close_leaves_the_file_that_was_there(
     monkeypatch.setattr("fminfer.files.disk.open", open_full, raising=False)
     with (
         pytest.raises(OSError, match="quota"),
-        replacing(path, is_durable=False) as file,
+        replacing_file(path, is_durable=False) as file,
     ):
         file.write(b"new")
     assert path.read_bytes() == b"old" and os.listdir(tmp_path) == ["a.html"]
@@ -186,7 +189,7 @@ def test_an_output_that_came_meanwhile_is_not_replaced(tmp_path: Path) -> None:
     output = tmp_path / "a.jsonl"
 
     def write(data: bytes, came: bytes) -> None:
-        with written_together(output, errors_path(output), is_new=True) as files:
+        with writing_together(output, errors_path(output), is_new=True) as files:
             files[0].write(data)
             output.write_bytes(came)
 
@@ -202,11 +205,11 @@ def test_a_summary_is_replaced_whole_and_a_device_is_written_into(
 ) -> None:
     path = tmp_path / "stats.json"
     text = b'{\n  "model": "m", "dtype": 1}'
-    replace_own(path, SUMMARY, "--stats", text)
-    replace_own(path, SUMMARY, "--stats", text)
+    replace_own_file(path, SUMMARY, "--stats", text)
+    replace_own_file(path, SUMMARY, "--stats", text)
     assert path.read_bytes() == text
     with pytest.raises(OutputError, match="/dev/full cannot be written: No space left"):
-        replace_own(Path("/dev/full"), SUMMARY, "--stats", text)
+        replace_own_file(Path("/dev/full"), SUMMARY, "--stats", text)
     path.write_text("of another program")
     with pytest.raises(UsageError, match="fminfer replaces nothing else"):
-        replace_own(path, SUMMARY, "--stats", text)
+        replace_own_file(path, SUMMARY, "--stats", text)

@@ -11,12 +11,12 @@ import pytest
 from fminfer.files.run_facts import (
     MAX_POINTS,
     MAX_RUNS,
+    CurrentRun,
     Point,
-    RunFacts,
     RunHistory,
     TimeLine,
-    read_time_line,
-    runs_in,
+    parse_runs,
+    parse_time_line,
 )
 
 
@@ -40,7 +40,7 @@ def test_a_long_time_line_has_wider_points() -> None:
     line.add(Point(1, 2, 3, 1), MAX_POINTS, MAX_POINTS)
     assert line.width_s == 2 and len(line.points) == MAX_POINTS // 2 + 1
     assert columns(line)[1] == (2, 4, 6, 3) and columns(line)[-1] == (1, 2, 3, 1)
-    assert read_time_line(line.to_dict()) == line
+    assert parse_time_line(line.to_dict()) == line
 
 
 @pytest.mark.parametrize(
@@ -58,14 +58,14 @@ def test_what_is_no_time_line_is_passed_over(changes: dict[str, Any]) -> None:
     told = TimeLine(1.0, [Point(1, 2, 3, 4)]).to_dict()
     name = next(iter(told.keys() - {"every_s"}))
     told |= {name if key == "fed" else key: value for key, value in changes.items()}
-    assert read_time_line(told) is None
-    assert read_time_line([]) is None and read_time_line({}) is None
+    assert parse_time_line(told) is None
+    assert parse_time_line([]) is None and parse_time_line({}) is None
 
 
 def test_steps_and_rows_count_from_the_start(monkeypatch: pytest.MonkeyPatch) -> None:
     now = 100.0
     monkeypatch.setattr(time, "perf_counter", lambda: now)
-    facts = RunFacts(
+    facts = CurrentRun(
         {"--seed": "1"}, {"device": "cpu"}, read_stats=lambda: {"steps": 2}
     )
     facts.add_step(1, 1, 1)
@@ -88,11 +88,11 @@ def test_steps_and_rows_count_from_the_start(monkeypatch: pytest.MonkeyPatch) ->
     assert told["settings"] == {"--seed": "1"} and len(told["id"]) == 8
     found = [sum(counts) for counts in zip(*columns(facts.time_line), strict=True)][:3]
     assert found == [7, 8, 1]
-    assert told["id"] != RunFacts().id
+    assert told["id"] != CurrentRun().id
 
 
 def test_runs_of_an_output() -> None:
-    facts = RunFacts()
+    facts = CurrentRun()
     earlier = [{"id": str(number)} for number in range(MAX_RUNS - 1)]
     assert RunHistory(facts, [*earlier, {"id": facts.id}]).to_list() == earlier
     facts.begin()
@@ -105,7 +105,7 @@ def test_runs_of_an_output() -> None:
     older = [{"id": "a", "runs_before": 5}, {"id": "b"}, *earlier]
     runs = RunHistory(facts, older).to_list()
     assert len(runs) == MAX_RUNS and runs[0] == {"id": "0", "runs_before": 7}
-    history.forget()
+    history.drop_earlier_runs()
     assert [run["id"] for run in history.to_list()] == [facts.id]
 
 
@@ -119,4 +119,4 @@ def test_runs_of_an_output() -> None:
     ],
 )
 def test_runs_that_a_status_tells_of(status: Any, expected: list[Any]) -> None:
-    assert runs_in(status) == expected
+    assert parse_runs(status) == expected

@@ -9,7 +9,7 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files.line_reader import read_lines
-from fminfer.files.split_folders import find_num_equal, is_split
+from fminfer.files.split_folders import find_num_equal, is_split_folder
 from fminfer.split.manifest import MANIFEST
 from fminfer.split.splitting import SplitOptions, split_file
 
@@ -52,10 +52,10 @@ def test_a_split_that_was_not_finished_is_refused(
     tmp_path: Path, parts: list[Path]
 ) -> None:
     folder = tmp_path / "parts"
-    assert is_split(folder) and not is_split(tmp_path)
+    assert is_split_folder(folder) and not is_split_folder(tmp_path)
     manifest = (folder / MANIFEST).read_bytes()
     (folder / MANIFEST).write_bytes(manifest.replace(b"true", b"false", 1))
     with pytest.raises(UsageError, match="was not finished; repeat its command"):
-        is_split(folder)
+        is_split_folder(folder)
     (folder / MANIFEST).write_bytes(b"{}\n")
-    assert not is_split(folder)
+    assert not is_split_folder(folder)

@@ -153,8 +153,8 @@ def test_it_is_written_once_a_second_and_at_each_change(
     monkeypatch.setattr("time.perf_counter", lambda: now_s)
     counts = Counts(num_rows=9)
     status = StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "model", {}, counts)
-    status.move("validating")
-    status.move("in_progress")
+    status.set_status("validating")
+    status.set_status("in_progress")
     seen = []
     for step in range(7):
         counts.num_completed = step
@@ -171,7 +171,7 @@ def test_rows_of_earlier_runs_are_counted_before_the_input_is_read(
     earlier.add(is_error=False, tokens=(3, 1, 2))
     counts = Counts()
     counts.start_from(earlier)
-    StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "m", {}, counts).move(
+    StatusFile(tmp_path / "a.jsonl", tmp_path / "b.jsonl", "m", {}, counts).set_status(
         "validating"
     )
     found = read(status_path(tmp_path / "b.jsonl")).request_counts
@@ -207,12 +207,12 @@ def test_the_end_is_told_also_on_a_full_disk(tmp_path: Path) -> None:
 
     output = tmp_path / "out.jsonl"
     status = StatusFile(Path("in.jsonl"), output, "m", {}, Counts())
-    status.move("in_progress")
+    status.set_status("in_progress")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.replace", refuse)
         with pytest.raises(OutputError, match="No space left"):
-            status.move("finalizing")
-        status.move("failed", "the disk is full")
+            status.set_status("finalizing")
+        status.set_status("failed", "the disk is full")
     assert [path.name for path in tmp_path.iterdir()] == ["out.status.json"]
     assert read(status_path(output)).status == "failed"
 
@@ -221,9 +221,9 @@ def test_a_folder_that_vanishes_has_taken_the_rows_along(tmp_path: Path) -> None
     folder = tmp_path / "answers"
     folder.mkdir()
     status = StatusFile(Path("in.jsonl"), folder / "out.jsonl", "m", {}, Counts())
-    status.move("in_progress")
+    status.set_status("in_progress")
     shutil.rmtree(folder)
     with pytest.raises(
         OutputError, match="moved or removed, and finished rows with it"
     ):
-        status.move("finalizing")
+        status.set_status("finalizing")

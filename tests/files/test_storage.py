@@ -16,7 +16,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from fminfer.cli.app import main
 from fminfer.core.errors import OutputError, UsageError
-from fminfer.files.disk import beside
+from fminfer.files.disk import path_beside
 from fminfer.files.remote_files import PART
 from fminfer.files.status_file import status_path
 from fminfer.files.storage import SYNCED, RemoteFolders
@@ -168,14 +168,14 @@ def test_folders_are_read_as_local_ones_are(folders: RemoteFolders) -> None:
             f"memory://in/{name}",
             gzip.compress(TEXT.encode()) if "gz" in name else TEXT,
         )
-    found = folders.fetch("memory://in/")
+    found = folders.fetch_inputs("memory://in/")
     assert [path.name for path in found] == ["a.jsonl.gz", "b.jsonl"]
     assert gzip.decompress(found[0].read_bytes()).decode() == TEXT
-    assert [path.name for path in folders.fetch("memory://in/b*")] == ["b.jsonl"]
-    output = folders.place("memory://in")
+    assert [path.name for path in folders.fetch_inputs("memory://in/b*")] == ["b.jsonl"]
+    output = folders.find_local_output("memory://in")
     assert output is not None and output == found[0].parent
     with pytest.raises(UsageError, match="holds no file"):
-        folders.fetch("memory://in/c*.jsonl")
+        folders.fetch_inputs("memory://in/c*.jsonl")
 
 
 def test_files_and_outputs_of_the_local_file_system(
@@ -184,12 +184,12 @@ def test_files_and_outputs_of_the_local_file_system(
     """file:// is another file system in all but name."""
     (tmp_path / "in").mkdir()
     (tmp_path / "in" / "a.jsonl").write_text(TEXT)
-    (local,) = folders.fetch(f"file://{tmp_path}/in/a.jsonl")
+    (local,) = folders.fetch_inputs(f"file://{tmp_path}/in/a.jsonl")
     assert local.read_text() == TEXT and local.parent != tmp_path / "in"
     output = local.with_name("output_a.jsonl")
-    folders.prepare([output], restart=False)
+    folders.prepare_outputs([output], restart=False)
     complete(output)
-    folders.upload([output])
+    folders.upload_outputs([output])
     assert sorted(path.name for path in (tmp_path / "in").iterdir()) == [
         "a.jsonl",
         "output_a.jsonl",
@@ -205,7 +205,7 @@ def test_an_input_is_fetched_again_only_if_it_changed(
     for text, num_fetched in ((TEXT, 1), (None, 1), (TEXT + TEXT, 2)):
         if text is not None:
             write("memory://in/a.jsonl", text)
-        (local,) = folders.fetch("memory://in/a.jsonl")
+        (local,) = folders.fetch_inputs("memory://in/a.jsonl")
         told += capsys.readouterr().err
         assert told.count("Fetching memory://in/a.jsonl") == num_fetched
     assert local.read_text() == TEXT + TEXT
@@ -213,14 +213,14 @@ def test_an_input_is_fetched_again_only_if_it_changed(
 
 def test_what_is_fetched_is_private_and_whole(folders: RemoteFolders) -> None:
     write("memory://in/a.jsonl", TEXT)
-    (local,) = folders.fetch("memory://in/a.jsonl")
+    (local,) = folders.fetch_inputs("memory://in/a.jsonl")
     assert local.stat().st_mode & 0o777 == 0o600 and local.read_text() == TEXT
     assert [path.name for path in local.parent.iterdir() if "part" in path.name] == []
-    left = beside(local, PART)
+    left = path_beside(local, PART)
     left.write_text("of an earlier run")
     left.chmod(0o400)
     write("memory://in/a.jsonl", TEXT + TEXT)
-    (local,) = folders.fetch("memory://in/a.jsonl")
+    (local,) = folders.fetch_inputs("memory://in/a.jsonl")
     assert local.stat().st_mode & 0o777 == 0o600 and local.read_text() == TEXT + TEXT
     assert not left.exists()
 
@@ -229,27 +229,30 @@ def test_what_is_there_is_not_uploaded_again(
     folders: RemoteFolders, tmp_path: Path
 ) -> None:
     """Also where the disk's clock is coarse, so that both files have one time."""
-    output = folders.place("memory://out/a.jsonl")
+    output = folders.find_local_output("memory://out/a.jsonl")
     assert output is not None
     complete(output)
-    folders.upload([output])
+    folders.upload_outputs([output])
     assert names("memory://out") == ["a.jsonl", "a.status.json"]
     fsspec.filesystem("memory").rm("/out/a.jsonl")
-    synced = beside(output, SYNCED)
+    synced = path_beside(output, SYNCED)
     os.utime(synced, ns=(output.stat().st_mtime_ns,) * 2)
-    folders.upload([output])
+    folders.upload_outputs([output])
     assert names("memory://out") == ["a.status.json"]
     os.utime(synced, ns=(1, 1))
-    folders.upload([output])
+    folders.upload_outputs([output])
     assert names("memory://out") == ["a.jsonl", "a.status.json"]
 
 
 def test_local_paths_pass_unchanged(folders: RemoteFolders, tmp_path: Path) -> None:
     for path in (Path("-"), Path("a.jsonl"), tmp_path):
-        assert folders.fetch(path) == [path] and folders.place(path) == path
-    assert folders.place(None) is None
-    folders.prepare([Path("-"), tmp_path / "output_a.jsonl"], restart=True)
-    folders.upload([Path("-"), tmp_path / "output_a.jsonl"])
+        assert (
+            folders.fetch_inputs(path) == [path]
+            and folders.find_local_output(path) == path
+        )
+    assert folders.find_local_output(None) is None
+    folders.prepare_outputs([Path("-"), tmp_path / "output_a.jsonl"], restart=True)
+    folders.upload_outputs([Path("-"), tmp_path / "output_a.jsonl"])
     assert not list(tmp_path.iterdir()), "nothing is made for them"
 
 
@@ -258,38 +261,40 @@ def test_what_others_completed_is_brought_here(tmp_path: Path) -> None:
     one, two = (
         RemoteFolders(tmp_path / name, is_quiet=True) for name in ("one", "two")
     )
-    first, second = (each.place("memory://out/a.jsonl") for each in (one, two))
+    first, second = (
+        each.find_local_output("memory://out/a.jsonl") for each in (one, two)
+    )
     assert first is not None and second is not None
-    one.prepare([first], restart=False)
+    one.prepare_outputs([first], restart=False)
     complete(first, "first\n")
-    one.upload([first])
-    two.prepare([second], restart=False)
+    one.upload_outputs([first])
+    two.prepare_outputs([second], restart=False)
     assert second.read_text() == "first\n" and status_path(second).exists()
-    two.prepare([second], restart=True)
+    two.prepare_outputs([second], restart=True)
     complete(second, "second\n")
-    two.prepare([second], restart=False)
+    two.prepare_outputs([second], restart=False)
     assert second.read_text() == "second\n", "it is yet to be uploaded"
-    two.upload([second])
-    one.prepare([first], restart=False)
+    two.upload_outputs([second])
+    one.prepare_outputs([first], restart=False)
     assert first.read_text() == "second\n" == read("memory://out/a.jsonl")
 
     fsspec.filesystem("memory").rm("/out/a.jsonl")
     first.with_name("a.jsonl.journal").touch()
-    one.prepare([first], restart=False)
-    one.upload([first])
+    one.prepare_outputs([first], restart=False)
+    one.upload_outputs([first])
     assert "a.jsonl" not in names("memory://out"), "a run is at work here"
     first.with_name("a.jsonl.journal").unlink()
-    one.upload([first])
+    one.upload_outputs([first])
     assert read("memory://out/a.jsonl") == "second\n"
 
 
 def test_errors_of_an_earlier_run_go(folders: RemoteFolders) -> None:
-    output = folders.place("memory://out/a.jsonl")
+    output = folders.find_local_output("memory://out/a.jsonl")
     assert output is not None
     write("memory://out/a.errors.jsonl", "old")
-    folders.prepare([output], restart=True)
+    folders.prepare_outputs([output], restart=True)
     complete(output)
-    folders.upload([output])
+    folders.upload_outputs([output])
     assert names("memory://out") == ["a.jsonl", "a.status.json"]
     local = sorted(path.name for path in output.parent.iterdir())
     assert local == ["a.jsonl", "a.jsonl.synced", "a.status.json"]
@@ -307,18 +312,20 @@ def test_what_cannot_be_is_told_before_the_run(
     }
     for url, hint in cases.items():
         with pytest.raises(UsageError, match=hint):
-            folders.fetch(url)
+            folders.fetch_inputs(url)
     for url, hint in (
         ("closed://out/a.jsonl", "AccessDenied"),
         ("nowhere://o/a.jsonl", "nowhere"),
     ):
-        output = folders.place(url)
+        output = folders.find_local_output(url)
         assert output is not None
         with pytest.raises(UsageError, match=hint):
-            folders.prepare([output], restart=True)
+            folders.prepare_outputs([output], restart=True)
     (tmp_path / "work2").write_text("")
     with pytest.raises(UsageError, match="--work-dir"):
-        RemoteFolders(tmp_path / "work2", is_quiet=True).place("memory://out")
+        RemoteFolders(tmp_path / "work2", is_quiet=True).find_local_output(
+            "memory://out"
+        )
     found = run(tmp_path, "memory://in/a.jsonl", "--output", "closed://out/")
     assert found.exit_code == 2 and "credentials" in found.output
     assert "credentials" not in run(tmp_path, "nowhere://in/a.jsonl").output
@@ -337,35 +344,35 @@ def test_what_is_to_be_installed_is_said(
 
     monkeypatch.setattr(fsspec, "url_to_fs", refuse)
     with pytest.raises(UsageError) as found:
-        folders.fetch("s3://bucket/a.jsonl")
+        folders.fetch_inputs("s3://bucket/a.jsonl")
     assert "Install s3fs to access S3. Into this environment: pip install s3fs" in str(
         found.value
     )
 
 
 def test_an_upload_error_says_where_the_rows_are(folders: RemoteFolders) -> None:
-    output = folders.place("weak://out/a.jsonl")
+    output = folders.find_local_output("weak://out/a.jsonl")
     assert output is not None
     complete(output)
     Weak.names_refused.add("a.jsonl")
     with pytest.raises(OutputError, match=str(output)):
-        folders.upload([output])
+        folders.upload_outputs([output])
     assert output.exists()
 
 
 def test_a_status_file_and_errors_name_urls_without_passwords(
     folders: RemoteFolders,
 ) -> None:
-    output = folders.place("weak://me:PASSWORD@out/a.jsonl")
+    output = folders.find_local_output("weak://me:PASSWORD@out/a.jsonl")
     assert output is not None
     complete(output)
     Weak.names_refused.add("a.jsonl")
     with pytest.raises(
         OutputError, match=r"weak://me:\*\*\*@out/a\.jsonl cannot be uploaded"
     ) as found:
-        folders.upload([output])
+        folders.upload_outputs([output])
     assert "PASSWORD" not in str(found.value)
     Weak.names_refused.clear()
-    folders.upload([output])
+    folders.upload_outputs([output])
     status = json.loads(read("weak://me:PASSWORD@out/a.status.json"))
     assert status["output_file_id"] == "weak://me:***@out/a.jsonl"

@@ -18,9 +18,9 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
-from fminfer.files.output_paths import Plan
+from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status
-from fminfer.files.streams import digest_of, find_zstd
+from fminfer.files.streams import digest_file, find_zstd
 from fminfer.job.file_job import read_lines_left
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.shared_folder import SharedFiles
@@ -74,7 +74,7 @@ def test_an_input_edited_before_its_turn_is_stamped_with_what_was_answered(
     file = opened(path)
     path.write_bytes(rows("new", 4))
     answer_all(file)
-    assert stamped(output) == digest_of(path)
+    assert stamped(output) == digest_file(path)
     assert output.read_bytes().count(b'"new') == 4
     assert opened(path).is_finished
     path.write_bytes(rows("old"))
@@ -128,7 +128,7 @@ def test_what_was_read_counts_and_not_what_stands_there_later(
     path = tmp_path / f"b{ending}"
     other = tmp_path / "other"
     path.write_bytes(PACK[ending](rows("old")))
-    old_digest = digest_of(path)
+    old_digest = digest_file(path)
     file = opened(path)
     lines = file.lines(lambda line: None)
     answer(file, next(lines))
@@ -151,7 +151,7 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
 
     def look() -> SharedFiles:
         files = SharedFiles(
-            lambda: Plan([path], [output]),
+            lambda: OutputPaths([path], [output]),
             RunTerms("m", {"seed": "1"}),
             is_watching=False,
         )

@@ -24,11 +24,11 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
-from fminfer.files.line_reader import identify
+from fminfer.files.line_reader import identify_input
 from fminfer.files.ordered_output import errors_path
-from fminfer.files.output_paths import Plan
+from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status, status_path
-from fminfer.files.streams import digest_of
+from fminfer.files.streams import digest_file
 from fminfer.job import journaled_input
 from fminfer.job.overview import look_over
 from fminfer.job.run_summary import JobSummary
@@ -771,7 +771,7 @@ def test_a_folder_whose_files_grow(
 
     def share() -> JobSummary:
         files = SharedFiles(
-            lambda: Plan(sources, outputs),
+            lambda: OutputPaths(sources, outputs),
             RunTerms("m", {}, count_lines=counting),
             is_watching=False,
         )
@@ -890,4 +890,4 @@ def test_an_input_that_any_name_reads_alike_has_its_old_digest(
     path.write_bytes(
         gzip.compress(text.encode()) if name.endswith("gz") else text.encode()
     )
-    assert identify(path) == digest_of(path)
+    assert identify_input(path) == digest_file(path)

@@ -10,7 +10,7 @@ import pytest
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
-from fminfer.files.output_paths import Plan
+from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_inputs import open_files
@@ -105,7 +105,7 @@ def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
     source, output = write_input(tmp_path)
     for limit, expected in ((2, [1, 2]), (2, None), (4, [4, 5])):
         shared = SharedFiles(
-            lambda: Plan([source], [output]),
+            lambda: OutputPaths([source], [output]),
             RunTerms("m", {}, limit=limit),
             is_watching=False,
         )

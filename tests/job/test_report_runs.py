@@ -19,12 +19,12 @@ from fminfer.files.journal_rows import Counts
 from fminfer.files.run_facts import (
     MAX_POINTS,
     MAX_RUNS,
+    CurrentRun,
     Point,
-    RunFacts,
     RunHistory,
     TimeLine,
-    read_time_line,
-    runs_in,
+    parse_runs,
+    parse_time_line,
 )
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.job.file_job import run_job
@@ -64,7 +64,7 @@ def answer(
     engine: fminfer.Engine, source: Path, output: Path, *, restart: bool = False
 ) -> JobSummary:
     """Answer a file as a run of its own."""
-    facts = RunFacts(place={"device": "cpu", "ready_s": 1.5})
+    facts = CurrentRun(place={"device": "cpu", "ready_s": 1.5})
     files = open_files(
         [source], [output], RunTerms("m", {}, restart=restart, facts=facts)
     )
@@ -93,7 +93,7 @@ def test_a_time_line_is_short_and_loses_nothing(num_steps: int) -> None:
         assert min(point.num_fed, point.num_drawn, point.num_done) >= 0
         found.add(point)
     assert found == total
-    assert read_time_line(json.loads(json.dumps(line.to_dict()))) == line
+    assert parse_time_line(json.loads(json.dumps(line.to_dict()))) == line
     assert len(json.dumps(line.to_dict())) < 6000
 
 
@@ -107,7 +107,7 @@ def test_a_step_is_spread_over_the_time_that_it_took() -> None:
 def test_a_status_file_keeps_the_last_runs_and_counts_the_others() -> None:
     runs: list[dict[str, Any]] = []
     for number in range(MAX_RUNS + 5):
-        facts = RunFacts(id=str(number))
+        facts = CurrentRun(id=str(number))
         assert RunHistory(facts, runs).to_list() == runs, "a run without rows is none"
         facts.begin()
         facts.add_row()
@@ -118,7 +118,7 @@ def test_a_status_file_keeps_the_last_runs_and_counts_the_others() -> None:
         )
     assert [run["id"] for run in runs] == [str(n) for n in range(5, MAX_RUNS + 5)]
     assert [run.get("runs_before", 0) for run in runs] == [5] + [0] * (MAX_RUNS - 1)
-    history.forget()
+    history.drop_earlier_runs()
     assert len(history.to_list()) == 1
 
 
@@ -154,7 +154,9 @@ def test_a_resumed_run_adds_its_part(
     assert "2 runs" in text_of(page) and page.count('class="break"') == 1
     assert tile(page, "Rows answered") == "60"
     answer(engine, source, output, restart=True)
-    assert len(runs_in(read_status(output))) == 1, "none of the earlier rows is there"
+    assert len(parse_runs(read_status(output))) == 1, (
+        "none of the earlier rows is there"
+    )
 
 
 def test_files_of_one_run_share_its_time_line(
@@ -162,7 +164,7 @@ def test_files_of_one_run_share_its_time_line(
 ) -> None:
     sources = [write_rows(tmp_path / f"{name}.jsonl", 12) for name in "ab"]
     outputs = [tmp_path / f"out_{name}.jsonl" for name in "ab"]
-    facts = RunFacts()
+    facts = CurrentRun()
     files = open_files(sources, outputs, RunTerms("m", {}, facts=facts))
     summary = JobSummary("m", "float32", sources, outputs)
     run_job(engine, files, summary, is_quiet=True, run_facts=facts)
@@ -239,14 +241,14 @@ def test_the_end_is_told_on_a_full_disk_without_the_runs(tmp_path: Path) -> None
 
     output = tmp_path / "out.jsonl"
     status = StatusFile(Path("in.jsonl"), output, "m", {}, Counts())
-    status.move("in_progress")
+    status.set_status("in_progress")
     size = status_path(output).stat().st_size
     status.list_runs = lambda: [{"id": "x" * 9000}]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("os.replace", refuse)
-        status.move("failed", "full")
+        status.set_status("failed", "full")
     found = read_status(output)
-    assert found is not None and found["status"] == "failed" and runs_in(found) == []
+    assert found is not None and found["status"] == "failed" and parse_runs(found) == []
     assert status_path(output).stat().st_size < size + 200
 
 
@@ -260,7 +262,7 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
     assert tile(text, "Tokens/s computed") != "not known"
     said = text_of(text)
     assert "answer tokens/s drawn" in said and "1 run, " in said
-    (run,) = runs_in(read_status(tmp_path / "output_in.jsonl"))
+    (run,) = parse_runs(read_status(tmp_path / "output_in.jsonl"))
     assert run["settings"] == {"--dtype": "float32", "--kernels": "off"}
     page.unlink()
     # everything is answered already

@@ -15,12 +15,12 @@ from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.core.errors import InUseError, StoppedError, UsageError
 from fminfer.core.quantities import with_noun
-from fminfer.files.claims import Claims, Hold, look_at
+from fminfer.files.claims import Claims, Hold, read_claims
 from fminfer.files.completed import find_completed, require_completed
 from fminfer.files.journal_rows import Counts, RowCounts
 from fminfer.files.line_reader import InputFile
-from fminfer.files.ordered_output import put_in_order
-from fminfer.files.output_paths import STDOUT, plan_outputs
+from fminfer.files.ordered_output import write_ordered_output
+from fminfer.files.output_paths import STDOUT, require_output_paths
 from fminfer.files.status_file import StatusFile, read_status
 from fminfer.files.storage import RemoteFolders
 from fminfer.job import answering
@@ -39,49 +39,53 @@ def test_a_hold_is_one_runs_until_it_is_given_back(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     mine = Hold(output, Claims())
     theirs = Hold(output, Claims())
-    mine.take()
-    mine.take()
-    assert mine.holds() and len(look_at(output)) == 1
-    for ask in (theirs.check_free, theirs.take):
+    mine.acquire()
+    mine.acquire()
+    assert mine.is_held() and len(read_claims(output)) == 1
+    for ask in (theirs.check_free, theirs.acquire):
         with pytest.raises(InUseError, match="is being written by process"):
             ask()
     mine.release()
     theirs.check_free()
-    assert theirs.holds(), "there is no claim that could be lost"
-    theirs.take()
-    theirs.lose()
-    assert theirs.is_lost and not mine.is_lost and look_at(output) == []
+    assert theirs.is_held(), "there is no claim that could be lost"
+    theirs.acquire()
+    theirs.mark_lost()
+    assert theirs.is_lost and not mine.is_lost and read_claims(output) == []
 
 
 def test_a_hold_for_a_moment_leaves_the_claim_as_it_was(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     hold = Hold(output, Claims())
-    with pytest.raises(ZeroDivisionError), hold.taken():
+    with pytest.raises(ZeroDivisionError), hold.acquired():
         assert hold.claim is not None
         raise ZeroDivisionError
-    assert hold.claim is None and look_at(output) == []
-    hold.take()
-    with hold.taken():
+    assert hold.claim is None and read_claims(output) == []
+    hold.acquire()
+    with hold.acquired():
         pass
-    assert hold.claim is not None and len(look_at(output)) == 1
+    assert hold.claim is not None and len(read_claims(output)) == 1
 
 
 def test_an_input_file_knows_whether_it_was_edited(tmp_path: Path) -> None:
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n")
     file = InputFile(path, 0, None)
-    assert not file.look_again()
+    assert not file.update_digest()
     os.utime(path, (1, 1))
-    assert not file.look_again(), "its bytes are the same"
+    assert not file.update_digest(), "its bytes are the same"
     path.write_bytes(b"3\n4\n5\n")
-    assert file.look_again() and not file.look_again()
-    assert [line.raw for line in file.lines()] == [b"3", b"4", b"5"] and file.is_read
+    assert file.update_digest() and not file.update_digest()
+    assert [line.raw for line in file.read_lines()] == [
+        b"3",
+        b"4",
+        b"5",
+    ] and file.is_read
     file = InputFile(path, 0, None)
     path.write_bytes(b"6\n")
     with pytest.raises(
         UsageError, match=r"a\.jsonl was changed while it was being answered"
     ):
-        list(file.lines())
+        list(file.read_lines())
     assert not file.is_read
 
 
@@ -94,11 +98,11 @@ def test_an_input_file_knows_when_all_is_answered(
     path = tmp_path / "a.jsonl"
     path.write_bytes(b"1\n2\n" if limit is None else b"1\n2\n3\n")
     file = InputFile(path, 0, limit)
-    assert not file.has_all(2, 2), "it was not read yet"
-    assert len(list(file.lines())) == 2
-    assert not file.has_all(1, 1) and file.has_all(2, 2)
+    assert not file.has_all_answers(2, 2), "it was not read yet"
+    assert len(list(file.read_lines())) == 2
+    assert not file.has_all_answers(1, 1) and file.has_all_answers(2, 2)
     with pytest.raises(UsageError, match=says):
-        file.has_all(3, 3)
+        file.has_all_answers(3, 3)
 
 
 def test_counts_tell_own_rows_from_those_of_others() -> None:
@@ -106,7 +110,7 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
     counts.start_from(Counts(0, 2, 1, 6, 0, 4))
     counts.add(is_error=False, tokens=(3, 1, 2))
     counts.add(is_error=True, tokens=(0, 0, 0))
-    assert (counts.done, counts.kept, counts.own) == (
+    assert (counts.done, counts.kept, counts.by_this_run) == (
         RowCounts(5, 2),
         RowCounts(3, 1),
         RowCounts(2, 1),
@@ -116,8 +120,8 @@ def test_counts_tell_own_rows_from_those_of_others() -> None:
         1,
         6,
     )
-    counts.see_completed(Counts(9, 7, 2))
-    assert (counts.done, counts.kept, counts.own) == (
+    counts.adopt_completed(Counts(9, 7, 2))
+    assert (counts.done, counts.kept, counts.by_this_run) == (
         RowCounts(9, 2),
         RowCounts(7, 1),
         RowCounts(2, 1),
@@ -136,7 +140,7 @@ def test_a_status_says_why_a_run_ended(
     tmp_path: Path, error: BaseException, status: str, says: str | None
 ) -> None:
     output = tmp_path / "out.jsonl"
-    StatusFile(Path("in.jsonl"), output, "m", {}, Counts()).break_off(error)
+    StatusFile(Path("in.jsonl"), output, "m", {}, Counts()).end_with_error(error)
     found = read_status(output)
     assert found is not None and found["status"] == status and found[f"{status}_at"]
     assert (found["errors"] and found["errors"]["data"][0]["message"]) == says
@@ -153,10 +157,10 @@ def test_a_status_says_when_answers_are_put_in_order(
 
     def look_and_put_in_order(*names: Any, **how: Any) -> Any:
         seen.append((read_status(output) or {})["status"])
-        return put_in_order(*names, **how)
+        return write_ordered_output(*names, **how)
 
     monkeypatch.setattr(
-        "fminfer.job.journaled_input.put_in_order", look_and_put_in_order
+        "fminfer.job.journaled_input.write_ordered_output", look_and_put_in_order
     )
     answer_part(path)
     status = read_status(output) or {}
@@ -172,9 +176,9 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
     counts.start_from(Counts(0, 2, 1))
     status = StatusFile(Path("in.jsonl"), output, "m", FINGERPRINT, counts, limit=3)
     status.input_changed_ns = 7
-    status.move("in_progress")
+    status.set_status("in_progress")
     assert find_completed(output) is None
-    status.move("completed")
+    status.set_status("completed")
     found = require_completed(output, Path("in.jsonl"), FINGERPRINT)
     assert (found.counts.num_rows, found.counts.done, found.limit) == (
         3,
@@ -182,7 +186,7 @@ def test_what_is_complete_says_which_run_made_it(tmp_path: Path) -> None:
         3,
     )
     assert found.is_of_input_changed_at(7) and not found.is_of_input_changed_at(8)
-    assert [found.leaves_rows(limit, 0.0) for limit in (2, 3, 4, None)] == [
+    assert [found.has_rows_left(limit, 0.0) for limit in (2, 3, 4, None)] == [
         False,
         False,
         True,
@@ -221,7 +225,7 @@ def test_named_and_shared_files_are_inputs_of_one_kind(
     else:
         inputs.give_up(file, error)
     inputs.abandon(error)
-    assert not look_at(output) and file.is_settled
+    assert not read_claims(output) and file.is_settled
     answer_part(path)
     summary = JobSummary("m", "d", [path], [output])
     again = share(tmp_path) if kind == "shared" else inputs
@@ -247,12 +251,12 @@ def test_devices_and_pipes_are_no_place_for_answers(tmp_path: Path) -> None:
     os.mkfifo(pipe)
     for name in ("/dev/null", "/dev/stdout", "/dev/fd/1", str(pipe)):
         with pytest.raises(UsageError, match=r"no regular file.*--output - for stdout"):
-            plan_outputs([tmp_path / "a.jsonl"], Path(name))
-    assert plan_outputs([tmp_path / "a.jsonl"], tmp_path) == [
+            require_output_paths([tmp_path / "a.jsonl"], Path(name))
+    assert require_output_paths([tmp_path / "a.jsonl"], tmp_path) == [
         tmp_path / "output_a.jsonl"
     ]
     if Path("/dev/shm").is_dir():
-        plan_outputs([tmp_path / "a.jsonl"], Path("/dev/shm"))
+        require_output_paths([tmp_path / "a.jsonl"], Path("/dev/shm"))
 
 
 def test_a_later_line_of_another_model_costs_only_itself(tmp_path: Path) -> None:

@@ -28,11 +28,11 @@ from fminfer.files.claims import (
     STALE_S,
     TRUSTED_S,
     Claims,
-    look_at,
-    remove_dead,
+    read_claims,
+    remove_dead_claims,
 )
 from fminfer.files.journal_rows import RowCounts
-from fminfer.files.output_paths import Plan, plan_outputs
+from fminfer.files.output_paths import OutputPaths, require_output_paths
 from fminfer.files.status_file import read_status
 from fminfer.job import shared_folder
 from fminfer.job.file_job import run_job
@@ -126,14 +126,14 @@ def test_a_claim_is_one_processs(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     mine = Claims()
     theirs = Claims()
-    claim = mine.take(output)
-    assert claim is not None and claim.holds()
-    assert theirs.take(output) is None
-    assert theirs.take(tmp_path / "other.jsonl") is not None
+    claim = mine.acquire(output)
+    assert claim is not None and claim.is_held()
+    assert theirs.acquire(output) is None
+    assert theirs.acquire(tmp_path / "other.jsonl") is not None
     claim.release()
-    assert not look_at(output)
-    again = theirs.take(output)
-    assert again is not None and again.holds()
+    assert not read_claims(output)
+    again = theirs.acquire(output)
+    assert again is not None and again.is_held()
 
 
 def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
@@ -145,60 +145,65 @@ def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
     command = [sys.executable, "-c", code, str(output)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
     process.kill()
     process.wait()
-    (found,) = look_at(output)
+    (found,) = read_claims(output)
     assert found.is_dead and found.owner is not None and found.owner.pid == process.pid
-    taken = Claims().take(output)
-    assert taken is not None and [claim.number for claim in look_at(output)] == [1, 2]
-    remove_dead(output)
-    assert [claim.path for claim in look_at(output)] == [taken.path] and taken.holds()
+    taken = Claims().acquire(output)
+    assert taken is not None and [claim.number for claim in read_claims(output)] == [
+        1,
+        2,
+    ]
+    remove_dead_claims(output)
+    assert [claim.path for claim in read_claims(output)] == [
+        taken.path
+    ] and taken.is_held()
 
 
 def test_another_machines_claim_is_judged_by_its_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     output = tmp_path / "out.jsonl"
-    first = Claims().take(output)
+    first = Claims().acquire(output)
     assert first is not None
     monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
     os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
     os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
-    second = Claims().take(output)
-    assert second is not None and second.holds()
+    second = Claims().acquire(output)
+    assert second is not None and second.is_held()
     # The first slept; it wakes, and finds out before it writes.
     first._beat_s -= TRUSTED_S + 1
-    assert not first.holds()
+    assert not first.is_held()
     second.beat()
-    assert second.holds()
+    assert second.is_held()
     first.release()
     second.beat()
-    assert second.holds() and second.path.exists()
+    assert second.is_held() and second.path.exists()
 
 
 def test_a_number_that_is_used_again_is_another_claim(tmp_path: Path) -> None:
     """Whoever slept while its claim was taken over, given back and taken anew has lost it."""
     output = tmp_path / "out.jsonl"
-    first = Claims().take(output)
+    first = Claims().acquire(output)
     assert first is not None
     first.path.unlink()
-    second = Claims().take(output)
+    second = Claims().acquire(output)
     assert second is not None and second.path == first.path
     first.beat()
-    assert not first.holds()
+    assert not first.is_held()
     first.release()
     second.beat()
-    assert second.holds()
+    assert second.is_held()
 
 
 def test_a_process_of_this_machine_that_sleeps_keeps_its_claim(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
-    claim = Claims().take(output)
+    claim = Claims().acquire(output)
     assert claim is not None
     os.utime(claim.path, (time.time() - 2 * STALE_S,) * 2)
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
 
 
 def test_a_process_that_is_not_shown_lives(
@@ -206,20 +211,20 @@ def test_a_process_that_is_not_shown_lives(
 ) -> None:
     """Where /proc shows a user only what is theirs, others' processes are not dead."""
     output = tmp_path / "out.jsonl"
-    assert Claims().take(output) is not None
+    assert Claims().acquire(output) is not None
     monkeypatch.setattr(liveness, "_start", lambda pid: None)
-    assert Claims().take(output) is None
+    assert Claims().acquire(output) is None
 
 
 def test_a_claim_that_is_beaten_stays_young(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(claims_module, "BEAT_S", 0.05)
-    claim = Claims().take(tmp_path / "out.jsonl")
+    claim = Claims().acquire(tmp_path / "out.jsonl")
     assert claim is not None
     os.utime(claim.path, (time.time() - 1000,) * 2)
     deadline = time.monotonic() + 20
-    while look_at(tmp_path / "out.jsonl")[0].age_s > BEAT_S:
+    while read_claims(tmp_path / "out.jsonl")[0].age_s > BEAT_S:
         assert time.monotonic() < deadline
         time.sleep(0.02)
 
@@ -227,12 +232,12 @@ def test_a_claim_that_is_beaten_stays_young(
 def test_two_that_saw_the_same_dead_claim(tmp_path: Path) -> None:
     """One was slow: meanwhile the other took over, gave back, and a third has it anew."""
     output = tmp_path / "out.jsonl"
-    third = Claims().take(output)  # number 1 again
+    third = Claims().acquire(output)  # number 1 again
     assert third is not None
     slow = third.path.with_name("2")
     slow.write_text("")
     os.utime(slow, (time.time() - 2 * STALE_S,) * 2)
-    assert Claims().take(output) is None, "the third lives"
+    assert Claims().acquire(output) is None, "the third lives"
     assert third.path.exists()
 
 
@@ -244,9 +249,9 @@ def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
     path = tmp_path / "out.jsonl.claim" / "7"
     path.parent.mkdir()
     path.write_text(text)
-    assert Claims().take(output) is None, "it may be being written"
+    assert Claims().acquire(output) is None, "it may be being written"
     os.utime(path, (time.time() - 2 * STALE_S,) * 2)
-    assert Claims().take(output) is not None
+    assert Claims().acquire(output) is not None
 
 
 def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> None:
@@ -280,7 +285,7 @@ def lose(file: JournaledInput) -> None:
     assert file.hold.claim is not None
     file.hold.claim.path.unlink()
     file.hold.claim.beat()
-    assert not file.hold.claim.holds()
+    assert not file.hold.claim.is_held()
 
 
 def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
@@ -368,7 +373,7 @@ def test_a_named_file_that_another_run_has_completed_is_done(
 ) -> None:
     """It was told as taken over and to be run again, with status 2, though it was complete."""
     (path,) = write_shards(tmp_path / "in", 1)
-    output = plan_outputs([path], None)[0]
+    output = require_output_paths([path], None)[0]
     files = open_files([path], [output], RunTerms("none", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
@@ -455,7 +460,7 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
 
 def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
     (path,) = write_shards(tmp_path / "in", 1)
-    output = plan_outputs([path], None)[0]
+    output = require_output_paths([path], None)[0]
     files = open_files([path], [output], RunTerms("m", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
@@ -469,7 +474,7 @@ def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
 def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "in", 3)
     theirs = Claims()
-    claim = theirs.take(paths[1].with_name("output_request_1.jsonl"))
+    claim = theirs.acquire(paths[1].with_name("output_request_1.jsonl"))
     assert claim is not None
     mine = share(tmp_path / "in")
     assert mine.look()
@@ -491,14 +496,14 @@ def test_files_that_other_runs_take_at_this_moment_are_all_counted(
     theirs = Claims()
 
     def look_a_moment_earlier(outputs: list[Path]) -> set[Path]:
-        found = claims_module.claimed(outputs)
-        assert all(theirs.take(output) for output in outputs)
+        found = claims_module.find_claimed(outputs)
+        assert all(theirs.acquire(output) for output in outputs)
         return found
 
     write_shards(tmp_path / "in", 2)
     mine = share(tmp_path / "in")
     assert mine.look()
-    monkeypatch.setattr(shared_folder, "claimed", look_a_moment_earlier)
+    monkeypatch.setattr(shared_folder, "find_claimed", look_a_moment_earlier)
     assert list(mine.turns()) == []
     assert sum_up(mine, 0).num_files_elsewhere == 2
 
@@ -507,11 +512,13 @@ def test_a_restart_throws_no_answers_away_that_a_run_of_other_settings_has_given
     tmp_path: Path,
 ) -> None:
     (path,) = write_shards(tmp_path / "in", 1)
-    (output,) = plan_outputs([path], None)
+    (output,) = require_output_paths([path], None)
 
     def share_with(seed: str) -> SharedFiles:
         terms = RunTerms("none", {"--seed": seed}, restart=True)
-        return SharedFiles(lambda: Plan([path], [output]), terms, is_watching=False)
+        return SharedFiles(
+            lambda: OutputPaths([path], [output]), terms, is_watching=False
+        )
 
     mine = share_with("1")
     theirs = share_with("2")
@@ -547,7 +554,7 @@ def test_other_settings_than_those_of_a_stopped_run_are_told_before_a_model_is_l
 
     def share_with(dtype: str, *, restart: bool = False) -> SharedFiles:
         terms = RunTerms("none", {"the dtype": dtype, "--seed": "1"}, restart=restart)
-        plan = Plan(paths, plan_outputs(paths, None))
+        plan = OutputPaths(paths, require_output_paths(paths, None))
         return SharedFiles(lambda: plan, terms, is_watching=False)
 
     paths = write_shards(tmp_path / "in", 3)
@@ -671,13 +678,13 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
     """Another run has a file; when its process is dead, the file is taken over and resumed."""
     engine = fminfer.Engine(dtype="float32", budget=2048)
     paths = write_shards(tmp_path / "in", 4, 5)
-    outputs = plan_outputs(paths, None)
-    other = Claims().take(outputs[2])
+    outputs = require_output_paths(paths, None)
+    other = Claims().acquire(outputs[2])
     assert other is not None
 
     def run() -> JobSummary:
         inputs = SharedFiles(
-            lambda: Plan(paths, outputs), RunTerms("m", {}), is_watching=False
+            lambda: OutputPaths(paths, outputs), RunTerms("m", {}), is_watching=False
         )
         inputs.look()
         return run_job(
@@ -699,14 +706,18 @@ def test_a_run_that_waits_answers_what_comes(
 ) -> None:
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     (path,) = write_shards(tmp_path / "in", 1)
-    (output,) = plan_outputs([path], None)
+    (output,) = require_output_paths([path], None)
     os.utime(path, (time.time() - 10,) * 2)
     num_looks = itertools.count()
 
-    def find() -> Plan:
+    def find() -> OutputPaths:
         if output.exists():
             raise StoppedError("Interrupted.")
-        return Plan([path], [output]) if next(num_looks) > 2 else Plan([], [])
+        return (
+            OutputPaths([path], [output])
+            if next(num_looks) > 2
+            else OutputPaths([], [])
+        )
 
     inputs = SharedFiles(find, RunTerms("m", {}), is_watching=True)
     assert inputs.look()
@@ -719,6 +730,6 @@ def test_a_run_that_waits_answers_what_comes(
 def test_an_interrupted_run_gives_its_claims_back(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 2)
     file = open_first(tmp_path / "in")
-    assert look_at(file.output)
+    assert read_claims(file.output)
     file.abandon(StoppedError("Interrupted."))
-    assert not look_at(file.output)
+    assert not read_claims(file.output)

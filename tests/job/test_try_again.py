@@ -19,12 +19,12 @@ from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
-from fminfer.files.claims import Claims, look_at
+from fminfer.files.claims import Claims, read_claims
 from fminfer.files.completed import is_retryable
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import RowCounts
 from fminfer.files.ordered_output import draft_path, errors_path
-from fminfer.files.output_paths import Plan
+from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
@@ -90,7 +90,7 @@ def open_one(source: Path, output: Path, seed: int = 0) -> JournaledInput:
 
 
 def open_shared(source: Path, output: Path) -> JournaledInput | None:
-    plan = Plan([source], [output])
+    plan = OutputPaths([source], [output])
     fingerprint = {"--seed": "0"}
     files = SharedFiles(lambda: plan, RunTerms("m", fingerprint), is_watching=False)
     return next(iter(files.turns()), None) if files.look() else None
@@ -218,7 +218,7 @@ def close_all(path: Path) -> None:
 
 def bury_claims(output: Path) -> None:
     """Make an output's claims those of a process that has ended."""
-    for claim in look_at(output):
+    for claim in read_claims(output):
         fields = json.loads(claim.path.read_bytes())
         claim.path.write_text(json.dumps(fields | {"started": "never"}))
 
@@ -241,7 +241,7 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
         killed = open_one(source, output)
         with pytest.MonkeyPatch.context() as patch, pytest.raises(ZeroDivisionError):
             patch.setattr(
-                journaled_input, "put_in_order", lambda *given, **named: 1 / 0
+                journaled_input, "write_ordered_output", lambda *given, **named: 1 / 0
             )
             answer(killed, LASTING)
         assert killed.journal is not None
@@ -252,7 +252,7 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
     draft.write_text("half a jour")
     if ending == "complete":  # a living run is at work on it
         open_some(source, output)
-        assert draft.exists() and len(look_at(output)) == 1
+        assert draft.exists() and len(read_claims(output)) == 1
     bury_claims(output)
     file = open_some(source, output)
     if file is not None and not file.is_finished:
@@ -470,7 +470,9 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
 
     def share() -> Any:
         return SharedFiles(
-            lambda: Plan([source], [output]), RunTerms("m", {}), is_watching=False
+            lambda: OutputPaths([source], [output]),
+            RunTerms("m", {}),
+            is_watching=False,
         )
 
     first = share()

@@ -34,7 +34,9 @@ def test_a_url_first_does_not_open_the_cache_folder(tmp_path: Path) -> None:
     source = tmp_path / "in" / "a.jsonl"
     source.parent.mkdir()
     source.write_text(LINE)
-    (copy,) = RemoteFolders(default_work_dir(), is_quiet=True).fetch(f"file://{source}")
+    (copy,) = RemoteFolders(default_work_dir(), is_quiet=True).fetch_inputs(
+        f"file://{source}"
+    )
     folder = cache_folder()
     assert folder is not None and folder == tmp_path / "home" / "cache" / "fminfer"
     assert [mode(path) for path in (folder, folder / "remote", copy.parent)] == [
@@ -42,7 +44,9 @@ def test_a_url_first_does_not_open_the_cache_folder(tmp_path: Path) -> None:
     ] * 3
     assert mode(copy) == 0o600, "prompts"
     source.write_text(LINE * 2)
-    (copy,) = RemoteFolders(default_work_dir(), is_quiet=True).fetch(f"file://{source}")
+    (copy,) = RemoteFolders(default_work_dir(), is_quiet=True).fetch_inputs(
+        f"file://{source}"
+    )
     assert copy.read_text() == LINE * 2 and mode(copy) == 0o600
 
 

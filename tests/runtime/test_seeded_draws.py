@@ -12,7 +12,7 @@ import pytest
 import fminfer
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
-from fminfer.files.output_paths import plan_outputs
+from fminfer.files.output_paths import require_output_paths
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import run_files
@@ -177,7 +177,7 @@ def test_a_split_file_draws_as_the_whole_file(
     split_file(whole, tmp_path / "parts", SplitOptions(100, 200))
     parts = find_inputs([tmp_path / "parts"])
     assert len(parts) > 4
-    run_files(engine, parts, plan_outputs(parts, None))
+    run_files(engine, parts, require_output_paths(parts, None))
     merge_parts(tmp_path / "parts", tmp_path / "merged.jsonl")
     found = [
         [
@@ -216,7 +216,7 @@ def test_lines_that_a_run_refuses_do_not_count_in_a_split_file(
     run_files(engine, [whole], [answers])
     split_file(whole, tmp_path / "parts", SplitOptions(100, 1000))
     parts = find_inputs([tmp_path / "parts"])
-    outputs = plan_outputs(parts, None)
+    outputs = require_output_paths(parts, None)
     run_files(engine, parts, outputs)
 
     def texts(*paths: Path) -> dict[str, list[str]]:
@@ -246,7 +246,11 @@ def test_equal_lines_of_several_files_are_told(
         for path, rows in zip(paths, files, strict=True):
             path.write_text("".join(json.dumps(row) + "\n" for row in rows))
         terms = {"restart": True}
-        return [*run_files(engine, paths, plan_outputs(paths, None), **terms).warnings]
+        return [
+            *run_files(
+                engine, paths, require_output_paths(paths, None), **terms
+            ).warnings
+        ]
 
     other = UNSEEDED | {"prompt": "another"}
     assert not warnings([UNSEEDED, UNSEEDED]) and not warnings(

@@ -88,12 +88,12 @@ def test_a_start_whose_locks_fail_is_repeated(
 ) -> None:
     """The drafts of the salt that it left were no folder of a server's for the next start."""
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        patch.setattr(disk, "_lock_draft", lambda *_: False)
         with pytest.raises(InUseError, match=r"salt\.new is being written by other"):
             ServerState(tmp_path, {})
     ServerState(tmp_path, {}).close()
     with monkeypatch.context() as patch:
-        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        patch.setattr(disk, "_lock_draft", lambda *_: False)
         ServerState(tmp_path, {}).close()
     assert not [*tmp_path.glob("salt.new*")]
 

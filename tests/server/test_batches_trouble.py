@@ -198,7 +198,7 @@ def test_a_full_disk_at_an_upload(
     assert not [*folder.glob("uploads/*"), *folder.glob("files/*")]
     assert server.get("/v1/files").json["data"] == []
     assert try_upload(server, batch_line("a")).status == 200
-    monkeypatch.setattr(disk, "_is_only_writer", lambda *_: False)
+    monkeypatch.setattr(disk, "_lock_draft", lambda *_: False)
     assert try_upload(server, batch_line("a")).status == 507, (
         "it was a fault of fminfer"
     )
@@ -231,7 +231,7 @@ def test_a_full_disk_at_creation(
         )
         assert server.post("/v1/batches", wish).status == 507
     with monkeypatch.context() as patch:  # a disk whose locks fail
-        patch.setattr(disk, "_is_only_writer", lambda *_: False)
+        patch.setattr(disk, "_lock_draft", lambda *_: False)
         assert server.post("/v1/batches", wish).status == 507
     assert server.get("/v1/batches").json["data"] == []
     assert not [*server.batches.uploads.parent.glob("batches/*")]

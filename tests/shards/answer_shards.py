@@ -16,7 +16,7 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs
-from fminfer.files.output_paths import Plan, plan_each
+from fminfer.files.output_paths import OutputPaths, make_output_paths
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.shared_folder import SharedFiles
 
@@ -30,8 +30,8 @@ def share(
     is_watching: bool = False,
     restart: bool = False,
 ) -> SharedFiles:
-    def find() -> Plan:
-        return plan_each(find_inputs([folder], may_be_empty=True), output)
+    def find() -> OutputPaths:
+        return make_output_paths(find_inputs([folder], may_be_empty=True), output)
 
     return SharedFiles(
         find, RunTerms("none", {}, restart=restart), is_watching=is_watching

@@ -19,7 +19,7 @@ from fminfer.cli.app import main
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, InUseError, OutputError, UsageError
-from fminfer.files.claims import claiming
+from fminfer.files.claims import claiming_output
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import read_lines
@@ -524,7 +524,7 @@ def test_a_merge_beside_another_is_refused(answered: Path) -> None:
     """Both wrote into one draft: one said "merged", and the other's file had less."""
     output = answered.parent / "m.jsonl"
     with (
-        claiming(output),
+        claiming_output(output),
         pytest.raises(InUseError, match="is being written by process"),
     ):
         merge_parts(answered, output)

@@ -24,11 +24,11 @@ from fminfer.contract.envelope import Line
 from fminfer.contract.field_table import FIELDS_OF_LINES
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
-from fminfer.files.claims import drop_claims
+from fminfer.files.claims import remove_all_claims
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.line_reader import read_lines
 from fminfer.files.split_folders import find_num_equal
-from fminfer.files.streams import digest_of, find_zstd
+from fminfer.files.streams import digest_file, find_zstd
 from fminfer.split import splitting as split_parts
 from fminfer.split.grouping import find_hyperparameters, find_length
 from fminfer.split.manifest import (
@@ -350,7 +350,7 @@ def test_packed_files_give_the_same_parts(
     split(tmp_path / "plain.jsonl", tmp_path / "one", chunk=700)
     manifest = split(tmp_path / name, tmp_path / "two", chunk=700).manifest
     assert parts_of(tmp_path / "one") == parts_of(tmp_path / "two")
-    assert manifest.digest == digest_of(tmp_path / name)
+    assert manifest.digest == digest_file(tmp_path / name)
     assert not (tmp_path / "two" / STAGING).exists()
 
 
@@ -528,7 +528,7 @@ def test_killed_anywhere_and_repeated(
                 split(new, folder)
             except Killed:
                 kills += 1
-        drop_claims(folder / MANIFEST)  # as those of a process that is dead
+        remove_all_claims(folder / MANIFEST)  # as those of a process that is dead
         shown = parts_of(folder)
         assert all(
             set(shown[name]) <= sound for name in shown if not name.startswith(STAGING)
@@ -649,7 +649,7 @@ def test_each_line_is_in_one_part(tmp_path: Path) -> None:
         found |= {
             number: line.raw for number, line in zip(part.lines, read, strict=True)
         }
-        assert part.digest == digest_of(tmp_path / "parts" / part.path)
+        assert part.digest == digest_file(tmp_path / "parts" / part.path)
     assert found == expected and manifest.num_lines == len(expected)
 
 

@@ -13,9 +13,9 @@ from fminfer.contract.envelope import open_envelope
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import with_noun
-from fminfer.files.disk import replacing
+from fminfer.files.disk import replacing_file
 from fminfer.files.line_reader import read_lines
-from fminfer.files.own_files import PAGE, require_own
+from fminfer.files.own_files import PAGE, require_own_file
 from fminfer.files.status_file import limit_of
 from fminfer.files.streams import STDIN
 from fminfer.job.report.report_page import make_page
@@ -59,9 +59,9 @@ def write_report(
         if of_batch:
             notes += _find_requests(output, of_batch, end_s)
     page = make_page(outputs, scan, find_runs(outputs), shown, notes)
-    require_own(path, PAGE, "The report")
+    require_own_file(path, PAGE, "The report")
     try:
-        with replacing(path) as file:  # a torn page would look whole
+        with replacing_file(path) as file:  # a torn page would look whole
             file.write(page)
     except OSError as error:
         raise OutputError(

@@ -13,7 +13,7 @@ import orjson
 
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import list_few, with_noun
-from fminfer.files.run_facts import runs_in
+from fminfer.files.run_facts import parse_runs
 from fminfer.job.report.charts import (
     Bar,
     make_histogram,
@@ -157,7 +157,9 @@ def _find_notes(
             "known."
         )
     untimed = [
-        each.path.name for each in outputs if each.status and not runs_in(each.status)
+        each.path.name
+        for each in outputs
+        if each.status and not parse_runs(each.status)
     ]
     if untimed:
         yield (

@@ -15,9 +15,9 @@ from typing import Any, Literal, NamedTuple
 
 from fminfer.core.errors import FminferError
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_rows import read_row
+from fminfer.files.journal_rows import parse_row
 from fminfer.files.ordered_output import errors_path
-from fminfer.files.streams import reading_file
+from fminfer.files.streams import raising_read_errors
 from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
@@ -247,7 +247,7 @@ class Scan:
         for source in sources:
             if source.path.exists():
                 self.sources.append(source)
-                with reading_file(source.path):
+                with raising_read_errors(source.path):
                     self._add_source(source)
 
     def _add_source(self, source: RowsFile) -> None:
@@ -284,7 +284,7 @@ class Scan:
             UsageError: its file cannot be read any more.
         """
         path = self.sources[place.file].path
-        with reading_file(path), path.open("rb") as file:
+        with raising_read_errors(path), path.open("rb") as file:
             file.seek(place.start)
             return read_answer(file.read(place.size))
 
@@ -295,7 +295,7 @@ def _rows_of_journal(path: Path) -> Iterator[FoundRow]:
     with path.open("rb") as file:
         start = len(file.readline())
         for line in file:
-            row = read_row(line)
+            row = parse_row(line)
             start += len(line)
             if row is None:
                 continue

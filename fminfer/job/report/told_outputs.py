@@ -11,14 +11,14 @@ from typing import Any
 
 from fminfer.core.errors import UsageError
 from fminfer.files.completed import Edit, find_edit
-from fminfer.files.disk import beside
+from fminfer.files.disk import path_beside
 from fminfer.files.first_lines import holds_answers, holds_requests
-from fminfer.files.input_models import refuse_models
+from fminfer.files.input_models import check_no_models
 from fminfer.files.journal import journal_path
 from fminfer.files.line_reader import ENDINGS
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path
-from fminfer.files.run_facts import TimeLine, read_time_line, runs_in
+from fminfer.files.run_facts import TimeLine, parse_runs, parse_time_line
 from fminfer.files.status_file import (
     STATUS,
     read_sound_status,
@@ -115,7 +115,7 @@ def _list_outputs(folder: Path) -> list[Path]:
 
 def output_of(status: Path) -> Path:
     """Return the output beside which a status file stands."""
-    output = beside(status, ".jsonl", without=STATUS)
+    output = path_beside(status, ".jsonl", without=STATUS)
     # A long name is cut in another place.
     noted = ((read_status(output) or {}).get("fminfer") or {}).get("output")
     return (
@@ -125,7 +125,7 @@ def output_of(status: Path) -> Path:
 
 def _named(path: Path) -> Path:
     """Return the output that a path names: its own, or that of an input."""
-    refuse_models([path])
+    check_no_models([path])
     is_input = (
         path.name.endswith(ENDINGS)
         and path.exists()
@@ -176,7 +176,7 @@ def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
     """Return the runs of all outputs, each once and in its latest state, the oldest first."""
     found: dict[str, dict[str, Any]] = {}
     for output in outputs:
-        for run in runs_in(output.status):
+        for run in parse_runs(output.status):
             key = str(run.get("id"))
             if key not in found or _number(run, "seconds") > _number(
                 found[key], "seconds"
@@ -198,7 +198,7 @@ def _read_run(told: dict[str, Any]) -> ToldRun:
         num_tokens=int(
             _number(stats, "num_prompt_tokens") + _number(stats, "num_generated_tokens")
         ),
-        time_line=read_time_line(told.get("time_line")) or TimeLine(),
+        time_line=parse_time_line(told.get("time_line")) or TimeLine(),
         num_before=int(_number(told, "runs_before")),
     )
 

@@ -11,11 +11,11 @@ from fminfer.contract.envelope import Line, find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
-from fminfer.files.disk import NEW, DiskFault, beside, find_fault
-from fminfer.files.journal import Journal, fingerprint_of, journal_path
-from fminfer.files.journal_rows import INPUT, Fingerprint, Row, show_changes
+from fminfer.files.disk import NEW, DiskFault, find_fault, path_beside
+from fminfer.files.journal import Journal, find_fingerprint, journal_path
+from fminfer.files.journal_rows import INPUT, Fingerprint, Row, describe_changes
 from fminfer.files.line_reader import read_lines
-from fminfer.files.ordered_output import put_in_order
+from fminfer.files.ordered_output import write_ordered_output
 from fminfer.files.status_file import status_path
 from fminfer.server.batches.stored_batches import Progress, StoredBatch, Trouble
 
@@ -55,7 +55,7 @@ def end_early(output: Path, source: Path | None, total: int) -> Progress:
     with closing(_open(output)) as journal:
         if source is not None:
             total = _add_expired(journal, source)
-        put_in_order(journal)
+        write_ordered_output(journal)
         return _progress_of(journal, total)
 
 
@@ -71,12 +71,12 @@ def count_kept(output: Path, total: int) -> Progress | None:
 def drop_journal(output: Path) -> None:
     """Remove the journal of a batch whose end is on the disk, and what a kill has left."""
     journal_path(output).unlink(missing_ok=True)
-    beside(status_path(output), NEW).unlink(missing_ok=True)
+    path_beside(status_path(output), NEW).unlink(missing_ok=True)
 
 
 def _open(output: Path) -> Journal:
     """Open a journal whatever model its rows are of: no others come."""
-    return Journal(output, fingerprint_of(output) or NOBODY)
+    return Journal(output, find_fingerprint(output) or NOBODY)
 
 
 def _progress_of(journal: Journal, total: int) -> Progress:
@@ -124,8 +124,10 @@ class ChangedError(UsageError):
 def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) -> None:
     """See that a batch, and its rows if it has some, are of this server's model and settings."""
     any_input = {INPUT: ""}
-    for old in (batch.made_for, fingerprint_of(output, needs_row=True)):
-        if old and (changes := show_changes(old | any_input, fingerprint | any_input)):
+    for old in (batch.made_for, find_fingerprint(output, needs_row=True)):
+        if old and (
+            changes := describe_changes(old | any_input, fingerprint | any_input)
+        ):
             raise ChangedError(
                 f"it was sent to another server: {changes}. Start the server as "
                 "before, and the batch goes on. Or cancel the batch, which keeps its "

@@ -24,7 +24,7 @@ from fminfer.core.errors import (
     make_printable,
 )
 from fminfer.core.quantities import with_noun
-from fminfer.files.claims import drop_claims
+from fminfer.files.claims import remove_all_claims
 from fminfer.files.completed import CompletedOutput, find_completed
 from fminfer.files.journal import journal_path
 from fminfer.files.journal_rows import Counts
@@ -146,7 +146,7 @@ class BatchRun:
         check_unchanged(self.batch, self._output, terms.fingerprint)
         # The folder is locked, so no claim holds, whatever it says. One may be this
         # server's own, left by trouble of the disk. A copied folder has those of another server.
-        drop_claims(self._output)
+        remove_all_claims(self._output)
         file = JournaledInput(self._find_input(), 0, self._output, terms)
         try:
             file.begin()

@@ -18,7 +18,13 @@ from functools import partial
 from pathlib import Path
 
 from fminfer.core.errors import InUseError, OutputError, UsageError
-from fminfer.files.disk import DiskFault, find_fault, lock, replacing, told
+from fminfer.files.disk import (
+    DiskFault,
+    find_fault,
+    lock_file,
+    raising_disk_errors,
+    replacing_file,
+)
 
 ID = re.compile(r"(?:file-|batch_)[0-9a-f]{32}")
 LOCK = "lock"
@@ -103,7 +109,7 @@ class StateFolder:
     def _lock(self) -> int:
         fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
-            has_locks = lock(fd, self.path, self.path)
+            has_locks = lock_file(fd, self.path, self.path)
         except InUseError:
             os.close(fd)
             raise UsageError(
@@ -138,7 +144,7 @@ def new_id(kind: str) -> str:
 
 def write_durably(path: Path, data: bytes) -> None:
     """Replace a file, which is on the disk, whole, when this returns; else it is as it was."""
-    with replacing(path, mode=PRIVATE_FILE) as file:
+    with replacing_file(path, mode=PRIVATE_FILE) as file:
         file.write(data)
 
 
@@ -150,4 +156,4 @@ def explain_state(path: Path, error: OSError) -> OutputError:
     )
 
 
-writing_state = partial(told, explain=explain_state)
+writing_state = partial(raising_disk_errors, make_error=explain_state)
