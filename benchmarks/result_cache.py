@@ -21,7 +21,7 @@ from typing import Any
 import click
 
 import fminfer
-from fminfer.answers.answer_index import AnswerIndex, open_answers
+from fminfer.answers.answer_index import AnswerIndex, open_answer_index
 from fminfer.answers.answer_store import FILE
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
@@ -74,7 +74,7 @@ def measure(
     figures = {"value_bytes": float(len(json.dumps(answer.result)))}
 
     def cached() -> AnswerIndex:
-        cache = open_answers({}, CachePlace(folder, 2**34), click.echo)
+        cache = open_answer_index({}, CachePlace(folder, 2**34), click.echo)
         assert cache is not None
         return cache
 

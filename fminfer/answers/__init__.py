@@ -1,2 +1,1 @@
-"""Answers that exist already: of equal lines, kept ones, and those to a file that has
-changed."""
+"""Answers that exist already: of equal lines, kept ones, and those to a changed file."""

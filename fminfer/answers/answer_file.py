@@ -1,6 +1,6 @@
-"""The SQLite file of answers: bytes by their key, each with a checksum; the oldest use
-goes first.
+"""The SQLite file of answers: bytes by their key, each with a checksum.
 
+Where room is short, the least recently used answers are removed first.
 Several processes may use one file, also on a network file system. So its journal is rolled back:
 a write-ahead log needs memory that all of them share.
 """
@@ -23,7 +23,7 @@ WRITE_S = 5.0  # to wait for another process's lock
 COMPRESS_BYTES = 1024  # values from this size on are compressed
 ROW_BYTES = 160  # what a row takes beside its value: key, checksum, two indices
 TOUCH_AFTER_S = 600  # a use is noted if the last one that was noted is this old
-PART_BYTES = 8 * 2**20  # of one transaction, which must be short
+BATCH_BYTES = 8 * 2**20  # of one transaction, which must be short
 TABLES = {
     "answers": "CREATE TABLE answers (key BLOB PRIMARY KEY, used INTEGER NOT NULL, "
     "checksum BLOB NOT NULL, value BLOB NOT NULL)",
@@ -50,7 +50,7 @@ class AnswerFile:
             path, timeout=OPEN_S, isolation_level=None, check_same_thread=False
         )
         try:
-            with self._told():
+            with self._raising_damage():
                 self._prepare()
             self._database.execute(f"PRAGMA busy_timeout = {round(wait_s * 1000)}")
         except BaseException:
@@ -63,17 +63,17 @@ class AnswerFile:
 
     def read(self, key: bytes) -> tuple[bytes, int] | None:
         """Return what is kept under a key, and when its last use was noted; None: nothing."""
-        with self._told():
-            found = self._database.execute(
+        with self._raising_damage():
+            row = self._database.execute(
                 "SELECT value, checksum, used FROM answers WHERE key = ?", (key,)
             ).fetchone()
-        if found is None:
+        if row is None:
             return None
-        value, checksum, used = found
+        value, checksum, used = row
         is_whole = isinstance(value, bytes) and checksum == _checksum(key, value)
         if not (is_whole and isinstance(used, int)):
             raise DamagedError("an answer in it has a wrong checksum")
-        return _unpack(value), used
+        return _decompress(value), used
 
     def write(
         self,
@@ -84,55 +84,55 @@ class AnswerFile:
     ) -> None:
         """Add values by their keys, and note that others were used; the oldest make room."""
         if touched := [(now, key) for key in uses]:
-            with self._told(), self._transaction():
+            with self._raising_damage(), self._transaction():
                 self._database.executemany(
                     "UPDATE answers SET used=? WHERE key=?", touched
                 )
-        packed = ((key, _pack(value)) for key, value in values)
-        for part in _parts(packed, min(PART_BYTES, max_bytes // 8)):
-            with self._told(), self._transaction():
+        packed = ((key, _compress(value)) for key, value in values)
+        for batch in _split_rows(packed, min(BATCH_BYTES, max_bytes // 8)):
+            with self._raising_damage(), self._transaction():
                 self._make_room(
-                    sum(len(value) + ROW_BYTES for _, value in part), max_bytes
+                    sum(len(value) + ROW_BYTES for _, value in batch), max_bytes
                 )
                 self._database.executemany(
                     "INSERT OR IGNORE INTO answers (key, used, checksum, value) VALUES "
                     "(?,?,?,?)",
-                    [(key, now, _checksum(key, value), value) for key, value in part],
+                    [(key, now, _checksum(key, value), value) for key, value in batch],
                 )
-        with self._told():
+        with self._raising_damage():
             self._shrink(max_bytes)
 
     def _prepare(self) -> None:
         run = self._database.execute
         run("PRAGMA cell_size_check = ON")
         run("PRAGMA trusted_schema = OFF")
-        is_empty = not self._number("application_id") and not self._found_tables()
+        is_empty = not self._read_pragma("application_id") and not self._read_tables()
         run("PRAGMA journal_mode = TRUNCATE")
         run("PRAGMA synchronous = NORMAL")
         if is_empty:
             run("PRAGMA auto_vacuum = INCREMENTAL")  # so that it can shrink
             self._make_tables()
-        if self._number("application_id") != APPLICATION:
+        if self._read_pragma("application_id") != APPLICATION:
             raise DamagedError("it is a database of another program")
-        if (version := self._number("user_version")) != VERSION:
+        if (version := self._read_pragma("user_version")) != VERSION:
             raise DamagedError(
                 f"its form is version {version}, and this fminfer has {VERSION}"
             )
-        if self._found_tables() != TABLES:
+        if self._read_tables() != TABLES:
             raise DamagedError("its tables are not those of this fminfer")
 
     def _make_tables(self) -> None:
         with self._transaction():
-            if self._found_tables():
+            if self._read_tables():
                 return  # another process was faster
             for table in TABLES.values():
                 self._database.execute(table)
             self._database.execute(f"PRAGMA application_id = {APPLICATION}")
             self._database.execute(f"PRAGMA user_version = {VERSION}")
 
-    def _found_tables(self) -> dict[str, str]:
-        own = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex_%'"
-        return dict(self._database.execute(own).fetchall())
+    def _read_tables(self) -> dict[str, str]:
+        select = "SELECT name, sql FROM sqlite_master WHERE name NOT LIKE 'sqlite_autoindex_%'"
+        return dict(self._database.execute(select).fetchall())
 
     def _make_room(self, needed: int, max_bytes: int) -> None:
         """Remove what was not used for longest, until so many bytes are free."""
@@ -151,16 +151,20 @@ class AnswerFile:
 
     def _shrink(self, max_bytes: int) -> None:
         """Give room back that an earlier and larger limit had taken."""
-        excess = self._number("page_count") - max_bytes // self._number("page_size")
+        excess = self._read_pragma("page_count") - max_bytes // self._read_pragma(
+            "page_size"
+        )
         if excess > 0:
             # `execute` would free one page
             self._database.executescript(f"PRAGMA incremental_vacuum({excess})")
 
     def _used_bytes(self) -> int:
-        num_pages = self._number("page_count") - self._number("freelist_count")
-        return num_pages * self._number("page_size")
+        num_pages = self._read_pragma("page_count") - self._read_pragma(
+            "freelist_count"
+        )
+        return num_pages * self._read_pragma("page_size")
 
-    def _number(self, pragma: str) -> int:
+    def _read_pragma(self, pragma: str) -> int:
         return int(self._database.execute(f"PRAGMA {pragma}").fetchone()[0])
 
     @contextmanager
@@ -170,8 +174,8 @@ class AnswerFile:
             yield
 
     @contextmanager
-    def _told(self) -> Iterator[None]:
-        """Tell a damaged file from one that is busy, full or gone."""
+    def _raising_damage(self) -> Iterator[None]:
+        """Raise a DamagedError if the file is damaged; one that is busy or full is not."""
         try:
             yield
         except UnicodeDecodeError as error:
@@ -205,37 +209,36 @@ def _make_private(path: Path) -> None:
             raise DamagedError("it is no file") from None
 
 
-def _parts(
+def _split_rows(
     rows: Iterable[tuple[bytes, bytes]], max_bytes: int
 ) -> Iterator[list[tuple[bytes, bytes]]]:
-    """Cut rows into parts of at most so many bytes; a row that is larger by itself is
-    left out."""
-    part: list[tuple[bytes, bytes]] = []
+    """Split rows into batches of at most so many bytes; larger rows are left out."""
+    batch: list[tuple[bytes, bytes]] = []
     num_bytes = 0
     for key, value in rows:
         size = len(value) + ROW_BYTES
         if size > max_bytes:
             continue
         if num_bytes + size > max_bytes:
-            yield part
-            part = []
+            yield batch
+            batch = []
             num_bytes = 0
-        part.append((key, value))
+        batch.append((key, value))
         num_bytes += size
-    if part:
-        yield part
+    if batch:
+        yield batch
 
 
 def _checksum(key: bytes, value: bytes) -> bytes:
     return hashlib.blake2b(value, key=key, digest_size=16).digest()
 
 
-def _pack(value: bytes) -> bytes:
+def _compress(value: bytes) -> bytes:
     """Return a value as it is stored; the first byte tells whether it is compressed."""
     return (
         b"z" + zlib.compress(value, 1) if len(value) >= COMPRESS_BYTES else b"-" + value
     )
 
 
-def _unpack(stored: bytes) -> bytes:
+def _decompress(stored: bytes) -> bytes:
     return zlib.decompress(stored[1:]) if stored[:1] == b"z" else stored[1:]

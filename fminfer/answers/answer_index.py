@@ -86,7 +86,7 @@ class RecentAnswers(Generic[Value]):
             return answers[0]
         return random.SystemRandom().choice(answers) if self._is_full(answers) else None
 
-    def keep(
+    def add(
         self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False
     ) -> None:
         """Keep an answer, unless there are enough of its request."""
@@ -133,7 +133,7 @@ class AnswerIndex:
         if value is None and self._store is not None and not is_by_chance:
             value = self._store.find(key)
             if value is not None:
-                self._recent.keep(key, value)
+                self._recent.add(key, value)
         with self._lock:
             self.num_asked += 1
             self.num_found += value is not None
@@ -142,7 +142,7 @@ class AnswerIndex:
         choices, usage = load(value)
         return copy_answer(Finished(NO_REQUEST, choices, usage, {}, prepared.kind))
 
-    def keep(self, prepared: PreparedRequest, answer: Finished) -> None:
+    def add(self, prepared: PreparedRequest, answer: Finished) -> None:
         """Keep what was computed for a request, if another can take it."""
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not self._recent.takes_chance:
@@ -151,9 +151,9 @@ class AnswerIndex:
             answer_key(prepared, self._terms),
             dump([answer.choices, answer.usage]),
         )
-        self._recent.keep(key, value, is_by_chance=is_by_chance)
+        self._recent.add(key, value, is_by_chance=is_by_chance)
         if self._store is not None and not is_by_chance:
-            self._store.keep(key, value)
+            self._store.add(key, value)
 
     @property
     def trouble(self) -> str:
@@ -166,21 +166,21 @@ class AnswerIndex:
             self._store.close()
 
 
-def open_answers(
+def open_answer_index(
     fingerprint: dict[str, str],
     place: CachePlace | None,
-    tell: Callable[[str], None],
+    warn: Callable[[str], None],
     *,
     size: int = 0,
     list_size: int = 1,
 ) -> AnswerIndex | None:
     """Return the answers that a run or a server was told to keep; None: it keeps none.
 
-    Any thread may `tell` a warning. `size` and `list_size` are of answers in memory.
+    Any thread may `warn` a warning. `size` and `list_size` are of answers in memory.
     """
     if place is None and not size:
         return None
-    store = None if place is None else AnswerStore(place, tell)
+    store = None if place is None else AnswerStore(place, warn)
     return AnswerIndex(answer_terms(fingerprint), store, RecentAnswers(size, list_size))
 
 

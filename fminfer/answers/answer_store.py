@@ -1,5 +1,4 @@
-"""Answers that are kept from run to run: found at once, written by a thread, never in
-the way."""
+"""Answers that are kept from run to run: found at once, and written by a thread."""
 
 from __future__ import annotations
 
@@ -35,18 +34,17 @@ Identity = tuple[int, int] | None  # of a file: device and inode; None: it is no
 
 
 class AnswerStore:
-    """The answers in a folder. Any thread may call it; it raises no error, and tells
-    warnings."""
+    """The answers in a folder. Any thread may call it; it raises no error, but warns."""
 
     def __init__(
         self,
         place: CachePlace,
-        tell: Callable[[str], None],
+        warn: Callable[[str], None],
         now: Callable[[], float] = time.time,
     ) -> None:
         self._path = place.folder / FILE
         self._max_bytes = place.max_bytes
-        self._tell = tell
+        self._warn = warn
         self._now = now
         # of what waits; nobody holds it and waits for the disk
         self._lock = threading.Lock()
@@ -61,7 +59,7 @@ class AnswerStore:
         self._damage = ""  # that was met, and is to be dealt with
         self._num_busy = self._num_set_aside = 0
         self.trouble = ""  # why it no longer does all of its work
-        self._open()
+        self._open_file()
         self._has_news = threading.Event()
         self._is_closing = threading.Event()
         self._thread = threading.Thread(
@@ -76,17 +74,17 @@ class AnswerStore:
         if waiting is not None:
             return waiting
         with self._file_lock:
-            found = self._read(key)
-        if found is None:
+            row = self._read_row(key)
+        if row is None:
             return None
-        value, used = found
+        value, used = row
         if self._may_write and self._now() - used >= TOUCH_AFTER_S:
             with self._lock:
                 self._used.add(key)
             self._has_news.set()
         return value
 
-    def keep(self, key: bytes, value: bytes) -> None:
+    def add(self, key: bytes, value: bytes) -> None:
         """Keep a value, which is written within a second or two. It never waits for the disk."""
         with self._lock:
             has_room = self._pending_bytes + len(value) <= MAX_PENDING_BYTES
@@ -103,27 +101,27 @@ class AnswerStore:
         self._thread.join(CLOSE_S)
         with self._file_lock:
             if self._pending or self._thread.is_alive():
-                self._give_up("the last answers could not be written in time")
+                self._stop_using_file("the last answers could not be written in time")
             self._may_write = False
             if not self._thread.is_alive():
-                self._close_both()
+                self._close_files()
 
     # With the lock of the file held:
 
-    def _read(self, key: bytes) -> tuple[bytes, int] | None:
+    def _read_row(self, key: bytes) -> tuple[bytes, int] | None:
         if self._reader is None:
             return None
         try:
-            found = self._reader.read(key)
+            row = self._reader.read(key)
         except (DamagedError, sqlite3.Error) as error:
             self._note_failure(error)
             return None
         self._num_busy = 0
-        return found
+        return row
 
-    def _note_damage(self, what: str) -> None:
+    def _note_damage(self, damage: str) -> None:
         """Read no more of this file; the thread puts another one into its place."""
-        self._damage = self._damage or what
+        self._damage = self._damage or damage
         self._close_reader()
         self._has_news.set()
 
@@ -134,11 +132,13 @@ class AnswerStore:
             return
         self._num_busy += 1
         if "locked" not in str(error) or self._num_busy >= MAX_BUSY:
-            self._give_up(str(error))
+            self._stop_using_file(str(error))
 
-    def _give_up(self, why: str) -> None:
+    def _stop_using_file(self, reason: str) -> None:
         """Go on without the file, or with what can be read of it."""
-        can_read = self._reader is not None and ("readonly" in why or "full" in why)
+        can_read = self._reader is not None and (
+            "readonly" in reason or "full" in reason
+        )
         if not can_read:
             self._close_reader()
         # `close` closes the writer, which the thread may be using
@@ -148,12 +148,17 @@ class AnswerStore:
             self._used.clear()
             self._pending_bytes = 0
         if not self.trouble:
-            self.trouble = why
-            rest = "Answers are taken from it, and none is added" * can_read
-            rest = rest or "This process goes on without it"
-            self._tell(f"Warning: --result-cache {self._path.parent}: {why}. {rest}.")
+            self.trouble = reason
+            rest = (
+                "Answers are taken from it, and none is added"
+                if can_read
+                else "This process goes on without it"
+            )
+            self._warn(
+                f"Warning: --result-cache {self._path.parent}: {reason}. {rest}."
+            )
 
-    def _open(self) -> None:
+    def _open_file(self) -> None:
         """Open the file; put one that is damaged aside, and begin a new one."""
         while self._num_set_aside <= MAX_SET_ASIDE:
             self._identity = _identity_of(self._path)
@@ -163,27 +168,27 @@ class AnswerStore:
                 self._identity = self._identity or _identity_of(self._path)
                 return
             except DamagedError as error:
-                self._close_both()
-                if not self._set_aside(str(error)):
+                self._close_files()
+                if not self._move_aside(str(error)):
                     return
             except (sqlite3.Error, OSError) as error:
-                self._close_both()
-                self._give_up(str(error))
+                self._close_files()
+                self._stop_using_file(str(error))
                 return
-        self._give_up("it is damaged again and again")
+        self._stop_using_file("it is damaged again and again")
 
     def _close_reader(self) -> None:
         if self._reader is not None:
             self._reader.close()
         self._reader = None
 
-    def _close_both(self) -> None:
+    def _close_files(self) -> None:
         self._close_reader()
         if self._writer is not None:
             self._writer.close()
         self._writer = None
 
-    def _set_aside(self, what: str) -> bool:
+    def _move_aside(self, damage: str) -> bool:
         """Give a damaged file another name, unless another process has; False: it cannot."""
         number = f"{self._now():.0f}-{os.getpid()}-{self._num_set_aside}"
         aside = self._path.with_name(f"{FILE}.damaged-{number}")
@@ -198,10 +203,12 @@ class AnswerStore:
                     journal.rename(f"{aside}-journal")
                 self._path.rename(aside)
         except OSError as error:
-            self._give_up(f"{FILE} is damaged ({what}), and cannot be moved: {error}")
+            self._stop_using_file(
+                f"{FILE} is damaged ({damage}), and cannot be moved: {error}"
+            )
             return False
-        self._tell(
-            f"Warning: {self._path} is damaged: {what}. It is kept as {aside.name}, "
+        self._warn(
+            f"Warning: {self._path} is damaged: {damage}. It is kept as {aside.name}, "
             "and a new one takes its place."
         )
         return True
@@ -215,16 +222,16 @@ class AnswerStore:
             self._has_news.wait()
             is_last = self._is_closing.wait(WRITE_EACH_S)
             self._has_news.clear()
-            self._write()
+            self._write_pending()
 
-    def _write(self) -> None:
+    def _write_pending(self) -> None:
         with self._file_lock:
             if self._damage:
                 damage = self._damage
                 self._damage = ""
-                self._close_both()
-                if self._set_aside(damage):
-                    self._open()
+                self._close_files()
+                if self._move_aside(damage):
+                    self._open_file()
             writer = self._writer
         with self._lock:
             values = self._pending.copy()
@@ -248,7 +255,7 @@ class AnswerStore:
 
 def _identity_of(path: Path) -> Identity:
     try:
-        found = path.lstat()
+        status = path.lstat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino

@@ -1,7 +1,7 @@
 """Makes the journal of a run from answers that an earlier run has completed or begun.
 
-Their input has changed since (`carry_over`), or rows of it failed (`reopen`). The output and the
-journal that are there stay until the new journal, and later the new output, take their places.
+Their input has changed since (`carry_answers_over`), or rows of it failed (`rebuild_journal`).
+The old output and journal stay until the new journal, and later the new output, replace them.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fminfer.answers.earlier_answers import (
     EarlierAnswers,
     JournalAnswers,
     OutputAnswers,
-    Pace,
+    PacedProgress,
 )
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, open_envelope
@@ -64,19 +64,18 @@ class RunTerms:
     restart: bool = False  # answer all lines again, whatever earlier runs have done
     limit: int | None = None  # of each input, answer the first so many lines
     claims: Claims = field(default_factory=Claims)
-    # Begins to count a file's lines; None: answers to a file that has changed are not taken.
+    # Begins to count a file's lines; None: answers to a changed file are not used.
     count_lines: Callable[[], LineCounter] | None = None
-    tell: Callable[[str], None] = lambda text: None  # told how far a long task is
-    facts: CurrentRun = field(
-        default_factory=CurrentRun
-    )  # for each output's status file
+    # prints how far a long task is
+    print_progress: Callable[[str], None] = lambda text: None
+    # for each output's status file
+    current_run: CurrentRun = field(default_factory=CurrentRun)
     # In time.time(). What has failed since then was tried beside this run, and is not
     # tried again.
     started_s: float = field(default_factory=time.time)
 
-    def takes_over(self, old: Fingerprint, new: Fingerprint) -> bool:
-        """Tell whether answers of a run are taken where their lines still stand in a
-        new input."""
+    def can_carry_over(self, old: Fingerprint, new: Fingerprint) -> bool:
+        """Tell whether answers of a run are used for equal lines of a changed input."""
         return self.count_lines is not None and is_of_other_input(old, new)
 
 
@@ -86,7 +85,7 @@ class CarriedOver:
 
     num_rows: int = 0  # lines to answer of the new form
     last_number: int = 0
-    num_taken: int = 0  # of them, those that have an answer already
+    num_answered: int = 0  # lines with an earlier answer
     num_left_out: int = 0  # answers to lines that are gone
     # Equal lines before each one that is left to answer, by its number. None: that is
     # not known of all, and lines are to be counted as they are passed over.
@@ -94,8 +93,16 @@ class CarriedOver:
 
     @property
     def has_answers(self) -> bool:
-        """Whether there were any, taken or not."""
-        return self.num_taken + self.num_left_out > 0
+        """Whether there were any, used or not."""
+        return self.num_answered + self.num_left_out > 0
+
+    def note_unanswered(self, number: int, repeat: int | RequestError) -> None:
+        """Note a line that is left to answer, and its equal lines before it, if known."""
+        if self.repeats is None:
+            return
+        self.repeats[number] = 0 if isinstance(repeat, RequestError) else repeat
+        if len(self.repeats) > MAX_REPEATS:
+            self.repeats = None
 
     def repeats_for(self, journal: Journal) -> dict[int, int] | None:
         """Return `repeats` if the lines that it is about are those without a row in the journal.
@@ -103,7 +110,7 @@ class CarriedOver:
         Another run may have worked on the journal since, or begun it anew.
         """
         repeats = self.repeats
-        if not self.num_taken or repeats is None:
+        if not self.num_answered or repeats is None:
             return None
         num_known = journal.num_rows + len(repeats)
         is_about_all = num_known == self.num_rows and not any(
@@ -112,44 +119,45 @@ class CarriedOver:
         return repeats if is_about_all else None
 
 
-def carry_over(
+def carry_answers_over(
     source: Path, output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> CarriedOver | None:
-    """Write the journal of an input from answers to an earlier form of it; its output
-    is claimed.
+    """Write the journal of an input, whose output is claimed, from earlier answers.
 
-    None: another run has done so meanwhile.
+    They are answers to an earlier form of the input. None: another run has done so meanwhile.
 
     Raises:
-        UsageError: no answer can be taken, or what was written has changed since.
+        UsageError: no answer can be used, or what was written has changed since.
     """
     assert terms.count_lines is not None, "a run that takes no earlier answers"
-    with _open(output, fingerprint, terms) as earlier:
+    with _open_earlier_answers(output, fingerprint, terms) as earlier:
         if earlier is None:
             return None
-        found = CarriedOver()
+        carried = CarriedOver()
         counter = terms.count_lines()
-        rows = _take_rows(
-            source, terms.limit, fingerprint[INPUT], earlier, counter, found
+        rows = _carry_rows(
+            source, terms.limit, fingerprint[INPUT], earlier, counter, carried
         )
-        _put_journal(output, fingerprint, rows)
-    return found
+        _write_journal(output, fingerprint, rows)
+    return carried
 
 
-def drop_answerless(output: Path, fingerprint: Fingerprint, terms: RunTerms) -> None:
-    """Remove an output to an earlier form of an input if no answer of it could be taken.
+def remove_answerless_output(
+    output: Path, fingerprint: Fingerprint, terms: RunTerms
+) -> None:
+    """Remove an output to an earlier form of an input if no answer of it could be used.
 
     Otherwise it would pass for one that another run has completed meanwhile.
     """
     completed = find_completed(output) if output.exists() else None
     if completed is None or completed.counts.num_completed:
         return
-    if terms.takes_over(completed.fingerprint, fingerprint):
+    if terms.can_carry_over(completed.fingerprint, fingerprint):
         with raising_disk_errors(output):
             output.unlink(missing_ok=True)
 
 
-def reopen(
+def rebuild_journal(
     source: Path, completed: CompletedOutput, fingerprint: Fingerprint, terms: RunTerms
 ) -> None:
     """Write the journal from which `files.ordered_output` would make a claimed output again.
@@ -163,12 +171,12 @@ def reopen(
                 completed.output, edit, can_stay=edit.path != completed.output
             )
         counter = None if terms.count_lines is None else terms.count_lines()
-        _put_journal(
-            completed.output, fingerprint, _rows_again(source, completed, counter)
+        _write_journal(
+            completed.output, fingerprint, _read_output_rows(source, completed, counter)
         )
 
 
-def _put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
+def _write_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
     """Write an output's journal, and put it in the place of the one that may be there."""
     path = journal_path(output)
     with raising_disk_errors(path), replacing_file(path, draft_path(path)) as file:
@@ -178,22 +186,20 @@ def _put_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) ->
 
 
 @contextmanager
-def _open(
+def _open_earlier_answers(
     output: Path, fingerprint: Fingerprint, terms: RunTerms
 ) -> Iterator[EarlierAnswers | None]:
     """Open the answers to an earlier form of an input; None: there are none."""
     path = journal_path(output)
-    pace = Pace(terms.tell)
+    progress = PacedProgress(terms.print_progress)
     if path.exists():
-        with (
-            raising_disk_errors(path),
-            path.open("rb+") as file,
-        ):  # NFS locks only what may be written
+        # NFS locks only files that are open for writing.
+        with raising_disk_errors(path), path.open("rb+") as file:
             lock_file(file.fileno(), path, output)
             old = parse_fingerprint(path, file.readline())
             file.seek(0)
             is_other = is_of_other_input(old, fingerprint)
-            yield JournalAnswers(path, file, old[INPUT], pace) if is_other else None
+            yield JournalAnswers(path, file, old[INPUT], progress) if is_other else None
         return
     completed = find_completed(output)
     if completed is None or not is_of_other_input(completed.fingerprint, fingerprint):
@@ -204,16 +210,16 @@ def _open(
             raise edited_error(output, edit)
         assert terms.count_lines is not None, "a run that takes no earlier answers"
         input_was = completed.fingerprint[INPUT]
-        yield OutputAnswers(output, file, input_was, pace, terms.count_lines())
+        yield OutputAnswers(output, file, input_was, progress, terms.count_lines())
 
 
-def _take_rows(
+def _carry_rows(
     source: Path,
     limit: int | None,
     input_is: str,
     earlier: EarlierAnswers,
     counter: LineCounter,
-    found: CarriedOver,
+    carried: CarriedOver,
 ) -> Iterator[Row]:
     """Yield the rows of a new form of an input that have an answer already, and count all.
 
@@ -223,44 +229,40 @@ def _take_rows(
     digest = Digest()
     num_unasked: int | None = None  # answers that no line within the limit asks for
     for line in read_lines(source, 0, digest):
-        is_beyond = found.num_rows == limit
+        is_beyond = carried.num_rows == limit
         if is_beyond and num_unasked is None:
             num_unasked = earlier.num_left_out
+
         envelope = open_envelope(line)
-        repeat = _count(line, envelope, counter)
+        repeat = _count_equal_lines(line, envelope, counter)
         answer = None
         key = b""
         if not isinstance(repeat, RequestError):
             key = make_key(envelope, repeat)
             answer = earlier.find(line, envelope, key)
         elif repeat.code == "duplicate_custom_id":  # it depends on another line
-            found.repeats = None
+            carried.repeats = None
         if is_beyond:
             continue
-        found.num_rows += 1
-        found.last_number = line.number
-        if answer is not None:
-            found.num_taken += 1
-            earlier.pace.look("Taking them", found.num_taken, earlier.num_answers)
-            crc = zlib.crc32(line.raw)
-            yield Row(line.number, False, answer.tokens, crc, answer.record, key=key)
-        elif found.repeats is not None:
-            found.repeats[line.number] = (
-                0 if isinstance(repeat, RequestError) else repeat
-            )
-            if len(found.repeats) > MAX_REPEATS:
-                found.repeats = None
+
+        carried.num_rows += 1
+        carried.last_number = line.number
+        if answer is None:
+            carried.note_unanswered(line.number, repeat)
+            continue
+        carried.num_answered += 1
+        earlier.progress.print_if_due(
+            "Taking them", carried.num_answered, earlier.num_answers
+        )
+        crc = zlib.crc32(line.raw)
+        yield Row(line.number, False, answer.tokens, crc, answer.record, key=key)
+
     if not input_is.startswith(str(digest)):
         raise UsageError(f"{source} was changed just now; run the same command again")
-    found.num_left_out = earlier.num_left_out
-    num_beyond = 0 if num_unasked is None else num_unasked - found.num_left_out
-    if earlier.num_answers and not found.num_taken + num_beyond:
-        raise UsageError(
-            f"{earlier.path} belongs to a run that differs: the input was "
-            f"{earlier.input_was}, is {input_is}, and none of the answers "
-            f"({earlier.num_answers:,}) belongs to a line of it. Give --restart to "
-            f"replace them by answers to {source}, or give another --output"
-        )
+    carried.num_left_out = earlier.num_left_out
+    num_beyond = 0 if num_unasked is None else num_unasked - carried.num_left_out
+    if earlier.num_answers and not carried.num_answered + num_beyond:
+        raise _other_run_error(source, input_is, earlier)
     if num_beyond:  # only lines beyond the limit ask for them
         raise UsageError(
             f"an earlier run has answered lines of {source} beyond the first {limit} "
@@ -269,7 +271,20 @@ def _take_rows(
         )
 
 
-def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | RequestError:
+def _other_run_error(
+    source: Path, input_is: str, earlier: EarlierAnswers
+) -> UsageError:
+    return UsageError(
+        f"{earlier.path} belongs to a run that differs: the input was "
+        f"{earlier.input_was}, is {input_is}, and none of the answers "
+        f"({earlier.num_answers:,}) belongs to a line of it. Give --restart to "
+        f"replace them by answers to {source}, or give another --output"
+    )
+
+
+def _count_equal_lines(
+    line: Line, envelope: Envelope, counter: LineCounter
+) -> int | RequestError:
     """Return how many equal lines came before one, 0 without chance; an error: it is refused."""
     try:
         return counter.count(line, envelope) or 0
@@ -277,14 +292,14 @@ def _count(line: Line, envelope: Envelope, counter: LineCounter) -> int | Reques
         return line_error(error, f"line {line.number}")
 
 
-def _rows_again(
+def _read_output_rows(
     source: Path, completed: CompletedOutput, counter: LineCounter | None
 ) -> Iterator[Row]:
     """Yield a row for each line of an input from a complete output; without counter, no keys."""
     output = completed.output
     vectors = VectorReader(output) if "vectors" in (completed.seals or {}) else None
 
-    def changed(what: str) -> UsageError:
+    def changed_error(what: str) -> UsageError:
         return edited_error(output, Edit(output, what), can_stay=True)
 
     answers = read_records(output)
@@ -294,7 +309,7 @@ def _rows_again(
     for line in read_lines(source, 0, limit=completed.limit):
         envelope = open_envelope(line)
         crc = zlib.crc32(line.raw)
-        repeat = 0 if counter is None else _count(line, envelope, counter)
+        repeat = 0 if counter is None else _count_equal_lines(line, envelope, counter)
         if error is not None and _is_error_of(error, line, envelope):
             yield Row(line.number, True, (0, 0, 0), crc, error, is_retryable(error))
             error = next(errors, None)
@@ -302,7 +317,7 @@ def _rows_again(
             try:
                 tokens = Answered(answer, load_record(answer)).tokens
             except ValueError as damage:
-                raise changed("an answer has no usage") from damage
+                raise changed_error("an answer has no usage") from damage
             num_equal = 0 if isinstance(repeat, RequestError) else repeat
             yield Row(
                 number=line.number,
@@ -315,9 +330,9 @@ def _rows_again(
             )
             answer = next(answers, None)
         else:
-            raise changed(f"line {line.number} of {source} has no record")
+            raise changed_error(f"line {line.number} of {source} has no record")
     if answer is not None or error is not None:
-        raise changed(f"it has more records than {source} has lines")
+        raise changed_error(f"it has more records than {source} has lines")
 
 
 def _is_error_of(record: bytes, line: Line, envelope: Envelope) -> bool:

@@ -1,4 +1,4 @@
-"""The answers of an earlier run, complete or not, for a run over a changed input to look up."""
+"""Looks up the answers of an earlier run, complete or not, for a changed input."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ class KeyIndex:
 
     def find(self, key: bytes) -> int | None:
         """Return the place of the first answer with this key; None: there is none."""
-        self._sort()
+        self._sort_rows()
         number = int(np.searchsorted(self._sorted, key))
         row = self._rows[24 * number : 24 * number + 24]
         if row[:16] != key:
@@ -54,13 +54,13 @@ class KeyIndex:
 
     def count_unused(self) -> int:
         """Return how many answers have a key that nobody has asked for."""
-        self._sort()
+        self._sort_rows()
         keys = np.frombuffer(self._rows, [("key", "S16"), ("place", "S8")])["key"]
         firsts = np.flatnonzero(np.append(True, keys[1:] != keys[:-1])[: len(keys)])
         counts = np.diff(np.append(firsts, len(keys)))
         return int(counts[np.frombuffer(self._is_used, "u1")[firsts] == 0].sum())
 
-    def _sort(self) -> None:
+    def _sort_rows(self) -> None:
         if self._sorted is None:
             self._sorted = np.frombuffer(self._rows, "S24")
             self._sorted.sort()  # in its place
@@ -68,31 +68,36 @@ class KeyIndex:
 
 
 UNSURE = 1 << 40  # more equal lines than a file has
-TELL_EVERY_S = 5.0
-LOOK_EVERY = 1024  # seconds; rows between two looks at the clock
+PRINT_EVERY_S = 5.0
+CHECK_EVERY = 1024  # seconds; rows between two looks at the clock
 
 
-class Pace:
-    """Tells now and then how far a task is that takes long where there are many rows."""
+class PacedProgress:
+    """Prints now and then how far a long task over rows is."""
 
-    def __init__(self, tell: Callable[[str], None]) -> None:
-        self._tell = tell
-        self._told_s = time.monotonic()
+    def __init__(self, print_line: Callable[[str], None]) -> None:
+        self._print_line = print_line
+        self._printed_s = time.monotonic()
 
-    def look(self, what: str, number: int, total: int = 0) -> None:
-        """Tell the number of rows so far, if it is time to; `total` 0: it is not known."""
-        if number % LOOK_EVERY == 0 and time.monotonic() - self._told_s >= TELL_EVERY_S:
-            self._told_s = time.monotonic()
-            self._tell(f"{what}: {number:,}{f' of {total:,}' if total else ''}")
+    def print_if_due(self, task: str, number: int, total: int = 0) -> None:
+        """Print the number of rows so far, if it is time to; `total` 0: it is not known."""
+        if (
+            number % CHECK_EVERY == 0
+            and time.monotonic() - self._printed_s >= PRINT_EVERY_S
+        ):
+            self._printed_s = time.monotonic()
+            self._print_line(f"{task}: {number:,}{f' of {total:,}' if total else ''}")
 
 
 class EarlierAnswers:
     """Answers by the keys of their requests (`contract.record.make_key`)."""
 
-    def __init__(self, path: Path, file: BinaryIO, input_was: str, pace: Pace) -> None:
+    def __init__(
+        self, path: Path, file: BinaryIO, input_was: str, progress: PacedProgress
+    ) -> None:
         self.path = path
         self.input_was = input_was
-        self.pace = pace
+        self.progress = progress
         # of which it is not known how many equal ones stood before them
         self.num_unsure = 0
         self._index = KeyIndex()
@@ -118,22 +123,22 @@ class EarlierAnswers:
         written = self._file.readline()
         self._place = place + len(written)
         try:
-            return readdress(self._record_in(written), line, envelope, key)
+            return readdress(self._extract_record(written), line, envelope, key)
         except (ValueError, KeyError) as error:
-            raise self._damaged(f"{error}, at byte {place}") from error
+            raise self._damaged_error(f"{error}, at byte {place}") from error
 
-    def _record_in(self, written: bytes) -> bytes:
+    def _extract_record(self, written: bytes) -> bytes:
         return written.rstrip(b"\n")
 
-    def _lines(self) -> Iterator[tuple[int, bytes]]:
+    def _read_lines(self) -> Iterator[tuple[int, bytes]]:
         """Yield each line of the file with its place."""
         place = 0
         for number, line in enumerate(self._file):
-            self.pace.look("Reading earlier answers", number)
+            self.progress.print_if_due("Reading earlier answers", number)
             yield place, line
             place += len(line)
 
-    def _damaged(self, what: str) -> UsageError:
+    def _damaged_error(self, what: str) -> UsageError:
         return UsageError(
             f"a run cannot go on with {self.path}: its input has changed, and it is not clear "
             f"({what}) which lines the answers belong to. Put the input back as it was, give "
@@ -155,29 +160,29 @@ class OutputAnswers(EarlierAnswers):
         output: Path,
         file: BinaryIO,
         input_was: str,
-        pace: Pace,
+        progress: PacedProgress,
         counter: LineCounter,
     ) -> None:
-        super().__init__(output, file, input_was, pace)
+        super().__init__(output, file, input_was, progress)
         self._has_unknown = False  # a request before the next answer
         self._has_long_unknown = False  # the same, of more than MAX_QUOTED_BYTES
         for record in read_records(errors_path(output)):
             if is_retryable(record):  # other errors are those of all equal requests
                 try:
-                    self._note_failed(record, counter)
+                    self._note_failed_line(record, counter)
                 except Exception as error:  # then it was not counted
                     line_error(error, "a failed line")
-        for place, line in self._lines():
+        for place, line in self._read_lines():
             try:
-                key = self._key_of(line.rstrip(b"\n"), counter)
+                key = self._find_key(line.rstrip(b"\n"), counter)
             except (ValueError, KeyError, TypeError, RequestError) as error:
-                raise self._damaged(f"{error}, at byte {place}") from error
+                raise self._damaged_error(f"{error}, at byte {place}") from error
             if key is None:
                 self.num_unsure += 1
             else:
                 self._index.add(key, place)
 
-    def _note_failed(self, record: bytes, counter: LineCounter) -> None:
+    def _note_failed_line(self, record: bytes, counter: LineCounter) -> None:
         """Take note of a line that was counted, and has no answer: its place is not known."""
         request = None if is_batch(record) else load_record(record)["request"]
         if isinstance(request, dict):
@@ -187,7 +192,7 @@ class OutputAnswers(EarlierAnswers):
         else:
             self._has_unknown = True
 
-    def _key_of(self, record: bytes, counter: LineCounter) -> bytes | None:
+    def _find_key(self, record: bytes, counter: LineCounter) -> bytes | None:
         if is_batch(record):
             self._has_unknown = True
             if (key := read_key(record)) is None:
@@ -204,25 +209,24 @@ class OutputAnswers(EarlierAnswers):
 
 
 class JournalAnswers(EarlierAnswers):
-    """The answers of a journal, whose rows hold their keys, unless they are an older
-    version's."""
+    """The answers of a journal, whose rows hold their keys, unless an older version wrote it."""
 
     def __init__(
-        self, journal: Path, file: BinaryIO, input_was: str, pace: Pace
+        self, journal: Path, file: BinaryIO, input_was: str, progress: PacedProgress
     ) -> None:
-        super().__init__(journal, file, input_was, pace)
-        for place, line in self._lines():
+        super().__init__(journal, file, input_was, progress)
+        for place, line in self._read_lines():
             row = parse_row(line)
             # its head, a damaged row, or one to be judged again
             if row is None or row.is_error:
                 continue
             if not row.key:
-                raise self._damaged(
+                raise self._damaged_error(
                     "a row of an older version does not tell its request"
                 )
             self._index.add(row.key, place)
 
-    def _record_in(self, written: bytes) -> bytes:
+    def _extract_record(self, written: bytes) -> bytes:
         if (row := parse_row(written)) is None:
             raise ValueError("a row is damaged")
         return row.record

@@ -1,4 +1,4 @@
-"""Counts the lines of a file: equal requests in which chance has a part draw by their number."""
+"""Counts equal lines of a file: requests with chance draw by how many came before them."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ class Meanings:
         is_plain = endpoint in (None, "completions")
         others = b""
         if is_plain and not self._reads_prompts and isinstance(prompt, str):
-            others = _bytes_beside(prompt, fields)
+            others = _dump_without_prompt(prompt, fields)
         if 0 < len(others) <= MAX_PARAMS_BYTES:
             described = self._describe(others, endpoint)
             return (
@@ -74,28 +74,26 @@ class Meanings:
     def _describe_beside_prompt(
         self, others: bytes, endpoint: Endpoint | None
     ) -> str | None:
-        """Return what `describe_params` says of all requests with these fields; None:
-        as `find`."""
+        """Return `describe_params` of requests with these fields; None: as `find`."""
         fields = orjson.loads(others) | {"prompt": "any"}
         params = self._parse(fields, endpoint=endpoint, clock="").params
         return describe_params(params) if params.is_by_chance else None
 
 
-def _bytes_beside(prompt: str, fields: dict[str, Any]) -> bytes:
-    """Return a request's fields without its prompt; none where one has no form that
-    reads back."""
+def _dump_without_prompt(prompt: str, fields: dict[str, Any]) -> bytes:
+    """Return a request's fields without its prompt, as JSON; b"" if they do not read back."""
     try:
         prompt.encode()
-        found = orjson.dumps(
-            {name: each for name, each in fields.items() if name != "prompt"}
+        data = orjson.dumps(
+            {name: value for name, value in fields.items() if name != "prompt"}
         )
     except (UnicodeEncodeError, orjson.JSONEncodeError):
         return b""
-    return b"" if b"null" in found else found  # 1e400 becomes one
+    return b"" if b"null" in data else data  # 1e400 becomes one
 
 
 class LineCounter:
-    """Counts the lines of a run's files in their order; `check` refuses those of other runs."""
+    """Counts the lines of a run's files in order; `check` raises for those of other runs."""
 
     def __init__(
         self, intake: Intake, check: Callable[[Envelope], None] | None = None
@@ -113,35 +111,35 @@ class LineCounter:
         self._meanings = Meanings(intake.parse, reads_prompts=reads_prompts)
         self._clock = read_clock()  # of lines that have none
 
-    def parse(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
+    def parse_and_count(self, line: Line, envelope: Envelope) -> tuple[Request, int]:
         """Return a line's request, and how many equal ones came before it.
 
         Raises:
             RequestError: what is wrong with it, as far as that shows without its tokens.
             MachineError: the disk for temporary files is full or gone.
         """
-        self._see(line, envelope)
+        self._check_line(line, envelope)
         request = self._intake.parse(
             envelope.fields, endpoint=envelope.endpoint, clock=self.find_clock(line)
         )
         if not request.params.is_by_chance:
             return request, 0
-        return request, self._count(
+        return request, self._count_meaning(
             line, digest_meaning(request.prompts, request.params)
         )
 
     def count(self, line: Line, envelope: Envelope) -> int | None:
-        """Count a line that is not answered now, as `parse` does; None: it is not by chance."""
-        self._see(line, envelope)
+        """Count a line that is not answered now; None: chance has no part in its answer."""
+        self._check_line(line, envelope)
         clock = self.find_clock(line)
         meaning = self._meanings.find(envelope.fields, envelope.endpoint, clock)
-        return None if meaning is None else self._count(line, meaning)
+        return None if meaning is None else self._count_meaning(line, meaning)
 
     def find_clock(self, line: Line) -> str:
         """Return the time that a chat template reads for a line."""
         return line.clock or self._clock
 
-    def pass_over(self, line: Line) -> None:
+    def count_answered(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it."""
         try:
             self.count(line, open_envelope(line))
@@ -153,7 +151,7 @@ class LineCounter:
         meaning = self._meanings.find(fields, None, self._clock)
         return None if meaning is None else self._equal.add(meaning, times)
 
-    def _count(self, line: Line, meaning: bytes) -> int:
+    def _count_meaning(self, line: Line, meaning: bytes) -> int:
         """Count a request; tell of one that another file of the run has."""
         if line.num_equal is not None:
             return line.num_equal
@@ -162,7 +160,7 @@ class LineCounter:
             self._intake.report_warnings(SAME_DRAWS)
         return count
 
-    def _see(self, line: Line, envelope: Envelope) -> None:
+    def _check_line(self, line: Line, envelope: Envelope) -> None:
         """Check what stands around the request, and that it is for this model."""
         if line.source != self._source:
             self._source = line.source
@@ -197,7 +195,7 @@ class EqualLines:
     """Counts equal requests of a file without an engine; chats by all that a template sees."""
 
     def __init__(self) -> None:
-        self._meanings = Meanings(_parse_alone)
+        self._meanings = Meanings(_parse_without_engine)
         self._seen = SeenCounts()
 
     def count(self, line: Line, envelope: Envelope) -> int:
@@ -214,7 +212,9 @@ class EqualLines:
         return repeat if line.num_equal is None else line.num_equal
 
 
-def _parse_alone(fields: dict[str, Any], *, endpoint: Endpoint, clock: str) -> Request:
+def _parse_without_engine(
+    fields: dict[str, Any], *, endpoint: Endpoint, clock: str
+) -> Request:
     if endpoint != "chat":
         return parse_request(fields, max_logprobs=MAX_LOGPROBS)
     chat = parse_chat(fields, max_logprobs=MAX_LOGPROBS)

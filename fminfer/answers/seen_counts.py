@@ -1,5 +1,4 @@
-"""Counts how often a value was seen, by digest, in bounded memory: most are in a
-temporary file."""
+"""Counts how often a value was seen, by digest; most counts are in a temporary file."""
 
 from __future__ import annotations
 
@@ -16,7 +15,7 @@ _MAKE = (
     "CREATE TABLE seen (digest BLOB PRIMARY KEY, count INTEGER NOT NULL) WITHOUT ROWID"
 )
 _FIND = "SELECT count FROM seen WHERE digest = ?"
-_KEEP = "INSERT OR REPLACE INTO seen VALUES (?, ?)"
+_PUT = "INSERT OR REPLACE INTO seen VALUES (?, ?)"
 
 
 class SeenCounts:
@@ -37,12 +36,12 @@ class SeenCounts:
         if count or len(self._counts) < MAX_IN_MEMORY:
             self._counts[digest] = count + times
             return count
-        with _told():
+        with _raising_machine_errors():
             if self._database is None:
-                self._database = _open()
-            found = self._database.execute(_FIND, (digest,)).fetchone()
-            count = 0 if found is None else int(found[0])
-            self._database.execute(_KEEP, (digest, count + times))
+                self._database = _open_database()
+            row = self._database.execute(_FIND, (digest,)).fetchone()
+            count = 0 if row is None else int(row[0])
+            self._database.execute(_PUT, (digest, count + times))
             return count
 
     def add_text(self, text: str) -> int:
@@ -58,7 +57,7 @@ class SeenCounts:
             self._database = None
 
 
-def _open() -> sqlite3.Connection:
+def _open_database() -> sqlite3.Connection:
     # "": a temporary file
     database = sqlite3.connect("", isolation_level=None, check_same_thread=False)
     database.execute("PRAGMA journal_mode = OFF")
@@ -69,7 +68,7 @@ def _open() -> sqlite3.Connection:
 
 
 @contextlib.contextmanager
-def _told() -> Iterator[None]:
+def _raising_machine_errors() -> Iterator[None]:
     """Turn SQLite's errors into ours, which say what to do."""
     try:
         yield

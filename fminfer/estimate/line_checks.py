@@ -104,7 +104,7 @@ class LineChecker:
         self.first = self.first or (line, state.prompts[0])
         is_equal = asked.key is not None and self._seen.find(asked.key) is not None
         if asked.key is not None:
-            self._seen.keep(asked.key, True)  # as if it were answered at once
+            self._seen.add(asked.key, True)  # as if it were answered at once
         self._count(state, is_equal=is_equal)
         self._keep(line)
 

@@ -83,7 +83,7 @@ class Claim:
             pass  # the disk may come back
 
     def is_held(self) -> bool:
-        """Tell whether it is still this process's: one that slept for long may have lost it."""
+        """Tell whether the claim is still this process's; a long sleep may have lost it."""
         if not self._is_lost and not self._has_beaten_within(TRUSTED_S):
             self.beat()
             # The disk does not answer, and another machine may have taken over meanwhile.
@@ -114,7 +114,8 @@ class Claims:
     def acquire(self, output: Path) -> Claim | None:
         """Claim an output; None: it is another living process's.
 
-        The claims of dead ones stay until `remove_dead_claims`: whoever slept is to find its own.
+        Claims of dead processes stay until `remove_dead_claims`. A process that slept must
+        find its own.
         """
         claims = read_claims(output)
         if any(not claim.is_dead for claim in claims):
@@ -155,8 +156,10 @@ class Claims:
 
 
 def read_claims(output: Path, now_s: float | None = None) -> list[ClaimFile]:
-    """Read an output's claims, the newest owner's last; `now_s` None: by the clock of
-    the disk."""
+    """Read an output's claims, the newest owner's last.
+
+    `now_s` None: the time by the clock of the disk.
+    """
     folder = _claims_folder(output)
     claims = []
     for number in _list_numbers(folder):
@@ -203,7 +206,7 @@ def remove_dead_claims(output: Path) -> None:
 
 
 def remove_all_claims(output: Path) -> None:
-    """Remove all claims of an output, for who knows that no other process writes it."""
+    """Remove all claims of an output. The caller knows that no other process writes it."""
     shutil.rmtree(_claims_folder(output), ignore_errors=True)
 
 
@@ -251,14 +254,18 @@ class Hold:
         self._claims = claims
 
     def check_free(self) -> None:
-        """Refuse an output that another run has, by an InUseError."""
+        """Raise an InUseError if another run has the output."""
         if self.claim is None and any(
             not claim.is_dead for claim in read_claims(self._output)
         ):
             raise self._in_use_error()
 
     def acquire(self) -> None:
-        """Claim the output, if it is not claimed yet; refuse another run's, by an InUseError."""
+        """Claim the output, if it is not claimed yet.
+
+        Raises:
+            InUseError: another run has it.
+        """
         self.claim = self.claim or self._claims.acquire(self._output)
         if self.claim is None:
             raise self._in_use_error()
@@ -275,8 +282,10 @@ class Hold:
                 self.release()
 
     def remove_dead_claims(self) -> None:
-        """Remove dead claims once the journal is open: who slept with it open must find
-        its own."""
+        """Remove dead claims, once the journal is open.
+
+        A process that slept with the journal open must find its own claim.
+        """
         if self.claim is not None:
             remove_dead_claims(self._output)
 
@@ -296,7 +305,7 @@ class Hold:
             self.claim = None
 
     def remove_leftovers(self) -> None:
-        """Leave nothing beside a complete output of what a killed run may have left there."""
+        """Remove what a killed run may have left beside a complete output."""
         draft = draft_path(journal_path(self._output))
         # it may be read only
         with contextlib.suppress(InUseError, OutputError, OSError):
@@ -321,7 +330,7 @@ class Hold:
 
 @contextlib.contextmanager
 def claiming_output(output: Path) -> Iterator[None]:
-    """Let one command at a time write an output; refuse others by an InUseError."""
+    """Let one command at a time write an output; raise an InUseError in others."""
     hold = Hold(output, Claims())
     with hold.acquired():
         hold.remove_dead_claims()

@@ -1,5 +1,4 @@
-"""An output that is complete: which run made it, whether it was edited, and what is
-left of it."""
+"""A complete output: which run made it, whether it was edited, and what is left of it."""
 
 from __future__ import annotations
 
@@ -79,22 +78,20 @@ class CompletedOutput:
         return dict(self.status.get("metadata") or {})
 
     def check_settings(self, fingerprint: Fingerprint) -> None:
-        """Refuse one that is of another run, whatever its input, by a UsageError."""
+        """Raise a UsageError if the output is another run's, whatever its input."""
         check_settings(self.output, self.fingerprint, fingerprint)
 
     def find_edit(self, *, is_read: bool = False) -> Edit | None:
         return find_edit(self.output, self.status, is_read=is_read)
 
     def check_unedited(self) -> None:
-        """Refuse one of which a file was edited since, by a UsageError."""
+        """Raise a UsageError if a file of the output was edited since."""
         if (edit := self.find_edit()) is not None:
             raise edited_error(self.output, edit)
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
         """Tell whether its input was last changed then, by `streams.read_changed_ns`."""
-        return bool(
-            fminfer_fields(self.status).get("input_changed_ns") == read_changed_ns
-        )
+        return bool(fminfer_fields(self.status).get("input_changed_ns") == changed_ns)
 
     def ended_before(self, time_s: float) -> bool:
         """Tell whether it was complete before a time, in time.time(); to the second."""
@@ -128,11 +125,10 @@ def find_edit(
     """Return which file of a complete output was edited; None: none, or no seals are known.
 
     Args:
-        is_read: compare the bytes of all. Otherwise of a file that is older than its
-        status file,
-            which a run writes last, only the size is compared: there may be thousands
-            of outputs. And an errors file that is gone was removed, to leave the output
-            as it is.
+        is_read: compare the bytes of all files. Otherwise only the size of a file is
+            compared if it is older than its status file, which a run writes last: there may
+            be thousands of outputs. An errors file that is gone counts as unedited: a user
+            removed it, to leave the output as it is.
     """
     seals = seals_of(status)
     if seals is None:
@@ -152,7 +148,7 @@ def find_edit(
 
 
 def edited_error(output: Path, edit: Edit, *, can_stay: bool = False) -> UsageError:
-    """Return the refusal of a file that was edited; it `can_stay` without the errors file."""
+    """Return the error about an edited file; it `can_stay` without the errors file."""
     errors = errors_path(output)
     moved = "it" if edit.path == output else output.name
     text = (
@@ -194,8 +190,7 @@ def _describe_change(then: Seal | None, now: Seal | None) -> str:
 
 
 def is_retryable(record: bytes) -> bool:
-    """Tell whether an error record says that its line was right, and another run may
-    answer it."""
+    """Tell whether another run may answer the line of an error record."""
     try:
         fields = load_record(record)
         error = (
@@ -253,7 +248,7 @@ def is_complete(output: Path, source: Path | None) -> bool:
 
 
 def has_input_changed(source: Path, status: dict[str, Any]) -> bool:
-    """Tell whether an input holds other bytes than those that a status is of."""
+    """Tell whether an input holds other bytes than when its status was written."""
     noted = str((status.get("metadata") or {}).get(INPUT) or A_PIPE)
     if noted == A_PIPE or not source.is_file():
         return False
@@ -266,8 +261,9 @@ def has_input_changed(source: Path, status: dict[str, Any]) -> bool:
 def require_completed(
     output: Path, source: Path, fingerprint: Fingerprint, *, takes_over: bool = False
 ) -> CompletedOutput:
-    """Return what is known of an output, which is this run's, or `takes_over` one of
-    another input.
+    """Return what is known of a complete output of this run.
+
+    With `takes_over`, it may be an output to another form of the input.
 
     Raises:
         UsageError: it is another run's, or nobody knows whose.

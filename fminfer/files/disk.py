@@ -26,14 +26,12 @@ HINTS: dict[DiskFault, str] = {
 
 
 def path_beside(path: Path, ending: str, *, without: str = "") -> Path:
-    """Return the file whose name is that of `path` with another ending, in place of
-    `without`."""
+    """Return `path` with `ending` added to its name, in place of `without`."""
     return path.with_name(fit_name(path.name.removesuffix(without), ending))
 
 
 def fit_name(start: str, ending: str) -> str:
-    """Join a name; one that is too long is cut in the middle, and a digest tells it
-    from others."""
+    """Join a name; cut one that is too long, and add a digest that tells it from others."""
     if len(os.fsencode(start + ending)) <= MOST_BYTES:
         return start + ending
     raw = os.fsencode(start)
@@ -62,16 +60,17 @@ def lock_file(fd: int, path: Path, output: Path) -> bool:
 
 
 def unlock_file(fd: int) -> None:
-    """Let others have a file. To close it is not enough: a process that was forked may
-    share it."""
+    """Let other processes lock a file.
+
+    To close it is not enough: a process that was forked may share it.
+    """
     with contextlib.suppress(OSError):  # as above: the file system cannot
         fcntl.flock(fd, fcntl.LOCK_UN)
 
 
 @contextlib.contextmanager
 def holding_lock(path: Path) -> Iterator[None]:
-    """Keep other processes from doing the same by a file that is only locked, where
-    locks are."""
+    """Hold the lock of a file that serves for locking alone, where locks are."""
     fd = os.open(path, os.O_CREAT | os.O_RDWR, 0o600)
     try:
         with contextlib.suppress(OSError):

@@ -81,8 +81,7 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
 
 
 def _check_input_file(path: Path) -> None:
-    """Refuse a file that was named and cannot be answered; a pipe is read whatever its
-    name is."""
+    """Raise a UsageError if a named file cannot be answered; a pipe may have any name."""
     if is_stream(path) or not path.is_file():
         return
     trouble = describe_trouble(path)
@@ -111,8 +110,10 @@ class FolderContents:
 
 
 def sort_folder(folder: Path) -> FolderContents:
-    """Tell what is to be answered in a folder: no answers, and no links to others of
-    its files."""
+    """Sort a folder's files into requests, those left out, and lost ones.
+
+    Answers are left out, and so are links to others of its files.
+    """
     contents = FolderContents()
     paths = sorted(folder.iterdir())
     links = _find_links(
@@ -144,16 +145,14 @@ def sort_folder(folder: Path) -> FolderContents:
 
 
 def list_read_folders(folder: Path) -> list[Path]:
-    """Return the folders whose files `find_inputs` finds for one: itself, or those of
-    its parts."""
+    """Return the folders that `find_inputs` reads for one: itself, or those of its parts."""
     if not (folder / MANIFEST).exists() or sort_folder(folder).requests:
         return [folder]
     return [folder, *sorted({path.parent for path in _find_parts(folder)})]
 
 
 def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
-    """Name some of what is left out of folders for each reason; with `has_lost`, lost
-    files too."""
+    """Name some of the files left out of folders, by reason; `has_lost`: lost files too."""
     paths_by_reason: dict[str, list[Path]] = {}
     for folder in folders:
         for why, paths in sort_folder(folder).left_out.items():
@@ -179,7 +178,7 @@ def _join_names(paths: list[Path]) -> str:
 
 
 def _find_links(files: list[Path]) -> set[Path]:
-    """Return the links to files that are there themselves."""
+    """Return the links whose targets are among the files."""
     links = [path for path in files if path.is_symlink()]
     targets = (
         {path.resolve() for path in files if not path.is_symlink()} if links else set()

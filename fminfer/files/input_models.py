@@ -33,7 +33,7 @@ HUB_NAME = re.compile(
 
 
 def check_no_models(paths: Iterable[Path | str], example: str = "") -> None:
-    """Refuse models among the inputs, by a UsageError with the command to type.
+    """Raise a UsageError if an input is a model, with the command to type.
 
     Args:
         example: the input of `fminfer run` in that command; "": the other inputs.
@@ -46,7 +46,7 @@ def check_no_models(paths: Iterable[Path | str], example: str = "") -> None:
 
 
 def check_no_model_folder(flag: str, path: Path) -> None:
-    """Refuse to write into a model's folder, by a UsageError: another flag was forgotten."""
+    """Raise a UsageError if a folder to write into is a model's: a flag was forgotten."""
     if path.is_dir() and name_model(path):
         raise UsageError(
             f"{flag} {path} is a model's folder, and other files would be written into it. To "

@@ -1,5 +1,4 @@
-"""The journal of one output: every finished row at once, and what it takes to go on
-after a crash.
+"""The journal of one output: each finished row is in it at once, so that a run can go on.
 
 A line that breaks off, or whose checksum is wrong, counts as not written.
 """
@@ -271,9 +270,8 @@ class Journal:
                 self._dirty = False
                 try:
                     os.fsync(self._fd)
-                except (
-                    OSError
-                ) as error:  # told with the next row: the disk may have lost some
+                except OSError as error:
+                    # The next row raises it: the disk may have lost some.
                     self._failure = error
                     return
 
@@ -324,17 +322,17 @@ def inspect_journal(
     """Return whose rows an output's journal has; None: it has no journal.
 
     Raises:
-        UsageError, OutputError: as `Journal` does, but, if this run `takes_over`, not
-        for rows of
-            another input; nothing is written.
+        UsageError, OutputError: as `Journal` does. If this run `takes_over`, rows of another
+            input raise none. Nothing is written.
     """
     path = journal_path(output)
+    # NFS locks only files that are open for writing.
     with (
         raising_disk_errors(path),
         contextlib.suppress(FileNotFoundError),
         path.open("rb+") as file,
     ):
-        lock_file(file.fileno(), path, output)  # NFS locks only what may be written
+        lock_file(file.fileno(), path, output)
         head = file.readline()
         if head.endswith(b"\n") and not restart:
             old = parse_fingerprint(path, head)

@@ -1,5 +1,4 @@
-"""The lines of a journal: the first one, and rows, which a crash may tear or damage;
-their counts.
+"""The lines of a journal: its head, and rows, which a crash may damage; and their counts.
 
 The first line says of which run the rows are, by what must be the same. A row has a checksum:
 
@@ -45,7 +44,7 @@ def make_head_line(fingerprint: Fingerprint) -> bytes:
 
 
 def parse_fingerprint(path: Path, head: bytes) -> Fingerprint:
-    """Read a journal's first line; refuse what is none, by a UsageError."""
+    """Parse a journal's first line; raise a UsageError if it is none."""
     try:
         fields = json.loads(head)
         fingerprint = fields["fingerprint"]
@@ -86,7 +85,7 @@ def describe_changes(old: Fingerprint, new: Fingerprint) -> str:
 
 
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:
-    """Refuse rows of another run, by a UsageError that says what differs."""
+    """Raise a UsageError if rows are another run's; it says what differs."""
     if old.get(DRAWING) != new.get(DRAWING):
         raise UsageError(
             f"{path} belongs to a run of another version of fminfer: sampled answers "
@@ -150,7 +149,7 @@ class Row(NamedTuple):
 
 
 def parse_row(line: bytes) -> Row | None:
-    """Read a line of a journal; None: it is torn or damaged."""
+    """Parse a line of a journal; None: it is torn or damaged."""
     match = _ROW.match(line)
     if match is None or line[-2:] != b"}\n":
         return None
@@ -234,10 +233,12 @@ class Counts:
         self.kept = self.done
 
     def adopt_completed(self, whole: Counts) -> None:
-        """Take in that another run has completed the output; this run's own rows stay
-        its own."""
-        own = self.by_this_run
+        """Count the rows with which another run has completed the output.
+
+        Rows of this run stay its own.
+        """
+        by_this_run = self.by_this_run
         self.num_rows = whole.num_rows
         self.num_completed = whole.num_completed
         self.num_failed = whole.num_failed
-        self.kept = self.done.without(own)
+        self.kept = self.done.without(by_this_run)

@@ -1,5 +1,4 @@
-"""Splits a JSON file into its values without holding it, and explains objects over
-several lines.
+"""Splits a JSON file into its values without holding it, and explains spread objects.
 
 No giant value is held, either. Only brackets and strings are followed; whether a value
 is JSON its reader will say.
@@ -279,7 +278,7 @@ def _may_begin_object(raw: bytes) -> bool:
 def _gather_object(
     first: NumberedPiece, ahead: ReadAhead[Numbered]
 ) -> tuple[list[NumberedPiece], bool]:
-    """Take lines until the brackets of the first one are closed; tell whether they are."""
+    """Gather lines until the brackets of the first one are closed; tell whether they are."""
     pieces = [first]
     depth = _count_open_brackets(first[1])
     num_bytes = len(first[1])
@@ -314,8 +313,10 @@ def _count_open_brackets(raw: bytes) -> int:
 
 
 def _begins_next_request(raw: bytes, first: bytes) -> bool:
-    """Tell whether a line begins another request: objects inside the first stand
-    further right."""
+    """Tell whether a line begins another request.
+
+    Objects inside the first request stand further right.
+    """
     left = raw.lstrip()
     return left.startswith(b"{") and len(raw) - len(left) <= len(first) - len(
         first.lstrip()
@@ -340,7 +341,9 @@ def _explain_object(pieces: list[NumberedPiece]) -> str:
         return ""
     if not is_object:
         return ""
-    message = f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several lines"
+    first = pieces[0][0]
+    last = pieces[-1][0]
+    message = f"lines {first} to {last} are one object, spread over several lines"
     remedy = "Put the object on one line (jq -c . FILE does it)"
     if places:
         ends = list(accumulate(len(raw) + 1 for _, raw in pieces))

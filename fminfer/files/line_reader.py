@@ -41,7 +41,7 @@ HEAD_LINES = 100
 MAX_HEAD_BYTES = 2**20  # of a .json file, by which its layout is told
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
 ENDINGS = tuple(
-    f"{kind}{how}" for kind in (*LINES, ".json") for how in ("", *COMPRESSED)
+    f"{kind}{packing}" for kind in (*LINES, ".json") for packing in ("", *COMPRESSED)
 )
 NAMED_ENDINGS = (
     f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
@@ -49,8 +49,7 @@ NAMED_ENDINGS = (
 
 
 def is_input_name(name: str) -> bool:
-    """Tell whether a file of a folder is one to answer, and none that a run or a split
-    writes."""
+    """Tell whether a name is an input's, and none that a run or a split writes."""
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
     return name.endswith(ENDINGS) and not is_written
@@ -62,8 +61,7 @@ def input_stem(path: Path) -> str:
 
 
 def count_lines(path: Path, limit: int | None = None) -> int | None:
-    """Count the lines to answer; None where that would mean to decompress or parse them
-    twice."""
+    """Count the lines to answer; None if they would be decompressed or parsed twice."""
     return count_to_last_line(path, limit)[0]
 
 
@@ -139,8 +137,7 @@ def read_lines(
 
 
 class InputFile:
-    """An input's lines, and whether its bytes are still those that were there at the
-    last look."""
+    """An input's lines, and whether its bytes are still those of the last look."""
 
     def __init__(self, path: Path, source: int, limit: int | None) -> None:
         self.path = path
@@ -159,12 +156,12 @@ class InputFile:
         self.num_rows, self._last_number = count_to_last_line(self.path, self.limit)
 
     def set_count(self, num_rows: int, last_number: int) -> None:
-        """Take note of the lines to answer that somebody has counted."""
+        """Note how many lines are to be answered, which another part has counted."""
         self.num_rows = num_rows
         self._last_number = last_number
 
     def mark_read(self, num_rows: int) -> None:
-        """Take it as read: all of its lines have their record."""
+        """Note that all of its lines have their record."""
         self.num_read = num_rows
         self.is_read = True
 
@@ -179,7 +176,7 @@ class InputFile:
         return self.digest != before
 
     def read_lines(self) -> Iterator[Line]:
-        """Read it; refuse one that was edited meanwhile, by a UsageError."""
+        """Read the lines; raise a UsageError if the file was edited meanwhile."""
         digest = Digest()
         for line in read_lines(self.path, self._source, digest, self.limit):
             self.num_read += 1
@@ -196,8 +193,7 @@ class InputFile:
         self.is_read = True
 
     def has_all_answers(self, num_answered: int, last_answered: int) -> bool:
-        """Return whether so many answers are all that it needs; while it is read,
-        nobody knows."""
+        """Tell whether so many answers are all that it needs; False while it is read."""
         if not self.is_read:
             return False
         self.check_limit(last_answered)
@@ -210,7 +206,7 @@ class InputFile:
         return num_answered == self.num_read
 
     def check_limit(self, last_answered: int) -> None:
-        """Refuse an answer to a line beyond the limit, if it is known which lines these are.
+        """Raise a UsageError if a line beyond the limit is answered, as far as that is known.
 
         Answers come in another order than lines, so their number says nothing of it.
         """
@@ -279,8 +275,7 @@ def _number_values(
 
 
 def _is_spread(head: bytes) -> bool:
-    """Tell objects over many lines in the head of a .json file from one a line; any may
-    be bad."""
+    """Tell whether the objects in a .json file's head are spread over lines; any may be bad."""
     lines = head.lstrip().split(b"\n")
     if not lines[0].startswith(b"{") or _is_object(lines[0]):
         return False

@@ -1,5 +1,4 @@
-"""Puts an output's finished rows in input order under their final names, and vectors
-beside them.
+"""Writes an output's finished rows in input order, and vectors beside them.
 
 It can be killed at any moment and repeated: the journal goes last. What is written is
 digested on the way, so that a later run can tell whether the files were edited since.
@@ -78,8 +77,7 @@ def write_ordered_output(journal: Journal, *, has_older_vectors: bool = False) -
 def writing_together(
     output: Path, *others: Path, is_new: bool = False
 ) -> Iterator[Sequence[BinaryIO]]:
-    """Write an output and what stands beside it under other names, and give them theirs
-    at the end.
+    """Write an output and the files beside it under other names; rename them at the end.
 
     The output gets its name last: where it is, all is complete. Others to which nothing
     was written are left out; so are those that an earlier run may have left.

@@ -49,8 +49,7 @@ def require_output_paths(inputs: list[Path], output: Path | None) -> list[Path]:
 
     Args:
         output: a file (for one input), a folder, `-` for stdout, or None for
-        `output_<name>.jsonl`
-            beside each input; stdin's answers go to stdout then.
+            `output_<name>.jsonl` beside each input; stdin's answers go to stdout then.
 
     Raises:
         UsageError: one file for several inputs, or two inputs for one file.
@@ -62,7 +61,11 @@ def require_output_paths(inputs: list[Path], output: Path | None) -> list[Path]:
 
 
 def make_output_paths(inputs: list[Path], output: Path | None) -> OutputPaths:
-    """Plan outputs, without the inputs whose answers would meet in one file; raise as above."""
+    """Pair inputs with outputs, but for inputs whose answers would meet in one file.
+
+    Raises:
+        UsageError: one file for several inputs.
+    """
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
     # whose answers go to a file, and its name
@@ -135,7 +138,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
 
 
 def require_parent_folder(flag: str, path: Path) -> None:
-    """Refuse a place whose folder is not there, by a UsageError: it may be a typing error."""
+    """Raise a UsageError if a path's folder is not there: it may be a typing error."""
     folder = path.parent
     if not folder.is_dir():
         if str(path).startswith("~"):
@@ -151,8 +154,7 @@ def require_parent_folder(flag: str, path: Path) -> None:
 
 
 def _check_no_device(output: Path) -> None:
-    """Refuse what is there and is neither a file nor a folder: a pipe, /dev/null,
-    /dev/stdout."""
+    """Raise a UsageError if an output is a pipe or a device, such as /dev/null."""
     is_other = output.exists() and not (output.is_file() or output.is_dir())
     is_system = not {"/proc", "/sys"}.isdisjoint(map(str, output.absolute().parents))
     if is_other or is_system or (output.parent in DEVICES and not output.is_dir()):

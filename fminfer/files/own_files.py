@@ -19,7 +19,7 @@ from fminfer.files.status_file import status_path
 from fminfer.files.streams import is_stream
 
 OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
-START_BYTES = 4096  # by which a form is told
+START_BYTES = 4096  # by which a kind of file is recognized
 
 
 @dataclass(slots=True, frozen=True)
@@ -55,7 +55,7 @@ RECORDS = FileKind("file of a run's answers or errors", holds_answers)
 
 
 def require_own_file(path: Path, kind: FileKind, label: str) -> None:
-    """Refuse to replace what is there and has another form, by a UsageError.
+    """Raise a UsageError if a file is there that is not of this kind.
 
     A new name, a blank file and a folder pass: a folder is never replaced.
     """
@@ -72,8 +72,7 @@ def require_own_file(path: Path, kind: FileKind, label: str) -> None:
 
 
 def _is_blank(path: Path) -> bool:
-    """Tell whether a file is empty, or holds zeros alone, as a power cut may leave one
-    of ours."""
+    """Tell whether a file is empty, or all zeros, as a power cut may leave it."""
     with path.open("rb") as file:
         return not any(
             piece.strip(b"\0") for piece in iter(partial(file.read, 1 << 20), b"")
@@ -86,7 +85,7 @@ def is_device(path: Path) -> bool:
 
 
 def replace_own_file(path: Path, kind: FileKind, label: str, data: bytes) -> None:
-    """Put a whole file in the place of an older one of its form; write into a device."""
+    """Put a whole file in the place of an older one of its kind; write into a device."""
     with raising_disk_errors(path):
         if is_device(path):
             path.write_bytes(data)
@@ -97,9 +96,9 @@ def replace_own_file(path: Path, kind: FileKind, label: str, data: bytes) -> Non
 
 
 def require_own_outputs(output: Path) -> None:
-    """Refuse an output, errors or a status that no run wrote: answers would replace them.
+    """Raise a UsageError if an output, its errors or its status are files of no run.
 
-    What stands beside a journal, or is sealed by a status file, is a run's.
+    Answers would replace them. Files beside a journal, or sealed by a status file, are a run's.
     """
     if journal_path(output).exists():
         return

@@ -102,7 +102,7 @@ def remove_file(url: str) -> None:
 
 
 def check_writable(url: str) -> None:
-    """Write and remove an empty file, so that hours of work do not end in a UsageError."""
+    """Raise a UsageError if no file can be written and removed beside a URL."""
     folder = url.rpartition("/")[0]
     try:
         file_system, path = _open_file_system(url)
@@ -155,8 +155,7 @@ def _explain_error(error: Exception, right: str, url: str) -> str:
 
 
 def split_query(url: str) -> tuple[str, str]:
-    """Return a URL up to its query, and that with its question mark; only web servers
-    have any."""
+    """Return a URL up to its query, and the query with its mark; only web URLs have one."""
     path, mark, query = url.partition("?")
     return (path, mark + query) if _is_web(url) else (url, "")
 

@@ -39,8 +39,7 @@ class Point:
         self.most_running = max(self.most_running, other.most_running)
 
     def cut_share(self, start: float, end: float) -> Point:
-        """Return the counts between two shares of the time; what is in flight is so all
-        of it."""
+        """Return the counts between two shares of the time; sequences in flight stay."""
         counts = self.num_fed, self.num_drawn, self.num_done
         fed, drawn, done = (
             round(end * count) - round(start * count) for count in counts
@@ -88,7 +87,7 @@ class TimeLine:
 
 
 def parse_time_line(fields: object) -> TimeLine | None:
-    """Read what `to_dict` has written; None: it is not that."""
+    """Parse what `to_dict` has written; None: it is not that."""
     if not isinstance(fields, dict):
         return None
     try:
@@ -166,18 +165,18 @@ class CurrentRun:
 class RunHistory:
     """All runs that answered one output: the earlier ones, and the one that goes on."""
 
-    def __init__(self, facts: CurrentRun, earlier: list[dict[str, Any]]) -> None:
-        self._facts = facts
+    def __init__(self, current: CurrentRun, earlier: list[dict[str, Any]]) -> None:
+        self._current = current
         # A run may lose an output and take it again.
-        self._earlier = [run for run in earlier if run.get("id") != facts.id]
+        self._earlier = [run for run in earlier if run.get("id") != current.id]
 
     def drop_earlier_runs(self) -> None:
-        """Leave out the earlier runs: none of their rows is kept."""
+        """Drop the earlier runs: none of their rows is kept."""
         self._earlier = []
 
     def to_list(self) -> list[dict[str, Any]]:
         """Return the runs for JSON, the oldest first; `runs_before` counts those left out."""
-        runs = [*self._earlier, *self._facts.to_list()]
+        runs = [*self._earlier, *self._current.to_list()]
         num_left_out = max(0, len(runs) - MAX_RUNS)
         if num_left_out:
             before = sum(_num_runs_before(run) for run in runs[: num_left_out + 1])

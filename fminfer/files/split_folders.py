@@ -52,8 +52,7 @@ def find_num_equal(path: Path) -> array[int] | None:
 
 @lru_cache(maxsize=8)
 def _read_entry_places(manifest: Path, changed_at: int) -> dict[str, int]:
-    """Return where a manifest tells of parts whose lines have equal ones, by the parts'
-    paths."""
+    """Return where a manifest's entries of parts with equal lines stand, by part path."""
     places = {}
     place = 0
     with manifest.open("rb") as file:
@@ -77,8 +76,11 @@ def _read_num_equal(
 
 
 def is_split_folder(folder: Path) -> bool:
-    """Tell whether `fminfer split` wrote a folder; refuse an unfinished split by a
-    UsageError."""
+    """Tell whether `fminfer split` wrote a folder.
+
+    Raises:
+        UsageError: the split was not finished.
+    """
     head = read_manifest_head(folder)
     if head and not re.search(rb'"is_complete": ?true', head):
         raise UsageError(

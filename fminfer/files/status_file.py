@@ -50,7 +50,7 @@ def read_status(output: Path) -> dict[str, Any] | None:
 
 
 def read_sound_status(output: Path) -> dict[str, Any] | None:
-    """Read an output's status; None: there is none. Refuse one that cannot be read."""
+    """Read an output's status; None: there is none. Raise if it cannot be read."""
     status = read_status(output)
     if status is None and os.path.lexists(status_path(output)):
         raise UsageError(
@@ -99,14 +99,12 @@ def seals_of(status: dict[str, Any] | None) -> Seals | None:
 
 
 def has_vectors(output: Path) -> bool:
-    """Tell whether the file of vectors beside an output, if there is one, is the
-    output's own."""
+    """Tell whether an output's status says that the vectors beside it are its own."""
     return fminfer_fields(read_status(output)).get("has_vectors") is True
 
 
 def check_vectors_owned(output: Path) -> None:
-    """Refuse to put vectors in the place of a file that fminfer did not write, by a
-    UsageError."""
+    """Raise a UsageError if vectors would replace a file that fminfer did not write."""
     if (path := vectors_path(output)).exists() and not has_vectors(output):
         raise UsageError(
             f"{path} exists, and nothing tells that fminfer wrote it. Move it away, or give "
@@ -143,7 +141,7 @@ class StatusFile:
         self.has_vectors = has_vectors(self.output)
 
     def set_status(self, status: Status, error: str | None = None) -> None:
-        """Enter a status; `error` says why a run failed."""
+        """Set the status and write the file; `error` says why a run failed."""
         self._status = status
         if status != "validating":
             self._times[f"{status}_at"] = int(time.time())
@@ -154,7 +152,7 @@ class StatusFile:
         self._write()
 
     def end_with_error(self, error: BaseException) -> None:
-        """Say why the run ends before the output is complete."""
+        """Note why the run ends before the output is complete."""
         if isinstance(error, StoppedError):
             self.set_status(error.status)
         elif isinstance(error, KeyboardInterrupt):
@@ -186,8 +184,7 @@ class StatusFile:
         self._written_s = time.perf_counter()
 
     def _overwrite(self, text: str) -> bool:
-        """Write into the file that is there, for which a full disk has room; False: it
-        has not."""
+        """Write into the file that is there, as a full disk may allow; False: it does not."""
         try:
             with status_path(self.output).open("r+") as file:
                 file.write(text)

@@ -1,5 +1,4 @@
-"""Files behind URLs (`s3://…`, `gs://…`): copied here before a run, and answers
-uploaded after it.
+"""Files behind URLs (`s3://…`): copied here before a run; answers are uploaded after it.
 
 In between all is local: each remote folder has one here that stands for it, in which a
 run reads, keeps its journal and writes as it does anywhere.
@@ -57,8 +56,7 @@ class RemoteFolders:
         self._sources: dict[Path, str] = {}  # the URL of each copy
 
     def fetch_inputs(self, location: Location) -> list[Path]:
-        """Return local copies of what a URL names: a file, a folder, or
-        `folder/part-*.jsonl`."""
+        """Return local copies of a URL's file or files: `folder`, `folder/part-*.jsonl`."""
         if isinstance(location, Path):
             return [location]
         check_no_models([location])
@@ -66,7 +64,11 @@ class RemoteFolders:
             return [self._fetch_file(url) for url in list_inputs(_trim_url(location))]
 
     def find_local_output(self, output: Location | None) -> Path | None:
-        """Return where the answers to `output` are written here; refuse signed URLs."""
+        """Return where the answers for `output` are written here.
+
+        Raises:
+            UsageError: it is a signed URL.
+        """
         if not isinstance(output, str):
             return output
         url = _trim_url(output)
@@ -150,7 +152,7 @@ class RemoteFolders:
         return local
 
     def _fetch_output(self, output: Path, url: str) -> None:
-        """Have the same output here as there, unless the one here is yet to be uploaded."""
+        """Fetch a remote output, unless the one here is the same or yet to be uploaded."""
         synced = path_beside(output, SYNCED)
         recorded = _read_text(synced)
         version = find_version(url)

@@ -1,5 +1,4 @@
-"""Opens input files as bytes (plain, gzip, zstd, stdin), and tells by the first what
-they are."""
+"""Opens input files as bytes (plain, gzip, zstd, stdin), and recognizes what they hold."""
 
 from __future__ import annotations
 
@@ -128,8 +127,9 @@ def _close_quietly(file: BinaryIO) -> None:
 
 
 def read_chunks(path: Path, digest: Digest | None = None) -> Iterator[bytes]:
-    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`; stdin's
-    as they come.
+    """Yield a file's bytes, decompressed, in pieces of at most `CHUNK_BYTES`.
+
+    Those of stdin are yielded as they come.
 
     Args:
         digest: takes all of the file's own bytes, as they are read.
@@ -199,7 +199,7 @@ def raising_read_errors(path: Path) -> Iterator[None]:
 
 
 def require_zstd(path: Path) -> Any:
-    """Return the module for zstd; refuse the file where none is installed, by a UsageError."""
+    """Return the module for zstd; raise a UsageError if none is installed."""
     if (zstd := find_zstd()) is None:
         raise UsageError(
             f"{path} is compressed with zstd, which Python reads from 3.14 on; pip install "
@@ -278,8 +278,7 @@ def explain_bytes(head: bytes) -> str:
 
 
 def explain_text(head: bytes) -> str:
-    """Say what a text file is whose lines are no requests, and what to do; as
-    `explain_bytes`."""
+    """Say what a text file without requests is, and what to do; as `explain_bytes`."""
     if b"\n" not in head and _ENDED_BY_CR.search(head):
         return "its lines end in CR alone; end them in LF (tr '\\r' '\\n' < FILE > NEW does it)"
     is_table = _is_text(head) and _is_table(head)
@@ -287,7 +286,7 @@ def explain_text(head: bytes) -> str:
 
 
 def opens_array(head: bytes, *, is_whole: bool) -> bool:
-    """Tell a file that is one array of objects from lines of which the first one is wrong."""
+    """Tell whether a file is one array of objects, and not lines whose first one is wrong."""
     text = head.decode("utf-8", errors="replace").strip()
     if not text.startswith("["):
         return False

@@ -17,7 +17,7 @@ from typing import Any
 
 import click
 
-from fminfer.answers.answer_index import open_answers
+from fminfer.answers.answer_index import open_answer_index
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.record import Choice
 from fminfer.core.config import EngineConfig
@@ -104,7 +104,9 @@ class _Job:
         """Let the engine take answers of other runs, and keep its own, if the user
         wants that."""
         place = self.run.job.result_cache
-        engine.runs.cache = cache = open_answers(self.fingerprint, place, self.tell)
+        engine.runs.cache = cache = open_answer_index(
+            self.fingerprint, place, self.tell
+        )
         try:
             yield
         finally:
@@ -247,8 +249,8 @@ def _answer_files(job: _Job) -> JobSummary:
         limit=asked.limit,
         # A file of vectors does not tell which line an answer is of, once lines have moved.
         count_lines=None if has_npy else line_counting(config, job.checkpoint),
-        facts=CurrentRun(settings=name_settings(config)),
-        tell=job.tell,
+        current_run=CurrentRun(settings=name_settings(config)),
+        print_progress=job.tell,
     )
     files: RunInputs
     if asked.is_shared:
@@ -273,7 +275,7 @@ def _answer_files(job: _Job) -> JobSummary:
             _telling_how_to_go_on(asked, files, job.run.stopper),
             reporting(asked, plan),
         ):
-            _answer_rows(job, files, summary, terms.facts)
+            _answer_rows(job, files, summary, terms.current_run)
     else:
         run_job(None, files, summary, is_quiet=asked.is_quiet)
     asked.remote.upload_outputs(plan.outputs)

@@ -198,7 +198,7 @@ def read_lines_left(
         if file is None:
             yield None
             continue
-        lines = file.lines(runner.pass_over)
+        lines = file.lines(runner.count_answered)
         while True:
             try:
                 with stopper.reading():

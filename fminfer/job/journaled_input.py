@@ -16,9 +16,9 @@ from typing import Literal
 from fminfer.answers.carrying_over import (
     CarriedOver,
     RunTerms,
-    carry_over,
-    drop_answerless,
-    reopen,
+    carry_answers_over,
+    rebuild_journal,
+    remove_answerless_output,
 )
 from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
@@ -94,7 +94,7 @@ class JournaledInput:
             self.counts.num_rows = self._input.num_rows or 0
         is_kept = not terms.restart and (journal is not None or output.exists())
         earlier = parse_runs(read_status(output)) if is_kept else []
-        self._history = RunHistory(terms.facts, earlier)
+        self._history = RunHistory(terms.current_run, earlier)
         self.status = StatusFile(
             source=path,
             output=output,
@@ -154,7 +154,7 @@ class JournaledInput:
         self.journal = journal
         self.hold.remove_dead_claims()
         if not (journal.num_rows or journal.num_tried):
-            drop_answerless(self.output, self._fingerprint, self._terms)
+            remove_answerless_output(self.output, self._fingerprint, self._terms)
         self.status.set_status("validating")
         self._count_kept(journal)
         try:
@@ -166,7 +166,7 @@ class JournaledInput:
         if journal.num_rows == self._input.num_rows and journal.num_rows:
             self._input.mark_read(journal.num_rows)
             self._finish_if_complete()
-        elif not (journal.has_locks and self.carried.num_taken >= MANY_ROWS):
+        elif not (journal.has_locks and self.carried.num_answered >= MANY_ROWS):
             # opened again when it is this input's turn: there may be thousands
             journal.close()
             self.journal = None
@@ -242,12 +242,14 @@ class JournaledInput:
             # of a run that did so and died meanwhile
             if not journal_path(self.output).exists():
                 completed = require_completed(self.output, self.path, self._fingerprint)
-                reopen(self.path, completed, self._fingerprint, self._terms)
+                rebuild_journal(self.path, completed, self._fingerprint, self._terms)
 
     def _carry_over(self) -> None:
         """Make the journal from the answers to an earlier form of the input."""
         with self.hold.acquired():
-            carried = carry_over(self.path, self.output, self._fingerprint, self._terms)
+            carried = carry_answers_over(
+                self.path, self.output, self._fingerprint, self._terms
+            )
         if carried is None:  # another run has done so meanwhile
             self._input.count_rows()
         else:
@@ -333,7 +335,7 @@ class JournaledInput:
             self._fingerprint,
             takes_over=terms.count_lines is not None,
         )
-        if terms.takes_over(completed.fingerprint, self._fingerprint):
+        if terms.can_carry_over(completed.fingerprint, self._fingerprint):
             self._state = "carry over"
         elif completed.has_rows_left(terms.limit, terms.started_s):
             self._state = "reopen"

@@ -174,7 +174,7 @@ class RunInputs(ABC):
         summary.num_damaged_rows = damaged.total()
         summary.num_tried_rows = tried.total()
         summary.num_changed_inputs = len(carried)
-        summary.num_taken_rows = sum(each.num_taken for each in carried.values())
+        summary.num_taken_rows = sum(each.num_answered for each in carried.values())
         summary.num_left_out_rows = sum(each.num_left_out for each in carried.values())
 
 

@@ -228,7 +228,7 @@ class Dispatcher:
                 del self.replies[event.request_id]
             if isinstance(event, Finished):
                 if self._cache is not None:
-                    self._cache.keep(reply.prepared, event)
+                    self._cache.add(reply.prepared, event)
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
                 self._metrics.observe(event, now_s - reply.asked_s)
             reply.push(event)

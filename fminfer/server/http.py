@@ -14,7 +14,7 @@ from functools import partial
 import click
 import uvicorn
 
-from fminfer.answers.answer_index import AnswerIndex, open_answers
+from fminfer.answers.answer_index import AnswerIndex, open_answer_index
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import describe_dtypes, with_noun
 from fminfer.machine.host_memory import trim_host
@@ -94,7 +94,7 @@ def _open_cache(
 ) -> AnswerIndex | None:
     if settings.cache_place is None and not settings.cache_size:
         return None  # a fingerprint reads of every tensor
-    return open_answers(
+    return open_answer_index(
         plan.fingerprint(),
         settings.cache_place,
         (lambda text: None) if run.is_quiet else say,

@@ -19,7 +19,7 @@ from fminfer.answers.answer_index import (
     AnswerIndex,
     RecentAnswers,
     answer_key,
-    open_answers,
+    open_answer_index,
 )
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
@@ -118,7 +118,7 @@ def cached(engine: fminfer.Engine, folder: Path) -> Iterator[AnswerIndex]:
     """Give an engine the cache of a folder."""
     told: list[str] = []
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
-    cache = open_answers(fingerprint, CachePlace(folder, 2**24), told.append)
+    cache = open_answer_index(fingerprint, CachePlace(folder, 2**24), told.append)
     assert cache is not None
     engine.runs.cache = cache
     try:
@@ -182,9 +182,9 @@ def test_any_text_and_number_comes_back(text: str, tmp_path: Path) -> None:
     choices = [{"text": text, "logprobs": {text: numbers}, "index": 2**63}]
     told: list[str] = []
     for _ in range(2):  # before it is written, and from the disk
-        cache = open_answers({}, CachePlace(tmp_path, 2**24), told.append)
+        cache = open_answer_index({}, CachePlace(tmp_path, 2**24), told.append)
         assert cache is not None
-        cache.keep(prepared(), Finished(7, choices, finished("").usage, {}))
+        cache.add(prepared(), Finished(7, choices, finished("").usage, {}))
         found = cache.find(prepared())
         cache.close()
         assert found is not None and repr(found.choices) == repr(choices) and not told
@@ -447,9 +447,9 @@ def test_answers_in_memory_leave_by_their_last_use() -> None:
     cache = AnswerIndex({}, None, RecentAnswers(2, 1))
     requests = [prepared(replace(SEEDED, seed=seed)) for seed in range(3)]
     for seed in (0, 1):
-        cache.keep(requests[seed], finished(str(seed)))
+        cache.add(requests[seed], finished(str(seed)))
     assert text_of(cache.find(requests[0])) == "0"
-    cache.keep(requests[2], finished("2"))
+    cache.add(requests[2], finished("2"))
     assert [text_of(cache.find(each)) for each in requests] == ["0", None, "2"]
     assert (cache.num_asked, cache.num_found) == (4, 3)
 
@@ -461,19 +461,19 @@ def test_a_list_of_answers_is_drawn_from_once_it_is_full() -> None:
     again = replace(drawn, repeat=6)
     for text in "abc":
         assert cache.find(again, takes_chance=True) is None
-        cache.keep(drawn, finished(text))
-    cache.keep(drawn, finished("d"))
+        cache.add(drawn, finished(text))
+    cache.add(drawn, finished("d"))
     found = {text_of(cache.find(again, takes_chance=True)) for _ in range(200)}
     assert found == {"a", "b", "c"}
     assert cache.find(again) is None, "a line of a file is drawn"
-    cache.keep(prepared(), finished("seeded"))
+    cache.add(prepared(), finished("seeded"))
     assert text_of(cache.find(prepared())) == "seeded", "one answer is enough"
 
 
 def test_without_a_list_nothing_that_chance_decides_is_kept() -> None:
     cache = AnswerIndex({}, None, RecentAnswers(9, 1))
     drawn = prepared(replace(SEEDED, seed=None), meaning=b"m")
-    cache.keep(drawn, finished("a"))
+    cache.add(drawn, finished("a"))
     assert cache.find(drawn, takes_chance=True) is None and cache.num_asked == 0
 
 
@@ -481,22 +481,24 @@ def test_what_the_disk_has_comes_into_memory(tmp_path: Path) -> None:
     told: list[str] = []
     place = CachePlace(tmp_path, 2**24)
     for size in (0, 5):
-        cache = open_answers({}, place, told.append, size=size)
+        cache = open_answer_index({}, place, told.append, size=size)
         assert cache is not None
-        cache.keep(prepared(), finished("kept"))
+        cache.add(prepared(), finished("kept"))
         cache.close()
-    cache = open_answers({}, place, told.append, size=5)
+    cache = open_answer_index({}, place, told.append, size=5)
     assert cache is not None and text_of(cache.find(prepared())) == "kept"
     cache.close()
     assert text_of(cache.find(prepared())) == "kept" and not told
-    assert open_answers({}, None, told.append) is None
+    assert open_answer_index({}, None, told.append) is None
 
 
 def test_another_model_finds_none_of_them(tmp_path: Path) -> None:
     for model, is_there in (("a", False), ("b", False), ("a", True)):
-        cache = open_answers({"weights": model}, CachePlace(tmp_path, 2**24), print)
+        cache = open_answer_index(
+            {"weights": model}, CachePlace(tmp_path, 2**24), print
+        )
         assert cache is not None and (cache.find(prepared()) is not None) == is_there
-        cache.keep(prepared(), finished(model))
+        cache.add(prepared(), finished(model))
         cache.close()
 
 
@@ -507,6 +509,6 @@ def test_a_folder_that_cannot_be_used_shows_as_trouble(tmp_path: Path) -> None:
         (tmp_path / "file" / "new", True),
     ):
         told: list[str] = []
-        cache = open_answers({}, CachePlace(folder, 2**24), told.append)
+        cache = open_answer_index({}, CachePlace(folder, 2**24), told.append)
         assert cache is not None and bool(cache.trouble) == bool(told) == is_trouble
         cache.close()

@@ -50,7 +50,7 @@ def opened(
 def fill(folder: Path, numbers: range, **how: Any) -> None:
     with opened(folder, **how) as (store, told):
         for number in numbers:
-            store.keep(key_of(number), value_of(number))
+            store.add(key_of(number), value_of(number))
     assert told == [] and store.trouble == ""
 
 
@@ -81,7 +81,7 @@ def test_answers_outlive_the_process(tmp_path: Path) -> None:
 
 def test_it_is_found_before_it_is_written(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, _):
-        store.keep(key_of(1), b"one")
+        store.add(key_of(1), b"one")
         assert store.find(key_of(1)) == b"one" and store.find(key_of(2)) is None
 
 
@@ -89,7 +89,7 @@ def test_it_is_found_before_it_is_written(tmp_path: Path) -> None:
 def test_answers_are_written_while_the_run_goes_on(tmp_path: Path) -> None:
     """A run that is killed loses those of the last second or two."""
     with opened(tmp_path) as (store, _), opened(tmp_path) as (other, _):
-        store.keep(key_of(1), b"one")
+        store.add(key_of(1), b"one")
         until_s = time.monotonic() + 20
         while store._pending and time.monotonic() < until_s:
             time.sleep(0.05)
@@ -102,7 +102,7 @@ def test_answers_are_written_while_the_run_goes_on(tmp_path: Path) -> None:
 )
 def test_any_bytes_come_back(value: bytes, tmp_path: Path) -> None:
     with opened(tmp_path) as (store, _):
-        store.keep(key_of(1), value)
+        store.add(key_of(1), value)
     with opened(tmp_path) as (store, told):
         assert store.find(key_of(1)) == value and not told
     assert (tmp_path / FILE).stat().st_size < 100_000, "a large value is compressed"
@@ -124,7 +124,7 @@ def test_who_keeps_an_answer_never_waits_for_the_disk(
         reading = threading.Thread(target=store.find, args=(key_of(1),))
         reading.start()
         assert is_reading.wait(20)
-        store.keep(key_of(2), b"two")
+        store.add(key_of(2), b"two")
         assert store.find(key_of(2)) == b"two", "what waits is found as well"
         goes_on.set()
         reading.join(20)
@@ -141,7 +141,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
         "answer_store.WRITE_EACH_S = 0.1\n"
         "with opened(Path(sys.argv[1])) as (store, told):\n"
         "    for number in range(first, first + 1200):\n"
-        "        store.keep(key_of(number), value_of(number))\n"
+        "        store.add(key_of(number), value_of(number))\n"
         "        value = store.find(key_of(number - 800))\n"
         "        assert value in (None, value_of(number - 800))\n"
         "        time.sleep(0.0005)\n"
@@ -153,7 +153,7 @@ def test_two_processes_at_once(tmp_path: Path) -> None:
     assert found(tmp_path / "new", range(2000)) == [*range(2000)]
 
 
-@pytest.mark.parametrize("step", ["_number", "_found_tables"])
+@pytest.mark.parametrize("step", ["_read_pragma", "_read_tables"])
 def test_another_process_makes_the_tables_meanwhile(
     step: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -222,7 +222,7 @@ def test_a_damaged_file_is_put_aside(name: str, tmp_path: Path) -> None:
     with opened(tmp_path) as (store, told):
         for number in range(1000):
             assert store.find(key_of(number)) in (None, value_of(number))
-            store.keep(key_of(number), value_of(number))
+            store.add(key_of(number), value_of(number))
     assert store.trouble == ""
     aside = [path for path in tmp_path.iterdir() if ".damaged-" in path.name]
     if is_noticed:
@@ -255,7 +255,7 @@ def test_any_flipped_byte(tmp_path: Path) -> None:
         with opened(folder) as (store, told):
             for number in range(300):
                 assert store.find(key_of(number)) in (None, value_of(number))
-            store.keep(key_of(300), value_of(300))
+            store.add(key_of(300), value_of(300))
         num_told += len(told)
         shutil.rmtree(folder)
     assert num_told > len(places) // 8
@@ -277,7 +277,7 @@ def test_one_wrong_answer_puts_the_file_aside(tmp_path: Path) -> None:
             assert None in got and all(
                 v in (None, value_of(n)) for n, v in enumerate(got)
             )
-            store.keep(key_of(5), value_of(5))
+            store.add(key_of(5), value_of(5))
         assert len(told) == 1 and "is damaged" in told[0]
         assert found(tmp_path, range(6)) == [5]
 
@@ -288,7 +288,7 @@ def test_damage_that_the_last_write_meets(tmp_path: Path) -> None:
     with opened(tmp_path) as (store, told):
         size = (tmp_path / FILE).stat().st_size
         write_at(tmp_path / FILE, 4096, os.urandom(size - 4096))
-        store.keep(key_of(5000), value_of(5000))
+        store.add(key_of(5000), value_of(5000))
     assert len(told) == 1 and "is damaged" in told[0] and store.trouble == ""
     assert found(tmp_path, range(4990, 5010)) == [5000]
 
@@ -305,7 +305,7 @@ def test_a_file_that_is_damaged_again_and_again_is_given_up(tmp_path: Path) -> N
         until_s = time.monotonic() + 20
         while not store.trouble and time.monotonic() < until_s:
             time.sleep(0.02)
-        store.keep(key_of(1), b"one")
+        store.add(key_of(1), b"one")
         assert store.find(key_of(1)) is None
     assert store.trouble == "it is damaged again and again"
     assert (
@@ -321,7 +321,7 @@ def test_another_process_has_put_it_aside(tmp_path: Path) -> None:
         fill(tmp_path, range(20, 30))
         with store._file_lock:
             store._note_damage("a test says so")
-        store.keep(key_of(40), value_of(40))
+        store.add(key_of(40), value_of(40))
     assert told == [] and not [
         path for path in tmp_path.iterdir() if "damaged" in path.name
     ]
@@ -341,12 +341,12 @@ def test_a_disk_that_fails_costs_one_warning(
     monkeypatch.setattr(answer_file.AnswerFile, "write", fail)
     with opened(tmp_path) as (store, told):
         for number in range(10, 20):
-            store.keep(key_of(number), value_of(number))
+            store.add(key_of(number), value_of(number))
         until_s = time.monotonic() + 20
         while not told and time.monotonic() < until_s:
             time.sleep(0.02)
         for number in range(20, 30):
-            store.keep(key_of(number), value_of(number))
+            store.add(key_of(number), value_of(number))
         is_full = "full" in words
         assert (store.find(key_of(1)) is not None) is is_full, "a full disk can be read"
         assert store.find(key_of(25)) is None
@@ -367,7 +367,7 @@ def test_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     monkeypatch.setattr(answer_file.AnswerFile, "_prepare", prepare_small)
     with opened(tmp_path) as (store, told):
         for number in range(50, 500):
-            store.keep(key_of(number), value_of(number))
+            store.add(key_of(number), value_of(number))
     assert len(told) == 1 and "full" in told[0]
     monkeypatch.undo()
     assert found(tmp_path, range(500)) == [*range(50)]
@@ -385,7 +385,7 @@ def test_a_locked_file_is_waited_for_and_then_given_up(
         closing(sqlite3.connect(tmp_path / FILE)) as other,
     ):
         for again in (False, True):
-            store.keep(key_of(7 + again), b"new")
+            store.add(key_of(7 + again), b"new")
             until_s = time.monotonic() + 20
             while store._pending and time.monotonic() < until_s:
                 time.sleep(0.02)
@@ -410,7 +410,7 @@ def test_one_that_is_locked_when_it_is_opened(
     with closing(sqlite3.connect(tmp_path / FILE)) as other:
         other.execute("BEGIN EXCLUSIVE")
         with opened(tmp_path) as (store, told):
-            store.keep(key_of(9), b"nine")
+            store.add(key_of(9), b"nine")
             assert store.find(key_of(1)) is None
     assert len(told) == 1 and "locked" in told[0] and "locked" in store.trouble
 
@@ -418,16 +418,16 @@ def test_one_that_is_locked_when_it_is_opened(
 def test_a_folder_that_goes_away(tmp_path: Path) -> None:
     folder = tmp_path / "cache"
     with opened(folder) as (store, told):
-        store.keep(key_of(1), b"one")
+        store.add(key_of(1), b"one")
         shutil.rmtree(folder)
-        store.keep(key_of(2), b"two")
+        store.add(key_of(2), b"two")
     assert len(told) <= 2 and all("Warning" in text for text in told)
 
 
 def test_a_folder_that_cannot_be(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     with opened(tmp_path / "file" / "cache") as (store, told):
-        store.keep(key_of(1), b"one")
+        store.add(key_of(1), b"one")
         assert store.find(key_of(1)) is None
     assert len(told) == 1 and store.trouble
 
@@ -449,7 +449,7 @@ def test_a_file_that_can_only_be_read(
     monkeypatch.setattr(answer_file.AnswerFile, "_may_write", lambda self: False)
     with opened(tmp_path) as (store, told):
         assert store.find(key_of(1)) == value_of(1)
-        store.keep(key_of(9), b"nine")
+        store.add(key_of(9), b"nine")
         until_s = time.monotonic() + 20
         while not told and time.monotonic() < until_s:
             time.sleep(0.02)
@@ -466,7 +466,7 @@ def test_the_oldest_use_goes_first_and_the_size_holds(tmp_path: Path) -> None:
     for first in range(0, 6000, 1000):
         with opened(tmp_path, MIB, clock) as (store, told):
             for number in range(first, first + 1000):
-                store.keep(key_of(number), value_of(number, 400))
+                store.add(key_of(number), value_of(number, 400))
         now[0] += answer_file.TOUCH_AFTER_S
         with opened(tmp_path, MIB, clock) as (store, told):
             for number in range(10):  # used again and again
@@ -483,7 +483,7 @@ def test_the_oldest_use_goes_first_and_the_size_holds(tmp_path: Path) -> None:
 def test_a_smaller_limit_gives_room_back(tmp_path: Path) -> None:
     with opened(tmp_path, 16 * MIB) as (store, _):
         for number in range(5000):
-            store.keep(key_of(number), random.Random(number).randbytes(900))
+            store.add(key_of(number), random.Random(number).randbytes(900))
     assert (tmp_path / FILE).stat().st_size > 4 * MIB
     fill(tmp_path, range(5000, 5010), max_bytes=MIB)
     assert (tmp_path / FILE).stat().st_size <= MIB
@@ -492,8 +492,8 @@ def test_a_smaller_limit_gives_room_back(tmp_path: Path) -> None:
 
 def test_an_answer_that_is_too_large_is_left_out(tmp_path: Path) -> None:
     with opened(tmp_path, MIB) as (store, told):
-        store.keep(key_of(1), os.urandom(MIB // 2))
-        store.keep(key_of(2), value_of(2))
+        store.add(key_of(1), os.urandom(MIB // 2))
+        store.add(key_of(2), value_of(2))
     assert not told and found(tmp_path, range(5)) == [2]
 
 
@@ -503,7 +503,7 @@ def test_answers_that_wait_are_bounded(
     monkeypatch.setattr(answer_store, "MAX_PENDING_BYTES", 1000)
     with opened(tmp_path) as (store, told):
         for number in range(10):
-            store.keep(key_of(number), b"x" * 300)
+            store.add(key_of(number), b"x" * 300)
         assert store._pending_bytes <= 1000 and len(store._pending) == 3
     assert not told
 

@@ -9,14 +9,14 @@ from typing import Any
 
 import pytest
 
-from fminfer.answers.earlier_answers import JournalAnswers, OutputAnswers, Pace
+from fminfer.answers.earlier_answers import JournalAnswers, OutputAnswers, PacedProgress
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Line, open_envelope
 from fminfer.contract.record import Record, make_key
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.journal_rows import Row, make_head_line
 from fminfer.files.ordered_output import errors_path
 
-PACE = Pace(lambda text: None)
+PACE = PacedProgress(lambda text: None)
 
 
 class OneOfEach:

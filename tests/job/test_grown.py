@@ -462,8 +462,8 @@ def test_it_tells_how_far_it_is(
     lines = [HOT | {"prompt": f"p{n}"} for n in range(4)]
     told: list[str] = []
     for number, every_s in ((2, 5.0), (3, 5.0), (4, 0.0)):
-        monkeypatch.setattr("fminfer.answers.earlier_answers.TELL_EVERY_S", every_s)
-        monkeypatch.setattr("fminfer.answers.earlier_answers.LOOK_EVERY", 2)
+        monkeypatch.setattr("fminfer.answers.earlier_answers.PRINT_EVERY_S", every_s)
+        monkeypatch.setattr("fminfer.answers.earlier_answers.CHECK_EVERY", 2)
         write(source, lines[:number])
         assert told == []
         run_files(engine, [source], [output], count_lines=counting, tell=told.append)
@@ -696,9 +696,9 @@ def test_two_runs_on_one_grown_file(
         for _ in range(2)
     )
     first.begin()
-    assert first.carried.num_taken == 1
+    assert first.carried.num_answered == 1
     second.begin()  # what the first has made is its own now
-    assert (second.carried.num_taken, second.kept.num_rows) == (0, 1)
+    assert (second.carried.num_answered, second.kept.num_rows) == (0, 1)
     assert next(first.lines(lambda line: None)).number == 2
     with pytest.raises(UsageError, match=r"in use|being written"):
         next(second.lines(lambda line: None))
@@ -729,7 +729,7 @@ def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
     counter = counting()
     body = json.dumps(HOT | {"prompt": "x"}).encode()
     for number, raw in enumerate([body, b"{no", b'{"prompt": 1, "top_p": 7}', body], 1):
-        counter.pass_over(Line(0, number, raw))
+        counter.count_answered(Line(0, number, raw))
     line = Line(0, 5, body)
     assert counter.count(line, open_envelope(line)) == 2
 

@@ -66,7 +66,7 @@ def answer(
     """Answer a file as a run of its own."""
     facts = CurrentRun(place={"device": "cpu", "ready_s": 1.5})
     files = open_files(
-        [source], [output], RunTerms("m", {}, restart=restart, facts=facts)
+        [source], [output], RunTerms("m", {}, restart=restart, current_run=facts)
     )
     summary = JobSummary("m", "float32", [source], [output])
     return run_job(engine, files, summary, is_quiet=True, run_facts=facts)
@@ -165,7 +165,7 @@ def test_files_of_one_run_share_its_time_line(
     sources = [write_rows(tmp_path / f"{name}.jsonl", 12) for name in "ab"]
     outputs = [tmp_path / f"out_{name}.jsonl" for name in "ab"]
     facts = CurrentRun()
-    files = open_files(sources, outputs, RunTerms("m", {}, facts=facts))
+    files = open_files(sources, outputs, RunTerms("m", {}, current_run=facts))
     summary = JobSummary("m", "float32", sources, outputs)
     run_job(engine, files, summary, is_quiet=True, run_facts=facts)
     (run,) = find_runs([open_output(output) for output in outputs])

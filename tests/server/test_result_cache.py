@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 import fminfer
-from fminfer.answers.answer_index import open_answers
+from fminfer.answers.answer_index import open_answer_index
 from fminfer.answers.answer_store import FILE
 from fminfer.answers.cache_place import CachePlace
 from fminfer.models.checkpoint import open_model
@@ -77,7 +77,7 @@ def serving(
     told: list[str] = []
     place = None if folder is None else CachePlace(folder, 2**24)
     fingerprint = plan_ahead(engine.config, open_model(engine.config)).fingerprint()
-    cache = open_answers(
+    cache = open_answer_index(
         fingerprint, place, told.append, size=size, list_size=list_size
     )
     assert cache is not None

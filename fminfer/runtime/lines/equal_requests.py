@@ -68,7 +68,7 @@ class EqualRequests:
             return []
         followers = self._followers.pop(asked.key)
         if isinstance(answer, Finished):
-            self._finished.keep(asked.key, answer, size=_num_entries(asked, answer))
+            self._finished.add(asked.key, answer, size=_num_entries(asked, answer))
         for follower in followers:
             self._num_followers[follower.line.source] -= 1
             self._follower_bytes -= len(follower.line.raw)

@@ -80,7 +80,7 @@ class LineIntake:
         self._name_line = name_line or (lambda line: f"line {line.number}")
         self._counter = LineCounter(intake, check)
         # lines that are not to be answered again
-        self.pass_over = self._counter.pass_over
+        self.count_answered = self._counter.count_answered
         # How many lines it opens at once: as many as are tokenized or rendered together.
         self.group_size = MAX_CHATS if intake.limits.vectors is None else MAX_GROUP
 
@@ -107,7 +107,7 @@ class LineIntake:
     def _open(self, line: Line, envelope: Envelope) -> _Opened | Record:
         """Return a line's request as far as that goes without its tokens."""
         try:
-            request, repeat = self._counter.parse(line, envelope)
+            request, repeat = self._counter.parse_and_count(line, envelope)
             return (
                 line,
                 envelope,

@@ -171,10 +171,10 @@ class LineRunner:
         self._num_window_prompts += asked.num_prompts
         self._num_window_tokens += asked.num_prompt_tokens
 
-    def pass_over(self, line: Line) -> None:
+    def count_answered(self, line: Line) -> None:
         """Take note of a line of this run that is not to be answered again."""
         self._open_read()  # which stand before it
-        self.intake.pass_over(line)
+        self.intake.count_answered(line)
 
     def stop(self, grace_s: float) -> None:
         """Take no more lines in; rows that run may go on so long. It may be called at
@@ -198,7 +198,7 @@ class LineRunner:
             elif not isinstance(event, Delta):
                 asked = self._asked.pop(event.request_id)
                 if self.cache is not None and isinstance(event, Finished):
-                    self.cache.keep(asked.prepared, event)
+                    self.cache.add(asked.prepared, event)
                 self._finish(asked, event)
         records = self._done
         self._done = []
