@@ -466,7 +466,9 @@ def test_it_tells_how_far_it_is(
         monkeypatch.setattr("fminfer.answers.earlier_answers.CHECK_EVERY", 2)
         write(source, lines[:number])
         assert told == []
-        run_files(engine, [source], [output], count_lines=counting, tell=told.append)
+        run_files(
+            engine, [source], [output], count_lines=counting, print_progress=told.append
+        )
     assert told == [
         "Reading earlier answers: 0",
         "Reading earlier answers: 2",
