@@ -145,7 +145,9 @@ def run_command(arguments: list[str], note: Path | None) -> None:
             now_s = time.perf_counter()
             if now_s - self.noted_s > 0.1:
                 self.noted_s = now_s
-                self.said.append((now_s - self.started_s, self.left_s(args[-1])))
+                self.said.append(
+                    (now_s - self.started_s, self.predict_left_s(args[-1]))
+                )
 
         def close(self) -> None:
             super().close()

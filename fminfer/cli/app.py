@@ -43,7 +43,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import pop_options
 from fminfer.core.version import __version__
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, refuse_other_models
+from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, check_no_other_model
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
 from fminfer.machine.stopper import ProcessOptions, check_times
@@ -240,7 +240,7 @@ def _run(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int
     # Mistakes in the plan are told before anything is started or loaded; a rank's are
     # told to all.
     plan = job.plan() if role.kind != "apart" else None
-    refuse_other_models(config, plan.inputs if plan else [])
+    check_no_other_model(config, plan.inputs if plan else [])
     make = partial(RunContext, job=job, plan=plan)
     with starting_process(make, config, role, ending, is_quiet=job.is_quiet) as process:
         with importing_engine(config, role):

@@ -27,7 +27,7 @@ from fminfer.files.input_folders import (
     find_inputs,
 )
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
-from fminfer.job.run_paths import JobOptions, refuse_other_models
+from fminfer.job.run_paths import JobOptions, check_no_other_model
 from fminfer.machine.library_imports import import_transformers
 from fminfer.plan.roofs import PlanOptions
 
@@ -76,7 +76,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
         raise UsageError(
             "no input; give a .jsonl file, as in: fminfer check requests.jsonl"
         )
-    refuse_other_models(config, inputs)
+    check_no_other_model(config, inputs)
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
 

@@ -35,7 +35,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     """
     from fminfer.files.own_files import PAGE, require_own_file
     from fminfer.job.report.report_file import write_report
-    from fminfer.job.report.told_outputs import find_outputs
+    from fminfer.job.report.reported_outputs import find_outputs
 
     found = find_outputs(outputs)
     out = out or _default_place(outputs, found[0].path)

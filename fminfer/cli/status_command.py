@@ -12,7 +12,7 @@ from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import show
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import describe_seconds, with_noun
-from fminfer.job.overview import STATES, FileState, Overview, look_over
+from fminfer.job.overview import STATES, FileState, Overview, find_overviews
 
 MOST_LISTED = 20
 
@@ -39,7 +39,7 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
     that the runs that are now at work go on, and that no others begin.
     """
     for path in paths:
-        for overview in look_over(path):
+        for overview in find_overviews(path):
             if is_json:
                 # which takes names of any bytes
                 click.echo(json.dumps(_to_dict(overview)))

@@ -27,7 +27,7 @@ from fminfer.core.option import pop_options
 from fminfer.core.quantities import with_noun
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import require_output_paths
-from fminfer.job.run_paths import refuse_other_models
+from fminfer.job.run_paths import check_no_other_model
 
 
 @click.command(
@@ -75,7 +75,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     paths = tuple(Path(os.path.abspath(path)) for path in asked.infer_data)
     outputs = _plan(paths, flags["output"])
     check_shared_files(asked.mode, flags, len(outputs))
-    refuse_other_models(ModelOptions(flags["model"], flags["random_init"]), outputs)
+    check_no_other_model(ModelOptions(flags["model"], flags["random_init"]), outputs)
     values, more_flags = job_values(chosen, asked, flags)
     form = JobForm(
         asked.mode,

@@ -39,9 +39,9 @@ from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
-from fminfer.job.report.told_outputs import is_there, open_output
+from fminfer.job.report.reported_outputs import is_there, open_output
 from fminfer.job.run_inputs import RunInputs, open_files
-from fminfer.job.run_paths import JobPaths, RunContext, refuse_other_models
+from fminfer.job.run_paths import JobPaths, RunContext, check_no_other_model
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.processor import chosen_name
@@ -63,7 +63,7 @@ def run_process(run: RunContext) -> JobSummary | None:
     def find_files() -> None:
         nonlocal plan
         plan = plan or run.job.plan()
-        refuse_other_models(run.config, plan.inputs)
+        check_no_other_model(run.config, plan.inputs)
 
     def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
         assert plan is not None, "rank 0 has a plan before it meets others"
@@ -132,7 +132,7 @@ def _answer(job: _Job) -> JobSummary:
             )
         with tempfile.TemporaryDirectory(prefix="fminfer-") as folder:
             path = Path(folder) / "made_up.jsonl"
-            synthetic.write(
+            synthetic.write_requests(
                 path,
                 vocab_size=job.checkpoint.config.vocab_size,
                 context_length=job.checkpoint.context_length,
@@ -256,7 +256,7 @@ def _answer_files(job: _Job) -> JobSummary:
     if asked.is_shared:
         find = asked.plan if asked.is_watching else lambda: plan
         files = shared = SharedFiles(find, terms, is_watching=asked.is_watching)
-        is_left = shared.look()
+        is_left = shared.scan()
     else:
         files = open_files(plan.inputs, plan.outputs, terms)
         is_left = not files.is_finished
@@ -342,7 +342,7 @@ def _answer_rows(
             stopper=run.stopper,
             is_quiet=run.is_quiet,
             trace=run.job.trace,
-            run_facts=run_facts,
+            current_run=run_facts,
         )
     summary.ranks = engine.memory  # with the last reports of all
 

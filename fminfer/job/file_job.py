@@ -26,8 +26,8 @@ from fminfer.machine.threads import affine_cores
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 
-# Counts of the engine that a status file tells.
-TOLD_STATS = (
+# Counts of the engine that a status file holds.
+STATUS_STATS = (
     "num_steps",
     "num_prompt_tokens",
     "num_generated_tokens",
@@ -53,7 +53,7 @@ def run_job(
     stopper: Stopper | None = None,
     is_quiet: bool,
     trace: Path | None = None,
-    run_facts: CurrentRun | None = None,
+    current_run: CurrentRun | None = None,
 ) -> JobSummary:
     """Answer every line that is left of the inputs; finished rows are kept whatever happens.
 
@@ -62,13 +62,13 @@ def run_job(
         run_facts: filled in as the run goes on; they stand in each output's status file.
     """
     if engine is not None:
-        facts = run_facts or CurrentRun()
+        facts = current_run or CurrentRun()
         job = _FileJob(
             engine, inputs, summary, stopper or Stopper(0.0), facts, is_quiet=is_quiet
         )
         job.run(trace)
     summary.engine = asdict(EngineStats() if engine is None else engine.stats)
-    inputs.add_to(summary)
+    inputs.add_to_summary(summary)
     return summary
 
 
@@ -81,7 +81,7 @@ class _FileJob:
         inputs: RunInputs,
         summary: JobSummary,
         stopper: Stopper,
-        run_facts: CurrentRun,
+        current_run: CurrentRun,
         *,
         is_quiet: bool,
     ) -> None:
@@ -89,9 +89,9 @@ class _FileJob:
         self._inputs = inputs
         self._summary = summary
         self._stopper = stopper
-        self._run_facts = run_facts
-        run_facts.read_stats = lambda: {
-            name: getattr(engine.stats, name) for name in TOLD_STATS
+        self._current_run = current_run
+        current_run.read_stats = lambda: {
+            name: getattr(engine.stats, name) for name in STATUS_STATS
         }
         facts = engine.facts
         self._other_work = (
@@ -112,7 +112,7 @@ class _FileJob:
         engine = self._engine
         summary = self._summary
         started_s = time.perf_counter()
-        self._run_facts.begin()
+        self._current_run.begin()
         trace_file = None
         try:
             if trace is not None:
@@ -120,7 +120,7 @@ class _FileJob:
                     trace, engine.facts.num_ranks // engine.facts.num_stages
                 )
             engine.follow(self._on_work, None if trace_file is None else trace_file.add)
-            self._answer()
+            self._answer_lines()
         except BaseException as error:
             self._inputs.abandon(error)
             raise
@@ -137,9 +137,8 @@ class _FileJob:
         summary.warnings = engine.warnings
         summary.gives_vectors = engine.intake.limits.vectors is not None
 
-    def _answer(self) -> None:
-        """Have the engine answer lines, and hand each record to its input, until all
-        are done."""
+    def _answer_lines(self) -> None:
+        """Let the engine answer lines until all are done; each record goes to its input."""
         engine = self._engine
         inputs = self._inputs
         stopper = self._stopper
@@ -150,16 +149,18 @@ class _FileJob:
         )
         lines = read_lines_left(inputs, runner, stopper)
         try:
-            with stopper.telling(engine.stop, lambda: self._bar.drawing_s(engine)):
+            with stopper.telling(
+                engine.stop, lambda: self._bar.predict_running_s(engine)
+            ):
                 while runner.has_work:
                     runner.read_from(lines)
                     if runner.has_work and not runner.is_busy:  # no line is there yet
                         time.sleep(WAIT_S)
                     for record in runner.step():
-                        self._run_facts.add_row()  # before the output may be complete
+                        self._current_run.add_row()  # before the output may be complete
                         if inputs.files[record.line.source].add(record):
-                            self._summary.count(record)
-                        self._show()
+                            self._summary.count_record(record)
+                        self._show_progress()
         except StoppedError as error:
             if not inputs.is_finished:
                 raise (stopper.reason or error) from None
@@ -168,7 +169,7 @@ class _FileJob:
             runner.close()
         if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
-        inputs.check_kept()
+        inputs.check_none_lost()
 
     def _name_line(self, line: Line) -> str:
         """Say which line it is, and of which file if there are several."""
@@ -180,10 +181,10 @@ class _FileJob:
 
     def _on_work(self, num_fed: int, num_drawn: int, num_running: int) -> None:
         self._bar.add_work(self._engine.stats, num_fed, num_drawn)
-        self._run_facts.add_step(num_fed, num_drawn, num_running)
-        self._show()
+        self._current_run.add_step(num_fed, num_drawn, num_running)
+        self._show_progress()
 
-    def _show(self) -> None:
+    def _show_progress(self) -> None:
         self._bar.total_rows = self._inputs.num_rows
         num_rows = self._summary.num_rows
         num_errors = self._summary.num_errors
@@ -194,11 +195,11 @@ def read_lines_left(
     inputs: RunInputs, runner: LineRunner, stopper: Stopper
 ) -> Iterator[Line | None]:
     """Yield the lines that are left; None where none is there at the moment."""
-    for file in inputs.turns():
+    for file in inputs.iterate_files():
         if file is None:
             yield None
             continue
-        lines = file.lines(runner.count_answered)
+        lines = file.read_lines(runner.count_answered)
         while True:
             try:
                 with stopper.reading():
@@ -206,7 +207,7 @@ def read_lines_left(
             except StoppedError:
                 return  # rows that run may go on
             except UsageError as error:
-                inputs.give_up(file, error)  # a folder's other files go on
+                inputs.abandon_file(file, error)  # a folder's other files go on
                 break
             if line is None:
                 break
@@ -229,7 +230,7 @@ class TraceFile:
                 # another run's events among ours would break the JSON
                 lock_file(fd, path, path)
                 os.ftruncate(fd, 0)
-        self._write(b"[\n")
+        self._write_bytes(b"[\n")
         self._start_s: float | None = None
         self._lines: set[int] = set()  # that have their name
 
@@ -250,16 +251,19 @@ class TraceFile:
             line = rank + LAYERS
             name = f"{name}: streamed layers"
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
-                of = {"step": step.step_id, "number": number}  # of the streamed ones
-                self._add_span(line, name, "wait", (asked_s, came_s), of)
-                self._add_span(line, name, "compute", (came_s, done_s), of)
+                args_of_layer = {
+                    "step": step.step_id,
+                    "number": number,
+                }  # of the streamed ones
+                self._add_span(line, name, "wait", (asked_s, came_s), args_of_layer)
+                self._add_span(line, name, "compute", (came_s, done_s), args_of_layer)
 
     def close(self) -> None:
         """End the file."""
         with raising_disk_errors(self._path), self._file:
             self._file.write(b"{}]\n")
 
-    def _write(self, data: bytes) -> None:
+    def _write_bytes(self, data: bytes) -> None:
         with raising_disk_errors(self._path):
             self._file.write(data)
 
@@ -274,7 +278,7 @@ class TraceFile:
         if line not in self._lines:
             self._lines.add(line)
             named = {"name": "thread_name", "ph": "M", "pid": 0, "tid": line}
-            self._write(orjson.dumps(named | {"args": {"name": title}}) + b",\n")
+            self._write_bytes(orjson.dumps(named | {"args": {"name": title}}) + b",\n")
         assert self._start_s is not None, "a step"
         start_us, end_us = ((time_s - self._start_s) * 1e6 for time_s in times)
         # Perfetto colours by name.
@@ -288,4 +292,4 @@ class TraceFile:
             "dur": round(end_us - start_us, 1),
             "args": args,
         }
-        self._write(orjson.dumps(event) + b",\n")
+        self._write_bytes(orjson.dumps(event) + b",\n")

@@ -58,8 +58,8 @@ class JournaledInput:
         claim: Claim | None = None,
     ) -> None:
         require_own_outputs(output)
-        # By this look; beside a journal, they may have come since a run was killed.
-        self._own = {
+        # As they are now. Beside a journal, they may have come since a run was killed.
+        self._files_at_start = {
             path
             for path in (output, errors_path(output))
             if path.exists() and not journal_path(output).exists()
@@ -88,7 +88,7 @@ class JournaledInput:
         if not terms.restart and (clock := find_clock(output)) is not None:
             self._fingerprint[CLOCK] = clock
         if journal is None and not terms.restart and output.exists():
-            self._look_at_output()
+            self._adopt_output()
         if self._state in ("reopen", "answer"):
             self._input.count_rows()
             self.counts.num_rows = self._input.num_rows or 0
@@ -145,9 +145,9 @@ class JournaledInput:
         with raising_disk_errors(self.output.parent):
             self.output.parent.mkdir(parents=True, exist_ok=True)
         if self._state == "reopen":
-            self._reopen()
+            self._rebuild_journal()
         elif self._state == "carry over":
-            self._carry_over()
+            self._carry_answers_over()
         self._state = "answer"
         # There from the start, so that no run of another kind takes the output meanwhile.
         journal = Journal(self.output, self._fingerprint, restart=self._terms.restart)
@@ -171,14 +171,14 @@ class JournaledInput:
             journal.close()
             self.journal = None
 
-    def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
-        """Read the lines that are left; tell `pass_over` of each that was answered earlier."""
+    def read_lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
+        """Read the lines that are left; call `pass_over` for each that was answered earlier."""
         if self.is_finished:
             return
         journal = self._open_journal()
         if journal is None:
             return
-        self._look_again(journal)
+        self._check_input_again(journal)
         repeats = self.carried.repeats_for(journal)
         self.status.set_status("in_progress")
         for read in self._input.read_lines():
@@ -205,13 +205,13 @@ class JournaledInput:
     def add(self, record: Record) -> bool:
         """Write a record at once; return False if another run has taken the output over."""
         if not self.hold.is_held():
-            self._lose()
+            self._stop_writing()
         if self.is_lost:
             return False
         assert self.journal is not None, (
             "a record of an input that is not being answered"
         )
-        row = _row_of(record)
+        row = _make_row(record)
         self.journal.append(row)
         self.counts.add(is_error=row.is_error, tokens=row.tokens)
         self.status.journal_bytes = self.journal.num_bytes
@@ -220,10 +220,9 @@ class JournaledInput:
         return True
 
     def adopt_completed(self) -> None:
-        """Count a lost output as finished if another run of the same settings has
-        completed it."""
+        """Count a lost output as finished if another run of its settings completed it."""
         if self.output.exists() and not journal_path(self.output).exists():
-            self._look_at_output()
+            self._adopt_output()
 
     def abandon(self, error: BaseException) -> None:
         """Stop without finishing; records that still come are not written."""
@@ -236,7 +235,7 @@ class JournaledInput:
             self.status.end_with_error(error)
         self.hold.mark_lost()
 
-    def _reopen(self) -> None:
+    def _rebuild_journal(self) -> None:
         """Make the journal of a complete output again."""
         with self.hold.acquired():
             # of a run that did so and died meanwhile
@@ -244,7 +243,7 @@ class JournaledInput:
                 completed = require_completed(self.output, self.path, self._fingerprint)
                 rebuild_journal(self.path, completed, self._fingerprint, self._terms)
 
-    def _carry_over(self) -> None:
+    def _carry_answers_over(self) -> None:
         """Make the journal from the answers to an earlier form of the input."""
         with self.hold.acquired():
             carried = carry_answers_over(
@@ -264,21 +263,21 @@ class JournaledInput:
             journal = self.journal or Journal(self.output, self._fingerprint)
             self.hold.remove_dead_claims()
         except UsageError:
-            self._lose()
+            self._stop_writing()
             raise
         has_rows = journal.num_rows or journal.num_tried
         if not (has_rows or self._terms.restart) and self.output.exists():
             journal.remove()
             self.hold.mark_lost()
-            self._look_at_output()
+            self._adopt_output()
             return None
         self.journal = journal
         self._fingerprint[CLOCK] = journal.clock  # another run may have begun it since
         self._count_kept(journal)
         return journal
 
-    def _look_again(self, journal: Journal) -> None:
-        """Look at an input again: it may have changed while the run answered others."""
+    def _check_input_again(self, journal: Journal) -> None:
+        """Check whether the input has changed while the run answered others."""
         has_changed = self._input.update_digest()
         self.status.input_changed_ns = self._input.changed_ns
         if not has_changed:
@@ -312,7 +311,7 @@ class JournaledInput:
         if journal.vector_bytes:
             check_vectors_owned(self.output)  # it may have come while the run answered
             status.has_vectors = True
-        for path in {self.output, errors_path(self.output)} - self._own:
+        for path in {self.output, errors_path(self.output)} - self._files_at_start:
             # it may have come meanwhile
             require_own_file(path, RECORDS, "a file of this run,")
         status.set_status("finalizing")
@@ -326,8 +325,8 @@ class JournaledInput:
         journal.remove()  # last: until then the next run does all of this again
         self.hold.remove_leftovers()
 
-    def _look_at_output(self) -> None:
-        """Take the output that is there as this input's, or note what is to be done with it."""
+    def _adopt_output(self) -> None:
+        """Count the output that is there as finished, or note what is to be done with it."""
         terms = self._terms
         completed = require_completed(
             self.output,
@@ -345,7 +344,7 @@ class JournaledInput:
             self._state = "finished"
             self.hold.remove_leftovers()
 
-    def _lose(self) -> None:
+    def _stop_writing(self) -> None:
         """Stop writing: this process slept, or could not reach the disk, for too long."""
         if self.journal is not None:
             with contextlib.suppress(OutputError):
@@ -354,7 +353,7 @@ class JournaledInput:
         self.hold.mark_lost()
 
 
-def _row_of(record: Record) -> Row:
+def _make_row(record: Record) -> Row:
     """Return a record as its journal's row."""
     return Row(
         number=record.line.number,

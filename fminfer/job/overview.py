@@ -24,8 +24,8 @@ from fminfer.files.run_facts import TimeLine, parse_runs, parse_time_line
 from fminfer.files.status_file import STATUS, fminfer_fields, read_status, status_path
 from fminfer.files.streams import PART_NAME
 from fminfer.job.report.answer_fields import read_answer
+from fminfer.job.report.reported_outputs import find_output_of, is_there
 from fminfer.job.report.scanning import RowsFile
-from fminfer.job.report.told_outputs import is_there, output_of
 
 State = Literal["done", "running", "stopped", "waiting"]
 CHANGED = "its input has changed since; the same command answers what is new"
@@ -104,7 +104,7 @@ class Overview:
         return max(0.0, sum(n or 0 for n in left) - num_begun) / rate
 
 
-def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
+def find_overviews(path: Path, now_s: float | None = None) -> list[Overview]:
     """Return the state of a folder and those below it, or of one input or output.
 
     All files of the folder count that a run over it would answer. Those of a folder
@@ -112,32 +112,32 @@ def look_over(path: Path, now_s: float | None = None) -> list[Overview]:
     """
     now_s = time.time() if now_s is None else now_s
     if not path.is_dir():
-        return [Overview(str(path), [_look_at_one(path, now_s)])]
-    found = []
+        return [Overview(str(path), [_find_file_state(path, now_s)])]
+    overviews = []
     for folder, below, _ in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        pairs = list(_files_of(Path(folder)))
+        pairs = list(_list_files(Path(folder)))
         if Path(folder) == path or any(
             _is_to_answer(source, output) for source, output, _ in pairs
         ):
             files = [
-                _state_of(source, output, now_s, trouble)
+                _read_state(source, output, now_s, trouble)
                 for source, output, trouble in pairs
             ]
-            found += (
-                [Overview(folder, files, _left_out(Path(folder), files))]
+            overviews += (
+                [Overview(folder, files, _find_left_out(Path(folder), files))]
                 if files
                 else []
             )
-    if all(overview.count("waiting") == len(overview.files) for overview in found):
+    if all(overview.count("waiting") == len(overview.files) for overview in overviews):
         check_no_models([path])
-    if not found:
+    if not overviews:
         what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
         raise UsageError("; ".join([what, *describe_left_out([path])]))
-    return found
+    return overviews
 
 
-def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
+def _find_left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
     return {
         str(path): why
@@ -147,22 +147,21 @@ def _left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     }
 
 
-def _look_at_one(path: Path, now_s: float) -> FileState:
+def _find_file_state(path: Path, now_s: float) -> FileState:
     if status_path(path).exists() or journal_path(path).exists():
-        return _state_of(None, path, now_s)
+        return _read_state(None, path, now_s)
     if not path.exists():
         raise UsageError(
             f"{path} does not exist; give a folder, an input, or its output"
         )
     (source,) = find_inputs([path])
-    return _state_of(source, answers_path(source), now_s)
+    return _read_state(source, answers_path(source), now_s)
 
 
-def _files_of(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
-    """Yield each input, the output beside it and why it cannot be answered; then other
-    outputs."""
+def _list_files(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
+    """Yield each input, its output and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
-    others = {output for output in map(output_of, statuses) if _is_of_run(output)}
+    others = {output for output in map(find_output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder)
     plan = make_output_paths(
         [path for path in contents.requests if path not in others], None
@@ -191,7 +190,7 @@ def _is_of_run(output: Path) -> bool:
     return (read_status(output) or {}).get("object") == "batch" or is_there(output)
 
 
-def _state_of(
+def _read_state(
     source: Path | None, output: Path, now_s: float, trouble: str | None = None
 ) -> FileState:
     status = read_status(output) or {}
@@ -232,7 +231,7 @@ def _state_of(
         state.why = f"{edit.path.name} was edited since: {edit.what}"
         state.is_edited = True
     elif state.state == "stopped":
-        state.why = CHANGED if has_grown else _why(status)
+        state.why = CHANGED if has_grown else _explain_stop(status)
     elif state.state == "waiting":
         is_unlike = source is not None and not holds_requests(source)
         state.why = trouble or (UNLIKE if is_unlike else None)
@@ -264,12 +263,12 @@ def _add_run(
     state.rows_per_s = max(0, done - kept) / (now_s - began_s)
     last = parse_runs(status)[-1:]
     if last and (line := parse_time_line(last[0].get("time_line"))) is not None:
-        _take_rate(state, last[0], line, (began_s, now_s))
+        _set_rate(state, last[0], line, (began_s, now_s))
     if state.rows_per_s:
         state.left_s = (state.num_rows - done) / state.rows_per_s
 
 
-def _take_rate(
+def _set_rate(
     state: FileState, run: dict[str, Any], line: TimeLine, span_s: tuple[float, float]
 ) -> None:
     """Use the rate of the run that is at work, over all of its files.
@@ -290,7 +289,7 @@ def _take_rate(
     state.rows_per_s = (num_done + state.num_in_flight / 2) / (now_s - started_s)
 
 
-def _why(status: dict[str, Any]) -> str:
+def _explain_stop(status: dict[str, Any]) -> str:
     errors = (status.get("errors") or {}).get("data") or []
     if errors:
         return f"failed: {errors[-1].get('message')}"
@@ -306,7 +305,7 @@ def _count_codes(output: Path) -> dict[str, int]:
     if not rows.path.exists():
         return {}
     codes: Counter[str] = Counter()
-    for _, _, record, is_error in rows.rows():
+    for _, _, record, is_error in rows.read_rows():
         if is_error:
             answer = read_answer(record)
             error = None if answer is None else answer.error

@@ -34,7 +34,7 @@ MARK_EVERY_S = 1.0
 
 
 class TimeLeft:
-    """Learns the rate of the last minute, and tells how long what is left takes.
+    """Learns the rate of the last minute, and predicts how long the rest takes.
 
     Args:
         kind: of the device, cpu or cuda; or "streamed".
@@ -50,7 +50,7 @@ class TimeLeft:
         self._num_steps = 0
         self._marks: deque[tuple[float, float]] = deque([(0.0, 0.0)])
 
-    def add(
+    def add_steps(
         self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int
     ) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""
@@ -69,20 +69,19 @@ class TimeLeft:
         while len(self._marks) > 1 and self._elapsed_s - self._marks[1][0] >= MINUTE_S:
             self._marks.popleft()
 
-    def running_s(self, engine: ObservableEngine) -> float | None:
-        """Estimate how long running rows take at most; None: none runs, or it is not
-        known yet."""
+    def predict_running_s(self, engine: ObservableEngine) -> float | None:
+        """Predict how long running rows take at most; None: none runs, or not known yet."""
         state = engine.state
         num_turns = state.longest_row
         num_tokens = num_turns * state.num_running
         return (
-            self._seconds(num_turns * self._num_stages, num_tokens)
+            self._predict_seconds(num_turns * self._num_stages, num_tokens)
             if num_tokens
             else None
         )
 
-    def all_s(self, engine: ObservableEngine, total_rows: int) -> float | None:
-        """Estimate how long all rows take that are left; None: it is not known yet."""
+    def predict_all_s(self, engine: ObservableEngine, total_rows: int) -> float | None:
+        """Predict how long all rows take that are left; None: it is not known yet."""
         stats = engine.stats
         read = engine.stats.read
         if not read.num_rows:
@@ -98,22 +97,22 @@ class TimeLeft:
             read.max_draws * times - stats.num_generated_tokens - stats.num_undrawn
         )
         stops = stats.num_stopped / max(1, stats.num_generated_tokens)
-        drawn_left = num_open * _expected(max(0.0, most_drawn) / num_open, stops)
+        drawn_left = num_open * _expected_draws(max(0.0, most_drawn) / num_open, stops)
         num_places = max(1, stats.max_rows_running)
         # The longest of rows that may stop at any draw is so many times the usual one.
         times_usual = 1 + math.log(min(num_open, num_places))
         longest_row = engine.state.longest_row
-        usual = _expected(longest_row, stops)
-        longest = _expected(longest_row, stops / times_usual)
+        usual = _expected_draws(longest_row, stops)
+        longest = _expected_draws(longest_row, stops / times_usual)
         num_turns = max(longest, drawn_left / num_places + longest - usual)
         num_steps = num_turns * self._num_stages + fed_left / self._most_fed
-        return self._seconds(num_steps, fed_left + drawn_left)
+        return self._predict_seconds(num_steps, fed_left + drawn_left)
 
     def is_most(self, engine: ObservableEngine, total_rows: int) -> bool:
         """Whether rows may take far less: all were read, and none has ended."""
         return engine.stats.read.num_rows >= total_rows and not engine.stats.num_ended
 
-    def _seconds(self, num_steps: float, num_tokens: float) -> float | None:
+    def _predict_seconds(self, num_steps: float, num_tokens: float) -> float | None:
         first_s, first = self._marks[0]
         seconds = self._elapsed_s - first_s
         units = self._num_units - first
@@ -122,7 +121,7 @@ class TimeLeft:
         return (self._step_tokens * num_steps + num_tokens) * seconds / units
 
 
-def _expected(most: float, stops: float) -> float:
+def _expected_draws(most: float, stops: float) -> float:
     """Return the draws of a row that may draw so many, if each ends it with a probability."""
     return -math.expm1(-most * stops) / stops if stops else most
 
@@ -164,22 +163,21 @@ class ProgressBar:
     def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
         """Take note of steps that have just ended, and are counted in the statistics."""
         now_s = time.perf_counter()
-        self._time_left.add(now_s - self._last_step_s, stats, num_fed, num_drawn)
+        self._time_left.add_steps(now_s - self._last_step_s, stats, num_fed, num_drawn)
         self._elapsed_s += now_s - self._last_step_s
         self._last_step_s = now_s
         self._num_tokens += num_fed + num_drawn
 
-    def drawing_s(self, engine: ObservableEngine) -> float | None:
-        """Estimate how long running rows take at most; None: none runs, or it is not
-        known yet."""
-        return self._time_left.running_s(engine)
+    def predict_running_s(self, engine: ObservableEngine) -> float | None:
+        """Predict how long running rows take at most; None: none runs, or not known yet."""
+        return self._time_left.predict_running_s(engine)
 
-    def left_s(self, engine: ObservableEngine) -> float | None:
-        """Estimate the seconds left; None: nothing is known, or not how many rows there are."""
+    def predict_left_s(self, engine: ObservableEngine) -> float | None:
+        """Predict the seconds left; None: nothing is known, or not how many rows there are."""
         return (
             None
             if self.total_rows is None
-            else self._time_left.all_s(engine, self.total_rows)
+            else self._time_left.predict_all_s(engine, self.total_rows)
         )
 
     def update(self, num_rows: int, num_errors: int, engine: ObservableEngine) -> None:
@@ -193,19 +191,19 @@ class ProgressBar:
         if not self._is_terminal:
             self._every_s = min(2 * self._every_s, LINE_EVERY_S)
         if self._left == UNKNOWN or now_s - self._left_at_s >= LEFT_EVERY_S:
-            self._left = self._tell_left(engine)
+            self._left = self._describe_left(engine)
             self._left_at_s = now_s
         if self._is_terminal:
             self._show_bar()
         else:
-            print(f"{self._rows}, {self._texts()[0]}", file=sys.stderr, flush=True)
+            print(f"{self._rows}, {self._make_texts()[0]}", file=sys.stderr, flush=True)
 
     @property
     def _rows(self) -> str:
         return f"{self._num_rows}/{'?' if self.total_rows is None else self.total_rows} rows"
 
     def _show_bar(self) -> None:
-        texts = self._texts()
+        texts = self._make_texts()
         room = num_columns() - len(f"fminfer: 100%|| {self._rows}, ") - LEAST_BAR
         text = next((each for each in texts if len(each) <= room), texts[-1])
         self._bar.set_postfix_str(text, refresh=False)
@@ -213,14 +211,14 @@ class ProgressBar:
         self._bar.update(self._num_rows - self._bar.n)
         self._bar.refresh()
 
-    def _tell_left(self, engine: ObservableEngine) -> str:
-        left_s = self.left_s(engine)
+    def _describe_left(self, engine: ObservableEngine) -> str:
+        left_s = self.predict_left_s(engine)
         if left_s is None or self.total_rows is None:
             return UNKNOWN
         is_most = self._time_left.is_most(engine, self.total_rows)
         return f"left {'<' if is_most else '~'}{describe_seconds(left_s)}"
 
-    def _texts(self) -> list[str]:
+    def _make_texts(self) -> list[str]:
         """Return what stands behind the rows, and shorter forms of it for narrow terminals."""
         # Rows may take long to end; tokens show that they go on.
         tokens_per_s = (

@@ -31,7 +31,7 @@ class OrderedStream:
         self._order: deque[tuple[int, int]] = deque()
         self._ready: dict[tuple[int, int], tuple[bytes, bool]] = {}
 
-    def expect(self, source: int, number: int) -> None:
+    def expect_record(self, source: int, number: int) -> None:
         """Announce a record; they come out in the order in which they are announced."""
         self._order.append((source, number))
 
@@ -88,10 +88,10 @@ class StreamedInput:
     def begin(self) -> None:
         """Keep no rows: there are no earlier runs."""
 
-    def lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
+    def read_lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
         """Read it; no line is passed over."""
         for line in read_lines(self.path, self.source, limit=self._limit):
-            self._stream.expect(self.source, line.number)
+            self._stream.expect_record(self.source, line.number)
             self._num_read += 1
             yield line
         self._is_read = True
@@ -138,15 +138,15 @@ class RunInputs(ABC):
         return sum(known) if known else None
 
     @abstractmethod
-    def turns(self) -> Iterator[RunInput | None]:
+    def iterate_files(self) -> Iterator[RunInput | None]:
         """Yield each input when it is its turn; None where none is free at the moment."""
 
     @abstractmethod
-    def give_up(self, file: RunInput, error: UsageError) -> None:
+    def abandon_file(self, file: RunInput, error: UsageError) -> None:
         """Leave an input that cannot be answered, or raise its error: the run cannot go on."""
 
     @abstractmethod
-    def check_kept(self) -> None:
+    def check_none_lost(self) -> None:
         """Raise an InUseError if another run answers an input of this run."""
 
     def abandon(self, error: BaseException) -> None:
@@ -154,7 +154,7 @@ class RunInputs(ABC):
         for file in self.files:
             file.abandon(error)
 
-    def add_to(self, summary: JobSummary) -> None:
+    def add_to_summary(self, summary: JobSummary) -> None:
         """Add what became of the inputs to a run's summary.
 
         What a run finds in a file counts once, also if it lost that file and took it again.
@@ -193,14 +193,14 @@ class NamedFiles(RunInputs):
     def kept(self) -> RowCounts:
         return sum((file.kept for file in self.files), RowCounts())
 
-    def turns(self) -> Iterator[RunInput]:
+    def iterate_files(self) -> Iterator[RunInput]:
         return iter(self.files)
 
-    def give_up(self, file: RunInput, error: UsageError) -> None:
+    def abandon_file(self, file: RunInput, error: UsageError) -> None:
         """End the run: whoever named a file wants it answered."""
         raise error
 
-    def check_kept(self) -> None:
+    def check_none_lost(self) -> None:
         for file in self.files:
             if (
                 isinstance(file, JournaledInput)

@@ -103,7 +103,7 @@ class JobOptions(Options):
         return next(iter(self.prompts), None)
 
     def check(self) -> None:
-        """Refuse several prompts, and one that stands for stdin elsewhere."""
+        """Raise a UsageError for several prompts, or one that stands for stdin elsewhere."""
         if len(self.prompts) > 1:
             raise UsageError(
                 f"--prompt is given {len(self.prompts)} times, and answers one text; put each "
@@ -157,7 +157,7 @@ class JobPaths(JobOptions):
         """
         if self.prompt is not None:
             check_no_models(self.paths, f"--prompt {shlex.quote(self.prompt)}")
-            return self._no_files()
+            return self._make_prompt_paths()
         inputs = [] if self.synthetic is not None else self.find_inputs()
         if self.synthetic is not None and self.result_cache is not None:
             raise UsageError(
@@ -217,20 +217,20 @@ class JobPaths(JobOptions):
         """Name the folders' files that are left out, a text for each reason."""
         return describe_left_out(self._folders)
 
-    def _no_files(self) -> OutputPaths:
+    def _make_prompt_paths(self) -> OutputPaths:
         """Return the plan of a prompt's answer, which is printed."""
         others = {name: each.told for name, each in options_of(JobOptions).items()}
         names = ("output", "is_watching", "limit", "stats", "trace", "report")
         # a --limit 0 is given, too
         values = ((name, getattr(self, name)) for name in names)
-        given = [
+        flags = [
             others[name]
             for name, value in values
             if value is not None and value is not False
         ]
-        if given := ["the files"] * bool(self.paths) + given:
+        if flags := ["the files"] * bool(self.paths) + flags:
             raise UsageError(
-                f"--prompt answers one text and prints the answer; leave out {', '.join(given)}"
+                f"--prompt answers one text and prints the answer; leave out {', '.join(flags)}"
             )
         return OutputPaths([], [])
 
@@ -246,26 +246,28 @@ class JobPaths(JobOptions):
         )
 
 
-def refuse_other_models(config: ModelOptions, inputs: Iterable[Path]) -> None:
-    """Refuse a run without --model-name if the first model that its lines name is not
-    the demo's.
+def check_no_other_model(config: ModelOptions, inputs: Iterable[Path]) -> None:
+    """Raise a UsageError if the lines of a run without --model-name are for another model.
 
+    Only the first model that they name counts.
     The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
     """
     for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
         try:
-            if path.is_file() and _names_the_demo(path):  # a pipe can be read only once
+            if path.is_file() and _names_demo_model(
+                path
+            ):  # a pipe can be read only once
                 return
         except RequestError as error:
             raise UsageError(f"{path}: {error.message}") from None
 
 
-def _names_the_demo(path: Path) -> bool:
+def _names_demo_model(path: Path) -> bool:
     # of a file that cannot be read: the run says so
     with suppress(UsageError, OSError):
         for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
-            asked = open_envelope(line).fields.items()
-            fields = {name: value for name, value in asked if isinstance(value, str)}
+            items = open_envelope(line).fields.items()
+            fields = {name: value for name, value in items if isinstance(value, str)}
             refuse_other_model(fields, DEMO_NAMES)
             if fields.get("model") or fields.get("engine"):
                 return True

@@ -105,7 +105,7 @@ class JobSummary:
     def _per_s(self, count: int) -> float:
         return count / self.wall_s if self.wall_s > 0 else 0.0
 
-    def count(self, record: Record) -> None:
+    def count_record(self, record: Record) -> None:
         """Count a record of this run."""
         self.prompt_tokens += record.num_prompt_tokens
         self.completion_tokens += record.num_completion_tokens
@@ -127,33 +127,19 @@ class JobSummary:
 
     def to_text(self) -> str:
         """Return the summary for people."""
-        return "\n".join(f"{name:<9} {text}" for name, text in self._lines())
+        return "\n".join(f"{name:<9} {text}" for name, text in self._make_lines())
 
-    def _lines(self) -> Iterator[tuple[str, str]]:
+    def _make_lines(self) -> Iterator[tuple[str, str]]:
         """Yield each line's name and text."""
-        codes = ", ".join(
-            f"{count} {code}" for code, count in self.errors_by_code.items()
-        )
-        rows = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
-        rows += f" ({codes})" * bool(codes)
-        rows += f"; {self.num_tried_rows:,} had failed before" * bool(
-            self.num_tried_rows
-        )
-        rows += f"; {self.num_kept_rows:,} kept from earlier runs" * bool(
-            self.num_kept_rows
-        )
-        rows += f", {self.num_kept_errors:,} of them in error" * bool(
-            self.num_kept_errors
-        )
-        yield "model", f"{self.model} ({self.types}{self._place()})"
-        yield "rows", rows
+        yield "model", f"{self.model} ({self.types}{self._device_text()})"
+        yield "rows", self._rows_text()
         if self.num_changed_inputs:
             yield "changed", self._changed_text()
         if self.made_up:
             yield "made up", self.made_up
         if self.device:  # otherwise nothing was left to do
-            yield from self._work_lines()
-        yield from self._warning_lines()
+            yield from self._make_work_lines()
+        yield from self._make_warning_lines()
         if self.num_files_elsewhere:
             num_files = with_noun(self.num_files_elsewhere, "file")
             yield "elsewhere", f"other runs are answering {num_files}"
@@ -170,9 +156,9 @@ class JobSummary:
             )
         for path, reason in self.refused.items():
             yield "refused", f"{path}: {reason}"
-        yield from self._file_lines()
+        yield from self._make_file_lines()
 
-    def _file_lines(self) -> Iterator[tuple[str, str]]:
+    def _make_file_lines(self) -> Iterator[tuple[str, str]]:
         files = list(dict.fromkeys(self.outputs))
         for path in files:
             yield "output", "stdout" if path == STDOUT else str(path)
@@ -191,7 +177,21 @@ class JobSummary:
                 f"the same command tries {with_noun(num_retryable, 'failed row')} again",
             )
 
-    def _place(self) -> str:
+    def _rows_text(self) -> str:
+        """Say how many rows were answered, are in error, and were kept."""
+        text = f"{self.num_rows:,} answered, {self.num_errors:,} in error"
+        if self.errors_by_code:
+            codes = (f"{count} {code}" for code, count in self.errors_by_code.items())
+            text += f" ({', '.join(codes)})"
+        if self.num_tried_rows:
+            text += f"; {self.num_tried_rows:,} had failed before"
+        if self.num_kept_rows:
+            text += f"; {self.num_kept_rows:,} kept from earlier runs"
+        if self.num_kept_errors:
+            text += f", {self.num_kept_errors:,} of them in error"
+        return text
+
+    def _device_text(self) -> str:
         if not self.device:
             return ""
         threads = (
@@ -215,14 +215,13 @@ class JobSummary:
             text += f", {self.num_left_out_rows:,} left out because {gone} gone"
         return text
 
-    def _work_lines(self) -> Iterator[tuple[str, str]]:
+    def _make_work_lines(self) -> Iterator[tuple[str, str]]:
         """Say what was computed, what was not computed again, and how fast."""
         stats = self.engine
-        drawn = f" + {self.completion_tokens:,} generated"
-        yield (
-            "tokens",
-            f"{self.prompt_tokens:,} prompt" + drawn * (not self.gives_vectors),
-        )
+        tokens = f"{self.prompt_tokens:,} prompt"
+        if not self.gives_vectors:
+            tokens += f" + {self.completion_tokens:,} generated"
+        yield "tokens", tokens
         if stats["num_cached_tokens"]:
             yield "prefix", self._prefix_text()
         if stats["num_put_back"] or stats["num_apart"]:
@@ -304,21 +303,24 @@ class JobSummary:
         return f"stages busy {each} (bubble {bubble:.0%}); {sent / 1e6:,.1f} MB sent"
 
     def _stream_text(self, number: int, stage: dict[str, Any]) -> str:
-        """Tell what a stage's streamed layers took."""
+        """Say how long a stage's streamed layers took, and what set the pace."""
         share = stage["waited_s"] / max(stage["busy_s"], 1e-9)
-        of = f" of stage {number}" * (len(self.engine["stages"]) > 1)
+        num_stages = len(self.engine["stages"])
+        stage_text = f" of stage {number}" if num_stages > 1 else ""
         read = f"{describe_bytes(stage['read_bytes'])} read"
         if stage["read_s"]:
             read += (
                 f" at {describe_bytes(int(stage['read_bytes'] / stage['read_s']))}/s"
             )
-        read += " by each rank" * (self.num_ranks > len(self.engine["stages"]))
+        if self.num_ranks > num_stages:
+            read += " by each rank"
         bound = "bringing layers" if share > 0.5 else "computing"
         verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
         passes = with_noun(stage["num_passes"], "pass", "passes")
-        return f"{passes}{of}, {read}; it waited for layers {share:.0%} of the time{verdict}"
+        waited = f"it waited for layers {share:.0%} of the time"
+        return f"{passes}{stage_text}, {read}; {waited}{verdict}"
 
-    def _warning_lines(self) -> Iterator[tuple[str, str]]:
+    def _make_warning_lines(self) -> Iterator[tuple[str, str]]:
         for number, stage in enumerate(self.engine["stages"]):
             mean = stage["read_bytes"] / stage["read_s"] if stage["read_s"] else 0.0
             if 0 < stage["slowest_read"] < mean / 2:

@@ -28,8 +28,7 @@ WATCHED = "what came while watching"  # in place of a path, when a whole look fa
 
 
 class SharedFiles(RunInputs):
-    """The inputs of a run that shares them with others, opened one by one, when it is
-    their turn.
+    """The inputs of a run that shares them with others. It opens one after another.
 
     Args:
         find: lists the inputs and the output of each, as they are now.
@@ -37,16 +36,20 @@ class SharedFiles(RunInputs):
     """
 
     def __init__(
-        self, find: Callable[[], OutputPaths], terms: RunTerms, *, is_watching: bool
+        self,
+        find_paths: Callable[[], OutputPaths],
+        terms: RunTerms,
+        *,
+        is_watching: bool,
     ) -> None:
         self.files: list[JournaledInput] = []  # claimed by this run, by their number
         # if no other run takes a file; None: not known
         self.num_rows: int | None = None
         self.num_elsewhere = 0  # files that other runs were answering at the last look
-        self._find = find
+        self._find_paths = find_paths
         self._terms = terms
         self._is_watching = is_watching
-        self._plan = OutputPaths([], [])
+        self._paths = OutputPaths([], [])
         # rows of files that other runs have completed
         self._complete: dict[Path, RowCounts] = {}
         self._free_rows: dict[Path, int | None] = {}  # of each file that is free
@@ -61,21 +64,21 @@ class SharedFiles(RunInputs):
     @property
     def refused(self) -> dict[str, str]:
         """Inputs that cannot be answered, and why; as the folder is now."""
-        both = (*self._plan.refused.items(), *self._refused.items())
+        both = (*self._paths.refused.items(), *self._refused.items())
         return {str(path): reason for path, reason in both}
 
     @property
     def kept(self) -> RowCounts:
         """Rows of other runs: each once, also of a file that changed hands."""
         kept = dict(self._complete)
-        own = dict.fromkeys(self._complete, RowCounts())
+        by_this_run = dict.fromkeys(self._complete, RowCounts())
         for file in self.files:
-            before = own.get(file.path, RowCounts())
-            own[file.path] = before + file.counts.by_this_run
+            before = by_this_run.get(file.path, RowCounts())
+            by_this_run[file.path] = before + file.counts.by_this_run
             if file.path not in self._complete:
                 kept[file.path] = file.kept.without(before)
         for path in self._complete:
-            kept[path] = kept[path].without(own[path])
+            kept[path] = kept[path].without(by_this_run[path])
         return sum(kept.values(), RowCounts())
 
     @property
@@ -83,11 +86,11 @@ class SharedFiles(RunInputs):
         """Return whether nothing is left that this run could answer, now or later."""
         return self._has_ended and all(file.is_settled for file in self.files)
 
-    def look(self) -> bool:
-        """Return whether there is anything to answer, before a model is loaded for it."""
-        self._plan = self._find()
+    def scan(self) -> bool:
+        """Find the free files; tell whether there is anything to load a model for."""
+        self._paths = self._find_paths()
         free = []
-        for path, output in self._find_free():
+        for path, output in self._find_free_files():
             free.append(path)
             if journal_path(output).exists() and not self._terms.restart:
                 check_journal_settings(output, self._terms.fingerprint)
@@ -99,13 +102,13 @@ class SharedFiles(RunInputs):
             and sum(path.stat().st_size for path in free) < MOST_COUNTED_BYTES
         ):
             for path in free:
-                self._count_free(path)
+                self._count_free_rows(path)
         self._count_rows()
         is_left = any(path not in self._settled for path in free)
         self._has_ended = not (is_left or self._is_watching)
         return not self._has_ended
 
-    def turns(self) -> Iterator[JournaledInput | None]:
+    def iterate_files(self) -> Iterator[JournaledInput | None]:
         """Yield each file as it is claimed; None where none is free at the moment."""
         while not self._has_ended:
             is_idle = all(file.is_settled for file in self.files)
@@ -116,9 +119,9 @@ class SharedFiles(RunInputs):
             self._was_idle = is_idle
             opened = len(self.files)
             began_s = time.monotonic()
-            self._look_again()
-            for path, output in self._find_free():
-                file = self._claim(path, output)
+            self._list_files_again()
+            for path, output in self._find_free_files():
+                file = self._claim_file(path, output)
                 if file is not None:
                     yield file
             if len(self.files) == opened:
@@ -128,25 +131,25 @@ class SharedFiles(RunInputs):
                 took_s = time.monotonic() - began_s
                 self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
 
-    def give_up(self, file: RunInput, error: UsageError) -> None:
+    def abandon_file(self, file: RunInput, error: UsageError) -> None:
         """Leave a file that has changed since it was opened."""
         if not isinstance(error, InUseError):  # otherwise it may come free
-            self._refuse(file.path, error)
+            self._note_refused(file.path, error)
         file.abandon(error)
 
-    def check_kept(self) -> None:
+    def check_none_lost(self) -> None:
         """Do nothing: other runs finish what they took over, and `num_elsewhere` counts it."""
 
-    def add_to(self, summary: JobSummary) -> None:
+    def add_to_summary(self, summary: JobSummary) -> None:
         mine = [file for file in self.files if not file.is_lost]
         summary.inputs = [file.path for file in mine]
         summary.outputs = [file.output for file in mine]
         summary.num_files_elsewhere = self.num_elsewhere
         summary.refused = self.refused
-        super().add_to(summary)
+        super().add_to_summary(summary)
 
-    def _look_again(self) -> None:
-        """List the files again, and those that other runs took over: these runs may die, too."""
+    def _list_files_again(self) -> None:
+        """List the files again, with those that other runs took over: these may die, too."""
         for number, file in enumerate(self.files):
             is_open = file.is_lost and not file.is_finished
             if (
@@ -157,16 +160,16 @@ class SharedFiles(RunInputs):
                 self._settled.discard(file.path)
                 self._given_back.add(number)
         try:
-            self._plan = self._find()
+            self._paths = self._find_paths()
             self._refused.pop(WATCHED, None)
         except UsageError as error:
             self._refused[WATCHED] = str(error)
 
-    def _find_free(self) -> Iterator[tuple[Path, Path]]:
+    def _find_free_files(self) -> Iterator[tuple[Path, Path]]:
         """Yield each input that is free, and its output."""
         self.num_elsewhere = 0
-        has_claim = find_claimed(self._plan.outputs)
-        for path, output in zip(self._plan.inputs, self._plan.outputs, strict=True):
+        has_claim = find_claimed(self._paths.outputs)
+        for path, output in zip(self._paths.inputs, self._paths.outputs, strict=True):
             # What was refused is looked at again: another run may have completed it since.
             is_known = path in self._settled and path not in self._refused
             if (
@@ -193,7 +196,7 @@ class SharedFiles(RunInputs):
                 and -YOUNG_S < path.stat().st_mtime - read_disk_clock(path.parent) <= 0
             )
         except (UsageError, OSError) as error:
-            self._refuse(path, error)
+            self._note_refused(path, error)
             return False
         if completed is None:
             return is_left
@@ -205,8 +208,7 @@ class SharedFiles(RunInputs):
         return False
 
     def _find_completed(self, path: Path, output: Path) -> CompletedOutput | None:
-        """Return an output that is complete, of an input not changed since; None: look
-        into it."""
+        """Return a complete output whose input has not changed since; None: it is none."""
         if not output.exists() or journal_path(output).exists():
             return None
         completed = find_completed(output)
@@ -222,7 +224,7 @@ class SharedFiles(RunInputs):
         completed.check_unedited()
         return completed
 
-    def _claim(self, path: Path, output: Path) -> JournaledInput | None:
+    def _claim_file(self, path: Path, output: Path) -> JournaledInput | None:
         """Open a file that no other run has claimed meanwhile, and that can be answered."""
         with raising_disk_errors(output):
             output.parent.mkdir(parents=True, exist_ok=True)
@@ -242,7 +244,7 @@ class SharedFiles(RunInputs):
             elif isinstance(
                 error, UsageError | OSError
             ):  # of the input: the output's are others
-                self._refuse(path, error)
+                self._note_refused(path, error)
             else:
                 raise
             return None
@@ -251,17 +253,17 @@ class SharedFiles(RunInputs):
         self._count_rows()
         return file
 
-    def _refuse(self, path: Path, error: Exception) -> None:
-        """Leave a file that cannot be answered."""
+    def _note_refused(self, path: Path, error: Exception) -> None:
+        """Note that a file cannot be answered, and why."""
         self._settled.add(path)
         self._refused[path] = str(error)
 
-    def _count_free(self, path: Path) -> None:
+    def _count_free_rows(self, path: Path) -> None:
         try:
             self._free_rows[path] = count_lines(path, self._terms.limit)
         except UsageError as error:  # it cannot be read
             del self._free_rows[path]
-            self._refuse(path, error)
+            self._note_refused(path, error)
 
     def _count_rows(self) -> None:
         left = (file.num_left for file in self.files)

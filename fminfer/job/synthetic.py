@@ -64,7 +64,7 @@ class Hyperparameters(Options):
     )
 
     def check(self) -> None:
-        """Refuse to overwrite with nothing."""
+        """Raise a UsageError if there is nothing to overwrite with."""
         if self.is_overwriting and not self.request_fields:
             raise UsageError(
                 "--overwrite-request-args has nothing to overwrite with; give hyperparameters, "
@@ -74,25 +74,25 @@ class Hyperparameters(Options):
     @property
     def flags(self) -> list[str]:
         """Return the flags that are given and say something of requests."""
-        return [each.told for each in self._given.values()]
+        return [each.told for each in self._set_options.values()]
 
     @property
     def flags_of_no_line(self) -> list[str]:
         """Return the given flags that are not fields of a request."""
-        return [each.told for each in self._given.values() if not each.sets]
+        return [each.told for each in self._set_options.values() if not each.sets]
 
     @property
     def request_fields(self) -> dict[str, Any]:
         """Return the fields of a request that the given flags name."""
-        found = {
+        fields = {
             each.sets: getattr(self, name)
-            for name, each in self._given.items()
+            for name, each in self._set_options.items()
             if each.sets
         }
-        return found | ({"stop": [*self.stop]} if self.stop else {})
+        return fields | ({"stop": [*self.stop]} if self.stop else {})
 
     @property
-    def _given(self) -> dict[str, Option]:
+    def _set_options(self) -> dict[str, Option]:
         """Return the options that are given; 0 is given, and equals False."""
         return {
             name: each
@@ -154,7 +154,7 @@ class Synthetic:
             f"{wall_s / self.num_batches:.2f} s a batch"
         )
 
-    def write(
+    def write_requests(
         self,
         path: Path,
         *,
@@ -163,9 +163,12 @@ class Synthetic:
         max_logprobs: int,
         seed: int,
     ) -> None:
-        """Write the requests as lines, the same for the same seed; refuse those that
-        cannot be."""
-        self._check(context_length, max_logprobs)
+        """Write the requests as lines, the same for the same seed.
+
+        Raises:
+            UsageError: such requests cannot be.
+        """
+        self._check_lengths(context_length, max_logprobs)
         ids = random.Random(seed)
         with path.open("w") as file:
             for _ in range(self.num_requests):
@@ -177,7 +180,7 @@ class Synthetic:
         defaults = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         return defaults | self.flags.request_fields
 
-    def _check(self, context_length: int, max_logprobs: int) -> None:
+    def _check_lengths(self, context_length: int, max_logprobs: int) -> None:
         request = {"prompt": [0]} | self._fields
         try:
             parse_request(request, max_logprobs=max_logprobs)

@@ -32,7 +32,7 @@ def test_an_error_of_the_system_ends_a_command_by_a_sentence(
     def fail(*_: object, **__: object) -> None:
         raise STALE
 
-    monkeypatch.setattr(status_command, "look_over", fail)
+    monkeypatch.setattr(status_command, "find_overviews", fail)
     done = CliRunner().invoke(main, ["status", str(tmp_path)])
     assert done.exit_code == 1
     assert done.stderr.startswith("Error: ")

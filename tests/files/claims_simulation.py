@@ -70,14 +70,14 @@ class Host:
 
     def _work(self) -> Iterator[None]:
         files = self.files = share(self.world.folder)
-        if not files.look():
+        if not files.scan():
             return
-        for file in files.turns():
+        for file in files.iterate_files():
             if file is None:
                 yield
                 continue
             try:
-                for line in file.lines(lambda line: None):
+                for line in file.read_lines(lambda line: None):
                     yield
                     # What two machines say differs, so that none may write into the
                     # other's rows.
@@ -85,7 +85,7 @@ class Host:
                     result = {"said": line.number, "by": by, "choices": []}
                     file.add(Record(line, open_envelope(line), result=result))
             except UsageError as error:
-                files.give_up(file, error)
+                files.abandon_file(file, error)
             file.abandon(StoppedError("the end"))
 
     def go_on(self) -> None:

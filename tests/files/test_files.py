@@ -35,7 +35,7 @@ from fminfer.files.json_values import explain_spread_objects, split_values
 from fminfer.files.line_reader import count_lines, count_to_last_line, read_lines
 from fminfer.files.output_paths import STDOUT, answers_path, require_output_paths
 from fminfer.files.streams import CHUNK_BYTES, STDIN, find_zstd
-from fminfer.job.overview import look_over
+from fminfer.job.overview import find_overviews
 from fminfer.job.run_inputs import OrderedStream
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
@@ -222,7 +222,7 @@ def test_what_holds_no_json_lines_is_named_by_its_bytes(
     assert what in sort_folder(tmp_path).lost[path]
     (told,) = describe_left_out([tmp_path], has_lost=True)
     assert told.startswith(str(path)) and what in told
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert [what in (file.why or "") for file in overview.files] == [True, False]
     renamed = path.rename(tmp_path / "a.csv")
     with pytest.raises(
@@ -711,12 +711,12 @@ def test_stdout_is_in_input_order_as_soon_as_it_can_be() -> None:
     errors = list[bytes]()
     stream = OrderedStream(out, errors.append)
     for number in (1, 2, 5):
-        stream.expect(0, number)
+        stream.expect_record(0, number)
     stream.append(0, 2, b"two", is_error=False)
     assert out.getvalue() == b""
     stream.append(0, 1, b"one", is_error=True)
     assert out.getvalue() == b"two\n" and errors == [b"one"]
-    stream.expect(1, 1)
+    stream.expect_record(1, 1)
     stream.append(1, 1, b"next file", is_error=False)
     stream.append(0, 5, b"five", is_error=False)
     assert out.getvalue() == b"two\nfive\nnext file\n"

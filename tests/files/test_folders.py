@@ -18,7 +18,7 @@ from fminfer.files.input_folders import find_inputs, sort_folder
 from fminfer.files.output_paths import make_output_paths
 from fminfer.files.status_file import status_path
 from fminfer.files.storage import RemoteFolders
-from fminfer.job.overview import UNLIKE, look_over
+from fminfer.job.overview import UNLIKE, find_overviews
 from fminfer.job.run_paths import JobPaths
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
@@ -37,7 +37,7 @@ def names(paths: list[Path]) -> list[str]:
 
 
 def answer_folder(folder: Path) -> None:
-    for file in filter(None, share(folder).turns()):
+    for file in filter(None, share(folder).iterate_files()):
         answer_all(file)
 
 
@@ -69,11 +69,11 @@ def test_a_run_over_a_folder_ends_with_its_last_row(
     monkeypatch.setattr("fminfer.job.shared_folder.SCAN_EVERY_S", 1e9)
     (tmp_path / "a.jsonl").write_text(LINE)
     files = share(tmp_path)
-    assert files.look()
-    turns: Iterator[object] = files.turns()
+    assert files.scan()
+    turns: Iterator[object] = files.iterate_files()
     file = files.files[0] if next(turns) is not None else None
     assert file is not None
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     assert next(turns) is None, "its rows run"
     answer_all(file, lines)
     assert next(turns, "the end") == "the end" and files.is_finished
@@ -93,7 +93,7 @@ def test_merged_and_moved_answers_are_no_input(tmp_path: Path) -> None:
     ]
     (answers,) = sort_folder(parts / "gpt-j").left_out.values()
     assert names(answers) == ["answers.jsonl", "moved.jsonl"]
-    overviews = look_over(parts)
+    overviews = find_overviews(parts)
     assert [len(overview.files) for overview in overviews] == [1, 2]
     assert "moved.jsonl: answers of a run" in run(parts / "gpt-j")[1]
     (tmp_path / "only").mkdir()
@@ -131,7 +131,7 @@ def test_a_pair_that_would_share_an_output_costs_itself(tmp_path: Path) -> None:
     for name, other in (("q.jsonl", "q.json"), ("q.json", "q.jsonl")):
         assert f"the answers to {tmp_path / name} would be written to" in told
         assert f"also belongs to the answers to {tmp_path / other}; rename one" in told
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert [(Path(file.output).name, file.state) for file in overview.files] == [
         ("output_a.jsonl", "done"),
         ("output_q.jsonl", "waiting"),
@@ -169,7 +169,7 @@ def test_a_link_to_a_lost_file_costs_itself(tmp_path: Path) -> None:
     )
     status, told = run(tmp_path, "-q")
     assert status == 2 and f"Left out: {reason}" in told, "-q ended with 2 and no word"
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert [file.state for file in overview.files] == ["done", "waiting"]
     assert overview.files[1].why == f"{reason}; mend the link, or remove it"
     (tmp_path / "gone").mkdir()
@@ -257,7 +257,7 @@ def test_status_counts_what_a_run_over_the_folder_answers(tmp_path: Path) -> Non
         ('{"fminfer": 5}', '{"request_counts": 7}', '{"status": {}}')
     ):
         (tmp_path / f"another_{number}.status.json").write_text(text)
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     inputs = [Path(file.input or "") for file in overview.files]
     assert inputs == find_inputs([tmp_path]) and len(inputs) == 5
     assert [file.why for file in overview.files] == [None, *[UNLIKE] * 4]
@@ -268,7 +268,7 @@ def test_status_counts_what_a_run_over_the_folder_answers(tmp_path: Path) -> Non
     source = tmp_path / "a.jsonl"
     source.write_text('not json\n{"prompt": "x", "engine": "gpt-j"}\n')
     split_file(source, tmp_path / "parts", SplitOptions(100, 1))
-    overviews = look_over(tmp_path / "parts")
+    overviews = find_overviews(tmp_path / "parts")
     assert [len(overview.files) for overview in overviews] == [1, 1], (
         "default/ and gpt-j/"
     )
@@ -283,11 +283,11 @@ def test_status_leaves_out_folders_of_notes_below(tmp_path: Path) -> None:
         (tmp_path / folder).mkdir()
         (tmp_path / folder / "a.jsonl").write_text(text)
         (tmp_path / folder / "notes.json").write_text('{"name": "x", "version": 3}\n')
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert overview.path == str(tmp_path / "chats") and len(overview.files) == 2
     shutil.rmtree(tmp_path / "chats")
     with pytest.raises(UsageError, match="neither requests"):
-        look_over(tmp_path)
+        find_overviews(tmp_path)
 
 
 def test_a_split_folder_gives_the_parts_of_its_engine(tmp_path: Path) -> None:
@@ -306,7 +306,7 @@ def test_a_split_folder_gives_the_parts_of_its_engine(tmp_path: Path) -> None:
         (parts / name).parent.mkdir(parents=True)
         (parts / name).write_text(LINE)
     assert len(find_inputs([parts])) == 2
-    assert [len(overview.files) for overview in look_over(parts)] == [2, 1]
+    assert [len(overview.files) for overview in find_overviews(parts)] == [2, 1]
     manifest = (parts / "manifest.json").read_text()
     (parts / "manifest.json").write_text(manifest.replace(":true", ":false", 1))
     with pytest.raises(UsageError, match="was not finished"):

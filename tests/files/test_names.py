@@ -16,7 +16,7 @@ from fminfer.files.claims import Claims
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import make_output_paths
 from fminfer.files.storage import RemoteFolders
-from fminfer.job.overview import look_over
+from fminfer.job.overview import find_overviews
 from tests.shards.answer_shards import answer_all, share
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
@@ -26,7 +26,7 @@ LONGEST = "é" * 124  # 248 bytes
 
 def answer_folder(folder: Path) -> None:
     files = share(folder)
-    for file in files.turns():
+    for file in files.iterate_files():
         if file is not None:
             answer_all(file)
     assert not files.refused
@@ -67,7 +67,7 @@ def test_odd_names_are_answered_as_others(tmp_path: Path) -> None:
     """Bytes that are no UTF-8 ended the run in the status file, long names in the claim."""
     paths = make_odd(tmp_path)
     answer_folder(tmp_path)
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert [file.state for file in overview.files] == ["done"] * len(paths)
     assert {file.input for file in overview.files} == set(map(str, paths))
     outputs = [Path(file.output) for file in overview.files]
@@ -75,26 +75,26 @@ def test_odd_names_are_answered_as_others(tmp_path: Path) -> None:
     assert len(os.listdir(tmp_path)) == 3 * len(paths), (
         "input, answers and status of each"
     )
-    assert not share(tmp_path).look(), "all of them are complete"
+    assert not share(tmp_path).scan(), "all of them are complete"
 
 
 def test_a_long_name_goes_on_after_a_kill_and_shows_in_another_folder(
     tmp_path: Path,
 ) -> None:
     (tmp_path / f"{LONG}.jsonl").write_text(LINE * 2)
-    (file,) = filter(None, [next(share(tmp_path, tmp_path / "out").turns())])
-    lines = file.lines(lambda line: None)
+    (file,) = filter(None, [next(share(tmp_path, tmp_path / "out").iterate_files())])
+    lines = file.read_lines(lambda line: None)
     answer_all(file, [next(lines)])
     file.abandon(KeyboardInterrupt())
-    (overview,) = look_over(tmp_path / "out")
+    (overview,) = find_overviews(tmp_path / "out")
     assert [(state.state, state.num_answered) for state in overview.files] == [
         ("stopped", 1)
     ]
     again = share(tmp_path, tmp_path / "out")
-    for file in filter(None, again.turns()):
+    for file in filter(None, again.iterate_files()):
         assert file.kept.num_rows == 1
         answer_all(file)
-    (overview,) = look_over(tmp_path / "out")
+    (overview,) = find_overviews(tmp_path / "out")
     (state,) = overview.files
     assert state.state == "done" and Path(state.output).read_text().count("\n") == 2
 
@@ -130,7 +130,7 @@ def test_a_link_to_a_file_of_the_same_folder_is_left_out(tmp_path: Path) -> None
     (told,) = describe_left_out([tmp_path])
     assert told.startswith(f"{link}: a link to a file of the folder")
     assert find_inputs([tmp_path, link])[1] == link, "as the advice says"
-    (overview,) = look_over(tmp_path)
+    (overview,) = find_overviews(tmp_path)
     assert [*overview.left_out] == [str(link)] and len(overview.files) == 1
     assert (
         f"left out: {link}: "
@@ -152,7 +152,7 @@ def test_links_to_one_file_elsewhere_are_inputs_of_their_own(
     assert [path.stem for path in inputs] == [*"abcd"] and find_inputs(inputs) == inputs
     plan = make_output_paths(inputs, None)
     assert len(set(plan.outputs)) == 4 and not plan.refused
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     assert [file.input for file in overview.files] == [*map(str, inputs)]
     with pytest.raises(UsageError, match="is given twice"):
         find_inputs([folder, folder / "." / "a.jsonl"])
@@ -172,8 +172,8 @@ def test_a_file_that_cannot_be_read_costs_itself(
 
     monkeypatch.setattr(Path, "open", refuse)
     files = share(tmp_path)
-    assert files.look()
-    for file in filter(None, files.turns()):
+    assert files.scan()
+    for file in filter(None, files.iterate_files()):
         answer_all(file)
     assert (tmp_path / "output_b.jsonl").exists()
     assert "a.jsonl cannot be read: Permission denied" in "".join(

@@ -12,7 +12,7 @@ from click.testing import CliRunner, Result
 
 from fminfer.cli.app import main
 from fminfer.job.report.report_file import write_report
-from fminfer.job.report.told_outputs import find_outputs
+from fminfer.job.report.reported_outputs import find_outputs
 
 FLAGS = ["--dtype", "float32", "--kernels", "off"]
 HOSTILE = (

@@ -54,7 +54,7 @@ def answer(file: JournaledInput, line: Line) -> None:
 
 
 def answer_all(file: JournaledInput) -> None:
-    for line in file.lines(lambda line: None):
+    for line in file.read_lines(lambda line: None):
         answer(file, line)
 
 
@@ -88,7 +88,7 @@ def test_an_input_edited_before_its_turn_is_refused_where_rows_are_kept(
     path = tmp_path / "b.jsonl"
     path.write_bytes(rows("old"))
     first = opened(path)
-    lines = first.lines(lambda line: None)
+    lines = first.read_lines(lambda line: None)
     answer(first, next(lines))
     first.abandon(KeyboardInterrupt())
     file = opened(path)
@@ -107,7 +107,7 @@ def test_an_input_edited_while_it_is_read_is_refused(
     old = PACK[ending](rows("old", 20_000))
     path.write_bytes(old)
     file = opened(path)
-    lines = file.lines(lambda line: None)
+    lines = file.read_lines(lambda line: None)
     answer(file, next(lines))
     with path.open("r+b") as edited:  # bytes that were not read yet
         edited.seek(-20, os.SEEK_END)
@@ -130,7 +130,7 @@ def test_what_was_read_counts_and_not_what_stands_there_later(
     path.write_bytes(PACK[ending](rows("old")))
     old_digest = digest_file(path)
     file = opened(path)
-    lines = file.lines(lambda line: None)
+    lines = file.read_lines(lambda line: None)
     answer(file, next(lines))
     other.write_bytes(PACK[ending](rows("new")))
     other.replace(path)
@@ -155,20 +155,20 @@ def test_a_file_of_a_folder_edited_while_it_was_answered_is_not_taken_for_comple
             RunTerms("m", {"seed": "1"}),
             is_watching=False,
         )
-        files.look()
+        files.scan()
         return files
 
     files = look()
-    for file in files.turns():
+    for file in files.iterate_files():
         assert file is not None
-        lines = file.lines(lambda line: None)
+        lines = file.read_lines(lambda line: None)
         read = list(lines)
         path.write_bytes(rows("new"))
         for line in read:
             answer(file, line)
         assert file.is_finished
     files = look()
-    assert not list(filter(None, files.turns()))
+    assert not list(filter(None, files.iterate_files()))
     assert "the input was" in files.refused[str(path)]
 
 
@@ -178,7 +178,7 @@ def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(
     for name in ("a", "b", "c"):
         (tmp_path / f"{name}.jsonl").write_bytes(rows(name))
     files = share(tmp_path)
-    files.look()
+    files.scan()
     engine: Any = SimpleNamespace(pass_over=lambda line: None)
     late = []
     for line in read_lines_left(files, engine, Stopper(0.0)):

@@ -30,7 +30,7 @@ from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status, status_path
 from fminfer.files.streams import digest_file
 from fminfer.job import journaled_input
-from fminfer.job.overview import look_over
+from fminfer.job.overview import find_overviews
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine import other_work
@@ -116,10 +116,10 @@ def test_a_file_that_has_grown(
     write(source, lines)
     run_files(engine, [source], [output])
     before = output.read_bytes().splitlines()
-    assert is_complete(output, source) and look_over(source)[0].count("done") == 0
+    assert is_complete(output, source) and find_overviews(source)[0].count("done") == 0
     new = HOT | {"prompt": "new"}
     write(source, [new, *lines[:2], *lines[3:][::-1], new])
-    (overview,) = look_over(output)
+    (overview,) = find_overviews(output)
     assert overview.files[0].state == "stopped" and "changed" in str(
         overview.files[0].why
     )
@@ -701,9 +701,9 @@ def test_two_runs_on_one_grown_file(
     assert first.carried.num_answered == 1
     second.begin()  # what the first has made is its own now
     assert (second.carried.num_answered, second.kept.num_rows) == (0, 1)
-    assert next(first.lines(lambda line: None)).number == 2
+    assert next(first.read_lines(lambda line: None)).number == 2
     with pytest.raises(UsageError, match=r"in use|being written"):
-        next(second.lines(lambda line: None))
+        next(second.read_lines(lambda line: None))
     first.abandon(KeyboardInterrupt())
 
 
@@ -754,7 +754,7 @@ def test_a_run_that_begins_anew_in_between(
     passed: list[int] = []
     left = [
         (line.number, line.num_equal)
-        for line in file.lines(lambda e: passed.append(e.number))
+        for line in file.read_lines(lambda e: passed.append(e.number))
     ]
     assert left == [(3, None), (4, None)] and passed == [1, 2]
     file.abandon(KeyboardInterrupt())
@@ -777,7 +777,7 @@ def test_a_folder_whose_files_grow(
             RunTerms("m", {}, count_lines=counting),
             is_watching=False,
         )
-        is_left = files.look()
+        is_left = files.scan()
         summary = JobSummary("m", "float32", sources, outputs)
         return run_job(engine if is_left else None, files, summary, is_quiet=True)
 

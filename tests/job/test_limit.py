@@ -57,7 +57,7 @@ def test_a_limit_beyond_the_end(tmp_path: Path) -> None:
 def test_a_run_that_broke_off_goes_on_with_another_limit(tmp_path: Path) -> None:
     source, output = write_input(tmp_path)
     file = open_limited(source, output, 5)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in lines[:4]:
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
@@ -74,7 +74,7 @@ def test_answers_beyond_the_limit_are_not_taken_for_those_before_it(
     """As many answers as the limit were taken for those of the first lines."""
     source, output = write_input(tmp_path)
     file = open_limited(source, output, None)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in (lines[0], lines[6]):
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
@@ -90,13 +90,13 @@ def test_it_is_noticed_once_a_packed_file_is_read(tmp_path: Path) -> None:
     source = plain.with_suffix(".jsonl.gz")
     source.write_bytes(gzip.compress(plain.read_bytes()))
     file = open_limited(source, output, None)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in (lines[0], lines[6]):
         file.add(record_of(line, LASTING))
     file.abandon(KeyboardInterrupt())
     file = open_limited(source, output, 2)
     with pytest.raises(UsageError, match="larger --limit"):
-        list(file.lines(lambda line: None))
+        list(file.read_lines(lambda line: None))
     file.abandon(KeyboardInterrupt())
     assert not output.exists() and journal_path(output).exists()
 
@@ -109,9 +109,9 @@ def test_files_of_a_folder_are_limited_each(tmp_path: Path) -> None:
             RunTerms("m", {}, limit=limit),
             is_watching=False,
         )
-        is_left = shared.look()
+        is_left = shared.scan()
         assert is_left == (expected is not None)
         if expected is not None:
             assert shared.num_rows == (2 if limit == 2 else 4)
-            file = next(shared.turns())
+            file = next(shared.iterate_files())
             assert file is not None and answer(file, LASTING) == expected

@@ -15,7 +15,7 @@ from fminfer.contract.record import Record
 from fminfer.core.errors import RequestError, StoppedError
 from fminfer.files.status_file import status_path
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.overview import FileState, look_over
+from fminfer.job.overview import FileState, find_overviews
 from tests.shards.answer_shards import share
 
 NUM_FILES = 4
@@ -28,7 +28,7 @@ def folder(tmp_path: Path) -> Path:
     for i in range(NUM_FILES):
         text = "".join(f'{{"prompt":"{i} {n}"}}\n' for n in range(NUM_LINES))
         (tmp_path / f"request_{i}.jsonl").write_text(text)
-    turns = (file for file in share(tmp_path).turns() if file is not None)
+    turns = (file for file in share(tmp_path).iterate_files() if file is not None)
     done = next(turns)
     running = next(turns)
     stopped = next(turns)
@@ -40,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
 
 
 def answer(file: JournaledInput, num: int, num_bad: int = 0) -> None:
-    for line in file.lines(lambda line: None):
+    for line in file.read_lines(lambda line: None):
         if line.number <= num:
             error = (
                 RequestError("out_of_range", "too much")
@@ -60,7 +60,7 @@ def by_name(files: list[FileState]) -> dict[str, FileState]:
 
 
 def test_a_folder(folder: Path) -> None:
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     files = by_name(overview.files)
     states = [files[f"output_request_{i}.jsonl"].state for i in range(NUM_FILES)]
     assert states == ["done", "running", "stopped", "waiting"]
@@ -81,7 +81,7 @@ def test_the_time_left_counts_what_this_run_has_done(folder: Path) -> None:
     status["in_progress_at"] = 1000
     status["fminfer"]["kept_rows"] = 1
     path.write_text(json.dumps(status))
-    (overview,) = look_over(folder, now_s=1010.0)  # 2 rows in 10 seconds
+    (overview,) = find_overviews(folder, now_s=1010.0)  # 2 rows in 10 seconds
     running = by_name(overview.files)["output_request_1.jsonl"]
     assert running.rows_per_s == 0.2 and running.left_s == 10.0
     assert overview.left_s == (2 + 3 + 5) / 0.2
@@ -110,7 +110,7 @@ def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
     claim = "output_request_2.jsonl.claim"
     shutil.copytree(folder / "output_request_1.jsonl.claim", folder / claim)
 
-    (overview,) = look_over(folder, now_s=1000.0)
+    (overview,) = find_overviews(folder, now_s=1000.0)
     assert overview.count("running") == 2
     assert {file.rows_per_s for file in overview.files if file.state == "running"} == {
         0.08
@@ -120,7 +120,7 @@ def test_a_run_that_answers_several_files_has_one_rate(folder: Path) -> None:
 
     status["fminfer"]["runs"] = [earlier]
     running.write_text(json.dumps(status))
-    (overview,) = look_over(folder, now_s=1000.0)
+    (overview,) = find_overviews(folder, now_s=1000.0)
     assert by_name(overview.files)["output_request_1.jsonl"].rows_per_s == 3 / 2
 
 
@@ -130,9 +130,11 @@ def test_rows_that_came_after_the_last_status_count(folder: Path) -> None:
     path = status_path(folder / "output_request_2.jsonl")
     before = path.read_bytes()
     file = next(
-        f for f in share(folder).turns() if f and f.path.name == "request_2.jsonl"
+        f
+        for f in share(folder).iterate_files()
+        if f and f.path.name == "request_2.jsonl"
     )
-    lines = file.lines(lambda line: None)
+    lines = file.read_lines(lambda line: None)
     file.status._written_s = float("inf")
     for line in (next(lines), next(lines)):
         error = RequestError("out_of_range", "too much") if line.number == 4 else None
@@ -140,11 +142,11 @@ def test_rows_that_came_after_the_last_status_count(folder: Path) -> None:
             Record(line, open_envelope(line), result=None if error else {}, error=error)
         )
     path.write_bytes(before)
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     found = by_name(overview.files)["output_request_2.jsonl"]
     assert (found.num_answered, found.num_failed, found.num_left) == (3, 1, 1)
     path.unlink()
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     found = by_name(overview.files)["output_request_2.jsonl"]
     assert (found.num_answered, found.num_failed) == (3, 1)
 
@@ -174,13 +176,13 @@ def test_one_output_its_input_and_an_output_folder(
     folder: Path, tmp_path: Path
 ) -> None:
     for name in ("output_request_0.jsonl", "request_0.jsonl"):
-        (overview,) = look_over(folder / name)
+        (overview,) = find_overviews(folder / name)
         assert [file.state for file in overview.files] == ["done"], name
     apart = tmp_path / "answers"
     apart.mkdir()
     for path in folder.glob("output_request_0*"):
         path.rename(apart / path.name)
-    (overview,) = [each for each in look_over(tmp_path) if each.path == str(apart)]
+    (overview,) = [each for each in find_overviews(tmp_path) if each.path == str(apart)]
     assert [(file.state, file.num_rows) for file in overview.files] == [
         ("done", NUM_LINES)
     ]
@@ -198,7 +200,7 @@ def test_each_file_that_a_run_passes_over_is_named(folder: Path) -> None:
 def test_a_run_that_was_killed_is_stopped(folder: Path) -> None:
     for path in folder.glob("*.claim"):
         shutil.rmtree(path)
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     running = by_name(overview.files)["output_request_1.jsonl"]
     assert (running.state, running.why) == ("stopped", "its run ended without a word")
     assert overview.left_s is None
@@ -232,7 +234,7 @@ def test_nothing_of_a_run(tmp_path: Path) -> None:
 def test_what_cannot_be_read_does_not_break_it(folder: Path) -> None:
     status_path(folder / "output_request_0.jsonl").write_text("{")
     (folder / "output_request_0.errors.jsonl").write_text('[]\n{\n{"error":3}\n')
-    (overview,) = look_over(folder)
+    (overview,) = find_overviews(folder)
     assert by_name(overview.files)["output_request_0.jsonl"].state == "done"
 
 

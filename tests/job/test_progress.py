@@ -39,18 +39,20 @@ def test_nothing_is_said_of_what_is_not_known(monkeypatch: pytest.MonkeyPatch) -
     monkeypatch.setattr("fminfer.job.progress.time", clock)
     bar = ProgressBar(3, is_quiet=True)
     engine = Told(EngineStats(), drawing(0))
-    assert bar.left_s(engine) is None
+    assert bar.predict_left_s(engine) is None
     engine.stats.read.num_rows = 3
     assert (
-        bar.left_s(engine) is None
-        and ProgressBar(None, is_quiet=True).left_s(engine) is None
+        bar.predict_left_s(engine) is None
+        and ProgressBar(None, is_quiet=True).predict_left_s(engine) is None
     )
     for _ in range(2):
-        assert bar.left_s(engine) is None, "the first step says nothing of others"
+        assert bar.predict_left_s(engine) is None, (
+            "the first step says nothing of others"
+        )
         clock.now_s += 1.0
         engine.stats.num_steps += 1
         bar.add_work(engine.stats, 5, 0)
-    assert bar.left_s(engine) == 0.0
+    assert bar.predict_left_s(engine) == 0.0
 
 
 def test_a_bound_is_shown_as_one(
@@ -105,7 +107,7 @@ def test_a_log_has_a_line_now_and_then(
 def test_a_narrow_terminal_has_shorter_texts() -> None:
     bar = ProgressBar(9, is_quiet=True, is_slowed=lambda: True)
     bar.update(3, 1, Told(EngineStats(), drawing(0)))
-    assert bar._texts() == [
+    assert bar._make_texts() == [
         "0 tokens, 0 tok/s, left ?, 1 error, slowed by other work",
         "0 tok/s, left ?, 1 error, slowed by other work",
         "0 tok/s, left ?, 1 error, slowed",
@@ -113,24 +115,24 @@ def test_a_narrow_terminal_has_shorter_texts() -> None:
         "left ?, 1 error",
         "left ?",
     ]
-    assert ProgressBar(9, is_quiet=True)._texts()[0] == "0 tokens, 0 tok/s, left ?"
+    assert ProgressBar(9, is_quiet=True)._make_texts()[0] == "0 tokens, 0 tok/s, left ?"
 
 
 def test_the_rate_is_that_of_the_last_minute() -> None:
     """What was ten times as slow before is forgotten; the first step counts for nothing."""
     left = TimeLeft()
     engine = Told(EngineStats(), drawing(100, num_running=0))
-    assert left.running_s(engine) is None
+    assert left.predict_running_s(engine) is None
     engine.state = drawing(100, num_running=1)
     for number in range(400):
         engine.stats.num_steps += 1
-        left.add(
+        left.add_steps(
             0.0 if not number else 10.0 if number < 50 else 1.0, engine.stats, 0, 1
         )
         if not number:
-            assert left.running_s(engine) is None
+            assert left.predict_running_s(engine) is None
         if number in (40, 109, 300):
-            assert left.running_s(engine) == pytest.approx(
+            assert left.predict_running_s(engine) == pytest.approx(
                 1000 if number == 40 else 100
             )
 
@@ -203,14 +205,16 @@ def test_what_running_rows_may_still_draw_is_counted(
     bar = ProgressBar(None, is_quiet=True)
     engine = Told(EngineStats(), drawing(7, 2))
     idle = Told(EngineStats(), EngineState())
-    assert bar.drawing_s(engine) is None, "nothing was computed yet"
+    assert bar.predict_running_s(engine) is None, "nothing was computed yet"
     clock = Clock()
     monkeypatch.setattr("fminfer.job.progress.time", clock)
     bar.add_work(EngineStats(num_steps=5), 0, 10)
     clock.now_s += 4.0
     bar.add_work(EngineStats(num_steps=9), 0, 8)
-    assert bar.drawing_s(engine) == pytest.approx(7.0), "as many steps, of two rows"
-    assert bar.drawing_s(idle) is None
+    assert bar.predict_running_s(engine) == pytest.approx(7.0), (
+        "as many steps, of two rows"
+    )
+    assert bar.predict_running_s(idle) is None
 
 
 @pytest.mark.parametrize("columns", [60, 80, 120])

@@ -15,9 +15,9 @@ import pytest
 from fminfer.files.output_paths import answers_path
 from fminfer.job.report.answer_fields import cut_choice
 from fminfer.job.report.charts import count_lengths, find_ticks, make_histogram
-from fminfer.job.report.plain_text import show
+from fminfer.job.report.plain_text import make_visible
+from fminfer.job.report.reported_outputs import find_outputs, open_output
 from fminfer.job.report.scanning import NUM_SHOWN, Place, RowChoice, Scan
-from fminfer.job.report.told_outputs import find_outputs, open_output
 from tests.job.report_outputs import (
     ASK,
     FLAGS,
@@ -159,7 +159,7 @@ def test_every_row_shows_what_was_asked_and_answered(output: Path) -> None:
             text = (
                 choice["message"]["content"] if "message" in choice else choice["text"]
             )
-            assert said(told) == show(text)
+            assert said(told) == make_visible(text)
             has_logprobs = bool((choice.get("logprobs") or {}).get("tokens")) or bool(
                 (choice.get("logprobs") or {}).get("content")
             )
@@ -273,8 +273,8 @@ def test_the_sample_is_fixed_and_has_the_extremes() -> None:
         choice.add_error(("code", "kind"), Place(1, 1, 0, 1))
         return choice
 
-    chosen = choose().chosen()
-    assert chosen == choose().chosen() and len(chosen) == NUM_SHOWN
+    chosen = choose().choose_rows()
+    assert chosen == choose().choose_rows() and len(chosen) == NUM_SHOWN
     assert [*chosen] == sorted(chosen)
     reasons = Counter(reason for each in chosen.values() for reason in each)
     assert (
@@ -297,7 +297,7 @@ def test_rows_that_are_all_alike_do_not_stand_out() -> None:
     choice = RowChoice()
     for number in range(1, 41):
         choice.add_answer(Place(0, number, 0, 1), 2 + (number == 30), 0.5, -1.0)
-    chosen = choice.chosen()
+    chosen = choice.choose_rows()
     assert len(chosen) == 40
     assert [place.number for place, why in chosen.items() if why != {"sample"}] == [30]
     assert {"long"} in chosen.values()

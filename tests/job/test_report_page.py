@@ -18,12 +18,12 @@ import pytest
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.journal_rows import Row
 from fminfer.files.status_file import status_path
-from fminfer.job.report.plain_text import show
+from fminfer.job.report.plain_text import make_visible
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.report_page import make_safe
+from fminfer.job.report.reported_outputs import find_outputs, open_output
 from fminfer.job.report.scanning import OutOfTimeError
 from fminfer.job.report.shown_rows import MAX_SHOWN, make_previews
-from fminfer.job.report.told_outputs import find_outputs, open_output
 from tests.job.report_outputs import (
     ASK,
     FLAGS,
@@ -149,8 +149,8 @@ def test_safe_json_means_the_same() -> None:
 
 def test_texts_of_any_language_stay_what_they_are() -> None:
     text = "tab\tline\nשלום مرحبا 日本 🎉 é \u200d"
-    assert show(text) == text
-    assert show("a\r\nb\rc\x7f\ud800") == "a\nb␍c␡\\ud800"
+    assert make_visible(text) == text
+    assert make_visible("a\r\nb\rc\x7f\ud800") == "a\nb␍c␡\\ud800"
 
 
 def test_the_policy_allows_the_page_alone(hostile: Path) -> None:

@@ -28,7 +28,7 @@ from fminfer.files.run_facts import (
 )
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.job.file_job import run_job
-from fminfer.job.report.told_outputs import find_runs, open_output
+from fminfer.job.report.reported_outputs import find_runs, open_output
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from tests.job.report_outputs import (
@@ -69,7 +69,7 @@ def answer(
         [source], [output], RunTerms("m", {}, restart=restart, current_run=facts)
     )
     summary = JobSummary("m", "float32", [source], [output])
-    return run_job(engine, files, summary, is_quiet=True, run_facts=facts)
+    return run_job(engine, files, summary, is_quiet=True, current_run=facts)
 
 
 @pytest.mark.parametrize("num_steps", [3, 1000, 50_000])
@@ -167,7 +167,7 @@ def test_files_of_one_run_share_its_time_line(
     facts = CurrentRun()
     files = open_files(sources, outputs, RunTerms("m", {}, current_run=facts))
     summary = JobSummary("m", "float32", sources, outputs)
-    run_job(engine, files, summary, is_quiet=True, run_facts=facts)
+    run_job(engine, files, summary, is_quiet=True, current_run=facts)
     (run,) = find_runs([open_output(output) for output in outputs])
     assert sum(point.num_done for point in run.time_line.points) == 24
     assert 0 < run.seconds <= summary.wall_s

@@ -25,7 +25,7 @@ from fminfer.files.status_file import StatusFile, read_status
 from fminfer.files.storage import RemoteFolders
 from fminfer.job import answering
 from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
-from fminfer.job.run_paths import JobPaths, refuse_other_models
+from fminfer.job.run_paths import JobPaths, check_no_other_model
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
 from tests.job.report_outputs import call
@@ -213,26 +213,26 @@ def test_named_and_shared_files_are_inputs_of_one_kind(
         inputs = open_files([path], [output], RunTerms("none", {}))
     else:
         inputs = shared = share(tmp_path)
-        assert shared.look()
+        assert shared.scan()
     assert type(inputs) is (NamedFiles if kind == "named" else SharedFiles)
     assert inputs.num_rows == 1 and not inputs.is_finished
-    file = next(each for each in inputs.turns() if each is not None)
+    file = next(each for each in inputs.iterate_files() if each is not None)
     assert list(inputs.files) == [file] and inputs.num_saved_rows == 0
     error = UsageError("it was edited")
     if kind == "named":
         with pytest.raises(UsageError, match="it was edited"):
-            inputs.give_up(file, error)
+            inputs.abandon_file(file, error)
     else:
-        inputs.give_up(file, error)
+        inputs.abandon_file(file, error)
     inputs.abandon(error)
     assert not read_claims(output) and file.is_settled
     answer_part(path)
     summary = JobSummary("m", "d", [path], [output])
     again = share(tmp_path) if kind == "shared" else inputs
     if isinstance(again, SharedFiles):
-        again.look()
-    again.check_kept()
-    again.add_to(summary)
+        again.scan()
+    again.check_none_lost()
+    again.add_to_summary(summary)
     assert summary.num_kept_rows == 1 and summary.num_rows == 0
 
 
@@ -267,7 +267,7 @@ def test_a_later_line_of_another_model_costs_only_itself(tmp_path: Path) -> None
             '{"prompt": "x"}\n' * num_before + '{"prompt": "x", "model": "other"}\n'
         )
         with pytest.raises(UsageError, match="other") if is_refused else nullcontext():
-            refuse_other_models(ModelOptions(), [path])
+            check_no_other_model(ModelOptions(), [path])
 
 
 def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(

@@ -161,12 +161,12 @@ def test_records_are_counted_by_their_codes() -> None:
     envelope = open_envelope(line)
     for code in ("invalid_json", "out_of_memory", "invalid_json"):
         error = RequestError(code, "it failed")  # type: ignore[arg-type]
-        summary.count(Record(line, envelope, error=error))
+        summary.count_record(Record(line, envelope, error=error))
     answer = Record(
         line, envelope, result={}, num_prompt_tokens=3, num_completion_tokens=2
     )
-    summary.count(answer)
-    summary.count(answer)
+    summary.count_record(answer)
+    summary.count_record(answer)
     assert (summary.num_rows, summary.num_errors, summary.has_errors) == (2, 3, True)
     assert summary.errors_by_code == {"invalid_json": 2, "out_of_memory": 1}
     assert (summary.prompt_tokens, summary.completion_tokens) == (6, 4)

@@ -62,12 +62,12 @@ def write_shards(folder: Path, num: int, num_lines: int = 3) -> list[Path]:
 
 
 def answer(file: JournaledInput) -> None:
-    for line in file.lines(lambda line: None):
+    for line in file.read_lines(lambda line: None):
         file.add(Record(line, open_envelope(line), result={"said": line.number}))
 
 
 def open_first(folder: Path) -> JournaledInput:
-    return next(file for file in share(folder).turns() if file is not None)
+    return next(file for file in share(folder).iterate_files() if file is not None)
 
 
 @pytest.mark.parametrize("number", range(NUM_ROUNDS))
@@ -110,7 +110,7 @@ def test_runs_that_are_killed_at_random(tmp_path: Path, number: int) -> None:
     assert [line for line, count in noted.items() if count > 1] == []
     # A row whose run was killed before it noted it is in the file all the same.
     assert NUM_SHARDS * NUM_LINES - num_killed <= len(noted) <= NUM_SHARDS * NUM_LINES
-    assert not share(tmp_path / "in").look(), (
+    assert not share(tmp_path / "in").scan(), (
         "which also removes dead claims of complete files"
     )
     left = [path.name for path in (tmp_path / "in").iterdir() if ".claim" in path.name]
@@ -257,7 +257,7 @@ def test_a_claim_that_says_nothing(tmp_path: Path, text: str) -> None:
 def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 1)
     first = open_first(tmp_path / "in")
-    lines = list(first.lines(lambda line: None))
+    lines = list(first.read_lines(lambda line: None))
     first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
     assert first.hold.claim is not None and first.journal is not None
     sleeper = first.hold.claim.path
@@ -295,10 +295,10 @@ def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     write_shards(tmp_path / "in", 1)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     first = open_next(turns)
-    lines = list(first.lines(lambda line: None))
+    lines = list(first.read_lines(lambda line: None))
     lose(first)
     record = Record(lines[0], open_envelope(lines[0]), result={"said": 1})
     assert not first.add(record) and first.is_lost
@@ -315,16 +315,16 @@ def test_each_file_that_was_lost_is_taken_again(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     paths = write_shards(tmp_path / "in", 2)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     one = open_next(turns)
     two = open_next(turns)
-    lines = [list(file.lines(lambda line: None)) for file in (one, two)]
+    lines = [list(file.read_lines(lambda line: None)) for file in (one, two)]
     lose(one)
     one.add(Record(lines[0][0], open_envelope(lines[0][0]), result={"said": 1}))
     again = open_next(turns)
     assert again.path == paths[0]
-    mine.give_up(again, UsageError("it was changed"))
+    mine.abandon_file(again, UsageError("it was changed"))
     lose(two)
     two.add(Record(lines[1][0], open_envelope(lines[1][0]), result={"said": 1}))
     assert open_next(turns).path == paths[1]
@@ -338,7 +338,7 @@ def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(liveness, "machine_name", lambda namespace: "another")
         other = open_first(file.path.parent)
-        for line in other.lines(lambda line: None):
+        for line in other.read_lines(lambda line: None):
             error = RequestError("out_of_range", "no") if fails else None
             result = None if fails else {"said": line.number}
             other.add(Record(line, open_envelope(line), result=result, error=error))
@@ -357,10 +357,10 @@ def test_what_another_run_has_finished_is_not_refused(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     write_shards(tmp_path / "in", 1)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     file = open_next(turns)
-    mine.give_up(file, error)
+    mine.abandon_file(file, error)
     assert bool(mine.refused) == (type(error) is UsageError), "one in use may come free"
     answer(open_first(tmp_path / "in"))
     assert list(turns) == [] and mine.is_finished
@@ -377,13 +377,13 @@ def test_a_named_file_that_another_run_has_completed_is_done(
     files = open_files([path], [output], RunTerms("none", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     assert file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
     take_over(file, fails=fails)
     assert not file.add(
         Record(lines[1], open_envelope(lines[1]), result={"said": "late"})
     )
-    files.check_kept()
+    files.check_none_lost()
     summary = run_job(
         None, files, JobSummary("m", "d", [path], [output]), is_quiet=True
     )
@@ -395,7 +395,7 @@ def test_a_named_file_that_another_run_has_completed_is_done(
 def sum_up(inputs: SharedFiles, num_rows: int) -> JobSummary:
     """Return the summary of a run that has answered so many rows."""
     summary = JobSummary("m", "d", [], [], num_rows=num_rows)
-    inputs.add_to(summary)
+    inputs.add_to_summary(summary)
     return summary
 
 
@@ -406,10 +406,10 @@ def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     write_shards(tmp_path / "in", 2, 5)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     file = open_next(turns)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in lines[:2]:
         assert file.add(Record(line, open_envelope(line), result={"said": 1}))
     take_over(file)
@@ -431,10 +431,10 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     write_shards(tmp_path / "in", 1, 5)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     file = open_next(turns)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in lines[:2]:
         assert file.add(Record(line, open_envelope(line), result={"said": 1}))
     lose(file)
@@ -442,7 +442,7 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
         Record(lines[2], open_envelope(lines[2]), result={"said": "late"})
     )
     other = open_first(tmp_path / "in")  # it answers one, and ends
-    line = next(other.lines(lambda line: None))
+    line = next(other.read_lines(lambda line: None))
     assert line.number == 3 and other.add(
         Record(line, open_envelope(line), result={"said": 1})
     )
@@ -464,11 +464,11 @@ def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
     files = open_files([path], [output], RunTerms("m", {}))
     (file,) = files.files
     assert isinstance(file, JournaledInput)
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     lose(file)
     file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
     with pytest.raises(InUseError, match="taken over"):
-        files.check_kept()
+        files.check_none_lost()
 
 
 def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
@@ -477,9 +477,9 @@ def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
     claim = theirs.acquire(paths[1].with_name("output_request_1.jsonl"))
     assert claim is not None
     mine = share(tmp_path / "in")
-    assert mine.look()
+    assert mine.scan()
     opened = []
-    for file in mine.turns():
+    for file in mine.iterate_files():
         if file is not None:
             opened.append(file.path)
             answer(file)
@@ -487,7 +487,7 @@ def test_what_others_answer_is_left_to_them(tmp_path: Path) -> None:
         opened == [paths[0], paths[2]] and mine.num_elsewhere == 1 and mine.is_finished
     )
     claim.release()
-    assert share(tmp_path / "in").look()
+    assert share(tmp_path / "in").scan()
 
 
 def test_files_that_other_runs_take_at_this_moment_are_all_counted(
@@ -502,9 +502,9 @@ def test_files_that_other_runs_take_at_this_moment_are_all_counted(
 
     write_shards(tmp_path / "in", 2)
     mine = share(tmp_path / "in")
-    assert mine.look()
+    assert mine.scan()
     monkeypatch.setattr(shared_folder, "find_claimed", look_a_moment_earlier)
-    assert list(mine.turns()) == []
+    assert list(mine.iterate_files()) == []
     assert sum_up(mine, 0).num_files_elsewhere == 2
 
 
@@ -522,10 +522,13 @@ def test_a_restart_throws_no_answers_away_that_a_run_of_other_settings_has_given
 
     mine = share_with("1")
     theirs = share_with("2")
-    assert mine.look() and theirs.look()
-    answer(open_next(theirs.turns()))
+    assert mine.scan() and theirs.scan()
+    answer(open_next(theirs.iterate_files()))
     answers = output.read_bytes()
-    assert next(mine.turns(), "the end") == "the end" and output.read_bytes() == answers
+    assert (
+        next(mine.iterate_files(), "the end") == "the end"
+        and output.read_bytes() == answers
+    )
     assert "--seed was 2, is 1" in mine.refused[str(path)]
 
 
@@ -535,14 +538,14 @@ def test_a_file_of_another_model_is_refused_and_the_others_answered(
     """What is wrong with a file before the model is loaded ends the run; later it costs
     itself."""
     paths = write_shards(tmp_path / "in", 3)
-    for file in share(tmp_path / "in").turns():
+    for file in share(tmp_path / "in").iterate_files():
         if file is not None:
             answer(file)
     paths[1].write_text('{"prompt":"changed"}\n')
     os.utime(paths[1], (time.time() + 100,) * 2)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    assert [file for file in mine.turns() if file is not None] == []
+    assert mine.scan()
+    assert [file for file in mine.iterate_files() if file is not None] == []
     assert list(mine.refused) == [str(paths[1])]
     assert "the input was" in mine.refused[str(paths[1])]
 
@@ -558,20 +561,20 @@ def test_other_settings_than_those_of_a_stopped_run_are_told_before_a_model_is_l
         return SharedFiles(lambda: plan, terms, is_watching=False)
 
     paths = write_shards(tmp_path / "in", 3)
-    file = next(filter(None, share_with("float32").turns()))
-    answer_shards.answer_all(file, [next(file.lines(lambda line: None))])
+    file = next(filter(None, share_with("float32").iterate_files()))
+    answer_shards.answer_all(file, [next(file.read_lines(lambda line: None))])
     file.abandon(StoppedError("the end"))
 
     with pytest.raises(UsageError, match="the dtype was float32, is bfloat16"):
-        share_with("bfloat16").look()
-    assert share_with("float32").look() and share_with("bfloat16", restart=True).look()
+        share_with("bfloat16").scan()
+    assert share_with("float32").scan() and share_with("bfloat16", restart=True).scan()
     with paths[0].open("a") as more:
         more.write('{"prompt":"more"}\n')
-    assert share_with("float32").look(), (
+    assert share_with("float32").scan(), (
         "answers to lines that are still there are kept"
     )
     with pytest.raises(UsageError, match="the dtype was float32, is bfloat16"):
-        share_with("bfloat16").look()
+        share_with("bfloat16").scan()
 
 
 def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(
@@ -579,46 +582,49 @@ def test_a_changed_file_with_an_old_date_is_not_taken_for_answered(
 ) -> None:
     """As rsync -a and cp -p make them."""
     paths = write_shards(tmp_path / "in", 2)
-    for file in share(tmp_path / "in").turns():
+    for file in share(tmp_path / "in").iterate_files():
         if file is not None:
             answer(file)
     with paths[1].open("a") as more:
         more.write('{"prompt":"more"}\n')
     os.utime(paths[1], (time.time() - 3600,) * 2)
     mine = share(tmp_path / "in")
-    assert mine.look() and [file for file in mine.turns() if file is not None] == []
+    assert (
+        mine.scan()
+        and [file for file in mine.iterate_files() if file is not None] == []
+    )
     assert list(mine.refused) == [str(paths[1])]
 
 
 def test_a_complete_file_that_was_edited_is_refused(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 3)
-    for file in share(tmp_path / "in").turns():
+    for file in share(tmp_path / "in").iterate_files():
         if file is not None:
             answer(file)
     edited = next((tmp_path / "in").rglob("output_request_1.jsonl"))
     edited.write_bytes(b"")
     with pytest.raises(UsageError, match=rf"{edited.name} is not as it was written"):
-        share(tmp_path / "in").look()
+        share(tmp_path / "in").scan()
     edited.unlink()
-    assert share(tmp_path / "in").look(), "its input is answered again"
+    assert share(tmp_path / "in").scan(), "its input is answered again"
 
 
 def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     write_shards(tmp_path / "in", 1)
     file = open_first(tmp_path / "in")
-    for line in file.lines(lambda line: None):
+    for line in file.read_lines(lambda line: None):
         file.add(
             Record(line, open_envelope(line), error=RequestError("out_of_range", "no"))
         )
     again = share(tmp_path / "in")
-    assert not again.look() and again.kept == RowCounts(3, 3)
+    assert not again.scan() and again.kept == RowCounts(3, 3)
 
 
 def test_a_file_that_goes_ends_nothing(tmp_path: Path) -> None:
     paths = write_shards(tmp_path / "in", 3)
     mine = share(tmp_path / "in")
-    assert mine.look()
-    turns = mine.turns()
+    assert mine.scan()
+    turns = mine.iterate_files()
     answer(open_next(turns))
     paths[1].unlink()
     file = open_next(turns)
@@ -638,8 +644,8 @@ def test_watching_takes_files_as_they_come(
     monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.01)
     (tmp_path / "in").mkdir()
     mine = share(tmp_path / "in", is_watching=True)
-    turns = mine.turns()
-    assert mine.look() and next(turns) is None
+    turns = mine.iterate_files()
+    assert mine.scan() and next(turns) is None
     paths = write_shards(tmp_path / "in", 2)
     assert next(turns) is None, "they may not be whole yet"
     time.sleep(0.02)
@@ -669,7 +675,7 @@ def test_a_watched_file_is_as_old_as_the_disks_clock_says(
     (path,) = write_shards(tmp_path / "in", 1)
     os.utime(path, (time.time() - age_s,) * 2)
     mine = share(tmp_path / "in", is_watching=True)
-    mine._plan = mine._find()
+    mine._paths = mine._find_paths()
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + skew_s)
     assert [found for found, _ in mine._find_free()] == [path] * is_taken
 
@@ -686,7 +692,7 @@ def test_a_run_with_an_engine(tmp_path: Path) -> None:
         inputs = SharedFiles(
             lambda: OutputPaths(paths, outputs), RunTerms("m", {}), is_watching=False
         )
-        inputs.look()
+        inputs.scan()
         return run_job(
             engine, inputs, JobSummary("m", "d", paths, outputs), is_quiet=True
         )
@@ -720,7 +726,7 @@ def test_a_run_that_waits_answers_what_comes(
         )
 
     inputs = SharedFiles(find, RunTerms("m", {}), is_watching=True)
-    assert inputs.look()
+    assert inputs.scan()
     engine = fminfer.Engine(dtype="float32", kernels="off")
     with contextlib.closing(engine), pytest.raises(StoppedError, match="Interrupted"):
         run_job(engine, inputs, JobSummary("m", "d", [], []), is_quiet=True)

@@ -198,7 +198,7 @@ def run(
         )
         clock.now_s += factor * costs.predict_s(StepWork.of(step).counts)
         bar.add_work(loop.stats, trace.num_prompt_tokens, len(step.draws))
-        told.append((clock.now_s, bar.left_s(loop)))
+        told.append((clock.now_s, bar.predict_left_s(loop)))
 
     loop.on_step = on_step
     base = {"temperature": 0, "user": ""}
@@ -334,5 +334,5 @@ def test_several_pipelines_share_the_rows() -> None:
         stats.num_steps += 10
         one.add(1.0, stats, 0, 80)
         two.add(0.5, stats, 0, 40)
-    told = [each.all_s(Told(stats, drawing(100)), 8) for each in (one, two)]
+    told = [each.predict_all_s(Told(stats, drawing(100)), 8) for each in (one, two)]
     assert told == [pytest.approx(10.0), pytest.approx(10.0)]

@@ -28,7 +28,7 @@ from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status, status_path
 from fminfer.job import journaled_input
 from fminfer.job.journaled_input import JournaledInput
-from fminfer.job.overview import look_over
+from fminfer.job.overview import find_overviews
 from fminfer.job.run_inputs import NamedFiles, open_files
 from fminfer.job.shared_folder import SharedFiles
 from tests.conftest import run_files
@@ -76,7 +76,7 @@ def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
 
 def answer(file: JournaledInput, codes: dict[int, ErrorCode]) -> list[int]:
     """Answer what is left of a file; return the numbers of its lines."""
-    lines = list(file.lines(lambda line: None))
+    lines = list(file.read_lines(lambda line: None))
     for line in lines[::-1]:
         assert file.add(record_of(line, codes))
     return [line.number for line in lines]
@@ -93,7 +93,7 @@ def open_shared(source: Path, output: Path) -> JournaledInput | None:
     plan = OutputPaths([source], [output])
     fingerprint = {"--seed": "0"}
     files = SharedFiles(lambda: plan, RunTerms("m", fingerprint), is_watching=False)
-    return next(iter(files.turns()), None) if files.look() else None
+    return next(iter(files.iterate_files()), None) if files.scan() else None
 
 
 def write_input(folder: Path) -> tuple[Path, Path]:
@@ -130,7 +130,7 @@ def test_the_same_command_answers_them_in_place(
     file = open_one(source, output)
     assert not file.is_finished
     assert (file.kept, file.num_tried_rows) == (RowCounts(4, 2), 3)
-    (overview,) = look_over(output)
+    (overview,) = find_overviews(output)
     assert overview.files[0].state == "stopped"
     assert answer(file, {4: "nan_logits"} | LASTING) == sorted(FAULTS)
     assert not journal_path(output).exists()
@@ -381,12 +381,12 @@ def test_a_complete_output_that_was_edited_is_refused_by_name(
         refused.value
     )
     assert not journal_path(output).exists()
-    (file,) = look_over(output)[0].files
+    (file,) = find_overviews(output)[0].files
     assert file.state == "stopped" and file.is_edited
     assert file.why is not None and f"{edited.name} was edited since" in file.why
     edited.write_bytes(before)
     assert open_one(source, output).is_finished, "it is as it was, if later"
-    assert look_over(output)[0].files[0].state == "done"
+    assert find_overviews(output)[0].files[0].state == "done"
 
 
 def test_digests_are_read_only_of_files_that_are_newer_than_their_status(
@@ -477,15 +477,15 @@ def test_runs_over_one_folder_try_them_once_each(tmp_path: Path) -> None:
 
     first = share()
     beside = share()
-    assert first.look()
-    for file in first.turns():
+    assert first.scan()
+    for file in first.iterate_files():
         answer(file, FAULTS | LASTING)
     assert first.is_finished
-    assert not beside.look() and beside.kept.num_errors == 5
+    assert not beside.scan() and beside.kept.num_errors == 5
     time.sleep(0.02)
     later = share()
-    assert later.look()
-    assert [answer(file, FAULTS | LASTING) for file in later.turns()] == [
+    assert later.scan()
+    assert [answer(file, FAULTS | LASTING) for file in later.iterate_files()] == [
         sorted(FAULTS)
     ]
     assert later.is_finished and later.kept == RowCounts(4, 2)

@@ -40,7 +40,7 @@ def share(
 
 def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> None:
     """Answer lines of a file, all of them if none are given."""
-    for line in lines or file.lines(lambda line: None):
+    for line in lines or file.read_lines(lambda line: None):
         file.add(
             Record(
                 line, open_envelope(line), result={"choices": [], "said": line.number}
@@ -50,13 +50,13 @@ def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> Non
 
 def main(folder: Path, log: Path) -> None:
     files = share(folder)
-    files.look()
+    files.scan()
     with log.open("a", buffering=1) as notes:
-        for file in files.turns():
+        for file in files.iterate_files():
             if file is None:
                 time.sleep(PAUSE_S)
                 continue
-            for line in file.lines(lambda line: None):
+            for line in file.read_lines(lambda line: None):
                 time.sleep(random.uniform(0, PAUSE_S))
                 file.add(
                     Record(line, open_envelope(line), result={"said": line.number})

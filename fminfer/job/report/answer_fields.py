@@ -1,5 +1,4 @@
-"""Reads an output's record, of any shape: its fields, its logprobs, and the pieces of
-its text."""
+"""Reads an output's record, of any shape: its fields, logprobs, and pieces of its text."""
 
 from __future__ import annotations
 
@@ -8,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fminfer.contract.record import load_record
-from fminfer.job.report.plain_text import show
+from fminfer.job.report.plain_text import make_visible
 
 # What a record raises that has the names of a record, and other values.
 ODD_RECORD = (TypeError, ValueError, LookupError, AttributeError, OverflowError)
@@ -80,7 +79,7 @@ def as_dict(value: Any) -> dict[str, Any]:
     return value if isinstance(value, dict) else {}
 
 
-def choice_logprobs(choice: dict[str, Any], request: Any) -> list[float]:
+def find_logprobs(choice: dict[str, Any], request: Any) -> list[float]:
     """Return the logprobs of drawn tokens, or of an echoed prompt that drew none."""
     logprobs = as_dict(choice.get("logprobs"))
     if isinstance(entries := logprobs.get("content"), list):
@@ -88,15 +87,15 @@ def choice_logprobs(choice: dict[str, Any], request: Any) -> list[float]:
     values = logprobs.get("token_logprobs")
     if not isinstance(values, list):
         return []
-    values = values[_num_echoed(choice, request) :] or values
+    values = values[_count_echoed(choice, request) :] or values
     return [value for value in values if value is not None]
 
 
-def _num_echoed(choice: dict[str, Any], request: Any) -> int:
+def _count_echoed(choice: dict[str, Any], request: Any) -> int:
     """Return how many tokens of an echoed prompt stand before the drawn ones."""
     if not isinstance(request, dict) or not request.get("echo"):
         return 0
-    prompt = prompt_of(request, choice.get("index", 0))
+    prompt = find_prompt(request, choice.get("index", 0))
     if isinstance(prompt, list):
         return len(prompt)
     if not isinstance(prompt, str):
@@ -108,7 +107,7 @@ def _num_echoed(choice: dict[str, Any], request: Any) -> int:
     )
 
 
-def prompt_of(request: Any, index: int) -> Any:
+def find_prompt(request: Any, index: int) -> Any:
     """Return the prompt that the choice of this index goes on with; None: it is not known."""
     if not isinstance(request, dict):
         return None
@@ -138,7 +137,7 @@ class Token:
         shown = self.others[:num_others]
         if self.logprob is not None and all(name != self.name for name, _ in shown):
             shown = [*shown, (self.name, self.logprob)]
-        return [[show(n), round(p, 3), int(n == self.name)] for n, p in shown]
+        return [[make_visible(n), round(p, 3), int(n == self.name)] for n, p in shown]
 
 
 @dataclass(slots=True, frozen=True)
@@ -158,7 +157,7 @@ class TextPiece:
             for token in self.tokens
             if token.logprob is not None
         ]
-        return [show(self.text), total, listed, *([1] if self.is_given else [])]
+        return [make_visible(self.text), total, listed, *([1] if self.is_given else [])]
 
 
 def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
@@ -166,21 +165,21 @@ def cut_choice(choice: dict[str, Any], request: Any) -> list[TextPiece]:
     logprobs = as_dict(choice.get("logprobs"))
     if isinstance(entries := logprobs.get("content"), list):
         return list(_cut_by_bytes(entries))
-    tokens = _tokens_of(logprobs)
+    tokens = _make_tokens(logprobs)
     text = str(choice.get("text") or "")
     offsets = logprobs.get("text_offset") or []
     if not tokens or len(offsets) != len(tokens):
         return []
-    given = _num_echoed(choice, request)
+    num_given = _count_echoed(choice, request)
     if not text:  # of a run without a tokenizer: the names are all that there is
         return [
-            TextPiece(f"{token.name} ", [token], i < given)
+            TextPiece(f"{token.name} ", [token], i < num_given)
             for i, token in enumerate(tokens)
         ]
-    return list(_cut_by_offsets(text, tokens, offsets, given))
+    return list(_cut_by_offsets(text, tokens, offsets, num_given))
 
 
-def _tokens_of(logprobs: dict[str, Any]) -> list[Token]:
+def _make_tokens(logprobs: dict[str, Any]) -> list[Token]:
     names = logprobs.get("tokens") or []
     values = logprobs.get("token_logprobs") or []
     tops = logprobs.get("top_logprobs") or [None] * len(names)
@@ -225,10 +224,10 @@ def _cut_by_bytes(entries: list[dict[str, Any]]) -> Iterator[TextPiece]:
         ]
         text = str(entry["token"])
         joined.append(Token(text, entry["logprob"], others))
-        found = entry.get("bytes")
+        token_bytes = entry.get("bytes")
         raw += (
-            bytes(found)
-            if isinstance(found, list)
+            bytes(token_bytes)
+            if isinstance(token_bytes, list)
             else text.encode(errors="surrogatepass")
         )
         try:

@@ -7,7 +7,7 @@ from collections.abc import Iterator, Mapping, Sequence
 
 from fminfer.core.messages import RankMemory
 from fminfer.job.report.charts import find_ticks, show_number
-from fminfer.job.report.plain_text import escape
+from fminfer.job.report.plain_text import escape_html
 
 COLOURS = ("#4f86b8", "#e8983e", "#5b9a5b", "#a05fa0")
 FORECAST = "#333"
@@ -34,7 +34,7 @@ def draw_bench(
     top = TOP + HEIGHT + 90
     bottom = top + ROW * len(ranks) + 40
     parts = [
-        _write(LEFT, 26, title, 'font-weight="bold"'),
+        _make_text(LEFT, 26, title, 'font-weight="bold"'),
         *_draw_curves(y_name, curves),
         *_draw_ranks(ranks, top),
     ]
@@ -52,10 +52,14 @@ def find_log_ticks(least: float, most: float) -> list[float]:
     powers = range(math.floor(math.log10(least)), math.floor(math.log10(most)) + 2)
     ticks: list[float] = []
     for digits in ((1, 2, 5), (1,)):
-        found = [round(digit * 10.0**power, 12) for power in powers for digit in digits]
-        first = max(place for place, tick in enumerate(found) if tick <= least)
-        last = next(n for n, tick in enumerate(found) if tick >= most and n > first)
-        ticks = found[first : last + 1]
+        candidates = [
+            round(digit * 10.0**power, 12) for power in powers for digit in digits
+        ]
+        first = max(place for place, tick in enumerate(candidates) if tick <= least)
+        last = next(
+            n for n, tick in enumerate(candidates) if tick >= most and n > first
+        )
+        ticks = candidates[first : last + 1]
         if len(ticks) <= MOST_TICKS:
             break
     return ticks
@@ -63,9 +67,9 @@ def find_log_ticks(least: float, most: float) -> list[float]:
 
 def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
     """Draw the figures by batch size, and `oom` where a size ran out of memory."""
-    yield _write(LEFT, TOP - 24, f"{y_name}, by batch size")
-    found = [value for points in curves.values() for _, value in points if value]
-    ticks = find_log_ticks(min(found, default=1), max(found, default=1))
+    yield _make_text(LEFT, TOP - 24, f"{y_name}, by batch size")
+    values = [value for points in curves.values() for _, value in points if value]
+    ticks = find_log_ticks(min(values, default=1), max(values, default=1))
     sizes = sorted({size for points in curves.values() for size, _ in points})
     columns = {
         size: LEFT + PLOT * (i + 0.5) / len(sizes) for i, size in enumerate(sizes)
@@ -76,16 +80,18 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
         return TOP + HEIGHT * (1 - share)
 
     for tick in ticks:
-        yield _line(LEFT, height(tick), LEFT + PLOT, height(tick), GRID)
-        yield _write(LEFT - 8, height(tick) + 4, show_number(tick), 'text-anchor="end"')
+        yield _make_line(LEFT, height(tick), LEFT + PLOT, height(tick), GRID)
+        yield _make_text(
+            LEFT - 8, height(tick) + 4, show_number(tick), 'text-anchor="end"'
+        )
     for size, x in columns.items():
-        yield _write(x, TOP + HEIGHT + 20, f"{size:,}", 'text-anchor="middle"')
+        yield _make_text(x, TOP + HEIGHT + 20, f"{size:,}", 'text-anchor="middle"')
     for number, (name, points) in enumerate(curves.items()):
         colour = COLOURS[number % len(COLOURS)]
         if len(curves) > 1:
             x = LEFT + PLOT - 110 * (len(curves) - number)
             yield f'<circle cx="{x}" cy="{TOP - 28}" r="5" fill="{colour}"/>'
-            yield _write(x + 10, TOP - 24, name)
+            yield _make_text(x + 10, TOP - 24, name)
         places = [
             (columns[size], height(value), value) for size, value in points if value
         ]
@@ -94,7 +100,7 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
         for x, y, value in places:
             yield f'<circle cx="{x:.1f}" cy="{y:.1f}" r="4" fill="{colour}"/>'
             if len(curves) == 1:
-                yield _write(x + 7, y - 7, f"{value:.3g}")
+                yield _make_text(x + 7, y - 7, f"{value:.3g}")
         for size in (size for size, value in points if not value):
             fill = f'text-anchor="middle" fill="{OOM if len(curves) == 1 else colour}"'
             y = (
@@ -102,12 +108,12 @@ def _draw_curves(y_name: str, curves: Curves) -> Iterator[str]:
                 if len(curves) == 1
                 else TOP + HEIGHT - 8 - 16 * (len(curves) - 1 - number)
             )
-            yield _write(columns[size], y, "oom", fill)
+            yield _make_text(columns[size], y, "oom", fill)
 
 
 def _draw_ranks(ranks: Sequence[RankMemory], top: float) -> Iterator[str]:
     """Draw a bar for each rank's peak, and a line for its forecast."""
-    yield _write(
+    yield _make_text(
         LEFT, top - 24, "Peak memory of each rank, GiB; the line is the forecast"
     )
     sizes = [size for each in ranks for size in (each.peak_bytes, each.foreseen_bytes)]
@@ -116,25 +122,27 @@ def _draw_ranks(ranks: Sequence[RankMemory], top: float) -> Iterator[str]:
     bottom = top + ROW * len(ranks)
     for tick in ticks:
         x = LEFT + tick * 2**30 * scale
-        yield _line(x, top - 6, x, bottom, GRID)
-        yield _write(x, bottom + 16, show_number(tick), 'text-anchor="middle"')
+        yield _make_line(x, top - 6, x, bottom, GRID)
+        yield _make_text(x, bottom + 16, show_number(tick), 'text-anchor="middle"')
     for number, each in enumerate(ranks):
         y = top + ROW * number
         x = LEFT + each.foreseen_bytes * scale
-        yield _write(LEFT - 8, y + 13, f"rank {each.rank}", 'text-anchor="end"')
+        yield _make_text(LEFT - 8, y + 13, f"rank {each.rank}", 'text-anchor="end"')
         yield (
             f'<rect x="{LEFT}" y="{y}" width="{each.peak_bytes * scale:.1f}" height="{ROW - 6}" '
             f'fill="{COLOURS[0]}"/>'
         )
-        yield _line(x, y - 2, x, y + ROW - 4, FORECAST, 2.5)
-        yield _write(LEFT + PLOT - TOLD + 20, y + 13, each.to_text(), 'font-size="12"')
+        yield _make_line(x, y - 2, x, y + ROW - 4, FORECAST, 2.5)
+        yield _make_text(
+            LEFT + PLOT - TOLD + 20, y + 13, each.to_text(), 'font-size="12"'
+        )
 
 
-def _write(x: float, y: float, text: str, how: str = "") -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" {how}>{escape(text)}</text>'
+def _make_text(x: float, y: float, text: str, attributes: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" {attributes}>{escape_html(text)}</text>'
 
 
-def _line(
+def _make_line(
     x1: float, y1: float, x2: float, y2: float, colour: str, width: float = 1.0
 ) -> str:
     return (

@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from itertools import accumulate, pairwise
 
 from fminfer.core.quantities import describe_seconds
-from fminfer.job.report.plain_text import escape
+from fminfer.job.report.plain_text import escape_html
 
 TIME_STEPS = (
     0.01,
@@ -140,13 +140,13 @@ def make_histogram(title: str, counts: Counter[int]) -> str:
     edges = [bar.first for bar in bars] + ([] if is_each else [bars[-1].end])
     shift = 0.5 if is_each else 0.0  # under the bar, or between two
     labels = [((i + shift) * slot, show_number(edge)) for i, edge in enumerate(edges)]
-    note = _describe(counts)
+    note = _describe_lengths(counts)
     if len({bar.end - bar.first for bar in bars}) > 1:
         note += "; bars widen to the right"
-    return _make_figure(title, note, ticks, drawn + _place_labels(labels))
+    return _make_figure(title, note, ticks, drawn + _draw_labels(labels))
 
 
-def _describe(counts: Counter[int]) -> str:
+def _describe_lengths(counts: Counter[int]) -> str:
     total = counts.total()
     mean = sum(value * count for value, count in counts.items()) / total
     ordered = sorted(counts)
@@ -176,8 +176,10 @@ def make_time_line(
     inner = ""
     for bar in bars:
         span = f"{show_time(bar.first)} – {show_time(bar.end)}"
-        told = zip(bar.heights, names.values(), strict=True)
-        numbers = ", ".join(f"{show_number(height)} {name}" for height, name in told)
+        named_heights = zip(bar.heights, names.values(), strict=True)
+        numbers = ", ".join(
+            f"{show_number(height)} {name}" for height, name in named_heights
+        )
         x = bar.first * scale
         width = (bar.end - bar.first) * scale
         inner += _draw_bar(x, width, bar, ticks[-1], [*names], f"{span}: {numbers}")
@@ -191,14 +193,14 @@ def make_time_line(
     labels = [(at * scale, show_time(at)) for at in find_time_ticks(bars[-1].end)]
     keys = "".join(
         f'<li><svg aria-hidden="true"><rect class="{css}" width="100%" height="100%"/></svg>'
-        f"{escape(name)}</li>"
+        f"{escape_html(name)}</li>"
         for css, name in names.items()
     )
-    return _make_figure(title, note, ticks, inner + _place_labels(labels), keys)
+    return _make_figure(title, note, ticks, inner + _draw_labels(labels), keys)
 
 
 def _draw_bar(
-    x: float, width: float, bar: Bar, top: float, classes: Sequence[str], told: str
+    x: float, width: float, bar: Bar, top: float, classes: Sequence[str], title: str
 ) -> str:
     """Return a bar's parts, one upon the other; `x` and `width` are in per cent of the plot."""
     drawn = ""
@@ -211,7 +213,7 @@ def _draw_bar(
         y -= height
         drawn += (
             f'<rect class="{css}" x="{x:.3f}%" width="{width:.3f}%" y="{y:.1f}" '
-            f'height="{height:.1f}"><title>{escape(told)}</title></rect>'
+            f'height="{height:.1f}"><title>{escape_html(title)}</title></rect>'
         )
     return drawn
 
@@ -219,8 +221,7 @@ def _draw_bar(
 def _make_figure(
     title: str, note: str, ticks: Sequence[float], inner: str, keys: str = ""
 ) -> str:
-    """Return a chart: its title, a line of figures, keys of colours, and a plot beside
-    its axis."""
+    """Return a chart: title, a line of figures, keys of colours, and a plot with its axis."""
     total = TOP + HEIGHT + BOTTOM
     numbers = grid = ""
     for tick in ticks:
@@ -229,16 +230,17 @@ def _make_figure(
         grid += f'<line class="grid" x1="0" x2="100%" y1="{y:.1f}" y2="{y:.1f}"/>'
     listed = f'<ul class="keys">{keys}</ul>' if keys else ""
     return (
-        f'<figure class="chart"><figcaption><h3>{escape(title)}</h3><p>{escape(note)}</p>'
-        f'</figcaption>{listed}<div class="plot">'
+        f'<figure class="chart"><figcaption><h3>{escape_html(title)}</h3>'
+        f"<p>{escape_html(note)}</p></figcaption>{listed}"
+        '<div class="plot">'
         f'<svg class="axis" height="{total}" aria-hidden="true">{numbers}</svg>'
         f'<svg class="area" height="{total}" role="img" '
-        f'aria-label="{escape(f"{title}. {note}")}">'
+        f'aria-label="{escape_html(f"{title}. {note}")}">'
         f"{grid}{inner}</svg></div></figure>"
     )
 
 
-def _place_labels(labels: Sequence[tuple[float, str]]) -> str:
+def _draw_labels(labels: Sequence[tuple[float, str]]) -> str:
     """Return some of the labels of the x axis: the first, and others in equal distances."""
     step = max(1, -(-(len(labels) - 1) // MAX_LABELS))
     texts = []
@@ -247,6 +249,6 @@ def _place_labels(labels: Sequence[tuple[float, str]]) -> str:
         texts.append(
             f'<line class="tick" x1="{x:.2f}%" x2="{x:.2f}%" y1="{TOP + HEIGHT}" '
             f'y2="{TOP + HEIGHT + 4}"/><text x="{x:.2f}%" y="{TOP + HEIGHT + 17}" '
-            f'text-anchor="{anchor}">{escape(text)}</text>'
+            f'text-anchor="{anchor}">{escape_html(text)}</text>'
         )
     return "".join(texts)

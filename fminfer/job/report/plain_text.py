@@ -14,16 +14,16 @@ _UNSEEN = re.compile(
 PICTURES = 0x2400  # of control characters: ␀ and so on
 
 
-def _picture(found: re.Match[str]) -> str:
-    code = ord(found[0])
+def _spell_character(match: re.Match[str]) -> str:
+    code = ord(match[0])
     if code < 0x20:
         return chr(PICTURES + code)
     return "\u2421" if code == 0x7F else f"‹U+{code:04X}›"
 
 
-def show(text: str) -> str:
+def make_visible(text: str) -> str:
     """Return a text in which what cannot be seen is spelled out."""
-    text = _UNSEEN.sub(_picture, text.replace("\r\n", "\n"))
+    text = _UNSEEN.sub(_spell_character, text.replace("\r\n", "\n"))
     return text.encode("utf-8", "backslashreplace").decode()  # half surrogates
 
 
@@ -31,12 +31,12 @@ class Markup(str):
     """HTML, of which nothing is to be escaped."""
 
 
-def escape(value: object) -> str:
+def escape_html(value: object) -> str:
     """Return a value as text for HTML, also for an attribute."""
-    return value if isinstance(value, Markup) else html.escape(show(str(value)))
+    return value if isinstance(value, Markup) else html.escape(make_visible(str(value)))
 
 
-def dump(value: object) -> str:
+def dump_value(value: object) -> str:
     """Return a value as JSON, which may be nested deeper than it can be written."""
     try:
         return json.dumps(value, ensure_ascii=False)
@@ -44,6 +44,6 @@ def dump(value: object) -> str:
         return "… (nested too deep to be shown)"
 
 
-def shorten(text: str, most: int) -> str:
+def shorten_text(text: str, most: int) -> str:
     """Return a text, or its beginning and how long it is."""
     return text if len(text) <= most else f"{text[:most]}… ({len(text):,} characters)"

@@ -19,9 +19,9 @@ from fminfer.files.own_files import PAGE, require_own_file
 from fminfer.files.status_file import limit_of
 from fminfer.files.streams import STDIN
 from fminfer.job.report.report_page import make_page
-from fminfer.job.report.scanning import LOOK_EVERY, OutOfTimeError, Scan
+from fminfer.job.report.reported_outputs import ReportedOutput, find_runs
+from fminfer.job.report.scanning import CHECK_EVERY, OutOfTimeError, Scan
 from fminfer.job.report.shown_rows import ShownRow
-from fminfer.job.report.told_outputs import ToldOutput, find_runs
 
 ID = "batch_req_"  # begins a record's id
 MAX_READ_BYTES = 1 << 26  # of all rows to show, in the output
@@ -37,7 +37,7 @@ class ReportSummary:
 
 
 def write_report(
-    outputs: Sequence[ToldOutput], path: Path, *, end_s: float = math.inf
+    outputs: Sequence[ReportedOutput], path: Path, *, end_s: float = math.inf
 ) -> ReportSummary:
     """Write the report of outputs; an older one is replaced at once, and no other file.
 
@@ -49,7 +49,7 @@ def write_report(
     scan = Scan(end_s=end_s)
     for number, output in enumerate(outputs):
         scan.add(number, output)
-    shown, notes = _read_chosen(scan)
+    shown, notes = _read_chosen_rows(scan)
     for number, output in enumerate(outputs):
         of_batch = [
             row
@@ -57,7 +57,7 @@ def write_report(
             if row.answer.is_batch and scan.sources[row.place.file].output == number
         ]
         if of_batch:
-            notes += _find_requests(output, of_batch, end_s)
+            notes += _fill_requests(output, of_batch, end_s)
     page = make_page(outputs, scan, find_runs(outputs), shown, notes)
     require_own_file(path, PAGE, "The report")
     try:
@@ -71,16 +71,16 @@ def write_report(
     return ReportSummary(scan.tally.num_rows, len(shown), len(page))
 
 
-def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
+def _read_chosen_rows(scan: Scan) -> tuple[list[ShownRow], list[str]]:
     """Read the rows to show again; say how many there is no memory for."""
     shown: list[ShownRow] = []
     num_left_out = num_bytes = 0
-    for place, reasons in scan.choice.chosen().items():
+    for place, reasons in scan.choice.choose_rows().items():
         if num_bytes + place.size > MAX_READ_BYTES:
             num_left_out += 1
             continue
         num_bytes += place.size
-        if (answer := scan.read(place)) is not None:
+        if (answer := scan.read_row(place)) is not None:
             shown.append(ShownRow(place, reasons, answer, answer.request))
     note = (
         f"{with_noun(num_left_out, 'row')} among those chosen to be shown are too long "
@@ -89,7 +89,9 @@ def _read_chosen(scan: Scan) -> tuple[list[ShownRow], list[str]]:
     return shown, [note] * (num_left_out > 0)
 
 
-def _find_requests(output: ToldOutput, rows: list[ShownRow], end_s: float) -> list[str]:
+def _fill_requests(
+    output: ReportedOutput, rows: list[ShownRow], end_s: float
+) -> list[str]:
     """Give an output's Batch rows the requests of its input; note why some have none."""
     path = _find_input(output)
     why = "its input is not known or not there any more"
@@ -97,7 +99,7 @@ def _find_requests(output: ToldOutput, rows: list[ShownRow], end_s: float) -> li
         wanted = {str(row.answer.fields.get("id")): row for row in rows}
         why = f"{path} was changed since it was answered"
         try:
-            for record, line, request in _requests_in(path, output, end_s):
+            for record, line, request in _read_requests(path, output, end_s):
                 if (row := wanted.pop(record, None)) is not None:
                     row.request = request
                     row.input_line = line
@@ -113,7 +115,7 @@ def _find_requests(output: ToldOutput, rows: list[ShownRow], end_s: float) -> li
     ]
 
 
-def _find_input(output: ToldOutput) -> Path | None:
+def _find_input(output: ReportedOutput) -> Path | None:
     """Return the input; a relative path also counts from the output's folder."""
     source = output.source
     if source is None or source == STDIN:
@@ -122,14 +124,14 @@ def _find_input(output: ToldOutput) -> Path | None:
     return next((path for path in places if path.is_file()), None)
 
 
-def _requests_in(
-    path: Path, output: ToldOutput, end_s: float
+def _read_requests(
+    path: Path, output: ReportedOutput, end_s: float
 ) -> Iterator[tuple[str, int, dict[str, Any]]]:
     """Yield the id of its record, the line's number and the request of each Batch line."""
     for count, line in enumerate(
         read_lines(path, 0, limit=limit_of(output.status or {}))
     ):
-        if count % LOOK_EVERY == 0 and time.monotonic() > end_s:
+        if count % CHECK_EVERY == 0 and time.monotonic() > end_s:
             raise OutOfTimeError(
                 "to read the input takes too long; fminfer report does it"
             )

@@ -21,10 +21,10 @@ from fminfer.job.report.charts import (
     show_number,
     show_time,
 )
-from fminfer.job.report.plain_text import escape, shorten, show
+from fminfer.job.report.plain_text import escape_html, make_visible, shorten_text
+from fminfer.job.report.reported_outputs import ReportedOutput, ReportedRun, name_files
 from fminfer.job.report.scanning import AnswerTally, Scan
 from fminfer.job.report.shown_rows import ShownRow, dump_rows
-from fminfer.job.report.told_outputs import ToldOutput, ToldRun, name_files
 
 MAX_EXAMPLES = 6  # of each code
 MAX_CHARS = 300  # of a message
@@ -49,25 +49,27 @@ UNSAFE |= {"\u2028".encode(): b"\\u2028", "\u2029".encode(): b"\\u2029"}
 
 
 def make_page(
-    outputs: Sequence[ToldOutput],
+    outputs: Sequence[ReportedOutput],
     scan: Scan,
-    runs: Sequence[ToldRun],
+    runs: Sequence[ReportedRun],
     shown: Sequence[ShownRow],
     notes: Sequence[str],
 ) -> bytes:
     """Return the report's HTML."""
-    own = files("fminfer.job.report") / "page"
+    folder = files("fminfer.job.report") / "page"
     style, script = (
-        (own / name).read_text("utf-8") for name in ("report.css", "report.js")
+        (folder / name).read_text("utf-8") for name in ("report.css", "report.js")
     )
     rows, cut = dump_rows(shown)
     names = orjson.dumps(
-        [show(name) for name in name_files([s.path for s in scan.sources])]
+        [make_visible(name) for name in name_files([s.path for s in scan.sources])]
     )
     parts = {
-        "policy": escape(POLICY.format(script=_digest(script), style=_digest(style))),
-        "title": escape(list_few([output.path.name for output in outputs], 1)),
-        "made": escape(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
+        "policy": escape_html(
+            POLICY.format(script=_make_digest(script), style=_make_digest(style))
+        ),
+        "title": escape_html(list_few([output.path.name for output in outputs], 1)),
+        "made": escape_html(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
         "style": style,
         "tiles": _make_tiles(scan.tally, runs),
         "notes": _make_notes([*_find_notes(outputs, scan.tally, runs), *notes]),
@@ -75,30 +77,30 @@ def make_page(
         "errors": _make_errors(scan, shown),
         "charts": _make_charts(scan.tally, runs),
         "shown": f"{len(shown):,} of {scan.tally.num_rows:,}",
-        "cut": escape(
+        "cut": escape_html(
             f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
             f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
         ),
         "rows": make_safe(b'{"files":' + names + b',"rows":' + rows + b"}").decode(),
         "script": script,
     }
-    page = (own / "report.html").read_text("utf-8")
+    page = (folder / "report.html").read_text("utf-8")
     # At once from left to right, so that no text is taken for a name.
     return re.sub(r"\{\{(\w+)\}\}", lambda match: parts[match[1]], page).encode()
 
 
 def make_safe(text: bytes) -> bytes:
     """Return JSON that can stand in a script element: it means the same, and cannot end it."""
-    for found, safe in UNSAFE.items():
-        text = text.replace(found, safe)
+    for unsafe, safe in UNSAFE.items():
+        text = text.replace(unsafe, safe)
     return text
 
 
-def _digest(text: str) -> str:
+def _make_digest(text: str) -> str:
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()
 
 
-def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
+def _make_tiles(tally: AnswerTally, runs: Sequence[ReportedRun]) -> str:
     """Return the large numbers on top."""
     seconds = sum(run.seconds for run in runs)
     num_tokens = sum(run.num_tokens for run in runs)
@@ -119,7 +121,7 @@ def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
         ),
     ]
     cells = "".join(
-        f'<div class="{css}"><dt>{name}</dt><dd>{escape(value)}</dd></div>'
+        f'<div class="{css}"><dt>{name}</dt><dd>{escape_html(value)}</dd></div>'
         for name, value, css in tiles
     )
     return f'<dl class="tiles">{cells}</dl>'
@@ -127,12 +129,12 @@ def _make_tiles(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
 
 def _make_notes(notes: Iterable[str]) -> str:
     """Return what a reader should know before he trusts the numbers."""
-    items = "".join(f"<li>{escape(note)}</li>" for note in notes)
+    items = "".join(f"<li>{escape_html(note)}</li>" for note in notes)
     return f'<ul class="notes" aria-label="Notes">{items}</ul>' if items else ""
 
 
 def _find_notes(
-    outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]
+    outputs: Sequence[ReportedOutput], tally: AnswerTally, runs: Sequence[ReportedRun]
 ) -> Iterator[str]:
     """Say what is missing, or not as it should be."""
     for output in outputs:
@@ -182,10 +184,9 @@ def _find_notes(
 
 
 def _make_facts(
-    outputs: Sequence[ToldOutput], tally: AnswerTally, runs: Sequence[ToldRun]
+    outputs: Sequence[ReportedOutput], tally: AnswerTally, runs: Sequence[ReportedRun]
 ) -> str:
-    """Return what answered what: model, device, runs, inputs, settings, and how answers
-    ended."""
+    """Return a list of facts: model, device, runs, inputs, settings, ends of answers."""
     statuses = [each.status for each in outputs if each.status is not None]
     terms = [dict(status.get("metadata") or {}) for status in statuses]
     models = [str(s["model"]) for s in statuses if s.get("model")] or list(tally.models)
@@ -195,39 +196,39 @@ def _make_facts(
         for name, count in tally.finish_reasons.most_common(MAX_NAMED)
     ]
     facts = [
-        ("Model", _join(models) or "not known"),
+        ("Model", _join_unique(models) or "not known"),
         *(
-            (title, _join(t[name] for t in terms if name in t))
+            (title, _join_unique(t[name] for t in terms if name in t))
             for name, title in TERMS.items()
         ),
-        ("Device", _join(_describe_device(run) for run in runs if run.device)),
+        ("Device", _join_unique(_describe_device(run) for run in runs if run.device)),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
         ("Input", list_few(sources, MAX_NAMED)),
         (
             "Settings",
-            _join(f"{k} {v}" for run in runs for k, v in run.settings.items()),
+            _join_unique(f"{k} {v}" for run in runs for k, v in run.settings.items()),
         ),
         ("Ends of answers", ", ".join(ends)),
     ]
     rows = "".join(
-        f"<dt>{name}</dt><dd>{escape(shorten(told, 1000))}</dd>"
-        for name, told in facts
-        if told
+        f"<dt>{name}</dt><dd>{escape_html(shorten_text(text, 1000))}</dd>"
+        for name, text in facts
+        if text
     )
     return f'<dl class="facts">{rows}</dl>'
 
 
-def _join(values: Iterable[str]) -> str:
+def _join_unique(values: Iterable[str]) -> str:
     return ", ".join(dict.fromkeys(values))
 
 
-def _describe_device(run: ToldRun) -> str:
+def _describe_device(run: ReportedRun) -> str:
     return run.device + (
         f", {with_noun(run.num_threads, 'thread')}" if run.num_threads else ""
     )
 
 
-def _describe_times(run: ToldRun) -> str:
+def _describe_times(run: ReportedRun) -> str:
     began = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime(run.started_at))
     ready = f"; ready after {show_time(run.ready_s)}" if run.ready_s else ""
     return f"{began}, answered for {show_time(run.seconds)}{ready}"
@@ -262,7 +263,7 @@ def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
                 "<li>The same command of fminfer run tries these rows again.</li>"
             )
         rows.append(
-            f'<tr><th scope="row"><code>{escape(code).replace("_", "_<wbr>")}</code></th>'
+            f'<tr><th scope="row"><code>{escape_html(code).replace("_", "_<wbr>")}</code></th>'
             f"<td>{count:,}</td>"
             f'<td class="wide"><ul>{"".join(texts)}</ul></td></tr>'
         )
@@ -278,12 +279,14 @@ def _make_errors(scan: Scan, shown: Sequence[ShownRow]) -> str:
 
 
 def _make_example(row: ShownRow, place: int, number: int, of_all: int) -> str:
-    message = escape(shorten(str((row.answer.error or {}).get("message")), MAX_CHARS))
+    message = escape_html(
+        shorten_text(str((row.answer.error or {}).get("message")), MAX_CHARS)
+    )
     times = "" if number == of_all else f" ({number:,})"
     return f'<li>{message}{times} <a href="#row-{place}">show</a></li>'
 
 
-def _make_charts(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
+def _make_charts(tally: AnswerTally, runs: Sequence[ReportedRun]) -> str:
     """Return how long prompts and answers are, and the runs' tokens/s over their time."""
     if not tally.num_answers:
         return "<p>No row is answered.</p>"
@@ -301,13 +304,13 @@ def _make_charts(tally: AnswerTally, runs: Sequence[ToldRun]) -> str:
     return f'<div class="charts">{"".join(charts)}</div>'
 
 
-def _draw_time_line(runs: Sequence[ToldRun]) -> str:
+def _draw_time_line(runs: Sequence[ReportedRun]) -> str:
     bars: list[Bar] = []
     breaks: list[float] = []
     at_s = 0.0
     for run in runs:
         breaks.append(at_s)
-        for point, width_s in zip(run.time_line.points, run.widths(), strict=True):
+        for point, width_s in zip(run.time_line.points, run.list_widths(), strict=True):
             rates = [point.num_drawn / width_s, point.num_fed / width_s]
             bars.append(Bar(at_s, at_s + width_s, rates))
             at_s += width_s

@@ -21,10 +21,10 @@ from fminfer.files.streams import raising_read_errors
 from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
-    choice_logprobs,
+    find_logprobs,
     read_answer,
 )
-from fminfer.job.report.told_outputs import ToldOutput
+from fminfer.job.report.reported_outputs import ReportedOutput
 
 Reason = Literal["sample", "slow", "long", "unlikely", "error"]
 # an error's code, and its message without numbers and quoted texts
@@ -36,13 +36,13 @@ NUM_OF_KIND = 3  # errors that say the same
 MAX_ERRORS = 40
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 MASK = (1 << 64) - 1
-LOOK_EVERY = 512  # rows, at the clock
-FoundRow = tuple[int, int, bytes, bool]  # number, first byte, record, is an error
+CHECK_EVERY = 512  # rows, at the clock
+ScannedRow = tuple[int, int, bytes, bool]  # number, first byte, record, is an error
 MAX_MESSAGE = 200  # characters by which messages are told apart
 MAX_NAMES = 100  # of codes, of models, of reasons to end
 MAX_KINDS = 300  # of errors
 MAX_LENGTH = 1 << 50  # tokens of a row; a record with more was not made by a model
-_GIVEN = re.compile(r"\d+|\"[^\"]*\"")
+_VARYING = re.compile(r"\d+|\"[^\"]*\"")
 
 
 class OutOfTimeError(FminferError):
@@ -71,8 +71,8 @@ class AnswerTally:
     def add_error(self, error: dict[str, Any]) -> ErrorKind:
         """Count a row without an answer; return its error's code, and what its message says."""
         self.num_errors += 1
-        code = _count(self.error_codes, error.get("code"))
-        kind = code, _GIVEN.sub("…", str(error.get("message"))[:MAX_MESSAGE])
+        code = _count_name(self.error_codes, error.get("code"))
+        kind = code, _VARYING.sub("…", str(error.get("message"))[:MAX_MESSAGE])
         if kind not in self.error_kinds and len(self.error_kinds) >= MAX_KINDS:
             kind = code, ""
         self.error_kinds[kind] += 1
@@ -93,12 +93,12 @@ class AnswerTally:
             usage.get("prompt_tokens_details") or {}
         )
         for choice in answer.choices:
-            _count(self.finish_reasons, choice.get("finish_reason") or "none")
+            _count_name(self.finish_reasons, choice.get("finish_reason") or "none")
         if answer.is_batch:
-            _count(self.models, answer.fields["response"]["body"].get("model"))
+            _count_name(self.models, answer.fields["response"]["body"].get("model"))
 
 
-def _count(counts: Counter[str], value: object) -> str:
+def _count_name(counts: Counter[str], value: object) -> str:
     """Count a name, as one of `others` if there are too many; return it as it is counted."""
     name = str(value)[:MAX_MESSAGE]
     if name not in counts and len(counts) >= MAX_NAMES:
@@ -110,7 +110,7 @@ def _count(counts: Counter[str], value: object) -> str:
 def _mean_logprob(answer: AnswerFields) -> float | None:
     """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
     values = [
-        v for choice in answer.choices for v in choice_logprobs(choice, answer.request)
+        v for choice in answer.choices for v in find_logprobs(choice, answer.request)
     ]
     return sum(values) / len(values) if values else None
 
@@ -125,7 +125,7 @@ class Place(NamedTuple):
 
 
 @dataclass(slots=True)
-class _Best:
+class _TopRows:
     """The rows with the largest keys; of equal ones, the first."""
 
     most: int
@@ -137,23 +137,23 @@ class _Best:
         self.least = min(key, self.least)
         self.rows.append((key, place))
         if len(self.rows) > 4 * self.most:
-            self.rows = self.in_order()
+            self.rows = self.sort_rows()
 
-    def in_order(self) -> list[tuple[float, Place]]:
+    def sort_rows(self) -> list[tuple[float, Place]]:
         return sorted(self.rows, key=itemgetter(0), reverse=True)[: self.most]
 
-    def standing_out(self) -> list[Place]:
+    def list_outstanding(self) -> list[Place]:
         """Return the places of those with more than the least key: no row is long if all are."""
-        return [place for key, place in self.in_order() if key > self.least]
+        return [place for key, place in self.sort_rows() if key > self.least]
 
 
 @dataclass(slots=True)
 class RowChoice:
     """The rows to show. The same outputs give the same choice."""
 
-    sampled: _Best = field(default_factory=lambda: _Best(NUM_SHOWN))
-    extremes: dict[Reason, _Best] = field(
-        default_factory=lambda: {reason: _Best(NUM_EXTREME) for reason in EXTREMES}
+    sampled: _TopRows = field(default_factory=lambda: _TopRows(NUM_SHOWN))
+    extremes: dict[Reason, _TopRows] = field(
+        default_factory=lambda: {reason: _TopRows(NUM_EXTREME) for reason in EXTREMES}
     )
     errors: dict[ErrorKind, list[Place]] = field(default_factory=dict)
 
@@ -175,13 +175,13 @@ class RowChoice:
 
     def add_error(self, kind: ErrorKind, place: Place) -> None:
         """Consider a row without an answer."""
-        found = self.errors.setdefault(kind, [])
-        if len(found) < NUM_OF_KIND:
-            found.append(place)
+        places = self.errors.setdefault(kind, [])
+        if len(places) < NUM_OF_KIND:
+            places.append(place)
 
-    def chosen(self) -> dict[Place, set[Reason]]:
+    def choose_rows(self) -> dict[Place, set[Reason]]:
         """Return the rows to show, in their order in the outputs, each with why it is shown."""
-        found: dict[Place, set[Reason]] = {}
+        chosen: dict[Place, set[Reason]] = {}
         # The first of each kind, then the second of each.
         errors = [
             each
@@ -190,14 +190,14 @@ class RowChoice:
             if each
         ]
         for error in errors[:MAX_ERRORS]:
-            found.setdefault(error, set()).add("error")
+            chosen.setdefault(error, set()).add("error")
         for reason, best in self.extremes.items():
-            for place in best.standing_out():
-                found.setdefault(place, set()).add(reason)
-        for _, place in self.sampled.in_order():
-            if place not in found and len(found) < NUM_SHOWN:
-                found[place] = {"sample"}
-        return dict(sorted(found.items(), key=lambda each: each[0]))
+            for place in best.list_outstanding():
+                chosen.setdefault(place, set()).add(reason)
+        for _, place in self.sampled.sort_rows():
+            if place not in chosen and len(chosen) < NUM_SHOWN:
+                chosen[place] = {"sample"}
+        return dict(sorted(chosen.items(), key=lambda each: each[0]))
 
 
 @dataclass(slots=True, frozen=True)
@@ -208,10 +208,10 @@ class RowsFile:
     output: int  # number of the output
     kind: Literal["answers", "errors", "journal"]
 
-    def rows(self) -> Iterator[FoundRow]:
+    def read_rows(self) -> Iterator[ScannedRow]:
         """Yield its rows; of a journal's line that was tried again, the later row."""
         if self.kind == "journal":
-            yield from _rows_of_journal(self.path)
+            yield from _read_journal_rows(self.path)
             return
         start = 0
         with self.path.open("rb") as file:
@@ -230,7 +230,7 @@ class Scan:
     choice: RowChoice = field(default_factory=RowChoice)
     end_s: float = math.inf  # in time.monotonic(); later it gives up
 
-    def add(self, number: int, output: ToldOutput) -> None:
+    def add(self, number: int, output: ReportedOutput) -> None:
         """Read all rows of the output with this number.
 
         Raises:
@@ -252,8 +252,8 @@ class Scan:
 
     def _add_source(self, source: RowsFile) -> None:
         file = len(self.sources) - 1
-        for count, (number, start, record, is_error) in enumerate(source.rows()):
-            if count % LOOK_EVERY == 0 and time.monotonic() > self.end_s:
+        for count, (number, start, record, is_error) in enumerate(source.read_rows()):
+            if count % CHECK_EVERY == 0 and time.monotonic() > self.end_s:
                 raise OutOfTimeError(
                     "to read the answers takes too long; fminfer report does it"
                 )
@@ -277,7 +277,7 @@ class Scan:
             except ODD_RECORD:  # edited by hand, or another program's
                 self.tally.num_unread += 1
 
-    def read(self, place: Place) -> AnswerFields | None:
+    def read_row(self, place: Place) -> AnswerFields | None:
         """Read a row again; None: it has changed.
 
         Raises:
@@ -289,7 +289,7 @@ class Scan:
             return read_answer(file.read(place.size))
 
 
-def _rows_of_journal(path: Path) -> Iterator[FoundRow]:
+def _read_journal_rows(path: Path) -> Iterator[ScannedRow]:
     seen = bytearray()  # a byte a line
     tried: dict[int, tuple[int, int, bool]] = {}
     with path.open("rb") as file:

@@ -17,15 +17,15 @@ from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
     TextPiece,
-    choice_logprobs,
     cut_choice,
-    prompt_of,
+    find_logprobs,
+    find_prompt,
 )
-from fminfer.job.report.plain_text import dump, show
+from fminfer.job.report.plain_text import dump_value, make_visible
 from fminfer.job.report.scanning import Place, Reason
 
 # Fields of a request that are not told as its parameters.
-UNTOLD = frozenset(
+HIDDEN_FIELDS = frozenset(
     {"prompt", "messages", "suffix", "user", "metadata", "prompt_cache_key"}
 )
 
@@ -51,7 +51,7 @@ def make_previews(texts: Sequence[str]) -> list[str]:
     return [_make_preview(text, shared[text]) for text in texts]
 
 
-def make_line(text: str, most: int) -> str:
+def make_one_line(text: str, most: int) -> str:
     """Return the beginning of a text on one line."""
     line = " ".join(text[: 8 * most].split())  # spaces may follow spaces
     return line if len(line) <= most and len(text) <= 8 * most else f"{line[:most]}…"
@@ -60,12 +60,12 @@ def make_line(text: str, most: int) -> str:
 def _make_preview(text: str, num_shared: int) -> str:
     first = num_shared - MAX_SHARED
     if first <= 0:
-        return make_line(text, MAX_SHOWN)
+        return make_one_line(text, MAX_SHOWN)
     last = num_shared - MIN_SHARED
     # it looks at what follows
-    found = (each.search(text, first, last + 1) for each in STARTS)
-    start = next((match.end() for match in found if match), first)
-    return "…" + make_line(text[start:], MAX_SHOWN)
+    matches = (each.search(text, first, last + 1) for each in STARTS)
+    start = next((match.end() for match in matches if match), first)
+    return "…" + make_one_line(text[start:], MAX_SHOWN)
 
 
 def _count_shared(one: str, other: str) -> int:
@@ -120,32 +120,35 @@ class ShownRow:
         request = self.request
         fields = request if isinstance(request, dict) else {}
         custom_id = answer.fields.get("custom_id")
-        own: dict[str, Any] = {
+        shown: dict[str, Any] = {
             "file": self.place.file,
             "line": self.place.number,
             "input_line": self.input_line or answer.fields.get("line"),
             "why": sorted(self.reasons),
-            "id": None if custom_id is None else show(str(custom_id))[:200],
+            "id": None if custom_id is None else make_visible(str(custom_id))[:200],
             "asked": []
             if _is_echo_alone(answer, fields)
-            else _list_asked(request, cut),
+            else _list_request_parts(request, cut),
             "params": [
-                [show(str(name))[:80], show(dump(value))[:200]]
+                [make_visible(str(name))[:80], make_visible(dump_value(value))[:200]]
                 for name, value in fields.items()
-                if name not in UNTOLD and name != "tools"
+                if name not in HIDDEN_FIELDS and name != "tools"
             ],
             "tools": [
-                _tool_name(each) for each in (fields.get("tools") or [])[:MAX_PARTS]
+                _find_tool_name(each)
+                for each in (fields.get("tools") or [])[:MAX_PARTS]
             ],
         }
         if answer.others:
-            own["others"] = cut_text(dump(answer.others), 400)
+            shown["others"] = cut_text(dump_value(answer.others), 400)
         if answer.error is not None:
-            return own | {
-                "error": {k: show(str(v))[:2000] for k, v in answer.error.items()}
+            return shown | {
+                "error": {
+                    k: make_visible(str(v))[:2000] for k, v in answer.error.items()
+                }
             }
         usage = answer.usage
-        return own | {
+        return shown | {
             "prompt_tokens": usage.get("prompt_tokens"),
             "completion_tokens": usage.get("completion_tokens"),
             "cached_tokens": (usage.get("prompt_tokens_details") or {}).get(
@@ -162,26 +165,26 @@ class ShownRow:
 def cut_text(text: str, num_chars: int) -> dict[str, Any]:
     """Return a text, or its beginning and its end with the number of characters between them."""
     if len(text) <= num_chars:
-        return {"text": show(text)}
+        return {"text": make_visible(text)}
     tail = num_chars // 3
     head = num_chars - tail
     return {
-        "text": show(text[:head]),
+        "text": make_visible(text[:head]),
         "left_out": len(text) - num_chars,
-        "tail": show(text[len(text) - tail :]),
+        "tail": make_visible(text[len(text) - tail :]),
     }
 
 
 def _is_echo_alone(answer: AnswerFields, request: dict[str, Any]) -> bool:
     """Tell whether each choice is its prompt and no more: the prompt is then shown once."""
-    told = (
-        (c.get("text"), prompt_of(request, c.get("index", 0))) for c in answer.choices
+    pairs = (
+        (c.get("text"), find_prompt(request, c.get("index", 0))) for c in answer.choices
     )
     is_drawn = not answer.choices or answer.usage.get("completion_tokens") != 0
-    return not is_drawn and all(text and text == prompt for text, prompt in told)
+    return not is_drawn and all(text and text == prompt for text, prompt in pairs)
 
 
-def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
+def _list_request_parts(request: Any, cut: Cut) -> list[dict[str, Any]]:
     """Return the messages or prompts of a request; what is no request is shown as it stands."""
     if not isinstance(request, dict):
         return (
@@ -197,7 +200,7 @@ def _list_asked(request: Any, cut: Cut) -> list[dict[str, Any]]:
             num_before > 0
         ) + shown
     if "prompt" not in request:
-        return [{"who": "line", **cut_text(dump(request), cut.num_chars)}]
+        return [{"who": "line", **cut_text(dump_value(request), cut.num_chars)}]
     prompt = request["prompt"]
     is_many = (
         isinstance(prompt, list) and bool(prompt) and not isinstance(prompt[0], int)
@@ -217,20 +220,22 @@ def _show_prompt(prompt: Any, cut: Cut) -> dict[str, Any]:
         return cut_text(prompt, cut.num_chars)
     if isinstance(prompt, list):
         return {"is_ids": True, **cut_text(" ".join(map(str, prompt)), cut.num_chars)}
-    return cut_text(dump(prompt), cut.num_chars)
+    return cut_text(dump_value(prompt), cut.num_chars)
 
 
 def _show_message(message: Any, cut: Cut) -> dict[str, Any]:
     if not isinstance(message, dict):
-        return {"who": "?", **cut_text(dump(message), cut.num_chars)}
+        return {"who": "?", **cut_text(dump_value(message), cut.num_chars)}
     content = message.get("content")
     if isinstance(content, list):
         content = "\n".join(
-            str(part.get("text", dump(part))) if isinstance(part, dict) else str(part)
+            str(part.get("text", dump_value(part)))
+            if isinstance(part, dict)
+            else str(part)
             for part in content
         )
     shown = {
-        "who": show(str(message.get("role")))[:40],
+        "who": make_visible(str(message.get("role")))[:40],
         **cut_text("" if content is None else str(content), cut.num_chars),
     }
     calls = _list_calls(message.get("tool_calls"), cut)
@@ -244,17 +249,22 @@ def _list_calls(calls: Any, cut: Cut) -> list[list[str]]:
     shown = []
     for each in functions[:MAX_PARTS]:
         if isinstance(each, dict):
-            given = each.get("arguments")
-            text = given if isinstance(given, str) else dump(given)
+            arguments = each.get("arguments")
+            text = arguments if isinstance(arguments, str) else dump_value(arguments)
             shown.append(
-                [show(str(each.get("name")))[:200], show(text)[: cut.num_chars]]
+                [
+                    make_visible(str(each.get("name")))[:200],
+                    make_visible(text)[: cut.num_chars],
+                ]
             )
     return shown
 
 
-def _tool_name(tool: Any) -> str:
+def _find_tool_name(tool: Any) -> str:
     function = tool.get("function") if isinstance(tool, dict) else None
-    return show(str(function.get("name") if isinstance(function, dict) else tool))[:80]
+    return make_visible(
+        str(function.get("name") if isinstance(function, dict) else tool)
+    )[:80]
 
 
 def _show_choice(
@@ -266,17 +276,19 @@ def _show_choice(
         message.get("content") if isinstance(message, dict) else choice.get("text")
     )
     text = "" if content is None else str(content)
-    logprobs = choice_logprobs(choice, request)
-    shown: dict[str, Any] = {"reason": show(str(choice.get("finish_reason")))[:40]}
+    logprobs = find_logprobs(choice, request)
+    shown: dict[str, Any] = {
+        "reason": make_visible(str(choice.get("finish_reason")))[:40]
+    }
     if logprobs:
         shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
     if choice.get("stop_reason") is not None:
-        shown["stop"] = show(dump(choice["stop_reason"]))[:100]
+        shown["stop"] = make_visible(dump_value(choice["stop_reason"]))[:100]
     calls = (
         _list_calls(message.get("tool_calls"), cut) if isinstance(message, dict) else []
     )
     pieces = cut_choice(choice, request)
-    kept, rest = _fit(text, pieces[: cut.num_tokens], is_all=bool(calls))
+    kept, rest = _fit_pieces(text, pieces[: cut.num_tokens], is_all=bool(calls))
     if kept:
         shown["pieces"] = [piece.to_list(cut.num_others) for piece in kept]
     if rest:
@@ -288,7 +300,7 @@ def _show_choice(
     return shown
 
 
-def _fit(
+def _fit_pieces(
     text: str, pieces: list[TextPiece], *, is_all: bool
 ) -> tuple[list[TextPiece], str]:
     """Return the pieces to show (`is_all`: all of them), and what of the text is behind them."""
@@ -310,25 +322,29 @@ def _fit(
 
 def _make_starts(rows: Sequence[ShownRow]) -> list[tuple[str, str]]:
     """Return what the list shows of each row: a line of its prompt, and one of its answer."""
-    texts = [_texts_of(row) for row in rows]
-    asked = make_previews([asked for asked, _ in texts])
-    answered = [make_line(answer, MAX_ANSWER) for _, answer in texts]
-    return [*zip(asked, answered, strict=True)]
+    texts = [_find_texts(row) for row in rows]
+    prompts = make_previews([prompts for prompts, _ in texts])
+    answers = [make_one_line(answer, MAX_ANSWER) for _, answer in texts]
+    return [*zip(prompts, answers, strict=True)]
 
 
-def _texts_of(row: ShownRow) -> tuple[str, str]:
+def _find_texts(row: ShownRow) -> tuple[str, str]:
     """Return the first prompt or the last message, and the first answer or the error's code."""
     try:
-        parts = _list_asked(row.request, WHOLE)
-        asked = parts[0 if parts[0]["who"] == "prompt" else -1]["text"] if parts else ""
+        parts = _list_request_parts(row.request, WHOLE)
+        prompt = (
+            parts[0 if parts[0]["who"] == "prompt" else -1]["text"] if parts else ""
+        )
         if row.answer.error is not None:
-            return asked, show(str(row.answer.error.get("code")))
-        return asked, show(_drawn_text(next(iter(row.answer.choices), {}), row.request))
+            return prompt, make_visible(str(row.answer.error.get("code")))
+        return prompt, make_visible(
+            _find_drawn_text(next(iter(row.answer.choices), {}), row.request)
+        )
     except ODD_RECORD:
-        return show(dump(row.answer.fields)), ""
+        return make_visible(dump_value(row.answer.fields)), ""
 
 
-def _drawn_text(choice: dict[str, Any], request: Any) -> str:
+def _find_drawn_text(choice: dict[str, Any], request: Any) -> str:
     """Return a choice's text, or the calls in its place; under echo what follows the prompt."""
     message = choice.get("message")
     if isinstance(message, dict):
@@ -339,7 +355,7 @@ def _drawn_text(choice: dict[str, Any], request: Any) -> str:
     text = str(choice.get("text") or "")
     if not isinstance(request, dict) or not request.get("echo"):
         return text
-    prompt = prompt_of(request, choice.get("index", 0))
+    prompt = find_prompt(request, choice.get("index", 0))
     if not isinstance(prompt, str):  # ids, whose text the tokens tell
         pieces = cut_choice(choice, request)
         prompt = "".join(piece.text for piece in pieces if piece.is_given)
@@ -350,7 +366,7 @@ def _dump_row(row: ShownRow, cut: Cut, start: tuple[str, str]) -> bytes:
     try:
         return orjson.dumps(row.to_dict(cut) | {"start": start})
     except ODD_RECORD:  # edited by hand, or another program's: shown as it stands
-        raw = dump(row.answer.fields)
+        raw = dump_value(row.answer.fields)
         odd = replace(row, answer=AnswerFields(raw, [], {}, {}, None, {}), request=raw)
         return orjson.dumps(odd.to_dict(cut) | {"start": start})
 

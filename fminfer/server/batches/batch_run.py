@@ -183,7 +183,7 @@ class BatchRun:
             lambda line: f"{batch.id}, line {line.number}",
         )
         self._lane = lane
-        lines = file.lines(runner.count_answered)
+        lines = file.read_lines(runner.count_answered)
         try:
             while runner.has_work:
                 if (ending := self._find_ending()) is not None:

@@ -1,5 +1,4 @@
-"""The files of a report: the outputs that it is about, what they tell, and where it is
-written."""
+"""The outputs that a report is about, and the runs that their status files hold."""
 
 from __future__ import annotations
 
@@ -29,7 +28,7 @@ from fminfer.job.report.answer_fields import as_dict
 
 
 @dataclass(slots=True, frozen=True)
-class ToldOutput:
+class ReportedOutput:
     """An output: complete, or as far as its journal has it."""
 
     path: Path
@@ -60,18 +59,18 @@ class ToldOutput:
         return Path(name) if isinstance(name, str) else None
 
 
-def find_outputs(paths: Sequence[Path]) -> list[ToldOutput]:
+def find_outputs(paths: Sequence[Path]) -> list[ReportedOutput]:
     """Return the outputs that paths name: outputs, inputs that have one, or folders of them."""
-    found: dict[Path, ToldOutput] = {}
+    outputs: dict[Path, ReportedOutput] = {}
     for path in paths:
-        for output in _in_folder(path) if path.is_dir() else [_named(path)]:
-            found.setdefault(output.resolve(), open_output(output))
-    return list(found.values())
+        for output in _find_in_folder(path) if path.is_dir() else [_find_named(path)]:
+            outputs.setdefault(output.resolve(), open_output(output))
+    return list(outputs.values())
 
 
-def open_output(path: Path) -> ToldOutput:
-    """Return an output with what its status file tells; refuse one that cannot be read."""
-    return ToldOutput(
+def open_output(path: Path) -> ReportedOutput:
+    """Return an output with its status; raise a UsageError if that cannot be read."""
+    return ReportedOutput(
         path, read_sound_status(path), is_unfinished=journal_path(path).exists()
     )
 
@@ -88,23 +87,23 @@ def name_files(paths: Sequence[Path]) -> list[str]:
     return [str(place.relative_to(common)) for place in places]
 
 
-def _in_folder(folder: Path) -> list[Path]:
+def _find_in_folder(folder: Path) -> list[Path]:
     """List a folder's outputs; if it has none, those of folders below, such as of a split."""
-    if found := _list_outputs(folder):
-        return found
+    if outputs := _list_outputs(folder):
+        return outputs
     for below, folders, _ in os.walk(folder):
         folders[:] = sorted(name for name in folders if not name.startswith("."))
-        found += _list_outputs(Path(below))
-    if not found:
+        outputs += _list_outputs(Path(below))
+    if not outputs:
         raise UsageError(
             f"{folder} and the folders below hold no answers; give an output of fminfer run"
         )
-    return found
+    return outputs
 
 
 def _list_outputs(folder: Path) -> list[Path]:
     """List a folder's own outputs: those with a status file, and other files of answers."""
-    by_status = {output_of(each) for each in folder.glob(f"*{STATUS}")}
+    by_status = {find_output_of(each) for each in folder.glob(f"*{STATUS}")}
     by_name = {
         path
         for path in folder.glob("*.jsonl")
@@ -113,7 +112,7 @@ def _list_outputs(folder: Path) -> list[Path]:
     return sorted(path for path in by_status | by_name if is_there(path))
 
 
-def output_of(status: Path) -> Path:
+def find_output_of(status: Path) -> Path:
     """Return the output beside which a status file stands."""
     output = path_beside(status, ".jsonl", without=STATUS)
     # A long name is cut in another place.
@@ -123,7 +122,7 @@ def output_of(status: Path) -> Path:
     )
 
 
-def _named(path: Path) -> Path:
+def _find_named(path: Path) -> Path:
     """Return the output that a path names: its own, or that of an input."""
     check_no_models([path])
     is_input = (
@@ -151,8 +150,8 @@ def _named(path: Path) -> Path:
 
 
 @dataclass(slots=True)
-class ToldRun:
-    """One run. What is not told is 0 or empty."""
+class ReportedRun:
+    """One run. What its status does not hold is 0 or empty."""
 
     started_at: float
     seconds: float
@@ -164,7 +163,7 @@ class ToldRun:
     time_line: TimeLine = field(default_factory=TimeLine)
     num_before: int = 0  # older runs, of which only the number is known
 
-    def widths(self) -> list[float]:
+    def list_widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
         width_s = self.time_line.width_s
         number = len(self.time_line.points)
@@ -172,37 +171,38 @@ class ToldRun:
         return [width_s] * (number - 1) + [last_s] * (number > 0)
 
 
-def find_runs(outputs: Iterable[ToldOutput]) -> list[ToldRun]:
+def find_runs(outputs: Iterable[ReportedOutput]) -> list[ReportedRun]:
     """Return the runs of all outputs, each once and in its latest state, the oldest first."""
-    found: dict[str, dict[str, Any]] = {}
+    runs: dict[str, dict[str, Any]] = {}
     for output in outputs:
         for run in parse_runs(output.status):
             key = str(run.get("id"))
-            if key not in found or _number(run, "seconds") > _number(
-                found[key], "seconds"
+            if key not in runs or _find_number(run, "seconds") > _find_number(
+                runs[key], "seconds"
             ):
-                found[key] = run
-    return sorted(map(_read_run, found.values()), key=lambda run: run.started_at)
+                runs[key] = run
+    return sorted(map(_make_run, runs.values()), key=lambda run: run.started_at)
 
 
-def _read_run(told: dict[str, Any]) -> ToldRun:
-    settings = as_dict(told.get("settings"))
-    stats = as_dict(told.get("stats"))
-    return ToldRun(
-        started_at=_number(told, "started_at"),
-        seconds=_number(told, "seconds"),
-        device=str(told.get("device") or ""),
-        num_threads=int(_number(told, "num_threads")),
-        ready_s=_number(told, "ready_s"),
+def _make_run(fields: dict[str, Any]) -> ReportedRun:
+    settings = as_dict(fields.get("settings"))
+    stats = as_dict(fields.get("stats"))
+    return ReportedRun(
+        started_at=_find_number(fields, "started_at"),
+        seconds=_find_number(fields, "seconds"),
+        device=str(fields.get("device") or ""),
+        num_threads=int(_find_number(fields, "num_threads")),
+        ready_s=_find_number(fields, "ready_s"),
         settings={str(name): str(value) for name, value in settings.items()},
         num_tokens=int(
-            _number(stats, "num_prompt_tokens") + _number(stats, "num_generated_tokens")
+            _find_number(stats, "num_prompt_tokens")
+            + _find_number(stats, "num_generated_tokens")
         ),
-        time_line=parse_time_line(told.get("time_line")) or TimeLine(),
-        num_before=int(_number(told, "runs_before")),
+        time_line=parse_time_line(fields.get("time_line")) or TimeLine(),
+        num_before=int(_find_number(fields, "runs_before")),
     )
 
 
-def _number(fields: dict[str, Any], name: str) -> float:
+def _find_number(fields: dict[str, Any], name: str) -> float:
     value = fields.get(name)
     return float(value) if isinstance(value, int | float) else 0.0
