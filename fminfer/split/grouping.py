@@ -1,4 +1,4 @@
-"""Which requests go into one file: those of one engine with the same parameters."""
+"""Groups requests for one file: those of one engine with the same parameters."""
 
 from __future__ import annotations
 
@@ -62,13 +62,13 @@ class Groups:
             spelling = tell_endpoint(fields), dump(rest)
             number = self._by_spelling.get(spelling)
             if number is None:
-                number = self._by_spelling[spelling] = self._find(fields)
+                number = self._by_spelling[spelling] = self._find_group(fields)
         except RecursionError:  # nested so deep that it is no request
-            number = self._find({})
+            number = self._find_group({})
         self.seen[number].num_rows += 1
         return number
 
-    def _find(self, fields: dict[str, Any]) -> int:
+    def _find_group(self, fields: dict[str, Any]) -> int:
         named = (fields.get(name) for name in ("engine", "model"))
         engine = next((name for name in named if isinstance(name, str) and name), None)
         group = RequestGroup(
@@ -83,26 +83,26 @@ class Groups:
 
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters so that equal ones look equal, less those that change nothing."""
-    found = {}
+    hyperparameters = {}
     table = FIELDS[tell_endpoint(fields)]
     for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):
-        value = _plain(fields[name])
+        value = _make_plain(fields[name])
         if name == "stop":
-            value = _stops(value)
+            value = _make_plain_stops(value)
         elif name == "echo" and is_integral(value) and value in (0, 1):
             value = bool(value)
-        each = table.get(name)
-        if value is not None and not (each and each.neutral and each.accepts(value)):
-            found[name] = value
-    return found
+        field = table.get(name)
+        if value is not None and not (field and field.neutral and field.accepts(value)):
+            hyperparameters[name] = value
+    return hyperparameters
 
 
-def find_length(fields: dict[str, Any]) -> int:
-    """Return the characters of a request's prompts or messages; a token id counts as four."""
+def estimate_length(fields: dict[str, Any]) -> int:
+    """Estimate the characters of a request's prompts or messages; a token id counts as four."""
     if tell_endpoint(fields) == "chat":
         return min(count_chars(fields["messages"]), MAX_LENGTH)
     names = ("prompt",) if tell_endpoint(fields) == "completions" else _TEXTS
-    return min(sum(_length(fields.get(name)) for name in names), MAX_LENGTH)
+    return min(sum(_count_prompt_chars(fields.get(name)) for name in names), MAX_LENGTH)
 
 
 def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
@@ -111,37 +111,37 @@ def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
     for group in groups:
         for name, value in group.hyperparameters.items():
             values.setdefault(name, set()).add(dump(value))
-    counts = {name: len(found) for name, found in values.items()} or {
+    counts = {name: len(distinct) for name, distinct in values.items()} or {
         "engine": len(groups)
     }
     return max(counts.items(), key=lambda item: item[1])
 
 
-def _length(prompt: object) -> int:
+def _count_prompt_chars(prompt: object) -> int:
     if isinstance(prompt, list):
-        return sum(map(_item_length, prompt))
+        return sum(map(_count_item_chars, prompt))
     return len(prompt) if isinstance(prompt, str) else 0
 
 
-def _item_length(item: object) -> int:
+def _count_item_chars(item: object) -> int:
     if isinstance(item, str):
         return len(item)
     return CHARS_PER_TOKEN * (len(item) if isinstance(item, list) else 1)
 
 
-def _plain(value: Any, depth: int = 0) -> Any:
+def _make_plain(value: Any, depth: int = 0) -> Any:
     if depth > MAX_DEPTH:
         raise RecursionError
     if isinstance(value, float):
         return int(value) if value.is_integer() else value
     if isinstance(value, list):
-        return [_plain(item, depth + 1) for item in value]
+        return [_make_plain(item, depth + 1) for item in value]
     if isinstance(value, dict):
-        return {name: _plain(value[name], depth + 1) for name in sorted(value)}
+        return {name: _make_plain(value[name], depth + 1) for name in sorted(value)}
     return value
 
 
-def _stops(value: Any) -> Any:
+def _make_plain_stops(value: Any) -> Any:
     stops = [value] if isinstance(value, str) else value
     if not isinstance(stops, list) or not all(isinstance(stop, str) for stop in stops):
         return value

@@ -37,13 +37,13 @@ _KEPT = 40  # characters of a name that is too long
 _SIGNS = frozenset("-_.+=@,")  # beside letters, marks and digits of any script
 
 
-def folder_name(engine: str | None) -> str:
+def make_folder_name(engine: str | None) -> str:
     """Return the folder of an engine: `org/model` is a folder in a folder, and `%20` a space."""
     if engine is None:
         return NO_ENGINE
-    name = "/".join(map(_encode, engine.split("/")))
+    name = "/".join(map(_encode_component, engine.split("/")))
     if name == NO_ENGINE:
-        return _percent(name[0]) + name[1:]
+        return _encode_sign(name[0]) + name[1:]
     if len(name.encode()) > MAX_BYTES:  # two digits follow any other %
         digest = hashlib.blake2b(
             engine.encode("utf-8", "surrogatepass"), digest_size=16
@@ -53,7 +53,7 @@ def folder_name(engine: str | None) -> str:
 
 
 def is_folder_name(name: str) -> bool:
-    """Tell whether `folder_name` may have given this name: it leads nowhere else."""
+    """Tell whether `make_folder_name` may have given this name: it leads nowhere else."""
     components = name.split("/")
     is_plain = all(_is_safe(sign) or sign in "%/" for sign in name)
     return (
@@ -65,12 +65,12 @@ def is_folder_name(name: str) -> bool:
     )
 
 
-def _encode(component: str) -> str:
+def _encode_component(component: str) -> str:
     if not component:
         return "%empty"
-    name = "".join(sign if _is_safe(sign) else _percent(sign) for sign in component)
+    name = "".join(sign if _is_safe(sign) else _encode_sign(sign) for sign in component)
     if name[0] in ".-":  # hidden, a way up, or a flag
-        name = _percent(name[0]) + name[1:]
+        name = _encode_sign(name[0]) + name[1:]
     # the ending of a part, its answers and their journal
     return name.replace(".json", "%2Ejson")
 
@@ -79,7 +79,7 @@ def _is_safe(sign: str) -> bool:
     return sign in _SIGNS or unicodedata.category(sign)[0] in "LMN"
 
 
-def _percent(sign: str) -> str:
+def _encode_sign(sign: str) -> str:
     return "".join(f"%{byte:02X}" for byte in sign.encode("utf-8", "surrogatepass"))
 
 
@@ -91,8 +91,7 @@ _END = b'],"check":'
 
 @dataclass(slots=True, frozen=True)
 class SplitPart:
-    """One file of a split. `lines` are the numbers of its lines in the source, in its
-    own order."""
+    """One file of a split. `lines` are the source's numbers of its lines, in its order."""
 
     path: str  # below the folder, with slashes
     engine: str | None
@@ -158,93 +157,93 @@ def write_manifest(
         file.write(_END + b'"%s"}\n' % check.hexdigest().encode())
 
 
-def sorted_numbers(parts: list[SplitPart]) -> npt.NDArray[np.int64]:
+def sort_line_numbers(parts: list[SplitPart]) -> npt.NDArray[np.int64]:
     """Return the numbers of all lines of parts, in order."""
     lines = [np.frombuffer(part.lines, np.int64) for part in parts]
     return np.sort(np.concatenate([np.zeros(0, np.int64), *lines]))
 
 
 def read_manifest(folder: Path) -> Manifest:
-    """Read the manifest of a split; refuse one that is missing, unfinished or damaged."""
+    """Read a split's manifest; raise a UsageError if it is missing, unfinished or damaged."""
     path = folder / MANIFEST
     if not path.is_file():
         raise UsageError(
             f"{folder} holds no {MANIFEST}; give a folder that fminfer split wrote"
         )
-    reader = _Reader(path)
-    entries = reader.entries()
+    reader = _ManifestReader(path)
+    entries = reader.read_entries()
     head = next(entries)
     if not head["is_complete"]:
         raise UsageError(
             f"the split of {head['source']} into {folder} was not finished; repeat its command"
         )
-    parts = [reader.part(entry) for entry in entries]
+    parts = [reader.parse_part(entry) for entry in entries]
     reader.check_parts(head, parts)
     return Manifest(
         head["source"], head["digest"], head["options"], head["num_lines"], parts
     )
 
 
-def read_paths(folder: Path) -> set[str]:
+def read_part_paths(folder: Path) -> set[str]:
     """Return the paths of an earlier split's parts, whether it was finished or not."""
     path = folder / MANIFEST
     if not path.is_file():
         return set()
-    reader = _Reader(path)
-    entries = reader.entries()
+    reader = _ManifestReader(path)
+    entries = reader.read_entries()
     is_complete = next(entries)["is_complete"]
     return {
-        reader.part(entry).path if is_complete else reader.part_path(entry)
+        reader.parse_part(entry).path if is_complete else reader.parse_part_path(entry)
         for entry in entries
     }
 
 
-class _Reader:
-    """Reads a manifest line by line, and believes nothing."""
+class _ManifestReader:
+    """Reads a manifest line by line, and checks everything in it."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
         self._number = 0  # of the line that was read last
 
-    def entries(self) -> Iterator[Any]:
-        """Yield the head, then what stands for each part."""
+    def read_entries(self) -> Iterator[Any]:
+        """Yield the head, then each part's entry."""
         check = hashlib.blake2b(digest_size=8)
         with raising_read_errors(self._path), self._path.open("rb") as file:
             for self._number, line in enumerate(file, start=1):
                 if self._number == 1:
-                    yield self._head(line)
+                    yield self._parse_head(line)
                 elif not line.startswith(_END):
-                    yield self._load(line.rstrip(b",\n"))
+                    yield self._parse_json(line.rstrip(b",\n"))
                 elif (
                     line == _END + b'"%s"}\n' % check.hexdigest().encode()
                     and not file.read(1)
                 ):
                     return
                 else:
-                    self._refuse("it was changed after it was written")
+                    self._raise_damage("it was changed after it was written")
                 check.update(line)
-        self._refuse("it breaks off here")
+        self._raise_damage("it breaks off here")
 
-    def part(self, entry: Any) -> SplitPart:
-        """Check what stands for a part."""
+    def parse_part(self, entry: Any) -> SplitPart:
+        """Parse a part's entry."""
         if not isinstance(entry, dict):
-            self._refuse("it must be an object, as fminfer split writes it")
+            self._raise_damage("it must be an object, as fminfer split writes it")
         self._check_types(entry, engine=str | None, hyperparameters=dict, digest=str)
         self._check_types(entry, num_rows=int, lines=list)
         lines = entry["lines"]
         if not lines or len(lines) != entry["num_rows"]:
-            self._refuse(
+            self._raise_damage(
                 f"num_rows is {entry['num_rows']}, and there are {len(lines)} lines"
             )
         if not all(type(line) is int and 0 < line < MAX_LINE for line in lines):
-            self._refuse("lines must be numbers of lines, from 1")
+            self._raise_damage("lines must be numbers of lines, from 1")
         equal = entry.get(NUM_EQUAL, [])
         if not isinstance(equal, list) or len(equal) not in (0, len(lines)):
-            self._refuse(f"{NUM_EQUAL} must have a number for each line")
+            self._raise_damage(f"{NUM_EQUAL} must have a number for each line")
         if not all(type(number) is int and 0 <= number < 2**32 for number in equal):
-            self._refuse(f"{NUM_EQUAL} must be counts of lines")
+            self._raise_damage(f"{NUM_EQUAL} must be counts of lines")
         return SplitPart(
-            path=self.part_path(entry.get("path")),
+            path=self.parse_part_path(entry.get("path")),
             engine=entry["engine"],
             hyperparameters=entry["hyperparameters"],
             digest=entry["digest"],
@@ -252,7 +251,7 @@ class _Reader:
             num_equal=array("I", equal),
         )
 
-    def part_path(self, path: Any) -> str:
+    def parse_part_path(self, path: Any) -> str:
         """Check a part's path: it leads to a part, in this folder."""
         folder, _, name = (
             path.rpartition("/") if isinstance(path, str) else ("", "", "")
@@ -260,30 +259,32 @@ class _Reader:
         if not PART_NAME.fullmatch(name) or not (
             path == name or is_folder_name(folder)
         ):
-            self._refuse("a path must be that of a part, such as gpt-j/request_0.jsonl")
+            self._raise_damage(
+                "a path must be that of a part, such as gpt-j/request_0.jsonl"
+            )
         return str(path)
 
     def check_parts(self, head: dict[str, Any], parts: list[SplitPart]) -> None:
-        """See that each part and each line comes once, and that none is missing."""
+        """Check that each part and each line comes once, and that none is missing."""
         if len({part.path for part in parts}) < len(parts):
-            self._refuse("two parts have the same path")
+            self._raise_damage("two parts have the same path")
         if len(parts) != head["num_parts"]:
-            self._refuse(
+            self._raise_damage(
                 f"num_parts is {head['num_parts']}, and there are {len(parts)}"
             )
-        numbers = sorted_numbers(parts)
+        numbers = sort_line_numbers(parts)
         if len(numbers) != head["num_lines"]:
-            self._refuse(
+            self._raise_damage(
                 f"num_lines is {head['num_lines']}, and the parts hold {len(numbers)}"
             )
         if (numbers[1:] == numbers[:-1]).any():
-            self._refuse("a line of the source is in two places")
+            self._raise_damage("a line of the source is in two places")
 
-    def _head(self, line: bytes) -> dict[str, Any]:
+    def _parse_head(self, line: bytes) -> dict[str, Any]:
         text = line.rstrip(b"\n")
-        head = self._load(text + b"]}") if text.endswith(_HEAD_END) else None
+        head = self._parse_json(text + b"]}") if text.endswith(_HEAD_END) else None
         if not isinstance(head, dict) or head.get("fminfer_split") != VERSION:
-            self._refuse(f"it does not begin as a manifest of version {VERSION}")
+            self._raise_damage(f"it does not begin as a manifest of version {VERSION}")
         self._check_types(head, is_complete=bool, source=str, digest=str, options=dict)
         self._check_types(head, num_lines=int, num_parts=int)
         return head
@@ -295,15 +296,15 @@ class _Reader:
                 kind is not int or type(value) is int
             )
             if name not in entry or not is_kind:
-                self._refuse(f"{name} is missing, or not what it must be")
+                self._raise_damage(f"{name} is missing, or not what it must be")
 
-    def _load(self, text: bytes) -> Any:
+    def _parse_json(self, text: bytes) -> Any:
         try:
             return load(text)
         except (ValueError, RecursionError):
-            self._refuse("it is not JSON as fminfer split writes it")
+            self._raise_damage("it is not JSON as fminfer split writes it")
 
-    def _refuse(self, reason: str) -> NoReturn:
+    def _raise_damage(self, reason: str) -> NoReturn:
         raise UsageError(
             f"{self._path} is damaged, in its line {self._number}: {reason}. Split the "
             "file again into a new folder"

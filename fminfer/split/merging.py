@@ -30,7 +30,7 @@ from fminfer.files.ordered_output import errors_path, writing_together
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent_folder
 from fminfer.files.status_file import read_sound_status, seals_of, status_path
 from fminfer.files.streams import A_PIPE, digest_file
-from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sorted_numbers
+from fminfer.split.manifest import Manifest, SplitPart, read_manifest, sort_line_numbers
 
 _LINE = re.compile(rb'(\A\{\s*"line"\s*:\s*|"error":null,"line":)(\d{1,18})(?=\s*[,}])')
 
@@ -48,10 +48,9 @@ def find_gap(folder: Path, part: SplitPart) -> str:
 
 
 def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bool]]:
-    """Yield each record of a part with its row, from 0, and whether it is an error;
-    errors first.
+    """Yield each record of a part with its row, from 0, and whether it is an error.
 
-    Errors get the numbers that their lines have in the source.
+    Errors come first. They get the numbers that their lines have in the source.
 
     Raises:
         FminferError: they are not, or not all, of this part.
@@ -64,7 +63,7 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
         is_taken[row] = 1
         yield row, record, True
     row = num_answers = 0
-    for record in _records(answers):
+    for record in _read_records(answers):
         row = is_taken.find(0, row)
         num_answers += 1
         if row < 0:
@@ -81,12 +80,12 @@ def read_answers(folder: Path, part: SplitPart) -> Iterator[tuple[int, bytes, bo
 
 
 def _check_digest(answers: Path, part: SplitPart) -> None:
-    found = ((read_sound_status(answers) or {}).get("metadata") or {}).get(INPUT)
-    if found is not None and found != part.digest:
+    digest = ((read_sound_status(answers) or {}).get("metadata") or {}).get(INPUT)
+    if digest is not None and digest != part.digest:
         raise FminferError(
             f"{answers} holds answers to another file than {part.path} of this split: "
-            f"{status_path(answers).name} says {found}, the manifest {part.digest}. Answer that "
-            "part again"
+            f"{status_path(answers).name} says {digest}, the manifest {part.digest}. Answer "
+            "that part again"
         )
 
 
@@ -96,18 +95,18 @@ def _read_errors(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
     before = -1
     # of Batch errors that say no line: old ones
     ids: Iterator[tuple[int, bytes]] | None = None
-    for record in _records(errors):
+    for record in _read_records(errors):
         if match := _LINE.search(record):
             row = int(match[2]) - 1
         elif match := BATCH_RECORD.match(record):
             ids = ids or _read_ids(path, part)
-            row = next((row for row, found in ids if found == match[1]), -1)
+            row = next((row for row, record_id in ids if record_id == match[1]), -1)
         else:
             row = -1
         if not before < row < len(part.lines):
             raise FminferError(
-                f"{errors} holds an error that is of no line of {path}: {_show(record)}. Answer "
-                "that part again"
+                f"{errors} holds an error that is of no line of {path}: "
+                f"{_shorten_record(record)}. Answer that part again"
             )
         before = row
         yield row, _LINE.sub(rb"\g<1>%d" % part.lines[row], record, count=1)
@@ -124,12 +123,12 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
         yield row, make_id(line, open_envelope(line)).encode()
 
 
-def _records(path: Path) -> Iterator[bytes]:
+def _read_records(path: Path) -> Iterator[bytes]:
     """Yield the lines of a file that are not blank, each with its newline."""
     return (record + b"\n" for record in read_records(path) if record.strip())
 
 
-def _show(record: bytes) -> str:
+def _shorten_record(record: bytes) -> str:
     text = record.decode("utf-8", "replace").strip()
     return text if len(text) <= 60 else text[:57] + "…"
 
@@ -161,18 +160,18 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
     """
     _check_output(output)
     with claiming_output(output):
-        return _merge(folder, output, read_manifest(folder))
+        return _merge_answers(folder, output, read_manifest(folder))
 
 
-def _merge(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
+def _merge_answers(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
     was_there = output.exists()
-    _refuse_gaps(folder, manifest)
-    _refuse_vectors(folder, manifest)
-    numbers = sorted_numbers(manifest.parts)
+    _check_no_gaps(folder, manifest)
+    _check_no_vectors(folder, manifest)
+    numbers = sort_line_numbers(manifest.parts)
     ranked = [(part, np.searchsorted(numbers, part.lines)) for part in manifest.parts]
     try:
-        sizes = _measure(folder, ranked, len(numbers))
-        _write(folder, ranked, sizes, output)
+        sizes = _read_sizes(folder, ranked, len(numbers))
+        _write_records(folder, ranked, sizes, output)
     except OSError as error:
         raise OutputError(
             f"{error.filename or output}: {error.strerror or error}. Nothing is "
@@ -184,13 +183,13 @@ def _merge(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
         num_parts=len(manifest.parts),
         num_answers=len(sizes) - num_errors,
         num_errors=num_errors,
-        source_change=_source_change(manifest),
+        source_change=_describe_source_change(manifest),
         was_there=was_there,
     )
 
 
-def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
-    """Refuse answers whose vectors are in files of their own, by a UsageError."""
+def _check_no_vectors(folder: Path, manifest: Manifest) -> None:
+    """Raise a UsageError if the vectors of answers are in files of their own."""
     for part in manifest.parts:
         if "vectors" in (
             seals_of(read_sound_status(answers_path(folder / part.path))) or {}
@@ -201,7 +200,7 @@ def _refuse_vectors(folder: Path, manifest: Manifest) -> None:
             )
 
 
-def _source_change(manifest: Manifest) -> str:
+def _describe_source_change(manifest: Manifest) -> str:
     """Say how the source differs from what was split; nothing if it is gone or was a pipe."""
     source = Path(manifest.source)
     try:
@@ -226,8 +225,8 @@ def _check_output(output: Path) -> None:
         )
 
 
-def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
-    """Name the parts that were not answered, or not to their end."""
+def _check_no_gaps(folder: Path, manifest: Manifest) -> None:
+    """Raise a FminferError that names the parts without all of their answers."""
     gaps = {part.path: find_gap(folder, part) for part in manifest.parts}
     missing = [part for part in manifest.parts if gaps[part.path]]
     if not missing:
@@ -238,24 +237,26 @@ def _refuse_gaps(folder: Path, manifest: Manifest) -> None:
     )
     raise FminferError(
         f"{num_lines:,} of {manifest.num_lines:,} lines of {manifest.source} have no "
-        f"answer: lines {show_ranges(missing)}. They are in {named}. Answer each "
+        f"answer: lines {describe_ranges(missing)}. They are in {named}. Answer each "
         "folder with the model and the flags of its other parts, and merge then:\n"
-        + "\n".join(_name_commands(folder, missing))
+        + "\n".join(_list_commands(folder, missing))
     )
 
 
-def _name_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
+def _list_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
     """Return the command for each engine's parts; its model is for people to fill in."""
     by_folder: dict[Path, list[SplitPart]] = {}
     for part in parts:
         by_folder.setdefault((folder / part.path).parent, []).append(part)
     commands = []
-    for each, some in list(by_folder.items())[:MAX_NAMED]:
+    for engine_folder, engine_parts in list(by_folder.items())[:MAX_NAMED]:
         inputs = (
-            [each] if len(some) > MAX_NAMED else [folder / part.path for part in some]
+            [engine_folder]
+            if len(engine_parts) > MAX_NAMED
+            else [folder / part.path for part in engine_parts]
         )
         engine = next(
-            (f"MODEL of {part.engine}" for part in some if part.engine), "MODEL"
+            (f"MODEL of {part.engine}" for part in engine_parts if part.engine), "MODEL"
         )
         words = ["fminfer", "run", *map(str, inputs), "--model-name", engine]
         commands.append(f"  {shlex.join(words)}")
@@ -263,9 +264,9 @@ def _name_commands(folder: Path, parts: list[SplitPart]) -> list[str]:
     return [*commands, f"  … and of {more:,} more folders"] if more > 0 else commands
 
 
-def show_ranges(parts: list[SplitPart]) -> str:
+def describe_ranges(parts: list[SplitPart]) -> str:
     """Return the line numbers of parts for people: `1-4, 7, 9-12`."""
-    numbers = sorted_numbers(parts)
+    numbers = sort_line_numbers(parts)
     breaks = np.flatnonzero(np.diff(numbers) != 1)
     firsts = numbers[np.r_[0, breaks + 1]].tolist()
     lasts = numbers[np.r_[breaks, len(numbers) - 1]].tolist()
@@ -279,18 +280,18 @@ def show_ranges(parts: list[SplitPart]) -> str:
     )
 
 
-def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
+def _read_sizes(folder: Path, ranked: Ranked, num_lines: int) -> Places:
     """Return the size of each line's record, in the order of the source; negative for errors."""
     sizes = np.zeros(num_lines, np.int64)
     wrong = []
     for part, ranks in ranked:
-        own = array("q", bytes(8 * len(ranks)))
+        part_sizes = array("q", bytes(8 * len(ranks)))
         try:
             for row, record, is_error in read_answers(folder, part):
-                own[row] = -len(record) if is_error else len(record)
+                part_sizes[row] = -len(record) if is_error else len(record)
         except FminferError as error:
             wrong.append(str(error))
-        sizes[ranks] = np.frombuffer(own, np.int64)
+        sizes[ranks] = np.frombuffer(part_sizes, np.int64)
     if wrong:
         more = (
             f"\n… and {len(wrong) - MAX_NAMED:,} more" if len(wrong) > MAX_NAMED else ""
@@ -299,7 +300,7 @@ def _measure(folder: Path, ranked: Ranked, num_lines: int) -> Places:
     return sizes
 
 
-def _place(sizes: Places) -> Places:
+def _compute_places(sizes: Places) -> Places:
     """Return where each record begins in its file: behind those of all lines before its own."""
     places = np.zeros_like(sizes)
     for is_chosen in (sizes < 0, sizes >= 0):
@@ -308,15 +309,15 @@ def _place(sizes: Places) -> Places:
     return places
 
 
-def _write(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
-    places = _place(sizes)
+def _write_records(folder: Path, ranked: Ranked, sizes: Places, output: Path) -> None:
+    places = _compute_places(sizes)
     with writing_together(output, errors_path(output), is_new=True) as files:
         for part, ranks in ranked:
-            own_places = places[ranks].tolist()
-            own_sizes = sizes[ranks].tolist()
+            part_places = places[ranks].tolist()
+            part_sizes = sizes[ranks].tolist()
             for row, record, is_error in read_answers(folder, part):
-                if own_sizes[row] != (-len(record) if is_error else len(record)):
+                if part_sizes[row] != (-len(record) if is_error else len(record)):
                     raise FminferError(
                         "answers changed while they were being merged; merge them again"
                     )
-                write_all(files[is_error].fileno(), record, own_places[row])
+                write_all(files[is_error].fileno(), record, part_places[row])

@@ -42,12 +42,17 @@ from fminfer.files.ordered_output import list_written_files
 from fminfer.files.output_paths import answers_path, require_parent_folder
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import A_PIPE, MANIFEST, PART_NAME, digest_file, read_chunks
-from fminfer.split.grouping import Groups, RequestGroup, find_length, find_most_varied
+from fminfer.split.grouping import (
+    Groups,
+    RequestGroup,
+    estimate_length,
+    find_most_varied,
+)
 from fminfer.split.manifest import (
     Manifest,
     SplitPart,
-    folder_name,
-    read_paths,
+    make_folder_name,
+    read_part_paths,
     write_manifest,
 )
 
@@ -85,7 +90,7 @@ class LineIndex:
         self.lengths.append(length)
 
 
-def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
+def build_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     """Read all lines of a file, and fill the groups; `copy` is where a plain copy goes.
 
     Raises:
@@ -111,7 +116,7 @@ def read_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         if is_double and index.num_doubles <= MAX_DOUBLES:
             index.doubles.append(f"{show(name)} of line {line.number}")
         num_equal = 0 if is_double else equal.count(line, envelope)
-        index.add(start, groups.add(fields), find_length(fields), num_equal)
+        index.add(start, groups.add(fields), estimate_length(fields), num_equal)
         end = stop
     index.starts.append(end)
     return index
@@ -151,14 +156,14 @@ def _read_copied(path: Path, copy: Path) -> Iterator[tuple[Line, int, int]]:
                 )
             if line.is_cut:
                 raise DamagedInputError(f"line {line.number} of {path}: {line.fault}")
-            raw = _one_line(line) + b"\n"
+            raw = _join_line(line) + b"\n"
             file.write(raw)
             start = place
             place = place + len(raw)
             yield line, start, place
 
 
-def _one_line(line: Line) -> bytes:
+def _join_line(line: Line) -> bytes:
     """Return a line's bytes; a value that is spread over lines, as a run would write it."""
     if b"\n" not in line.raw:
         return line.raw
@@ -235,7 +240,7 @@ class SplitOptions:
     # parts stand in the output folder itself, for a loop over their numbers
     is_flat: bool = False
 
-    def num_rows(self, max_tokens: int) -> int:
+    def choose_num_rows(self, max_tokens: int) -> int:
         least = max(max_tokens, self.min_generate_token, 1)
         return max(1, self.generate_token_chunk_size // least)
 
@@ -244,13 +249,13 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     """Split a file into `<folder>/<engine>/request_<N>.jsonl`, and write the folder's manifest.
 
     Raises:
-        UsageError: what stands in the folder would be lost, or flat parts are of
-        several engines. DamagedInputError: the file breaks off; nothing is changed then.
+        UsageError: files in the folder would be lost, or flat parts are of several engines.
+        DamagedInputError: the file breaks off; nothing is changed then.
     """
     if source.is_dir():
         raise UsageError(f"{source} is a folder; give one file to split")
     (source,) = find_inputs([source])
-    old = read_paths(folder)
+    old = read_part_paths(folder)
     if source.resolve() in {(folder / path).resolve() for path in old}:
         raise UsageError(
             f"{source} is a part in {folder}, whose other parts this split would remove; give "
@@ -258,11 +263,11 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
         )
     require_parent_folder("--output-dir", folder)
     check_no_model_folder("--output-dir", folder)
-    _refuse_unknown(folder, old)
+    _check_parts_known(folder, old)
     try:
         folder.mkdir(exist_ok=True)
-        with claiming_output(folder / MANIFEST), _staging_in(folder) as staging:
-            return _split(source, folder, options, old, staging)
+        with claiming_output(folder / MANIFEST), _making_staging(folder) as staging:
+            return _split_source(source, folder, options, old, staging)
     except OSError as error:
         raise OutputError(
             f"{error.filename or folder}: {error.strerror or error}. The split is not finished; "
@@ -270,21 +275,21 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
         ) from error
 
 
-def _split(
+def _split_source(
     source: Path, folder: Path, options: SplitOptions, old: set[str], staging: Path
 ) -> SplitSummary:
     groups = Groups()
     copy = staging / "input"
-    before = _signature(source)
+    before = _read_signature(source)
     digest = digest_file(source)
-    index = read_index(source, copy, groups)
+    index = build_index(source, copy, groups)
     if options.is_flat:
-        _refuse_several_engines(source, groups)
+        _check_one_engine(source, groups)
     digest = digest_file(copy) if digest == A_PIPE else digest
     parts = list(_stage_parts(index, groups.seen, options, staging))
-    if _signature(source) != before:
+    if _read_signature(source) != before:
         raise FminferError(f"{source} changed while it was being split; split it again")
-    _refuse_answered(folder, parts, old)
+    _check_none_answered(folder, parts, old)
     manifest = Manifest(
         source=str(source),
         digest=digest,
@@ -295,14 +300,13 @@ def _split(
         num_lines=sum(group.num_rows for group in groups.seen),
         parts=parts,
     )
-    _publish(folder, staging, manifest, old)
+    _publish_parts(folder, staging, manifest, old)
     return SplitSummary(folder, manifest, groups.seen, index)
 
 
 @contextlib.contextmanager
-def _staging_in(folder: Path) -> Iterator[Path]:
-    """Make an empty folder that is gone afterwards, also what a split that was killed
-    has left."""
+def _making_staging(folder: Path) -> Iterator[Path]:
+    """Make an empty folder, and remove it at the end; a killed split may have left one."""
     staging = folder / STAGING
     shutil.rmtree(staging, ignore_errors=True)
     staging.mkdir()
@@ -316,15 +320,15 @@ def _stage_parts(
     index: LineIndex, groups: list[RequestGroup], options: SplitOptions, staging: Path
 ) -> Iterator[SplitPart]:
     """Write one part after the other, group by group."""
-    order = _order(index)
+    order = _order_lines(index)
     num_equal = index.num_equal
     counts: Counter[str] = Counter()  # of parts, by folder
     first = 0
     with open(index.path, "rb", buffering=0) as file:
         for group in groups:
-            name = "" if options.is_flat else f"{folder_name(group.engine)}/"
+            name = "" if options.is_flat else f"{make_folder_name(group.engine)}/"
             last = first + group.num_rows
-            num_rows = options.num_rows(group.max_tokens)
+            num_rows = options.choose_num_rows(group.max_tokens)
             for start in range(first, last, num_rows):
                 rows = order[start : min(start + num_rows, last)]
                 path = f"{name}request_{counts[name]}.jsonl"
@@ -342,9 +346,11 @@ def _stage_parts(
             first = last
 
 
-def _order(index: LineIndex) -> npt.NDArray[np.int64]:
-    """Return lines from 0 by group, long prompts first; the index gives up groups and
-    lengths."""
+def _order_lines(index: LineIndex) -> npt.NDArray[np.int64]:
+    """Return lines from 0 by group, long prompts first.
+
+    It frees the index's groups and lengths.
+    """
     lengths = np.frombuffer(index.lengths, np.uint32)
     groups = np.frombuffer(index.groups, np.int32)
     order = np.lexsort((~lengths, groups)).astype(np.int64, copy=False)
@@ -367,7 +373,7 @@ def _copy_lines(index: LineIndex, rows: list[int], fd: int, target: Path) -> Non
             file.write(raw if raw.endswith(b"\n") else raw + b"\n")
 
 
-def _refuse_several_engines(source: Path, groups: Groups) -> None:
+def _check_one_engine(source: Path, groups: Groups) -> None:
     engines = {group.engine for group in groups.seen if group.engine is not None}
     if len(engines) > 1:
         raise UsageError(
@@ -377,15 +383,15 @@ def _refuse_several_engines(source: Path, groups: Groups) -> None:
         )
 
 
-def _refuse_unknown(folder: Path, old: set[str]) -> None:
-    """Refuse a folder with request files that are not an earlier split's."""
+def _check_parts_known(folder: Path, old: set[str]) -> None:
+    """Raise a UsageError if a folder has request files that are not an earlier split's."""
     unknown = []
     for path, folders, names in os.walk(folder):
         if Path(path) == folder and STAGING in folders:
             folders.remove(STAGING)
-        found = [Path(path, name) for name in names if PART_NAME.fullmatch(name)]
+        parts = [Path(path, name) for name in names if PART_NAME.fullmatch(name)]
         unknown += [
-            file for file in found if file.relative_to(folder).as_posix() not in old
+            file for file in parts if file.relative_to(folder).as_posix() not in old
         ]
     if unknown:
         raise UsageError(
@@ -394,10 +400,10 @@ def _refuse_unknown(folder: Path, old: set[str]) -> None:
         )
 
 
-def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> None:
-    """Refuse to change parts that were answered, even in part."""
+def _check_none_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> None:
+    """Raise a UsageError if answered parts would change."""
     digests = {path: "" for path in old} | {part.path: part.digest for part in parts}
-    found = []
+    answered = []
     for path, digest in sorted(digests.items()):
         part = folder / path
         answers = answers_path(part)
@@ -407,17 +413,19 @@ def _refuse_answered(folder: Path, parts: list[SplitPart], old: set[str]) -> Non
             if file.exists()
         ]
         if left and digest_file(part) != digest:
-            found.append(left[0])
-    if found:
+            answered.append(left[0])
+    if answered:
         raise UsageError(
             f"{folder} holds answers to parts that this split would change: "
-            f"{list_few(found, MAX_NAMED_FILES)}. Merge them (fminfer merge) and remove the "
+            f"{list_few(answered, MAX_NAMED_FILES)}. Merge them (fminfer merge) and remove the "
             "folder, or give another --output-dir"
         )
 
 
-def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> None:
-    """Move the parts to their places, and remove those of the earlier split that are no more."""
+def _publish_parts(
+    folder: Path, staging: Path, manifest: Manifest, old: set[str]
+) -> None:
+    """Move the parts to their places, and remove stale parts of the earlier split."""
     paths = [part.path for part in manifest.parts]
     stale = sorted(old.difference(paths))
     sync_tree(staging)
@@ -430,14 +438,16 @@ def _publish(folder: Path, staging: Path, manifest: Manifest, old: set[str]) -> 
         # something is in it, as the manifest is in the last
         with contextlib.suppress(OSError):
             os.removedirs((folder / path).parent)
-    for each in {parent for path in paths for parent in (folder / path).parents}:
-        if each.is_relative_to(folder):
-            sync_folder(each)
+    for folder_to_sync in {
+        parent for path in paths for parent in (folder / path).parents
+    }:
+        if folder_to_sync.is_relative_to(folder):
+            sync_folder(folder_to_sync)
     write_manifest(folder, manifest)
 
 
-def _signature(path: Path) -> tuple[int, int, int] | None:
+def _read_signature(path: Path) -> tuple[int, int, int] | None:
     if not path.is_file():
         return None
-    found = path.stat()
-    return found.st_ino, found.st_size, found.st_mtime_ns
+    status = path.stat()
+    return status.st_ino, status.st_size, status.st_mtime_ns

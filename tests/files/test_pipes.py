@@ -15,7 +15,7 @@ from fminfer.files.split_folders import is_split_folder
 from fminfer.files.status_file import read_sound_status, read_status, status_path
 from fminfer.files.streams import find_split_folder
 from fminfer.job.file_job import TraceFile
-from fminfer.split.manifest import read_manifest, read_paths
+from fminfer.split.manifest import read_manifest, read_part_paths
 
 
 def test_a_pipe_in_the_place_of_a_manifest(tmp_path: Path) -> None:
@@ -23,7 +23,7 @@ def test_a_pipe_in_the_place_of_a_manifest(tmp_path: Path) -> None:
     assert find_split_folder(tmp_path / "request_0.jsonl") is None
     # a run over a folder without requests waited for ever
     assert not is_split_folder(tmp_path)
-    assert read_paths(tmp_path) == set()
+    assert read_part_paths(tmp_path) == set()
     with pytest.raises(UsageError, match=r"holds no manifest.json"):
         read_manifest(tmp_path)
 

@@ -35,7 +35,7 @@ from fminfer.files.journal import Journal, journal_path
 from fminfer.files.journal_rows import Row
 from fminfer.files.line_reader import read_lines
 from fminfer.runtime.lines.line_intake import LineIntake, LineRequest
-from fminfer.split.manifest import MANIFEST, read_manifest, read_paths
+from fminfer.split.manifest import MANIFEST, read_manifest, read_part_paths
 from fminfer.split.splitting import SplitOptions, split_file
 from fminfer.text.tokenizer import Tokenizer
 from tests.fuzz.scripts import check_scripts
@@ -227,7 +227,7 @@ def _read_any(parts: Path) -> set[str]:
             len(set(numbers)) == len(numbers) == manifest.num_lines and min(numbers) > 0
         )
     try:
-        return read_paths(parts)
+        return read_part_paths(parts)
     except UsageError:
         return set()
 

@@ -28,7 +28,7 @@ from fminfer.files.output_paths import answers_path
 from fminfer.files.status_file import status_path
 from fminfer.split import merging
 from fminfer.split.manifest import MANIFEST, SplitPart, read_manifest
-from fminfer.split.merging import merge_parts, show_ranges
+from fminfer.split.merging import describe_ranges, merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.forked import run_forked
 from tests.split_lines import answer_part, make_lines
@@ -289,7 +289,7 @@ def test_many_missing_parts_are_named_by_their_folders(tmp_path: Path) -> None:
 
 def test_ranges() -> None:
     def of(*lines: list[int]) -> str:
-        return show_ranges(
+        return describe_ranges(
             [SplitPart("", None, {}, "", array("q", some)) for some in lines]
         )
 
@@ -449,14 +449,14 @@ def test_the_answers_come_last(answered: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_answers_that_change_meanwhile(
     answered: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    place = merging._place
+    place = merging._compute_places
 
     def place_and_change(*arguments: Any) -> Any:
         answers = answered / "c" / "output_request_0.jsonl"
         answers.write_bytes(answers.read_bytes().replace(b'"text"', b'"changed"'))
         return place(*arguments)
 
-    monkeypatch.setattr(merging, "_place", place_and_change)
+    monkeypatch.setattr(merging, "_compute_places", place_and_change)
     with pytest.raises(FminferError, match="changed while"):
         merge_parts(answered, answered.parent / "m.jsonl")
     assert not (answered.parent / "m.jsonl").exists()

@@ -30,14 +30,14 @@ from fminfer.files.line_reader import read_lines
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.streams import digest_file, find_zstd
 from fminfer.split import splitting as split_parts
-from fminfer.split.grouping import find_hyperparameters, find_length
+from fminfer.split.grouping import estimate_length, find_hyperparameters
 from fminfer.split.manifest import (
     MANIFEST,
     MAX_BYTES,
-    folder_name,
     is_folder_name,
+    make_folder_name,
     read_manifest,
-    read_paths,
+    read_part_paths,
 )
 from fminfer.split.splitting import STAGING, SplitOptions, SplitSummary, split_file
 from tests.conftest import num_examples
@@ -147,7 +147,7 @@ def test_every_sampling_field_counts(name: str, tmp_path: Path) -> None:
     ],
 )
 def test_lengths(prompt: object, length: int) -> None:
-    assert find_length({"prompt": prompt}) == length
+    assert estimate_length({"prompt": prompt}) == length
 
 
 def test_custom_ids_that_come_again_are_named(tmp_path: Path) -> None:
@@ -249,25 +249,25 @@ def test_rows_of_a_part(
     ],
 )
 def test_folder_names(engine: str | None, folder: str) -> None:
-    assert folder_name(engine) == folder
+    assert make_folder_name(engine) == folder
 
 
 @given(ODD_NAMES, ODD_NAMES)
 @settings(max_examples=num_examples(300), deadline=None)
 def test_folder_names_are_safe_and_differ(one: str, other: str) -> None:
-    name = folder_name(one)
+    name = make_folder_name(one)
     assert is_folder_name(name) and len(name.encode()) <= MAX_BYTES
     assert (Path("/d") / name).resolve().is_relative_to("/d") and Path(
         "/d", name
     ) != Path("/d")
     assert os.path.normpath(name) == name, "no component is empty, . or .."
-    assert (name == folder_name(other)) == (one == other)
-    assert name != folder_name(None)
+    assert (name == make_folder_name(other)) == (one == other)
+    assert name != make_folder_name(None)
 
 
 def test_long_names_differ_in_their_last_letter() -> None:
-    names = {folder_name("漢" * 200 + letter) for letter in "abc"} | {
-        folder_name("漢" * 200)
+    names = {make_folder_name("漢" * 200 + letter) for letter in "abc"} | {
+        make_folder_name("漢" * 200)
     }
     assert len(names) == 4 and all(is_folder_name(name) for name in names)
 
@@ -397,14 +397,14 @@ def test_a_file_that_changes_meanwhile(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     source = write(tmp_path, {"prompt": "a"}, {"prompt": "b"})
-    read = split_parts.read_index
+    read = split_parts.build_index
 
     def read_and_change(*arguments: Any) -> Any:
         index = read(*arguments)
         write(tmp_path, {"prompt": "another"}, {"prompt": "b"})
         return index
 
-    monkeypatch.setattr(split_parts, "read_index", read_and_change)
+    monkeypatch.setattr(split_parts, "build_index", read_and_change)
     with pytest.raises(FminferError, match="changed while it was being split"):
         split(source, tmp_path / "parts")
     assert parts_of(tmp_path / "parts") == {}
@@ -554,7 +554,7 @@ def test_an_unfinished_manifest(
     monkeypatch.setattr(split_parts, "write_manifest", fail_if_complete)
     with pytest.raises(Killed):
         split(source, tmp_path / "parts")
-    assert read_paths(tmp_path / "parts") == {"default/request_0.jsonl"}
+    assert read_part_paths(tmp_path / "parts") == {"default/request_0.jsonl"}
     with pytest.raises(UsageError, match="was not finished; repeat"):
         read_manifest(tmp_path / "parts")
 
@@ -666,4 +666,4 @@ def test_each_line_is_in_one_part(tmp_path: Path) -> None:
     ],
 )
 def test_how_long_a_request_is(fields: dict[str, Any], expected: int) -> None:
-    assert find_length(fields) == expected
+    assert estimate_length(fields) == expected

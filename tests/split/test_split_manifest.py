@@ -14,7 +14,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from fminfer.core.errors import FminferError, UsageError
-from fminfer.split.manifest import MANIFEST, Manifest, read_manifest, read_paths
+from fminfer.split.manifest import MANIFEST, Manifest, read_manifest, read_part_paths
 from fminfer.split.merging import merge_parts
 from fminfer.split.splitting import SplitOptions, split_file
 from tests.conftest import num_examples
@@ -97,14 +97,14 @@ def test_paths_stay_in_the_folder(path: str, folder: Path) -> None:
     manifest = load(folder)
     manifest["parts"][1]["path"] = path
     store(folder, manifest)
-    for read in (read_manifest, read_paths):
+    for read in (read_manifest, read_part_paths):
         with pytest.raises(
             UsageError, match=r"manifest\.json is damaged, in its line 3"
         ):
             read(folder)
     store(folder, manifest | {"is_complete": False, "parts": [path]})
     with pytest.raises(UsageError, match="damaged"):
-        read_paths(folder)
+        read_part_paths(folder)
 
 
 def drop(name: str) -> Callable[[dict[str, Any]], object]:
@@ -225,7 +225,7 @@ def test_any_bytes(seed: int, tmp_path: Path) -> None:
 def check_manifest_reader(folder: Path) -> None:
     for read in (
         read_manifest,
-        read_paths,
+        read_part_paths,
         lambda path: merge_parts(path, path / "m.jsonl"),
     ):
         try:
