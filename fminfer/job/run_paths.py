@@ -164,15 +164,26 @@ class JobPaths(JobOptions):
                 "--result-cache with made-up requests would time answers that are only "
                 "looked up; leave it out"
             )
-        plan = make_output_paths(inputs, self.remote.find_local_output(self.output))
+        paths = make_output_paths(inputs, self.remote.find_local_output(self.output))
         for folder in self._folders:
-            for each in list_read_folders(folder):
-                plan.refused.update(sort_folder(each).lost)
-        others_go_on = self.is_shared and (bool(plan.inputs) or self.is_watching)
-        if plan.refused and not others_go_on:
-            raise UsageError(next(iter(plan.refused.values())))
-        self.remote.prepare_outputs(plan.outputs, restart=self.restart)
-        for flag, (path, form) in {
+            for read_folder in list_read_folders(folder):
+                paths.refused.update(sort_folder(read_folder).lost)
+
+        others_go_on = self.is_shared and (bool(paths.inputs) or self.is_watching)
+        if paths.refused and not others_go_on:
+            raise UsageError(next(iter(paths.refused.values())))
+        self.remote.prepare_outputs(paths.outputs, restart=self.restart)
+
+        self._check_further_files(paths)
+        if self.is_watching:
+            self._check_watching()
+        if self.limit is not None and self.limit < 1:
+            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
+        return paths
+
+    def _check_further_files(self, paths: OutputPaths) -> None:
+        """Raise a UsageError if the files of --stats, --trace or --report cannot be written."""
+        for flag, (path, kind) in {
             "--stats": (self.stats, SUMMARY),
             "--trace": (self.trace, TIMELINE),
             "--report": (self.report, PAGE),
@@ -182,49 +193,46 @@ class JobPaths(JobOptions):
             require_parent_folder(flag, path)
             if path.is_dir():
                 raise UsageError(f"{flag} {path} is a folder; give the name of a file")
-            if whose := describe_use(path, plan):
-                raise UsageError(f"{flag} {path} {whose}; give another name")
-            if form is PAGE or not is_device(path):  # a page always replaces a file
-                require_own_file(path, form, flag)
-        if self.report is not None and STDOUT in plan.outputs:
+            if use := describe_use(path, paths):
+                raise UsageError(f"{flag} {path} {use}; give another name")
+            if kind is PAGE or not is_device(path):  # a page always replaces a file
+                require_own_file(path, kind, flag)
+
+        if self.report is not None and STDOUT in paths.outputs:
             raise UsageError(
                 f"--report {self.report} is made from the answers, and those on stdout are not "
                 "kept; give --output FILE"
             )
-        if self.is_watching and not self.is_shared:
+
+    def _check_watching(self) -> None:
+        """Raise a UsageError if a run cannot watch its inputs for more files."""
+        if not self.is_shared:
             raise UsageError(
                 "--watch needs a folder to watch, and an --output that is none of -"
             )
-        if self.is_watching and any(
-            isinstance(path, str) for path in (*self.paths, self.output)
-        ):
+        if any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError(
                 "--watch works with local files and folders only, not with URLs"
             )
-        if (
-            self.is_watching
-            and self.output is not None
-            and str(self.output).endswith(".jsonl")
-        ):
+        if self.output is not None and str(self.output).endswith(".jsonl"):
             raise UsageError(
                 f"--output {self.output} is one file; --watch needs a folder for many"
             )
-        if self.limit is not None and self.limit < 1:
-            raise UsageError(f"--limit is {self.limit}; it must be at least 1")
-        return plan
 
     def describe_left_out(self) -> list[str]:
         """Name the folders' files that are left out, a text for each reason."""
         return describe_left_out(self._folders)
 
     def _make_prompt_paths(self) -> OutputPaths:
-        """Return the plan of a prompt's answer, which is printed."""
-        others = {name: each.told for name, each in options_of(JobOptions).items()}
+        """Return no paths for a prompt, whose answer is printed; raise if flags name files."""
+        option_flags = {
+            name: each.told for name, each in options_of(JobOptions).items()
+        }
         names = ("output", "is_watching", "limit", "stats", "trace", "report")
         # a --limit 0 is given, too
         values = ((name, getattr(self, name)) for name in names)
         flags = [
-            others[name]
+            option_flags[name]
             for name, value in values
             if value is not None and value is not False
         ]
