@@ -51,7 +51,7 @@ class AnswerFile:
         )
         try:
             with self._raising_damage():
-                self._prepare()
+                self._prepare_tables()
             self._database.execute(f"PRAGMA busy_timeout = {round(wait_s * 1000)}")
         except BaseException:
             self._database.close()
@@ -100,9 +100,9 @@ class AnswerFile:
                     [(key, now, _checksum(key, value), value) for key, value in batch],
                 )
         with self._raising_damage():
-            self._shrink(max_bytes)
+            self._shrink_file(max_bytes)
 
-    def _prepare(self) -> None:
+    def _prepare_tables(self) -> None:
         run = self._database.execute
         run("PRAGMA cell_size_check = ON")
         run("PRAGMA trusted_schema = OFF")
@@ -149,8 +149,8 @@ class AnswerFile:
                 return
             self._database.executemany("DELETE FROM answers WHERE rowid = ?", oldest)
 
-    def _shrink(self, max_bytes: int) -> None:
-        """Give room back that an earlier and larger limit had taken."""
+    def _shrink_file(self, max_bytes: int) -> None:
+        """Free disk space that an earlier and larger limit allowed."""
         excess = self._read_pragma("page_count") - max_bytes // self._read_pragma(
             "page_size"
         )

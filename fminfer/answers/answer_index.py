@@ -30,7 +30,7 @@ NO_REQUEST = -1  # the id of answers that no request of the engine had
 Value = TypeVar("Value")
 
 
-def answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
+def make_answer_key(prepared: PreparedRequest, terms: bytes = b"") -> bytes:
     """Return 32 bytes for all that a request's answer depends on, and the form of the answer.
 
     `repeat` and `meaning` only tell apart draws without a seed, so they are not in it.
@@ -89,7 +89,7 @@ class RecentAnswers(Generic[Value]):
     def add(
         self, key: bytes, value: Value, *, size: int = 1, is_by_chance: bool = False
     ) -> None:
-        """Keep an answer, unless there are enough of its request."""
+        """Add an answer, unless there are enough of its request."""
         with self._lock:
             answers = self._answers.get(key)
             if answers is None:
@@ -128,7 +128,7 @@ class AnswerIndex:
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not (takes_chance and self._recent.takes_chance):
             return None
-        key = answer_key(prepared, self._terms)
+        key = make_answer_key(prepared, self._terms)
         value = self._recent.find(key, is_by_chance=is_by_chance)
         if value is None and self._store is not None and not is_by_chance:
             value = self._store.find(key)
@@ -143,12 +143,12 @@ class AnswerIndex:
         return copy_answer(Finished(NO_REQUEST, choices, usage, {}, prepared.kind))
 
     def add(self, prepared: PreparedRequest, answer: Finished) -> None:
-        """Keep what was computed for a request, if another can take it."""
+        """Add the answer to a request, if equal requests can use it."""
         is_by_chance = prepared.params.is_by_chance
         if is_by_chance and not self._recent.takes_chance:
             return
         key, value = (
-            answer_key(prepared, self._terms),
+            make_answer_key(prepared, self._terms),
             dump([answer.choices, answer.usage]),
         )
         self._recent.add(key, value, is_by_chance=is_by_chance)

@@ -85,7 +85,7 @@ class AnswerStore:
         return value
 
     def add(self, key: bytes, value: bytes) -> None:
-        """Keep a value, which is written within a second or two. It never waits for the disk."""
+        """Add a value, which is written within a second or two. It never waits for the disk."""
         with self._lock:
             has_room = self._pending_bytes + len(value) <= MAX_PENDING_BYTES
             if not self._may_write or not has_room or key in self._pending:
@@ -126,7 +126,7 @@ class AnswerStore:
         self._has_news.set()
 
     def _note_failure(self, error: Exception) -> None:
-        """Take note that the file could not be read or written; a lock may be gone soon."""
+        """Note that the file could not be read or written; a lock may be gone soon."""
         if isinstance(error, DamagedError):
             self._note_damage(str(error))
             return
@@ -189,7 +189,7 @@ class AnswerStore:
         self._writer = None
 
     def _move_aside(self, damage: str) -> bool:
-        """Give a damaged file another name, unless another process has; False: it cannot."""
+        """Rename a damaged file, unless another process has; False: it cannot."""
         number = f"{self._now():.0f}-{os.getpid()}-{self._num_set_aside}"
         aside = self._path.with_name(f"{FILE}.damaged-{number}")
         try:

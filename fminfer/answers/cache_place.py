@@ -40,7 +40,7 @@ class KeptAnswers(Options):
     )
 
     def check(self) -> None:
-        """Refuse a place that is no folder, and a size without a place or below the least."""
+        """Raise a UsageError for a place that is no folder, or a wrong size."""
         folder = self.result_cache
         size = self.result_cache_bytes
         if folder is None and size is not None:

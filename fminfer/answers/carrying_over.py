@@ -104,7 +104,7 @@ class CarriedOver:
         if len(self.repeats) > MAX_REPEATS:
             self.repeats = None
 
-    def repeats_for(self, journal: Journal) -> dict[int, int] | None:
+    def find_repeats(self, journal: Journal) -> dict[int, int] | None:
         """Return `repeats` if the lines that it is about are those without a row in the journal.
 
         Another run may have worked on the journal since, or begun it anew.
@@ -337,15 +337,17 @@ def _read_output_rows(
 
 def _is_error_of(record: bytes, line: Line, envelope: Envelope) -> bool:
     match = _LINE.match(record)
-    return int(match[1]) == line.number if match else _has_id_of(record, line, envelope)
+    return (
+        int(match[1]) == line.number if match else _has_line_id(record, line, envelope)
+    )
 
 
 def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
     if envelope.shape == "batch":
-        return _has_id_of(record, line, envelope)
+        return _has_line_id(record, line, envelope)
     return record.startswith(b'{"request":' + envelope.request + b",")
 
 
-def _has_id_of(record: bytes, line: Line, envelope: Envelope) -> bool:
+def _has_line_id(record: bytes, line: Line, envelope: Envelope) -> bool:
     match = BATCH_RECORD.match(record)
     return match is not None and match[1] == make_id(line, envelope).encode()

@@ -147,9 +147,9 @@ class EarlierAnswers:
 
 
 class OutputAnswers(EarlierAnswers):
-    """The answers of a complete output. Its Batch records hold their keys, others their
-    requests.
+    """The answers of a complete output.
 
+    Batch records hold their keys, and others their requests.
     Equal requests of other shapes than Batch are counted in the order of the output.
     Where that is not the order of the old input's lines, those in which chance has a
     part are unsure.
@@ -183,7 +183,7 @@ class OutputAnswers(EarlierAnswers):
                 self._index.add(key, place)
 
     def _note_failed_line(self, record: bytes, counter: LineCounter) -> None:
-        """Take note of a line that was counted, and has no answer: its place is not known."""
+        """Note a line that was counted, and has no answer: its place is not known."""
         request = None if is_batch(record) else load_record(record)["request"]
         if isinstance(request, dict):
             counter.count_request(request, times=UNSURE)

@@ -95,7 +95,7 @@ class Claim:
         return -time_s <= self._beat_s - time.time() <= 0
 
     def release(self) -> None:
-        """Give it back."""
+        """Release the claim: remove its file."""
         self._on_end(self)
         with contextlib.suppress(OSError):
             if _read_claim(self.path)[0] == self._data:
@@ -299,7 +299,7 @@ class Hold:
         self.release()
 
     def release(self) -> None:
-        """Give the claim back."""
+        """Release the claim."""
         if self.claim is not None:
             self.claim.release()
             self.claim = None

@@ -27,10 +27,10 @@ HINTS: dict[DiskFault, str] = {
 
 def path_beside(path: Path, ending: str, *, without: str = "") -> Path:
     """Return `path` with `ending` added to its name, in place of `without`."""
-    return path.with_name(fit_name(path.name.removesuffix(without), ending))
+    return path.with_name(fit_file_name(path.name.removesuffix(without), ending))
 
 
-def fit_name(start: str, ending: str) -> str:
+def fit_file_name(start: str, ending: str) -> str:
     """Join a name; cut one that is too long, and add a digest that tells it from others."""
     if len(os.fsencode(start + ending)) <= MOST_BYTES:
         return start + ending
@@ -40,7 +40,7 @@ def fit_name(start: str, ending: str) -> str:
 
 
 def lock_file(fd: int, path: Path, output: Path) -> bool:
-    """Keep others from a file until it is closed; return False where the file system cannot.
+    """Lock a file until it is closed; return False where the file system has no locks.
 
     Raises:
         InUseError: another process has it.
@@ -82,7 +82,7 @@ def holding_lock(path: Path) -> Iterator[None]:
 
 
 def sync_folder(folder: Path) -> None:
-    """Have the disk keep the names in a folder."""
+    """Write the names in a folder through to the disk."""
     fd = os.open(folder, os.O_RDONLY)
     try:
         os.fsync(fd)
@@ -94,7 +94,7 @@ def sync_folder(folder: Path) -> None:
 
 
 def sync_tree(folder: Path) -> None:
-    """Have the disk keep all that is in a folder, at any depth."""
+    """Write all files in a folder, at any depth, through to the disk."""
     for path, _, names in os.walk(folder, topdown=False):
         for name in names:
             with open(Path(path, name), "rb") as file:
@@ -212,7 +212,7 @@ def disk_error(path: Path, error: OSError) -> OutputError:
             f"{path} cannot be written: {reason}. Its folder was moved or removed, and finished "
             "rows with it; put it back, and run the same command again"
         )
-    hint = HINTS[find_fault(error)]
+    hint = HINTS[find_disk_fault(error)]
     return OutputError(
         f"{path} cannot be written: {reason}. Finished rows are kept; {hint}, and run the same "
         "command again"
@@ -230,7 +230,7 @@ def raising_disk_errors(
         raise make_error(path, error) from error
 
 
-def find_fault(error: OSError) -> DiskFault:
+def find_disk_fault(error: OSError) -> DiskFault:
     """Say what is wrong with a disk, by an error on one of its files."""
     if error.errno in (errno.ENOSPC, errno.EDQUOT):
         return "disk_full"

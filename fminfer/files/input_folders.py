@@ -55,11 +55,11 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
         if path.is_dir():
             requests = sort_folder(path).requests or _find_parts(path)
             if not requests and not may_be_empty:
-                what = f"{path} holds no file to answer ({NAMED_ENDINGS})"
+                message = f"{path} holds no file to answer ({NAMED_ENDINGS})"
                 others = [file for file in sorted(path.iterdir()) if file.is_file()]
                 contents = [f"it holds {_join_names(others)}"] if others else []
                 left_out = describe_left_out([path], has_lost=True) or contents
-                raise UsageError("; ".join([what, *left_out]))
+                raise UsageError("; ".join([message, *left_out]))
             files += requests
         elif path != STDIN and not path.exists():
             raise UsageError(
@@ -73,10 +73,10 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
         if file.suffix == ".zst":
             require_zstd(file)
         # links to one file have outputs of their own
-        place = file.parent.resolve() / file.name
-        if place in seen:
+        unresolved = file.parent.resolve() / file.name
+        if unresolved in seen:
             raise UsageError(f"{file} is given twice; each file is answered once")
-        seen.add(place)
+        seen.add(unresolved)
     return files
 
 

@@ -161,7 +161,7 @@ class Journal:
             self._thread.start()
 
     def sync(self) -> None:
-        """Have the disk keep what was written."""
+        """Write all rows through to the disk."""
         with raising_disk_errors(self.path):
             self._dirty = False
             os.fsync(self._fd)
@@ -235,7 +235,7 @@ class Journal:
         os.ftruncate(self._fd, self.num_bytes)
 
     def _add_earlier_row(self, row: Row | None) -> None:
-        """Take note of a row at the journal's end, unless it is damaged or to be tried again."""
+        """Note a row at the journal's end, unless it is damaged or to be tried again."""
         if row is None:
             self.num_damaged += 1
         elif row.number in self:  # twice: where there are no locks

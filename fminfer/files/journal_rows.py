@@ -183,8 +183,8 @@ class RowCounts:
             self.num_rows + other.num_rows, self.num_errors + other.num_errors
         )
 
-    def without(self, other: RowCounts) -> RowCounts:
-        """Take away rows that are counted elsewhere."""
+    def minus(self, other: RowCounts) -> RowCounts:
+        """Subtract rows that are counted elsewhere."""
         return RowCounts(
             max(0, self.num_rows - other.num_rows),
             max(0, self.num_errors - other.num_errors),
@@ -210,7 +210,7 @@ class Counts:
     @property
     def by_this_run(self) -> RowCounts:
         """Count what this run has done itself."""
-        return self.done.without(self.kept)
+        return self.done.minus(self.kept)
 
     def add(self, *, is_error: bool, tokens: Sequence[int]) -> None:
         """Count a record; tokens: of the prompt, those not computed again, drawn ones."""
@@ -241,4 +241,4 @@ class Counts:
         self.num_rows = whole.num_rows
         self.num_completed = whole.num_completed
         self.num_failed = whole.num_failed
-        self.kept = self.done.without(by_this_run)
+        self.kept = self.done.minus(by_this_run)

@@ -57,7 +57,7 @@ def is_input_name(name: str) -> bool:
 
 def input_stem(path: Path) -> str:
     """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
-    return "stdin" if path == STDIN else _without_compression(path).stem
+    return "stdin" if path == STDIN else _strip_compression(path).stem
 
 
 def count_lines(path: Path, limit: int | None = None) -> int | None:
@@ -66,8 +66,10 @@ def count_lines(path: Path, limit: int | None = None) -> int | None:
 
 
 def count_to_last_line(path: Path, limit: int | None = None) -> tuple[int | None, int]:
-    """Count the lines to answer, and return the last one's number; None and 0 as
-    `count_lines`."""
+    """Count the lines to answer, and return the last one's number.
+
+    None and 0 if they would be decompressed or parsed twice.
+    """
     if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
@@ -103,9 +105,9 @@ def identify_input(path: Path) -> str:
     Under another name the same bytes may be other requests, and then have other errors.
     """
     digest = digest_file(path)
-    if digest == A_PIPE or _without_compression(path).suffix != ".json":
+    if digest == A_PIPE or _strip_compression(path).suffix != ".json":
         return digest
-    head = _read_head(_without_bom(read_chunks(path)), MAX_HEAD_BYTES)
+    head = _read_head(_strip_bom(read_chunks(path)), MAX_HEAD_BYTES)
     if opens_array(head, is_whole=False):  # whatever its name is
         return digest
     is_values = head.lstrip().startswith(b"[") or _is_spread(head)
@@ -114,7 +116,7 @@ def identify_input(path: Path) -> str:
 
 def read_first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
-    return _skip_blank_lines(_without_bom(read_chunks(path)))[1]
+    return _skip_blank_lines(_strip_bom(read_chunks(path)))[1]
 
 
 def read_lines(
@@ -245,11 +247,11 @@ def _number_values(
     """Yield each value with its number and what is wrong with it, as far as other lines tell."""
     if find_split_folder(path):
         return explain_spread_objects(split_lines(chunks))
-    chunks = ReadAhead(_without_bom(chunks))
+    chunks = ReadAhead(_strip_bom(chunks))
     first, head = _skip_blank_lines(chunks)
     if trouble := explain_bytes(head):
         raise DamagedInputError(f"these are no JSON lines: {trouble}")
-    is_json = _without_compression(path).suffix == ".json"
+    is_json = _strip_compression(path).suffix == ".json"
     is_array = head.lstrip().startswith(b"[")
     # a stream has lines, and may not have more of them yet
     if is_array and not is_json:
@@ -286,7 +288,7 @@ def _is_spread(head: bytes) -> bool:
     return not any(map(_is_object, lines))
 
 
-def _without_compression(path: Path) -> Path:
+def _strip_compression(path: Path) -> Path:
     return path.with_suffix("") if path.suffix in COMPRESSED else path
 
 
@@ -317,7 +319,7 @@ def split_lines(
     yield number, line.pop()
 
 
-def _without_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
+def _strip_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
     head = b""
     for chunk in chunks:
         head += chunk

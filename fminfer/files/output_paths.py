@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.files.disk import fit_name
+from fminfer.files.disk import fit_file_name
 from fminfer.files.input_models import check_no_model_folder
 from fminfer.files.line_reader import input_stem
 from fminfer.files.ordered_output import list_written_files
@@ -32,7 +32,7 @@ NO_OUTPUT = (
 
 def answers_path(source: Path) -> Path:
     """Return where an input's answers go if no place is named: beside it."""
-    return source.with_name(_answers_name(source))
+    return source.with_name(_make_answers_name(source))
 
 
 @dataclass(slots=True, frozen=True)
@@ -134,7 +134,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
             f"--output {output}: answers are written as plain JSON lines; give a name "
             "that ends in .jsonl (and compress the file afterwards), or a folder"
         )
-    return [output / _answers_name(path) for path in inputs]
+    return [output / _make_answers_name(path) for path in inputs]
 
 
 def require_parent_folder(flag: str, path: Path) -> None:
@@ -165,5 +165,5 @@ def _check_no_device(output: Path) -> None:
         )
 
 
-def _answers_name(source: Path) -> str:
-    return fit_name(f"output_{input_stem(source)}", ".jsonl")
+def _make_answers_name(source: Path) -> str:
+    return fit_file_name(f"output_{input_stem(source)}", ".jsonl")

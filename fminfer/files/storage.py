@@ -106,7 +106,7 @@ class RemoteFolders:
             is_complete = output.exists() and not journal_path(output).exists()
             if url is None or not is_complete or _is_synced(output):
                 continue
-            self._print(f"Uploading {show_url(url)} …")
+            self._print_line(f"Uploading {show_url(url)} …")
             with raising_upload_errors(url, output):
                 self._upload_file(output, url)
 
@@ -146,7 +146,7 @@ class RemoteFolders:
                 f"{shown} does not exist; give a .jsonl file or a folder of them"
             )
         if not local.exists() or _read_text(synced) != version:
-            self._print(f"Fetching {show_url(url)} …")
+            self._print_line(f"Fetching {show_url(url)} …")
             fetch_file(url, local)
             synced.write_text(version)
         return local
@@ -162,7 +162,7 @@ class RemoteFolders:
         is_here = output.exists() or journal_path(output).exists()
         if is_here and recorded in (None, version):
             return
-        self._print(f"Fetching {show_url(url)} …")
+        self._print_line(f"Fetching {show_url(url)} …")
         for path in (status_path(output), errors_path(output), vectors_path(output)):
             other = f"{self._urls[output.parent]}/{path.name}"
             path.unlink(missing_ok=True)
@@ -183,7 +183,7 @@ class RemoteFolders:
         named.write_text(json.dumps(fields, indent=2) + "\n")
         return named
 
-    def _print(self, text: str) -> None:
+    def _print_line(self, text: str) -> None:
         if not self._is_quiet:
             click.echo(text, err=True)
 

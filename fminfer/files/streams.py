@@ -325,7 +325,7 @@ def _is_text(head: bytes) -> bool:
 
 
 def _is_table(head: bytes) -> bool:
-    """Tell lines that are cut into the same number of columns, none of them an object."""
+    """Tell whether lines have the same number of columns, and none of them is an object."""
     lines = [line for line in head.splitlines() if line.strip()]
     if len(lines) < 2 or any(line.lstrip().startswith((b"{", b"[")) for line in lines):
         return False

@@ -39,7 +39,7 @@ from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
-from fminfer.job.report.reported_outputs import is_there, open_output
+from fminfer.job.report.reported_outputs import has_readable_rows, read_output
 from fminfer.job.run_inputs import RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, RunContext, check_no_other_model
 from fminfer.job.run_summary import JobSummary
@@ -442,7 +442,9 @@ def reporting(job: JobPaths, plan: OutputPaths) -> Iterator[None]:
 def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> bool:
     """Write the report; return whether there was something to write of."""
     found = [
-        open_output(output) for output in dict.fromkeys(outputs) if is_there(output)
+        read_output(output)
+        for output in dict.fromkeys(outputs)
+        if has_readable_rows(output)
     ]
     if not found:
         if not is_quiet:

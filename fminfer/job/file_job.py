@@ -147,7 +147,7 @@ class _FileJob:
         runner = engine.runs.start(
             LOOKAHEAD if is_stream else WINDOW, self._name_line, is_only_run=True
         )
-        lines = read_lines_left(inputs, runner, stopper)
+        lines = read_remaining_lines(inputs, runner, stopper)
         try:
             with stopper.telling(
                 engine.stop, lambda: self._bar.predict_running_s(engine)
@@ -191,7 +191,7 @@ class _FileJob:
         self._bar.update(num_rows + num_errors, num_errors, self._engine)
 
 
-def read_lines_left(
+def read_remaining_lines(
     inputs: RunInputs, runner: LineRunner, stopper: Stopper
 ) -> Iterator[Line | None]:
     """Yield the lines that are left; None where none is there at the moment."""
@@ -251,12 +251,10 @@ class TraceFile:
             line = rank + LAYERS
             name = f"{name}: streamed layers"
             for number, (asked_s, came_s, done_s) in enumerate(span.brought):
-                args_of_layer = {
-                    "step": step.step_id,
-                    "number": number,
-                }  # of the streamed ones
-                self._add_span(line, name, "wait", (asked_s, came_s), args_of_layer)
-                self._add_span(line, name, "compute", (came_s, done_s), args_of_layer)
+                # the layer's number among the streamed ones
+                layer_args = {"step": step.step_id, "number": number}
+                self._add_span(line, name, "wait", (asked_s, came_s), layer_args)
+                self._add_span(line, name, "compute", (came_s, done_s), layer_args)
 
     def close(self) -> None:
         """End the file."""

@@ -179,7 +179,7 @@ class JournaledInput:
         if journal is None:
             return
         self._check_input_again(journal)
-        repeats = self.carried.repeats_for(journal)
+        repeats = self.carried.find_repeats(journal)
         self.status.set_status("in_progress")
         for read in self._input.read_lines():
             line = replace(read, clock=journal.clock)
@@ -301,7 +301,7 @@ class JournaledInput:
         self.num_tried_rows = journal.num_tried
 
     def _finish_if_complete(self) -> None:
-        """Give the output its final name once every line of the input has its record."""
+        """Write the output under its final name once every line has its record."""
         journal = self.journal
         if journal is None or not self._input.has_all_answers(
             journal.num_rows, journal.last_number

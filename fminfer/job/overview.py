@@ -24,7 +24,7 @@ from fminfer.files.run_facts import TimeLine, parse_runs, parse_time_line
 from fminfer.files.status_file import STATUS, fminfer_fields, read_status, status_path
 from fminfer.files.streams import PART_NAME
 from fminfer.job.report.answer_fields import read_answer
-from fminfer.job.report.reported_outputs import find_output_of, is_there
+from fminfer.job.report.reported_outputs import find_output_of, has_readable_rows
 from fminfer.job.report.scanning import RowsFile
 
 State = Literal["done", "running", "stopped", "waiting"]
@@ -132,8 +132,8 @@ def find_overviews(path: Path, now_s: float | None = None) -> list[Overview]:
     if all(overview.count("waiting") == len(overview.files) for overview in overviews):
         check_no_models([path])
     if not overviews:
-        what = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
-        raise UsageError("; ".join([what, *describe_left_out([path])]))
+        message = f"{path} holds neither requests ({NAMED_ENDINGS}) nor answers"
+        raise UsageError("; ".join([message, *describe_left_out([path])]))
     return overviews
 
 
@@ -187,7 +187,9 @@ def _is_to_answer(source: Path | None, output: Path) -> bool:
 
 def _is_of_run(output: Path) -> bool:
     """Tell whether the status file beside an output is not another program's."""
-    return (read_status(output) or {}).get("object") == "batch" or is_there(output)
+    return (read_status(output) or {}).get("object") == "batch" or has_readable_rows(
+        output
+    )
 
 
 def _read_state(
@@ -243,7 +245,7 @@ def _name_state(output: Path, status: dict[str, Any]) -> State:
         return "running"
     if output.exists() and not journal_path(output).exists():
         return "done"
-    return "stopped" if status or is_there(output) else "waiting"
+    return "stopped" if status or has_readable_rows(output) else "waiting"
 
 
 def _add_run(

@@ -53,7 +53,7 @@ class TimeLeft:
     def add_steps(
         self, seconds: float, stats: EngineStats, num_fed: int, num_drawn: int
     ) -> None:
-        """Take note of steps that have just ended, and are counted in the statistics."""
+        """Add steps that have just ended, and are counted in the statistics."""
         num_steps = stats.num_steps - self._num_steps
         self._num_steps = stats.num_steps
         self._most_fed = max(self._most_fed, num_fed / max(1, num_steps))
@@ -108,7 +108,7 @@ class TimeLeft:
         num_steps = num_turns * self._num_stages + fed_left / self._most_fed
         return self._predict_seconds(num_steps, fed_left + drawn_left)
 
-    def is_most(self, engine: ObservableEngine, total_rows: int) -> bool:
+    def is_upper_bound(self, engine: ObservableEngine, total_rows: int) -> bool:
         """Whether rows may take far less: all were read, and none has ended."""
         return engine.stats.read.num_rows >= total_rows and not engine.stats.num_ended
 
@@ -161,7 +161,7 @@ class ProgressBar:
         )
 
     def add_work(self, stats: EngineStats, num_fed: int, num_drawn: int) -> None:
-        """Take note of steps that have just ended, and are counted in the statistics."""
+        """Add steps that have just ended, and are counted in the statistics."""
         now_s = time.perf_counter()
         self._time_left.add_steps(now_s - self._last_step_s, stats, num_fed, num_drawn)
         self._elapsed_s += now_s - self._last_step_s
@@ -215,7 +215,7 @@ class ProgressBar:
         left_s = self.predict_left_s(engine)
         if left_s is None or self.total_rows is None:
             return UNKNOWN
-        is_most = self._time_left.is_most(engine, self.total_rows)
+        is_most = self._time_left.is_upper_bound(engine, self.total_rows)
         return f"left {'<' if is_most else '~'}{describe_seconds(left_s)}"
 
     def _make_texts(self) -> list[str]:

@@ -22,7 +22,7 @@ from fminfer.runtime.bars import write_beside_bar
 
 
 class OrderedStream:
-    """Takes records in any order; holds those that are ready before their turn."""
+    """Writes records in their order; holds those that are ready early."""
 
     def __init__(self, answers: BinaryIO, write_error: Callable[[bytes], None]) -> None:
         self._answers = answers
@@ -36,7 +36,7 @@ class OrderedStream:
         self._order.append((source, number))
 
     def append(self, source: int, number: int, line: bytes, *, is_error: bool) -> None:
-        """Take the record of line `number` of an input, and write what is next in order."""
+        """Add the record of line `number` of an input, and write those that are next."""
         self._ready[source, number] = line, is_error
         while self._order and self._order[0] in self._ready:
             line, is_error = self._ready.pop(self._order.popleft())
@@ -86,7 +86,7 @@ class StreamedInput:
     is_settled = is_finished
 
     def begin(self) -> None:
-        """Keep no rows: there are no earlier runs."""
+        """Do nothing: there are no rows of earlier runs."""
 
     def read_lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
         """Read it; no line is passed over."""

@@ -90,19 +90,19 @@ class JobSummary:
     def tokens_per_s(self) -> float:
         """Tokens that the model computed, as the progress bar counts them too."""
         names = ("num_prompt_tokens", "num_generated_tokens")
-        return self._per_s(sum(self.engine.get(name, 0) for name in names))
+        return self._compute_rate(sum(self.engine.get(name, 0) for name in names))
 
     @property
     def generated_per_s(self) -> float:
         """Of them, those that it drew."""
-        return self._per_s(self.engine.get("num_generated_tokens", 0))
+        return self._compute_rate(self.engine.get("num_generated_tokens", 0))
 
     @property
     def answered_per_s(self) -> float:
         """Tokens of the answered rows, shared prefixes and copied answers counted."""
-        return self._per_s(self.prompt_tokens + self.completion_tokens)
+        return self._compute_rate(self.prompt_tokens + self.completion_tokens)
 
-    def _per_s(self, count: int) -> float:
+    def _compute_rate(self, count: int) -> float:
         return count / self.wall_s if self.wall_s > 0 else 0.0
 
     def count_record(self, record: Record) -> None:
@@ -240,7 +240,7 @@ class JobSummary:
             )
         speed = f"{self.tokens_per_s:,.0f} tokens/s computed"
         if self.gives_vectors:
-            speed = f"{self._per_s(self.num_rows):,.1f} rows/s, {speed}"
+            speed = f"{self._compute_rate(self.num_rows):,.1f} rows/s, {speed}"
         else:
             speed += f", of them {self.generated_per_s:,.0f} generated"
         taken = ("num_cached_tokens", "num_copied_requests", "num_kept_requests")

@@ -76,9 +76,9 @@ class SharedFiles(RunInputs):
             before = by_this_run.get(file.path, RowCounts())
             by_this_run[file.path] = before + file.counts.by_this_run
             if file.path not in self._complete:
-                kept[file.path] = file.kept.without(before)
+                kept[file.path] = file.kept.minus(before)
         for path in self._complete:
-            kept[path] = kept[path].without(by_this_run[path])
+            kept[path] = kept[path].minus(by_this_run[path])
         return sum(kept.values(), RowCounts())
 
     @property
@@ -241,9 +241,8 @@ class SharedFiles(RunInputs):
             # by a run that knows no claims, or is slow
             if isinstance(error, InUseError):
                 self.num_elsewhere += 1
-            elif isinstance(
-                error, UsageError | OSError
-            ):  # of the input: the output's are others
+            # The input's errors; the output's are others.
+            elif isinstance(error, UsageError | OSError):
                 self._note_refused(path, error)
             else:
                 raise

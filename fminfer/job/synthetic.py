@@ -146,7 +146,7 @@ class Synthetic:
 
     def describe(self, wall_s: float) -> str:
         """Say what ran, and how fast: a batch's share of the seconds."""
-        new_tokens = self._fields["max_tokens"]
+        new_tokens = self._request_fields["max_tokens"]
         return (
             f"{with_noun(self.num_batches, 'batch', 'batches')} of "
             f"{with_noun(self.batch_size, 'request')}, each a prompt of "
@@ -173,15 +173,15 @@ class Synthetic:
         with path.open("w") as file:
             for _ in range(self.num_requests):
                 prompt = [ids.randrange(vocab_size) for _ in range(self.prompt_tokens)]
-                file.write(json.dumps({"prompt": prompt} | self._fields) + "\n")
+                file.write(json.dumps({"prompt": prompt} | self._request_fields) + "\n")
 
     @property
-    def _fields(self) -> dict[str, Any]:
+    def _request_fields(self) -> dict[str, Any]:
         defaults = {"max_tokens": NEW_TOKENS, "temperature": 0, "ignore_eos": True}
         return defaults | self.flags.request_fields
 
     def _check_lengths(self, context_length: int, max_logprobs: int) -> None:
-        request = {"prompt": [0]} | self._fields
+        request = {"prompt": [0]} | self._request_fields
         try:
             parse_request(request, max_logprobs=max_logprobs)
         except RequestError as error:

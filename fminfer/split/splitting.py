@@ -1,6 +1,6 @@
-"""Splits a file of requests into parts of one engine and equal hyperparameters, long
-prompts first.
+"""Splits a file of requests into parts of one engine and equal hyperparameters.
 
+Lines with long prompts stand first in a part.
 All parts are written in a folder of their own, and moved to their places once it is sure that no
 answers would lose their requests. A split that is killed can be repeated at any moment.
 """

@@ -18,7 +18,7 @@ import fminfer
 from fminfer.answers.answer_index import (
     AnswerIndex,
     RecentAnswers,
-    answer_key,
+    make_answer_key,
     open_answer_index,
 )
 from fminfer.answers.cache_place import CachePlace
@@ -251,7 +251,7 @@ def prepared(params: SamplingParams = SEEDED, **others: Any) -> PreparedRequest:
 
 
 def key(prepared: PreparedRequest) -> bytes:
-    return answer_key(prepared, b"terms")
+    return make_answer_key(prepared, b"terms")
 
 
 @pytest.mark.parametrize("name", [each.name for each in fields(SamplingParams)])
@@ -287,7 +287,9 @@ def test_all_of_a_request_is_in_the_key() -> None:
             assert key(prepared(**both)) != key(prepared(sources=[PROMPT])), (
                 f"{name} beside it"
             )
-    assert answer_key(prepared(), b"other") != answer_key(prepared(), b"terms")
+    assert make_answer_key(prepared(), b"other") != make_answer_key(
+        prepared(), b"terms"
+    )
 
 
 def test_where_prompts_end_is_in_the_key() -> None:

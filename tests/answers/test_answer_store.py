@@ -358,13 +358,13 @@ def test_a_disk_that_fails_costs_one_warning(
 def test_a_full_file_system(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """SQLite itself says so, in the middle of a write: what was there before stays."""
     fill(tmp_path, range(50))
-    prepare = answer_file.AnswerFile._prepare
+    prepare = answer_file.AnswerFile._prepare_tables
 
     def prepare_small(self: Any) -> None:
         prepare(self)
         self._database.execute("PRAGMA max_page_count = 1")  # as many as there are
 
-    monkeypatch.setattr(answer_file.AnswerFile, "_prepare", prepare_small)
+    monkeypatch.setattr(answer_file.AnswerFile, "_prepare_tables", prepare_small)
     with opened(tmp_path) as (store, told):
         for number in range(50, 500):
             store.add(key_of(number), value_of(number))

@@ -15,9 +15,9 @@ from fminfer.files import disk
 
 
 def test_names_that_are_too_long_are_cut_and_differ() -> None:
-    assert disk.fit_name("a" * 250, ".json") == "a" * 250 + ".json"
-    names = [disk.fit_name("é" * 130 + each, ".jsonl") for each in ("x", "y")]
-    assert names[0] != names[1] == disk.fit_name("é" * 130 + "y", ".jsonl")
+    assert disk.fit_file_name("a" * 250, ".json") == "a" * 250 + ".json"
+    names = [disk.fit_file_name("é" * 130 + each, ".jsonl") for each in ("x", "y")]
+    assert names[0] != names[1] == disk.fit_file_name("é" * 130 + "y", ".jsonl")
     for name in names:
         assert len(os.fsencode(name)) in (254, 255) and name.endswith(".jsonl")
         assert name.startswith("é" * 100) and name[-19] == "~", (
@@ -162,7 +162,7 @@ def test_a_disk_that_takes_a_part_is_asked_again(
 )
 def test_what_an_error_of_the_system_means(number: int, fault: str, told: str) -> None:
     error = OSError(number, "words of its own")
-    assert disk.find_fault(error) == fault
+    assert disk.find_disk_fault(error) == fault
     with pytest.raises(OutputError) as caught, disk.raising_disk_errors(Path("/d/a")):
         raise error
     message = str(caught.value)

@@ -17,7 +17,7 @@ import pytest
 import transformers
 
 import fminfer
-from fminfer.answers.answer_index import answer_key
+from fminfer.answers.answer_index import make_answer_key
 from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.option import options_of
@@ -321,7 +321,9 @@ def test_keys_of_kept_answers_are_what_they_were() -> None:
         ),
         "vectors": PreparedRequest(SamplingParams(), [PROMPT], vectors=wish),
     }
-    found = {name: answer_key(each, b"terms").hex() for name, each in prepared.items()}
+    found = {
+        name: make_answer_key(each, b"terms").hex() for name, each in prepared.items()
+    }
     assert found == {
         "plain": "4f7bb1fd9a26a3d68c6a9efa0b1373c149df47e11373f2175dbb673cb7f7b77d",
         "chat": "456428677ffb94c12803972407000efdbdea7d38f7cbfef6fe0b5bd181360b76",

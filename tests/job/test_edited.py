@@ -21,7 +21,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.output_paths import OutputPaths
 from fminfer.files.status_file import read_status
 from fminfer.files.streams import digest_file, find_zstd
-from fminfer.job.file_job import read_lines_left
+from fminfer.job.file_job import read_remaining_lines
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.stopper import Stopper
@@ -181,7 +181,7 @@ def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(
     files.scan()
     engine: Any = SimpleNamespace(pass_over=lambda line: None)
     late = []
-    for line in read_lines_left(files, engine, Stopper(0.0)):
+    for line in read_remaining_lines(files, engine, Stopper(0.0)):
         if line is None:
             continue
         file = files.files[line.source]

@@ -16,7 +16,7 @@ from fminfer.files.output_paths import answers_path
 from fminfer.job.report.answer_fields import cut_choice
 from fminfer.job.report.charts import count_lengths, find_ticks, make_histogram
 from fminfer.job.report.plain_text import make_visible
-from fminfer.job.report.reported_outputs import find_outputs, open_output
+from fminfer.job.report.reported_outputs import find_outputs, read_output
 from fminfer.job.report.scanning import NUM_SHOWN, Place, RowChoice, Scan
 from tests.job.report_outputs import (
     ASK,
@@ -49,7 +49,7 @@ def output(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="module")
 def scan(output: Path) -> Scan:
     scan = Scan()
-    scan.add(0, open_output(output))
+    scan.add(0, read_output(output))
     return scan
 
 

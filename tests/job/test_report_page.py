@@ -21,7 +21,7 @@ from fminfer.files.status_file import status_path
 from fminfer.job.report.plain_text import make_visible
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.report_page import make_safe
-from fminfer.job.report.reported_outputs import find_outputs, open_output
+from fminfer.job.report.reported_outputs import find_outputs, read_output
 from fminfer.job.report.scanning import OutOfTimeError
 from fminfer.job.report.shown_rows import MAX_SHOWN, make_previews
 from tests.job.report_outputs import (
@@ -498,7 +498,7 @@ def test_a_report_that_takes_too_long_is_not_written(tmp_path: Path) -> None:
     path = tmp_path / "r.html"
     output.write_bytes(plain_answer(1, "x"))
     with pytest.raises(OutOfTimeError):
-        write_report([open_output(output)], path, end_s=0.0)
+        write_report([read_output(output)], path, end_s=0.0)
     assert not path.exists()
 
 
@@ -515,7 +515,7 @@ def test_a_report_that_cannot_be_written_leaves_the_old_one(
 
     monkeypatch.setattr("os.replace", refuse)
     with pytest.raises(OutputError, match=r"No space left.*answers are not touched"):
-        write_report([open_output(output)], path)
+        write_report([read_output(output)], path)
     assert path.read_text() == "<!doctype html>old" and sorted(tmp_path.iterdir()) == [
         output,
         path,

@@ -28,7 +28,7 @@ from fminfer.files.run_facts import (
 )
 from fminfer.files.status_file import StatusFile, read_status, status_path
 from fminfer.job.file_job import run_job
-from fminfer.job.report.reported_outputs import find_runs, open_output
+from fminfer.job.report.reported_outputs import find_runs, read_output
 from fminfer.job.run_inputs import open_files
 from fminfer.job.run_summary import JobSummary
 from tests.job.report_outputs import (
@@ -138,10 +138,10 @@ def test_a_resumed_run_adds_its_part(
             answer(engine, source, output)
     page, _ = make_report(output)
     assert tile(page, "Rows answered") == "20" and "status: cancelled" in text_of(page)
-    first = find_runs([open_output(output)])
+    first = find_runs([read_output(output)])
     summary = answer(engine, source, output)
     assert summary.num_kept_rows == 20
-    runs = find_runs([open_output(output)])
+    runs = find_runs([read_output(output)])
     assert [run.started_at for run in runs[:1]] == [first[0].started_at] and len(
         runs
     ) == 2
@@ -168,7 +168,7 @@ def test_files_of_one_run_share_its_time_line(
     files = open_files(sources, outputs, RunTerms("m", {}, current_run=facts))
     summary = JobSummary("m", "float32", sources, outputs)
     run_job(engine, files, summary, is_quiet=True, current_run=facts)
-    (run,) = find_runs([open_output(output) for output in outputs])
+    (run,) = find_runs([read_output(output) for output in outputs])
     assert sum(point.num_done for point in run.time_line.points) == 24
     assert 0 < run.seconds <= summary.wall_s
 

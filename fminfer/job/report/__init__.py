@@ -1,2 +1,1 @@
-"""The report of a run: one HTML file about outputs, made from them and from their
-status files."""
+"""The report of a run: one HTML file, made from outputs and their status files."""

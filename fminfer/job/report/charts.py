@@ -48,8 +48,10 @@ MAX_BAR = 20  # per cent of the plot that the bar of one number is wide
 
 
 def find_ticks(most: float, number: int = 4) -> list[float]:
-    """Return round numbers from 0 to at least `most`, about so many; whole ones up to a
-    whole."""
+    """Return about so many round numbers, from 0 to at least `most`.
+
+    They are whole if `most` is.
+    """
     if most <= 0:
         return [0.0, 1.0]
     is_whole = most == int(most)  # as counts are

@@ -92,7 +92,7 @@ def _read_chosen_rows(scan: Scan) -> tuple[list[ShownRow], list[str]]:
 def _fill_requests(
     output: ReportedOutput, rows: list[ShownRow], end_s: float
 ) -> list[str]:
-    """Give an output's Batch rows the requests of its input; note why some have none."""
+    """Fill in the requests of an output's Batch rows; return notes why some have none."""
     path = _find_input(output)
     why = "its input is not known or not there any more"
     if path is not None:

@@ -64,18 +64,18 @@ def find_outputs(paths: Sequence[Path]) -> list[ReportedOutput]:
     outputs: dict[Path, ReportedOutput] = {}
     for path in paths:
         for output in _find_in_folder(path) if path.is_dir() else [_find_named(path)]:
-            outputs.setdefault(output.resolve(), open_output(output))
+            outputs.setdefault(output.resolve(), read_output(output))
     return list(outputs.values())
 
 
-def open_output(path: Path) -> ReportedOutput:
+def read_output(path: Path) -> ReportedOutput:
     """Return an output with its status; raise a UsageError if that cannot be read."""
     return ReportedOutput(
         path, read_sound_status(path), is_unfinished=journal_path(path).exists()
     )
 
 
-def is_there(output: Path) -> bool:
+def has_readable_rows(output: Path) -> bool:
     """Tell whether rows of an output can be read: all of them, or those of its journal."""
     return output.exists() or journal_path(output).exists()
 
@@ -109,7 +109,7 @@ def _list_outputs(folder: Path) -> list[Path]:
         for path in folder.glob("*.jsonl")
         if not path.name.endswith(".errors.jsonl") and holds_answers(path)
     }
-    return sorted(path for path in by_status | by_name if is_there(path))
+    return sorted(path for path in by_status | by_name if has_readable_rows(path))
 
 
 def find_output_of(status: Path) -> Path:
@@ -132,13 +132,13 @@ def _find_named(path: Path) -> Path:
     )
     if is_input and holds_requests(path) and not holds_answers(path):
         output = answers_path(path)
-        if is_there(output):
+        if has_readable_rows(output):
             return output
         raise UsageError(
             f"{path} holds requests, and {output} has no answers to them; give the output of "
             "fminfer run"
         )
-    if not is_there(path):
+    if not has_readable_rows(path):
         if errors_path(path).exists():
             return path
         raise UsageError(f"{path} does not exist; give an output of fminfer run")

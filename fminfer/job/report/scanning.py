@@ -107,7 +107,7 @@ def _count_name(counts: Counter[str], value: object) -> str:
     return name
 
 
-def _mean_logprob(answer: AnswerFields) -> float | None:
+def _compute_mean_logprob(answer: AnswerFields) -> float | None:
     """Return the mean logprob of all tokens that a row has drawn or scored, if it is known."""
     values = [
         v for choice in answer.choices for v in find_logprobs(choice, answer.request)
@@ -271,7 +271,7 @@ class Scan:
                         place,
                         num_drawn=answer.usage.get("completion_tokens", 0),
                         seconds=answer.times.get("batch_time"),
-                        mean_logprob=_mean_logprob(answer),
+                        mean_logprob=_compute_mean_logprob(answer),
                     )
                     self.tally.add_answer(answer)
             except ODD_RECORD:  # edited by hand, or another program's

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field, replace
 
 import numpy as np
 
-from fminfer.answers.answer_index import answer_key
+from fminfer.answers.answer_index import make_answer_key
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
 from fminfer.contract.record import Record, make_id
@@ -40,7 +40,9 @@ class LineRequest:
     line: Line
     envelope: Envelope
     prepared: PreparedRequest
-    key: bytes | None  # of its answer, see `answer_key`; None: chance has a part in it
+    key: (
+        bytes | None
+    )  # of its answer, see `make_answer_key`; None: chance has a part in it
     read_s: float = field(default_factory=time.perf_counter)
     added_s: float = 0.0  # when the engine had it
 
@@ -133,7 +135,7 @@ class LineIntake:
         if asked.request.fills_context and self._intake.limits.max_new_tokens is None:
             warnings.append(FILLS)
         self._intake.report_warnings(*warnings, where=f"{self._name_line(line)}: ")
-        key = None if prepared.params.is_by_chance else answer_key(prepared)
+        key = None if prepared.params.is_by_chance else make_answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
 
 

@@ -11,7 +11,7 @@ from fminfer.contract.envelope import Line, find_custom_id, open_envelope
 from fminfer.contract.json_object import dump
 from fminfer.contract.record import make_id
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
-from fminfer.files.disk import NEW, DiskFault, find_fault, path_beside
+from fminfer.files.disk import NEW, DiskFault, find_disk_fault, path_beside
 from fminfer.files.journal import Journal, find_fingerprint, journal_path
 from fminfer.files.journal_rows import INPUT, Fingerprint, Row, describe_changes
 from fminfer.files.line_reader import read_lines
@@ -141,7 +141,7 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(error, ChangedError):
         return Trouble(MODEL_CHANGED, str(error))
     if isinstance(cause, OSError):
-        fault = find_fault(cause)
+        fault = find_disk_fault(cause)
         return Trouble(fault, f"{OF_DISK[fault]}. {LATER}")
     for kind, trouble in OF_ERRORS.items():
         if isinstance(error, kind):

@@ -20,7 +20,7 @@ from pathlib import Path
 from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.disk import (
     DiskFault,
-    find_fault,
+    find_disk_fault,
     lock_file,
     raising_disk_errors,
     replacing_file,
@@ -152,7 +152,7 @@ def explain_state(path: Path, error: OSError) -> OutputError:
     """Say what an error on a file of the state folder means."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     return OutputError(
-        f"{path} cannot be written: {reason}; {HINTS[find_fault(error)]}"
+        f"{path} cannot be written: {reason}; {HINTS[find_disk_fault(error)]}"
     )
 
 
