@@ -30,9 +30,8 @@ INPUT = "the input"  # in a fingerprint: the bytes of the file
 # in a fingerprint: the first run's, which later ones keep
 CLOCK = "the time that templates read"
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
-EXPLAINED = frozenset(
-    {"the model", "the tokenizer", "--check-model"}
-)  # digests that differ with --model-name
+# digests that differ with --model-name
+EXPLAINED = frozenset({"the model", "the tokenizer", "--check-model"})
 
 
 def make_head_line(fingerprint: Fingerprint) -> bytes:

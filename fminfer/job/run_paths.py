@@ -257,14 +257,13 @@ class JobPaths(JobOptions):
 def check_no_other_model(config: ModelOptions, inputs: Iterable[Path]) -> None:
     """Raise a UsageError if the lines of a run without --model-name are for another model.
 
-    Only the first model that they name counts.
-    The flag was forgotten, so nothing is begun. A later line of another model costs only itself.
+    Only the first model that they name counts: the flag was forgotten, so nothing is begun. A
+    later line for another model costs only itself.
     """
     for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
         try:
-            if path.is_file() and _names_demo_model(
-                path
-            ):  # a pipe can be read only once
+            # A pipe can be read only once.
+            if path.is_file() and _names_demo_model(path):
                 return
         except RequestError as error:
             raise UsageError(f"{path}: {error.message}") from None
