@@ -104,7 +104,7 @@ def write_answers(
     file = JournaledInput(path, 0, output, RunTerms("demo", fingerprint))
     file.begin()
     before = None
-    for line in file.lines(lambda line: None):
+    for line in file.read_lines(lambda line: None):
         if before is not None:
             file.add(before)
         envelope = open_envelope(line)

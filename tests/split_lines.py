@@ -47,7 +47,7 @@ def answer_part(part: Path) -> None:
         part, 0, answers_path(part), RunTerms("stub", {}, started_s=0.0)
     )
     file.begin()
-    for line in file.lines(lambda _: None):
+    for line in file.read_lines(lambda _: None):
         envelope = open_envelope(line)
         try:
             if envelope.error is not None:

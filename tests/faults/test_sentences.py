@@ -116,7 +116,7 @@ def test_a_report_says_which_row_cannot_be_read_again(tmp_path: Path) -> None:
     path = tmp_path / "out.jsonl"
     scan = Scan(sources=[RowsFile(path, 0, "answers")])
     with pytest.raises(UsageError, match=r"out\.jsonl cannot be read: No such file"):
-        scan.read(Place(0, 1, 0, 10))
+        scan.read_row(Place(0, 1, 0, 10))
 
 
 def test_a_report_without_what_its_status_tells_is_none(tmp_path: Path) -> None:

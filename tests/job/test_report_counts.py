@@ -103,13 +103,13 @@ def test_lengths_and_extremes(output: Path, scan: Scan) -> None:
         if (each := logprobs_by_hand(record))
     ]
     assert len(means) == 4 * len(PLACES) + 2
-    assert -scan.choice.extremes["unlikely"].in_order()[0][0] == pytest.approx(
+    assert -scan.choice.extremes["unlikely"].sort_rows()[0][0] == pytest.approx(
         min(means)
     )
     times = [
         r["result"]["request_time"]["batch_time"] for r in records if "result" in r
     ]
-    assert scan.choice.extremes["slow"].in_order()[0][0] == max(times)
+    assert scan.choice.extremes["slow"].sort_rows()[0][0] == max(times)
 
 
 def test_the_page_has_these_numbers(output: Path) -> None:
