@@ -341,9 +341,10 @@ def _explain_object(pieces: list[NumberedPiece]) -> str:
         return ""
     if not is_object:
         return ""
-    first = pieces[0][0]
-    last = pieces[-1][0]
-    message = f"lines {first} to {last} are one object, spread over several lines"
+    message = (
+        f"lines {pieces[0][0]} to {pieces[-1][0]} are one object, spread over several "
+        "lines"
+    )
     remedy = "Put the object on one line (jq -c . FILE does it)"
     if places:
         ends = list(accumulate(len(raw) + 1 for _, raw in pieces))

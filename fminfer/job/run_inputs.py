@@ -139,7 +139,7 @@ class RunInputs(ABC):
 
     @abstractmethod
     def iterate_files(self) -> Iterator[RunInput | None]:
-        """Yield each input when it is its turn; None where none is free at the moment."""
+        """Yield one input after another; None while none is free."""
 
     @abstractmethod
     def abandon_file(self, file: RunInput, error: UsageError) -> None:

@@ -317,8 +317,10 @@ class JobSummary:
         bound = "bringing layers" if share > 0.5 else "computing"
         verdict = f": {bound} set the pace" if share > 0.5 or share < 0.25 else ""
         passes = with_noun(stage["num_passes"], "pass", "passes")
-        waited = f"it waited for layers {share:.0%} of the time"
-        return f"{passes}{stage_text}, {read}; {waited}{verdict}"
+        return (
+            f"{passes}{stage_text}, {read}; it waited for layers {share:.0%} of the "
+            f"time{verdict}"
+        )
 
     def _make_warning_lines(self) -> Iterator[tuple[str, str]]:
         for number, stage in enumerate(self.engine["stages"]):
