@@ -6,6 +6,7 @@ import io
 import os
 import sys
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -16,10 +17,10 @@ import click
 from fminfer.answers.cache_place import KeptAnswers
 from fminfer.cli.bench_command import bench
 from fminfer.cli.check_command import check
-from fminfer.cli.config_file import ConfiguredCommand, tell_notices
+from fminfer.cli.config_file import ConfiguredCommand, print_notices
 from fminfer.cli.families_command import families
-from fminfer.cli.flags import PathOrUrl, flags_of
-from fminfer.cli.old_command_lines import say_of_command, say_of_option
+from fminfer.cli.flags import PathOrUrl, make_flags
+from fminfer.cli.old_command_lines import describe_unknown_command, unknown_option_error
 from fminfer.cli.process import (
     EXIT_SOME_ERRORS,
     EXIT_STOPPED,
@@ -27,8 +28,8 @@ from fminfer.cli.process import (
     Ending,
     elapsed_s,
     importing_engine,
+    print_error,
     starting_process,
-    tell,
 )
 from fminfer.cli.quantize_command import quantize
 from fminfer.cli.report_command import report
@@ -37,7 +38,7 @@ from fminfer.cli.serve_part_command import serve_part
 from fminfer.cli.split_command import merge, split
 from fminfer.cli.status_command import status
 from fminfer.cli.submit_command import submit
-from fminfer.cluster.slurm_and_lsf import infer_data_of
+from fminfer.cluster.slurm_and_lsf import find_old_job_path
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import pop_options
@@ -63,19 +64,19 @@ class _Commands(click.Group):
             cap_libraries()
             return super().invoke(ctx)
         except click.NoSuchOption as error:
-            raise say_of_option(error, words, self.commands) from None
+            raise unknown_option_error(error, words, self.commands) from None
         except BrokenPipeError:
             raise  # click ends such a command silently
         except (FminferError, OSError) as error:
-            sys.exit(tell(error))
+            sys.exit(print_error(error))
         except KeyboardInterrupt:
             click.echo("Interrupted.", err=True)
             sys.exit(EXIT_STOPPED["interrupted"])
 
     def get_command(self, ctx: click.Context, cmd_name: str) -> click.Command | None:
-        """Return a command; what other tools call it is told before a name is guessed."""
+        """Return a command; name ours for one of another tool before click guesses."""
         command = super().get_command(ctx, cmd_name)
-        if command is None and (text := say_of_command(cmd_name)):
+        if command is None and (text := describe_unknown_command(cmd_name)):
             raise click.UsageError(f"No such command {cmd_name!r}. {text}.", ctx)
         return command
 
@@ -125,7 +126,7 @@ main.add_command(service)
 main.add_command(serve_part)
 
 
-@main.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("run"))
+@main.command(cls=ConfiguredCommand, settings_of="run", params=make_flags("run"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 def run(paths: tuple[Location, ...], **options: Any) -> None:
     """Answer every line of the given files.
@@ -157,70 +158,95 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
     instructions, so that it computes as an older one would.
     """
-    process = pop_options(ProcessOptions, options)
-    flags = pop_options(Hyperparameters, options)
-    is_quiet = process.is_quiet
-    ending = Ending(process.grace_s, is_quiet=is_quiet, is_verbose=process.is_verbose)
+    process = take(ProcessOptions, options)
+    ending = Ending(
+        process.grace_s, is_quiet=process.is_quiet, is_verbose=process.is_verbose
+    )
     try:
-        asked = pop_options(JobOptions, options)
-        named = infer_data_of(os.environ)
-        given = [*asked.infer_data, *paths]
-        files = given or [named] if named is not None else given
-        job = JobPaths(
-            **vars(asked),
-            paths=files,
-            is_quiet=is_quiet,
-            remote=RemoteFolders(
-                asked.work_dir or default_work_dir(), is_quiet=is_quiet
-            ),
-            prompt_fields=flags.request_fields,
-            result_cache=pop_options(KeptAnswers, options).cache_place,
-        )
-        ranks = pop_options(RankConfig, {**options})
-        config = pop_options(EngineConfig, options)
-        if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
-            raise UsageError(
-                "--input-seq-length and --batch-size are of prompts that are made up; "
-                "leave them out with --prompt"
-            )
-        if job.is_raw and (job.prompt is None or config.chat_template is not None):
-            raise UsageError(
-                "--raw is of --prompt, and takes no --chat-template; leave it out"
-            )
-        if job.prompt is None and not files and flags.flags:
-            job, config = _make_up(job, config, flags)
-        elif job.prompt is None and flags.is_overwriting:
-            config = replace(config, request_args=flags.request_fields)
-        check_times(process.grace_s, job.deadline_s)
-        if job.deadline_s is not None:
-            ending.stopper.deadline_s = time.monotonic() + job.deadline_s - elapsed_s()
-        role = find_role(ranks, os.environ)
-        if role.is_first:
-            tell_notices(is_quiet=is_quiet)
-        if files != given and role.is_first and not is_quiet:
-            click.echo(f"Answering {named}, which is in this job's name.", err=True)
-        if files and role.is_first and not is_quiet:
-            _tell_ignored(flags)
-        status = _run(job, config, role, ending)
+        status = _run_files(paths, options, process, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
     sys.exit(status)
 
 
-def _tell_ignored(flags: Hyperparameters) -> None:
-    """Say which request parameters of the command line have no effect on lines of files."""
-    ignored = flags.flags_of_no_line if flags.is_overwriting else flags.flags
-    own = (
-        "; each line's own hyperparameters count. --overwrite-request-args puts these in their "
-        "place" * (not flags.is_overwriting)
+def _run_files(
+    paths: Sequence[Location],
+    options: dict[str, Any],
+    process: ProcessOptions,
+    ending: Ending,
+) -> int:
+    """Do this process's part of `fminfer run`; return the exit status."""
+    is_quiet = process.is_quiet
+    flags = take(Hyperparameters, options)
+    job_options = take(JobOptions, options)
+    named_file = find_old_job_path(os.environ)
+    typed_files = [*job_options.infer_data, *paths]
+    files = typed_files
+    if not files and named_file is not None:
+        files = [named_file]
+
+    job = JobPaths(
+        **vars(job_options),
+        paths=files,
+        is_quiet=is_quiet,
+        remote=RemoteFolders(
+            job_options.work_dir or default_work_dir(), is_quiet=is_quiet
+        ),
+        prompt_fields=flags.request_fields,
+        result_cache=take(KeptAnswers, options).cache_place,
     )
-    if ignored:
-        click.echo(
-            f"{', '.join(ignored)}: only for requests that are made up{own}.", err=True
+    ranks = take(RankConfig, {**options})
+    config = take(EngineConfig, options)
+    _check_prompt_flags(job, config, flags)
+    if job.prompt is None and not files and flags.flags:
+        job, config = _make_synthetic_job(job, config, flags)
+    elif job.prompt is None and flags.is_overwriting:
+        config = replace(config, request_args=flags.request_fields)
+    check_times(process.grace_s, job.deadline_s)
+    if job.deadline_s is not None:
+        ending.stopper.deadline_s = time.monotonic() + job.deadline_s - elapsed_s()
+
+    role = find_role(ranks, os.environ)
+    if role.is_first and not is_quiet:
+        print_notices(is_quiet=is_quiet)
+        if files != typed_files:
+            click.echo(
+                f"Answering {named_file}, which is in this job's name.", err=True
+            )
+        if files:
+            _warn_of_ignored_flags(flags)
+    return _run_job(job, config, role, ending)
+
+
+def _check_prompt_flags(
+    job: JobPaths, config: EngineConfig, flags: Hyperparameters
+) -> None:
+    if job.prompt is not None and (flags.input_seq_length or flags.batch_size):
+        raise UsageError(
+            "--input-seq-length and --batch-size are of prompts that are made up; "
+            "leave them out with --prompt"
+        )
+    if job.is_raw and (job.prompt is None or config.chat_template is not None):
+        raise UsageError(
+            "--raw is of --prompt, and takes no --chat-template; leave it out"
         )
 
 
-def _make_up(
+def _warn_of_ignored_flags(flags: Hyperparameters) -> None:
+    """Say which request parameters of the command line have no effect on lines of files."""
+    ignored = flags.flags_of_no_line if flags.is_overwriting else flags.flags
+    if not ignored:
+        return
+    text = f"{', '.join(ignored)}: only for requests that are made up"
+    if not flags.is_overwriting:
+        text += (
+            "; each line's own hyperparameters count. --overwrite-request-args puts these "
+            "in their place"
+        )
+    click.echo(f"{text}.", err=True)
+
+
+def _make_synthetic_job(
     job: JobPaths, config: EngineConfig, flags: Hyperparameters
 ) -> tuple[JobPaths, EngineConfig]:
     """Turn a run without input into a synthetic one, in which --num-iters counts batches."""
@@ -231,18 +257,20 @@ def _make_up(
     )
 
 
-def _run(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int:
+def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) -> int:
     """Do this process's part of a run; return the exit status."""
     if job.trace is not None and role.spread.num_pipelines > 1:
         raise UsageError(
             "--trace shows one pipeline; leave out --trace or --data-group-size"
         )
-    # Mistakes in the plan are told before anything is started or loaded; a rank's are
-    # told to all.
+    # Mistakes in the plan are printed before anything is started or loaded.
+    # Those of a rank are sent to all ranks.
     plan = job.plan() if role.kind != "apart" else None
-    check_no_other_model(config, plan.inputs if plan else [])
-    make = partial(RunContext, job=job, plan=plan)
-    with starting_process(make, config, role, ending, is_quiet=job.is_quiet) as process:
+    refuse_other_models(config, plan.inputs if plan else [])
+    make_context = partial(RunContext, job=job, plan=plan)
+    with starting_process(
+        make_context, config, role, ending, is_quiet=job.is_quiet
+    ) as process:
         with importing_engine(config, role):
             from fminfer.job.answering import run_process
         summary = run_process(process)

@@ -9,14 +9,14 @@ from typing import Any
 
 import click
 
-from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.flags import flags_of
+from fminfer.cli.config_file import ConfiguredCommand, print_notices
+from fminfer.cli.flags import make_flags
 from fminfer.cli.option_table import BenchOptions
 from fminfer.cli.process import (
     EXIT_FAILED,
     Ending,
     importing_engine,
-    start_kernels,
+    start_kernel_build,
     starting_process,
 )
 from fminfer.core.config import EngineConfig
@@ -30,7 +30,7 @@ from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
 
 
-@click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("bench"))
+@click.command(cls=ConfiguredCommand, settings_of="run", params=make_flags("bench"))
 def bench(**options: Any) -> None:
     """Time the generation of short rows at several batch sizes.
 
@@ -54,54 +54,56 @@ def bench(**options: Any) -> None:
     """
     ending = Ending()
     try:
-        asked = pop_options(BenchOptions, options)
-        ranks = pop_options(RankConfig, {**options})
-        config = pop_options(EngineConfig, options)
+        bench_options = take(BenchOptions, options)
+        ranks = take(RankConfig, {**options})
+        config = take(EngineConfig, options)
         role = find_role(ranks, os.environ)
         if role.is_first:
-            tell_notices(is_quiet=False)
-        if asked.calibrate:
-            return _calibrate(config, role)
-        is_timed = _time(config, role, asked, ending)
+            print_notices(is_quiet=False)
+        if bench_options.calibrate:
+            return _calibrate_costs(config, role)
+        is_timed = _time_batches(config, role, bench_options, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
     # at once: ranks may have run out of memory
-    ending.leave(0 if is_timed else EXIT_FAILED)
+    ending.exit(0 if is_timed else EXIT_FAILED)
 
 
-def _time(
-    config: EngineConfig, role: Role, asked: BenchOptions, ending: Ending
+def _time_batches(
+    config: EngineConfig, role: Role, bench_options: BenchOptions, ending: Ending
 ) -> bool:
-    """Do this process's part of a bench; return False only if no batch size was timed."""
-    most = max(asked.batch_sizes)
-    if config.max_rows is not None and most > config.max_rows:
+    """Time the batch sizes on this process's part; return False if none was timed."""
+    largest_batch = max(bench_options.batch_sizes)
+    if config.max_rows is not None and largest_batch > config.max_rows:
         raise UsageError(
-            f"a batch of {most} does not run at once: --max-rows is {config.max_rows}. "
+            f"a batch of {largest_batch} does not run at once: --max-rows is {config.max_rows}. "
             "Raise it, or take smaller batches"
         )
-    config = replace(config, max_rows=config.max_rows or most)
+    config = replace(config, max_rows=config.max_rows or largest_batch)
     with starting_process(
         ProcessContext, config, role, ending, is_quiet=False
     ) as process:
         with importing_engine(config, role):
             from fminfer.estimate.bench import bench_process
-        result = bench_process(process, asked.batch_sizes, asked.new_tokens, click.echo)
+        result = bench_process(
+            process, bench_options.batch_sizes, bench_options.new_tokens, click.echo
+        )
     if result is None:
         return True
     click.echo(result.to_text())
     click.echo(json.dumps(result.to_dict()))
-    if asked.plot is not None:
+    if bench_options.plot is not None:
         picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
-        replace_own_file(asked.plot, PICTURE, "--plot", picture.encode())
+        replace_own(bench_options.plot, PICTURE, "--plot", picture.encode())
     return result.is_timed
 
 
-def _calibrate(config: EngineConfig, role: Role) -> None:
+def _calibrate_costs(config: EngineConfig, role: Role) -> None:
     if role.kind != "alone":
         raise UsageError(
             "--calibrate times the steps of one process; leave out --world-size and the like"
         )
-    start_kernels(config)
+    start_kernel_build(config)
     with importing():
         from fminfer.estimate.calibration import calibrate
         from fminfer.estimate.cost_model import COSTS
@@ -110,13 +112,13 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
         "Loading the model, then timing its steps: half a minute, or minutes if it is slow.",
         err=True,
     )
-    found = calibrate(config)
-    for cost, seconds in zip(COSTS, found.costs.seconds, strict=True):
+    calibration = calibrate(config)
+    for cost, seconds in zip(COSTS, calibration.costs.seconds, strict=True):
         click.echo(f"{seconds * 1000:12.5f} ms  {cost}")
-    error = found.costs.error
-    runs = found.costs.whole_runs
+    error = calibration.costs.error
+    runs = calibration.costs.whole_runs
     click.echo(
-        f"{len(found.samples):,} steps, half of them predicted to {error:.0%} or "
+        f"{len(calibration.samples):,} steps, half of them predicted to {error:.0%} or "
         f"better; {len(runs)} whole runs took {min(runs):.2f} to {max(runs):.2f} times "
         "what was predicted"
     )
@@ -124,5 +126,7 @@ def _calibrate(config: EngineConfig, role: Role) -> None:
         "fminfer check now estimates the time of this model's runs on this machine."
     )
     click.echo(
-        json.dumps({"path": str(found.path), "median_error": error, "whole_runs": runs})
+        json.dumps(
+            {"path": str(calibration.path), "median_error": error, "whole_runs": runs}
+        )
     )

@@ -1,4 +1,4 @@
-"""`fminfer check`: what a run of these files would meet, told before any weight is read."""
+"""`fminfer check`: what a run of these files would meet, before any weight is read."""
 
 from __future__ import annotations
 
@@ -6,16 +6,17 @@ import json
 import shutil
 import sys
 import tempfile
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, BinaryIO
 
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.config_file import ConfiguredCommand, tell_notices
-from fminfer.cli.flags import PathOrUrl, flags_of
+from fminfer.cli.config_file import ConfiguredCommand, print_notices
+from fminfer.cli.flags import PathOrUrl, make_flags
 from fminfer.cli.option_table import CheckOptions
-from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, show
+from fminfer.cli.process import EXIT_FAILED, EXIT_SOME_ERRORS, print_wrapped
 from fminfer.cli.refusals import Refusals
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.core.errors import UsageError
@@ -32,7 +33,7 @@ from fminfer.machine.library_imports import import_transformers
 from fminfer.plan.roofs import PlanOptions
 
 
-@click.command(cls=ConfiguredCommand, settings_of="run", params=flags_of("check"))
+@click.command(cls=ConfiguredCommand, settings_of="run", params=make_flags("check"))
 @click.argument("paths", nargs=-1, type=PathOrUrl(path_type=Path))
 def check(paths: tuple[Location, ...], **options: Any) -> None:
     """Check every line of the given files, and predict what their run takes.
@@ -59,14 +60,22 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    asked = pop_options(CheckOptions, options)
-    planned = pop_options(PlanOptions, options)
-    pop_options(GroupSizes, {**options})  # its errors name flags
-    paths = (*pop_options(JobOptions, options).infer_data, *paths)
-    config = pop_options(EngineConfig, options)
-    tell_notices(is_quiet=asked.is_json)
-    remote = RemoteFolders(default_work_dir(), is_quiet=asked.is_json)
-    inputs = find_inputs([file for path in paths for file in remote.fetch_inputs(path)])
+    check_options = take(CheckOptions, options)
+    plan_options = take(PlanOptions, options)
+    take(GroupSizes, {**options})  # its errors name flags
+    paths = (*take(JobOptions, options).infer_data, *paths)
+    config = take(EngineConfig, options)
+    print_notices(is_quiet=check_options.is_json)
+    inputs = _find_inputs(paths, is_quiet=check_options.is_json)
+    refuse_other_models(config, inputs)
+
+    sys.exit(_print_report(config, plan_options, check_options, inputs))
+
+
+def _find_inputs(paths: Sequence[Location], *, is_quiet: bool) -> list[Path]:
+    """Return the input files, fetched from URLs; print what is left out."""
+    remote = RemoteFolders(default_work_dir(), is_quiet=is_quiet)
+    inputs = find_inputs([file for path in paths for file in remote.fetch(path)])
     folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
     for text in describe_left_out(folders, has_lost=True):
         click.echo(f"Left out: {text}.", err=True)
@@ -76,54 +85,71 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
         raise UsageError(
             "no input; give a .jsonl file, as in: fminfer check requests.jsonl"
         )
-    check_no_other_model(config, inputs)
+    return inputs
+
+
+def _print_report(
+    config: EngineConfig,
+    plan_options: PlanOptions,
+    check_options: CheckOptions,
+    inputs: list[Path],
+) -> int:
+    """Check the lines and plan their run; print both. Return the exit status."""
     import_transformers()
     from fminfer.estimate.checking import Check  # imports torch
 
+    is_json = check_options.is_json
     with tempfile.TemporaryFile() as spool:
-        errors = _Errors(inputs, spool, asked)
-        context = click.get_current_context()
-        sources = {name: context.get_parameter_source(name) for name in context.params}
-        found = Check(
+        errors = _ErrorPrinter(inputs, spool, check_options)
+        checker = Check(
             config,
-            planned,
-            asked.device_bytes,
-            has_weights=not asked.no_weights,
-            kept={
-                name
-                for name, of in sources.items()
-                if of is not ParameterSource.DEFAULT
-            },
+            plan_options,
+            check_options.device_bytes,
+            has_weights=not check_options.no_weights,
+            kept=_find_set_options(),
         )
-        report = found.run(inputs, errors.add, is_quiet=asked.is_json)
-        if asked.is_json:
-            _print_json(report.to_dict(), spool)
+        report = checker.run(inputs, errors.add, is_quiet=is_json)
+
+        if is_json:
+            _print_json_report(report.to_dict(), spool)
         else:
-            errors.tell_rest()
-            show(report.to_text(is_all=asked.is_all, columns=find_width(sys.stdout)))
+            errors.print_reasons()
+            columns = find_columns(sys.stdout)
+            print_wrapped(report.to_text(is_all=check_options.is_all, columns=columns))
     if not report.fits:
-        sys.exit(EXIT_FAILED)
-    sys.exit(EXIT_SOME_ERRORS if report.counts.num_wrong else 0)
+        return EXIT_FAILED
+    return EXIT_SOME_ERRORS if report.counts.num_wrong else 0
 
 
-class _Errors:
+def _find_set_options() -> set[str]:
+    """Return the names of the options that the user has set."""
+    context = click.get_current_context()
+    sources = {name: context.get_parameter_source(name) for name in context.params}
+    return {
+        name
+        for name, source in sources.items()
+        if source is not ParameterSource.DEFAULT
+    }
+
+
+class _ErrorPrinter:
     """Prints wrong lines by reason, or each by itself. For JSON all go to a file."""
 
     def __init__(
-        self, inputs: list[Path], spool: BinaryIO, asked: CheckOptions
+        self, inputs: list[Path], spool: BinaryIO, options: CheckOptions
     ) -> None:
         self._inputs = inputs
         self._spool = spool
-        self._asked = asked
+        self._options = options
         self._refusals = Refusals(inputs)
-        self._num = 0
+        self._num_errors = 0
 
     def add(self, record: Any) -> None:
         error = record.error
         file = str(self._inputs[record.line.source])
         text = f"{error.message} ({error.code})"
-        self._num += 1
-        if self._asked.is_json:
+        self._num_errors += 1
+        if self._options.is_json:
             fields = {
                 "file": file,
                 "line": record.line.number,
@@ -131,9 +157,9 @@ class _Errors:
                 "message": error.message,
                 "param": error.param,
             }
-            comma = b", " if self._num > 1 else b""
+            comma = b", " if self._num_errors > 1 else b""
             self._spool.write(comma + json.dumps(fields).encode())
-        elif self._asked.is_all:
+        elif self._options.is_all:
             from tqdm import tqdm
 
             tqdm.write(f"{file}:{record.line.number}: {text}", sys.stdout)
@@ -142,13 +168,13 @@ class _Errors:
                 record.line.source, record.line.number, text, error.param
             )
 
-    def tell_rest(self) -> None:
+    def print_reasons(self) -> None:
         """Print the reasons that were gathered."""
-        for line in self._refusals.lines():
-            show(line)
+        for line in self._refusals.describe_reasons():
+            print_wrapped(line)
 
 
-def _print_json(fields: dict[str, Any], errors: BinaryIO) -> None:
+def _print_json_report(fields: dict[str, Any], errors: BinaryIO) -> None:
     """Print the report as one object on one line, the errors copied from their file."""
     out = sys.stdout.buffer
     out.write(json.dumps(fields)[:-1].encode() + b', "errors": [')

@@ -19,23 +19,23 @@ from fminfer.cli.config_keys import (
     TABLES,
     Entry,
     Setting,
-    flags_of,
+    flags_by_key,
     key_of,
-    known_flags,
-    known_keys,
-    setting_of,
-    translate,
+    list_file_keys,
+    list_flag_keys,
+    make_setting,
+    translate_keys,
 )
 from fminfer.cli.flags import GroupedCommand
-from fminfer.cli.old_command_lines import FLAGS, refuse_python
+from fminfer.cli.old_command_lines import FLAGS, describe_python_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Command
 
 PREFIX = "FMINFER_"
 FILE_VARIABLE = "FMINFER_CONFIG"
 # Variables of ours that are no flags, and the beginning of those of the tests.
-OTHERS = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
-OF_TESTS = "FMINFER_TEST_"
+OTHER_VARIABLES = (FILE_VARIABLE, "FMINFER_CPU", "FMINFER_SECRET")
+TEST_PREFIX = "FMINFER_TEST_"
 # an empty one is no key, and would open a server to all: it is refused
 SECRET = "api_key"
 
@@ -49,17 +49,17 @@ def variable_of(key: str) -> str:
 class Settings:
     """What files and variables say of a command's parameters."""
 
-    of: dict[str, Setting] = field(default_factory=dict)  # by parameter
+    by_parameter: dict[str, Setting] = field(default_factory=dict)
     notices: list[str] = field(default_factory=list)  # to tell the user
 
-    def put_over(self, layer: Mapping[str, Setting]) -> None:
-        """Take the settings of something that goes before what is here."""
+    def override_with(self, layer: Mapping[str, Setting]) -> None:
+        """Put settings of a higher priority over those that are here."""
         for name in layer:
-            self.of.pop(RIVALS.get(name, ""), None)
-        self.of.update(layer)
+            self.by_parameter.pop(RIVALS.get(name, ""), None)
+        self.by_parameter.update(layer)
 
 
-def find_settings(
+def read_settings(
     command: Command, file: str | None, environ: Mapping[str, str]
 ) -> Settings:
     """Return what is set for `run` or `serve` beside its command line.
@@ -67,83 +67,93 @@ def find_settings(
     Args:
         file: of --config; None: FMINFER_CONFIG names it, if there is one.
     """
-    found = Settings()
+    settings = Settings()
     path = file or environ.get(FILE_VARIABLE)
     if path:
-        _read_file(found, command, Path(path), "--config" if file else FILE_VARIABLE)
-    _read_variables(found, command, environ)
-    return found
+        _read_config_file(
+            settings, command, Path(path), "--config" if file else FILE_VARIABLE
+        )
+    _read_variables(settings, command, environ)
+    return settings
 
 
-def _read_file(found: Settings, command: Command, path: Path, source: str) -> None:
-    top = _read_toml(path, source)
-    tables = {name: top.pop(name) for name in [*top] if isinstance(top[name], dict)}
-    if wrong := [name for name in tables if name not in TABLES]:
+def _read_config_file(
+    settings: Settings, command: Command, path: Path, source: str
+) -> None:
+    top_level = _read_toml(path, source)
+    tables = {
+        name: top_level.pop(name)
+        for name in [*top_level]
+        if isinstance(top_level[name], dict)
+    }
+    if unknown := [name for name in tables if name not in TABLES]:
         allowed = " and ".join(f"[{name}]" for name in TABLES)
         raise UsageError(
-            f"[{wrong[0]}] in {path} is no table of ours; there are {allowed}"
+            f"[{unknown[0]}] in {path} is no table of ours; there are {allowed}"
         )
-    _put_table(found, command, top, f" in {path}", allowed=known_keys())
+    _apply_table(settings, command, top_level, f" in {path}", allowed=list_file_keys())
     for name, table in tables.items():
-        keys = flags_of(name).keys() | ALIASES.keys()
+        keys = flags_by_key(name).keys() | ALIASES.keys()
         if name == command:
-            _put_table(found, command, table, f" in [{name}] of {path}", allowed=keys)
+            _apply_table(
+                settings, command, table, f" in [{name}] of {path}", allowed=keys
+            )
         else:
-            _refuse_unknown(table, f" in [{name}] of {path}", keys)
+            _check_keys(table, f" in [{name}] of {path}", keys)
 
 
-def _put_table(
-    found: Settings,
+def _apply_table(
+    settings: Settings,
     command: Command,
     table: Mapping[str, Any],
     where: str,
     allowed: Iterable[str],
 ) -> None:
-    _refuse_unknown(table, where, allowed)
+    _check_keys(table, where, allowed)
     names: dict[str, str] = {}
     for key in table:
         if other := names.get(key_of(key)):
             raise UsageError(f"{other} and {key}{where} are one flag; give one of them")
         names[key_of(key)] = key
-    plain = {key_of(key): value for key, value in table.items()}
-    found.put_over(_settle(command, translate(plain, lambda key: names[key] + where)))
+    values = {key_of(key): value for key, value in table.items()}
+    settings.override_with(
+        _make_settings(command, translate_keys(values, lambda key: names[key] + where))
+    )
 
 
-def _refuse_unknown(
-    table: Mapping[str, Any], where: str, allowed: Iterable[str]
-) -> None:
+def _check_keys(table: Mapping[str, Any], where: str, allowed: Iterable[str]) -> None:
     for key in table:
         if key_of(key) in allowed:
             continue
-        if key_of(key) in known_keys():
+        if key_of(key) in list_file_keys():
             raise UsageError(
                 f"{key}{where} is a flag of the other command; put it into that one's table, or "
                 "above all tables"
             )
         commands = " or ".join(TABLES)
-        hint = _nearest(key_of(key), lambda flag: flag.replace("_", "-"))
+        hint = _suggest_flag(key_of(key), lambda flag: flag.replace("_", "-"))
         raise UsageError(f"{key}{where} is no flag of fminfer {commands}{hint}")
 
 
-def _nearest(key: str, spell: Callable[[str], str]) -> str:
-    """Return what to do for a flag of another tool, or ask for the likeliest, or nothing."""
+def _suggest_flag(key: str, spell: Callable[[str], str]) -> str:
+    """Return what to do for another tool's flag, or the likeliest flag, or an empty text."""
     if text := FLAGS.get(key.replace("_", "-")):
         return f". {text}"
-    found = difflib.get_close_matches(key, sorted(known_flags()), 1)
-    return f"; did you mean {spell(found[0])}?" if found else ""
+    matches = difflib.get_close_matches(key, sorted(list_flag_keys()), 1)
+    return f"; did you mean {spell(matches[0])}?" if matches else ""
 
 
-def _settle(
+def _make_settings(
     command: Command, entries: Iterable[Entry], *, are_variables: bool = False
 ) -> dict[str, Setting]:
-    """Return the settings of one layer, by parameter; keys of the other command are left out."""
-    flags = flags_of(command)
+    """Return one layer's settings by parameter, without keys of the other command."""
+    flags = flags_by_key(command)
     layer = dict[str, Setting]()
     for entry in entries:
         if entry.key not in flags:
             continue
         name = str(flags[entry.key].option.name)
-        setting = setting_of(
+        setting = make_setting(
             flags[entry.key], entry.value, entry.name, is_variable=are_variables
         )
         if name in layer and layer[name].value != setting.value:
@@ -155,25 +165,28 @@ def _settle(
 
 
 def _read_variables(
-    found: Settings, command: Command, environ: Mapping[str, str]
+    settings: Settings, command: Command, environ: Mapping[str, str]
 ) -> None:
-    known = known_flags()
-    plain = dict[str, object]()
+    known = list_flag_keys()
+    values = dict[str, object]()
     for variable, value in environ.items():
         if (
             not variable.startswith(PREFIX)
-            or variable in OTHERS
-            or variable.startswith(OF_TESTS)
+            or variable in OTHER_VARIABLES
+            or variable.startswith(TEST_PREFIX)
         ):
             continue
         key = variable.removeprefix(PREFIX).lower()
         if variable != variable_of(key) or key not in known:
-            found.notices.append(
-                f"{variable} is no flag of fminfer, and is ignored{_nearest(key, variable_of)}"
+            hint = _suggest_flag(key, variable_of)
+            settings.notices.append(
+                f"{variable} is no flag of fminfer, and is ignored{hint}"
             )
         elif value or key == SECRET:
-            plain[key] = value
-    found.put_over(_settle(command, translate(plain, variable_of), are_variables=True))
+            values[key] = value
+    settings.override_with(
+        _make_settings(command, translate_keys(values, variable_of), are_variables=True)
+    )
 
 
 def _read_toml(path: Path, source: str) -> dict[str, Any]:
@@ -183,7 +196,7 @@ def _read_toml(path: Path, source: str) -> dict[str, Any]:
         import tomli as tomllib
 
     if path.suffix == ".py":
-        raise UsageError(refuse_python(path))
+        raise UsageError(describe_python_config(path))
     try:
         return tomllib.loads(path.read_text(encoding="utf-8"))
     except OSError as error:
@@ -196,8 +209,7 @@ NOTICES = "fminfer.notices"  # of a context's meta: what to tell the user
 
 
 class ConfiguredCommand(GroupedCommand):
-    """The command line goes before FMINFER_ variables, these before the file, that
-    before defaults.
+    """Overrides defaults by the file, that by variables, those by the command line.
 
     Args:
         settings_of: `run` or `serve`, whose settings count.
@@ -215,13 +227,17 @@ class ConfiguredCommand(GroupedCommand):
             help_option is not None and typed.get(help_option.name)
         ):
             return super().parse_args(ctx, args)
-        found = find_settings(self._settings_of, typed.get("config"), os.environ)
+        settings = read_settings(self._settings_of, typed.get("config"), os.environ)
         for name, value in typed.items():
             if isinstance(value, str | bool):  # an argument that is left out is neither
-                found.of.pop(RIVALS.get(name, ""), None)
-        origins = {name: setting.origin for name, setting in found.of.items()}
-        ctx.default_map = {name: setting.value for name, setting in found.of.items()}
-        ctx.meta[NOTICES] = found.notices
+                settings.by_parameter.pop(RIVALS.get(name, ""), None)
+        origins = {
+            name: setting.origin for name, setting in settings.by_parameter.items()
+        }
+        ctx.default_map = {
+            name: setting.value for name, setting in settings.by_parameter.items()
+        }
+        ctx.meta[NOTICES] = settings.notices
         try:
             return super().parse_args(ctx, args)
         except click.BadParameter as error:
@@ -231,8 +247,8 @@ class ConfiguredCommand(GroupedCommand):
             raise
 
 
-def tell_notices(*, is_quiet: bool) -> None:
-    """Say what the user should know about files and variables."""
+def print_notices(*, is_quiet: bool) -> None:
+    """Print what the user should know about files and variables."""
     if not is_quiet:
         for notice in click.get_current_context().meta.get(NOTICES, []):
             click.echo(notice if notice.endswith("?") else f"{notice}.", err=True)

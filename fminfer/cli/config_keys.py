@@ -36,7 +36,7 @@ class Entry(NamedTuple):
     value: object
 
 
-def translate(
+def translate_keys(
     table: Mapping[str, object], name_of: Callable[[str], str]
 ) -> list[Entry]:
     """Return what each entry means in keys of ours; keys have underscores.
@@ -47,15 +47,14 @@ def translate(
     entries = []
     for key, value in table.items():
         name = name_of(key)
-        (ours, values) = ALIASES.get(key, (key, {}))
-        is_class = key == "model_class"
-        meant = (
-            _config_of_class(value, name)
-            if is_class
-            else _meaning(value, name, ours, values)
+        our_key, values = ALIASES.get(key, (key, {}))
+        our_value = (
+            _translate_model_class(value, name)
+            if key == "model_class"
+            else _translate_value(value, name, our_key, values)
         )
-        if meant is not None:
-            entries.append(Entry(name, ours, meant))
+        if our_value is not None:
+            entries.append(Entry(name, our_key, our_value))
     return entries
 
 
@@ -64,7 +63,7 @@ def key_of(name: str) -> str:
     return name.removeprefix("--").replace("-", "_")
 
 
-def as_bool(value: object, name: str) -> bool:
+def parse_bool(value: object, name: str) -> bool:
     """Return a value that must be true or false."""
     try:
         return bool(click.BOOL.convert(str(value), None, None))
@@ -72,32 +71,37 @@ def as_bool(value: object, name: str) -> bool:
         raise UsageError(f"{name} is {value!r}; give true or false") from None
 
 
-def _meaning(value: object, name: str, ours: str, values: Mapping[str, Any]) -> object:
-    """Return what a value of an old key means; `values` are as in `Option.old`; None:
-    nothing."""
+def _translate_value(
+    value: object, name: str, our_key: str, values: Mapping[str, Any]
+) -> object:
+    """Return what a value of an old key means today; None: nothing.
+
+    Args:
+        values: as in `Option.old`.
+    """
     if not values:
         return value
     if "true" in values:
-        value = str(as_bool(value, name)).lower()
+        value = str(parse_bool(value, name)).lower()
     elif value not in values:
         allowed = [str(each) for each in values.values()]
-        said = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
-        raise UsageError(f"{name} is {value!r}; give {ours}: {said}")
+        choices = f"{', '.join(allowed[:-1])} or {allowed[-1]}"
+        raise UsageError(f"{name} is {value!r}; give {our_key}: {choices}")
     return values.get(str(value))
 
 
-def _config_of_class(value: object, name: str) -> str:
+def _translate_model_class(value: object, name: str) -> str:
     """Return the config of opt_125M, opt_6B7 or hf_gpt2."""
     size = re.sub(r"(\d+)b(\d+)$", r"\1.\2b", str(value).lower().replace("_", "-"))
-    found = HUB_CONFIGS.get(str(value), size)
-    if found == size and find_size_fields(size) is None:
+    config = HUB_CONFIGS.get(str(value), size)
+    if config == size and find_size_fields(size) is None:
         known = ", ".join(sorted(SIZES))
         raise UsageError(
             f"{name} is {value!r}, whose shape is not known. Leave it out if the "
             "checkpoint has a config.json; otherwise give model-config: a config.json, "
             f"or one of {known}"
         )
-    return found
+    return config
 
 
 _KEYS = [option for command in ("run", "serve") for option in options_for(command)]
@@ -131,37 +135,35 @@ class Setting:
 
 
 @cache
-def flags_of(command: Command) -> dict[str, Flag]:
+def flags_by_key(command: Command) -> dict[str, Flag]:
     """Return the flags of a command by their keys: the long names, with underscores."""
-    found = {}
-    for option in flags.flags_of(command):
+    keyed_flags = {}
+    for option in flags.make_flags(command):
         if (
             not isinstance(option, click.Option)
             or option.hidden
             or not option.expose_value
         ):
             continue
-        named = [(name, False) for name in option.opts]
-        for name, is_negative in [
-            *named,
-            *((name, True) for name in option.secondary_opts),
-        ]:
+        names = [(name, False) for name in option.opts]
+        names += [(name, True) for name in option.secondary_opts]
+        for name, is_negative in names:
             if name.startswith("--"):
-                found[key_of(name)] = Flag(option, is_negative)
-    return found
+                keyed_flags[key_of(name)] = Flag(option, is_negative)
+    return keyed_flags
 
 
-def known_flags() -> set[str]:
+def list_flag_keys() -> set[str]:
     """Return the keys that are flags of some command."""
-    return {key for command in TABLES for key in flags_of(command)} | {*OLD_FLAGS}
+    return {key for command in TABLES for key in flags_by_key(command)} | {*OLD_FLAGS}
 
 
-def known_keys() -> set[str]:
+def list_file_keys() -> set[str]:
     """Return the keys that a file may have."""
-    return known_flags() | ALIASES.keys()
+    return list_flag_keys() | ALIASES.keys()
 
 
-def setting_of(
+def make_setting(
     flag: Flag, value: object, origin: str, *, is_variable: bool = False
 ) -> Setting:
     """Return what a value says of a flag; a variable's text may hold several values."""
@@ -169,11 +171,11 @@ def setting_of(
     if isinstance(value, list):
         if not option.multiple and option.type is not NUMBERS:
             raise UsageError(f"{origin} is a list; give one value")
-        texts = [_text(each, origin) for each in value]
+        texts = [_format_scalar(each, origin) for each in value]
         return Setting(texts if option.multiple else ",".join(texts), origin)
     if option.is_flag:
-        return Setting(as_bool(value, origin) is not flag.is_negative, origin)
-    text = _text(value, origin)
+        return Setting(parse_bool(value, origin) is not flag.is_negative, origin)
+    text = _format_scalar(value, origin)
     if option.multiple:
         words = option.type.split_envvar_value(text) if is_variable else [text]
         if not words:  # such as a comma alone, which must not open a server to all
@@ -184,7 +186,7 @@ def setting_of(
     return Setting(text, origin)
 
 
-def _text(value: object, origin: str) -> str:
+def _format_scalar(value: object, origin: str) -> str:
     if isinstance(value, bool):
         return str(value).lower()
     if isinstance(value, str | int | float):

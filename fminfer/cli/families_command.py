@@ -8,7 +8,7 @@ from typing import NamedTuple, get_args
 
 import click
 
-from fminfer.cli.process import show
+from fminfer.cli.process import print_wrapped
 from fminfer.core.config import Quantized
 from fminfer.core.terminal import find_width
 
@@ -144,11 +144,11 @@ def families(is_json: bool) -> None:
     if is_json:
         fields = {
             name: {
-                "example": each.hub_id,
-                "billions": each.billions,
-                "gives": _gives(name),
+                "example": example.hub_id,
+                "billions": example.billions,
+                "gives": _describe_output(name),
             }
-            for name, each in EXAMPLES.items()
+            for name, example in EXAMPLES.items()
         }
         click.echo(json.dumps(fields, indent=2))
         return
@@ -157,13 +157,19 @@ def families(is_json: bool) -> None:
         form = "{}: {}, {} GiB, {}"
     else:
         click.echo(form.format("family", "example", "GiB", "gives"))
-    for name, each in EXAMPLES.items():
-        show(form.format(name, each.hub_id, f"{each.gibibytes:.1f}", _gives(name)))
+    for name, example in EXAMPLES.items():
+        print_wrapped(
+            form.format(
+                name, example.hub_id, f"{example.gibibytes:.1f}", _describe_output(name)
+            )
+        )
     bits = (
         f"16 or 32 bits, or in fewer by --quantize ({', '.join(get_args(Quantized))})"
     )
-    show(f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True)
+    print_wrapped(
+        f"All run in {bits}. Of GGUF files, docs/models.md says which run.", err=True
+    )
 
 
-def _gives(name: str) -> str:
+def _describe_output(name: str) -> str:
     return "vectors, scores" if name in ENCODERS else "text"

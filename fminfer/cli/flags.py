@@ -24,31 +24,31 @@ from fminfer.core.option import (
 from fminfer.machine.stopper import parse_duration
 
 
-class Read(click.ParamType):  # type: ignore[type-arg]
-    """Values that one function reads from a text, and another one writes for help."""
+class ParsedType(click.ParamType):  # type: ignore[type-arg]
+    """Values that one function parses, and another one formats for help."""
 
     def __init__(
         self,
         name: str,
-        read: Callable[[str], Any],
-        write: Callable[[Any], str],
+        parse: Callable[[str], Any],
+        format_value: Callable[[Any], str],
         kind: type,
     ) -> None:
         self.name = name
-        self._read = read
-        self.write = write
+        self._parse = parse
+        self.format_value = format_value
         self._kind = kind
 
     def convert(
         self, value: Any, param: click.Parameter | None, ctx: click.Context | None
     ) -> Any:
         try:
-            return value if isinstance(value, self._kind) else self._read(str(value))
+            return value if isinstance(value, self._kind) else self._parse(str(value))
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
 
-def _read_numbers(text: str) -> tuple[int, ...]:
+def _parse_numbers(text: str) -> tuple[int, ...]:
     try:
         return tuple(map(int, text.split(",")))
     except ValueError:
@@ -57,19 +57,18 @@ def _read_numbers(text: str) -> tuple[int, ...]:
         ) from None
 
 
-def _read_pipe(text: str) -> str:
+def _parse_pipe_name(text: str) -> str:
     if not text.startswith("pipe_"):
         raise ValueError(f"{text!r} does not begin with pipe_")
     return text
 
 
-def _read_size(text: str) -> int:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
-    size = (
-        int(float(found[1]) * 1024 ** (1 + "KMGT".index(found[2].upper())))
-        if found
-        else 0
-    )
+def _parse_size(text: str) -> int:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([KMGT])(?:i?B)?", text, re.IGNORECASE)
+    size = 0
+    if match:
+        power = 1 + "KMGT".index(match[2].upper())
+        size = int(float(match[1]) * 1024**power)
     if size == 0:
         raise ValueError(
             f"{text!r} is no size; give a number and K, M, G or T, as in 80G"
@@ -77,25 +76,27 @@ def _read_size(text: str) -> int:
     return size
 
 
-def _read_rate(text: str) -> float:
-    found = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])(?:B?/s)?", text, re.IGNORECASE)
-    if found is None or not float(found[1]):
+def _parse_rate(text: str) -> float:
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*([GT])(?:B?/s)?", text, re.IGNORECASE)
+    if match is None or not float(match[1]):
         raise ValueError(
             f"{text!r} is no rate; give 10⁹ or 10¹² a second, as in 300G or 1.5T"
         )
-    return float(found[1]) * (1e9 if found[2].upper() == "G" else 1e12)
+    return float(match[1]) * (1e9 if match[2].upper() == "G" else 1e12)
 
 
-def _write_size(size: int) -> str:
+def _format_size(size: int) -> str:
     power = max(n for n in range(5) if size % 1024**n == 0)
     return f"{size // 1024**power}{['', *'KMGT'][power]}"
 
 
-NUMBERS = Read("N,N,…", _read_numbers, lambda value: ",".join(map(str, value)), tuple)
-DURATION = Read("H:MM:SS", parse_duration, "{:g} s".format, float)
-PIPE = Read("pipe_…", _read_pipe, str, bytes)
-BYTE_SIZE = Read("SIZE", _read_size, _write_size, int)
-RATE = Read("RATE", _read_rate, "{:g}".format, float)
+NUMBERS = ParsedType(
+    "N,N,…", _parse_numbers, lambda value: ",".join(map(str, value)), tuple
+)
+DURATION = ParsedType("H:MM:SS", parse_duration, "{:g} s".format, float)
+PIPE = ParsedType("pipe_…", _parse_pipe_name, str, bytes)
+BYTE_SIZE = ParsedType("SIZE", _parse_size, _format_size, int)
+RATE = ParsedType("RATE", _parse_rate, "{:g}".format, float)
 
 
 class DTypeName(click.Choice):  # type: ignore[type-arg]
@@ -137,14 +138,14 @@ class PathOrUrl(NamedPath):
         return value if is_url else super().convert(value, param, ctx)
 
 
-class Words(click.types.StringParamType):
+class CommaSeparated(click.types.StringParamType):
     """A text of an option that may be repeated; a variable holds several with commas between."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
         return [word for part in rv.split(",") if (word := part.strip())]
 
 
-class WholeText(Words):
+class WholeText(CommaSeparated):
     """A text of an option that may be repeated; a variable holds one, with all its spaces."""
 
     def split_envvar_value(self, rv: str) -> list[str]:
@@ -159,7 +160,7 @@ TYPES: Mapping[Any, click.ParamType[Any]] = {  # of Python's types, and of annot
         Path: PATH,
         tuple[Path, ...]: PATH,
         tuple[int, ...]: NUMBERS,
-        tuple[str, ...]: Words(),
+        tuple[str, ...]: CommaSeparated(),
     },
     **{Path | str: LOCATION, tuple[Path | str, ...]: LOCATION},
     **{
@@ -194,7 +195,7 @@ class GroupedOption(click.Option):
     def handle_parse_result(
         self, ctx: click.Context, opts: Mapping[str, Any], args: list[str]
     ) -> tuple[Any, list[str]]:
-        """Take the value of an old flag; refuse one that contradicts the new flag."""
+        """Use the value of an old flag; raise if it contradicts the new flag."""
         for flag, values in self._old.items():
             typed = opts.get(f"old_{flag[2:]}")
             meant = values.get(str(typed).lower()) if values else typed
@@ -220,7 +221,7 @@ class GroupedCommand(click.Command):
     def format_options(
         self, ctx: click.Context, formatter: click.HelpFormatter
     ) -> None:
-        """Write one section per group; click's own --help stands in the last one."""
+        """Write one section for each group; click's own --help stands in the last one."""
         rows: dict[str, list[tuple[str, str]]] = {group: [] for group in GROUPS}
         for param in self.get_params(ctx):
             record = (
@@ -249,28 +250,33 @@ CONFIG_OPTION = GroupedOption(
 )
 
 
-def flags_of(command: Command) -> list[click.Parameter]:
+def make_flags(command: Command) -> list[click.Parameter]:
     """Return the options of a command, in their order."""
     options = options_for(command)
-    made = [e for each in options for e in (_make(each, command), *_old(each, command))]
-    return [*made, CONFIG_OPTION] if command in OF_ENGINE else [*made]
+    params: list[click.Parameter] = []
+    for option in options:
+        params.append(_make_option(option, command))
+        params.extend(_make_old_options(option, command))
+    if command in OF_ENGINE:
+        params.append(CONFIG_OPTION)
+    return params
 
 
-def _make(option: Option, command: Command) -> GroupedOption:
-    kind = unwrap_hint(option.hint)
+def _make_option(option: Option, command: Command) -> GroupedOption:
+    kind = plain_hint(option.hint)
     flags = option.all_flags
     help_text = option.help
     if kind is bool and option.default:
         flags = tuple(f"{flag}/--no-{flag.removeprefix('--')}" for flag in flags)
-    is_told = (
+    has_default_in_help = (
         "[default:" in help_text
         or option.default in (None, ())
         or option.default is False
     )
-    value_type = type_of(option)
-    if not is_told and isinstance(value_type, Read):
-        help_text += f"  [default: {value_type.write(option.default)}]"
-        is_told = True
+    value_type = param_type_of(option)
+    if not has_default_in_help and isinstance(value_type, ParsedType):
+        help_text += f"  [default: {value_type.format_value(option.default)}]"
+        has_default_in_help = True
     return GroupedOption(
         [*flags, option.name],
         group=option.group if isinstance(option.group, str) else option.group[command],
@@ -279,13 +285,13 @@ def _make(option: Option, command: Command) -> GroupedOption:
         is_flag=kind is bool,
         multiple=get_origin(kind) is tuple and value_type is not NUMBERS,
         default=option.default,
-        show_default=not is_told,
+        show_default=not has_default_in_help,
         metavar=option.metavar,
         help=help_text,
     )
 
 
-def type_of(option: Option) -> click.ParamType[Any]:
+def param_type_of(option: Option) -> click.ParamType[Any]:
     """Return the type by which click reads an option's values."""
     kind = unwrap_hint(option.hint)
     if get_origin(kind) is Literal and kind not in (DType, ModelDType):
@@ -298,7 +304,7 @@ def type_of(option: Option) -> click.ParamType[Any]:
     return TYPES[kind]
 
 
-def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
+def _make_old_options(option: Option, command: Command) -> Iterable[GroupedOption]:
     """Yield an option's old flags; help does not show those of EnergonAI's servers."""
     new = option.all_flags[0]
     for flag, values in option.old.items():
@@ -306,7 +312,7 @@ def _old(option: Option, command: Command) -> Iterable[GroupedOption]:
             continue
         *first, last = values.values() or [""]
         meant = f"{', '.join(first)} or {last}" if first else last
-        kind = click.Choice([*values]) if values else type_of(option)
+        kind = click.Choice([*values]) if values else param_type_of(option)
         yield GroupedOption(
             [flag, f"old_{flag[2:]}"],
             group="Old command lines",

@@ -20,10 +20,10 @@ from typing import Any
 import click
 from click.core import ParameterSource
 
-from fminfer.cli.config_keys import known_keys, translate
+from fminfer.cli.config_keys import list_file_keys, translate_keys
 from fminfer.cli.flags import GroupedOption
 from fminfer.cluster.resources import SubmitOptions
-from fminfer.cluster.slurm_and_lsf import parts_of
+from fminfer.cluster.slurm_and_lsf import split_old_job_name
 from fminfer.core.errors import UsageError
 from fminfer.files.input_models import describe_model, name_model
 
@@ -81,7 +81,7 @@ _FLAGS = {
     ),
 }
 FLAGS = {
-    name: "Give " * text.startswith("--") + text
+    name: f"Give {text}" if text.startswith("--") else text
     for names, text in _FLAGS.items()
     for name in names.split()
 }
@@ -97,10 +97,13 @@ _COMMANDS = {
 COMMANDS = {name: text for names, text in _COMMANDS.items() for name in names.split()}
 
 
-def say_of_option(
+def unknown_option_error(
     error: click.NoSuchOption, words: list[str], commands: Mapping[str, click.Command]
 ) -> click.UsageError:
-    """Return the error with what to type; of -tp among the words it knows only the -t."""
+    """Return the error for an unknown option, with what to type instead.
+
+    click names only the -t of -tp; the words have the rest.
+    """
     typed = error.option_name
     if not typed.startswith("--"):
         typed = next((w.split("=")[0] for w in words if w.startswith(typed)), typed)
@@ -108,27 +111,32 @@ def say_of_option(
     ctx = error.ctx
     order = ("run", *commands)
     assert ctx is not None, "click tells where it met the flag"
-    text = FLAGS.get(name, "") if _has(ctx.command, "--model-name") else ""
-    text = f"Give --{name}" if _has(ctx.command, f"--{name}") else text
+    text = FLAGS.get(name, "") if _has_flag(ctx.command, "--model-name") else ""
+    text = f"Give --{name}" if _has_flag(ctx.command, f"--{name}") else text
     if not (text or any(each.startswith(typed) for each in error.possibilities or ())):
-        owner = next((o for o in order if _has(commands[o], f"--{name}")), None)
-        behind = "; give flags of run behind --" * (ctx.command.name == "submit")
-        text = f"It is a flag of fminfer {owner}{behind}" if owner else ""
-    foreign = [f for f in re.findall("--[a-z-]+", text) if not _has(ctx.command, f)]
+        owner = next((o for o in order if _has_flag(commands[o], f"--{name}")), None)
+        text = f"It is a flag of fminfer {owner}" if owner else ""
+        if owner and ctx.command.name == "submit":
+            text += "; give flags of run behind --"
+    foreign = [
+        f for f in re.findall("--[a-z-]+", text) if not _has_flag(ctx.command, f)
+    ]
     if foreign:
-        owner = next(o for o in order if all(_has(commands[o], f) for f in foreign))
+        owner = next(
+            o for o in order if all(_has_flag(commands[o], f) for f in foreign)
+        )
         text += f" ({', '.join(foreign)}: of fminfer {owner})"
     return (
         click.UsageError(f"No such option {typed!r}. {text}.", ctx) if text else error
     )
 
 
-def _has(command: click.Command, flag: str) -> bool:
+def _has_flag(command: click.Command, flag: str) -> bool:
     return any(flag in (*param.opts, *param.secondary_opts) for param in command.params)
 
 
-def say_of_command(name: str) -> str:
-    """Return what to type for a command of another tool, or for a file; "": nothing is known."""
+def describe_unknown_command(name: str) -> str:
+    """Return what to type for a command of another tool, or for a file; or an empty text."""
     if model := name_model(name):
         return describe_model(name, model)
     return (
@@ -137,12 +145,11 @@ def say_of_command(name: str) -> str:
 
 
 # Of EnergonAI's files: where its own processes met, and how it made its engine.
-OF_ITS_OWN = ("host", "port", "backend", "engine_server", "model_type")
+OLD_SERVER_KEYS = ("host", "port", "backend", "engine_server", "model_type")
 
 
-def refuse_python(path: Path) -> str:
-    """Return the message that refuses a Python file, with the same in TOML as far as it
-    is told."""
+def describe_python_config(path: Path) -> str:
+    """Return the message that refuses a Python file, with its values in TOML."""
     try:
         tree = ast.parse(path.read_bytes())
     except OSError as error:
@@ -150,16 +157,16 @@ def refuse_python(path: Path) -> str:
     except (SyntaxError, ValueError) as error:
         return f"{path} is no TOML, and no Python either: {error}"
     toml = path.with_suffix(".toml")
-    text = "\n".join(_lines(tree))
+    text = "\n".join(_make_toml_lines(tree))
     return (
         f"{path} is Python, which is never executed. Write this into {toml}, and give --config "
         f"{toml}:\n\n{text}\n"
     )
 
 
-def _lines(tree: ast.Module) -> Iterator[str]:
+def _make_toml_lines(tree: ast.Module) -> Iterator[str]:
     """Write each assignment under our name of its key, or as a comment with the reason."""
-    told: dict[str, object] = {}
+    values: dict[str, object] = {}
     for node in tree.body:
         if not isinstance(node, ast.Assign) or not isinstance(
             node.targets[0], ast.Name
@@ -167,41 +174,42 @@ def _lines(tree: ast.Module) -> Iterator[str]:
             continue
         key = node.targets[0].id
         source = " ".join(ast.unparse(node.value).split())
-        value = _value(node.value)
-        why = "an expression; write what it gives" if value is None else ""
-        why = why if key in known_keys() else "not known here"
-        why = (
-            "of EnergonAI's own processes, not needed here"
-            if key in OF_ITS_OWN
-            else why
-        )
-        if why:
-            yield f"# {key} = {source}: {why}"
+        value = _parse_literal(node.value)
+        reason = ""
+        if key in OLD_SERVER_KEYS:
+            reason = "of EnergonAI's own processes, not needed here"
+        elif key not in list_file_keys():
+            reason = "not known here"
+        elif value is None:
+            reason = "an expression; write what it gives"
+        if reason:
+            yield f"# {key} = {source}: {reason}"
             continue
         try:
-            translate({key: value}, str)
-            told[key] = value
+            translate_keys({key: value}, str)
+            values[key] = value
         except UsageError as error:
             yield f"# {error}"
-    for entry in translate(told, str):
-        yield f"{entry.key.replace('_', '-')} = {_toml(entry.value)}"
+    for entry in translate_keys(values, str):
+        yield f"{entry.key.replace('_', '-')} = {_format_toml(entry.value)}"
 
 
-def _value(node: ast.expr) -> str | int | float | list[object] | None:
-    """Return a literal's value; a name, such as opt_125M, is told as it stands."""
+def _parse_literal(node: ast.expr) -> str | int | float | list[object] | None:
+    """Return a literal's value; a name, such as opt_125M, as text; None: an expression."""
     if isinstance(node, ast.Name):
         return node.id
     try:
         value = ast.literal_eval(node)
     except (ValueError, TypeError, SyntaxError, MemoryError, RecursionError):
         return None
-    each = value if isinstance(value, list) else [value]
-    return value if all(isinstance(one, str | int | float) for one in each) else None
+    items = value if isinstance(value, list) else [value]
+    is_plain = all(isinstance(item, str | int | float) for item in items)
+    return value if is_plain else None
 
 
-def _toml(value: object) -> str:
+def _format_toml(value: object) -> str:
     if isinstance(value, list):
-        return f"[{', '.join(map(_toml, value))}]"
+        return f"[{', '.join(map(_format_toml, value))}]"
     # of text, numbers and booleans TOML is the same
     return json.dumps(value, ensure_ascii=False)
 
@@ -225,58 +233,59 @@ OLD_SERVE_OPTIONS = [
 ]
 
 
-def translate_old_flags(ctx: click.Context) -> list[str]:
-    """Set today's parameters to what MODEL and the old flags mean; return notices to
-    the user."""
+def apply_old_serve_flags(ctx: click.Context) -> list[str]:
+    """Set today's parameters to what MODEL and the old flags mean; return notices."""
     names = ("model_argument", "old_name", "old_random_init", "old_random_model_size")
     model, name, is_random, size = (ctx.params.pop(each) for each in names)
     if model is not None:
-        _set(ctx, "model", model, "")
+        _set_parameter(ctx, "model", model, "")
     if is_random:
-        _set(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size ")
-        _set(ctx, "tokenizer", name or ctx.params["tokenizer"], "--name ")
-        _set(ctx, "model", None, "--random_init True")
+        _set_parameter(ctx, "random_init", size or DEFAULT_SIZE, "--random_model_size ")
+        _set_parameter(ctx, "tokenizer", name or ctx.params["tokenizer"], "--name ")
+        _set_parameter(ctx, "model", None, "--random_init True")
     elif name is not None:
-        _set(ctx, "model", name, "--name ")
-        _set(ctx, "random_init", None, "--name")
+        _set_parameter(ctx, "model", name, "--name ")
+        _set_parameter(ctx, "random_init", None, "--name")
     if size is not None and not is_random:
         return ["--random_model_size means nothing without --random_init True"]
     return []
 
 
-def _set(ctx: click.Context, target: str, value: Any, old: str) -> None:
-    """Set a parameter, whatever a file or a variable says; errors show `old` before its
-    value."""
+def _set_parameter(ctx: click.Context, target: str, value: Any, old: str) -> None:
+    """Set a parameter over what a file or a variable says.
+
+    Args:
+        old: the old flag, which errors show before the value.
+    """
     typed = ctx.params[target]
     source = ctx.get_parameter_source(target)
     if source is ParameterSource.COMMANDLINE and typed != value:
-        flag = next(param for param in ctx.command.params if param.name == target).opts[
-            0
-        ]
-        ours, its = (
-            (old, flag) if value is None else (f"{old}{value}", f"{flag} {typed}")
-        )
+        option = next(param for param in ctx.command.params if param.name == target)
+        flag = option.opts[0]
+        contradiction = f"{old} and {flag}"
+        if value is not None:
+            contradiction = f"{old}{value} and {flag} {typed}"
         raise click.UsageError(
-            f"{ours} and {its} contradict each other; give {flag} alone", ctx
+            f"{contradiction} contradict each other; give {flag} alone", ctx
         )
     ctx.params[target] = value
     if value is not None:
         ctx.set_parameter_source(target, ParameterSource.COMMANDLINE)
 
 
-def options_of_old_job(asked: SubmitOptions, job_name: str) -> SubmitOptions:
+def parse_old_job_name(options: SubmitOptions, job_name: str) -> SubmitOptions:
     """Return the options with the name and the files that an old job's name holds."""
-    if (parts := parts_of(job_name)) is None:
+    if (parts := split_old_job_name(job_name)) is None:
         raise UsageError(
             f"--job-name {job_name}: it must be lsf_NAME#PATH, PATH being the files to answer"
         )
-    if asked.name is not None or asked.infer_data:
+    if options.name is not None or options.infer_data:
         raise UsageError(
             "--job-name lsf_NAME#PATH says --name and --infer-data; leave these out"
         )
     return replace(
-        asked,
+        options,
         name=parts[0],
         infer_data=(parts[1],),
-        scheduler=asked.scheduler or "lsf",
+        scheduler=options.scheduler or "lsf",
     )

@@ -79,7 +79,7 @@ class BenchOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse empty batches, and a picture that could not be written at the end."""
+        """Raise for empty batches, and for a picture that could not be written at the end."""
         if min(self.batch_sizes, default=0) < 1:
             raise UsageError(
                 f"--batch-sizes is {','.join(map(str, self.batch_sizes)) or 'empty'}; "

@@ -49,23 +49,23 @@ EXIT_STOPPED: dict[StopReason, int] = {
 }
 
 
-def status_of(error: BaseException) -> int:
+def exit_status_of(error: BaseException) -> int:
     """Return the exit status of a command that an error ends."""
     if isinstance(error, StoppedError):
         return EXIT_STOPPED[error.reason]
     return EXIT_USAGE if isinstance(error, UsageError) else EXIT_FAILED
 
 
-def show(text: str, *, err: bool = False) -> None:
+def print_wrapped(text: str, *, err: bool = False) -> None:
     """Print a text, wrapped where a terminal is too narrow for it."""
     click.echo(wrap_lines(text, find_width(sys.stderr if err else sys.stdout)), err=err)
 
 
-def tell(error: BaseException, *, is_verbose: bool = False) -> int:
-    """Say what ended the process; return its exit status."""
+def print_error(error: BaseException, *, is_verbose: bool = False) -> int:
+    """Print the error that ended the process; return its exit status."""
     if isinstance(error, StoppedError):
         click.echo(str(error), err=True)
-        return status_of(error)
+        return exit_status_of(error)
     if isinstance(error, BrokenPipeError):
         error = FminferError("whoever read the answers stopped reading")
     if isinstance(error, OSError) and error.errno and not is_verbose:
@@ -77,8 +77,8 @@ def tell(error: BaseException, *, is_verbose: bool = False) -> int:
         click.echo(
             hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False
         )
-    click.echo(f"Error: {make_printable(hide_secrets(str(error)))}", err=True)
-    return status_of(error)
+    click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
+    return exit_status_of(error)
 
 
 class Ending:
@@ -93,46 +93,42 @@ class Ending:
         self, grace_s: float = 0.0, *, is_quiet: bool = True, is_verbose: bool = False
     ) -> None:
         self.is_verbose = is_verbose
-        self.stopper = Stopper(grace_s, is_quiet=is_quiet, end=self.stop)
+        self.stopper = Stopper(grace_s, is_quiet=is_quiet, end=self.exit_for_signal)
         self.is_alone = True  # otherwise its threads may wait for others that are gone
         self.children: Processes | None = None
 
-    def at_once(self, kind: str) -> None:
-        """End for an error of this kind, which is told already."""
-        self._end(status_of(make_error(kind, "")))
+    def exit_at_once(self, kind: str) -> None:
+        """Exit for an error of this kind, which is printed already."""
+        self._kill_and_exit(exit_status_of(error_of(kind, "")))
 
-    def stop(self, reason: StoppedError) -> None:
-        """End for a signal, which is told already."""
-        self._end(status_of(reason))
+    def exit_for_signal(self, reason: StoppedError) -> None:
+        """Exit for a signal, which is printed already."""
+        self._kill_and_exit(exit_status_of(reason))
 
     def fail(self, error: BaseException) -> NoReturn:
-        """Say what is wrong and end."""
-        if isinstance(error, KeyboardInterrupt):  # told twice
+        """Print what is wrong and exit."""
+        if isinstance(error, KeyboardInterrupt):  # a second signal
             error = self.stopper.reason or StoppedError("Interrupted.")
         # a thread may wait for a device that hangs
         if isinstance(error, PipelineError):
             self.is_alone = False
-        if (
-            isinstance(error, FminferError)
-            and error.is_reported_elsewhere
-            and not self.is_verbose
-        ):
-            status = status_of(error)
+        if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
+            status = exit_status_of(error)
         else:
-            status = tell(error, is_verbose=self.is_verbose)
-        self.leave(status)
+            status = print_error(error, is_verbose=self.is_verbose)
+        self.exit(status)
 
-    def leave(self, status: int) -> NoReturn:
-        """End with this status, once what was printed is written."""
+    def exit(self, status: int) -> NoReturn:
+        """Exit with this status, once what was printed is written."""
         try:
             sys.stdout.flush()
-        except OSError:  # told before; Python is not to try again
+        except OSError:  # printed before; Python is not to try again
             os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         if not self.is_alone:
-            self._end(status)
+            self._kill_and_exit(status)
         sys.exit(status)
 
-    def _end(self, status: int) -> NoReturn:
+    def _kill_and_exit(self, status: int) -> NoReturn:
         if self.children is not None:
             self.children.kill()
         abandon_build()
@@ -146,17 +142,17 @@ def elapsed_s() -> float:
 
 @contextmanager
 def starting_process(
-    make: Callable[..., Context],
+    make_context: Callable[..., Context],
     config: EngineConfig,
     role: Role,
     ending: Ending,
     *,
     is_quiet: bool,
 ) -> Iterator[Context]:
-    """Start the processes that this one starts, which import beside it; at last end them.
+    """Start the child processes, which import beside this one; end them at last.
 
     Args:
-        make: makes the `ProcessContext` of this process.
+        make_context: makes the `ProcessContext` of this process.
     """
     if role.kind == "starter":
         check_split(config, role.spread.num_stages)
@@ -164,12 +160,12 @@ def starting_process(
     children = ending.children = Processes.of(role)
     ending.stopper.on_second = children.kill
     try:
-        yield make(
+        yield make_context(
             config,
             role,
             children,
             ending.stopper,
-            ending.at_once,
+            ending.exit_at_once,
             elapsed_s,
             is_quiet=is_quiet,
             is_verbose=ending.is_verbose,
@@ -180,11 +176,11 @@ def starting_process(
 
 @contextmanager
 def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
-    """Let what has the engine be imported, while kernels are built and weights are read."""
+    """Import the engine in the body, while kernels are built and weights are read."""
     # torch's own words on broken connections say less than ours
     if role.kind != "alone":
         os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")
-    start_kernels(config)
+    start_kernel_build(config)
     files: dict[Path, int] = {}
     if role.kind == "alone" and config.model is not None and _is_for_cpu(config.device):
         files = find_weight_files(config.model)
@@ -195,14 +191,14 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
         yield
 
 
-def start_kernels(options: ComputeOptions) -> None:
-    """Build the CPU's kernels beside what comes next, if a command is likely to want them."""
+def start_kernel_build(options: ComputeOptions) -> None:
+    """Build the CPU's kernels in the background, if a command is likely to use them."""
     if options.kernels != "off" and _is_for_cpu(options.device):
         start_build()
 
 
 def _is_for_cpu(device: str) -> bool:
-    """Tell, without torch, whether a command will most likely compute on the CPU."""
+    """Predict, without torch, whether a command will compute on the CPU."""
     return device == "cpu" or (
         device == "auto" and not any(map(os.path.exists, GPU_DRIVERS))
     )

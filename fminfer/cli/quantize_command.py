@@ -10,7 +10,7 @@ from typing import Any
 
 import click
 
-from fminfer.cli.flags import GroupedCommand, flags_of
+from fminfer.cli.flags import GroupedCommand, make_flags
 from fminfer.cli.option_table import QuantizeOptions
 from fminfer.cli.process import EXIT_STOPPED
 from fminfer.core.config import ModelOptions
@@ -23,7 +23,7 @@ from fminfer.machine.library_imports import importing
 from fminfer.runtime.bars import LoadingBar
 
 
-@click.command(cls=GroupedCommand, params=flags_of("quantize"))
+@click.command(cls=GroupedCommand, params=make_flags("quantize"))
 def quantize(seed: int, **options: Any) -> None:
     """Write a folder of a model whose weights have 8 or 4 bits.
 
@@ -36,10 +36,10 @@ def quantize(seed: int, **options: Any) -> None:
     all of it is on the disk. If it is already there, made of the same model, the
     command says so and ends with 0.
     """
-    asked = pop_options(QuantizeOptions, options)
-    named = pop_options(ModelOptions, options)
-    output = asked.output
-    to = asked.to
+    quantize_options = take(QuantizeOptions, options)
+    model_options = take(ModelOptions, options)
+    output = quantize_options.output
+    to = quantize_options.to
     if output is None:
         raise click.UsageError("Missing option '--output'.")
     with importing():
@@ -51,7 +51,7 @@ def quantize(seed: int, **options: Any) -> None:
     start_s = time.monotonic()
     # An exit removes the draft; a signal would leave it.
     signal.signal(signal.SIGTERM, lambda *_: sys.exit(EXIT_STOPPED["terminated"]))
-    checkpoint = open_model(named)
+    checkpoint = open_model(model_options)
     output = output.resolve()
     with raising_disk_errors(output.parent):
         output.parent.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ from pathlib import Path
 
 from fminfer.core.quantities import with_noun
 
-MAX_TOLD = 20  # reasons that `fminfer check` prints
-MOST_RANGES = 12  # of line numbers in a sentence
+MAX_REASONS = 20  # reasons that `fminfer check` prints
+MAX_RANGES = 12  # of line numbers in a sentence
 # what may differ in messages of one reason
 VALUES = re.compile(r'"(?:[^"\\]|\\.)*"|-?\d[\d.,]*')
 
@@ -25,15 +25,15 @@ class Refusal:
     ranges: list[list[int]] = field(default_factory=list)
 
     def add(self, source: int, number: int) -> None:
-        """Add a line. Beyond MOST_RANGES it is only counted."""
+        """Add a line. Beyond MAX_RANGES it is only counted."""
         self.num_lines += 1
         last = self.ranges[-1] if self.ranges else [-1, 0, 0]
         if [source, number - 1] == [last[0], last[2]]:
             last[2] = number
-        elif len(self.ranges) <= MOST_RANGES:
+        elif len(self.ranges) <= MAX_RANGES:
             self.ranges.append([source, number, number])
 
-    def to_text(self, files: Sequence[Path]) -> str:
+    def describe(self, files: Sequence[Path]) -> str:
         """Return the message with the place of the first line, and the numbers of all lines."""
         home, number, _ = self.ranges[0]
         text = f"{files[home]}:{number}: {self.text}"
@@ -42,9 +42,9 @@ class Refusal:
         shown = [
             ("" if source == home else f"{files[source]}:")
             + (f"{first}" if first == last else f"{first}-{last}")
-            for source, first, last in self.ranges[:MOST_RANGES]
+            for source, first, last in self.ranges[:MAX_RANGES]
         ]
-        more = ", …" if len(self.ranges) > MOST_RANGES else ""
+        more = ", …" if len(self.ranges) > MAX_RANGES else ""
         return f"{text}; {self.num_lines:,} lines alike: {', '.join(shown)}{more}"
 
 
@@ -53,21 +53,21 @@ class Refusals:
 
     def __init__(self, files: Sequence[Path]) -> None:
         self._files = files
-        self._found: dict[tuple[str, str | None], Refusal] = {}
-        self._num_others = 0  # lines of reasons beyond MAX_TOLD
+        self._by_reason: dict[tuple[str, str | None], Refusal] = {}
+        self._num_others = 0  # lines of reasons beyond MAX_REASONS
 
     def add(self, source: int, number: int, text: str, param: str | None) -> None:
         """Add a line, by its file's index among the inputs and its number in that file."""
         key = VALUES.sub("0", text), param
-        if key not in self._found and len(self._found) == MAX_TOLD:
+        if key not in self._by_reason and len(self._by_reason) == MAX_REASONS:
             self._num_others += 1
             return
-        self._found.setdefault(key, Refusal(text)).add(source, number)
+        self._by_reason.setdefault(key, Refusal(text)).add(source, number)
 
-    def lines(self) -> Iterator[str]:
+    def describe_reasons(self) -> Iterator[str]:
         """Yield a sentence for each reason, in the order of their first lines."""
-        for refusal in self._found.values():
-            yield refusal.to_text(self._files)
+        for refusal in self._by_reason.values():
+            yield refusal.describe(self._files)
         if self._num_others:
             others = with_noun(self._num_others, "line")
             yield f"… and {others} for other reasons; --all shows each line"

@@ -37,33 +37,35 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     from fminfer.job.report.report_file import write_report
     from fminfer.job.report.reported_outputs import find_outputs
 
-    found = find_outputs(outputs)
-    out = out or _default_place(outputs, found[0].path)
+    reported = find_outputs(outputs)
+    out = out or _choose_default_path(outputs, reported[0].path)
     if not out.parent.is_dir():
         raise UsageError(f"--out {out}: there is no folder {out.parent}")
-    if out.resolve() in {path.resolve() for each in found for path in each.files}:
+    if out.resolve() in {
+        path.resolve() for output in reported for path in output.files
+    }:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
-    require_own_file(out, PAGE, "--out")
-    done = write_report(found, out)
+    require_own(out, PAGE, "--out")
+    written = write_report(reported, out)
+    num_outputs = counted(len(reported), "output")
     click.echo(
-        f"report    {out}: {with_noun(done.num_rows, 'row')} of "
-        f"{with_noun(len(found), 'output')}, "
-        f"{done.num_shown:,} of them shown, {_show_size(done.num_bytes)}",
+        f"report    {out}: {counted(written.num_rows, 'row')} of {num_outputs}, "
+        f"{written.num_shown:,} of them shown, {_describe_size(written.num_bytes)}",
         err=True,
     )
 
 
-def _show_size(num_bytes: int) -> str:
+def _describe_size(num_bytes: int) -> str:
     return (
         f"{num_bytes / 1e6:.1f} MB" if num_bytes >= 1e6 else f"{num_bytes / 1e3:.0f} KB"
     )
 
 
-def _default_place(asked: tuple[Path, ...], output: Path) -> Path:
-    if len(asked) > 1:
+def _choose_default_path(paths: tuple[Path, ...], output: Path) -> Path:
+    if len(paths) > 1:
         raise UsageError(
-            f"--out is missing; {len(asked)} outputs go into one report: give --out FILE"
+            f"--out is missing; {len(paths)} outputs go into one report: give --out FILE"
         )
-    if asked[0].is_dir():
-        return asked[0] / "report.html"
+    if paths[0].is_dir():
+        return paths[0] / "report.html"
     return output.with_name(f"{output.name.removesuffix('.jsonl')}.report.html")

@@ -8,9 +8,9 @@ from typing import Any
 
 import click
 
-from fminfer.cli.config_file import NOTICES, ConfiguredCommand, tell_notices
-from fminfer.cli.flags import flags_of
-from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, translate_old_flags
+from fminfer.cli.config_file import NOTICES, ConfiguredCommand, print_notices
+from fminfer.cli.flags import make_flags
+from fminfer.cli.old_command_lines import OLD_SERVE_OPTIONS, apply_old_serve_flags
 from fminfer.cli.process import Ending, importing_engine, starting_process
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -32,20 +32,20 @@ EXTRA = (
 
 
 class _ServeCommand(ConfiguredCommand):
-    """Takes the start line of EnergonAI's services, too."""
+    """Accepts the start line of EnergonAI's services, too."""
 
     def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
         """Read the flags, and translate MODEL and the old ones."""
         rest = super().parse_args(ctx, args)
         if not ctx.resilient_parsing:
-            ctx.meta.setdefault(NOTICES, []).extend(translate_old_flags(ctx))
+            ctx.meta.setdefault(NOTICES, []).extend(apply_old_serve_flags(ctx))
         return rest
 
 
 @click.command(
     cls=_ServeCommand,
     settings_of="serve",
-    params=[*flags_of("serve"), *OLD_SERVE_OPTIONS],
+    params=[*make_flags("serve"), *OLD_SERVE_OPTIONS],
 )
 @click.argument("model_argument", required=False, metavar="[MODEL]")
 def serve(**options: Any) -> None:
@@ -79,16 +79,16 @@ def serve(**options: Any) -> None:
         config = pop_options(EngineConfig, options)
         role = find_role(ranks, os.environ)
         if role.is_first:
-            tell_notices(is_quiet=settings.is_quiet)
+            print_notices(is_quiet=settings.is_quiet)
             _require_extra()
-            _warn_of_open_door(settings)
-        _serve(settings, config, role, ending)
+            _warn_of_missing_key(settings)
+        _run_server(settings, config, role, ending)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
 
 
 def _require_extra() -> None:
-    """Refuse to start without what only the extra installs."""
+    """Raise if packages of the extra are missing."""
     if missing := [name for name in EXTRA if importlib.util.find_spec(name) is None]:
         raise UsageError(
             f"fminfer serve needs {', '.join(missing)}, which the extra installs: "
@@ -96,7 +96,7 @@ def _require_extra() -> None:
         )
 
 
-def _warn_of_open_door(settings: ServerSettings) -> None:
+def _warn_of_missing_key(settings: ServerSettings) -> None:
     if not settings.is_loopback and not settings.api_keys:
         click.echo(
             f"Warning: --host {settings.host} without a key: whoever reaches this "
@@ -105,7 +105,7 @@ def _warn_of_open_door(settings: ServerSettings) -> None:
         )
 
 
-def _serve(
+def _run_server(
     settings: ServerSettings, config: EngineConfig, role: Role, ending: Ending
 ) -> None:
     """Do this process's part of a server."""

@@ -10,7 +10,7 @@ from typing import TextIO
 
 import click
 
-from fminfer.cli.process import Ending, start_kernels
+from fminfer.cli.process import Ending, start_kernel_build
 from fminfer.machine.library_imports import importing
 from fminfer.runtime.launch.processes import (
     MEANT_FOR_FIRST,
@@ -37,11 +37,11 @@ def serve_part(name: str, num_ranks: int) -> None:
     ending.is_alone = False
     ending.stopper.leave_to_rank_0()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_FIRST)
-    sys.stdout = sys.stderr = _Named(sys.stderr, name)
+    sys.stdout = sys.stderr = _PrefixedStream(sys.stderr, name)
     # they import beside this one
     ending.children = Processes(rank_names(num_ranks + 1))
     try:
-        _serve(ending, parent)
+        _run_task(ending, parent)
     except (Exception, KeyboardInterrupt) as error:
         ending.fail(error)
     sys.stderr.flush()
@@ -49,7 +49,7 @@ def serve_part(name: str, num_ranks: int) -> None:
     os._exit(0)
 
 
-def _serve(ending: Ending, parent: int) -> None:
+def _run_task(ending: Ending, parent: int) -> None:
     assert ending.children is not None
     with importing():
         from fminfer.runtime.process_roles import do_task
@@ -67,18 +67,18 @@ def _serve(ending: Ending, parent: int) -> None:
         import transformers
 
         transformers.logging.set_verbosity_error()
-    start_kernels(task.config)
+    start_kernel_build(task.config)
 
-    def end(kind: str) -> None:
+    def end_run(kind: str) -> None:
         sys.stderr.flush()
         if options.is_of_command:
             end_parent(parent, END_S)
-        ending.at_once(kind)
+        ending.exit_at_once(kind)
 
-    do_task(task, ending.children, end)
+    do_task(task, ending.children, end_run)
 
 
-class _Named(io.TextIOBase):
+class _PrefixedStream(io.TextIOBase):
     """A stream whose lines begin with the name of the process."""
 
     def __init__(self, stream: TextIO, name: str) -> None:

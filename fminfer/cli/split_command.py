@@ -13,15 +13,17 @@ from fminfer.cli.flags import NamedPath
 from fminfer.cli.process import EXIT_SOME_ERRORS
 from fminfer.core.quantities import with_noun
 
-_path = partial(click.option, type=NamedPath(path_type=Path), required=True)
+_path_option = partial(click.option, type=NamedPath(path_type=Path), required=True)
 
 
 @click.command()
-@_path(
+@_path_option(
     "--input-file",
     help="The file to split: .jsonl, .ndjson or .json, also .gz or .zst; - is stdin.",
 )
-@_path("--output-dir", help="The folder for the parts, created if its parent is there.")
+@_path_option(
+    "--output-dir", help="The folder for the parts, created if its parent is there."
+)
 @click.option(
     "--min-generate-token",
     type=click.IntRange(min=0),
@@ -75,11 +77,11 @@ def split(input_file: Path, output_dir: Path, **options: Any) -> None:
 
 
 @click.command()
-@_path(
+@_path_option(
     "--input-dir",
     help="The folder that fminfer split wrote, with the answers beside its parts.",
 )
-@_path(
+@_path_option(
     "--output", help="The file for the answers. A file that differs is not replaced."
 )
 def merge(input_dir: Path, output: Path) -> None:

@@ -9,12 +9,12 @@ from pathlib import Path
 import click
 
 from fminfer.cli.flags import NamedPath
-from fminfer.cli.process import show
+from fminfer.cli.process import print_wrapped
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import describe_seconds, with_noun
 from fminfer.job.overview import STATES, FileState, Overview, find_overviews
 
-MOST_LISTED = 20
+MAX_LISTED = 20
 
 
 @click.command()
@@ -42,12 +42,12 @@ def status(paths: tuple[Path, ...], is_json: bool) -> None:
         for overview in find_overviews(path):
             if is_json:
                 # which takes names of any bytes
-                click.echo(json.dumps(_to_dict(overview)))
+                click.echo(json.dumps(_make_json_fields(overview)))
             else:
-                show(_to_text(overview))
+                print_wrapped(_describe_overview(overview))
 
 
-def _to_dict(overview: Overview) -> dict[str, object]:
+def _make_json_fields(overview: Overview) -> dict[str, object]:
     return {
         "path": overview.path,
         "num_files": {state: overview.count(state) for state in STATES},
@@ -61,7 +61,7 @@ def _to_dict(overview: Overview) -> dict[str, object]:
     }
 
 
-def _to_text(overview: Overview) -> str:
+def _describe_overview(overview: Overview) -> str:
     answered = sum(file.num_answered for file in overview.files)
     failed = sum(file.num_failed for file in overview.files)
     counts = [
@@ -69,7 +69,7 @@ def _to_text(overview: Overview) -> str:
     ]
     numbers = [(state, overview.count(state)) for state in STATES[1:]]
     counts += [f"{number:,} {state}" for state, number in numbers if number]
-    rows = f"{answered + failed:,} of {_rows(overview.num_rows)}"
+    rows = f"{answered + failed:,} of {_describe_num_rows(overview.num_rows)}"
     if failed:
         codes = ", ".join(
             f"{count:,} {code}" for code, count in overview.failed_by_code.items()
@@ -81,30 +81,32 @@ def _to_text(overview: Overview) -> str:
         )
     lines = [overview.path, f"  {', '.join(counts)}", f"  {rows}"]
     if overview.count("done") < len(overview.files):
-        lines.append(f"  {_left(overview)}")
+        lines.append(f"  {_describe_time_left(overview)}")
     open_files = [
         file for file in overview.files if file.state in ("running", "stopped")
     ]
     open_files += [
         file for file in overview.files if file.state == "waiting" and file.why
     ]
-    lines += _first_few([f"    {_line(file)}" for file in open_files], "    … and ")
+    lines += _shorten_list(
+        [f"    {_describe_file(file)}" for file in open_files], "    … and "
+    )
     passed_over = [
         f"  left out: {path}: {why}" for path, why in overview.left_out.items()
     ]
-    return "\n".join([*lines, *_first_few(passed_over, "  left out: ")])
+    return "\n".join([*lines, *_shorten_list(passed_over, "  left out: ")])
 
 
-def _first_few(lines: list[str], more: str) -> list[str]:
-    if len(lines) <= MOST_LISTED:
+def _shorten_list(lines: list[str], more: str) -> list[str]:
+    if len(lines) <= MAX_LISTED:
         return lines
     return [
-        *lines[:MOST_LISTED],
-        f"{more}{len(lines) - MOST_LISTED:,} more (--json lists all)",
+        *lines[:MAX_LISTED],
+        f"{more}{len(lines) - MAX_LISTED:,} more (--json lists all)",
     ]
 
 
-def _left(overview: Overview) -> str:
+def _describe_time_left(overview: Overview) -> str:
     if overview.count("waiting") == len(overview.files):
         return "no run has begun; fminfer run answers them"
     if not overview.count("running"):
@@ -116,9 +118,9 @@ def _left(overview: Overview) -> str:
     return f"{describe_seconds(overview.left_s)} left"
 
 
-def _line(file: FileState) -> str:
+def _describe_file(file: FileState) -> str:
     name = Path(file.output if file.input is None else file.input).name
-    rows = f"{file.num_answered + file.num_failed:,} of {_rows(file.num_rows)}"
+    rows = f"{file.num_answered + file.num_failed:,} of {_describe_num_rows(file.num_rows)}"
     if file.state == "stopped":
         return f"{name}: stopped ({file.why}), {rows}"
     if file.state == "waiting":
@@ -127,5 +129,5 @@ def _line(file: FileState) -> str:
     return f"{name}: {rows}, by {file.owner}{left}"
 
 
-def _rows(number: int | None) -> str:
-    return "? rows" if number is None else with_noun(number, "row")
+def _describe_num_rows(number: int | None) -> str:
+    return "? rows" if number is None else counted(number, "row")

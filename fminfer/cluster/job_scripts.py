@@ -27,15 +27,15 @@ def quote(value: object) -> str:
     if not _CONTROL.search(text):
         return shlex.quote(text)
     plain = text.replace("\\", "\\\\").replace("'", "\\'")
-    return f"$'{_CONTROL.sub(_escape, plain)}'"
+    return f"$'{_CONTROL.sub(_escape_control, plain)}'"
 
 
-def _escape(match: re.Match[str]) -> str:
+def _escape_control(match: re.Match[str]) -> str:
     return "".join(f"\\x{byte:02x}" for byte in match[0].encode())
 
 
 class ScriptTemplate:
-    """A template, read and checked once; the values of one are told in docs/clusters.md."""
+    """A template, read and checked once; docs/clusters.md lists its values."""
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -52,7 +52,7 @@ class ScriptTemplate:
         try:
             self._template = environment.get_template(path.name)
         except jinja2.TemplateSyntaxError as error:
-            raise self._wrong(
+            raise self._template_error(
                 error.lineno, error.message or "it is no template"
             ) from None
         except jinja2.TemplateNotFound:
@@ -61,7 +61,7 @@ class ScriptTemplate:
             raise UsageError(f"--template {path} cannot be read: {error}") from None
 
     def render(self, values: Mapping[str, object]) -> str:
-        """Return the script; refuse a template that cannot be carried out, by a UsageError."""
+        """Return the script; raise UsageError if the template fails."""
         try:
             return self._template.render(values)
         except Exception as error:  # a template can fail in any of Python's ways
@@ -76,7 +76,9 @@ class ScriptTemplate:
                 if is_name
                 else ""
             )
-            raise self._wrong(lines[-1] if lines else None, f"{error}{names}") from None
+            raise self._template_error(
+                lines[-1] if lines else None, f"{error}{names}"
+            ) from None
 
-    def _wrong(self, line: int | None, message: str) -> UsageError:
+    def _template_error(self, line: int | None, message: str) -> UsageError:
         return UsageError(f"--template {self._path}, line {line or '?'}: {message}")

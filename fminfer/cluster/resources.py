@@ -36,72 +36,72 @@ MAX_SPARE_S = 120.0
 SPARE_SHARE = 0.05
 
 
-_job = partial(option, group="Jobs", commands=("submit",))
-_queue = partial(option, group="Queue", commands=("submit",))
+_job_option = partial(option, group="Jobs", commands=("submit",))
+_queue_option = partial(option, group="Queue", commands=("submit",))
 
 
 @dataclass(frozen=True)
 class SubmitOptions(Options):
     """Which jobs are made, and how they wait in the queue."""
 
-    infer_data: tuple[Path, ...] = _job(
+    infer_data: tuple[Path, ...] = _job_option(
         "A folder of input files, or a file. May be repeated.", group="Input and output"
     )
-    scheduler: Literal["lsf", "slurm"] | None = _job(
+    scheduler: Literal["lsf", "slurm"] | None = _job_option(
         "lsf: submit with bsub. slurm: with sbatch."
     )
-    mode: Literal["each", "array", "ranks"] = _job(
+    mode: Literal["each", "array", "ranks"] = _job_option(
         "each: one job per file. array: job arrays, one task per file. ranks: one job for all "
         "files, one rank per task.",
         default="each",
     )
-    time_s: Seconds | None = _job(
+    time_s: Seconds | None = _job_option(
         "The jobs' wall-time limit. A job stops cleanly a little before it, is "
         "requeued, and goes on.  [default: the queue's limit, which the jobs do not "
         "know]"
     )
-    queue: str | None = _job(
+    queue: str | None = _job_option(
         "LSF's queue or Slurm's partition.", flags=("--queue", "--partition")
     )
-    gpus: ShownCount | None = _job(
+    gpus: ShownCount | None = _job_option(
         "GPUs of each job, with one rank on each.  [default: none]"
     )
-    nodes: ShownCount = _job(
+    nodes: ShownCount = _job_option(
         "With --mode ranks: number of machines. Ranks and GPUs are spread evenly over them.",
         default=1,
     )
-    launcher: str | None = _job(
+    launcher: str | None = _job_option(
         "With --mode ranks: the command that starts the ranks.  [default: srun of "
         "Slurm; mpirun -n RANKS of LSF]"
     )
-    directives: tuple[str, ...] = _job(
+    directives: tuple[str, ...] = _job_option(
         "One more #SBATCH or #BSUB line: --directive=--account=lab. May be repeated.",
         flags=("--directive",),
     )
-    template: Path | None = _job(
+    template: Path | None = _job_option(
         "Your own Jinja2 template of the script (docs/clusters.md)."
     )
-    job_dir: Path | None = _job(
+    job_dir: Path | None = _job_option(
         "Folder for logs and lists of files.  [default: jobs/ beside the answers; "
         "above a folder with % or \\ in its name]"
     )
-    name: str | None = _queue(
+    name: str | None = _queue_option(
         "Part of the jobs' names, by which submit finds its own jobs in the queue.  "
         "[default: the last part of the model's name]"
     )
-    max_queued: ShownCount = _queue(
+    max_queued: ShownCount = _queue_option(
         "Most jobs of this name in the queue, waiting or running. Each task of an array counts. "
         "submit waits for room.",
         default=300,
     )
-    max_running: ShownCount | None = _queue(
+    max_running: ShownCount | None = _queue_option(
         "With --mode array: most tasks of an array that run at once.  [default: no limit]"
     )
-    max_requeues: ShownAmount = _queue(
+    max_requeues: ShownAmount = _queue_option(
         "How often a job that runs out of time is requeued by itself.", default=20
     )
-    dry_run: bool = _queue("Print what would be sent, and send nothing.")
-    job_name: str | None = _job(
+    dry_run: bool = _queue_option("Print what would be sent, and send nothing.")
+    job_name: str | None = _job_option(
         "A job's name in FM Inference: the same as --name NAME --infer-data PATH "
         "--scheduler lsf.",
         group="Old command lines",
@@ -109,7 +109,7 @@ class SubmitOptions(Options):
     )
 
     def check(self) -> None:
-        """Refuse flags that mean nothing in this mode."""
+        """Raise for flags that mean nothing in this mode."""
         if self.max_running is not None and self.mode != "array":
             raise UsageError(
                 "--max-running is for --mode array; for separate jobs see --max-queued"
@@ -136,8 +136,7 @@ class SubmitOptions(Options):
 def parse_flags(
     run: click.Command, run_flags: Sequence[str], gpus: int | None = None
 ) -> dict[str, Any]:
-    """Return the flags of `fminfer run` by name; refuse what is wrong or means nothing
-    in jobs."""
+    """Return the flags of `fminfer run` by name; raise for those that jobs cannot have."""
     flags = run.make_context("fminfer run", list(run_flags)).params
     if flags["paths"] or flags["infer_data"] or "--" in run_flags:
         raise UsageError(
@@ -154,9 +153,9 @@ def parse_flags(
         raise UsageError(
             "--rank and --dist-url are for ranks started by hand; see --mode ranks"
         )
-    told = {**flags, "world_size": count_ranks(flags, gpus)}
-    ranks = pop_options(RankConfig, {**told})
-    config = pop_options(EngineConfig, told)
+    job_flags = {**flags, "world_size": count_ranks(flags, gpus)}
+    ranks = take(RankConfig, {**job_flags})
+    config = take(EngineConfig, job_flags)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags
@@ -175,8 +174,10 @@ def count_ranks(flags: dict[str, Any], gpus: int | None) -> int:
 
 
 def check_model_path(config: ModelOptions) -> None:
-    """Refuse a model that is written as a path and is not there; a hub id is the job's
-    to fetch."""
+    """Raise for a model that is written as a path and is not there.
+
+    A hub id is left to the job, which fetches it.
+    """
     if config.model is None:
         return
     if is_gguf(config.model):
@@ -195,7 +196,7 @@ def check_model_path(config: ModelOptions) -> None:
 
 
 def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> None:
-    """Refuse a file that several jobs would write."""
+    """Raise for a file that several jobs would write."""
     for flag in ("stats", "trace"):
         if flags[flag] is not None and mode != "ranks" and num_inputs > 1:
             raise UsageError(
@@ -203,33 +204,33 @@ def check_shared_files(mode: str, flags: dict[str, Any], num_inputs: int) -> Non
             )
 
 
-def job_values(
-    scheduler: Scheduler, asked: SubmitOptions, flags: dict[str, Any]
+def make_job_values(
+    scheduler: Scheduler, submit_options: SubmitOptions, flags: dict[str, Any]
 ) -> tuple[dict[str, object], list[str]]:
-    """Return the template's values, and flags for `fminfer run`; refuse numbers that do
-    not fit."""
-    num_ranks = count_ranks(flags, asked.gpus)
-    time_s = asked.time_s
+    """Return the template's values, and flags for `fminfer run`; raise if numbers clash."""
+    num_ranks = count_ranks(flags, submit_options.gpus)
+    time_s = submit_options.time_s
     num_shards: int = flags["tensor_parallel_size"]
-    for what, count in (("ranks", num_ranks), ("GPUs", asked.gpus or 0)):
-        if count % asked.nodes:
+    num_nodes = submit_options.nodes
+    for noun, count in (("ranks", num_ranks), ("GPUs", submit_options.gpus or 0)):
+        if count % num_nodes:
             raise UsageError(
-                f"{count} {what} cannot be spread evenly over --nodes {asked.nodes}"
+                f"{count} {noun} cannot be spread evenly over --nodes {num_nodes}"
             )
-    if num_ranks // asked.nodes % num_shards:
+    if num_ranks // num_nodes % num_shards:
         raise UsageError(
-            f"{num_ranks // asked.nodes} ranks on each of --nodes {asked.nodes} are no "
+            f"{num_ranks // num_nodes} ranks on each of --nodes {num_nodes} are no "
             f"multiple of --tensor-parallel-size {num_shards}; ranks that have parts "
             "of one layer must be on one node. Change --gpus, --nodes or "
             "--tensor-parallel-size"
         )
-    start = (
-        shlex.split(asked.launcher)
-        if asked.launcher
+    launcher = (
+        shlex.split(submit_options.launcher)
+        if submit_options.launcher
         else scheduler.launcher(num_ranks, has_shards=num_shards > 1)
     )
     more_flags = []
-    if asked.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
+    if submit_options.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:
         more_flags += ["--world-size", str(num_ranks)]
     if time_s is not None and flags["deadline_s"] is None:
         spare_s = min(MAX_SPARE_S, max(MIN_SPARE_S, SPARE_SHARE * time_s))
@@ -241,10 +242,11 @@ def job_values(
                 f"are kept for the job's start and end. For `fminfer run`: {error}"
             ) from None
         more_flags += ["--deadline", format_duration(time_s - spare_s)]
-    as_asked = ("queue", "gpus", "nodes", "directives", "max_requeues")
-    values: dict[str, object] = {name: getattr(asked, name) for name in as_asked} | {
+    names = ("queue", "gpus", "nodes", "directives", "max_requeues")
+    values: dict[str, object] = {name: getattr(submit_options, name) for name in names}
+    values |= {
         "time": None if time_s is None else scheduler.format_time(time_s),
-        "tasks": num_ranks if asked.mode == "ranks" else 1,
-        "launcher": start,
+        "tasks": num_ranks if submit_options.mode == "ranks" else 1,
+        "launcher": launcher,
     }
     return values, more_flags

@@ -1,5 +1,4 @@
-"""Slurm and LSF: the names of jobs, the commands that submit them and list the queue,
-and answers.
+"""Slurm and LSF: names of jobs, commands that submit them and list the queue.
 
 The manuals: https://slurm.schedmd.com/sbatch.html,
 https://www.ibm.com/docs/en/spectrum-lsf/10.1.0?topic=reference-bsub
@@ -54,9 +53,12 @@ class Slurm:
 
     def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         """Return what starts the ranks of a job; those of a stage must be on one node."""
-        return ["srun", *["--distribution=block"] * has_shards]  # it knows how many
+        words = ["srun"]  # it knows how many
+        if has_shards:
+            words.append("--distribution=block")
+        return words
 
-    def command(self, job: Job) -> list[str]:
+    def submit_command(self, job: Job) -> list[str]:
         """Return what sends a job; its script goes to standard input."""
         log = f"{job.job_dir}/{'%A_%a' if job.is_array else '%j'}.log"
         array = [f"--array=1-{len(job.files)}{job.limit}"] if job.is_array else []
@@ -68,15 +70,17 @@ class Slurm:
             *array,
         ]
 
-    def send(self, job: Job) -> str:
+    def submit(self, job: Job) -> str:
         """Submit a job; return its number."""
         # number;cluster
-        return _submit(self.command(job), job).strip().partition(";")[0]
+        return _submit_job(self.submit_command(job), job).strip().partition(";")[0]
 
-    def queue(self) -> list[QueuedTask]:
+    def list_tasks(self) -> list[QueuedTask]:
         """List this user's jobs."""
         user = f"--user={os.getuid()}"
-        listing = _call(["squeue", "--noheader", "--array", user, "--format=%K %j"])
+        listing = _run_command(
+            ["squeue", "--noheader", "--array", user, "--format=%K %j"]
+        )
         parts = [line.partition(" ") for line in listing.split("\n") if line.strip()]
         return [
             QueuedTask(j.strip(), int(k) if k.isdigit() else None) for k, _, j in parts
@@ -95,26 +99,30 @@ class Lsf:
     def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         return ["mpirun", "-n", str(num_ranks)]  # it fills a node before the next
 
-    def command(self, job: Job) -> list[str]:
+    def submit_command(self, job: Job) -> list[str]:
         log = f"{job.job_dir}/{'%J.%I' if job.is_array else '%J'}.log"
         array = f"[1-{len(job.files)}]{job.limit}" if job.is_array else ""
         return ["bsub", "-J", job.name + array, "-o", log]
 
-    def send(self, job: Job) -> str:
-        said = _submit(self.command(job), job)
-        number = re.search(r"Job <(\d+)>", said)
+    def submit(self, job: Job) -> str:
+        message = _submit_job(self.submit_command(job), job)
+        number = re.search(r"Job <(\d+)>", message)
         if number is None:
-            raise SchedulerError(f"bsub told no job's number, but {said.strip()!r}")
+            raise SchedulerError(f"bsub told no job's number, but {message.strip()!r}")
         return number[1]
 
-    def queue(self) -> list[QueuedTask]:
+    def list_tasks(self) -> list[QueuedTask]:
         try:
-            listing = _call(["bjobs", "-noheader", "-o", "job_name"])
+            listing = _run_command(["bjobs", "-noheader", "-o", "job_name"])
         except SchedulerError as error:
             if "No unfinished job found" in str(error):
                 return []
             raise
-        return [_lsf_task(line.strip()) for line in listing.split("\n") if line.strip()]
+        return [
+            _parse_lsf_task(line.strip())
+            for line in listing.split("\n")
+            if line.strip()
+        ]
 
     def format_time(self, time_s: float) -> str:
         """Write a limit as H:MM: bsub -W takes no seconds."""
@@ -132,21 +140,21 @@ def format_duration(time_s: float) -> str:
     return f"{seconds // 3600}:{seconds // 60 % 60:02}:{seconds % 60:02}"
 
 
-def _lsf_task(name: str) -> QueuedTask:
+def _parse_lsf_task(name: str) -> QueuedTask:
     element = re.fullmatch(r"(.*)\[(\d+)\]", name)
     return (
         QueuedTask(name) if element is None else QueuedTask(element[1], int(element[2]))
     )
 
 
-def _submit(command: list[str], job: Job) -> str:
-    """Send a job, once its folder and the list of its files are there; return what is said."""
-    with raising_disk_errors(job.job_dir):
+def _submit_job(command: list[str], job: Job) -> str:
+    """Submit a job, once its folder and its list of files exist; return the command's output."""
+    with told(job.job_dir):
         # without it there would be no logs
         job.job_dir.mkdir(parents=True, exist_ok=True)
         if job.list_path is not None:
             write_list(job.list_path, job.files)
-    return _call(command, job.script)
+    return _run_command(command, job.script)
 
 
 def write_list(path: Path, files: Sequence[Path]) -> None:
@@ -164,8 +172,8 @@ def read_list(path: Path) -> list[Path]:
     return [Path(os.fsdecode(name)) for name in names]
 
 
-def _call(command: list[str], text: str = "") -> str:
-    """Run a scheduler's command; return what it says.
+def _run_command(command: list[str], text: str = "") -> str:
+    """Run a scheduler's command; return its output.
 
     Raises:
         UsageError: it is not here.
@@ -181,9 +189,9 @@ def _call(command: list[str], text: str = "") -> str:
             "which it is, or look at what would be sent with --dry-run"
         ) from None
     if done.returncode != 0:
-        said = (done.stderr or done.stdout).decode(errors="replace").strip()
+        message = (done.stderr or done.stdout).decode(errors="replace").strip()
         raise SchedulerError(
-            f"{command[0]} failed (exit status {done.returncode}): {said}"
+            f"{command[0]} failed (exit status {done.returncode}): {message}"
         )
     return os.fsdecode(done.stdout)
 
@@ -194,33 +202,36 @@ OLD_PREFIX = "lsf_"
 _ODD = re.compile(r"[\x00-\x1f\x7f-\x9f\u2028\u2029\[\]]")
 
 
-def infer_data_of(environ: Mapping[str, str]) -> Path | None:
+def find_old_job_path(environ: Mapping[str, str]) -> Path | None:
     """Return the path that this job's name holds, behind its first #; None: it holds none."""
-    found = (parts_of(environ.get(variable, "")) for variable in VARIABLES)
-    return next((parts[1] for parts in found if parts is not None), None)
+    for variable in VARIABLES:
+        parts = split_old_job_name(environ.get(variable, ""))
+        if parts is not None:
+            return parts[1]
+    return None
 
 
-def parts_of(job_name: str) -> tuple[str, Path] | None:
-    """Take `lsf_<name>#<path>` apart; None: it is no such name."""
+def split_old_job_name(job_name: str) -> tuple[str, Path] | None:
+    """Split `lsf_<name>#<path>`; None: it is no such name."""
     prefix, _, path = job_name.partition("#")
     if not prefix.startswith(OLD_PREFIX) or not path:
         return None
     return prefix.removeprefix(OLD_PREFIX), Path(path)
 
 
-def name_of_file(name: str, path: Path) -> str:
+def make_file_job_name(name: str, path: Path) -> str:
     """Name the job of one file; characters that a scheduler cannot take become `?`."""
     return _ODD.sub("?", f"{OLD_PREFIX}{name}#{path}").strip()
 
 
-def name_of_list(name: str, paths: Sequence[Path]) -> str:
+def make_list_job_name(name: str, paths: Sequence[Path]) -> str:
     """Name the job of a list of files; another list has another name."""
     digest = hashlib.blake2b(b"\0".join(map(os.fsencode, paths)), digest_size=4)
     return f"{name}.{digest.hexdigest()}"
 
 
-def is_of(job_name: str, name: str) -> bool:
-    """Tell whether a job was submitted under a name."""
+def is_job_of(job_name: str, name: str) -> bool:
+    """Whether a job was submitted under a name."""
     old = f"{OLD_PREFIX}{name}#"
     return job_name.startswith(old) or bool(
         re.fullmatch(rf"{re.escape(name)}\.[0-9a-f]{{8}}", job_name)

@@ -1,4 +1,4 @@
-"""Submits the jobs of files that are not finished, and no more at a time than is wanted."""
+"""Submits the jobs of files that are not finished; waits while the queue has enough."""
 
 from __future__ import annotations
 
@@ -14,9 +14,9 @@ from fminfer.cluster.slurm_and_lsf import (
     Job,
     QueuedTask,
     Scheduler,
-    is_of,
-    name_of_file,
-    name_of_list,
+    is_job_of,
+    make_file_job_name,
+    make_list_job_name,
     read_list,
 )
 from fminfer.core.errors import SchedulerError
@@ -32,8 +32,8 @@ LIST = ".files"  # added to a job's name: the names of its files, with a NUL aft
 
 
 @dataclass(slots=True, frozen=True)
-class JobForm:
-    """How a job is made of files."""
+class JobSpec:
+    """What the jobs of a submission have in common."""
 
     mode: Mode
     name: str
@@ -44,18 +44,20 @@ class JobForm:
     command: tuple[str, ...]  # `fminfer run` and its flags
     max_running: int | None = None
 
-    def make(self, files: Sequence[Path]) -> Job:
+    def make_job(self, files: Sequence[Path]) -> Job:
         """Return the job that answers these files."""
         if self.mode == "each":
             return Job(
-                name_of_file(self.name, files[0]), self._script(files), self.job_dir
+                make_file_job_name(self.name, files[0]),
+                self._render_script(files),
+                self.job_dir,
             )
-        name = name_of_list(self.name, files)
+        name = make_list_job_name(self.name, files)
         list_path = self.job_dir / f"{name}{LIST}"
         paths = self.paths if self.mode == "ranks" else ()
         return Job(
             name,
-            self._script(paths, list_path),
+            self._render_script(paths, list_path),
             self.job_dir,
             list_path,
             tuple(files),
@@ -63,26 +65,30 @@ class JobForm:
             max_running=self.max_running,
         )
 
-    def files_of(self, tasks: Sequence[QueuedTask], files: Sequence[Path]) -> set[Path]:
+    def find_queued_files(
+        self, tasks: Sequence[QueuedTask], files: Sequence[Path]
+    ) -> set[Path]:
         """Return those of the files that queued tasks answer."""
-        by_name = {name_of_file(self.name, file): file for file in files}
-        taken: set[Path] = set()
+        by_name = {make_file_job_name(self.name, file): file for file in files}
+        queued: set[Path] = set()
         lists: dict[str, list[Path]] = {}
         for task in tasks:
             if task.name in by_name:
-                taken.add(by_name[task.name])
-            elif is_of(task.name, self.name):
+                queued.add(by_name[task.name])
+            elif is_job_of(task.name, self.name):
                 if task.name not in lists:
                     lists[task.name] = read_list(self.job_dir / f"{task.name}{LIST}")
                 listed = lists[task.name]
-                taken.update(
+                queued.update(
                     listed
                     if task.index is None
                     else listed[task.index - 1 : task.index]
                 )
-        return taken & set(files)
+        return queued & set(files)
 
-    def _script(self, paths: Sequence[Path], list_path: Path | None = None) -> str:
+    def _render_script(
+        self, paths: Sequence[Path], list_path: Path | None = None
+    ) -> str:
         words = [
             *self.command,
             *(word for path in paths for word in ("--infer-data", str(path))),
@@ -94,17 +100,19 @@ class JobForm:
 
 
 class DryRun:
-    """Prints what would be done, in commands that a shell could carry out; asks nobody."""
+    """Prints the shell commands that would submit jobs; asks no scheduler."""
 
-    def __init__(self, scheduler: Scheduler, show: Callable[[str], None]) -> None:
+    def __init__(
+        self, scheduler: Scheduler, print_script: Callable[[str], None]
+    ) -> None:
         self._scheduler = scheduler
-        self._show = show
+        self._print_script = print_script
 
-    def queue(self) -> list[QueuedTask]:
+    def list_tasks(self) -> list[QueuedTask]:
         return []
 
-    def send(self, job: Job) -> str:
-        """Show a job."""
+    def submit(self, job: Job) -> str:
+        """Print the commands that would submit a job."""
         lines = [f"mkdir -p {shlex.quote(str(job.job_dir))}"]
         if job.list_path is not None:
             names = shlex.join(map(str, job.files))
@@ -112,34 +120,35 @@ class DryRun:
         end = "END_OF_SCRIPT"
         while end in job.script:  # a file may be called anything
             end += "_"
-        command = shlex.join(self._scheduler.command(job))
+        command = shlex.join(self._scheduler.submit_command(job))
         text = job.script.removesuffix("\n")
-        self._show("\n".join([*lines, f"{command} << '{end}'", text, end, ""]))
+        self._print_script("\n".join([*lines, f"{command} << '{end}'", text, end, ""]))
         return job.name
 
 
 @dataclass(slots=True)
 class Submission:
-    """What is to be submitted, and what was."""
+    """Submits the jobs of some files, and counts what became of them."""
 
     sender: Scheduler | DryRun
-    form: JobForm
+    spec: JobSpec
     outputs: dict[Path, Path]  # where each file's answers go
     # most jobs of this name in the queue, each task of an array counted
     max_queued: int
-    tell: Callable[[str], None]  # says to the user what happens
+    print_note: Callable[[str], None]  # to the user
     poll_s: float = POLL_S  # how long to wait before the queue is asked again
     num_finished: int = 0
-    num_taken: int = 0
+    num_queued_before: int = 0
     sent: list[str] = field(default_factory=list)  # jobs' numbers
     _num_queued: int = 0
 
     @property
     def summary(self) -> str:
         """Say what became of the files, up to the number of jobs."""
+        num_jobs = counted(len(self.sent), "job")
         return (
-            f"{with_noun(len(self.outputs), 'file')}: {self.num_finished} finished, "
-            f"{self.num_taken} already queued or running, {with_noun(len(self.sent), 'job')}"
+            f"{counted(len(self.outputs), 'file')}: {self.num_finished} finished, "
+            f"{self.num_queued_before} already queued or running, {num_jobs}"
         )
 
     def run(self) -> None:
@@ -157,21 +166,21 @@ class Submission:
         self.num_finished = len(self.outputs) - len(files)
         if not files:
             return
-        tasks = self.sender.queue()
-        self._count(tasks)
-        taken = self.form.files_of(tasks, files)
-        self.num_taken = len(taken)
-        left = [file for file in files if file not in taken]
-        while left:
-            size = self._wait_for_room(len(left))
-            part = left[:size]
-            left = left[size:]
-            self._send(part)
+        tasks = self.sender.list_tasks()
+        self._count_queued(tasks)
+        queued = self.spec.find_queued_files(tasks, files)
+        self.num_queued_before = len(queued)
 
-    def _send(self, files: list[Path]) -> None:
-        job = self.form.make(files)
+        remaining = [file for file in files if file not in queued]
+        while remaining:
+            size = self._wait_for_room(len(remaining))
+            self._submit(remaining[:size])
+            remaining = remaining[size:]
+
+    def _submit(self, files: list[Path]) -> None:
+        job = self.spec.make_job(files)
         try:
-            number = self.sender.send(job)
+            number = self.sender.submit(job)
         except SchedulerError as error:
             before = (
                 f"Submitted before it: {', '.join(self.sent)}"
@@ -185,39 +194,39 @@ class Submission:
             ) from None
         self.sent.append(number)
         self._num_queued += len(files) if job.is_array else 1
-        size = f", {with_noun(len(files), 'file')}" if job.list_path is not None else ""
-        self.tell(f"Submitted {number}: {job.name}{size}")
+        size = f", {counted(len(files), 'file')}" if job.list_path is not None else ""
+        self.print_note(f"Submitted {number}: {job.name}{size}")
 
     def _wait_for_room(self, num_left: int) -> int:
         """Return of how many files the next job may be, once there is room for it."""
         least = most = 1
         # not one of a single task for each task that ends
-        if self.form.mode == "array":
+        if self.spec.mode == "array":
             most = min(num_left, MAX_ARRAY, self.max_queued)
             least = min(most, (self.max_queued + 1) // 2)
-        is_told = False
+        has_noted = False
         while (room := self.max_queued - self._num_queued) < least:
-            if not is_told:
-                jobs = with_noun(self._num_queued, "job")
-                files = with_noun(num_left, "file")
-                self.tell(
+            if not has_noted:
+                jobs = counted(self._num_queued, "job")
+                files = counted(num_left, "file")
+                self.print_note(
                     f"{jobs} queued; {files} waiting for room (after Ctrl-C the same "
                     "command goes on)."
                 )
-                is_told = True
+                has_noted = True
             time.sleep(self.poll_s)
-            self._count(self._ask_patiently())
-        return num_left if self.form.mode == "ranks" else min(most, room)
+            self._count_queued(self._list_tasks_patiently())
+        return num_left if self.spec.mode == "ranks" else min(most, room)
 
-    def _ask_patiently(self) -> list[QueuedTask]:
+    def _list_tasks_patiently(self) -> list[QueuedTask]:
         """List the queue; a scheduler may be busy for a while."""
         for _ in range(MAX_FAILURES - 1):
             try:
-                return self.sender.queue()
+                return self.sender.list_tasks()
             except SchedulerError as error:
-                self.tell(f"{error} (asked again in {self.poll_s:g} s)")
+                self.print_note(f"{error} (asked again in {self.poll_s:g} s)")
                 time.sleep(self.poll_s)
-        return self.sender.queue()
+        return self.sender.list_tasks()
 
-    def _count(self, tasks: Sequence[QueuedTask]) -> None:
-        self._num_queued = sum(is_of(task.name, self.form.name) for task in tasks)
+    def _count_queued(self, tasks: Sequence[QueuedTask]) -> None:
+        self._num_queued = sum(is_job_of(task.name, self.spec.name) for task in tasks)

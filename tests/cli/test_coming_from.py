@@ -13,7 +13,7 @@ import pytest
 
 from fminfer.cli.app import main
 from fminfer.cli.config_keys import ALIASES, OLD_FLAGS
-from fminfer.cli.submit_command import run_stand_in
+from fminfer.cli.submit_command import accept_run_flags
 from fminfer.core.errors import UsageError
 
 ROOT = Path(__file__).parent.parent.parent
@@ -42,7 +42,7 @@ def test_its_flags_are_taken(
         inner, *words = words
         ours.commands[inner].make_context(inner, words)
     if name == "submit":
-        run_stand_in.make_context("run", list(found.params["run_flags"]))
+        accept_run_flags.make_context("run", list(found.params["run_flags"]))
 
 
 def test_there_are_rows_of_every_command() -> None:

@@ -13,8 +13,8 @@ from click.testing import CliRunner
 
 from fminfer.cli.app import main
 from fminfer.cli.config_file import NOTICES
-from fminfer.cli.config_keys import flags_of
-from fminfer.cli.submit_command import run_stand_in
+from fminfer.cli.config_keys import flags_by_key
+from fminfer.cli.submit_command import accept_run_flags
 from fminfer.core.errors import UsageError
 from tests.forked import run_forked
 
@@ -117,8 +117,8 @@ def test_every_flag_of_both_commands_is_a_key() -> None:
             for flag in (*param.opts, *param.secondary_opts)
             if flag.startswith("--")
         }
-        assert flags - flags_of(name).keys() == {"config", "attention", "fp16"}
-        assert {"model_name", "no_prefix_cache", "grace"} <= flags_of(name).keys()
+        assert flags - flags_by_key(name).keys() == {"config", "attention", "fp16"}
+        assert {"model_name", "no_prefix_cache", "grace"} <= flags_by_key(name).keys()
 
 
 def test_the_command_line_goes_before_variables_and_these_before_the_file(
@@ -424,9 +424,9 @@ def test_what_is_no_python_either(file: Path) -> None:
 def test_submit_checks_the_file_before_a_job_waits(file: Path) -> None:
     file.write_text("modle = 1")
     with pytest.raises(UsageError, match=r"modle in fminfer.toml is no flag"):
-        run_stand_in.make_context("run", ["--config", "fminfer.toml"])
+        accept_run_flags.make_context("run", ["--config", "fminfer.toml"])
     file.write_text("model = 'm'")
-    found = run_stand_in.make_context("run", ["--config", "fminfer.toml"])
+    found = accept_run_flags.make_context("run", ["--config", "fminfer.toml"])
     assert found.params["model"] == "m"
 
 

@@ -12,7 +12,7 @@ from typing import Any
 import click
 import pytest
 
-from fminfer.cli.submit_command import run_stand_in
+from fminfer.cli.submit_command import accept_run_flags
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 
@@ -40,7 +40,7 @@ def runner() -> Any:
 def test_the_loops_flags_are_those_of_run(runner: Any) -> None:
     flags, unused = runner.translate(LOOP.split())
     assert flags == LOOP.split() and not unused
-    found = run_stand_in.make_context("run", flags).params
+    found = accept_run_flags.make_context("run", flags).params
     assert found["max_steps"] == 99999999999999 and found["rank"] == 3
     assert found["dtype"] == "float16"
 
@@ -96,10 +96,10 @@ def test_models_without_a_public_config_are_refused_by_name(model_type: str) -> 
 
 
 def test_any_old_schedule_is_the_one_there_is() -> None:
-    found = run_stand_in.make_context("run", ["--pp-mode", "pipe_of_tomorrow"])
+    found = accept_run_flags.make_context("run", ["--pp-mode", "pipe_of_tomorrow"])
     assert found.params["pp_mode"] == "pipe_of_tomorrow"
     with pytest.raises(click.BadParameter, match="does not begin with pipe_"):
-        run_stand_in.make_context("run", ["--pp-mode", "gpipe"])
+        accept_run_flags.make_context("run", ["--pp-mode", "gpipe"])
 
 
 def test_it_answers(tmp_path: Path) -> None:

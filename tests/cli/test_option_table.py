@@ -16,7 +16,7 @@ from click.testing import CliRunner
 from fminfer.cli import config_keys, option_table
 from fminfer.cli.app import main
 from fminfer.cli.config_file import ConfiguredCommand
-from fminfer.cli.flags import GroupedOption, flags_of
+from fminfer.cli.flags import GroupedOption, make_flags
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.option import (
@@ -59,17 +59,17 @@ class MadeUp(Options):
 
 def made_up(*words: str) -> MadeUp:
     """Return what `fminfer run` would be told, had it these options."""
-    command = ConfiguredCommand("run", settings_of="run", params=flags_of("run"))
-    return pop_options(MadeUp, command.make_context("run", [*words]).params)
+    command = ConfiguredCommand("run", settings_of="run", params=make_flags("run"))
+    return take(MadeUp, command.make_context("run", [*words]).params)
 
 
 @pytest.fixture
 def with_more(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Add the made-up dataclass to the table."""
     monkeypatch.setattr(option_table, "TABLES", (*option_table.TABLES, MadeUp))
-    config_keys.flags_of.cache_clear()
+    config_keys.flags_by_key.cache_clear()
     yield
-    config_keys.flags_of.cache_clear()
+    config_keys.flags_by_key.cache_clear()
 
 
 @pytest.mark.parametrize("command", get_args(Command))
@@ -156,7 +156,7 @@ def test_a_row_becomes_flags(with_more: None) -> None:
 
 
 def test_a_row_has_its_default_in_the_help(with_more: None) -> None:
-    command = ConfiguredCommand("run", settings_of="run", params=flags_of("run"))
+    command = ConfiguredCommand("run", settings_of="run", params=make_flags("run"))
     text = " ".join(command.get_help(click.Context(command)).split())
     assert "--depth INTEGER How deep. --deep Whether" in text
     assert "[a|b] Kind. [default: a]" in text

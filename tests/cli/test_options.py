@@ -13,7 +13,7 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
-from fminfer.cli.config_file import find_settings
+from fminfer.cli.config_file import read_settings
 from fminfer.cli.flags import GroupedCommand, GroupedOption
 from fminfer.cli.old_command_lines import COMMANDS, FLAGS
 from fminfer.core.config import EngineConfig, make_config
@@ -332,7 +332,7 @@ def test_commands_of_other_tools_lead_to_commands_that_exist() -> None:
 
 def test_keys_and_variables_of_other_tools_are_told_too() -> None:
     """They were asked about --device-memory and the like, by their spelling."""
-    found = find_settings("serve", None, {"FMINFER_NUM_GPUS": "2"})
+    found = read_settings("serve", None, {"FMINFER_NUM_GPUS": "2"})
     assert "Give --world-size" in found.notices[0]
 
 

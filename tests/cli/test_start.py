@@ -550,8 +550,8 @@ def test_the_cpus_kernels_are_not_built_for_a_gpu(
     monkeypatch.setattr(process, "start_build", lambda: built.append("built"))
     monkeypatch.setattr(process, "GPU_DRIVERS", ())
     for kernels, device in (("auto", "cuda"), ("require", "cuda:1"), ("off", "cpu")):
-        process.start_kernels(ComputeOptions(kernels=kernels, device=device))
+        process.start_kernel_build(ComputeOptions(kernels=kernels, device=device))
     assert not built
     for device in ("cpu", "auto"):
-        process.start_kernels(ComputeOptions(device=device))
+        process.start_kernel_build(ComputeOptions(device=device))
     assert built == ["built"] * 2

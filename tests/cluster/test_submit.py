@@ -14,10 +14,10 @@ from click.testing import CliRunner, Result
 
 from fminfer.cli.app import main
 from fminfer.cluster.slurm_and_lsf import (
-    infer_data_of,
-    is_of,
-    name_of_file,
-    name_of_list,
+    find_old_job_path,
+    is_job_of,
+    make_file_job_name,
+    make_list_job_name,
     read_list,
 )
 from fminfer.files.status_file import status_path
@@ -48,7 +48,8 @@ def queue(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("FAKE_CLUSTER", str(folder))
     monkeypatch.setenv("PATH", f"{FAKES}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(
-        "fminfer.cli.submit_command._program", lambda: [str(FAKES / "stub_fminfer")]
+        "fminfer.cli.submit_command._find_program",
+        lambda: [str(FAKES / "stub_fminfer")],
     )
     monkeypatch.setattr("fminfer.cluster.submission.POLL_S", 0.0)
     return folder
@@ -149,7 +150,7 @@ def test_an_array_with_a_list_of_its_files(
         "--directive=--account=lab",
     )
     (name,) = set(names(queue))
-    assert is_of(name, "demo") and len(names(queue)) == 4
+    assert is_job_of(name, "demo") and len(names(queue)) == 4
     files = [shards / f"request_{i}.jsonl" for i in range(4)]
     assert read_list(shards / "jobs" / f"{name}.files") == files
     (_, task), *_ = cluster.tasks()
@@ -580,22 +581,22 @@ def test_half_of_what_submit_needs(
 
 
 def test_names_of_jobs() -> None:
-    assert infer_data_of({"LSB_JOBNAME": "lsf_opt-175b#/data/a#b c.jsonl"}) == Path(
+    assert find_old_job_path({"LSB_JOBNAME": "lsf_opt-175b#/data/a#b c.jsonl"}) == Path(
         "/data/a#b c.jsonl"
     )
-    assert infer_data_of({"SLURM_JOB_NAME": "lsf_x#shards/"}) == Path("shards/")
+    assert find_old_job_path({"SLURM_JOB_NAME": "lsf_x#shards/"}) == Path("shards/")
     for other in ({}, {"LSB_JOBNAME": "lsf_x#"}, {"SLURM_JOB_NAME": "job#/a.jsonl"}):
-        assert infer_data_of(other) is None
-    assert infer_data_of({"LSB_JOBNAME": "x", "SLURM_JOB_NAME": "lsf_y#/z"}) == Path(
-        "/z"
-    )
-    assert name_of_file("m", Path("/a[1]\n.jsonl")) == "lsf_m#/a?1??.jsonl"
-    one = name_of_list("m", [Path("/a"), Path("/b")])
-    assert is_of(one, "m") and one != name_of_list("m", [Path("/a/b")])
+        assert find_old_job_path(other) is None
+    assert find_old_job_path(
+        {"LSB_JOBNAME": "x", "SLURM_JOB_NAME": "lsf_y#/z"}
+    ) == Path("/z")
+    assert make_file_job_name("m", Path("/a[1]\n.jsonl")) == "lsf_m#/a?1??.jsonl"
+    one = make_list_job_name("m", [Path("/a"), Path("/b")])
+    assert is_job_of(one, "m") and one != make_list_job_name("m", [Path("/a/b")])
     assert (
-        not is_of(one, "n")
-        and not is_of("m.1234567", "m")
-        and not is_of("lsf_mm#/a", "m")
+        not is_job_of(one, "n")
+        and not is_job_of("m.1234567", "m")
+        and not is_job_of("lsf_mm#/a", "m")
     )
 
 
@@ -615,7 +616,7 @@ def test_ranks_of_a_job_answer_for_real(
 ) -> None:
     """Two ranks of the demo model, as srun's tasks."""
     monkeypatch.setenv("PATH", programs(tmp_path / "programs"))
-    monkeypatch.setattr("fminfer.cli.submit_command._program", lambda: ["fminfer"])
+    monkeypatch.setattr("fminfer.cli.submit_command._find_program", lambda: ["fminfer"])
     shutil.copy(QUERIES, tmp_path / "plain.jsonl")
     options = ["--mode", "ranks", "--", "--world-size", "2", "--kernels", "off"]
     submit("--scheduler", "slurm", "--infer-data", tmp_path / "plain.jsonl", *options)

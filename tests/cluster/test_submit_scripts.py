@@ -203,7 +203,8 @@ def test_the_docs_show_what_is_sent(
         (folder / f"request_{number}.jsonl").touch()
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(
-        "fminfer.cli.submit_command._program", lambda: ["/home/me/.venv/bin/fminfer"]
+        "fminfer.cli.submit_command._find_program",
+        lambda: ["/home/me/.venv/bin/fminfer"],
     )
     printed = run_example(command, tmp_path)
     beginning, _, rest = said.partition("\n…")
@@ -250,7 +251,8 @@ def test_the_docs_way_from_one_file_to_one_file(
     monkeypatch.setenv("FAKE_CLUSTER", str(queue))
     monkeypatch.setenv("PATH", f"{FAKES}{os.pathsep}{os.environ['PATH']}")
     monkeypatch.setattr(
-        "fminfer.cli.submit_command._program", lambda: [str(FAKES / "stub_fminfer")]
+        "fminfer.cli.submit_command._find_program",
+        lambda: [str(FAKES / "stub_fminfer")],
     )
     requests = [
         {"engine": "llama-70b", "prompt": f"{i}", "max_tokens": 1 + i} for i in range(4)

@@ -42,9 +42,9 @@ def test_an_error_of_the_system_ends_a_command_by_a_sentence(
 def test_only_a_verbose_run_shows_the_traceback(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    assert process.tell(STALE) == process.EXIT_FAILED
+    assert process.print_error(STALE) == process.EXIT_FAILED
     assert "Traceback" not in capsys.readouterr().err
-    process.tell(OSError(errno.EIO, "Input/output error"), is_verbose=True)
+    process.print_error(OSError(errno.EIO, "Input/output error"), is_verbose=True)
     assert "OSError: [Errno 5] Input/output error" in capsys.readouterr().err
 
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from fminfer.cluster.job_scripts import TEMPLATES, ScriptTemplate
 from fminfer.cluster.slurm_and_lsf import SCHEDULERS, write_list
-from fminfer.cluster.submission import JobForm, Mode
+from fminfer.cluster.submission import JobSpec, Mode
 
 MODES: tuple[Mode, ...] = ("each", "array", "ranks")
 # in the program's place: its arguments, with a NUL after each
@@ -32,8 +32,8 @@ def check_scripts(folder: Path, name: str, flags: list[str]) -> None:
         template = ScriptTemplate(TEMPLATES / scheduler.template)
         for mode in MODES:
             command = (*PRINT, "run", *flags)
-            form = JobForm(mode, "name", job_dir, (path,), template, values, command)
-            job = form.make([path] if mode != "array" else [Path("/other"), path])
+            spec = JobSpec(mode, "name", job_dir, (path,), template, values, command)
+            job = spec.make_job([path] if mode != "array" else [Path("/other"), path])
             if job.list_path is not None:
                 write_list(job.list_path, job.files)
             assert _run(job.script) == ["run", *flags, "--infer-data", str(path)], mode

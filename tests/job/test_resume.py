@@ -21,7 +21,7 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.cli.process import status_of
+from fminfer.cli.process import exit_status_of
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.journal import Journal, journal_path
@@ -474,6 +474,6 @@ def test_a_signal_while_the_model_loads_ends_it(
     with pytest.raises(StoppedError, match=word) as stopped, stopper.listening():
         os.kill(os.getpid(), number)
         time.sleep(1)
-    assert status_of(stopped.value) == status
+    assert exit_status_of(stopped.value) == status
     assert signal.getsignal(number) == signal.SIG_IGN, "the process ends"
     assert signal.SIGHUP not in signals_to_hear(), "as under nohup"
