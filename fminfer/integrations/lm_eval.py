@@ -41,35 +41,35 @@ Result = TypeVar("Result")
 def answer_all(
     engine: Engine,
     bodies: list[dict[str, Any]],
-    read: Callable[[int, dict[str, Any]], Result],
+    parse: Callable[[int, dict[str, Any]], Result],
     name: Callable[[int], str],
     *,
     is_quiet: bool,
 ) -> list[Result]:
-    """Run requests together; return what each answer is read as.
+    """Run requests together; return what `parse` makes of each answer.
 
     Args:
-        read: reads a request's first choice, as soon as it is there.
-        name: what an error calls the request at a place.
+        parse: parses the first choice of the request at an index, as soon as it is there.
+        name: what an error calls the request at an index.
         is_quiet: show no progress.
 
     Raises:
         FminferError: a request was refused.
     """
-    found: dict[int, Result] = {}
+    results: dict[int, Result] = {}
     with closing(engine.run(bodies)) as records:
         for record in tqdm(
             records, total=len(bodies), disable=is_quiet, unit="request"
         ):
-            place = record.line.number - 1
+            index = record.line.number - 1
             if record.error is not None:
                 raise FminferError(
-                    f"request {place + 1} of {len(bodies)}, {name(place)}: "
+                    f"request {index + 1} of {len(bodies)}, {name(index)}: "
                     f"{record.error.message} ({record.error.code})"
                 )
             assert record.result is not None
-            found[place] = read(place, record.result["choices"][0])
-    return [found[place] for place in range(len(bodies))]
+            results[index] = parse(index, record.result["choices"][0])
+    return [results[index] for index in range(len(bodies))]
 
 
 def score(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
@@ -85,7 +85,7 @@ def score(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
     return sum(values), best == list(zip(tokens, values, strict=True))
 
 
-def shown(texts: tuple[str, ...] | None) -> str:
+def describe_texts(texts: tuple[str, ...] | None) -> str:
     """Return a request's texts, short enough for a message."""
     if texts is None:
         return "a window of a text"
@@ -94,7 +94,7 @@ def shown(texts: tuple[str, ...] | None) -> str:
     )
 
 
-OWN_OPTIONS = [
+LM_EVAL_OPTIONS = [
     "pretrained",
     "device",
     "max_length",
@@ -147,7 +147,7 @@ class FminferLM(TemplateLM):
     ) -> None:
         super().__init__()
         known = {*options_of(EngineConfig)} - {"model", "device"}
-        check_option_names(options, [*OWN_OPTIONS, *sorted(known)])
+        refuse_unknown(options, [*LM_EVAL_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning(
                 "batch_size %s is not used; see the engine's budget", batch_size
@@ -196,8 +196,7 @@ class FminferLM(TemplateLM):
 
     @property
     def tokenizer_name(self) -> str:
-        """What lm-eval's cache of prompts is filed under; prompts depend on the
-        template, too."""
+        """The key of lm-eval's cache of prompts, which depend on the template, too."""
         return (
             f"{self.tokenizer.name_or_path.replace('/', '__')}{self._chat.fingerprint}"
         )
@@ -205,8 +204,7 @@ class FminferLM(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """Tokenize; None is the tokenizer's own policy, unless the text brings its
-        prefix along."""
+        """Tokenize; None is the tokenizer's own policy, unless the text has its prefix."""
         if add_special_tokens is None:
             prefix_id = self._prefix_token_id
             prefix = None if prefix_id is None else self.tokenizer.decode(prefix_id)
@@ -223,7 +221,7 @@ class FminferLM(TemplateLM):
         pairs: list[ScoredPair] = []
         owners: list[int] = []  # the request of each window
         for place, request in enumerate(requests):
-            for window in self._windows(request.args[0]):
+            for window in self._make_windows(request.args[0]):
                 pairs.append((None, *window))
                 owners.append(place)
         totals = [0.0] * len(requests)
@@ -234,7 +232,7 @@ class FminferLM(TemplateLM):
             self.cache_hook.add_partial("loglikelihood_rolling", request.args, total)
         return totals
 
-    def _windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
+    def _make_windows(self, text: str) -> Iterator[tuple[list[int], list[int]]]:
         rolling = get_rolling_token_windows(
             token_list=self.tok_encode(text),
             prefix_token=self.prefix_token_id,
@@ -247,27 +245,27 @@ class FminferLM(TemplateLM):
         self, requests: list[ScoredPair], disable_tqdm: bool = False, **kwargs: Any
     ) -> list[tuple[float, bool]]:
         """Score continuations; lm-eval's `loglikelihood` tokenizes and calls this."""
-        asked = [self._scored(*pair) for pair in requests]
-        self._warn_of_cuts(sum(is_cut for _, is_cut in asked), len(requests))
+        scored_prompts = [self._make_scored_prompt(*pair) for pair in requests]
+        self._warn_of_cuts(sum(is_cut for _, is_cut in scored_prompts), len(requests))
         scored = {"max_tokens": 0, "echo": True, "logprobs": 1, "temperature": 0}
-        bodies = [prompts | scored for prompts, _ in asked]
+        bodies = [prompts | scored for prompts, _ in scored_prompts]
 
-        def read(place: int, choice: dict[str, Any]) -> tuple[float, bool]:
-            key, _, continuation = requests[place]
-            found = score(choice["logprobs"], len(continuation))
+        def parse_scores(index: int, choice: dict[str, Any]) -> tuple[float, bool]:
+            key, _, continuation = requests[index]
+            logprob = score(choice["logprobs"], len(continuation))
             if key is not None:  # a window of a rolling text is cached with its text
-                self.cache_hook.add_partial("loglikelihood", key, found)
-            return found
+                self.cache_hook.add_partial("loglikelihood", key, logprob)
+            return logprob
 
         return answer_all(
             self.engine,
             bodies,
-            read,
-            lambda i: shown(requests[i][0]),
+            parse_scores,
+            lambda i: describe_texts(requests[i][0]),
             is_quiet=disable_tqdm,
         )
 
-    def _scored(
+    def _make_scored_prompt(
         self, key: tuple[str, str] | None, context: list[int], continuation: list[int]
     ) -> tuple[dict[str, Any], bool]:
         """Return a pair as a request has it, and whether its beginning was cut off.
@@ -277,14 +275,13 @@ class FminferLM(TemplateLM):
         """
         if not 0 < len(continuation) <= self.max_length:
             raise UsageError(
-                f"the continuation of {shown(key)} has {len(continuation)} tokens; it must have "
-                f"from 1 to max_length, {self.max_length}"
+                f"the continuation of {describe_texts(key)} has {len(continuation)} "
+                f"tokens; it must have from 1 to max_length, {self.max_length}"
             )
         if self.backend == "seq2seq":
-            read = context[-self.max_length :]
-            return {"prompt": read, "decoder_prompt": continuation}, len(read) < len(
-                context
-            )
+            prompt = context[-self.max_length :]
+            body = {"prompt": prompt, "decoder_prompt": continuation}
+            return body, len(prompt) < len(context)
         whole = context + continuation
         prompt = whole[-(self.max_length + 1) :]
         return {"prompt": prompt}, len(prompt) < len(whole)
@@ -293,24 +290,24 @@ class FminferLM(TemplateLM):
         self, requests: list[Instance], disable_tqdm: bool = False
     ) -> list[str]:
         """Generate one text a request, up to its stop strings."""
-        plans = [self._plan(*request.args) for request in requests]
+        plans = [self._plan_generation(*request.args) for request in requests]
         self._warn_of_cuts(sum(plan.is_cut for plan in plans), len(requests))
         bodies = [plan.body for plan in plans]
 
-        def read(place: int, choice: dict[str, Any]) -> str:
-            text = plans[place].text(choice, self.tokenizer)
-            self.cache_hook.add_partial("generate_until", requests[place].args, text)
+        def parse_text(index: int, choice: dict[str, Any]) -> str:
+            text = plans[index].decode_text(choice, self.tokenizer)
+            self.cache_hook.add_partial("generate_until", requests[index].args, text)
             return text
 
         return answer_all(
             self.engine,
             bodies,
-            read,
-            lambda i: shown(requests[i].args[:1]),
+            parse_text,
+            lambda i: describe_texts(requests[i].args[:1]),
             is_quiet=disable_tqdm,
         )
 
-    def _plan(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
+    def _plan_generation(self, context: str, gen_kwargs: dict[str, Any]) -> Generation:
         # `hf` looks for BOS here, and not for the prefix of scored texts.
         has_bos = has_bos_prefix(context, self.tokenizer.bos_token)
         ids = self.tok_encode(context, not has_bos) or [self.prefix_token_id]

@@ -1,5 +1,4 @@
-"""Prompts and generation_kwargs of lm-eval as its `hf` model has them: chats, texts to
-generate."""
+"""Prompts and generation_kwargs of lm-eval as its `hf` model has them."""
 
 from __future__ import annotations
 
@@ -57,7 +56,7 @@ class ChatRenderer:
             )
         try:
             try:
-                return self._apply(messages, adds_generation_prompt)
+                return self._apply_template(messages, adds_generation_prompt)
             except TemplateError as error:
                 others = [
                     message for message in messages if message["role"] != "system"
@@ -71,7 +70,7 @@ class ChatRenderer:
                         error,
                     )
                 self._has_warned = True
-                return self._apply(others, adds_generation_prompt)
+                return self._apply_template(others, adds_generation_prompt)
         except (TemplateError, ValueError) as error:
             raise UsageError(
                 f"the chat template cannot write the task's messages: {error}. Give another "
@@ -80,16 +79,16 @@ class ChatRenderer:
 
     @property
     def fingerprint(self) -> str:
-        """Tell what was given from what the tokenizer has, for a cache of prompts."""
+        """Tell these settings from the tokenizer's own, for a cache of prompts."""
         if self.template is None and not self._args:
             return ""
-        given = json.dumps([self.template, self._args], sort_keys=True, default=str)
-        return "-" + hashlib.sha256(given.encode()).hexdigest()[:16]
+        settings = json.dumps([self.template, self._args], sort_keys=True, default=str)
+        return "-" + hashlib.sha256(settings.encode()).hexdigest()[:16]
 
     def warn_of_name(self, name: str) -> None:
-        """Say so if a template is asked for by name that `hf`, and so we, do not apply."""
-        named = self._tokenizer.chat_template
-        if isinstance(named, dict) and name in named and name != "default":
+        """Warn if a template is named that `hf`, and so we, do not apply."""
+        templates = self._tokenizer.chat_template
+        if isinstance(templates, dict) and name in templates and name != "default":
             log.warning(
                 "lm-eval reports the chat template %r, but its hf model applies the "
                 "default one, and so does fminfer; chat_template=FILE in model_args "
@@ -97,7 +96,7 @@ class ChatRenderer:
                 name,
             )
 
-    def _apply(self, messages: Messages, adds_generation_prompt: bool) -> str:
+    def _apply_template(self, messages: Messages, adds_generation_prompt: bool) -> str:
         text: str = self._tokenizer.apply_chat_template(
             messages,
             chat_template=self.template,
@@ -116,7 +115,7 @@ class Generation:
     body: dict[str, Any]  # the completions request
     is_cut: bool  # the prompt lost its beginning
 
-    def text(self, choice: dict[str, Any], tokenizer: Any) -> str:
+    def decode_text(self, choice: dict[str, Any], tokenizer: Any) -> str:
         """Return the completion's text up to its end.
 
         `hf` detokenizes the completion without its prompt; sentencepiece then drops a
@@ -125,9 +124,9 @@ class Generation:
         ids = tokenizer.convert_tokens_to_ids(choice["logprobs"]["tokens"])
         # Ids beyond the tokenizer's vocabulary, which checkpoints pad, have no text.
         known = [token_id for token_id in ids if token_id is not None]
-        alone = str(tokenizer.decode(known, skip_special_tokens=True))
+        completion = str(tokenizer.decode(known, skip_special_tokens=True))
         text = str(choice["text"])
-        return text if alone.startswith(text) else text.removeprefix(" ")
+        return text if completion.startswith(text) else text.removeprefix(" ")
 
 
 def plan_generation(
@@ -143,7 +142,7 @@ def plan_generation(
 
     Args:
         ids: the prompt; its beginning is cut off if it leaves no room, as lm-eval asks
-        of a model.
+            of a model.
         max_length: tokens of context for prompt and completion.
         max_gen_toks: where gen_kwargs do not say.
         is_read_apart: an encoder reads the prompt, which has all of max_length.

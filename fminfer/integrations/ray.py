@@ -96,8 +96,7 @@ def answer(
             be left, for rows are read by tasks of their own.
         num_gpus: of each actor; with 0 the CPU computes.
         batch_size: rows that an actor takes at a time, and answers before it takes
-        more. With few
-            it runs few at once; with too many, other actors get none.
+            more. With few it runs few at once; with too many, other actors get none.
         options: other fields of `EngineConfig`.
 
     Returns:
@@ -109,7 +108,7 @@ def answer(
     Raises:
         UsageError: an option that cannot be.
     """
-    make_config(model, **options)  # what is wrong is told here, not by an actor
+    make_config(model, **options)  # what is wrong is raised here, not by an actor
     _warn_of_waiting(concurrency * num_cpus)
     numbered = dataset.with_column(ROW, monotonically_increasing_id())
     # A file may be one block, and actors take whole blocks.
@@ -161,15 +160,15 @@ class Answer:
         Raises:
             UsageError: it has a column that is to be added.
         """
-        taken = {"record", "is_error"} & set(batch.column_names)
-        if taken:
+        clashing = {"record", "is_error"} & set(batch.column_names)
+        if clashing:
             raise UsageError(
-                f"the rows have {' and '.join(sorted(taken))} already; drop or rename "
+                f"the rows have {' and '.join(sorted(clashing))} already; drop or rename "
                 "what is there"
             )
         rows = batch.to_pylist(maps_as_pydicts="lossy")
         lines = [
-            _to_line(row, place, is_overwriting=self._is_overwriting)
+            _make_line(row, place, is_overwriting=self._is_overwriting)
             for place, row in enumerate(rows)
         ]
         places = {id(line): place for place, line in enumerate(lines)}
@@ -202,22 +201,28 @@ def _warn_of_waiting(num_actor_cpus: float) -> None:
         )
 
 
-def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -> Line:
+def _make_line(
+    row: dict[str, Any], place: int, *, is_overwriting: bool = False
+) -> Line:
     """Return a row's line, with what sets it apart from equal ones."""
     row_id = row.pop(ROW, place)
     line = row.get("line")
-    number = _number(row.pop("number", None), row_id + 1)
+    number = _parse_number(row.pop("number", None), row_id + 1)
     if isinstance(line, str | bytes):
         raw = line.encode() if isinstance(line, str) else line
-        num_equal = number if is_overwriting else _number(row.get("num_equal"), number)
+        num_equal = (
+            number if is_overwriting else _parse_number(row.get("num_equal"), number)
+        )
         damage = row.get("damage") or ""
         if row.get("is_cut") is True:
             return Line(
                 0, number, raw, "", num_equal, is_alone=True, fault=damage, is_cut=True
             )
-        return _whole_line(raw, number, num_equal, damage)
+        return _make_whole_line(raw, number, num_equal, damage)
     try:
-        return _whole_line(json.dumps(_plain(row)).encode(), number, number)
+        return _make_whole_line(
+            json.dumps(_make_plain_value(row)).encode(), number, number
+        )
     except (TypeError, ValueError, RecursionError) as error:
         return Line(
             source=0,
@@ -229,36 +234,41 @@ def _to_line(row: dict[str, Any], place: int, *, is_overwriting: bool = False) -
         )
 
 
-def _whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
+def _make_whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
     """Return a line, cut if it is longer than a line of a file may be."""
-    held = cut_long_value(raw)
-    if isinstance(held, CutValue):
+    line = cut_if_long(raw)
+    if isinstance(line, CutValue):
         return Line(
             source=0,
             number=number,
-            raw=held.head,
+            raw=line.head,
             num_equal=num_equal,
             is_alone=True,
-            fault=held.fault,
+            fault=line.fault,
             is_cut=True,
         )
-    return Line(0, number, held, damage, num_equal, is_alone=True)
+    return Line(0, number, line, damage, num_equal, is_alone=True)
 
 
-def _number(value: Any, default: int) -> int:
+def _parse_number(value: Any, default: int) -> int:
     return value if isinstance(value, int) else default
 
 
-def _plain(value: Any) -> Any:
-    """Return a value of a row as JSON has it, without the nulls that stand for absent
-    members."""
+def _make_plain_value(value: Any) -> Any:
+    """Return a row's value as JSON has it, without nulls, which stand for absent members."""
     if hasattr(value, "tolist"):  # numpy's
         value = value.tolist()
     if isinstance(value, dict):
         return {
-            name: _plain(member) for name, member in value.items() if member is not None
+            name: _make_plain_value(member)
+            for name, member in value.items()
+            if member is not None
         }
-    return [_plain(item) for item in value] if isinstance(value, list) else value
+    return (
+        [_make_plain_value(item) for item in value]
+        if isinstance(value, list)
+        else value
+    )
 
 
 def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:

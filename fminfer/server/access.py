@@ -15,9 +15,9 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from fminfer.contract.endpoints import without_spare_slashes
 from fminfer.contract.fields import show
-from fminfer.server.http_errors import HttpError, respond
+from fminfer.server.http_errors import HttpError, make_error_response
 from fminfer.server.service import Service
-from fminfer.server.settings import ServerSettings, is_loopback_name, split_host
+from fminfer.server.settings import ServerSettings, is_loopback_name, parse_host
 
 REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 # a target with its host
@@ -33,24 +33,23 @@ OPEN_FOLDERS = ("/page/", "/docs/")
 
 
 class AccessCheck:
-    """ASGI middleware: names requests, refuses foreign hosts, sites and keys, tells of
-    faults."""
+    """ASGI middleware: names requests, refuses foreign hosts, sites and keys, logs faults."""
 
     def __init__(
         self, app: ASGIApp, *, settings: ServerSettings, service: Service
     ) -> None:
         self._app = app
         self._log = service.log
-        self._count = service.metrics.count_refused
+        self._count_refused = service.metrics.count_refused
         self._bodies = service.bodies
         self._hosts = settings.hosts
         self._keep_alive = f"timeout={int(settings.keep_alive_s)}"
         self._keys = [key.encode() for key in settings.api_keys]
         self._origins = frozenset(settings.allowed_origins)
-        self._inner: ASGIApp = self._guard
+        self._inner: ASGIApp = self._answer_allowed
         if self._origins:  # it answers what browsers ask before they send a key
             self._inner = CORSMiddleware(
-                self._guard,
+                self._answer_allowed,
                 allow_origins=settings.allowed_origins,
                 allow_methods=["GET", "POST", "DELETE"],
                 allow_headers=["*"],
@@ -77,15 +76,16 @@ class AccessCheck:
                 response = MutableHeaders(scope=message)
                 response["x-request-id"] = request_id
                 response["X-Content-Type-Options"] = "nosniff"
-                if scope["http_version"] == "1.1" and not _closes(
+                if scope["http_version"] == "1.1" and not _is_closing(
                     Headers(scope=scope), response
                 ):
                     response["Keep-Alive"] = self._keep_alive
                 if message["status"] >= 400:
-                    self._count(message["status"])
-                if self._log.tells("debug"):
-                    self._log.tell(
-                        "debug", f"{_show(scope)} {message['status']} {request_id}"
+                    self._count_refused(message["status"])
+                if self._log.is_shown("debug"):
+                    self._log.write(
+                        "debug",
+                        f"{_describe_request(scope)} {message['status']} {request_id}",
                     )
             return send(message)
 
@@ -93,33 +93,34 @@ class AccessCheck:
         if (target := ABSOLUTE.match(scope["raw_path"])) is not None:
             # HTTP takes this one, and proxies may differ
             hosts.append(target[1].decode("latin-1"))
-        foreign = [host for host in hosts if not self._is_known(host)]
-        app = _foreign_host(foreign[0]) if foreign else self._inner
+        foreign = [host for host in hosts if not self._is_known_host(host)]
+        app = _respond_to_foreign_host(foreign[0]) if foreign else self._inner
         try:
-            await app(_as_routed(scope), receive, send_named)
+            await app(_normalize_request(scope), receive, send_named)
         finally:
-            self._bodies.let_go(state)
+            self._bodies.release(state)
 
-    def _is_known(self, host: str) -> bool:
+    def _is_known_host(self, host: str) -> bool:
         if self._hosts is None:
             return True
-        if (found := split_host(host)) is None:
+        if (parsed := parse_host(host)) is None:
             return False
-        name, port = found
+        name, port = parsed
         ports = {"", port} if port else {"", "80", "443"}
         return is_loopback_name(name) or any(
-            (name, each) in self._hosts for each in ports
+            (name, port) in self._hosts for port in ports
         )
 
-    async def _guard(self, scope: Scope, receive: Receive, send: Send) -> None:
-        error = self._refusal(scope, Headers(scope=scope))
+    async def _answer_allowed(self, scope: Scope, receive: Receive, send: Send) -> None:
+        error = self._access_error(scope, Headers(scope=scope))
         try:
-            await (self._app if error is None else respond(error))(scope, receive, send)
+            app = self._app if error is None else make_error_response(error)
+            await app(scope, receive, send)
         except Exception as fault:
             if "has_begun" in scope["state"]:
                 raise  # the connection is closed, and uvicorn tells why
             text = "".join(traceback.format_exception(fault))
-            self._log.tell(
+            self._log.write(
                 "error",
                 f"Request {scope['state']['request_id']} failed by a fault of fminfer:\n{text}",
             )
@@ -128,9 +129,9 @@ class AccessCheck:
                 f"fminfer failed on this request ({type(fault).__name__}); please report it",
                 code="internal_error",
             )
-            await respond(error)(scope, receive, send)
+            await make_error_response(error)(scope, receive, send)
 
-    def _refusal(self, scope: Scope, headers: Headers) -> HttpError | None:
+    def _access_error(self, scope: Scope, headers: Headers) -> HttpError | None:
         """Return why a request must not pass, if it must not."""
         path = scope["path"]
         method = scope["method"]
@@ -157,7 +158,7 @@ class AccessCheck:
             # as to [::ffff:127.0.0.1] and a LAN
             origin = "a site that its browser does not name"
             remedy = "call by localhost, 127.0.0.1 or https, to which browsers name it"
-        if origin is not None and not self._is_own(origin, headers):
+        if origin is not None and not self._is_allowed_origin(origin, headers):
             return HttpError(
                 403,
                 f"the page that calls is of {origin}, not of this server; {remedy}",
@@ -167,7 +168,7 @@ class AccessCheck:
         if (
             self._keys
             and not is_free
-            and (error := self._check_key(headers)) is not None
+            and (error := self._key_error(headers)) is not None
         ):
             return error
         if coding in ("", "identity"):
@@ -179,32 +180,32 @@ class AccessCheck:
             headers={"Accept-Encoding": "identity"},
         )
 
-    def _check_key(self, headers: Headers) -> HttpError | None:
+    def _key_error(self, headers: Headers) -> HttpError | None:
         scheme, _, key = headers.get("authorization", "").partition(" ")
         # compared with all, in a time that tells nothing of them
-        given = key.strip().encode()
-        is_right = any([hmac.compare_digest(given, each) for each in self._keys])
+        sent_key = key.strip().encode()
+        is_right = any([hmac.compare_digest(sent_key, each) for each in self._keys])
         if scheme.lower() == "bearer" and is_right:
             return None
-        found = "no key came" if not key else "the key that came is not this server's"
+        fault = "no key came" if not key else "the key that came is not this server's"
         return HttpError(
             401,
-            f"{found}; send the header Authorization: Bearer KEY",
+            f"{fault}; send the header Authorization: Bearer KEY",
             code="invalid_api_key",
             headers={"WWW-Authenticate": "Bearer"},
         )
 
-    def _is_own(self, origin: str, headers: Headers) -> bool:
+    def _is_allowed_origin(self, origin: str, headers: Headers) -> bool:
         if "*" in self._origins or origin in self._origins:
             return True
         try:
-            place = urlsplit(origin).netloc
+            host = urlsplit(origin).netloc
         except ValueError:  # no address
             return False
-        return place != "" and place.lower() == headers.get("host", "").lower()
+        return host != "" and host.lower() == headers.get("host", "").lower()
 
 
-def _as_routed(scope: Scope) -> Scope:
+def _normalize_request(scope: Scope) -> Scope:
     """Return a request as routes are written: a HEAD as a GET, without extra slashes."""
     path = HOST.sub("", scope["path"]) or "/"
     if path.startswith(MODELS):
@@ -215,8 +216,8 @@ def _as_routed(scope: Scope) -> Scope:
     return {**scope, "method": method, "path": path}
 
 
-def _foreign_host(host: str) -> ASGIApp:
-    return respond(
+def _respond_to_foreign_host(host: str) -> ASGIApp:
+    return make_error_response(
         HttpError(
             403,
             f"the request was sent to the host {show(host)}, which is not known to be "
@@ -227,17 +228,17 @@ def _foreign_host(host: str) -> ASGIApp:
     )
 
 
-def _closes(*headers: Headers) -> bool:
+def _is_closing(*headers: Headers) -> bool:
     return any(
-        "close" in told.lower()
+        "close" in value.lower()
         for each in headers
-        for told in each.getlist("connection")
+        for value in each.getlist("connection")
     )
 
 
-def _show(scope: Scope) -> str:
+def _describe_request(scope: Scope) -> str:
     """Return the client, method and path of a request, without text that may be a prompt."""
     client = scope["client"][0] if scope.get("client") else "-"
-    place = PROMPT_PATH.search(scope["path"])
-    path = f"{place[0]}…" if place else scope["raw_path"].decode("ascii")
+    prompt = PROMPT_PATH.search(scope["path"])
+    path = f"{prompt[0]}…" if prompt else scope["raw_path"].decode("ascii")
     return f"{client} {scope['method']} {path}"

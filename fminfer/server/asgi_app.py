@@ -20,12 +20,12 @@ from starlette.exceptions import HTTPException
 from fminfer.core.errors import InUseError, OutputError, RequestError
 from fminfer.core.version import __version__
 from fminfer.server.access import AccessCheck
-from fminfer.server.batch_routes import batch_routes, file_routes
+from fminfer.server.batch_routes import make_batch_routes, make_file_routes
 from fminfer.server.batch_service import BatchService
-from fminfer.server.compat import old_routes
-from fminfer.server.http_errors import HttpError, as_http, respond
-from fminfer.server.model_routes import model_routes
-from fminfer.server.openai_routes import openai_routes
+from fminfer.server.compat import make_old_routes
+from fminfer.server.http_errors import HttpError, make_error_response, to_http_error
+from fminfer.server.model_routes import make_model_routes
+from fminfer.server.openai_routes import make_openai_routes
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
@@ -51,36 +51,36 @@ _POLICY = (
 _PAGE_POLICY = f"{_POLICY}; require-trusted-types-for 'script'; trusted-types 'none'"
 
 
-def page_routes() -> APIRouter:
+def make_page_routes() -> APIRouter:
     """Return the routes of `/`, `/docs` and the files that they need.
 
     They tell nothing of the model, so they need no key; the page asks for it when a call does.
     """
-    own = Path(__file__).parent / "page"
+    folder = Path(__file__).parent / "page"
     swagger = Path(swagger_ui_bundle.swagger_ui_path)
     router = APIRouter()
     router.add_route(
         "/",
-        _serve(own / "index.html", policy=_PAGE_POLICY, other=_LINE),
+        _make_file_route(folder / "index.html", policy=_PAGE_POLICY, other=_LINE),
         include_in_schema=False,
     )
     for path, source in {
-        "/page/page.css": own / "page.css",
-        "/page/page.js": own / "page.js",
-        "/docs": own / "docs.html",
-        "/docs/docs.js": own / "docs.js",
-        "/docs/docs.css": own / "docs.css",
+        "/page/page.css": folder / "page.css",
+        "/page/page.js": folder / "page.js",
+        "/docs": folder / "docs.html",
+        "/docs/docs.js": folder / "docs.js",
+        "/docs/docs.css": folder / "docs.css",
         "/docs/swagger-ui.css": swagger / "swagger-ui.css",
         "/docs/swagger-ui-bundle.js": swagger / "swagger-ui-bundle.js",
     }.items():
-        router.add_route(path, _serve(source), include_in_schema=False)
+        router.add_route(path, _make_file_route(source), include_in_schema=False)
     # Not to /docs: only the browser knows the prefix of a proxy.
     to_docs = RedirectResponse("../docs")
     router.add_route("/docs/", lambda request: to_docs, include_in_schema=False)
     return router
 
 
-def _serve(
+def _make_file_route(
     source: Path, *, policy: str = _POLICY, other: str | None = None
 ) -> Callable[[Request], Awaitable[Response]]:
     """Return what answers GET and HEAD with a file; with `other` those that accept no HTML."""
@@ -106,7 +106,7 @@ def _serve(
     return answer
 
 
-PARTS = 4  # that paths of ours have at most
+MAX_PARTS = 4  # of our paths
 # Paths of other APIs, by what to do instead.
 ELSEWHERE = {
     "send messages to /v1/chat/completions": (
@@ -135,26 +135,33 @@ def make_app(
         redoc_url=None,
         redirect_slashes=False,  # the address of a proxy before it is not known
     )
-    routers = [routes(service) for routes in (openai_routes, model_routes, old_routes)]
-    routers += [file_routes(batches), batch_routes(service, batches), page_routes()]
+    routers = [
+        make_openai_routes(service),
+        make_model_routes(service),
+        make_old_routes(service),
+        make_file_routes(batches),
+        make_batch_routes(service, batches),
+        make_page_routes(),
+    ]
     for router in routers:
         app.include_router(router)
-    known = (
-        each
+    app.state.paths = {
+        route.path
         for router in routers
-        for each in router.routes
-        if isinstance(each, APIRoute)
-    )
-    app.state.paths = {each.path for each in known if each.include_in_schema}
-    _add_errors(app, service)
+        for route in router.routes
+        if isinstance(route, APIRoute) and route.include_in_schema
+    }
+    _add_error_handlers(app, service)
     # It is made when it is first asked for: that takes as long as all else here.
-    describe = cache(partial(_describe, app, has_keys=bool(settings.api_keys)))
-    app.openapi = describe  # type: ignore[method-assign]
+    make_document = cache(
+        partial(_make_openapi_document, app, has_keys=bool(settings.api_keys))
+    )
+    app.openapi = make_document  # type: ignore[method-assign]
     app.add_middleware(AccessCheck, settings=settings, service=service)
     return app
 
 
-def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
+def _make_openapi_document(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     """Return the OpenAPI document: FastAPI's, without its own error, and with the key."""
     document = get_openapi(
         title=app.title,
@@ -179,14 +186,14 @@ def _describe(app: FastAPI, *, has_keys: bool) -> dict[str, Any]:
     return document
 
 
-def _add_errors(app: FastAPI, service: Service) -> None:
-    """Give all errors OpenAI's shape."""
+def _add_error_handlers(app: FastAPI, service: Service) -> None:
+    """Answer all errors in OpenAI's shape."""
 
     async def answer(request: Request, error: Exception) -> Response:
         # of the state folder; the log has the path
         if isinstance(error, OutputError | InUseError):
-            service.log.tell("error", f"A client was refused: {error}")
-        return respond(_as_http_error(request, error))
+            service.log.write("error", f"A client was refused: {error}")
+        return make_error_response(_to_http_error(request, error))
 
     for kind in (
         HttpError,
@@ -199,17 +206,17 @@ def _add_errors(app: FastAPI, service: Service) -> None:
         app.add_exception_handler(kind, answer)
 
 
-def _as_http_error(request: Request, error: Exception) -> HttpError:
+def _to_http_error(request: Request, error: Exception) -> HttpError:
     if isinstance(error, HttpError):
         return error
     if isinstance(error, RequestError):
-        return as_http(error)
+        return to_http_error(error)
     if isinstance(error, OutputError | InUseError):
         return HttpError(507, _NO_ROOM, code="disk_full")
     if isinstance(error, HTTPException):
         return HttpError(
             error.status_code,
-            _explain(request, error),
+            _describe_error(request, error),
             code="unknown_url" if error.status_code == 404 else None,
             headers=error.headers,
         )
@@ -226,7 +233,7 @@ def _as_http_error(request: Request, error: Exception) -> HttpError:
     )
 
 
-def _explain(request: Request, error: HTTPException) -> str:
+def _describe_error(request: Request, error: HTTPException) -> str:
     path = request.url.path
     if error.status_code == 404:
         return f"there is no {path:.200}; {_find_remedy(request, path)}/docs lists what there is"
@@ -242,10 +249,10 @@ def _find_remedy(request: Request, path: str) -> str:
         if re.fullmatch(rf"/(v\d/)?({pattern})(/.*)?", path):
             return f"{remedy}. "
     # The last ones: a path may have thousands.
-    parts = path.rstrip("/").rsplit("/", PARTS)[1:]
+    parts = path.rstrip("/").rsplit("/", MAX_PARTS)[1:]
     tails = ["/".join(parts[start:]) for start in range(len(parts))]
-    places = [place for tail in tails for place in (f"/v1/{tail}", f"/{tail}")]
-    here = next((place for place in places if place in request.app.state.paths), "")
-    if here.startswith("/v1/"):
-        return f"it is at {here}; set the base_url of your client to {request.base_url}v1. "
-    return f"it is at {here}. " if here else ""
+    paths = [path for tail in tails for path in (f"/v1/{tail}", f"/{tail}")]
+    ours = next((path for path in paths if path in request.app.state.paths), "")
+    if ours.startswith("/v1/"):
+        return f"it is at {ours}; set the base_url of your client to {request.base_url}v1. "
+    return f"it is at {ours}. " if ours else ""

@@ -37,12 +37,18 @@ from fminfer.server.batches.batch_request import (
 from fminfer.server.batches.stored_batches import TIMES, BatchStatus, StoredBatch
 from fminfer.server.batches.stored_files import PURPOSES, ServerFile
 from fminfer.server.http_errors import HttpError
-from fminfer.server.request_bodies import take_upload
-from fminfer.server.schemas import COUNT, describe_fields, document, extend, take_body
-from fminfer.server.service import Service, respond_json
+from fminfer.server.request_bodies import receive_upload
+from fminfer.server.schemas import (
+    COUNT,
+    document_body,
+    document_route,
+    extend_schema,
+    make_fields_schema,
+)
+from fminfer.server.service import Service, make_json_response
 
 BYTES: Schema = {"type": "string", "format": "binary"}
-UPLOAD = extend(
+UPLOAD = extend_schema(
     whole(
         file=BYTES
         | {"description": "JSON lines, each with custom_id, method, url and body."},
@@ -54,7 +60,7 @@ UPLOAD = extend(
         | {"description": "Life of the file. Without it, the file stays."},
     },
 ) | {"additionalProperties": False}
-FILE = extend(
+FILE = extend_schema(
     whole(
         id=TEXT, object={"const": "file"}, bytes=COUNT, created_at=COUNT, filename=TEXT
     ),
@@ -72,12 +78,12 @@ ERROR_OF_BATCH = object_of(
         "line": allow_null(COUNT),
     }
 )
-USAGE = extend(
+USAGE = extend_schema(
     whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
     input_tokens_details=object_of({"cached_tokens": COUNT}),
     output_tokens_details=object_of({"reasoning_tokens": COUNT}),
 )
-BATCH = extend(
+BATCH = extend_schema(
     whole(
         id=TEXT,
         object={"const": "batch"},
@@ -97,10 +103,10 @@ BATCH = extend(
 )
 
 
-def page_of(items: Schema) -> Schema:
+def make_page_schema(items: Schema) -> Schema:
     """Return the schema of a page of a list."""
-    found = whole(object={"const": "list"}, data=list_of(items), has_more=SWITCH)
-    return extend(found, first_id=allow_null(TEXT), last_id=allow_null(TEXT))
+    page = whole(object={"const": "list"}, data=list_of(items), has_more=SWITCH)
+    return extend_schema(page, first_id=allow_null(TEXT), last_id=allow_null(TEXT))
 
 
 PAGE = 20
@@ -111,7 +117,7 @@ HEADERS = {"Content-Disposition": "attachment"}
 
 
 class _Download(FileResponse):
-    """Sends a file, which its owner may delete between the look and the opening."""
+    """Sends a file, which its owner may delete before it is opened."""
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         try:
@@ -122,27 +128,21 @@ class _Download(FileResponse):
             ) from error
 
 
-def file_routes(given: BatchService | None) -> APIRouter:
-    """Return the routes of files; None: the server keeps nothing."""
-    router = APIRouter(tags=["Files"])
+class _FileRoutes:
+    """Answers requests for an owner's files. The names of its methods are operations' ids."""
 
-    @router.post(
-        "/v1/files",
-        **document(FILE, "The file.", errors=[400, 401, 404, 408, 413, 507])
-        | take_body(UPLOAD, "multipart/form-data"),
-    )
-    async def upload(request: Request) -> Response:
+    def __init__(self, batches: BatchService | None) -> None:
+        self._batches = batches
+
+    async def upload(self, request: Request) -> Response:
         """Upload a file of requests."""
-        batches, owner = _require(given, request)
-        found = await take_upload(request, batches.uploads, batches.settings)
-        stored = await asyncio.to_thread(batches.keep_upload, found, owner)
-        return respond_json(stored.to_object())
+        batches, owner = _require_batches(self._batches, request)
+        upload = await receive_upload(request, batches.uploads, batches.settings)
+        stored = await asyncio.to_thread(batches.add_upload, upload, owner)
+        return make_json_response(stored.to_openai_object())
 
-    @router.get(
-        "/v1/files",
-        **document(page_of(FILE), "A page of files.", errors=[400, 401, 404]),
-    )
     async def list_files(
+        self,
         request: Request,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MOST_FILES)] = MOST_FILES,
@@ -150,126 +150,160 @@ def file_routes(given: BatchService | None) -> APIRouter:
         purpose: str | None = None,
     ) -> Response:
         """List files."""
-        batches, owner = _require(given, request)
-        files = batches.files.of(owner, after)
+        batches, owner = _require_batches(self._batches, request)
         files = [
-            each
-            for each in files
-            if purpose in (None, each.purpose) or each.id == after
+            file
+            for file in batches.files.list_of_owner(owner, after)
+            if purpose in (None, file.purpose) or file.id == after
         ]
-        return _send_page(
-            batches, files if order == "desc" else files[::-1], after, limit
-        )
+        if order == "asc":
+            files.reverse()
+        return _make_page_response(batches, files, after, limit)
 
-    @router.get("/v1/files/{file_id}", **document(FILE, "The file.", errors=[401, 404]))
-    async def get_file(request: Request, file_id: str) -> Response:
+    async def get_file(self, request: Request, file_id: str) -> Response:
         """Describe a file."""
-        batches, owner = _require(given, request)
-        return respond_json(batches.find_file(file_id, owner).to_object())
+        batches, owner = _require_batches(self._batches, request)
+        stored = batches.require_file(file_id, owner)
+        return make_json_response(stored.to_openai_object())
 
-    @router.get(
+    async def content(self, request: Request, file_id: str) -> Response:
+        """Return the bytes of a file."""
+        batches, owner = _require_batches(self._batches, request)
+        path = batches.require_bytes(file_id, owner)
+        return _Download(path, media_type=OCTETS, headers=HEADERS)
+
+    async def delete(self, request: Request, file_id: str) -> Response:
+        """Delete a file."""
+        batches, owner = _require_batches(self._batches, request)
+        await asyncio.to_thread(batches.delete_file, file_id, owner)
+        return make_json_response({"id": file_id, "object": "file", "deleted": True})
+
+
+def make_file_routes(batches: BatchService | None) -> APIRouter:
+    """Return the routes of files; None: the server keeps nothing."""
+    router = APIRouter(tags=["Files"])
+    routes = _FileRoutes(batches)
+    router.post(
+        "/v1/files",
+        **document_route(FILE, "The file.", errors=[400, 401, 404, 408, 413, 507])
+        | document_body(UPLOAD, "multipart/form-data"),
+    )(routes.upload)
+    router.get(
+        "/v1/files",
+        **document_route(
+            make_page_schema(FILE), "A page of files.", errors=[400, 401, 404]
+        ),
+    )(routes.list_files)
+    router.get(
+        "/v1/files/{file_id}", **document_route(FILE, "The file.", errors=[401, 404])
+    )(routes.get_file)
+    router.get(
         "/v1/files/{file_id}/content",
         response_class=FileResponse,
-        **document(BYTES, "The bytes.", errors=[401, 404, 410], media_type=OCTETS),
-    )
-    async def content(request: Request, file_id: str) -> Response:
-        """Return the bytes of a file."""
-        batches, owner = _require(given, request)
-        return _Download(
-            batches.find_bytes(file_id, owner), media_type=OCTETS, headers=HEADERS
-        )
-
-    @router.delete(
+        **document_route(
+            BYTES, "The bytes.", errors=[401, 404, 410], media_type=OCTETS
+        ),
+    )(routes.content)
+    router.delete(
         "/v1/files/{file_id}",
-        **document(DELETED, "It is deleted.", errors=[401, 404, 409, 507]),
-    )
-    async def delete(request: Request, file_id: str) -> Response:
-        """Delete a file."""
-        batches, owner = _require(given, request)
-        await asyncio.to_thread(batches.delete_file, file_id, owner)
-        return respond_json({"id": file_id, "object": "file", "deleted": True})
-
+        **document_route(DELETED, "It is deleted.", errors=[401, 404, 409, 507]),
+    )(routes.delete)
     return router
 
 
-def batch_routes(service: Service, given: BatchService | None) -> APIRouter:
-    """Return the routes of batches; None: the server keeps nothing."""
-    router = APIRouter(tags=["Batches"])
+class _BatchRoutes:
+    """Answers requests for an owner's batches. The names of its methods are operations' ids."""
 
-    @router.post(
-        "/v1/batches",
-        **document(
-            BATCH,
-            "The batch.",
-            body=describe_fields(
-                "A file to answer.", FIELDS, None, EXAMPLE, is_strict=True
-            ),
-            errors=[400, 401, 404, 408, 413, 429, 507],
-        ),
-    )
-    async def create(request: Request) -> Response:
+    def __init__(self, service: Service, batches: BatchService | None) -> None:
+        self._service = service
+        self._batches = batches
+
+    async def create(self, request: Request) -> Response:
         """Answer the requests of a file."""
-        batches, owner = _require(given, request)
-        wish = parse_batch(await service.bodies.read(request))
-        check_model(URLS[wish.endpoint], service.engine.intake.limits.vectors)
-        batch = await asyncio.to_thread(batches.create_batch, wish, owner)
-        return respond_json(batches.describe(batch))
+        batches, owner = _require_batches(self._batches, request)
+        batch_request = parse_batch(await self._service.bodies.read(request))
+        vectors = self._service.engine.intake.limits.vectors
+        check_model(URLS[batch_request.endpoint], vectors)
+        batch = await asyncio.to_thread(batches.create_batch, batch_request, owner)
+        return make_json_response(batches.describe(batch))
 
-    @router.get(
-        "/v1/batches",
-        **document(page_of(BATCH), "A page of batches.", errors=[400, 401, 404]),
-    )
     async def list_batches(
+        self,
         request: Request,
         after: str | None = None,
         limit: Annotated[int, Query(ge=1, le=MOST_BATCHES)] = PAGE,
     ) -> Response:
         """List batches, the newest first."""
-        batches, owner = _require(given, request)
-        return _send_page(batches, batches.batches.of(owner), after, limit)
+        batches, owner = _require_batches(self._batches, request)
+        owned = batches.batches.list_of_owner(owner)
+        return _make_page_response(batches, owned, after, limit)
 
-    @router.get(
-        "/v1/batches/{batch_id}", **document(BATCH, "The batch.", errors=[401, 404])
-    )
-    async def get_batch(request: Request, batch_id: str) -> Response:
+    async def get_batch(self, request: Request, batch_id: str) -> Response:
         """Tell how a batch stands."""
-        batches, owner = _require(given, request)
-        return respond_json(batches.describe(batches.find_batch(batch_id, owner)))
+        batches, owner = _require_batches(self._batches, request)
+        batch = batches.require_batch(batch_id, owner)
+        return make_json_response(batches.describe(batch))
 
-    @router.post(
-        "/v1/batches/{batch_id}/cancel",
-        **document(BATCH, "The batch.", errors=[401, 404, 409, 507]),
-    )
-    async def cancel(request: Request, batch_id: str) -> Response:
+    async def cancel(self, request: Request, batch_id: str) -> Response:
         """End a batch; what is finished becomes its output."""
-        batches, owner = _require(given, request)
+        batches, owner = _require_batches(self._batches, request)
         batch = await asyncio.to_thread(batches.cancel_batch, batch_id, owner)
-        return respond_json(batches.describe(batch))
+        return make_json_response(batches.describe(batch))
 
+
+def make_batch_routes(service: Service, batches: BatchService | None) -> APIRouter:
+    """Return the routes of batches; None: the server keeps nothing."""
+    router = APIRouter(tags=["Batches"])
+    routes = _BatchRoutes(service, batches)
+    router.post(
+        "/v1/batches",
+        **document_route(
+            BATCH,
+            "The batch.",
+            body=make_fields_schema(
+                "A file to answer.", FIELDS, None, EXAMPLE, is_strict=True
+            ),
+            errors=[400, 401, 404, 408, 413, 429, 507],
+        ),
+    )(routes.create)
+    router.get(
+        "/v1/batches",
+        **document_route(
+            make_page_schema(BATCH), "A page of batches.", errors=[400, 401, 404]
+        ),
+    )(routes.list_batches)
+    router.get(
+        "/v1/batches/{batch_id}",
+        **document_route(BATCH, "The batch.", errors=[401, 404]),
+    )(routes.get_batch)
+    router.post(
+        "/v1/batches/{batch_id}/cancel",
+        **document_route(BATCH, "The batch.", errors=[401, 404, 409, 507]),
+    )(routes.cancel)
     return router
 
 
-def _send_page(
+def _make_page_response(
     batches: BatchService,
     items: Sequence[ServerFile | StoredBatch],
     after: str | None,
     limit: int,
 ) -> Response:
-    """Send the items behind the one of an id, as OpenAI's API lists them."""
-    places = dict[str | None, int]({None: 0})
-    places |= {each.id: place for place, each in enumerate(items, 1)}
-    if after not in places:
+    """Return the items behind the one of an id, as OpenAI's API lists them."""
+    starts = dict[str | None, int]({None: 0})
+    starts |= {item.id: start for start, item in enumerate(items, 1)}
+    if after not in starts:
         raise HttpError(
             400,
             "after is no id in this list; give the last_id of the page before, or leave it out",
             param="after",
         )
-    end = places[after] + limit
-    page = items[places[after] : end]
-    return respond_json(
+    end = starts[after] + limit
+    page = items[starts[after] : end]
+    return make_json_response(
         {
             "object": "list",
-            "data": [batches.describe(each) for each in page],
+            "data": [batches.describe(item) for item in page],
             "first_id": page[0].id if page else None,
             "last_id": page[-1].id if page else None,
             "has_more": len(items) > end,
@@ -277,10 +311,10 @@ def _send_page(
     )
 
 
-def _require(
+def _require_batches(
     batches: BatchService | None, request: Request
 ) -> tuple[BatchService, str]:
-    """Return what serves files and batches, and whose a request is."""
+    """Return the service of files and batches, and the owner who sends a request."""
     if batches is None:
         raise HttpError(
             404,

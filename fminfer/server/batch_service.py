@@ -1,5 +1,4 @@
-"""What the routes of files and batches do: an owner's files and batches, found, made
-and ended."""
+"""Finds, makes and ends an owner's files and batches, for their routes."""
 
 from __future__ import annotations
 
@@ -13,7 +12,7 @@ from fminfer.answers.carrying_over import RunTerms
 from fminfer.server.batches.batch_request import PURPOSE, BatchRequest
 from fminfer.server.batches.batch_run import BatchContext
 from fminfer.server.batches.batch_work import BatchWork
-from fminfer.server.batches.state_folder import new_id
+from fminfer.server.batches.state_folder import make_random_id
 from fminfer.server.batches.stored_batches import ServerState, StoredBatch
 from fminfer.server.batches.stored_files import ServerFile
 from fminfer.server.http_errors import HttpError
@@ -42,7 +41,7 @@ class BatchService:
         self._folder = state.folder
         self._has_keys = bool(settings.api_keys)
         self._model_name = service.names[0]
-        self._tell = service.log.tell
+        self._log = service.log.write
         context = BatchContext(
             engine=service.engine,
             state=state,
@@ -52,51 +51,51 @@ class BatchService:
             ),
             model_name=self._model_name,
             check_model=service.check_model,
-            tell=self._tell,
+            log=self._log,
             max_lines=settings.max_batch_lines,
         )
         self.work = BatchWork(context)
         self._terms = context.terms
 
     def owner_of(self, request: Request) -> str:
-        """Return whose a request is, by its key, which was checked before."""
+        """Return the owner who sends a request, by its key, which was checked before."""
         _, _, key = request.headers.get("authorization", "").partition(" ")
         return self._folder.owner_of(key.strip() if self._has_keys else None)
 
-    def keep_upload(self, upload: Upload, owner: str) -> ServerFile:
-        """Keep what was uploaded."""
-        stored = ServerFile.new(
-            new_id("file-"),
+    def add_upload(self, upload: Upload, owner: str) -> ServerFile:
+        """Add what was uploaded to the files."""
+        stored = ServerFile.make(
+            make_random_id("file-"),
             owner,
             upload.num_bytes,
             upload.filename,
             upload.expires_after_s,
             purpose=PURPOSE,
         )
-        self.files.take_upload(stored, upload.path)
+        self.files.add_upload(stored, upload.path)
         return stored
 
-    def find_file(self, file_id: str, owner: str) -> ServerFile:
+    def require_file(self, file_id: str, owner: str) -> ServerFile:
         """Return an owner's file."""
-        stored = self.files.get(file_id, owner)
+        stored = self.files.find(file_id, owner)
         if stored is None:
-            raise _no_such("file", "GET /v1/files lists them")
+            raise _not_found_error("file", "GET /v1/files lists them")
         return stored
 
-    def find_bytes(self, file_id: str, owner: str) -> Path:
-        """Return where a file's bytes are."""
-        stored = self.find_file(file_id, owner)
+    def require_bytes(self, file_id: str, owner: str) -> Path:
+        """Return the path of a file's bytes."""
+        stored = self.require_file(file_id, owner)
         path = self.files.path_of(stored)
         try:
             size = path.stat().st_size
         except FileNotFoundError:
-            self._tell("error", f"{path} is not there, and a client asks for it")
+            self._log("error", f"{path} is not there, and a client asks for it")
             raise HttpError(
                 410, "the file was removed from the server's disk", code="file_removed"
             ) from None
         if size != stored.bytes:
             change = f"has {size} bytes, and was written with {stored.bytes}"
-            self._tell("error", f"{path} {change}")
+            self._log("error", f"{path} {change}")
             raise HttpError(
                 410,
                 f"the file was changed on the server's disk: it {change}",
@@ -107,8 +106,8 @@ class BatchService:
     def delete_file(self, file_id: str, owner: str) -> None:
         """Delete an owner's file."""
         with self.files.lock:  # so that no batch begins to need it meanwhile
-            stored = self.find_file(file_id, owner)
-            if (batch := self.batches.find_user(stored.id)) is not None:
+            stored = self.require_file(file_id, owner)
+            if (batch := self.batches.find_batch_using(stored.id)) is not None:
                 raise HttpError(
                     409,
                     f"{batch.id} is {batch.status} and still needs the file; cancel it "
@@ -117,13 +116,15 @@ class BatchService:
                 )
             self.files.remove(stored)
 
-    def create_batch(self, wish: BatchRequest, owner: str) -> StoredBatch:
+    def create_batch(self, request: BatchRequest, owner: str) -> StoredBatch:
         """Make a batch; it begins at once, or when others have ended."""
         now_ns = time.time_ns()
         with self.files.lock:  # so that the input is not deleted meanwhile
-            stored = self.files.get(wish.input_file_id, owner)
+            stored = self.files.find(request.input_file_id, owner)
             if stored is None:
-                raise _no_such("file", "upload one by POST /v1/files", "input_file_id")
+                raise _not_found_error(
+                    "file", "upload one by POST /v1/files", "input_file_id"
+                )
             if stored.purpose != PURPOSE:
                 raise HttpError(
                     400,
@@ -133,42 +134,42 @@ class BatchService:
                     param="input_file_id",
                 )
             batch = StoredBatch(
-                id=new_id("batch_"),
+                id=make_random_id("batch_"),
                 owner=owner,
                 created_ns=now_ns,
-                endpoint=wish.endpoint,
-                input_file_id=wish.input_file_id,
-                completion_window=wish.completion_window.text,
-                expires_at=now_ns // 10**9 + wish.completion_window.seconds,
-                metadata=wish.metadata,
+                endpoint=request.endpoint,
+                input_file_id=request.input_file_id,
+                completion_window=request.completion_window.text,
+                expires_at=now_ns // 10**9 + request.completion_window.seconds,
+                metadata=request.metadata,
                 model=self._model_name,
-                answers_id=new_id("file-"),
-                errors_id=new_id("file-"),
+                answers_id=make_random_id("file-"),
+                errors_id=make_random_id("file-"),
                 made_for=self._terms.fingerprint,
-                output_expires_after_s=wish.output_expires_after,
+                output_expires_after_s=request.output_expires_after,
             )
-            self.batches.create(batch)
+            self.batches.add(batch)
         self.work.wake(batch)
         return batch
 
-    def find_batch(self, batch_id: str, owner: str) -> StoredBatch:
+    def require_batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Return an owner's batch."""
-        batch = self.batches.get(batch_id, owner)
+        batch = self.batches.find(batch_id, owner)
         if batch is None:
-            raise _no_such("batch", "GET /v1/batches lists them")
+            raise _not_found_error("batch", "GET /v1/batches lists them")
         return batch
 
     def cancel_batch(self, batch_id: str, owner: str) -> StoredBatch:
         """Have a batch end; what is finished stays."""
-        batch = self.batches.change(self.find_batch(batch_id, owner), _cancel)
+        batch = self.batches.change(self.require_batch(batch_id, owner), _to_cancelling)
         self.work.wake(batch)
         return batch
 
-    def describe(self, found: StoredBatch | ServerFile) -> dict[str, Any]:
+    def describe(self, item: StoredBatch | ServerFile) -> dict[str, Any]:
         """Return OpenAI's object of a file, or of a batch with the newest counts."""
-        if isinstance(found, ServerFile):
-            return found.to_object()
-        return found.to_object(self.work.progress_of(found))
+        if isinstance(item, ServerFile):
+            return item.to_openai_object()
+        return item.to_openai_object(self.work.progress_of(item))
 
     def close(self) -> None:
         """End all runs, and let another server have the folder."""
@@ -176,14 +177,14 @@ class BatchService:
         self._folder.close()
 
 
-def _cancel(batch: StoredBatch) -> StoredBatch:
+def _to_cancelling(batch: StoredBatch) -> StoredBatch:
     if batch.status in ("cancelling", "cancelled"):
         return batch
     # One that finalizes is over in a moment, unless trouble keeps it from that.
     if batch.status in ("validating", "in_progress") or (
         batch.is_open and batch.troubles
     ):
-        return batch.moved("cancelling")
+        return batch.with_status("cancelling")
     raise HttpError(
         409,
         f"the batch is {batch.status}, and only one that is validating or in_progress can be "
@@ -192,7 +193,7 @@ def _cancel(batch: StoredBatch) -> StoredBatch:
     )
 
 
-def _no_such(kind: str, remedy: str, param: str | None = None) -> HttpError:
+def _not_found_error(kind: str, remedy: str, param: str | None = None) -> HttpError:
     return HttpError(
         404,
         f"there is no {kind} with this id; {remedy}",

@@ -30,17 +30,17 @@ from fminfer.core.errors import RequestError
 from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.prompt_fit import RequestLimits
-from fminfer.server.replies import unless_left
+from fminfer.server.replies import run_while_connected
 from fminfer.server.request_bodies import is_large
-from fminfer.server.schemas import describe_field, describe_fields, document
-from fminfer.server.service import Service, respond_json
+from fminfer.server.schemas import document_route, make_field_schema, make_fields_schema
+from fminfer.server.service import Service, make_json_response
 
 NEW_TOKENS = 64
 SEQUENCE_TOKENS = 64
 LATENCY_TOKENS = 10  # where a request does not say
 SAMPLING = ("temperature", "top_p", "top_k")
 # What of a completions request would change the shape of the answer.
-OF_COMPLETIONS = (
+COMPLETIONS_ONLY = (
     "n",
     "best_of",
     "logprobs",
@@ -65,27 +65,21 @@ class _TextConvertor(PathConvertor):
     regex = "(?s:.*)"
 
 
-def old_routes(service: Service) -> APIRouter:
-    """Return the routes of older servers."""
-    router = APIRouter(tags=["Older servers"])
-    limits = service.engine.intake.limits
-    register_url_convertor("text", _TextConvertor())  # the routes below name it
+class _OldRoutes:
+    """Answers as older servers do. The names of its methods are operations' ids."""
 
-    @router.post(
-        "/generation",
-        **document(
-            whole(text=TEXT), "The text.", body=generation_request_schema(limits)
-        ),
-    )
-    async def generation(request: Request) -> Response:
+    def __init__(self, service: Service) -> None:
+        self._service = service
+
+    async def generation(self, request: Request) -> Response:
         """Complete one prompt, as EnergonAI's servers of BLOOM and OPT do."""
-        fields = await service.bodies.read(request)
-        finished = await _complete(service, request, _from_generation(fields))
-        return respond_json({"text": finished.choices[0]["text"]})
+        fields = await self._service.bodies.read(request)
+        fields = _translate_generation_request(fields)
+        finished = await _answer_completion(self._service, request, fields)
+        return make_json_response({"text": finished.choices[0]["text"]})
 
-    @router.get("/run/{text:text}", **document(TEXTS, "The text, in a list."))
-    @router.get("/run_{name}/{text:text}", **document(TEXTS, "The text, in a list."))
     async def run(
+        self,
         request: Request,
         text: str,
         max_seq_length: int = Query(
@@ -93,19 +87,9 @@ def old_routes(service: Service) -> APIRouter:
         ),
     ) -> Response:
         """Continue a text greedily, as EnergonAI's server of GPT-2 does."""
-        _require_utf8(request)
-        if others := sorted(request.query_params.keys() - {"max_seq_length"}):
-            raise RequestError(
-                "unsupported_parameter",
-                f"{others[0]} is no parameter of this route, which takes max_seq_length; call "
-                "/v1/completions for others",
-                others[0],
-            )
-        if not text:
-            raise RequestError(
-                "missing_prompt", "there is no text behind /run/; give one", "text"
-            )
-        prepared = await service.dispatcher.beside(
+        service = self._service
+        _check_run_request(request, text)
+        prepared = await service.dispatcher.run_in_tokenizers(
             lambda: service.engine.prepare({"prompt": text, "max_tokens": 0})
         )
         num_prompt = len(prepared.prompts[0].ids)
@@ -116,35 +100,70 @@ def old_routes(service: Service) -> APIRouter:
                 f"{with_noun(num_prompt, 'token')}; raise max_seq_length, which counts both",
                 "max_seq_length",
             )
-        fields = {"prompt": text, "max_tokens": max_seq_length - num_prompt}
-        finished = await _complete(
-            service, request, fields | {"temperature": 0, "echo": True}
-        )
-        return respond_json([choice["text"] for choice in finished.choices])
+        fields = {
+            "prompt": text,
+            "max_tokens": max_seq_length - num_prompt,
+            "temperature": 0,
+            "echo": True,
+        }
+        finished = await _answer_completion(service, request, fields)
+        return make_json_response([choice["text"] for choice in finished.choices])
 
-    @router.post(
-        "/", **document(TEXTS, "The texts.", body=latency_request_schema(limits))
-    )
-    async def latency(request: Request) -> Response:
+    async def latency(self, request: Request) -> Response:
         """Complete prompts, as FM Inference's latency server does."""
-        fields = await service.bodies.read(request)
-        finished = await _complete(service, request, _from_latency(fields))
-        return respond_json([choice["text"] for choice in finished.choices])
+        fields = await self._service.bodies.read(request)
+        fields = _translate_latency_request(fields)
+        finished = await _answer_completion(self._service, request, fields)
+        return make_json_response([choice["text"] for choice in finished.choices])
 
+
+def make_old_routes(service: Service) -> APIRouter:
+    """Return the routes of older servers."""
+    router = APIRouter(tags=["Older servers"])
+    routes = _OldRoutes(service)
+    limits = service.engine.intake.limits
+    register_url_convertor("text", _TextConvertor())  # the routes below name it
+    router.post(
+        "/generation",
+        **document_route(
+            whole(text=TEXT), "The text.", body=generation_request_schema(limits)
+        ),
+    )(routes.generation)
+    for path in ("/run_{name}/{text:text}", "/run/{text:text}"):
+        router.get(path, **document_route(TEXTS, "The text, in a list."))(routes.run)
+    router.post(
+        "/", **document_route(TEXTS, "The texts.", body=latency_request_schema(limits))
+    )(routes.latency)
     return router
 
 
-async def _complete(
+async def _answer_completion(
     service: Service, request: Request, fields: dict[str, Any]
 ) -> Finished:
     service.check_model(fields.get("model"))
-    asking = service.dispatcher.ask(fields, is_large=is_large(request))
-    reply = await unless_left(asking, request.receive)
-    return await reply.finish(request.receive)
+    asking = service.dispatcher.add_request(fields, is_large=is_large(request))
+    reply = await run_while_connected(asking, request.receive)
+    return await reply.wait_for_answer(request.receive)
 
 
-def _require_utf8(request: Request) -> None:
-    """Refuse a path whose bytes are no text; it was decoded with replacements by now."""
+def _check_run_request(request: Request, text: str) -> None:
+    """Raise for a request to /run/ with other parameters, or without a text."""
+    _check_utf8_path(request)
+    if others := sorted(request.query_params.keys() - {"max_seq_length"}):
+        raise RequestError(
+            "unsupported_parameter",
+            f"{others[0]} is no parameter of this route, which takes max_seq_length; call "
+            "/v1/completions for others",
+            others[0],
+        )
+    if not text:
+        raise RequestError(
+            "missing_prompt", "there is no text behind /run/; give one", "text"
+        )
+
+
+def _check_utf8_path(request: Request) -> None:
+    """Raise for a path whose bytes are no text; it was decoded with replacements by now."""
     raw: bytes = request.scope["raw_path"]
     try:
         unquote_to_bytes(raw).decode()
@@ -158,9 +177,9 @@ def _require_utf8(request: Request) -> None:
         ) from None
 
 
-def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
+def _translate_generation_request(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that a /generation request means."""
-    for name in OF_COMPLETIONS:
+    for name in COMPLETIONS_ONLY:
         if fields.get(name) is not None:
             raise RequestError(
                 "unsupported_parameter",
@@ -182,7 +201,7 @@ def _from_generation(fields: dict[str, Any]) -> dict[str, Any]:
     return request
 
 
-def _from_latency(fields: dict[str, Any]) -> dict[str, Any]:
+def _translate_latency_request(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that one of the latency server means."""
     refuse_others(fields, ("inputs", "parameters"), "POST /")
     parameters = {} if fields.get("parameters") is None else fields["parameters"]
@@ -221,7 +240,7 @@ def generation_request_schema(limits: RequestLimits) -> Schema:
         for name, each in FIELDS["completions"].items()
         if of_chat.get(name) is each
         and each.fate == "acted on"
-        and name not in OF_COMPLETIONS
+        and name not in COMPLETIONS_ONLY
     ]
     fields = (
         Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True),
@@ -232,10 +251,10 @@ def generation_request_schema(limits: RequestLimits) -> Schema:
         *both,
         *(
             Field(name, as_it_is(NULL), "It has no place in this answer.")
-            for name in OF_COMPLETIONS
+            for name in COMPLETIONS_ONLY
         ),
     )
-    return describe_fields(
+    return make_fields_schema(
         "Go on with a text. It is greedy unless temperature, top_p or top_k is sent.",
         fields,
         limits,
@@ -249,11 +268,11 @@ def latency_request_schema(limits: RequestLimits) -> Schema:
     parameters = {
         name: allow_null(SWITCH)
         if ours is None
-        else describe_field(known[ours], limits)
+        else make_field_schema(known[ours], limits)
         for name, ours in LATENCY.items()
     }
     max_tokens = replace(known["max_tokens"], default=LATENCY_TOKENS)
-    parameters["max_new_tokens"] = describe_field(max_tokens, limits)
+    parameters["max_new_tokens"] = make_field_schema(max_tokens, limits)
     inputs = known["prompt"].schema(limits.vocab_size - 1) | {
         "description": "One text or several."
     }

@@ -19,7 +19,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from fminfer.contract.json_object import dump
 from fminfer.core.errors import UsageError
-from fminfer.server.http_errors import JSON, HttpError, describe
+from fminfer.server.http_errors import JSON, HttpError, describe_error
 from fminfer.server.settings import ServerSettings
 
 HEAD_S = 30.0  # for the head of a request, after the time that an idle connection has
@@ -34,7 +34,7 @@ LENT_BYTES = 60_000  # by which the chunks of a body may fall short of that
 _BARE_LINE_END = re.compile(rb"(?<!\r)\n")
 
 
-class _Parser(h11.Connection):
+class _StrictParser(h11.Connection):
     """Refuses requests that other parsers of HTTP, such as a proxy's, may read differently."""
 
     _num_spare = LENT_BYTES  # bytes of a body beyond those that its chunks need
@@ -71,19 +71,31 @@ class Connection(H11Protocol):
 
     def __init__(self, *args: Any, **others: Any) -> None:
         super().__init__(*args, **others)
-        self.conn = _Parser(h11.SERVER)
+        self.conn = _StrictParser(h11.SERVER)
 
     def connection_made(self, transport: Any) -> None:
         """Begin to wait for a request; of too many connections, close the oldest silent ones."""
         super().connection_made(transport)
         self._wait_for_head()
-        if len(self.connections) > max_connections():
-            own = [each for each in self.connections if isinstance(each, Connection)]
-            oldest = nsmallest(1 + len(own) // 64, own, key=lambda each: each.patience)
-            for each in oldest:  # several at once, as looking for them takes a while
-                if each is oldest[0] or each.is_silent:
-                    self.connections.discard(each)  # its turn in the loop comes later
-                    each.transport.abort()
+        if len(self.connections) > find_max_connections():
+            connections = [
+                connection
+                for connection in self.connections
+                if isinstance(connection, Connection)
+            ]
+            oldest = nsmallest(
+                1 + len(connections) // 64,
+                connections,
+                key=lambda connection: connection.patience,
+            )
+            for (
+                connection
+            ) in oldest:  # several at once, as looking for them takes a while
+                if connection is oldest[0] or connection.is_silent:
+                    self.connections.discard(
+                        connection
+                    )  # its turn in the loop comes later
+                    connection.transport.abort()
 
     def on_response_complete(self) -> None:
         """Begin to wait for the next request."""
@@ -93,7 +105,7 @@ class Connection(H11Protocol):
     @property
     def patience(self) -> tuple[bool, bool, float]:
         """Its place among those to close: first silent ones, then those that send a body."""
-        return not self.is_silent, self.is_whole, self._silent_s
+        return not self.is_silent, self.has_whole_request, self._silent_s
 
     @property
     def is_silent(self) -> bool:
@@ -101,7 +113,7 @@ class Connection(H11Protocol):
         return self.cycle is None or self.cycle.response_complete
 
     @property
-    def is_whole(self) -> bool:
+    def has_whole_request(self) -> bool:
         """Whether a request that is open has come whole."""
         return not (self.is_silent or self.cycle.more_body)
 
@@ -118,7 +130,7 @@ class Connection(H11Protocol):
         and proxies that speak it do not close by half.
         """
         if (
-            not self.is_whole
+            not self.has_whole_request
             or self.scheme == "https"
             or self.scope["http_version"] != "1.1"
         ):
@@ -126,7 +138,7 @@ class Connection(H11Protocol):
         # and so in the response
         self.scope["headers"] = [*self.scope["headers"], *CLOSE]
         self.cycle.keep_alive = False
-        self._wait(PROBE_S[0], self._probe, PROBE_S[0])
+        self._set_timer(PROBE_S[0], self._probe_client, PROBE_S[0])
         return True
 
     def send_400_response(self, msg: str) -> None:
@@ -138,29 +150,33 @@ class Connection(H11Protocol):
             head = h11.Response(
                 status_code=400, headers=[(b"content-type", JSON.encode()), *CLOSE]
             )
-            for event in (head, h11.Data(dump(describe(error))), h11.EndOfMessage()):
+            for event in (
+                head,
+                h11.Data(dump(describe_error(error))),
+                h11.EndOfMessage(),
+            ):
                 self.transport.write(self.conn.send(event))
         self.transport.close()
         if self.cycle is not None and not self.cycle.response_complete:
             self.cycle.disconnected = True  # its route can send nothing any more
             self.cycle.message_event.set()
 
-    def _probe(self, wait_s: float) -> None:
-        """Say that the answer is to come; the second write to a client that has left fails."""
+    def _probe_client(self, wait_s: float) -> None:
+        """Write "100 Continue"; the second write to a client that has left fails."""
         if self.cycle.response_started:
             return
         event = h11.InformationalResponse(
             status_code=100, headers=[], reason=b"Continue"
         )
         self.transport.write(self.conn.send(event))
-        self._wait(wait_s, self._probe, min(2 * wait_s, PROBE_S[1]))
+        self._set_timer(wait_s, self._probe_client, min(2 * wait_s, PROBE_S[1]))
 
     def _wait_for_head(self, idle_s: float = 0.0) -> None:
         self._silent_s = self.loop.time()
-        self._wait(idle_s + HEAD_S, self._close_if_silent)
+        self._set_timer(idle_s + HEAD_S, self._close_if_silent)
 
-    def _wait(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
-        """Do something later, in place of what was to be done."""
+    def _set_timer(self, wait_s: float, act: Callable[..., None], *args: float) -> None:
+        """Call something later, in place of what was to be called."""
         if self._timer is not None:
             self._timer.cancel()
         self._timer = self.loop.call_later(wait_s, act, *args)
@@ -177,8 +193,8 @@ def raise_file_limit() -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, most))
 
 
-def max_connections() -> int:
-    """Return how many connections may be open: half of the files are left for all else."""
+def find_max_connections() -> int:
+    """Return how many connections may be open: half as many as files."""
     # Without a limit it is -1.
     return min(
         MOST_CONNECTIONS, resource.getrlimit(resource.RLIMIT_NOFILE)[0] % (1 << 64) // 2
@@ -186,7 +202,7 @@ def max_connections() -> int:
 
 
 def open_socket(settings: ServerSettings) -> socket.socket:
-    """Take the server's address, which does not listen yet.
+    """Open a socket on the server's address, which does not listen yet.
 
     Raises:
         UsageError: it cannot be had, or the certificate is none.
@@ -201,27 +217,27 @@ def open_socket(settings: ServerSettings) -> socket.socket:
                 type=socket.SOCK_STREAM,
                 flags=socket.AI_PASSIVE,
             )[0]
-            found = failed.enter_context(socket.socket(family, kind, proto))
-            found.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            opened = failed.enter_context(socket.socket(family, kind, proto))
+            opened.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
             # connections inherit it: clients that do not read end
             if sys.platform == "linux":
-                found.setsockopt(
+                opened.setsockopt(
                     socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, int(UNREAD_S * 1000)
                 )
-            found.bind(address)
+            opened.bind(address)
         except (OSError, UnicodeError) as error:
             raise UsageError(
                 f"{settings.host}:{settings.port} cannot be listened on: {error}. Give another "
                 "--port or --host"
             ) from None
         failed.pop_all()  # it stays open
-    return found
+    return opened
 
 
 def check_certificate(certificate: Path, key: Path | None) -> None:
     """Load a certificate and its key as the server will, but without asking for a password."""
 
-    def refuse_password() -> str:
+    def raise_encrypted() -> str:
         raise UsageError(
             f"ssl_keyfile {key} is encrypted; give it without its password: "
             f"openssl pkey -in {key} -out FILE"
@@ -229,7 +245,7 @@ def check_certificate(certificate: Path, key: Path | None) -> None:
 
     try:
         context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
-        context.load_cert_chain(certificate, key, refuse_password)
+        context.load_cert_chain(certificate, key, raise_encrypted)
     except OSError as error:  # also of TLS
         raise UsageError(
             f"ssl_certfile {certificate} and ssl_keyfile {key} cannot be used: "

@@ -17,7 +17,7 @@ from fminfer.core.quantities import describe_bytes
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.engine_api import Engine
-from fminfer.server.http_errors import HttpError, shutting_down
+from fminfer.server.http_errors import HttpError, shutting_down_error
 from fminfer.server.metrics import Metrics
 from fminfer.server.replies import Reply
 
@@ -37,7 +37,7 @@ Result = TypeVar("Result")
 
 
 class Dispatcher:
-    """Takes requests in an event loop, and answers them with an engine.
+    """Receives requests in an event loop, and answers them with an engine.
 
     Args:
         queue_size: requests that may wait; 0: any number.
@@ -50,12 +50,12 @@ class Dispatcher:
         self._queue_size = queue_size
         # Requests without an answer that are with the engine; of the event loop's thread only.
         self.replies: dict[int, Reply] = {}
-        self._held: dict[int, int] = {}  # bytes of those without an answer
+        self._held_bytes: dict[int, int] = {}  # of those without an answer
         self._ids = count(FIRST_ID)
         self._adding = threading.Lock()
         self._num_added = _count_begun(engine)  # requests so far
-        self._tokenizers = _Threads(TOKENIZERS, "tokenizing")
-        self._compilers = _Threads(3, "compiling")
+        self._tokenizers = _PreparingThreads(TOKENIZERS, "tokenizing")
+        self._compilers = _PreparingThreads(3, "compiling")
         self._loop: asyncio.AbstractEventLoop | None = None
         self._on_failure: Callable[[], None] = lambda: None
         self._is_over = threading.Event()
@@ -68,8 +68,7 @@ class Dispatcher:
     def start(
         self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], None]
     ) -> None:
-        """Take note of the event loop; `on_failure` is called in it once the engine has
-        failed."""
+        """Note the event loop; it calls `on_failure` once the engine has failed."""
         self._loop = loop
         self._on_failure = on_failure
 
@@ -77,15 +76,17 @@ class Dispatcher:
     def num_open(self) -> int:
         """Requests without an answer."""
         return (
-            len(self.replies) + self._tokenizers.num_asked + self._compilers.num_asked
+            len(self.replies)
+            + self._tokenizers.num_pending
+            + self._compilers.num_pending
         )
 
     @property
     def num_waiting(self) -> int:
         """Prompts that have not begun."""
-        return self._tokenizers.num_asked + self._engine.num_waiting
+        return self._tokenizers.num_pending + self._engine.num_waiting
 
-    async def ask(
+    async def add_request(
         self,
         fields: Mapping[str, Any],
         *,
@@ -102,64 +103,75 @@ class Dispatcher:
             RequestError: what is wrong with it.
             HttpError: there is no room for it.
         """
-        asked_s = time.perf_counter()
-        full = self._why_no_room()
+        arrival_s = time.perf_counter()
+        full = self._no_room_error()
         # There may be a kept answer.
-        may_look = self.refusal is None and self._tokenizers.num_asked < MOST_LOOKING
+        may_look = self.refusal is None and self._tokenizers.num_pending < MOST_LOOKING
         if full is not None and (self._cache is None or not may_look):
             raise full
-        prepare = partial(self._prepare_and_find, fields, endpoint=endpoint)
-        try:
-            prepared, kept = await self._tokenizers.do(
-                partial(prepare, compiles=False),
-                is_quick=not is_large and _is_quick(fields),
-            )
-        except (
-            UncompiledError
-        ):  # to compile may take seconds, in which others do not wait
-            num_asked = self._compilers.num_asked
-            if 0 < self._queue_size <= num_asked:
-                raise self._full(
-                    f"{num_asked} requests wait for new constraints", 2
-                ) from None
-            prepared, kept = await self._compilers.do(prepare)
+        prepared, kept = await self._prepare_in_threads(
+            partial(self._prepare_and_find_answer, fields, endpoint=endpoint),
+            is_quick=not is_large and _is_quick(fields),
+        )
         if kept is not None and self.refusal is None:
-            self._metrics.observe(kept, time.perf_counter() - asked_s)
-            reply = Reply(kept.request_id, asked_s, prepared, self._forget)
-            for event in (*(_deltas(kept) if is_streamed else ()), kept):
+            self._metrics.observe(kept, time.perf_counter() - arrival_s)
+            reply = Reply(kept.request_id, arrival_s, prepared, self._forget_request)
+            for event in (*(_make_deltas(kept) if is_streamed else ()), kept):
                 reply.push(event)
             return reply
         if (refusal := self.refusal or full) is not None:
             raise refusal
-        size = self._check_size(prepared)
+
+        size = self._check_request_size(prepared)
         request_id = next(self._ids)
         reply = self.replies[request_id] = Reply(
-            request_id, asked_s, prepared, self._forget
+            request_id, arrival_s, prepared, self._forget_request
         )
-        self._held[request_id] = size
-        add = partial(self._add, prepared, request_id, is_streamed=is_streamed)
+        self._held_bytes[request_id] = size
+        add = partial(
+            self._add_to_engine, prepared, request_id, is_streamed=is_streamed
+        )
         try:
-            await self._tokenizers.do(add) if size > SMALL_BYTES else add()
+            await self._tokenizers.run(add) if size > SMALL_BYTES else add()
         except BaseException:
-            del self.replies[request_id], self._held[request_id]
+            del self.replies[request_id], self._held_bytes[request_id]
             self._engine.cancel(request_id)
             raise
         return reply
 
-    async def beside(self, work: Callable[[], Result]) -> Result:
-        """Tokenize beside the event loop, where only a few do so at once."""
-        if (refusal := self._why_no_room()) is not None:
-            raise refusal
-        return await self._tokenizers.do(work)
+    async def _prepare_in_threads(
+        self,
+        prepare: Callable[..., tuple[Prepared, Finished | None]],
+        *,
+        is_quick: bool,
+    ) -> tuple[Prepared, Finished | None]:
+        try:
+            return await self._tokenizers.run(
+                partial(prepare, compiles=False), is_quick=is_quick
+            )
+        except UncompiledError:
+            pass  # to compile may take seconds, in which others do not wait
+        num_pending = self._compilers.num_pending
+        if 0 < self._queue_size <= num_pending:
+            raise self._queue_full_error(
+                f"{num_pending} requests wait for new constraints", 2
+            )
+        return await self._compilers.run(prepare)
 
-    def _check_size(self, prepared: PreparedRequest) -> int:
+    async def run_in_tokenizers(self, work: Callable[[], Result]) -> Result:
+        """Tokenize in a thread; only a few requests do so at once."""
+        if (refusal := self._no_room_error()) is not None:
+            raise refusal
+        return await self._tokenizers.run(work)
+
+    def _check_request_size(self, prepared: Prepared) -> int:
         """Return the bytes that a request takes, or raise an HttpError."""
         texts = (*prepared.prompts, *prepared.sources)
         num_choices = len(prepared.prompts) * prepared.params.num_candidates
         size = CHOICE_BYTES * num_choices + sum(
             8 * len(t.ids) + len(t.text) for t in texts
         )
-        held = sum(self._held.values())
+        held = sum(self._held_bytes.values())
         if held and size > max(SMALL_BYTES, (MOST_BYTES - held) // SHARE):
             raise HttpError(
                 429,
@@ -173,19 +185,19 @@ class Dispatcher:
             )
         return size
 
-    def _forget(self, request_id: int) -> None:
+    def _forget_request(self, request_id: int) -> None:
         """Forget a request; if it has no answer yet, the engine frees what it holds."""
-        self._held.pop(request_id, None)
+        self._held_bytes.pop(request_id, None)
         if self.replies.pop(request_id, None) is not None:
             self._engine.cancel(request_id)
             self._metrics.count_cancelled()
 
     def close(self, error: HttpError) -> None:
-        """Take no more requests; those that are open go on."""
+        """Refuse further requests; those that are open go on."""
         self.refusal = self.refusal or error
 
-    def fail_all(self, error: HttpError) -> None:
-        """Give every open request an error."""
+    def fail_open_requests(self, error: HttpError) -> None:
+        """End every open request with an error."""
         self.close(error)
         self.num_dropped += len(self.replies)
         for reply in self.replies.values():
@@ -193,19 +205,19 @@ class Dispatcher:
             reply.push(error)
         self.replies.clear()
 
-    def _why_no_room(self) -> HttpError | None:
+    def _no_room_error(self) -> HttpError | None:
         # To count prompts is quick, and there are at least as many as requests.
         if self.refusal is not None or not 0 < self._queue_size <= self.num_waiting:
             return self.refusal
         waiting = (
-            self._tokenizers.num_asked + self._num_added - _count_begun(self._engine)
+            self._tokenizers.num_pending + self._num_added - _count_begun(self._engine)
         )
         if waiting < self._queue_size:
             return None
         retry_s = min(MOST_RETRY_S, max(1, round(self.queue_s)))
-        return self._full(f"{waiting} requests wait", retry_s)
+        return self._queue_full_error(f"{waiting} requests wait", retry_s)
 
-    def _full(self, text: str, retry_s: int) -> HttpError:
+    def _queue_full_error(self, text: str, retry_s: int) -> HttpError:
         return HttpError(
             429,
             f"{text}, and the queue is full (--queue-size {self._queue_size}). Try again in "
@@ -214,7 +226,7 @@ class Dispatcher:
             headers={"Retry-After": str(retry_s)},
         )
 
-    def _deliver(self, events: list[Event]) -> None:
+    def _deliver_events(self, events: list[Event]) -> None:
         now_s = time.perf_counter()
         for event in events:
             reply = self.replies.get(event.request_id)
@@ -230,15 +242,15 @@ class Dispatcher:
                 if self._cache is not None:
                     self._cache.add(reply.prepared, event)
                 self.queue_s += 0.1 * (event.times["queue_time"] - self.queue_s)
-                self._metrics.observe(event, now_s - reply.asked_s)
+                self._metrics.observe(event, now_s - reply.arrival_s)
             reply.push(event)
 
-    def _break(self, error: BaseException) -> None:
-        told = str(error) if isinstance(error, FminferError) else type(error).__name__
-        failure = HttpError(503, f"the engine failed: {told}", code="engine_failed")
-        # for the second time
-        is_told_to_end = isinstance(error, KeyboardInterrupt | StoppedError)
-        self.fail_all(shutting_down() if is_told_to_end else failure)
+    def _fail_engine(self, error: BaseException) -> None:
+        reason = str(error) if isinstance(error, FminferError) else type(error).__name__
+        failure = HttpError(503, f"the engine failed: {reason}", code="engine_failed")
+        if isinstance(error, KeyboardInterrupt | StoppedError):  # for the second time
+            failure = shutting_down_error()
+        self.fail_open_requests(failure)
         self._on_failure()
 
     # In the engine's thread:
@@ -249,14 +261,14 @@ class Dispatcher:
         try:
             while not self._is_over.is_set():
                 if self._engine.wait(IDLE_S) and (events := self._engine.step()):
-                    self._loop.call_soon_threadsafe(self._deliver, events)
+                    self._loop.call_soon_threadsafe(self._deliver_events, events)
         except BaseException as error:
-            self._loop.call_soon_threadsafe(self._break, error)
+            self._loop.call_soon_threadsafe(self._fail_engine, error)
             raise
 
     # In any thread:
 
-    def _prepare_and_find(
+    def _prepare_and_find_answer(
         self, fields: Mapping[str, Any], *, endpoint: Endpoint, compiles: bool = True
     ) -> tuple[PreparedRequest, Finished | None]:
         """Prepare a request, and find its answer if the cache has it, which may take a while."""
@@ -265,10 +277,10 @@ class Dispatcher:
             return prepared, None
         return prepared, self._cache.find(prepared, takes_chance=True)
 
-    def _add(
-        self, prepared: PreparedRequest, request_id: int, *, is_streamed: bool
+    def _add_to_engine(
+        self, prepared: Prepared, request_id: int, *, is_streamed: bool
     ) -> None:
-        """Give the engine a request, unless its client leaves meanwhile."""
+        """Add a request to the engine, unless its client leaves meanwhile."""
         self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)
         with self._adding:
             self._num_added += 1
@@ -283,23 +295,25 @@ class Dispatcher:
         self._compilers.end()
 
 
-class _Threads:
+class _PreparingThreads:
     """Threads that prepare requests, and how many requests are with them."""
 
     def __init__(self, num_threads: int, name: str) -> None:
-        self.num_asked = 0
+        self.num_pending = 0
         self._pool = ThreadPoolExecutor(num_threads, name)
         # its requests wait for no long work
         self._quick_pool = ThreadPoolExecutor(1, name)
 
-    async def do(self, work: Callable[[], Result], *, is_quick: bool = False) -> Result:
-        """Do some work beside the event loop, and raise what it raises."""
-        self.num_asked += 1
+    async def run(
+        self, work: Callable[[], Result], *, is_quick: bool = False
+    ) -> Result:
+        """Do some work in a thread; raise what it raises."""
+        self.num_pending += 1
         pool = self._quick_pool if is_quick else self._pool
         try:
             return await asyncio.get_running_loop().run_in_executor(pool, work)
         finally:
-            self.num_asked -= 1
+            self.num_pending -= 1
 
     def end(self) -> None:
         """Begin nothing more."""
@@ -308,9 +322,11 @@ class _Threads:
 
 
 def _is_quick(fields: Mapping[str, Any]) -> bool:
-    """Tell whether a request that is not large has little to prepare."""
+    """Whether a request that is not large has little to prepare."""
     return all(
-        len(v) <= QUICK_ITEMS for v in fields.values() if isinstance(v, list | dict)
+        len(value) <= QUICK_ITEMS
+        for value in fields.values()
+        if isinstance(value, list | dict)
     )
 
 
@@ -319,7 +335,7 @@ def _count_begun(engine: Engine) -> int:
     return engine.stats.num_begun - engine.stats.num_begun_behind
 
 
-def _deltas(answer: Finished) -> Iterator[Delta]:
+def _make_deltas(answer: Finished) -> Iterator[Delta]:
     """Yield the choices of an answer that is there already."""
     for choice in answer.choices:
         message: dict[str, Any] = choice.get("message", {})
@@ -332,5 +348,5 @@ def _deltas(answer: Finished) -> Iterator[Delta]:
             choice.get("logprobs"),
             choice["finish_reason"],
             choice.get("stop_reason"),
-            [{"index": place} | call for place, call in enumerate(calls)],
+            [{"index": index} | call for index, call in enumerate(calls)],
         )

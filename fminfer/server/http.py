@@ -36,7 +36,7 @@ from fminfer.server.connections import (
     open_socket,
     raise_file_limit,
 )
-from fminfer.server.http_errors import shutting_down
+from fminfer.server.http_errors import shutting_down_error
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
@@ -188,7 +188,7 @@ class HttpThread(threading.Thread):
                 lifespan="off",
                 backlog=MOST_ACCEPTED,
                 log_config=None,
-                log_level="error" if self.service.log.tells("error") else "critical",
+                log_level="error" if self.service.log.is_shown("error") else "critical",
                 access_log=False,
                 server_header=False,
                 timeout_keep_alive=settings.keep_alive_s,  # type: ignore[arg-type]
@@ -225,12 +225,12 @@ class HttpThread(threading.Thread):
 
     def _drain(self, grace_s: float) -> None:
         dispatcher = self.service.dispatcher
-        closing = shutting_down()
+        closing = shutting_down_error()
         dispatcher.close(closing)
         if self.batches is not None:
             self.batches.work.drain()
         loop = asyncio.get_running_loop()
-        loop.call_later(grace_s, dispatcher.fail_all, closing)
+        loop.call_later(grace_s, dispatcher.fail_open_requests, closing)
         loop.call_later(grace_s + LEAVE_S, self._hang_up)
         most_s = grace_s + LEAVE_S + 0.5  # for what goes on without a connection
         self._server.config.timeout_graceful_shutdown = most_s  # type: ignore[assignment]
@@ -272,14 +272,14 @@ class HttpThread(threading.Thread):
         while True:
             for _ in range(REPORT_S):
                 await asyncio.sleep(1)
-                throughput.look()
+                throughput.record_counts()
                 if not dispatcher.num_open:
                     await asyncio.to_thread(trim_host)  # what large requests have left
             num_tokens = throughput.num_tokens
             if num_tokens != num_told:
                 state = self.service.engine.state
                 rates = throughput.rates
-                self.service.log.tell(
+                self.service.log.write(
                     "info",
                     f"{state.num_running} running, {dispatcher.num_waiting} waiting, KV cache "
                     f"{state.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "

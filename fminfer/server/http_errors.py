@@ -41,14 +41,14 @@ class HttpError(FminferError):
         return "invalid_request_error" if self.status < 500 else "server_error"
 
 
-def as_http(error: RequestError) -> HttpError:
+def to_http_error(error: RequestError) -> HttpError:
     """Return a request's error with its status."""
     # One that is too large for this server is 400: clients try again after a 500, in vain.
     status = 500 if error.is_retryable and error.code != "out_of_memory" else 400
     return HttpError(status, error.message, code=error.code, param=error.param)
 
 
-def shutting_down() -> HttpError:
+def shutting_down_error() -> HttpError:
     """Return the error of requests that a server leaves without an answer as it ends."""
     return HttpError(
         503,
@@ -58,7 +58,7 @@ def shutting_down() -> HttpError:
     )
 
 
-def describe(error: HttpError) -> dict[str, Any]:
+def describe_error(error: HttpError) -> dict[str, Any]:
     """Return the OpenAI error object."""
     return {
         "error": {
@@ -70,8 +70,8 @@ def describe(error: HttpError) -> dict[str, Any]:
     }
 
 
-def respond(error: HttpError) -> Response:
+def make_error_response(error: HttpError) -> Response:
     """Return the response that an error becomes."""
     return Response(
-        dump(describe(error)), error.status, dict(error.headers or {}), JSON
+        dump(describe_error(error)), error.status, dict(error.headers or {}), JSON
     )

@@ -1,4 +1,4 @@
-"""What a server tells Prometheus: vLLM's names where they mean the same, else `fminfer:…`."""
+"""What Prometheus reads of a server: vLLM's names where they mean the same, else `fminfer:…`."""
 
 from __future__ import annotations
 
@@ -27,15 +27,15 @@ from fminfer.server.batches.batch_work import BatchWork
 WINDOW_S = 5.0  # of the means of tokens a second
 
 
-def _steps(first: int, last: int) -> tuple[float, ...]:
+def _make_bucket_limits(first: int, last: int) -> tuple[float, ...]:
     """Return 1, 2 and 5 times each power of ten from 10^first to 10^last."""
     return tuple(
         float(f"{m}e{power}") for power in range(first, last + 1) for m in (1, 2, 5)
     )
 
 
-SECONDS = _steps(-3, 2)
-TOKENS = _steps(0, 5)  # limits of buckets
+SECONDS = _make_bucket_limits(-3, 2)
+TOKENS = _make_bucket_limits(0, 5)  # limits of buckets
 
 
 # by name, then by the values of its labels
@@ -82,21 +82,23 @@ class Metrics:
         self._registry = registry = CollectorRegistry()
         self._model_name = model_name
         self._engine = engine
-        self.batches: BatchWork | None = None  # which are told of, too
+        self.batches: BatchWork | None = None  # counted as well
         registry.register(self)
         ProcessCollector(registry=registry)
-        self._queue_s = self._histogram("vllm:request_queue_time_seconds", SECONDS)
-        self._first_token_s = self._histogram(
+        self._queue_s = self._make_histogram("vllm:request_queue_time_seconds", SECONDS)
+        self._first_token_s = self._make_histogram(
             "vllm:time_to_first_token_seconds", SECONDS
         )
-        self._gap_s = self._histogram("vllm:inter_token_latency_seconds", SECONDS)
-        self._total_s = self._histogram("vllm:e2e_request_latency_seconds", SECONDS)
-        self._prompt_tokens = self._histogram("vllm:request_prompt_tokens", TOKENS)
-        self._generated_tokens = self._histogram(
+        self._gap_s = self._make_histogram("vllm:inter_token_latency_seconds", SECONDS)
+        self._total_s = self._make_histogram(
+            "vllm:e2e_request_latency_seconds", SECONDS
+        )
+        self._prompt_tokens = self._make_histogram("vllm:request_prompt_tokens", TOKENS)
+        self._generated_tokens = self._make_histogram(
             "vllm:request_generation_tokens", TOKENS
         )
-        self._finished = self._counter("vllm:request_success", "finished_reason")
-        self._refused = self._counter("fminfer:requests_refused", "status")
+        self._finished = self._make_counter("vllm:request_success", "finished_reason")
+        self._refused = self._make_counter("fminfer:requests_refused", "status")
         # a rate needs the 0 before the first one
         for reason in ("stop", "length", "abort"):
             self._finished.labels(model_name, reason)
@@ -106,8 +108,7 @@ class Metrics:
 
         Args:
             total_s: from its coming to its end, as the server saw it. What the engine
-            did not see
-                of that, such as tokenizing, counts as time in the queue.
+                did not see of that, such as tokenizing, counts as time in the queue.
         """
         times = finished.times
         usage = finished.usage
@@ -148,86 +149,89 @@ class Metrics:
         stats = self._engine.stats
         state = self._engine.state
         facts = self._engine.facts
-        own = (self._model_name,)
-        yield from _families(
+        labels = (self._model_name,)
+        yield from _make_families(
             GaugeMetricFamily,
             {
-                "vllm:num_requests_running": {own: state.num_running},
-                "vllm:num_requests_waiting": {own: state.num_waiting},
-                "vllm:kv_cache_usage_perc": {own: state.kv_usage},
-                "fminfer:kv_cache_tokens": {own: stats.num_kv_tokens},
+                "vllm:num_requests_running": {labels: state.num_running},
+                "vllm:num_requests_waiting": {labels: state.num_waiting},
+                "vllm:kv_cache_usage_perc": {labels: state.kv_usage},
+                "fminfer:kv_cache_tokens": {labels: stats.num_kv_tokens},
             },
         )
-        formats = (*own, facts.weight_dtype, facts.dtype)
-        yield from _families(
+        formats = (*labels, facts.weight_dtype, facts.dtype)
+        yield from _make_families(
             GaugeMetricFamily,
             {"fminfer:weight_bytes": {formats: facts.weight_bytes}},
             "format",
             "dtype",
         )
-        yield from _families(GaugeMetricFamily, self._memory(), "rank")
+        yield from _make_families(GaugeMetricFamily, self._make_memory_values(), "rank")
         # Those that were fed or found in the cache: it never falls, as a counter must not.
         num_prompt_tokens = stats.num_prompt_tokens + stats.num_cached_tokens
         cache = self._engine.runs.cache
-        yield from _families(
+        yield from _make_families(
             CounterMetricFamily,
             {
-                "vllm:prompt_tokens": {own: num_prompt_tokens},
-                "vllm:generation_tokens": {own: stats.num_generated_tokens},
-                "vllm:prefix_cache_queries": {own: num_prompt_tokens},
-                "vllm:prefix_cache_hits": {own: stats.num_cached_tokens},
-                "vllm:num_preemptions": {own: stats.num_put_back},
-                "fminfer:tokens_fed_again": {own: stats.num_again_tokens},
-                "fminfer:engine_steps": {own: stats.num_steps},
+                "vllm:prompt_tokens": {labels: num_prompt_tokens},
+                "vllm:generation_tokens": {labels: stats.num_generated_tokens},
+                "vllm:prefix_cache_queries": {labels: num_prompt_tokens},
+                "vllm:prefix_cache_hits": {labels: stats.num_cached_tokens},
+                "vllm:num_preemptions": {labels: stats.num_put_back},
+                "fminfer:tokens_fed_again": {labels: stats.num_again_tokens},
+                "fminfer:engine_steps": {labels: stats.num_steps},
                 "fminfer:result_cache_queries": {
-                    own: 0 if cache is None else cache.num_asked
+                    labels: 0 if cache is None else cache.num_asked
                 },
                 "fminfer:result_cache_hits": {
-                    own: 0 if cache is None else cache.num_found
+                    labels: 0 if cache is None else cache.num_found
                 },
             },
         )
         if self.batches is not None:
-            yield from self._of_batches(self.batches)
+            yield from self._collect_batches(self.batches)
 
-    def _of_batches(self, batches: BatchWork) -> Iterator[Metric]:
-        own = (self._model_name,)
-        yield from _families(
-            GaugeMetricFamily, {"fminfer:batches_open": {own: batches.num_open}}
+    def _collect_batches(self, batches: BatchWork) -> Iterator[Metric]:
+        labels = (self._model_name,)
+        yield from _make_families(
+            GaugeMetricFamily, {"fminfer:batches_open": {labels: batches.num_open}}
         )
         rows: dict[tuple[str, ...], float] = {
             (self._model_name, kind): batches.done[kind] for kind in get_args(RowKind)
         }
-        yield from _families(CounterMetricFamily, {"fminfer:batch_rows": rows}, "kind")
+        yield from _make_families(
+            CounterMetricFamily, {"fminfer:batch_rows": rows}, "kind"
+        )
 
-    def _memory(self) -> Values:
+    def _make_memory_values(self) -> Values:
         """Return the peaks of all ranks, and the forecast of the memory that it is of."""
-        found: Values = {}
-        for each in self._engine.memory:
-            of_rank = {"fminfer:peak_memory_bytes": each.peak.host_bytes}
-            if each.is_on_gpu:
-                of_rank["fminfer:gpu_peak_memory_bytes"] = each.peak.gpu_reserved_bytes
-                of_rank["fminfer:gpu_peak_tensor_bytes"] = each.peak.gpu_bytes
-            of_rank[f"fminfer:{'gpu_' * each.is_on_gpu}foreseen_memory_bytes"] = (
-                each.foreseen_bytes
-            )
-            for name, value in of_rank.items():
-                found.setdefault(name, {})[self._model_name, str(each.rank)] = value
-        return found
+        values: Values = {}
+        for memory in self._engine.memory:
+            bytes_by_name = {"fminfer:peak_memory_bytes": memory.peak.host_bytes}
+            if memory.is_on_gpu:
+                bytes_by_name["fminfer:gpu_peak_memory_bytes"] = (
+                    memory.peak.gpu_reserved_bytes
+                )
+                bytes_by_name["fminfer:gpu_peak_tensor_bytes"] = memory.peak.gpu_bytes
+            foreseen = "gpu_foreseen" if memory.is_on_gpu else "foreseen"
+            bytes_by_name[f"fminfer:{foreseen}_memory_bytes"] = memory.foreseen_bytes
+            for name, value in bytes_by_name.items():
+                values.setdefault(name, {})[self._model_name, str(memory.rank)] = value
+        return values
 
-    def _counter(self, name: str, label: str) -> Counter:
+    def _make_counter(self, name: str, label: str) -> Counter:
         return Counter(
             name, HELPS[name], ["model_name", label], registry=self._registry
         )
 
-    def _histogram(self, name: str, limits: Sequence[float]) -> Histogram:
+    def _make_histogram(self, name: str, limits: Sequence[float]) -> Histogram:
         metric = Histogram(
             name, HELPS[name], ["model_name"], buckets=limits, registry=self._registry
         )
         return metric.labels(self._model_name)
 
 
-def _families(
+def _make_families(
     kind: type[GaugeMetricFamily | CounterMetricFamily], values: Values, *labels: str
 ) -> Iterator[Metric]:
     for name, rows in values.items():
@@ -245,16 +249,16 @@ class Rates(NamedTuple):
 
 
 class Throughput:
-    """Looks at an engine's counts now and then."""
+    """Computes tokens a second from an engine's counts, which it records now and then."""
 
     def __init__(self, engine: ObservableEngine) -> None:
         self._engine = engine
         self._started_s = time.monotonic()
         self._seen: deque[tuple[float, int, int]] = deque()
-        self.look()
+        self.record_counts()
 
-    def look(self) -> None:
-        """Take note of the counts."""
+    def record_counts(self) -> None:
+        """Record the engine's counts."""
         stats = self._engine.stats
         now_s = time.monotonic()
         self._seen.append((now_s, stats.num_prompt_tokens, stats.num_generated_tokens))
@@ -263,19 +267,19 @@ class Throughput:
 
     @property
     def uptime_s(self) -> float:
-        """Seconds since it began to look."""
+        """Seconds since it was made."""
         return time.monotonic() - self._started_s
 
     @property
     def num_tokens(self) -> int:
-        """Tokens so far, when it last looked."""
+        """Tokens so far, when the counts were last recorded."""
         return sum(self._seen[-1][1:])
 
     @property
     def rates(self) -> Rates:
         """The mean over the last seconds."""
-        (first_s, *first) = self._seen[0]
-        (last_s, *last) = self._seen[-1]
+        first_s, *first = self._seen[0]
+        last_s, *last = self._seen[-1]
         passed_s = max(last_s - first_s, 1e-3)
         return Rates(
             *((now - then) / passed_s for then, now in zip(first, last, strict=True))

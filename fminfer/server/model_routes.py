@@ -28,10 +28,17 @@ from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server.http_errors import HttpError
-from fminfer.server.schemas import COUNT, ERRORS, IDS, describe_fields, document, extend
-from fminfer.server.service import Service, respond_json
+from fminfer.server.schemas import (
+    COUNT,
+    ERRORS,
+    IDS,
+    document_route,
+    extend_schema,
+    make_fields_schema,
+)
+from fminfer.server.service import Service, make_json_response
 
-TOKENIZED = extend(
+TOKENIZED = extend_schema(
     whole(count=COUNT, max_model_len=COUNT, tokens=IDS),
     token_strs=allow_null(list_of(TEXT)),
 )
@@ -49,7 +56,7 @@ STATS = whole(
 )
 
 
-def model_routes(service: Service) -> APIRouter:
+def make_model_routes(service: Service) -> APIRouter:
     """Return the routes that compute nothing."""
     router = APIRouter(tags=["Model and server"])
     _add_token_routes(router, service)
@@ -62,19 +69,21 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
 
     @router.post(
         "/tokenize",
-        **document(TOKENIZED, "The ids.", body=tokenize_request_schema(limits)),
+        **document_route(TOKENIZED, "The ids.", body=tokenize_request_schema(limits)),
     )
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a rendered chat."""
         fields = await service.bodies.read(request)
         service.check_model(fields.get("model"))
-        return respond_json(
-            await service.dispatcher.beside(lambda: _tokenize(service, fields))
+        return make_json_response(
+            await service.dispatcher.run_in_tokenizers(
+                lambda: _answer_tokenize(service, fields)
+            )
         )
 
     @router.post(
         "/detokenize",
-        **document(
+        **document_route(
             whole(prompt=TEXT), "The text.", body=detokenize_request_schema(limits)
         ),
     )
@@ -82,30 +91,34 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
         """Return the text of ids."""
         fields = await service.bodies.read(request)
         service.check_model(fields.get("model"))
-        return respond_json(
-            await service.dispatcher.beside(lambda: _detokenize(service, fields))
+        return make_json_response(
+            await service.dispatcher.run_in_tokenizers(
+                lambda: _answer_detokenize(service, fields)
+            )
         )
 
 
 def _add_state_routes(router: APIRouter, service: Service) -> None:
     @router.get(
-        "/version", **document(whole(version=TEXT), "The version.", errors=[401])
+        "/version", **document_route(whole(version=TEXT), "The version.", errors=[401])
     )
     async def version() -> Response:
         """Return the version of fminfer."""
-        return respond_json({"version": __version__})
+        return make_json_response({"version": __version__})
 
-    @router.get("/health", **document(whole(status=TEXT), "It answers.", errors=[503]))
+    @router.get(
+        "/health", **document_route(whole(status=TEXT), "It answers.", errors=[503])
+    )
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
         if (refusal := service.dispatcher.refusal) is not None:
             raise refusal
-        return respond_json({"status": "ok"})
+        return make_json_response({"status": "ok"})
 
-    @router.get("/stats", **document(STATS, "How it stands.", errors=[401]))
+    @router.get("/stats", **document_route(STATS, "How it stands.", errors=[401]))
     async def stats() -> Response:
         """Return what the server does at the moment."""
-        return respond_json(_describe_state(service))
+        return make_json_response(_describe_state(service))
 
     @router.get(
         "/metrics",
@@ -135,11 +148,11 @@ def _describe_state(service: Service) -> dict[str, Any]:
     }
 
 
-def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
-    """Do what vLLM's /tokenize does."""
+def _answer_tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request as vLLM's /tokenize does."""
     engine = service.engine
     with_words = fields.pop("return_token_strs", None)
-    ids = _prepare_one(service, fields, "prompt")
+    ids = _tokenize_prompt(service, fields, "prompt")
     words = (
         [engine.tokenizer.piece(token_id) for token_id in ids] if with_words else None
     )
@@ -151,22 +164,23 @@ def _tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     }
 
 
-def _detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
-    """Do what vLLM's /detokenize does."""
+def _answer_detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
+    """Answer a request as vLLM's /detokenize does."""
     refuse_others(fields, ("tokens",), "/detokenize")
     ids = fields.get("tokens")
     if not isinstance(ids, list):
         raise wrong_type("tokens", ids, "a list of token ids")
     if not ids:
         return {"prompt": ""}
-    found = _prepare_one(service, {"prompt": ids}, "tokens")
-    return {"prompt": service.engine.tokenizer.decode(found, skip_special_tokens=False)}
+    prompt_ids = _tokenize_prompt(service, {"prompt": ids}, "tokens")
+    tokenizer = service.engine.tokenizer
+    return {"prompt": tokenizer.decode(prompt_ids, skip_special_tokens=False)}
 
 
-def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[int]:
+def _tokenize_prompt(service: Service, request: dict[str, Any], name: str) -> list[int]:
     """Return the ids of a request's only prompt."""
     try:
-        asked = {
+        fields = {
             name: value for name, value in request.items() if name not in CONSTRAINTS
         }
         endpoint: Endpoint | None = "chat" if "messages" in request else "completions"
@@ -174,11 +188,11 @@ def _prepare_one(service: Service, request: dict[str, Any], name: str) -> list[i
             service.engine.intake.limits.vectors is not None
             and endpoint == "completions"
         ):
-            asked = {"input": asked.pop("prompt", None), **asked}
+            fields = {"input": fields.pop("prompt", None), **fields}
             endpoint = None
         else:
-            asked["max_tokens"] = 0
-        prepared = service.engine.prepare(asked, endpoint=endpoint)
+            fields["max_tokens"] = 0
+        prepared = service.engine.prepare(fields, endpoint=endpoint)
     except RequestError as error:
         source = "prompt" if service.engine.intake.limits.vectors is None else "input"
         if error.param != source:
@@ -210,8 +224,10 @@ def tokenize_request_schema(limits: RequestLimits) -> Schema:
     messages = [{"role": "user", "content": "Hello"}]
     return {
         "anyOf": [
-            describe_fields("A text.", text, limits, {"prompt": "Hello"}),
-            describe_fields("A chat.", (*chat, words), limits, {"messages": messages}),
+            make_fields_schema("A text.", text, limits, {"prompt": "Hello"}),
+            make_fields_schema(
+                "A chat.", (*chat, words), limits, {"messages": messages}
+            ),
         ]
     }
 
@@ -221,4 +237,4 @@ def detokenize_request_schema(limits: RequestLimits) -> Schema:
     ids = as_it_is(list_of_ids(limits.vocab_size - 1))
     tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)
     fields = (tokens, FIELDS["chat"]["model"])
-    return describe_fields("Token ids.", fields, limits, {"tokens": [1, 2, 3]})
+    return make_fields_schema("Token ids.", fields, limits, {"tokens": [1, 2, 3]})

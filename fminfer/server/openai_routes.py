@@ -20,19 +20,19 @@ from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.vector_answer import make_answer_head
 from fminfer.server.http_errors import HttpError
-from fminfer.server.replies import EventStream, unless_left
+from fminfer.server.replies import EventStream, run_while_connected
 from fminfer.server.request_bodies import is_large
 from fminfer.server.schemas import (
     COUNT,
     ENDPOINT_DOCS,
-    document,
-    extend,
+    document_route,
+    extend_schema,
     request_schema,
 )
-from fminfer.server.service import Service, respond_json
+from fminfer.server.service import Service, make_json_response
 
 _CONTEXT = COUNT | {"description": "Most tokens of prompt and answer."}
-_MODEL = extend(
+_MODEL = extend_schema(
     whole(
         id=TEXT,
         object={"const": "model"},
@@ -53,8 +53,8 @@ class AnswerShape:
 
     prepared: PreparedRequest
     model: str  # its name in the answer
-    usage: str  # which chunks tell it: "each", the "last", or none
-    tells_ids: bool  # its chunks have token ids
+    usage: str  # which chunks have it: "each", the "last", or none
+    has_token_ids: bool  # in its chunks
     id: str = field(default_factory=lambda: secrets.token_hex(16))
     created: int = field(default_factory=lambda: int(time.time()))
     _num_prompt: int = field(init=False)  # tokens
@@ -70,18 +70,18 @@ class AnswerShape:
         num_start = self.prepared.num_start * len(self.prepared.prompts)
         self._num_prompt = sum(len(text.ids) for text in texts) - num_start
 
-    def whole(self, finished: Finished) -> dict[str, Any]:
+    def make_answer(self, finished: Finished) -> dict[str, Any]:
         """Return the object of a whole answer."""
-        return self._head() | finished.result
+        return self._make_head() | finished.result
 
-    def chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
-        """Turn events of a streamed request into chunks; of no events make an empty one."""
-        head = self._head()
+    def make_chunks(self, events: list[Event]) -> Iterator[dict[str, Any]]:
+        """Make chunks of a streamed request's events; of no events an empty one."""
+        head = self._make_head()
         is_chat = self.prepared.kind == "chat"
         if is_chat:
             head["object"] = "chat.completion.chunk"
         if self.usage:
-            head["usage"] = self._usage_so_far() if self.usage == "each" else None
+            head["usage"] = self._make_usage() if self.usage == "each" else None
         finished = next(
             (event for event in events if isinstance(event, Finished)), None
         )
@@ -93,14 +93,14 @@ class AnswerShape:
                 if finished is not None:
                     self._num_drawn = finished.usage["completion_tokens"]
                 if self.usage == "each":
-                    head["usage"] = self._usage_so_far()
+                    head["usage"] = self._make_usage()
                 is_first = event.index not in self._begun
                 self._begun.add(event.index)
                 if is_chat and event.index not in self._named:
-                    yield head | {"choices": [self._empty_choice(event.index)]}
-                choice = _choice(event, is_chat=is_chat)
+                    yield head | {"choices": [self._make_empty_choice(event.index)]}
+                choice = _make_choice(event, is_chat=is_chat)
                 yield head | {
-                    "choices": [choice | self._token_ids(event, is_first=is_first)]
+                    "choices": [choice | self._make_id_fields(event, is_first=is_first)]
                 }
                 if event.finish_reason is not None:
                     self._ended.add(event.index)
@@ -108,54 +108,53 @@ class AnswerShape:
                 yield head | {"choices": [], "usage": event.usage}
         if not events:
             index = next(number for number in count() if number not in self._ended)
-            yield head | {"choices": [self._empty_choice(index)]}
+            yield head | {"choices": [self._make_empty_choice(index)]}
 
-    def _empty_choice(self, index: int) -> dict[str, Any]:
+    def _make_empty_choice(self, index: int) -> dict[str, Any]:
         """Return an empty choice. In chat, the first chunk of a choice names the role."""
         if self.prepared.kind != "chat":
-            said: dict[str, Any] = {"text": ""}
+            content: dict[str, Any] = {"text": ""}
         elif index in self._named:
-            said = {"delta": {}}
+            content = {"delta": {}}
         else:
-            said = {"delta": {"role": "assistant", "content": ""}}
+            content = {"delta": {"role": "assistant", "content": ""}}
             self._named.add(index)
-        return {"index": index, **said, "logprobs": None, "finish_reason": None}
+        return {"index": index, **content, "logprobs": None, "finish_reason": None}
 
-    def _usage_so_far(self) -> dict[str, int]:
+    def _make_usage(self) -> dict[str, int]:
         return {
             "prompt_tokens": self._num_prompt,
             "completion_tokens": self._num_drawn,
             "total_tokens": self._num_prompt + self._num_drawn,
         }
 
-    def _token_ids(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
-        """Return the new ids of a choice, and before the first ones its prompt's, if
-        asked for."""
-        if not self.tells_ids:
+    def _make_id_fields(self, delta: Delta, *, is_first: bool) -> dict[str, Any]:
+        """Return a choice's new ids, if asked for; the first time also its prompt's."""
+        if not self.has_token_ids:
             return {}
         prompt = self.prepared.prompts[delta.index // self.prepared.params.n]
-        told = {"prompt_token_ids": prompt.ids} if is_first else {}
-        return told | {"token_ids": delta.token_ids}
+        fields = {"prompt_token_ids": prompt.ids} if is_first else {}
+        return fields | {"token_ids": delta.token_ids}
 
-    def _head(self) -> dict[str, Any]:
-        return make_answer_head(self.prepared.kind, self.id, self.created, self.model)
+    def _make_head(self) -> dict[str, Any]:
+        return head_of_answer(self.prepared.kind, self.id, self.created, self.model)
 
 
-def _choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
-    said: Any = delta.text
+def _make_choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
+    content: Any = delta.text
     if is_chat:
-        said = {"content": said} if said else {}
+        content = {"content": content} if content else {}
         if delta.tool_calls:
-            said["tool_calls"] = delta.tool_calls
+            content["tool_calls"] = delta.tool_calls
     return {
         "index": delta.index,
-        "delta" if is_chat else "text": said,
+        "delta" if is_chat else "text": content,
         "logprobs": delta.logprobs,
         "finish_reason": delta.finish_reason,
     } | ({} if delta.stop_reason is None else {"stop_reason": delta.stop_reason})
 
 
-def openai_routes(service: Service) -> APIRouter:
+def make_openai_routes(service: Service) -> APIRouter:
     """Return the routes of the OpenAI API, and of what it lacks for vectors.
 
     Those of another kind of model refuse each request, with what to ask instead.
@@ -163,7 +162,7 @@ def openai_routes(service: Service) -> APIRouter:
     router = APIRouter()
     for path, endpoint in ALL_URLS.items():
         _add_endpoint(router, service, path, endpoint)
-    _add_models(router, service)
+    _add_model_routes(router, service)
     return router
 
 
@@ -173,10 +172,12 @@ def _add_endpoint(
     about = ENDPOINT_DOCS[endpoint]
 
     async def ask(request: Request) -> Response:
-        return await _answer(service, request, endpoint)
+        return await _answer_request(service, request, endpoint)
 
     body = request_schema(endpoint, service.engine.intake.limits)
-    described = document(about.answer, "The answer.", body=body, chunk=about.chunk)
+    described = document_route(
+        about.answer, "The answer.", body=body, chunk=about.chunk
+    )
     draws = endpoint in OF_DRAWS
     tag = "OpenAI API" if draws else "Vectors and scores"
     # of generated clients
@@ -184,21 +185,21 @@ def _add_endpoint(
     router.post(path, name=name, description=about.help, tags=[tag], **described)(ask)
 
 
-def _add_models(router: APIRouter, service: Service) -> None:
+def _add_model_routes(router: APIRouter, service: Service) -> None:
     @router.get(
         "/v1/models",
         tags=["OpenAI API"],
-        **document(_MODELS, "The model.", errors=[401]),
+        **document_route(_MODELS, "The model.", errors=[401]),
     )
     async def models() -> Response:
         """List the model, under each of its names."""
         data = [_describe_model(service, name) for name in service.names]
-        return respond_json({"object": "list", "data": data})
+        return make_json_response({"object": "list", "data": data})
 
     @router.get(
         "/v1/models/{model:path}",
         tags=["OpenAI API"],
-        **document(_MODEL, "The model.", errors=[401, 404]),
+        **document_route(_MODEL, "The model.", errors=[401, 404]),
     )
     async def model(model: str) -> Response:
         """Describe the model."""
@@ -210,39 +211,45 @@ def _add_models(router: APIRouter, service: Service) -> None:
                 code="model_not_found",
                 param="model",
             )
-        return respond_json(_describe_model(service, model))
+        return make_json_response(_describe_model(service, model))
 
 
-async def _answer(service: Service, request: Request, endpoint: Endpoint) -> Response:
+async def _answer_request(
+    service: Service, request: Request, endpoint: Endpoint
+) -> Response:
     """Answer a request, whole or as a stream."""
     fields = await service.bodies.read(request)
-    is_streamed, usage = _take_stream(fields) if endpoint in OF_DRAWS else (False, "")
+    is_streamed, usage = (
+        _pop_stream_fields(fields) if endpoint in OF_DRAWS else (False, "")
+    )
     service.check_model(fields.get("model"))
-    asking = service.dispatcher.ask(
+    asking = service.dispatcher.add_request(
         fields, endpoint=endpoint, is_streamed=is_streamed, is_large=is_large(request)
     )
-    reply = await unless_left(asking, request.receive)
+    reply = await run_while_connected(asking, request.receive)
     prepared = reply.prepared
     shape = AnswerShape(
         prepared,
-        model=service.name_for(fields),
+        model=service.model_name_for(fields),
         usage=usage,
-        tells_ids=prepared.params.return_token_ids
+        has_token_ids=prepared.params.return_token_ids
         or not service.engine.tokenizer.has_words,
     )
     if is_streamed:
-        return EventStream(reply, shape.chunks)
-    return respond_json(shape.whole(await reply.finish(request.receive)))
+        return EventStream(reply, shape.make_chunks)
+    return make_json_response(
+        shape.make_answer(await reply.wait_for_answer(request.receive))
+    )
 
 
-def _take_stream(fields: dict[str, Any]) -> tuple[bool, str]:
-    """Take out of a request's fields whether it is streamed, and which chunks tell the usage."""
-    found: dict[str, Any] = {}
+def _pop_stream_fields(fields: dict[str, Any]) -> tuple[bool, str]:
+    """Remove a request's stream fields; return whether it is streamed, and with what usage."""
+    values: dict[str, Any] = {}
     for name in ("stream", "stream_options"):
         value = fields.pop(name, None)
         if value is not None:
-            found[name] = FIELDS["chat"][name].kind.read(name, value, 0)
-    return found.get("stream", False), found.get("stream_options", "")
+            values[name] = FIELDS["chat"][name].kind.read(name, value, 0)
+    return values.get("stream", False), values.get("stream_options", "")
 
 
 def _describe_model(service: Service, name: str) -> dict[str, Any]:

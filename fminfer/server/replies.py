@@ -1,5 +1,4 @@
-"""Events of one request on their way to its client: waited for, or sent as server-sent
-events."""
+"""Events of one request, waited for or sent to its client as server-sent events."""
 
 from __future__ import annotations
 
@@ -14,8 +13,13 @@ from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
-from fminfer.engine.sequence import PreparedRequest
-from fminfer.server.http_errors import HttpError, as_http, describe, respond
+from fminfer.engine.sequence import Prepared
+from fminfer.server.http_errors import (
+    HttpError,
+    describe_error,
+    make_error_response,
+    to_http_error,
+)
 
 # between looks for silence, so that signs of life come within twice that
 KEEP_ALIVE_S = 5.0
@@ -34,18 +38,18 @@ Result = TypeVar("Result")
 
 
 class Reply:
-    """The events of one request, in the event loop's thread; `forget` is told at its end."""
+    """The events of one request, in the event loop's thread; `forget` is called at its end."""
 
     def __init__(
         self,
         request_id: int,
-        asked_s: float,
-        prepared: PreparedRequest,
+        arrival_s: float,
+        prepared: Prepared,
         forget: Callable[[int], None],
     ) -> None:
         self.id = request_id
         self.prepared = prepared
-        self.asked_s = asked_s  # in time.perf_counter(), when the request came
+        self.arrival_s = arrival_s  # in time.perf_counter(), when the request came
         self.token_s: dict[int, float] = {}  # by choice: when its last token came
         self._forget = forget
         self._events: list[Event | HttpError] = []
@@ -56,18 +60,20 @@ class Reply:
         """Add an event, and wake who waits for it."""
         self._events.append(event)
         self._is_silent = False
-        self._wake()
+        self._wake_waiter()
 
-    async def beat(self, pause_s: float) -> None:
+    async def wake_when_silent(self, pause_s: float) -> None:
         """End each wait in which nothing has come from one beat to the next."""
         while True:
             await asyncio.sleep(pause_s)
             if self._is_silent:
-                self._wake()
+                self._wake_waiter()
             self._is_silent = True
 
-    async def take(self) -> list[Event]:
-        """Return the events since the last call; wait for one, or until `beat` ends the wait.
+    async def wait_for_events(self) -> list[Event]:
+        """Return the events since the last call; wait for one if there is none.
+
+        `wake_when_silent` may end the wait without an event.
 
         Raises:
             HttpError: there is no answer.
@@ -81,7 +87,7 @@ class Reply:
         events: list[Event] = []
         for event in self._events:
             if isinstance(event, Failed):
-                event = as_http(event.error)
+                event = to_http_error(event.error)
             if isinstance(event, HttpError):
                 # what came before it goes first
                 self._events = [event] if events else []
@@ -92,33 +98,32 @@ class Reply:
         self._events = []
         return events
 
-    async def finish(self, receive: Receive) -> Finished:
+    async def wait_for_answer(self, receive: Receive) -> Finished:
         """Wait for the answer of a request that is not streamed, while its client does."""
-        return await self.unless_left(self._find_finished(), receive)
+        return await self.run_until_left(self._wait_for_finished(), receive)
 
-    async def unless_left(
+    async def run_until_left(
         self, work: Coroutine[Any, Any, Result], receive: Receive
     ) -> Result:
         """Do the client's work, but end it if the client leaves; then forget the request."""
         try:
-            return await unless_left(work, receive)
+            return await run_while_connected(work, receive)
         finally:
             self._forget(self.id)
 
-    async def _find_finished(self) -> Finished:
+    async def _wait_for_finished(self) -> Finished:
         while True:
-            for event in await self.take():
+            for event in await self.wait_for_events():
                 if isinstance(event, Finished):
                     return event
 
-    def _wake(self) -> None:
+    def _wake_waiter(self) -> None:
         if self._waiter is not None and not self._waiter.done():
             self._waiter.set_result(None)
 
 
 class EventStream(Response):
-    """Sends a reply's events, as chunks of JSON, until its answer is whole or its
-    client left."""
+    """Sends a reply's events as chunks of JSON, to the end or until its client leaves."""
 
     def __init__(self, reply: Reply, make_chunks: MakeChunks) -> None:
         super().__init__(media_type="text/event-stream", headers=HEADERS)
@@ -129,14 +134,16 @@ class EventStream(Response):
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         """Send the response."""
         with suppress(HttpError):  # the client has left
-            await self._reply.unless_left(self._send_all(scope, receive, send), receive)
+            await self._reply.run_until_left(
+                self._send_all(scope, receive, send), receive
+            )
 
     async def _send_all(self, scope: Scope, receive: Receive, send: Send) -> None:
-        beating = asyncio.create_task(self._reply.beat(KEEP_ALIVE_S))
+        beating = asyncio.create_task(self._reply.wake_when_silent(KEEP_ALIVE_S))
         try:
-            events = await self._reply.take()
+            events = await self._reply.wait_for_events()
         except HttpError as error:  # one that comes soon still has a status of its own
-            await respond(error)(scope, receive, send)
+            await make_error_response(error)(scope, receive, send)
         else:
             await self._send_stream(send, events)
         finally:
@@ -149,23 +156,25 @@ class EventStream(Response):
         try:
             await self._send_events(send, events)
         except HttpError as error:
-            await _send_body(send, as_event(describe(error)))
+            await _send_body(send, format_event(describe_error(error)))
         await _send_body(send, DONE, is_last=True)
 
     async def _send_events(self, send: Send, events: list[Event]) -> None:
         while True:
-            chunks = map(as_event, self._make_chunks(events))
+            chunks = map(format_event, self._make_chunks(events))
             while body := b"".join(islice(chunks, MOST_AT_ONCE)):
                 await _send_body(send, body)
                 await asyncio.sleep(0)
             if events and not isinstance(events[-1], Delta):
                 return
-            events = await self._reply.take()
+            events = await self._reply.wait_for_events()
 
 
-async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Result:
+async def run_while_connected(
+    work: Coroutine[Any, Any, Result], receive: Receive
+) -> Result:
     """Do a client's work, but end it if the client leaves, by an HttpError."""
-    leaving = asyncio.create_task(_until_left(receive))
+    leaving = asyncio.create_task(_wait_for_disconnect(receive))
     working = asyncio.create_task(work)
     try:
         await asyncio.wait({leaving, working}, return_when=asyncio.FIRST_COMPLETED)
@@ -178,7 +187,7 @@ async def unless_left(work: Coroutine[Any, Any, Result], receive: Receive) -> Re
         await asyncio.gather(leaving, working, return_exceptions=True)
 
 
-def as_event(value: object) -> bytes:
+def format_event(value: object) -> bytes:
     """Return a JSON value as a server-sent event."""
     return b"data: " + dump(value) + b"\n\n"
 
@@ -187,7 +196,7 @@ def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> Awaitable[N
     return send({"type": "http.response.body", "body": body, "more_body": not is_last})
 
 
-async def _until_left(receive: Receive) -> None:
+async def _wait_for_disconnect(receive: Receive) -> None:
     """Return once the client has closed its connection."""
     while (await receive())["type"] != "http.disconnect":
         pass

@@ -23,8 +23,8 @@ from fminfer.contract.json_object import load_object
 from fminfer.core.quantities import describe_bytes
 from fminfer.files.disk import write_all
 from fminfer.files.line_reader import UTF8_BOM
-from fminfer.server.batches.batch_request import PURPOSE, read_life
-from fminfer.server.batches.state_folder import PRIVATE_FILE, explain_state
+from fminfer.server.batches.batch_request import PURPOSE, parse_life
+from fminfer.server.batches.state_folder import PRIVATE_FILE, state_write_error
 from fminfer.server.http_errors import HttpError
 from fminfer.server.settings import ServerSettings
 
@@ -65,22 +65,24 @@ class BodyReader:
             RequestError: it is no JSON object.
         """
         late = f"the body did not come within {READ_S:g} s; send it without pauses"
-        with _waiting_for("body", late):
-            body = await asyncio.wait_for(self._read(request), READ_S)
+        with _raising_http_errors("body", late):
+            body = await asyncio.wait_for(self._read_bytes(request), READ_S)
         if len(body) <= SMALL_BYTES:
-            return _parse(body)
+            return _parse_object(body)
         # one at a time: the event loop has its turn between them
         async with self._parsing:
-            return await asyncio.to_thread(_parse, body)
+            return await asyncio.to_thread(_parse_object, body)
 
-    async def _read(self, request: Request) -> bytes:
+    async def _read_bytes(self, request: Request) -> bytes:
         pieces: list[bytes] = []
         num_bytes = 0
         async for piece in request.stream():
             num_bytes += len(piece)
             if num_bytes <= self._max_bytes:
                 pieces.append(piece)
-                self._hold(request.scope["state"], max(0, num_bytes - SMALL_BYTES))
+                self._hold_bytes(
+                    request.scope["state"], max(0, num_bytes - SMALL_BYTES)
+                )
             elif num_bytes > self._max_bytes + MOST_DISCARDED:
                 break
         if num_bytes > self._max_bytes:
@@ -93,13 +95,13 @@ class BodyReader:
             )
         return b"".join(pieces)
 
-    def let_go(self, state: MutableMapping[str, Any]) -> None:
+    def release(self, state: MutableMapping[str, Any]) -> None:
         """Count a request's body no longer; `state` is that of its scope."""
         self._num_held -= state.pop(HELD, 0)
 
-    def _hold(self, state: MutableMapping[str, Any], num_bytes: int) -> None:
+    def _hold_bytes(self, state: MutableMapping[str, Any], num_bytes: int) -> None:
         """Count the bytes of a body that have come."""
-        self.let_go(state)
+        self.release(state)
         num_left = MOST_AT_ONCE * self._max_bytes - self._num_held
         if num_bytes > num_left / 2:
             raise HttpError(
@@ -125,7 +127,7 @@ class Upload:
 
 
 class UploadForm:
-    """Parses a body piece by piece. What of the file has come is taken from `pending`."""
+    """Parses a body piece by piece. `pending` has the bytes of the file that have come."""
 
     def __init__(self, boundary: bytes) -> None:
         self.pending = bytearray()  # of the file
@@ -142,30 +144,32 @@ class UploadForm:
         self._parser = MultipartParser(
             boundary,
             {
-                "on_header_field": partial(self._extend, self._header),
-                "on_header_value": partial(self._extend, self._value),
+                "on_header_field": partial(self._append_text, self._header),
+                "on_header_value": partial(self._append_text, self._value),
                 "on_header_end": self._end_header,
-                "on_headers_finished": self._read_head,
-                "on_part_data": self._take,
-                "on_part_end": self._end,
-                "on_end": self._finish,
+                "on_headers_finished": self._parse_part_head,
+                "on_part_data": self._add_part_data,
+                "on_part_end": self._end_part,
+                "on_end": self._end_form,
             },
         )
 
-    def write(self, piece: bytes) -> None:
+    def parse_piece(self, piece: bytes) -> None:
         """Parse a piece of the body."""
         try:
             self._parser.write(piece)
         except FormParserError as error:
-            raise _wrong(f"the body is no multipart form: {error}") from None
+            raise _form_error(f"the body is no multipart form: {error}") from None
 
     def check_whole(self) -> None:
-        """Refuse a form that broke off, or lacks a field."""
+        """Raise for a form that broke off, or lacks a field."""
         if not self.is_complete:
-            raise _wrong("the form breaks off before its last boundary; send it whole")
+            raise _form_error(
+                "the form breaks off before its last boundary; send it whole"
+            )
         for name in ("file", "purpose"):
             if name not in self._names:
-                raise _wrong(
+                raise _form_error(
                     f"{name} is absent; send both, as curl -F purpose=batch -F file=@FILE does",
                     name,
                 )
@@ -173,17 +177,17 @@ class UploadForm:
     @property
     def life_s(self) -> int | None:
         """How long the file lives; None: the form does not say."""
-        found: dict[str, object] = {
+        life: dict[str, object] = {
             name: self.values[key] for key, name in LIFE.items() if key in self.values
         }
-        if re.fullmatch("[0-9]{1,9}", str(found.get("seconds", ""))):
-            found["seconds"] = int(str(found["seconds"]))
-        return read_life("expires_after", found) if found else None
+        if re.fullmatch("[0-9]{1,9}", str(life.get("seconds", ""))):
+            life["seconds"] = int(str(life["seconds"]))
+        return parse_life("expires_after", life) if life else None
 
-    def _extend(self, known: bytearray, data: bytes, start: int, end: int) -> None:
-        known += data[start:end]
-        if len(known) > MOST_VALUE_BYTES:
-            raise _wrong(
+    def _append_text(self, text: bytearray, data: bytes, start: int, end: int) -> None:
+        text += data[start:end]
+        if len(text) > MOST_VALUE_BYTES:
+            raise _form_error(
                 f"{self._name or 'the head of a part'} has more than {MOST_VALUE_BYTES} bytes",
                 self._name or None,
             )
@@ -193,51 +197,51 @@ class UploadForm:
         self._header.clear()
         self._value.clear()
 
-    def _read_head(self) -> None:
+    def _parse_part_head(self) -> None:
         _, options = parse_options_header(self._head.get(b"content-disposition", b""))
         self._head.clear()
-        self._name = name = _decode(options.get(b"name", b""))
+        self._name = name = _decode_text(options.get(b"name", b""))
         if name not in ("file", "purpose", *LIFE):
-            raise _wrong(
+            raise _form_error(
                 f"{show(name)} is no field of an upload here; there are file, purpose, "
                 f"{' and '.join(LIFE)}. Leave it out",
                 name[:64],
                 "unsupported_parameter",
             )
         if name in self._names:
-            raise _wrong(f"{name} is there twice; send it once", name)
+            raise _form_error(f"{name} is there twice; send it once", name)
         self._names.add(name)
         if (name == "file") != (b"filename" in options):
-            what = "a file, with a filename" if name == "file" else "a text, not a file"
-            raise _wrong(f"{name} must be {what}", name, "invalid_type")
+            kind = "a file, with a filename" if name == "file" else "a text, not a file"
+            raise _form_error(f"{name} must be {kind}", name, "invalid_type")
         if name == "file":
-            self.filename = _decode(options[b"filename"])[:MOST_NAME_CHARS]
+            self.filename = _decode_text(options[b"filename"])[:MOST_NAME_CHARS]
 
-    def _take(self, data: bytes, start: int, end: int) -> None:
+    def _add_part_data(self, data: bytes, start: int, end: int) -> None:
         if self._name == "file":
             self.pending += data[start:end]
             self.num_lines += data.count(b"\n", start, end)
             self.is_in_line = data[start:end][-1:] != b"\n"
             return
-        self._extend(self._value, data, start, end)
+        self._append_text(self._value, data, start, end)
 
-    def _end(self) -> None:
+    def _end_part(self) -> None:
         if self._name == "file":
             return
-        self.values[self._name] = value = _decode(self._value)
+        self.values[self._name] = value = _decode_text(self._value)
         self._value.clear()
         if self._name == "purpose" and value != PURPOSE:
-            raise _wrong(
+            raise _form_error(
                 f'purpose is {show(value)}; it must be "{PURPOSE}"',
                 "purpose",
                 "out_of_range",
             )
 
-    def _finish(self) -> None:
+    def _end_form(self) -> None:
         self.is_complete = True
 
 
-async def take_upload(
+async def receive_upload(
     request: Request, folder: Path, settings: ServerSettings
 ) -> Upload:
     """Write the file of a request's body into a folder.
@@ -250,21 +254,21 @@ async def take_upload(
     _, options = parse_options_header(request.headers.get("content-type", ""))
     boundary = options.get(b"boundary")
     if not boundary:
-        raise _wrong(
+        raise _form_error(
             "the body is no multipart form; send one with file and purpose, as "
             "curl -F purpose=batch -F file=@FILE does"
         )
     try:
         form = UploadForm(boundary)
     except FormParserError as error:
-        raise _wrong(f"the body is no multipart form: {error}") from None
+        raise _form_error(f"the body is no multipart form: {error}") from None
     path = folder / secrets.token_hex(16)
     try:
         fd = await asyncio.to_thread(
             os.open, path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, PRIVATE_FILE
         )
         try:
-            num_bytes = await _write_all(request, form, fd, settings)
+            num_bytes = await _write_file(request, form, fd, settings)
             await asyncio.to_thread(os.fsync, fd)
         finally:
             os.close(fd)
@@ -272,28 +276,29 @@ async def take_upload(
     except BaseException as error:
         path.unlink(missing_ok=True)
         if isinstance(error, OSError):
-            raise explain_state(path, error) from error
+            raise state_write_error(path, error) from error
         raise
 
 
-async def _write_all(
+async def _write_file(
     request: Request, form: UploadForm, fd: int, settings: ServerSettings
 ) -> int:
-    """Write what comes of the file; return how much that was.
+    """Write the bytes of the file as they come; return how many there were.
 
-    What comes after a mistake is passed over for a while, so that the client hears of it.
+    What comes after a mistake is discarded for a while, so that the client hears of it.
     """
-    num_bytes = num_passed = 0
+    num_bytes = 0
+    num_discarded = 0
     refusal: HttpError | None = None
-    async for piece in _pieces(request):
+    async for piece in _receive_pieces(request):
         if refusal is not None:
-            num_passed += len(piece)
-            if num_passed > MOST_DISCARDED:
+            num_discarded += len(piece)
+            if num_discarded > MOST_DISCARDED:
                 break
             continue
         try:
-            form.write(piece)
-            _check_size(settings, num_bytes + len(form.pending), form.num_lines)
+            form.parse_piece(piece)
+            _check_upload_size(settings, num_bytes + len(form.pending), form.num_lines)
         except HttpError as error:
             refusal = error
             continue
@@ -302,19 +307,19 @@ async def _write_all(
     if refusal is not None:
         raise refusal
     form.check_whole()
-    _check_size(settings, num_bytes, form.num_lines + form.is_in_line)
+    _check_upload_size(settings, num_bytes, form.num_lines + form.is_in_line)
     return await _write_pending(form, fd, num_bytes)
 
 
-async def _write_pending(form: UploadForm, fd: int, place: int) -> int:
-    """Write what is pending at its place; return the place behind it."""
+async def _write_pending(form: UploadForm, fd: int, offset: int) -> int:
+    """Write what is pending at its offset; return the offset behind it."""
     data = bytes(form.pending)
     form.pending = bytearray()
-    await asyncio.to_thread(write_all, fd, data, place)
-    return place + len(data)
+    await asyncio.to_thread(write_all, fd, data, offset)
+    return offset + len(data)
 
 
-async def _pieces(request: Request) -> AsyncIterator[bytes]:
+async def _receive_pieces(request: Request) -> AsyncIterator[bytes]:
     """Yield a body as it comes."""
     pieces = aiter(request.stream())
     late = (
@@ -322,7 +327,7 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
         f"{describe_bytes(LEAST_RATE)} a second"
     )
     end_s = time.monotonic() + PAUSE_S
-    with suppress(StopAsyncIteration), _waiting_for("file", late):
+    with suppress(StopAsyncIteration), _raising_http_errors("file", late):
         while True:
             piece = await asyncio.wait_for(
                 anext(pieces), min(PAUSE_S, end_s - time.monotonic())
@@ -332,27 +337,36 @@ async def _pieces(request: Request) -> AsyncIterator[bytes]:
 
 
 @contextmanager
-def _waiting_for(what: str, late: str) -> Iterator[None]:
-    """Turn a client's silence, and its leaving, into errors."""
+def _raising_http_errors(noun: str, late: str) -> Iterator[None]:
+    """Turn a client's silence, and its leaving, into an HttpError.
+
+    Args:
+        noun: what the client sends.
+        late: the message if it comes too late.
+    """
     try:
         yield
     except asyncio.TimeoutError:
         raise HttpError(408, late, headers=CLOSE) from None
     except ClientDisconnect:
-        raise HttpError(400, f"the client left before its {what} was there") from None
+        raise HttpError(400, f"the client left before its {noun} was there") from None
 
 
-def _check_size(settings: ServerSettings, num_bytes: int, num_lines: int) -> None:
-    """Refuse a file that has more than is allowed, by an HttpError."""
+def _check_upload_size(
+    settings: ServerSettings, num_bytes: int, num_lines: int
+) -> None:
+    """Raise an HttpError for a file that has more than is allowed."""
     if num_bytes > (most := settings.max_upload_bytes):
-        raise _too_large(
-            f"{describe_bytes(most)} ({most:,} bytes)", "--max-upload-size"
+        raise _too_large_error(
+            f"{show_bytes(most)} ({most:,} bytes)", "--max-upload-size"
         )
     if num_lines > (most := settings.max_batch_lines):
-        raise _too_large(f"{most:,} lines, blank ones among them", "--max-batch-lines")
+        raise _too_large_error(
+            f"{most:,} lines, blank ones among them", "--max-batch-lines"
+        )
 
 
-def _too_large(most: str, option: str) -> HttpError:
+def _too_large_error(most: str, option: str) -> HttpError:
     return HttpError(
         413,
         f"the file has more than {most}, the most that is allowed ({option}); cut it "
@@ -364,19 +378,19 @@ def _too_large(most: str, option: str) -> HttpError:
 
 
 def is_large(request: Request) -> bool:
-    """Tell whether the body of a request that was read has more than `SMALL_BYTES`."""
+    """Whether the body of a request that was read has more than `SMALL_BYTES`."""
     return bool(request.scope["state"].get(HELD))
 
 
-def _parse(body: bytes) -> dict[str, Any]:
+def _parse_object(body: bytes) -> dict[str, Any]:
     return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
 
 
-def _decode(raw: bytes | bytearray) -> str:
+def _decode_text(raw: bytes | bytearray) -> str:
     return raw.decode("utf-8", errors="replace")
 
 
-def _wrong(
+def _form_error(
     message: str, param: str | None = None, code: str = "invalid_form"
 ) -> HttpError:
     return HttpError(400, message, code=code, param=param)

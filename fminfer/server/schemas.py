@@ -1,4 +1,4 @@
-"""What /openapi.json says of routes: the bodies that they take, and what they answer."""
+"""What /openapi.json says of routes: the bodies of requests, and the answers."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ STREAM = (
 )
 
 
-def extend(schema: Schema, **properties: Schema) -> Schema:
+def extend_schema(schema: Schema, **properties: Schema) -> Schema:
     """Return the schema of an object that may have further properties."""
     return schema | {"properties": schema["properties"] | properties}
 
@@ -61,7 +61,7 @@ _PARAM = allow_null(TEXT) | {"description": "The field that is wrong."}
 ERROR = whole(
     error=whole(message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT))
 )
-_USAGE = extend(
+_USAGE = extend_schema(
     whole(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
     prompt_tokens_details=allow_null(
         object_of({"cached_tokens": COUNT, "truncated_tokens": COUNT})
@@ -89,7 +89,7 @@ _LOGPROBS = whole(
     text_offset=IDS,
 )
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}
-_CHAT_LOGPROBS = extend(
+_CHAT_LOGPROBS = extend_schema(
     whole(content=list_of(whole(**_TOKEN, top_logprobs=list_of(whole(**_TOKEN))))),
     refusal=NULL,
 )
@@ -98,32 +98,34 @@ _CALL = whole(
 )
 
 
-def _text_choice(reason: Schema) -> Schema:
+def _text_choice_schema(reason: Schema) -> Schema:
     choice = whole(
         text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason
     )
-    return extend(choice, **_AT_TIMES)
+    return extend_schema(choice, **_AT_TIMES)
 
 
-def _chat_choice(name: str, said: Schema, reason: Schema) -> Schema:
-    choice = whole(**{name: said}, index=COUNT, finish_reason=reason)
-    return extend(choice, **_AT_TIMES, logprobs=allow_null(_CHAT_LOGPROBS))
+def _chat_choice_schema(name: str, content: Schema, reason: Schema) -> Schema:
+    choice = whole(**{name: content}, index=COUNT, finish_reason=reason)
+    return extend_schema(choice, **_AT_TIMES, logprobs=allow_null(_CHAT_LOGPROBS))
 
 
-def _answer(kind: str, **rest: Schema) -> Schema:
+def _answer_schema(kind: str, **rest: Schema) -> Schema:
     return whole(id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, **rest)
 
 
-def _chunk(kind: str, choice: Schema) -> Schema:
-    return extend(_answer(kind, choices=list_of(choice)), usage=allow_null(_USAGE))
+def _chunk_schema(kind: str, choice: Schema) -> Schema:
+    return extend_schema(
+        _answer_schema(kind, choices=list_of(choice)), usage=allow_null(_USAGE)
+    )
 
 
-def _list(entry: Schema, name: str = "data") -> Schema:
+def _list_schema(entry: Schema, name: str = "data") -> Schema:
     usage = whole(prompt_tokens=COUNT, total_tokens=COUNT)
-    return _answer("list", **{name: list_of(entry)}, usage=usage)
+    return _answer_schema("list", **{name: list_of(entry)}, usage=usage)
 
 
-_CHAT_MESSAGE = extend(
+_CHAT_MESSAGE = extend_schema(
     whole(role=_ASSISTANT, content=allow_null(TEXT)),
     refusal=NULL,
     tool_calls=list_of(_CALL),
@@ -132,15 +134,15 @@ _CHAT_DELTA = object_of(
     {
         "role": _ASSISTANT,
         "content": allow_null(TEXT),
-        "tool_calls": list_of(extend(_CALL, index=COUNT)),
+        "tool_calls": list_of(extend_schema(_CALL, index=COUNT)),
     }
 )
-COMPLETION = _answer(
-    "text_completion", choices=list_of(_text_choice(_REASON)), usage=_USAGE
+COMPLETION = _answer_schema(
+    "text_completion", choices=list_of(_text_choice_schema(_REASON)), usage=_USAGE
 )
-CHAT_COMPLETION = _answer(
+CHAT_COMPLETION = _answer_schema(
     "chat.completion",
-    choices=list_of(_chat_choice("message", _CHAT_MESSAGE, _CHAT_REASON)),
+    choices=list_of(_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)),
     usage=_USAGE,
 )
 
@@ -160,21 +162,21 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         "Complete one prompt or several",
         {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0},
         COMPLETION,
-        _chunk("text_completion", _text_choice(allow_null(_REASON))),
+        _chunk_schema("text_completion", _text_choice_schema(allow_null(_REASON))),
     ),
     "chat": EndpointDocs(
         "Answer a chat",
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
         CHAT_COMPLETION,
-        _chunk(
+        _chunk_schema(
             "chat.completion.chunk",
-            _chat_choice("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
+            _chat_choice_schema("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
         ),
     ),
     "embeddings": EndpointDocs(
         "Return the vectors of texts",
         {"input": ["one text", "another"]},
-        _list(
+        _list_schema(
             whole(
                 object={"const": "embedding"},
                 index=COUNT,
@@ -185,13 +187,13 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
     "score": EndpointDocs(
         "Score pairs of texts",
         {"text_1": "a question", "text_2": ["an answer", "another"]},
-        _list(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
+        _list_schema(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
     ),
     "rerank": EndpointDocs(
         "Order documents by how well they fit a query",
         {"query": "a question", "documents": ["an answer", "another"], "top_n": 1},
-        _list(
-            extend(
+        _list_schema(
+            extend_schema(
                 whole(index=COUNT, relevance_score=NUMBER),
                 document=object_of({"text": TEXT}),
             ),
@@ -201,7 +203,7 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
     "classify": EndpointDocs(
         "Tell the classes of texts",
         {"input": "a text"},
-        _list(
+        _list_schema(
             whole(
                 index=COUNT,
                 label=allow_null(TEXT),
@@ -219,7 +221,7 @@ def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
     fields = {**FIELDS[endpoint]}
     if endpoint == "completions" and limits.start_ids is None:
         fields["decoder_prompt"] = replace(fields["decoder_prompt"], fate="refused")
-    return describe_fields(
+    return make_fields_schema(
         f"{about.help}.",
         fields.values(),
         limits,
@@ -228,7 +230,7 @@ def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
     )
 
 
-def describe_fields(
+def make_fields_schema(
     meaning: str,
     fields: Iterable[Field],
     limits: RequestLimits | None,
@@ -236,12 +238,11 @@ def describe_fields(
     *,
     is_strict: bool = False,
 ) -> Schema:
-    """Return the JSON Schema of a request's object, which has no other fields if it is
-    strict."""
+    """Return the JSON Schema of a request's object; a strict one has no other fields."""
     fields = tuple(fields)
     return object_of(
-        {each.name: describe_field(each, limits) for each in fields},
-        *(each.name for each in fields if each.is_required),
+        {field.name: make_field_schema(field, limits) for field in fields},
+        *(field.name for field in fields if field.is_required),
     ) | {
         "description": meaning,
         "additionalProperties": not is_strict,
@@ -249,34 +250,40 @@ def describe_fields(
     }
 
 
-def describe_field(each: Field, limits: RequestLimits | None) -> Schema:
+def make_field_schema(field: Field, limits: RequestLimits | None) -> Schema:
     """Return the JSON Schema of a field, with its help and its default.
 
     Args:
         limits: what numbers are bounded by; None: no field is of a model.
     """
-    most: dict[str, int] = {}
-    default = each.default
-    told = each.help
+    limits_by_name: dict[str, int] = {}
+    default = field.default
+    description = field.help
     if limits is not None:
-        most = {
+        limits_by_name = {
             "context": limits.context_length - 1,
             "vocab": limits.vocab_size - 1,
             "logprobs": limits.config.max_logprobs,
         }
-        if default is None and each.fate == "acted on" and "Default:" not in each.help:
-            default = getattr(limits.defaults, each.name, None)
-    if each.fate == "refused":
-        told = (
-            f"Not supported; the name of that is {each.ours}."
-            if each.ours
+        if (
+            default is None
+            and field.fate == "acted on"
+            and "Default:" not in field.help
+        ):
+            default = getattr(limits.defaults, field.name, None)
+    if field.fate == "refused":
+        description = (
+            f"Not supported; the name of that is {field.ours}."
+            if field.ours
             else "Not supported."
         )
-    found = each.schema(most.get(each.limit, INT64 - 1)) | {"description": told}
-    return found if default in (None, ()) else found | {"default": default}
+    schema = field.schema(limits_by_name.get(field.limit, INT64 - 1)) | {
+        "description": description
+    }
+    return schema if default in (None, ()) else schema | {"default": default}
 
 
-def document(
+def document_route(
     answer: Schema,
     meaning: str,
     *,
@@ -285,7 +292,7 @@ def document(
     errors: Iterable[int] = OF_ANSWERS,
     media_type: str = JSON,
 ) -> dict[str, Any]:
-    """Return what FastAPI is told of a route: what it takes, and what it answers.
+    """Return what FastAPI documents of a route: its request and its answers.
 
     Args:
         body: of the request.
@@ -307,11 +314,11 @@ def document(
             "description": ERRORS[status],
             "content": {JSON: {"schema": ERROR}},
         }
-    found: dict[str, Any] = {"responses": responses}
-    return found if body is None else found | take_body(body, JSON)
+    arguments: dict[str, Any] = {"responses": responses}
+    return arguments if body is None else arguments | document_body(body, JSON)
 
 
-def take_body(schema: Schema, media_type: str) -> dict[str, Any]:
-    """Return what FastAPI is told of a body that a route reads itself."""
+def document_body(schema: Schema, media_type: str) -> dict[str, Any]:
+    """Return what FastAPI documents of a body that a route reads itself."""
     content = {media_type: {"schema": schema}}
     return {"openapi_extra": {"requestBody": {"required": True, "content": content}}}

@@ -1,5 +1,4 @@
-"""What all routes of a server share: the model that it serves, its log, the way to its
-engine."""
+"""What all routes of a server share: the model that it serves, its log, its engine."""
 
 from __future__ import annotations
 
@@ -23,26 +22,26 @@ from fminfer.server.metrics import Metrics, Throughput
 from fminfer.server.request_bodies import BodyReader
 from fminfer.server.settings import LogLevel, ServerSettings
 
-# each tells what those before it tell
+# each shows what those before it show
 LEVELS: tuple[LogLevel, ...] = get_args(LogLevel)
 
 
 @dataclass(slots=True, frozen=True)
 class ServerLog:
-    """Tells on stderr what its level lets through. Any thread may call it."""
+    """Writes to stderr what its level lets through. Any thread may call it."""
 
     level: LogLevel
     is_quiet: bool = False  # errors at most, whatever the level
 
-    def tells(self, level: LogLevel) -> bool:
-        """Return whether what is of this level is told."""
+    def is_shown(self, level: LogLevel) -> bool:
+        """Whether a text of this level is written."""
         most: LogLevel = "error" if self.is_quiet else "debug"
         return LEVELS.index(level) <= min(LEVELS.index(self.level), LEVELS.index(most))
 
-    def tell(self, level: LogLevel, text: str) -> None:
-        """Tell something, if its level is told."""
-        if self.tells(level):
-            click.echo(make_printable(text), err=True)
+    def write(self, level: LogLevel, text: str) -> None:
+        """Write a text, if its level is shown."""
+        if self.is_shown(level):
+            click.echo(printable(text), err=True)
 
 
 class Service:
@@ -50,53 +49,53 @@ class Service:
 
     def __init__(self, engine: Engine, settings: ServerSettings) -> None:
         self.engine = engine
-        given = settings.served_model_names
+        served_names = settings.served_model_names
         # of the model; the first one is in answers
-        self.names = given or (engine.model_name,)
+        self.names = served_names or (engine.model_name,)
         self.accepted = frozenset(self.names)  # what a request may call it
-        if not given:
+        if not served_names:
             path = engine.config.model or engine.model_name
-            of_lines = engine.intake.limits.model_names or frozenset()
-            self.accepted |= of_lines | {path, str(Path(path))}
+            line_names = engine.intake.limits.model_names or frozenset()
+            self.accepted |= line_names | {path, str(Path(path))}
         # in seconds since 1970: when the model was ready
         self.created = int(time.time())
         self.log = ServerLog(settings.log_level, is_quiet=settings.is_quiet)
-        engine.intake.on_warning = lambda text: self.log.tell("warning", text)
+        engine.intake.on_warning = lambda text: self.log.write("warning", text)
         self.metrics = Metrics(engine, self.names[0])
         self.throughput = Throughput(engine)
         self.dispatcher = Dispatcher(engine, settings.queue_size, self.metrics)
         self.bodies = BodyReader(settings.max_body_bytes)
 
-    def check_model(self, asked: object) -> None:
+    def check_model(self, name: object) -> None:
         """Raise an HttpError for another model's name, if that is wanted, or for a long one."""
-        if isinstance(asked, str) and len(asked) > MAX_NAME_CHARS:
+        if isinstance(name, str) and len(name) > MAX_NAME_CHARS:
             raise HttpError(
                 400,
-                f"model has {len(asked):,} characters, and at most {MAX_NAME_CHARS} "
+                f"model has {len(name):,} characters, and at most {MAX_NAME_CHARS} "
                 "are allowed; give the model's name",
                 code="out_of_range",
                 param="model",
             )
         if (
             self.engine.config.check_model
-            and asked is not None
-            and asked not in self.accepted
+            and name is not None
+            and name not in self.accepted
         ):
             raise HttpError(
                 404,
-                f"model is {show(asked)}, and this server has "
+                f"model is {show(name)}, and this server has "
                 f"{' or '.join(self.names)}; ask for that, or start the server without "
                 "--check-model",
                 code="model_not_found",
                 param="model",
             )
 
-    def name_for(self, fields: Mapping[str, Any]) -> str:
-        """Return the model's name in the answer to a request: as it was asked for."""
-        asked = fields.get("model")
-        return asked if isinstance(asked, str) and asked else self.names[0]
+    def model_name_for(self, fields: Mapping[str, Any]) -> str:
+        """Return the model's name in the answer to a request: as the request has it."""
+        name = fields.get("model")
+        return name if isinstance(name, str) and name else self.names[0]
 
 
-def respond_json(value: object) -> Response:
+def make_json_response(value: object) -> Response:
     """Return a response of JSON."""
     return Response(dump(value), media_type=JSON)

@@ -1,4 +1,4 @@
-"""What a server is told beside its engine: every option with its default, written once."""
+"""The options of a server beside its engine's, each with its default, written once."""
 
 from __future__ import annotations
 
@@ -113,7 +113,7 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     )
 
     def check(self) -> None:
-        """Refuse values that cannot be, and those that no client could send."""
+        """Raise for values that cannot be, and for those that no client could send."""
         if not self.host.strip():
             raise UsageError(
                 "host is empty; give an address such as 127.0.0.1, or 0.0.0.0 for all"
@@ -138,7 +138,7 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         for origin in self.allowed_origins:
             _check_origin(origin)
         for host in self.allowed_hosts:
-            if split_host(host) is None:
+            if parse_host(host) is None:
                 raise UsageError(
                     f"allowed_hosts holds {host!r}; give a name, or name:port, such as "
                     "llm.example.org or [fd00::1]:8000"
@@ -149,10 +149,12 @@ class ServerSettings(KeptAnswers, ProcessOptions):
     def is_loopback(self) -> bool:
         """Whether only this machine can reach the server."""
         try:  # a machine's own name often leads to its loopback
-            found = socket.getaddrinfo(self.host, self.port, type=socket.SOCK_STREAM)
+            addresses = socket.getaddrinfo(
+                self.host, self.port, type=socket.SOCK_STREAM
+            )
         except (OSError, UnicodeError):
             return False
-        address = split_host(f"[{found[0][4][0]}]")
+        address = parse_host(f"[{addresses[0][4][0]}]")
         return address is not None and is_loopback_name(address[0])
 
     @property
@@ -164,11 +166,11 @@ class ServerSettings(KeptAnswers, ProcessOptions):
         """
         if not self.allowed_hosts and (self.api_keys or not self.is_loopback):
             return None
-        own = f"[{self.host}]" if ":" in self.host else self.host
-        return frozenset(filter(None, map(split_host, (*self.allowed_hosts, own))))
+        host = f"[{self.host}]" if ":" in self.host else self.host
+        return frozenset(filter(None, map(parse_host, (*self.allowed_hosts, host))))
 
     def _check_keys(self) -> None:
-        """Refuse keys that no client could send, without showing them."""
+        """Raise for keys that no client could send, without showing them."""
         for number, key in enumerate(self.api_keys, 1):
             if not (key.isascii() and key.isprintable() and " " not in key):
                 raise UsageError(
@@ -190,7 +192,7 @@ class ServerSettings(KeptAnswers, ProcessOptions):
 
 
 def _check_origin(origin: str) -> None:
-    """Refuse what no browser sends as its Origin header."""
+    """Raise for what no browser sends as its Origin header."""
     if origin in ("*", "null"):
         return
     parts = urlsplit(origin)
@@ -204,21 +206,20 @@ def _check_origin(origin: str) -> None:
         )
 
 
-def split_host(text: str) -> tuple[str, str] | None:
+def parse_host(text: str) -> tuple[str, str] | None:
     """Return the name and port ("": none) of a Host header in one spelling; None: it is none."""
-    found = _HOST.fullmatch(text.lower())
-    if found is None:
+    match = _HOST.fullmatch(text.lower())
+    if match is None:
         return None
-    name = found[1] or found[2].removesuffix(".")
+    name = match[1] or match[2].removesuffix(".")
     with suppress(ValueError):
         address = ip_address(name)
         name = str(getattr(address, "ipv4_mapped", None) or address)
-    return name, found[3] or ""
+    return name, match[3] or ""
 
 
 def is_loopback_name(name: str) -> bool:
-    """Tell whether a name of `split_host` leads to the caller's own machine, whoever is
-    asked."""
+    """Whether a name of `parse_host` always leads to the caller's own machine."""
     with suppress(ValueError):
         return ip_address(name).is_loopback
     return name == "localhost" or name.endswith(".localhost")

@@ -13,7 +13,7 @@ import pytest
 import fminfer
 from fminfer.files.ordered_output import errors_path
 from fminfer.server.batches import batch_work
-from fminfer.server.batches.batch_ends import end_early
+from fminfer.server.batches.batch_ends import publish_finished
 from tests.server.batch_calls import (
     Clock,
     batch_line,
@@ -169,10 +169,10 @@ def test_what_is_finished_when_the_window_ends_is_completed(
 
     state = tmp_path / "state"
     with monkeypatch.context() as patch:
-        patch.setattr(BatchRun, "_complete", lambda self, completed: None)
+        patch.setattr(BatchRun, "_publish_completed", lambda self, completed: None)
         with running(engine, state=state) as server:
             batch = create(server, [batch_line("a"), b"bad"], window="1h")
-            output = server.batches.batches.output_of(
+            output = server.batches.batches.output_path(
                 server.batches.find_batch(batch["id"], "")
             )
             while not output.exists():
@@ -192,7 +192,7 @@ def test_lines_without_an_id_are_only_counted_when_they_expire(tmp_path: Path) -
     source = tmp_path / "in.jsonl"
     output = tmp_path / "out.jsonl"
     source.write_bytes(b"\n".join([b"1", batch_line("a"), b"{}", b"[]"]))
-    progress = end_early(output, source, 0)
+    progress = publish_finished(output, source, 0)
     assert (progress.total, progress.completed, progress.failed) == (4, 0, 4)
     (record,) = errors_path(output).read_bytes().splitlines()
     assert json.loads(record)["custom_id"] == json.loads(batch_line("a"))["custom_id"]

@@ -215,7 +215,7 @@ def test_what_a_batch_reads_is_kept_until_it_ends(
     with running(engine, state=tmp_path) as server:
         until(
             lambda: (
-                server.batches.work.progress_of(server.batches.batches.open_ones[0])
+                server.batches.work.progress_of(server.batches.batches.open_batches[0])
                 is not None
             ),
             "",
@@ -241,9 +241,9 @@ def test_a_file_that_its_owner_deletes_as_it_expires(
         file_id = send_for(server, HOUR).json["id"]
         with server.batches.files.lock:  # as a DELETE that waits for the disk
             clock.ahead_s = HOUR + 1
-            until(lambda: server.batches.files.expired_ones != [], "it is over")
+            until(lambda: server.batches.files.expired_files != [], "it is over")
             time.sleep(0.2)  # it was seen by now
-            server.batches.files.remove(server.batches.files.expired_ones[0])
+            server.batches.files.remove(server.batches.files.expired_files[0])
         batch = wait_for_end(server, create(server, [batch_line("a")]))
         assert batch["status"] == "completed" and file_id not in page(server)
 

@@ -11,7 +11,7 @@ import pytest
 
 import fminfer
 from fminfer.core.errors import UsageError
-from fminfer.server.batches.state_folder import ID, StateFolder, new_id
+from fminfer.server.batches.state_folder import ID, StateFolder, make_random_id
 from tests.server.batch_calls import batch_line, create, get, long_lines, upload
 from tests.server.running import Running, running, until
 
@@ -74,7 +74,7 @@ def test_what_belongs_to_a_key_is_hidden_without_one(
 
 
 def test_ids_cannot_be_guessed() -> None:
-    ids = {new_id("file-") for _ in range(1000)}
+    ids = {make_random_id("file-") for _ in range(1000)}
     assert len(ids) == 1000 and all(ID.fullmatch(each) for each in ids)
 
 

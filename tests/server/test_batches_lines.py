@@ -347,7 +347,7 @@ def part(name: str, value: bytes, filename: str | None = None) -> bytes:
 
 
 def test_a_broken_upload_leaves_nothing(server: Running) -> None:
-    num_before = len(server.batches.files.of(""))
+    num_before = len(server.batches.files.list_of_owner(""))
     head = "POST /v1/files HTTP/1.1\r\nHost: localhost\r\nContent-Length: 50000\r\n"
     head += "Content-Type: multipart/form-data; boundary=a\r\n\r\n"
     connection = server.send_raw(head.encode() + part("file", b"x" * 20000, "a.jsonl"))
@@ -356,7 +356,7 @@ def test_a_broken_upload_leaves_nothing(server: Running) -> None:
     from tests.server.running import until
 
     until(lambda: not [*server.batches.uploads.iterdir()], "the part is removed")
-    assert len(server.batches.files.of("")) == num_before
+    assert len(server.batches.files.list_of_owner("")) == num_before
 
 
 @pytest.mark.parametrize(
@@ -367,7 +367,7 @@ def test_a_clients_filename_is_no_path(server: Running, filename: str) -> None:
     answer = try_upload(server, batch_line("a"), filename=filename)
     assert answer.status == 200, answer.body
     assert answer.json["filename"] == filename[:255]
-    path = server.batches.find_bytes(answer.json["id"], "")
+    path = server.batches.require_bytes(answer.json["id"], "")
     assert path.parent == server.batches.uploads.parent / "files"
 
 

@@ -214,7 +214,7 @@ def test_files_are_deleted(client: openai.OpenAI, server: Running) -> None:
     )
     assert batch.output_file_id is not None
     for file_id in (file.id, batch.output_file_id):
-        path = server.batches.find_bytes(file_id, "")
+        path = server.batches.require_bytes(file_id, "")
         assert client.files.delete(file_id).deleted and not path.exists()
         with pytest.raises(openai.NotFoundError):
             client.files.retrieve(file_id)

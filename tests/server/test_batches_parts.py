@@ -16,7 +16,7 @@ from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.errors import FminferError, RequestError, UsageError
 from fminfer.server.batches import batch_ends, batch_request, stored_files
 from fminfer.server.batches.batch_ends import ChangedError, trouble_of
-from fminfer.server.batches.batch_request import FIELDS, make_check, parse_batch
+from fminfer.server.batches.batch_request import FIELDS, make_line_check, parse_batch
 from fminfer.server.batches.stored_files import ServerFile
 
 ASKED = {
@@ -111,7 +111,7 @@ def test_inputs_of_embeddings_are_bounded_together(
 ) -> None:
     """A text, a list of ids and no input count as one; lists of them by their size."""
     monkeypatch.setattr(batch_request, "MAX_INPUTS", 8)
-    check = make_check(EMBEDDINGS, lambda model: None)
+    check = make_line_check(EMBEDDINGS, lambda model: None)
     for given in ("a", [1, 2, 3, 4, 5], ["a", "b"], [[1, 2, 3], [4]], None, "b"):
         check(envelope_of(EMBEDDINGS, {"input": given}))
     with pytest.raises(
@@ -126,7 +126,7 @@ def test_lines_of_another_kind_are_refused() -> None:
         if model != "m":
             raise UsageError(f"no model {model}")
 
-    check = make_check("/v1/completions", check_model)
+    check = make_line_check("/v1/completions", check_model)
     check(envelope_of("/v1/completions", {"model": "m"}))
     bare = open_envelope(Line(0, 1, b'{"prompt": "a"}'))
     for envelope, param, said in (
@@ -149,10 +149,10 @@ def test_lines_of_another_kind_are_refused() -> None:
 def test_a_file_expires_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -> None:
     now_s = 1_700_000_000.5
     monkeypatch.setattr(stored_files.time, "time_ns", lambda: int(now_s * 1e9))
-    kept = ServerFile.new("file-1", "me", 7, "a.jsonl", None, purpose="batch")
-    short = ServerFile.new("file-2", "me", 7, "a.jsonl", 3600, purpose="batch")
+    kept = ServerFile.make("file-1", "me", 7, "a.jsonl", None, purpose="batch")
+    short = ServerFile.make("file-2", "me", 7, "a.jsonl", 3600, purpose="batch")
     assert (kept.expires_at, short.expires_at) == (None, 1_700_003_600)
-    assert short.to_object()["created_at"] == 1_700_000_000
+    assert short.to_openai_object()["created_at"] == 1_700_000_000
     for later_s, is_over in ((0, False), (3599, False), (3600, True), (9999, True)):
         monkeypatch.setattr(
             stored_files.time, "time", lambda later_s=later_s: now_s + later_s
@@ -161,7 +161,7 @@ def test_a_file_expires_when_its_time_is_over(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_a_record_of_another_file_is_told(tmp_path: Path) -> None:
-    stored = ServerFile.new(
+    stored = ServerFile.make(
         "file-" + "a" * 32, "me", 7, "a.jsonl", None, purpose="batch"
     )
     path = tmp_path / "other.json"

@@ -153,8 +153,8 @@ def test_a_batch_that_cannot_tell_its_trouble_goes_on_later(
         raise BrokenPipeError("nobody reads the log")
 
     with monkeypatch.context() as patch:
-        patch.setattr(batch_run.BatchRun, "_pause", fail)
-        patch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+        patch.setattr(batch_run.BatchRun, "_pause_batch", fail)
+        patch.setattr(batch_run, "make_line_check", lambda *arguments: 1 / 0)
         batch = create(server, [batch_line("a")])
         while not told:
             get(server, batch)
@@ -167,7 +167,7 @@ def test_the_log_level_holds_for_batches(
     monkeypatch: pytest.MonkeyPatch,
     capfd: pytest.CaptureFixture[str],
 ) -> None:
-    monkeypatch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+    monkeypatch.setattr(batch_run, "make_line_check", lambda *arguments: 1 / 0)
     with running(engine, state=tmp_path / "state", log_level="critical") as server:
         wait_until(server, create(server, [batch_line("a")]), has_trouble)
     assert capfd.readouterr().err == ""
@@ -284,7 +284,7 @@ def test_a_fault_of_ours_pauses_one_batch(
     server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(batch_run, "make_check", lambda *arguments: 1 / 0)
+        patch.setattr(batch_run, "make_line_check", lambda *arguments: 1 / 0)
         batch = create(server, [batch_line("a")])
         (error,) = wait_until(server, batch, has_trouble)["errors"]["data"]
         assert (
@@ -374,7 +374,7 @@ def test_an_output_that_was_changed_is_not_sent(
     assert server.get(route).error["code"] == "file_removed"
     # it goes between the look and the opening
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(server.batches, "find_bytes", lambda file_id, owner: path)
+        patch.setattr(server.batches, "require_bytes", lambda file_id, owner: path)
         answer = server.get(route)
     assert (answer.status, answer.error["code"]) == (410, "file_removed")
 
@@ -395,7 +395,7 @@ def test_an_output_that_was_changed_before_its_batch_ended_is_not_published(
     monkeypatch.setattr(batch_work, "RETRY_S", 0.2)
     monkeypatch.setattr(batch_work, "LOOK_S", 0.1)
     with monkeypatch.context() as patch, running(engine, state=state) as server:
-        patch.setattr(batch_run.BatchRun, "_complete", stop)
+        patch.setattr(batch_run.BatchRun, "_publish_completed", stop)
         batch = create(server, [batch_line("a"), batch_line("b")])
         for name, is_there in (
             ("output.status.json", True),

@@ -155,5 +155,11 @@ def test_each_log_level_tells_what_its_help_says(
 
 def test_quiet_tells_errors_alone() -> None:
     log = ServerLog("debug", is_quiet=True)
-    assert [log.tells(level) for level in LEVELS] == [True, True, False, False, False]
+    assert [log.is_shown(level) for level in LEVELS] == [
+        True,
+        True,
+        False,
+        False,
+        False,
+    ]
     assert not ServerLog("critical", is_quiet=True).tells("error")

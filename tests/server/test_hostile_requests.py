@@ -18,7 +18,7 @@ import pytest
 
 import fminfer
 from fminfer.runtime.bars import say
-from fminfer.server.connections import max_connections, raise_file_limit
+from fminfer.server.connections import find_max_connections, raise_file_limit
 from tests.server.running import Running, running, until
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
@@ -291,7 +291,7 @@ def test_as_many_files_as_the_system_allows() -> None:
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     try:
         resource.setrlimit(resource.RLIMIT_NOFILE, (min(hard, 300), hard))
-        assert max_connections() == 150
+        assert find_max_connections() == 150
         raise_file_limit()
         assert resource.getrlimit(resource.RLIMIT_NOFILE) == (hard, hard)
     finally:

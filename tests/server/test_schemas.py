@@ -113,7 +113,7 @@ def ranges(limits: RequestLimits) -> Iterator[tuple[str, str, float, float, floa
     """Yield kind, field, lowest and highest value, and the step to a value beyond; 0: any."""
     for kind, fields in tables().items():
         for each in fields:
-            found = schemas.describe_field(each, limits)
+            found = schemas.make_field_schema(each, limits)
             for schema in (found, *found.get("anyOf", ())):
                 if "minimum" in schema:
                     step = 1 if "integer" in schema["type"] else 0
@@ -131,7 +131,7 @@ def test_every_default_changes_nothing(
             if each.is_required or each.name in OF_THE_SERVER:
                 continue
             assert engine.intake.parse(needed | {each.name: None}) == plain
-            default = schemas.describe_field(each, limits).get("default")
+            default = schemas.make_field_schema(each, limits).get("default")
             if default is not None:
                 assert engine.intake.parse(needed | {each.name: default}) == plain
             if default is not None and each.name in names and kind == "text":

@@ -28,13 +28,13 @@ EXPIRED = {
 NOBODY: Fingerprint = {"the run": "ended before its first row"}
 LATER = "Finished lines are kept, and the server tries again by itself"
 MODEL_CHANGED = "model_changed"
-OF_DISK: dict[DiskFault, str] = {
+DISK_FAULTS: dict[DiskFault, str] = {
     "disk_full": "the server's disk is full; make room there",
     "state_not_writable": "the server may not write its state folder; mend the folder's rights",
     "disk_failed": "the server's disk failed; check it",
 }
 # For errors that are not the disk's. The first class that an error is of counts.
-OF_ERRORS = {
+ERROR_TROUBLES = {
     InUseError: Trouble("in_use", f"another process still writes its output. {LATER}"),
     MachineError: Trouble("machine_failed", f"the server's machine failed. {LATER}"),
     UsageError: Trouble(
@@ -45,26 +45,25 @@ OF_ERRORS = {
 }
 
 
-def end_early(output: Path, source: Path | None, total: int) -> Progress:
-    """Write what is finished of a batch under its final names; its journal stays. Repeatable.
+def publish_finished(output: Path, source: Path | None, total: int) -> Progress:
+    """Write a batch's finished lines under their final names; its journal stays. Repeatable.
 
     Args:
         source: the input, of which every line without a record gets an error; None: none does.
         total: lines of it, as far as they are known.
     """
-    with closing(_open(output)) as journal:
+    with closing(_open_journal(output)) as journal:
         if source is not None:
-            total = _add_expired(journal, source)
-        write_ordered_output(journal)
+            total = _append_expired_errors(journal, source)
+        put_in_order(journal)
         return _progress_of(journal, total)
 
 
-def count_kept(output: Path, total: int) -> Progress | None:
-    """Count what is finished of a batch, whatever model its rows are of; None: there is
-    nothing."""
+def count_finished(output: Path, total: int) -> Progress | None:
+    """Count a batch's finished lines, whatever model they are of; None: it has none."""
     if not journal_path(output).exists():
         return None
-    with closing(_open(output)) as journal:
+    with closing(_open_journal(output)) as journal:
         return _progress_of(journal, total)
 
 
@@ -74,17 +73,19 @@ def drop_journal(output: Path) -> None:
     path_beside(status_path(output), NEW).unlink(missing_ok=True)
 
 
-def _open(output: Path) -> Journal:
+def _open_journal(output: Path) -> Journal:
     """Open a journal whatever model its rows are of: no others come."""
     return Journal(output, find_fingerprint(output) or NOBODY)
 
 
 def _progress_of(journal: Journal, total: int) -> Progress:
-    return Progress.of(replace(journal.kept, num_rows=max(total, journal.num_rows)))
+    return Progress.from_counts(
+        replace(journal.kept, num_rows=max(total, journal.num_rows))
+    )
 
 
-def _add_expired(journal: Journal, source: Path) -> int:
-    """Give every line without a record its error; return how many lines there are."""
+def _append_expired_errors(journal: Journal, source: Path) -> int:
+    """Append an error for every line without a record; return the number of lines."""
     num_lines = 0
     for line in read_lines(source, 0):
         num_lines += 1
@@ -94,14 +95,14 @@ def _add_expired(journal: Journal, source: Path) -> int:
                 True,
                 (0, 0, 0),
                 zlib.crc32(line.raw),
-                _expired_record(line),
+                _make_expired_record(line),
             )
             journal.append(row)
             journal.kept.add(is_error=True, tokens=row.tokens)
     return num_lines
 
 
-def _expired_record(line: Line) -> bytes:
+def _make_expired_record(line: Line) -> bytes:
     """Return the error of a line that was not executed, as OpenAI's error files have it.
 
     A line without a custom_id has none (b""): it would name nothing, and be far longer.
@@ -121,8 +122,10 @@ class ChangedError(UsageError):
     """The rows of a batch are of another model, or of other settings."""
 
 
-def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) -> None:
-    """See that a batch, and its rows if it has some, are of this server's model and settings."""
+def check_fingerprint(
+    batch: StoredBatch, output: Path, fingerprint: Fingerprint
+) -> None:
+    """Raise if a batch or its rows are of another model or of other settings."""
     any_input = {INPUT: ""}
     for old in (batch.made_for, find_fingerprint(output, needs_row=True)):
         if old and (
@@ -136,14 +139,14 @@ def check_unchanged(batch: StoredBatch, output: Path, fingerprint: Fingerprint) 
 
 
 def trouble_of(error: Exception) -> Trouble:
-    """Say why a batch pauses, without paths of the server."""
+    """Return why a batch pauses, without paths of the server."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(error, ChangedError):
         return Trouble(MODEL_CHANGED, str(error))
     if isinstance(cause, OSError):
-        fault = find_disk_fault(cause)
-        return Trouble(fault, f"{OF_DISK[fault]}. {LATER}")
-    for kind, trouble in OF_ERRORS.items():
+        fault = find_fault(cause)
+        return Trouble(fault, f"{DISK_FAULTS[fault]}. {LATER}")
+    for kind, trouble in ERROR_TROUBLES.items():
         if isinstance(error, kind):
             return trouble
     if isinstance(error, FminferError):

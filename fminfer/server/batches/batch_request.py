@@ -1,5 +1,4 @@
-"""What a batch may be: the fields of `POST /v1/batches`, in a table, and the lines of
-its input."""
+"""What a batch may be: the fields of `POST /v1/batches`, and the lines of its input."""
 
 from __future__ import annotations
 
@@ -71,7 +70,7 @@ class BatchRequest:
     output_expires_after: int | None = None  # seconds
 
 
-def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
+def parse_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
     """Return how long a file lives, in seconds."""
     if isinstance(value, dict) and value.keys() == {"anchor", "seconds"}:
         anchor = value["anchor"]
@@ -90,7 +89,7 @@ def read_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
     )
 
 
-def _read_window(name: str, value: Any, most: int) -> Window:
+def _parse_window(name: str, value: Any, most: int) -> Window:
     if isinstance(value, str) and re.fullmatch(WINDOW_FORM, value):
         seconds = int(value[:-1]) * UNITS_S[value[-1]]
         if seconds <= MOST_WINDOW_S:
@@ -100,34 +99,34 @@ def _read_window(name: str, value: Any, most: int) -> Window:
     )
 
 
-def _read_metadata(name: str, value: Any, most: int) -> dict[str, str]:
-    found = value
+def _parse_metadata(name: str, value: Any, most: int) -> dict[str, str]:
+    wrong_pairs = value
     if isinstance(value, dict) and len(value) <= MOST_PAIRS:
-        found = {
+        wrong_pairs = {
             key: each
             for key, each in value.items()
             if len(key) > MOST_KEY_CHARS
             or not (isinstance(each, str) and len(each) <= MOST_VALUE_CHARS)
         }
-        if not found:
+        if not wrong_pairs:
             return value
     raise out_of_range(
         name,
-        found,
+        wrong_pairs,
         f"null or an object of up to {MOST_PAIRS} strings, of up to {MOST_VALUE_CHARS} "
         f"characters, under keys of up to {MOST_KEY_CHARS}",
     )
 
 
-def _read_endpoint(name: str, value: Any, most: int) -> Any:
+def _parse_endpoint(name: str, value: Any, most: int) -> Any:
     url = without_spare_slashes(value) if isinstance(value, str) else value
     return _URL.read(name, url, most)
 
 
 _URL = one_of(*ENDPOINTS)
-_ENDPOINT = Kind(_read_endpoint, _URL.schema)
+_ENDPOINT = Kind(_parse_endpoint, _URL.schema)
 _ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
-_WINDOW = Kind(_read_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
+_WINDOW = Kind(_parse_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
 _TOO_LATE = (
     "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
 )
@@ -138,16 +137,16 @@ FIELDS = (
     Field("completion_window", _WINDOW, _TOO_LATE, is_required=True),
     Field(
         "metadata",
-        Kind(_read_metadata, lambda most: METADATA),
+        Kind(_parse_metadata, lambda most: METADATA),
         "Pairs of strings, which come back.",
     ),
-    Field("output_expires_after", Kind(read_life, lambda most: LIFE), _LIFE_HELP),
+    Field("output_expires_after", Kind(parse_life, lambda most: LIFE), _LIFE_HELP),
 )
 
 
 def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
-    """Check the fields of a new batch."""
-    table = {each.name: each for each in FIELDS}
+    """Parse the fields of a new batch."""
+    table = {field.name: field for field in FIELDS}
     for name in sorted(fields.keys() - table.keys()):
         raise RequestError(
             "unsupported_parameter",
@@ -155,29 +154,28 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
             "Leave it out",
             name[:64],
         )
-    found: dict[str, Any] = {}
-    for name, each in table.items():
+    values: dict[str, Any] = {}
+    for name, field in table.items():
         value = fields.get(name)
         if value is not None:
-            found[name] = each.kind.read(name, value, MOST_LIFE_S)
-        elif each.is_required:
+            values[name] = field.kind.read(name, value, MOST_LIFE_S)
+        elif field.is_required:
             is_null = "null" if name in fields else "absent"
             raise RequestError(
                 "invalid_type",
                 f"{name} is {is_null}; it must be a string, such as {EXAMPLE[name]}",
                 name,
             )
-    return BatchRequest(**found)
+    return BatchRequest(**values)
 
 
-def make_check(
+def make_line_check(
     endpoint: str, check_model: Callable[[object], None]
 ) -> Callable[[Envelope], None]:
-    """Return what refuses a line that is not of a batch, by a RequestError."""
-
+    """Return a check that raises a RequestError for a line that is not of a batch."""
     num_inputs = 0  # of embeddings, in the lines so far
 
-    def check(envelope: Envelope) -> None:
+    def check_line(envelope: Envelope) -> None:
         nonlocal num_inputs
         if envelope.shape != "batch":
             raise RequestError(
@@ -193,9 +191,9 @@ def make_check(
                 f"{url}",
                 "url",
             )
-        given = envelope.fields.get("input")
-        is_one = not isinstance(given, list) or all(map(is_integral, given))
-        num_inputs += 1 if is_one or given is None else len(given)
+        inputs = envelope.fields.get("input")
+        is_single = not isinstance(inputs, list) or all(map(is_integral, inputs))
+        num_inputs += 1 if is_single or inputs is None else len(inputs)
         if num_inputs > MAX_INPUTS and endpoint == EMBEDDINGS:
             raise RequestError(
                 "out_of_range",
@@ -208,4 +206,4 @@ def make_check(
         except FminferError as error:
             raise RequestError("unsupported_parameter", str(error), "model") from None
 
-    return check
+    return check_line

@@ -33,13 +33,13 @@ class BatchWork:
         self._paused_until_s: dict[str, float] = {}  # in time.monotonic()
         self._is_stopped = False
         self._thread = threading.Thread(
-            target=self._start_due, name="batches", daemon=True
+            target=self._start_due_runs, name="batches", daemon=True
         )
 
     @property
     def num_open(self) -> int:
         """Batches that are not over."""
-        return len(self._batches.open_ones)
+        return len(self._batches.open_batches)
 
     def start(self) -> None:
         """Go on with the batches that are open."""
@@ -47,20 +47,21 @@ class BatchWork:
         self._thread.start()
 
     def wake(self, batch: StoredBatch) -> None:
-        """Look at a batch that is new, or is to be cancelled."""
+        """Start a new batch's run, or wake the run of one to be cancelled."""
         with self._news:
             self._paused_until_s.pop(batch.id, None)
-            if (found := self._runs.get(batch.id)) is not None:
-                found[0].wake()
+            if batch.id in self._runs:
+                run, _ = self._runs[batch.id]
+                run.wake()
             self._news.notify_all()
 
     def progress_of(self, batch: StoredBatch) -> Progress | None:
-        """Return how far a batch is that is being answered; None: as it says itself."""
-        found = self._runs.get(batch.id)
-        return None if found is None or not batch.is_open else found[0].progress
+        """Return how far a running batch is; None: its own progress is the newest."""
+        running = self._runs.get(batch.id)
+        return None if running is None or not batch.is_open else running[0].progress
 
     def drain(self) -> None:
-        """Give the engine no more lines; what runs goes on."""
+        """Add no more lines to the engine; what runs goes on."""
         self._context.engine.runs.lanes.is_closed = True
 
     def stop(self) -> None:
@@ -76,34 +77,37 @@ class BatchWork:
             if thread.is_alive():
                 thread.join(max(0.0, end_s - time.monotonic()))
 
-    def _start_due(self) -> None:
-        for ended in self._batches.ended_ones:
+    def _start_due_runs(self) -> None:
+        for ended in self._batches.ended_batches:
             with suppress(OSError):  # it is not in the way
                 # a server died just before that
-                drop_journal(self._batches.output_of(ended))
+                drop_journal(self._batches.output_path(ended))
         while not self._is_stopped:
-            self._drop_expired()
+            self._delete_expired_files()
             with self._news:
-                while not self._is_stopped and (batch := self._find_next()) is not None:
-                    self._begin(batch)
+                while (
+                    not self._is_stopped
+                    and (batch := self._find_next_batch()) is not None
+                ):
+                    self._start_run(batch)
                 if not self._is_stopped:
                     self._news.wait(LOOK_S)
 
-    def _drop_expired(self) -> None:
+    def _delete_expired_files(self) -> None:
         files = self._files
-        for stored in files.expired_ones:
-            with (
-                files.lock,
-                suppress(OutputError, InUseError),
-            ):  # they are hidden, and removed later
-                if self._batches.find_user(stored.id) is None:
+        for stored in files.expired_files:
+            # those that cannot be removed are hidden, and removed later
+            with files.lock, suppress(OutputError, InUseError):
+                if self._batches.find_batch_using(stored.id) is None:
                     files.remove(stored)
 
-    def _find_next(self) -> StoredBatch | None:
+    def _find_next_batch(self) -> StoredBatch | None:
         """Return the batch to begin: the oldest one that is due of the owner with the fewest."""
         has_room = len(self._runs) < MOST_AT_ONCE
-        open_ones = self._batches.open_ones
-        due = [b for b in open_ones if (has_room or _is_to_end(b)) and self._is_due(b)]
+        open_batches = self._batches.open_batches
+        due = [
+            b for b in open_batches if (has_room or _is_to_end(b)) and self._is_due(b)
+        ]
         num_running = Counter(run.batch.owner for run, _ in self._runs.values())
         return min(due, key=lambda batch: num_running[batch.owner], default=None)
 
@@ -115,16 +119,16 @@ class BatchWork:
             return True
         return time.monotonic() >= paused_until_s
 
-    def _begin(self, batch: StoredBatch) -> None:
+    def _start_run(self, batch: StoredBatch) -> None:
         self._paused_until_s.pop(batch.id, None)
         run = BatchRun(batch, self._context)
         thread = threading.Thread(
-            target=self._run, args=(run,), name=batch.id, daemon=True
+            target=self._run_batch, args=(run,), name=batch.id, daemon=True
         )
         self._runs[batch.id] = run, thread
         thread.start()
 
-    def _run(self, run: BatchRun) -> None:
+    def _run_batch(self, run: BatchRun) -> None:
         is_left = True
         try:
             run.run()
@@ -142,5 +146,5 @@ class BatchWork:
 
 
 def _is_to_end(batch: StoredBatch) -> bool:
-    """Tell whether a batch only has to be ended, which takes little and waits for no other."""
+    """Whether a batch only has to be ended, which takes little and waits for no other."""
     return batch.status == "cancelling" or time.time() >= batch.expires_at

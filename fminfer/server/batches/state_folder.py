@@ -57,8 +57,8 @@ class StateFolder:
         self.batches = path / "batches"
         self.was_narrowed = False  # others could read it until now
         try:
-            self._make()
-            self._lock_fd = self._lock()
+            self._prepare_folder()
+            self._lock_fd = self._lock_folder()
             try:
                 self._salt = self._read_salt()
                 for folder in (self.uploads, self.files, self.batches):
@@ -73,19 +73,19 @@ class StateFolder:
             ) from error
 
     def owner_of(self, key: str | None) -> str:
-        """Return the name of a key in this folder, which tells nothing of it; None: no key."""
+        """Return the name of a key in this folder, a digest; "": there are no keys."""
         if key is None:
             return ""
         return hashlib.blake2b(key.encode(), key=self._salt, digest_size=16).hexdigest()
 
     def close(self) -> None:
-        """Let another server have it."""
+        """Unlock the folder for another server."""
         if self._lock_fd >= 0:
             os.close(self._lock_fd)
             self._lock_fd = -1
 
-    def _make(self) -> None:
-        """Make it, or see that it is a state folder, which only its owner may read."""
+    def _prepare_folder(self) -> None:
+        """Make the folder, or raise if it is no state folder that only its owner may read."""
         if not self.path.exists():
             self.path.mkdir(mode=PRIVATE_FOLDER, parents=True)
             return
@@ -106,7 +106,7 @@ class StateFolder:
             self.path.chmod(PRIVATE_FOLDER)
             self.was_narrowed = True
 
-    def _lock(self) -> int:
+    def _lock_folder(self) -> int:
         fd = os.open(self.path / LOCK, os.O_RDWR | os.O_CREAT, PRIVATE_FILE)
         try:
             has_locks = lock_file(fd, self.path, self.path)
@@ -137,7 +137,7 @@ class StateFolder:
         return salt
 
 
-def new_id(kind: str) -> str:
+def make_random_id(kind: str) -> str:
     """Return an id that nobody can guess: `file-` or `batch_`, and 128 random bits."""
     return kind + secrets.token_hex(16)
 
@@ -148,12 +148,12 @@ def write_durably(path: Path, data: bytes) -> None:
         file.write(data)
 
 
-def explain_state(path: Path, error: OSError) -> OutputError:
-    """Say what an error on a file of the state folder means."""
+def state_write_error(path: Path, error: OSError) -> OutputError:
+    """Return an OutputError for an error on a file of the state folder."""
     reason = os.strerror(error.errno) if error.errno else str(error)
     return OutputError(
         f"{path} cannot be written: {reason}; {HINTS[find_disk_fault(error)]}"
     )
 
 
-writing_state = partial(raising_disk_errors, make_error=explain_state)
+writing_state = partial(told, explain=state_write_error)

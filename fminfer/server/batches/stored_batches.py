@@ -67,7 +67,7 @@ class Progress:
     output_tokens: int = 0
 
     @classmethod
-    def of(cls, counts: Counts) -> Progress:
+    def from_counts(cls, counts: Counts) -> Progress:
         """Return what an input's counts say."""
         return cls(
             counts.num_rows, counts.num_completed, counts.num_failed, *counts.tokens
@@ -122,12 +122,12 @@ class StoredBatch:
         """Seconds since 1970."""
         return self.created_ns // 10**9
 
-    def moved(self, status: BatchStatus, **changes: Any) -> StoredBatch:
+    def with_status(self, status: BatchStatus, **changes: Any) -> StoredBatch:
         """Return it in another status, entered now."""
         times = self.times | {f"{status}_at": int(time.time())}
         return replace(self, status=status, times=times, **changes)
 
-    def to_object(self, progress: Progress | None = None) -> dict[str, Any]:
+    def to_openai_object(self, progress: Progress | None = None) -> dict[str, Any]:
         """Return OpenAI's batch object; progress: newer than its own, while it is answered."""
         done = progress or self.progress
         times = {"expires_at": self.expires_at} | self.times
@@ -172,10 +172,10 @@ class BatchStore:
         self._batches: dict[str, StoredBatch] = {}
         for path in folder.batches.glob("batch_*"):
             if (path / RECORD).exists():
-                batch = _read(path / RECORD)
+                batch = _read_record(path / RECORD)
                 self._batches[batch.id] = batch
             elif others := {
-                each for each in os.listdir(path) if not each.startswith(NEW_RECORD)
+                name for name in os.listdir(path) if not name.startswith(NEW_RECORD)
             }:
                 raise UsageError(
                     f"{path} has {min(others)}, but no {RECORD}, so the state of its "
@@ -184,48 +184,50 @@ class BatchStore:
             else:  # its creation was broken off, and its client did not hear of it
                 shutil.rmtree(path, ignore_errors=True)
 
-    def get(self, batch_id: str, owner: str) -> StoredBatch | None:
+    def find(self, batch_id: str, owner: str) -> StoredBatch | None:
         """Return an owner's batch; None: there is none of this id, or it is another's."""
         batch = self._batches.get(batch_id)
         return batch if batch is not None and batch.owner == owner else None
 
-    def of(self, owner: str) -> list[StoredBatch]:
+    def list_of_owner(self, owner: str) -> list[StoredBatch]:
         """Return an owner's batches, the newest first."""
-        found = [batch for batch in self._all if batch.owner == owner]
+        owned = [batch for batch in self._all_batches if batch.owner == owner]
         return sorted(
-            found, key=lambda batch: (batch.created_ns, batch.id), reverse=True
+            owned, key=lambda batch: (batch.created_ns, batch.id), reverse=True
         )
 
     @property
-    def open_ones(self) -> list[StoredBatch]:
+    def open_batches(self) -> list[StoredBatch]:
         """The batches with something left to do, the oldest first."""
-        found = [batch for batch in self._all if batch.is_open]
-        return sorted(found, key=lambda batch: (batch.created_ns, batch.id))
+        batches = [batch for batch in self._all_batches if batch.is_open]
+        return sorted(batches, key=lambda batch: (batch.created_ns, batch.id))
 
     @property
-    def ended_ones(self) -> list[StoredBatch]:
+    def ended_batches(self) -> list[StoredBatch]:
         """The batches that are over."""
-        return [batch for batch in self._all if not batch.is_open]
+        return [batch for batch in self._all_batches if not batch.is_open]
 
-    def find_user(self, file_id: str) -> StoredBatch | None:
+    def find_batch_using(self, file_id: str) -> StoredBatch | None:
         """Return a batch that still needs a file, or has just made it; None: none does."""
-        return next((each for each in self.open_ones if file_id in each.file_ids), None)
+        return next(
+            (each for each in self.open_batches if file_id in each.file_ids), None
+        )
 
-    def now(self, batch: StoredBatch) -> StoredBatch:
+    def find_newest(self, batch: StoredBatch) -> StoredBatch:
         """Return a batch as it is now."""
         return self._batches[batch.id]
 
-    def output_of(self, batch: StoredBatch) -> Path:
+    def output_path(self, batch: StoredBatch) -> Path:
         """Return where a batch's answers go."""
         return self._folder_of(batch) / OUTPUT
 
-    def create(self, batch: StoredBatch) -> None:
+    def add(self, batch: StoredBatch) -> None:
         """Add a batch, for good."""
         folder = self._folder_of(batch)
         with self._lock, writing_state(folder):
             folder.mkdir(mode=PRIVATE_FOLDER)
             try:
-                self._write(batch)
+                self._write_record(batch)
                 sync_folder(folder.parent)
             except (OSError, InUseError):
                 shutil.rmtree(folder, ignore_errors=True)
@@ -240,11 +242,11 @@ class BatchStore:
             old = self._batches[batch.id]
             new = change(old)
             if new != old:
-                self._write(new)
+                self._write_record(new)
                 self._batches[batch.id] = new
             return new
 
-    def note(
+    def change_in_memory(
         self, batch: StoredBatch, change: Callable[[StoredBatch], StoredBatch]
     ) -> None:
         """Change a batch for as long as this server lives, where the disk may be what fails."""
@@ -252,11 +254,11 @@ class BatchStore:
             self._batches[batch.id] = change(self._batches[batch.id])
 
     @property
-    def _all(self) -> list[StoredBatch]:
+    def _all_batches(self) -> list[StoredBatch]:
         """All batches, without the lock: the event loop asks, and others write under it."""
         return list(self._batches.values())
 
-    def _write(self, batch: StoredBatch) -> None:
+    def _write_record(self, batch: StoredBatch) -> None:
         write_durably(
             self._folder_of(batch) / RECORD, json.dumps(asdict(batch)).encode() + b"\n"
         )
@@ -266,7 +268,7 @@ class BatchStore:
         return self._folder.batches / batch.id
 
 
-def _read(path: Path) -> StoredBatch:
+def _read_record(path: Path) -> StoredBatch:
     try:
         fields = json.loads(path.read_bytes())
         fields["progress"] = Progress(**fields["progress"])
@@ -306,5 +308,5 @@ class ServerState:
             ) from error
 
     def close(self) -> None:
-        """Let another server have the folder."""
+        """Unlock the folder for another server."""
         self.folder.close()

@@ -46,9 +46,9 @@ class ServerFile:
     expires_at: int | None = None
 
     @classmethod
-    def new(
+    def make(
         cls,
-        own_id: str,
+        file_id: str,
         owner: str,
         size: int,
         name: str,
@@ -58,14 +58,14 @@ class ServerFile:
         """Return a file that is made now, and stays for a while; None: until it is deleted."""
         now_ns = time.time_ns()
         ends_at = None if life_s is None else now_ns // 10**9 + life_s
-        return cls(own_id, owner, size, now_ns, name, expires_at=ends_at, **others)
+        return cls(file_id, owner, size, now_ns, name, expires_at=ends_at, **others)
 
     @property
     def is_over(self) -> bool:
         """Whether it has expired. An open batch that needs it keeps it on the disk."""
         return self.expires_at is not None and time.time() >= self.expires_at
 
-    def to_object(self) -> dict[str, Any]:
+    def to_openai_object(self) -> dict[str, Any]:
         """Return OpenAI's file object."""
         return {
             "id": self.id,
@@ -85,11 +85,11 @@ class FileStore:
 
     def __init__(self, folder: StateFolder) -> None:
         self._folder = folder
-        # under which files are deleted: hold it to keep one
+        # Files are deleted under it. Hold it to keep one.
         self.lock = threading.RLock()
         self._files: dict[str, ServerFile] = {}
         for path in folder.files.glob("file-*.json"):
-            stored = _read(path)
+            stored = _read_record(path)
             self._files[stored.id] = stored
         # deleted ones, of which only the place is known
         self._gone: dict[str, ServerFile] = {}
@@ -97,29 +97,28 @@ class FileStore:
         self._finish_uploads()
         self._check_records()
 
-    def get(self, file_id: str, owner: str) -> ServerFile | None:
+    def find(self, file_id: str, owner: str) -> ServerFile | None:
         """Return an owner's file; None: there is none of this id, or it is another's."""
         stored = self._files.get(file_id)
         return (
             stored if stored and stored.owner == owner and not stored.is_over else None
         )
 
-    def get_input(self, file_id: str) -> ServerFile | None:
+    def find_input(self, file_id: str) -> ServerFile | None:
         """Return a file that an open batch reads, also if it has expired."""
         return self._files.get(file_id)
 
-    def of(self, owner: str, cursor: str | None = None) -> list[ServerFile]:
-        """Return an owner's files, the newest first; that of the cursor even if it was
-        deleted."""
+    def list_of_owner(self, owner: str, cursor: str | None = None) -> list[ServerFile]:
+        """Return an owner's files, the newest first; the cursor's also if it was deleted."""
         # The event loop calls it, which must not wait for a lock under which others write.
         known = [*self._files.values(), *filter(None, [self._gone.get(cursor or "")])]
-        found = [
+        owned = [
             stored
             for stored in known
             if stored.owner == owner and (stored.id == cursor or not stored.is_over)
         ]
         return sorted(
-            found, key=lambda stored: (stored.created_ns, stored.id), reverse=True
+            owned, key=lambda stored: (stored.created_ns, stored.id), reverse=True
         )
 
     def path_of(self, stored: ServerFile) -> Path:
@@ -134,7 +133,7 @@ class FileStore:
         assert ID.fullmatch(file_id), "an id of ours"
         return self._folder.files / f"{file_id}.jsonl"
 
-    def take_upload(self, stored: ServerFile, upload: Path) -> None:
+    def add_upload(self, stored: ServerFile, upload: Path) -> None:
         """Keep an uploaded file, whose bytes are on the disk already."""
         path = self.input_path(stored.id)
         coming = self._folder.uploads / path.name
@@ -143,7 +142,7 @@ class FileStore:
                 os.replace(upload, coming)
                 sync_folder(coming.parent)
                 # from here on the next start moves the bytes, if this does not
-                self._write(stored)
+                self._write_record(stored)
                 os.replace(coming, path)
                 sync_folder(path.parent)
             except BaseException:
@@ -154,17 +153,17 @@ class FileStore:
         with self.lock:
             self._files[stored.id] = stored
 
-    def keep(self, stored: ServerFile) -> None:
+    def add(self, stored: ServerFile) -> None:
         """Add a file whose bytes are in their place; it is known for good when this returns."""
-        self._write(stored)
+        self._write_record(stored)
         with self.lock:
             self._files[stored.id] = stored
 
-    def _write(self, stored: ServerFile) -> None:
-        write_durably(self._meta_path(stored.id), _to_line(stored))
+    def _write_record(self, stored: ServerFile) -> None:
+        write_durably(self._meta_path(stored.id), _format_line(stored))
 
     @property
-    def expired_ones(self) -> list[ServerFile]:
+    def expired_files(self) -> list[ServerFile]:
         """The files whose time is over, and that are still on the disk."""
         return [stored for stored in list(self._files.values()) if stored.is_over]
 
@@ -176,7 +175,7 @@ class FileStore:
             if stored.id not in self._files:  # its owner was faster than its time
                 return
             if stored.id not in self._gone:  # a disk that fails is asked each second
-                self._note_gone(stored)
+                self._note_deleted(stored)
             if path.exists():
                 path.unlink()
                 sync_folder(path.parent)  # a power cut leaves no bytes without a record
@@ -184,7 +183,7 @@ class FileStore:
             sync_folder(meta.parent)
             del self._files[stored.id]
 
-    def _note_gone(self, stored: ServerFile) -> None:
+    def _note_deleted(self, stored: ServerFile) -> None:
         """Keep where a file stood in its list, so that a page can go on behind it."""
         self._gone[stored.id] = place = replace(
             stored, bytes=0, filename="", expires_at=None
@@ -193,7 +192,7 @@ class FileStore:
             self._write_gone()
             return
         with suppress(OSError), (self._folder.path / GONE).open("ab") as file:
-            file.write(_to_line(place))
+            file.write(_format_line(place))
 
     def _write_gone(self) -> None:
         self._gone = dict([*self._gone.items()][-MOST_GONE:])
@@ -201,7 +200,8 @@ class FileStore:
             OSError, InUseError
         ):  # of a full disk, on which files must be deleted all the same
             write_durably(
-                self._folder.path / GONE, b"".join(map(_to_line, self._gone.values()))
+                self._folder.path / GONE,
+                b"".join(map(_format_line, self._gone.values())),
             )
 
     def _read_gone(self) -> None:
@@ -220,16 +220,15 @@ class FileStore:
     def _finish_uploads(self) -> None:
         """Move the bytes of uploads that are known already; remove others, which broke off."""
         for path in self._folder.uploads.iterdir():
-            if (known := self._files.get(path.stem)) and not self.path_of(
-                known
-            ).exists():
-                os.replace(path, self.path_of(known))
+            stored = self._files.get(path.stem)
+            if stored and not self.path_of(stored).exists():
+                os.replace(path, self.path_of(stored))
             elif UPLOAD.fullmatch(path.name) or ID.fullmatch(path.stem):
                 path.unlink()
         sync_folder(self._folder.files)
 
     def _check_records(self) -> None:
-        """See that all bytes have their record: none of ours are ever without."""
+        """Raise if bytes have no record: ours always have one."""
         for path in self._folder.files.iterdir():
             if ".json.new" in path.name:
                 path.unlink()  # a record that was being written
@@ -244,11 +243,11 @@ class FileStore:
                 )
 
 
-def _to_line(stored: ServerFile) -> bytes:
+def _format_line(stored: ServerFile) -> bytes:
     return json.dumps(asdict(stored)).encode() + b"\n"
 
 
-def _read(path: Path) -> ServerFile:
+def _read_record(path: Path) -> ServerFile:
     try:
         stored = ServerFile(**json.loads(path.read_bytes()))
     except (ValueError, TypeError) as error:
