@@ -158,7 +158,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     FMINFER_CPU=avx2, avx512 or avx512_bf16 limits a newer processor to those
     instructions, so that it computes as an older one would.
     """
-    process = take(ProcessOptions, options)
+    process = pop_options(ProcessOptions, options)
     ending = Ending(
         process.grace_s, is_quiet=process.is_quiet, is_verbose=process.is_verbose
     )
@@ -177,8 +177,8 @@ def _run_files(
 ) -> int:
     """Do this process's part of `fminfer run`; return the exit status."""
     is_quiet = process.is_quiet
-    flags = take(Hyperparameters, options)
-    job_options = take(JobOptions, options)
+    flags = pop_options(Hyperparameters, options)
+    job_options = pop_options(JobOptions, options)
     named_file = find_old_job_path(os.environ)
     typed_files = [*job_options.infer_data, *paths]
     files = typed_files
@@ -193,10 +193,10 @@ def _run_files(
             job_options.work_dir or default_work_dir(), is_quiet=is_quiet
         ),
         prompt_fields=flags.request_fields,
-        result_cache=take(KeptAnswers, options).cache_place,
+        result_cache=pop_options(KeptAnswers, options).cache_place,
     )
-    ranks = take(RankConfig, {**options})
-    config = take(EngineConfig, options)
+    ranks = pop_options(RankConfig, {**options})
+    config = pop_options(EngineConfig, options)
     _check_prompt_flags(job, config, flags)
     if job.prompt is None and not files and flags.flags:
         job, config = _make_synthetic_job(job, config, flags)

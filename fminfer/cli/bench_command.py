@@ -54,9 +54,9 @@ def bench(**options: Any) -> None:
     """
     ending = Ending()
     try:
-        bench_options = take(BenchOptions, options)
-        ranks = take(RankConfig, {**options})
-        config = take(EngineConfig, options)
+        bench_options = pop_options(BenchOptions, options)
+        ranks = pop_options(RankConfig, {**options})
+        config = pop_options(EngineConfig, options)
         role = find_role(ranks, os.environ)
         if role.is_first:
             print_notices(is_quiet=False)

@@ -60,11 +60,11 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     Exit status: 0 every line is right; 1 the model does not run or does not fit; 2 wrong usage;
     3 some lines are wrong.
     """
-    check_options = take(CheckOptions, options)
-    plan_options = take(PlanOptions, options)
-    take(GroupSizes, {**options})  # its errors name flags
-    paths = (*take(JobOptions, options).infer_data, *paths)
-    config = take(EngineConfig, options)
+    check_options = pop_options(CheckOptions, options)
+    plan_options = pop_options(PlanOptions, options)
+    pop_options(GroupSizes, {**options})  # its errors name flags
+    paths = (*pop_options(JobOptions, options).infer_data, *paths)
+    config = pop_options(EngineConfig, options)
     print_notices(is_quiet=check_options.is_json)
     inputs = _find_inputs(paths, is_quiet=check_options.is_json)
     refuse_other_models(config, inputs)
@@ -114,7 +114,7 @@ def _print_report(
             _print_json_report(report.to_dict(), spool)
         else:
             errors.print_reasons()
-            columns = find_columns(sys.stdout)
+            columns = find_width(sys.stdout)
             print_wrapped(report.to_text(is_all=check_options.is_all, columns=columns))
     if not report.fits:
         return EXIT_FAILED

@@ -263,7 +263,7 @@ def make_flags(command: Command) -> list[click.Parameter]:
 
 
 def _make_option(option: Option, command: Command) -> GroupedOption:
-    kind = plain_hint(option.hint)
+    kind = unwrap_hint(option.hint)
     flags = option.all_flags
     help_text = option.help
     if kind is bool and option.default:

@@ -77,7 +77,7 @@ def print_error(error: BaseException, *, is_verbose: bool = False) -> int:
         click.echo(
             hide_secrets("".join(traceback.format_exception(error))), err=True, nl=False
         )
-    click.echo(f"Error: {printable(hide_secrets(str(error)))}", err=True)
+    click.echo(f"Error: {make_printable(hide_secrets(str(error)))}", err=True)
     return exit_status_of(error)
 
 
@@ -99,7 +99,7 @@ class Ending:
 
     def exit_at_once(self, kind: str) -> None:
         """Exit for an error of this kind, which is printed already."""
-        self._kill_and_exit(exit_status_of(error_of(kind, "")))
+        self._kill_and_exit(exit_status_of(make_error(kind, "")))
 
     def exit_for_signal(self, reason: StoppedError) -> None:
         """Exit for a signal, which is printed already."""
@@ -112,7 +112,11 @@ class Ending:
         # a thread may wait for a device that hangs
         if isinstance(error, PipelineError):
             self.is_alone = False
-        if isinstance(error, FminferError) and error.is_told and not self.is_verbose:
+        if (
+            isinstance(error, FminferError)
+            and error.is_reported_elsewhere
+            and not self.is_verbose
+        ):
             status = exit_status_of(error)
         else:
             status = print_error(error, is_verbose=self.is_verbose)

@@ -36,8 +36,8 @@ def quantize(seed: int, **options: Any) -> None:
     all of it is on the disk. If it is already there, made of the same model, the
     command says so and ends with 0.
     """
-    quantize_options = take(QuantizeOptions, options)
-    model_options = take(ModelOptions, options)
+    quantize_options = pop_options(QuantizeOptions, options)
+    model_options = pop_options(ModelOptions, options)
     output = quantize_options.output
     to = quantize_options.to
     if output is None:

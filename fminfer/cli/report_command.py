@@ -47,9 +47,9 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
     require_own(out, PAGE, "--out")
     written = write_report(reported, out)
-    num_outputs = counted(len(reported), "output")
+    num_outputs = with_noun(len(reported), "output")
     click.echo(
-        f"report    {out}: {counted(written.num_rows, 'row')} of {num_outputs}, "
+        f"report    {out}: {with_noun(written.num_rows, 'row')} of {num_outputs}, "
         f"{written.num_shown:,} of them shown, {_describe_size(written.num_bytes)}",
         err=True,
     )

@@ -130,4 +130,4 @@ def _describe_file(file: FileState) -> str:
 
 
 def _describe_num_rows(number: int | None) -> str:
-    return "? rows" if number is None else counted(number, "row")
+    return "? rows" if number is None else with_noun(number, "row")

@@ -59,7 +59,7 @@ def submit(run_flags: tuple[str, ...], **options: Any) -> None:
     will answer. So the same command again submits the missing files. docs/clusters.md
     explains it step by step.
     """
-    submit_options = take(SubmitOptions, options)
+    submit_options = pop_options(SubmitOptions, options)
     if submit_options.job_name is not None:
         submit_options = parse_old_job_name(submit_options, submit_options.job_name)
     if submit_options.scheduler is None:
@@ -107,7 +107,7 @@ def _submit_jobs(
     try:
         submission.run()
     except KeyboardInterrupt:
-        sent = counted(len(submission.sent), "job")
+        sent = with_noun(len(submission.sent), "job")
         _print_note(f"Interrupted; submitted: {sent}. The same command goes on.")
         sys.exit(EXIT_STOPPED["interrupted"])
 

@@ -154,8 +154,8 @@ def parse_flags(
             "--rank and --dist-url are for ranks started by hand; see --mode ranks"
         )
     job_flags = {**flags, "world_size": count_ranks(flags, gpus)}
-    ranks = take(RankConfig, {**job_flags})
-    config = take(EngineConfig, job_flags)
+    ranks = pop_options(RankConfig, {**job_flags})
+    config = pop_options(EngineConfig, job_flags)
     check_model_path(config)
     check_split(config, ranks.num_stages)
     return flags

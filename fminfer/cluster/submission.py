@@ -145,9 +145,9 @@ class Submission:
     @property
     def summary(self) -> str:
         """Say what became of the files, up to the number of jobs."""
-        num_jobs = counted(len(self.sent), "job")
+        num_jobs = with_noun(len(self.sent), "job")
         return (
-            f"{counted(len(self.outputs), 'file')}: {self.num_finished} finished, "
+            f"{with_noun(len(self.outputs), 'file')}: {self.num_finished} finished, "
             f"{self.num_queued_before} already queued or running, {num_jobs}"
         )
 
@@ -194,7 +194,7 @@ class Submission:
             ) from None
         self.sent.append(number)
         self._num_queued += len(files) if job.is_array else 1
-        size = f", {counted(len(files), 'file')}" if job.list_path is not None else ""
+        size = f", {with_noun(len(files), 'file')}" if job.list_path is not None else ""
         self.print_note(f"Submitted {number}: {job.name}{size}")
 
     def _wait_for_room(self, num_left: int) -> int:
@@ -207,8 +207,8 @@ class Submission:
         has_noted = False
         while (room := self.max_queued - self._num_queued) < least:
             if not has_noted:
-                jobs = counted(self._num_queued, "job")
-                files = counted(num_left, "file")
+                jobs = with_noun(self._num_queued, "job")
+                files = with_noun(num_left, "file")
                 self.print_note(
                     f"{jobs} queued; {files} waiting for room (after Ctrl-C the same "
                     "command goes on)."

@@ -147,7 +147,7 @@ class FminferLM(TemplateLM):
     ) -> None:
         super().__init__()
         known = {*options_of(EngineConfig)} - {"model", "device"}
-        refuse_unknown(options, [*LM_EVAL_OPTIONS, *sorted(known)])
+        check_option_names(options, [*LM_EVAL_OPTIONS, *sorted(known)])
         if batch_size not in (None, 1, "1", "auto"):
             log.warning(
                 "batch_size %s is not used; see the engine's budget", batch_size

@@ -358,7 +358,7 @@ def _check_upload_size(
     """Raise an HttpError for a file that has more than is allowed."""
     if num_bytes > (most := settings.max_upload_bytes):
         raise _too_large_error(
-            f"{show_bytes(most)} ({most:,} bytes)", "--max-upload-size"
+            f"{describe_bytes(most)} ({most:,} bytes)", "--max-upload-size"
         )
     if num_lines > (most := settings.max_batch_lines):
         raise _too_large_error(

@@ -41,7 +41,7 @@ class ServerLog:
     def write(self, level: LogLevel, text: str) -> None:
         """Write a text, if its level is shown."""
         if self.is_shown(level):
-            click.echo(printable(text), err=True)
+            click.echo(make_printable(text), err=True)
 
 
 class Service:

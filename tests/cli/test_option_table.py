@@ -60,7 +60,7 @@ class MadeUp(Options):
 def made_up(*words: str) -> MadeUp:
     """Return what `fminfer run` would be told, had it these options."""
     command = ConfiguredCommand("run", settings_of="run", params=make_flags("run"))
-    return take(MadeUp, command.make_context("run", [*words]).params)
+    return pop_options(MadeUp, command.make_context("run", [*words]).params)
 
 
 @pytest.fixture

@@ -320,8 +320,8 @@ class BatchRun:
     def _log_progress(self, event: str, done: Progress) -> None:
         self._context.log(
             "info",
-            f"Batch {self.batch.id} {event}: {counted(done.completed, 'answer')} and "
-            f"{counted(done.failed, 'error')} of {counted(done.total, 'line')}.",
+            f"Batch {self.batch.id} {event}: {with_noun(done.completed, 'answer')} and "
+            f"{with_noun(done.failed, 'error')} of {with_noun(done.total, 'line')}.",
         )
 
     def _add_output_file(self, file_id: str, *, is_errors: bool) -> str | None:
@@ -352,7 +352,7 @@ class BatchRun:
         self._context.log("error", f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
             self._context.log(
-                "error", printable("".join(traceback.format_exception(error)))
+                "error", make_printable("".join(traceback.format_exception(error)))
             )
 
         progress = self.progress
