@@ -16,7 +16,7 @@ import uvicorn
 from fastapi import FastAPI, Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
-from fminfer.server.asgi_app import page_routes
+from fminfer.server.asgi_app import make_page_routes
 
 # spelling, probability, those of the alternatives
 Token = tuple[str, float, dict[str, float]]
@@ -167,7 +167,7 @@ def _refuse(message: str, status: int) -> JSONResponse:
 def fake_app(fake: Fake) -> FastAPI:
     """Return the app: the page's routes, and those that it calls."""
     app = FastAPI(docs_url=None, redoc_url=None)
-    app.include_router(page_routes())
+    app.include_router(make_page_routes())
 
     def refusal(request: Request) -> Response | None:
         if (

@@ -169,10 +169,10 @@ def test_a_record_of_another_file_is_told(tmp_path: Path) -> None:
     with pytest.raises(
         UsageError, match=f"other.json is of another file, {stored.id}; move it away"
     ):
-        stored_files._read(path)
+        stored_files._read_record(path)
     path.write_text("{}")
     with pytest.raises(UsageError, match=r"other.json is damaged .*put it back"):
-        stored_files._read(path)
+        stored_files._read_record(path)
 
 
 def test_why_a_batch_pauses_is_told_with_what_helps() -> None:

@@ -19,7 +19,7 @@ import fminfer
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.server.connections import open_socket
 from fminfer.server.dispatcher import TOKENIZERS
-from fminfer.server.http_errors import shutting_down
+from fminfer.server.http_errors import shutting_down_error
 from fminfer.server.settings import ServerSettings
 from tests.server.running import WAIT_S, Answer, Running, running, until
 
@@ -437,10 +437,10 @@ def test_a_server_that_ends_tokenizes_nothing(
 ) -> None:
     with running(engine) as server:
         server.thread.loop.call_soon_threadsafe(
-            server.thread.service.dispatcher.close, shutting_down()
+            server.thread.service.dispatcher.close, shutting_down_error()
         )
         answer = server.post(path, body)
-    assert answer.status == 503 and answer.error["code"] == "shutting_down"
+    assert answer.status == 503 and answer.error["code"] == "shutting_down_error"
     assert answer.headers["retry-after"] == "10"
 
 

@@ -445,10 +445,16 @@ def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> No
 def test_what_a_route_is_given(limits: RequestLimits) -> None:
     about = schemas.ENDPOINT_DOCS["completions"]
     body = schemas.request_schema("completions", limits)
-    found = schemas.document(about.answer, "The choices.", body=body, chunk=about.chunk)
+    found = schemas.document_route(
+        about.answer, "The choices.", body=body, chunk=about.chunk
+    )
     content = found["openapi_extra"]["requestBody"]["content"]
     assert content["application/json"]["schema"]["required"] == ["prompt"]
     told = found["responses"]
     assert told.keys() == {200, 403, *schemas.OF_ANSWERS}
     assert set(told[200]["content"]) == {"application/json", "text/event-stream"}
-    assert set(schemas.document({}, "x", errors=[401])["responses"]) == {200, 401, 403}
+    assert set(schemas.document_route({}, "x", errors=[401])["responses"]) == {
+        200,
+        401,
+        403,
+    }
