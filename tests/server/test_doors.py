@@ -440,7 +440,7 @@ def test_a_server_that_ends_tokenizes_nothing(
             server.thread.service.dispatcher.close, shutting_down_error()
         )
         answer = server.post(path, body)
-    assert answer.status == 503 and answer.error["code"] == "shutting_down_error"
+    assert answer.status == 503 and answer.error["code"] == "shutting_down"
     assert answer.headers["retry-after"] == "10"
 
 
