@@ -173,7 +173,7 @@ def test_what_is_finished_when_the_window_ends_is_completed(
         with running(engine, state=state) as server:
             batch = create(server, [batch_line("a"), b"bad"], window="1h")
             output = server.batches.batches.output_path(
-                server.batches.find_batch(batch["id"], "")
+                server.batches.require_batch(batch["id"], "")
             )
             while not output.exists():
                 time.sleep(0.01)

@@ -162,4 +162,4 @@ def test_quiet_tells_errors_alone() -> None:
         False,
         False,
     ]
-    assert not ServerLog("critical", is_quiet=True).tells("error")
+    assert not ServerLog("critical", is_quiet=True).is_shown("error")

@@ -367,7 +367,7 @@ def test_prepared_requests_have_a_bound_in_bytes(
         first.close()
         until(server.is_idle, "it is forgotten")
         assert server.post("/v1/completions", long).status == 200
-        assert not server.thread.service.dispatcher._held
+        assert not server.thread.service.dispatcher._held_bytes
 
 
 def test_a_long_value_in_a_short_list_holds_up_no_short_request(

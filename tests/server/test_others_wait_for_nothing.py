@@ -33,10 +33,10 @@ def test_a_request_is_added_while_a_large_one_is() -> None:
     dispatcher = Dispatcher(engine, 0, metrics=None)  # type: ignore[arg-type]
     dispatcher.replies |= {1: None, 2: None}  # type: ignore[dict-item]
     large = threading.Thread(
-        target=dispatcher._add, args=(None, 1), kwargs={"is_streamed": False}
+        target=dispatcher._add_to_engine, args=(None, 1), kwargs={"is_streamed": False}
     )
     small = threading.Thread(
-        target=dispatcher._add, args=(None, 2), kwargs={"is_streamed": False}
+        target=dispatcher._add_to_engine, args=(None, 2), kwargs={"is_streamed": False}
     )
     large.start()
     assert has_begun.wait(10)

@@ -42,16 +42,16 @@ def test_signs_of_life_come_only_while_nothing_else_does(
 
     async def wait() -> list[tuple[float, int]]:
         loop = asyncio.get_running_loop()
-        beating = asyncio.create_task(reply.beat(WAIT_S))
+        beating = asyncio.create_task(reply.wake_when_silent(WAIT_S))
         started_s = loop.time()
         found = []
         loop.call_later(1.5 * WAIT_S, reply.push, delta)
         for _ in range(4):
-            events = await reply.take()
+            events = await reply.wait_for_events()
             found.append(((loop.time() - started_s) / WAIT_S, len(events)))
         beating.cancel()
         loop.call_later(1.5 * WAIT_S, reply.push, delta)
-        assert await reply.take(), "nothing but an event ends it"
+        assert await reply.wait_for_events(), "nothing but an event ends it"
         return found
 
     expected = [(1, 0), (1.5, 1), (3, 0), (4, 0)]
