@@ -141,10 +141,10 @@ class Dispatcher:
 
     async def _prepare_in_threads(
         self,
-        prepare: Callable[..., tuple[Prepared, Finished | None]],
+        prepare: Callable[..., tuple[PreparedRequest, Finished | None]],
         *,
         is_quick: bool,
-    ) -> tuple[Prepared, Finished | None]:
+    ) -> tuple[PreparedRequest, Finished | None]:
         try:
             return await self._tokenizers.run(
                 partial(prepare, compiles=False), is_quick=is_quick
@@ -164,7 +164,7 @@ class Dispatcher:
             raise refusal
         return await self._tokenizers.run(work)
 
-    def _check_request_size(self, prepared: Prepared) -> int:
+    def _check_request_size(self, prepared: PreparedRequest) -> int:
         """Return the bytes that a request takes, or raise an HttpError."""
         texts = (*prepared.prompts, *prepared.sources)
         num_choices = len(prepared.prompts) * prepared.params.num_candidates
@@ -278,7 +278,7 @@ class Dispatcher:
         return prepared, self._cache.find(prepared, takes_chance=True)
 
     def _add_to_engine(
-        self, prepared: Prepared, request_id: int, *, is_streamed: bool
+        self, prepared: PreparedRequest, request_id: int, *, is_streamed: bool
     ) -> None:
         """Add a request to the engine, unless its client leaves meanwhile."""
         self._engine.add(prepared, is_streamed=is_streamed, request_id=request_id)

@@ -137,7 +137,7 @@ class AnswerShape:
         return fields | {"token_ids": delta.token_ids}
 
     def _make_head(self) -> dict[str, Any]:
-        return head_of_answer(self.prepared.kind, self.id, self.created, self.model)
+        return make_answer_head(self.prepared.kind, self.id, self.created, self.model)
 
 
 def _make_choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:

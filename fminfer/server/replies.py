@@ -13,7 +13,7 @@ from starlette.types import Receive, Scope, Send
 
 from fminfer.contract.json_object import dump
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
-from fminfer.engine.sequence import Prepared
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.server.http_errors import (
     HttpError,
     describe_error,
@@ -44,7 +44,7 @@ class Reply:
         self,
         request_id: int,
         arrival_s: float,
-        prepared: Prepared,
+        prepared: PreparedRequest,
         forget: Callable[[int], None],
     ) -> None:
         self.id = request_id
