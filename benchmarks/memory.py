@@ -57,7 +57,7 @@ class StubPipeline:
         now_s = time.time()
         return StepResult(step.step_id, {"tokens": drawn}, [StageSpan(now_s, now_s)])
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         self._steps.clear()
         self.num_in_flight = 0
 

@@ -132,7 +132,7 @@ class SimulatedPipeline:
         drawn.logprobs[:] = 0.0
         return StepResult(step.step_id, {"tokens": drawn}, [])
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Forget the steps in flight."""
         self._in_flight.clear()
         self.num_in_flight = 0

@@ -37,7 +37,7 @@ class Pipeline(Protocol):
     def collect(self) -> StepResult:
         """Wait for the oldest step's result."""
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Throw the results of the steps in flight away."""
 
 
@@ -154,7 +154,7 @@ class EngineLoop:
 
     def drop_requests(self) -> None:
         """Forget every request; wait for the steps in flight."""
-        self._pipeline.drop()
+        self._pipeline.drop_steps()
         self._scheduler.clear()
         self._added.clear()
         self._cancelled.clear()

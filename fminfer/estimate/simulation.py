@@ -92,7 +92,7 @@ class PretendPipeline:
             found.logprobs[:] = 0.0
         return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Forget the steps in flight."""
         self._steps.clear()
         self.num_in_flight = 0

@@ -33,23 +33,24 @@ class NoStoreError(PipelineError):
     """What answers is another program, or says nothing."""
 
 
-def greet(peer: socket.socket, secret: str, timeout_s: float) -> bool:
-    """Let a peer prove in time that it has the secret, and prove it too; return whether
-    it has."""
+def verify_peer(peer: socket.socket, secret: str, timeout_s: float) -> bool:
+    """Let a peer prove in time that it has the secret, and prove it too; return if it has."""
     until_s = time.monotonic() + timeout_s
     nonce = secrets.token_bytes(NONCE_BYTES)
     peer.settimeout(timeout_s)
     peer.sendall(GREETING + nonce)
     answer = receive_exactly(peer, NONCE_BYTES + DIGEST_BYTES, until_s)
     nonces = nonce + answer[:NONCE_BYTES]
-    if not hmac.compare_digest(answer[NONCE_BYTES:], _proof(secret, b"rank", nonces)):
+    if not hmac.compare_digest(
+        answer[NONCE_BYTES:], _make_proof(secret, b"rank", nonces)
+    ):
         peer.sendall(REFUSAL)
         return False
-    peer.sendall(_proof(secret, b"store", nonces))
+    peer.sendall(_make_proof(secret, b"store", nonces))
     return True
 
 
-def introduce(holder: socket.socket, secret: str) -> None:
+def prove_secret(holder: socket.socket, secret: str) -> None:
     """Prove to the store's holder that this rank has the secret, and have it prove the same.
 
     Raises:
@@ -65,21 +66,22 @@ def introduce(holder: socket.socket, secret: str) -> None:
         raise NoStoreError("what answers is no rank 0 of fminfer")
     nonces = greeting[len(GREETING) :] + secrets.token_bytes(NONCE_BYTES)
     try:
-        holder.sendall(nonces[NONCE_BYTES:] + _proof(secret, b"rank", nonces))
+        holder.sendall(nonces[NONCE_BYTES:] + _make_proof(secret, b"rank", nonces))
         proof = receive_exactly(holder, DIGEST_BYTES)
     except (ConnectionError, EOFError) as error:
         raise HolderEndedError(
             "rank 0 ended while this rank introduced itself"
         ) from error
-    if not hmac.compare_digest(proof, _proof(secret, b"store", nonces)):
+    if not hmac.compare_digest(proof, _make_proof(secret, b"store", nonces)):
         raise WrongSecretError("rank 0 has another secret than this rank")
 
 
 def receive_exactly(
     peer: socket.socket, count: int, until_s: float | None = None
 ) -> bytes:
-    """Receive so many bytes, until this time of the monotonic clock: a peer may send
-    byte by byte.
+    """Receive so many bytes, until this time of the monotonic clock.
+
+    A peer may send byte by byte.
 
     Raises:
         EOFError, TimeoutError: the peer hung up, or took longer.
@@ -95,13 +97,12 @@ def receive_exactly(
     return bytes(parts)
 
 
-def _proof(secret: str, role: bytes, nonces: bytes) -> bytes:
+def _make_proof(secret: str, role: bytes, nonces: bytes) -> bytes:
     return hmac.digest(secret.encode(), role + nonces, hashlib.sha256)
 
 
-def secret_of_home() -> str:
-    """Return this user's own secret, kept in the cache folder; the first rank to ask
-    makes it."""
+def read_home_secret() -> str:
+    """Read this user's own secret in the cache folder; the first rank to read makes it."""
     if why := why_no_cache():
         raise UsageError(
             f"the ranks' common secret has no place: {why}; or set {SECRET} to the "
@@ -112,17 +113,17 @@ def secret_of_home() -> str:
         create_once(path, secrets.token_hex(32).encode() + b"\n", 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
-    if not wait_until(lambda: read_own(path).strip() != "", WHOLE_S):
+    if not wait_until(lambda: read_private_file(path).strip() != "", WHOLE_S):
         raise UsageError(f"{path} is empty; remove it, and start the ranks again")
-    return read_own(path).strip()
+    return read_private_file(path).strip()
 
 
-def read_own(path: Path) -> str:
-    """Read a file; a UsageError says that others than this user can read or write it."""
+def read_private_file(path: Path) -> str:
+    """Read a file; raise a UsageError if others than this user can read or write it."""
     with path.open() as file:
-        found = os.fstat(file.fileno())
-        is_ours = found.st_uid == os.getuid() or os.getuid() == 0
-        if not is_ours or found.st_mode & 0o077:
+        status = os.fstat(file.fileno())
+        is_ours = status.st_uid == os.getuid() or os.getuid() == 0
+        if not is_ours or status.st_mode & 0o077:
             raise UsageError(
                 f"{path} holds the ranks' secret and must be yours alone (mode 0600); "
                 f"remove it, or set {SECRET} to the same text for every rank"

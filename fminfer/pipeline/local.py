@@ -16,9 +16,9 @@ from fminfer.compute.values.step import Step, StepResult
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.core.quantities import describe_short_time
 
-# in whose turn it was asked for, and what came
+# the epoch in which its step was submitted, and what came
 Result = tuple[int, StepResult | BaseException]
-LAST_TURN = sys.maxsize  # of what ends a pipeline
+LAST_EPOCH = sys.maxsize  # of what ends a pipeline
 WAIT_S = 0.5
 # A step hangs after the longer of these: this time, and 100 times the median of recent steps.
 STEP_LIMIT_S = 1800.0
@@ -30,10 +30,14 @@ class QueuedPipeline(ABC):
 
     def __init__(self, on_start: Callable[[], None]) -> None:
         self._on_start = on_start
-        self._turn = 0  # `drop` begins another one
+        self._epoch = (
+            0  # `drop_steps` begins another; results of older ones are dropped
+        )
         self._steps: queue.SimpleQueue[tuple[int, Step] | None] = queue.SimpleQueue()
         self._results: queue.SimpleQueue[Result] = queue.SimpleQueue()
-        self._thread = threading.Thread(target=self._begin, name="stage-0", daemon=True)
+        self._thread = threading.Thread(
+            target=self._run_thread, name="stage-0", daemon=True
+        )
         # Before Python ends, which stops daemon threads wherever they are: a run that is still
         # open would wait for this one for ever.
         atexit.register(self.close)
@@ -46,13 +50,13 @@ class QueuedPipeline(ABC):
         self._step_times: deque[float] = deque(maxlen=64)
 
     def submit(self, step: Step) -> None:
-        """Send a step in; steps are done in this order. What ended the pipeline is raised."""
+        """Send a step in, behind earlier ones; raise what has ended the pipeline."""
         if self._is_closed:
             raise UsageError("the engine is closed; make a new one")
         if self.failure is not None:
             raise self.failure
         self.num_in_flight += 1
-        self._steps.put((self._turn, step))
+        self._steps.put((self._epoch, step))
 
     def collect(self) -> StepResult:
         """Wait for the oldest step's result; what a stage raised is raised here.
@@ -61,12 +65,12 @@ class QueuedPipeline(ABC):
             PipelineError: no result came within the deadline.
         """
         assert self.num_in_flight, "nothing is in flight"
-        turn = -1
-        while turn < self._turn:
-            turn, result = self._await_result()
+        epoch = -1
+        while epoch < self._epoch:
+            epoch, result = self._await_result()
         self.num_in_flight -= 1
-        if turn == LAST_TURN:
-            self._results.put((turn, result))  # whoever asks again is told again
+        if epoch == LAST_EPOCH:
+            self._results.put((epoch, result))  # every later call raises it, too
         if isinstance(result, BaseException):
             raise result
         self._step_times.append(sum(span.end_s - span.start_s for span in result.spans))
@@ -98,23 +102,23 @@ class QueuedPipeline(ABC):
         """Raise an error in whoever waits for a result. No more results come."""
         if self.failure is None:
             self.failure = error
-            self._results.put((LAST_TURN, error))
+            self._results.put((LAST_EPOCH, error))
 
-    def _deliver(self, turn: int, result: StepResult | BaseException) -> None:
+    def _deliver_result(self, epoch: int, result: StepResult | BaseException) -> None:
         """Hand a result on, unless the pipeline has failed: it may then hold wrong tokens.
 
         An aborted sum of NCCL returns as if it were done.
         """
         if self.failure is None:
-            self._results.put((turn, result))
+            self._results.put((epoch, result))
 
-    def drop(self) -> None:
-        """Throw the results of the steps in flight away; later steps are done behind them.
+    def drop_steps(self) -> None:
+        """Drop the results of the steps in flight; later steps are done behind them.
 
         It relies on no count: an interrupt (KeyboardInterrupt) can fall between a
         result's arrival and its counting.
         """
-        self._turn += 1
+        self._epoch += 1
         self.num_in_flight = 0
 
     def close(self) -> None:
@@ -127,16 +131,16 @@ class QueuedPipeline(ABC):
         if self.failure is None:
             self._thread.join()
 
-    def _begin(self) -> None:
+    def _run_thread(self) -> None:
         try:
             self._on_start()
         except BaseException as error:
             self.fail(error)
         else:
-            self._work()
+            self._run_steps()
 
     @abstractmethod
-    def _work(self) -> None:
+    def _run_steps(self) -> None:
         """Run what is in the queue of steps until a None, on the pipeline's thread."""
 
 
@@ -152,11 +156,11 @@ class LocalPipeline(QueuedPipeline):
         self._run = run
         self._thread.start()
 
-    def _work(self) -> None:
-        while (asked := self._steps.get()) is not None:
-            turn, step = asked
+    def _run_steps(self) -> None:
+        while (entry := self._steps.get()) is not None:
+            epoch, step = entry
             try:
-                self._deliver(turn, self._run(step))
+                self._deliver_result(epoch, self._run(step))
             except BaseException as error:
                 traceback.clear_frames(error.__traceback__)  # the frames hold weights
-                self._deliver(turn, error)
+                self._deliver_result(epoch, error)

@@ -1,5 +1,4 @@
-"""Who this process is among ranks that were started apart: by flags, or by a launcher's
-variables.
+"""Who this process is among ranks: by flags, or by the variables of a launcher.
 
 Understood are torchrun (RANK, WORLD_SIZE, …), Slurm's srun, and LSF's jsrun and mpirun.
 """
@@ -66,7 +65,7 @@ class RankConfig(GroupSizes):
     )
 
     def check(self) -> None:
-        """Refuse two meeting places, and times in which nothing can happen."""
+        """Check that there is one meeting place, and that times are above 0."""
         if self.dist_url is not None and self.rendezvous is not None:
             raise UsageError("give either --dist-url or --rendezvous, not both")
         for name in ("rank_timeout_s", "join_timeout_s"):
@@ -78,7 +77,7 @@ class RankConfig(GroupSizes):
 
 
 @dataclass(slots=True, frozen=True)
-class RankFacts:
+class RankPlace:
     """One rank's place, and where the ranks find each other: of all pipelines, or of one."""
 
     rank: int | None  # None: in the order of joining
@@ -98,8 +97,7 @@ class RankFacts:
 
     @property
     def opens_store(self) -> bool:
-        """Return whether this process opens the store, unless one without a number was
-        faster."""
+        """Whether this process opens the store, unless one without a number was faster."""
         return self.rank in (None, 0) and not self.prefix
 
 
@@ -124,20 +122,20 @@ class Spread:
 ALONE = Spread()  # one process
 
 
-def find_facts(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+def find_rank_place(config: RankConfig, environ: Mapping[str, str]) -> RankPlace | None:
     """Return this process's place among ranks; None: there are none, or they are to start."""
-    facts = _find_place(config, environ)
-    return None if facts is None else replace(facts, secret=environ.get(SECRET) or None)
+    place = _find_place(config, environ)
+    return None if place is None else replace(place, secret=environ.get(SECRET) or None)
 
 
-def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | None:
+def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankPlace | None:
     if config.rank is not None or config.dist_url is not None:
-        return _by_hand(config)
+        return _place_by_flags(config)
     for launcher, (rank_name, size_name, _) in LAUNCHERS.items():
-        if rank_name not in environ or _number(environ, size_name, 1) < 2:
+        if rank_name not in environ or _parse_number(environ, size_name, 1) < 2:
             continue
-        rank = _number(environ, rank_name)
-        size = _number(environ, size_name)
+        rank = _parse_number(environ, rank_name)
+        size = _parse_number(environ, size_name)
         if config.configured_ranks not in (None, size):
             raise UsageError(
                 f"--world-size is {config.configured_ranks}, but {launcher} started {size} "
@@ -145,30 +143,34 @@ def _find_place(config: RankConfig, environ: Mapping[str, str]) -> RankFacts | N
             )
         least = config.data_group_size * config.tensor_parallel_size
         if size % least:
-            tensor = f" × --tensor-parallel-size {config.tensor_parallel_size}"
+            tensor = ""
+            if config.tensor_parallel_size > 1:
+                tensor = f" × --tensor-parallel-size {config.tensor_parallel_size}"
             raise UsageError(
                 f"{launcher} started {size} ranks, which --data-group-size "
-                f"{config.data_group_size}{tensor * (config.tensor_parallel_size > 1)} does not "
+                f"{config.data_group_size}{tensor} does not "
                 f"divide. Start a multiple of {least}"
             )
         if config.rendezvous is not None:
-            return _by_rendezvous(config.rendezvous, rank, size, launcher)
+            return _place_by_rendezvous(config.rendezvous, rank, size, launcher)
         if launcher == "torchrun":
-            return _from_torchrun(rank, size, environ)
-        host, port = _address_of_job(launcher, environ)
-        return RankFacts(rank, size, host, port, source=launcher)
+            return _place_by_torchrun(rank, size, environ)
+        host, port = _find_job_address(launcher, environ)
+        return RankPlace(rank, size, host, port, source=launcher)
     if config.rendezvous is not None:
         if config.configured_ranks is None:
             raise UsageError(
                 "--rendezvous needs --world-size: how many ranks will come"
             )
-        return _by_rendezvous(
+        return _place_by_rendezvous(
             config.rendezvous, None, config.configured_ranks, "--rendezvous"
         )
     return None
 
 
-def _number(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
+def _parse_number(
+    environ: Mapping[str, str], name: str, default: int | None = None
+) -> int:
     """Read a launcher's variable that holds a whole number."""
     text = environ.get(name) or ("" if default is None else str(default))
     if not text.isdigit():
@@ -178,7 +180,7 @@ def _number(environ: Mapping[str, str], name: str, default: int | None = None) -
     return int(text)
 
 
-def _by_hand(config: RankConfig) -> RankFacts | None:
+def _place_by_flags(config: RankConfig) -> RankPlace | None:
     size = config.configured_ranks
     if config.rank is None:
         if size in (None, 1):
@@ -193,7 +195,7 @@ def _by_hand(config: RankConfig) -> RankFacts | None:
     if size == 1:
         return None
     if config.rendezvous is not None:
-        return _by_rendezvous(config.rendezvous, config.rank, size, "--rank")
+        return _place_by_rendezvous(config.rendezvous, config.rank, size, "--rank")
     if config.dist_url is None:
         raise UsageError(
             "--rank needs --dist-url tcp://host:port (host: where rank 0 runs), or --rendezvous"
@@ -204,39 +206,41 @@ def _by_hand(config: RankConfig) -> RankFacts | None:
             f"--dist-url is {config.dist_url!r}; it must be tcp://host:port"
         )
     host, port = parse_address(url[1], "--dist-url")
-    return RankFacts(config.rank, size, host, port)
+    return RankPlace(config.rank, size, host, port)
 
 
-def _by_rendezvous(where: str, rank: int | None, size: int, source: str) -> RankFacts:
-    """`where` is host:port, or the path of a folder."""
+def _place_by_rendezvous(
+    where: str, rank: int | None, size: int, source: str
+) -> RankPlace:
+    """Return a rank's place; `where` is host:port, or the path of a folder."""
     if re.fullmatch(r"(\[[0-9a-fA-F:]+\]|[^/:]+):\d+", where):
         host, port = parse_address(where, "--rendezvous")
-        return RankFacts(rank, size, host, port, source=source)
+        return RankPlace(rank, size, host, port, source=source)
     if ":" in where and "/" not in where:
         parse_address(where, "--rendezvous")  # which says what is wrong with it
-    return RankFacts(rank, size, folder=Path(where), source=source)
+    return RankPlace(rank, size, folder=Path(where), source=source)
 
 
-def _from_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankFacts:
+def _place_by_torchrun(rank: int, size: int, environ: Mapping[str, str]) -> RankPlace:
     if not (environ.get("MASTER_ADDR") and environ.get("MASTER_PORT")):
         raise UsageError(
             "RANK and WORLD_SIZE are set, but not MASTER_ADDR and MASTER_PORT; start the ranks "
             "with torchrun, or unset them"
         )
     has_agent = environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    turn = f"{environ.get('TORCHELASTIC_RUN_ID')}/{environ.get('TORCHELASTIC_RESTART_COUNT')}"
-    return RankFacts(
+    attempt = f"{environ.get('TORCHELASTIC_RUN_ID')}/{environ.get('TORCHELASTIC_RESTART_COUNT')}"
+    return RankPlace(
         rank,
         size,
         environ["MASTER_ADDR"],
-        _number(environ, "MASTER_PORT"),
+        _parse_number(environ, "MASTER_PORT"),
         source="torchrun",
-        agent=turn if has_agent else None,
+        agent=attempt if has_agent else None,
         is_one_machine=is_one_machine("torchrun", environ),
     )
 
 
-def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
+def _find_job_address(launcher: str, environ: Mapping[str, str]) -> tuple[str, int]:
     """Return where rank 0 of a cluster's job listens: MASTER_ADDR, or the job's first node."""
     if launcher == "srun" or (launcher == "mpirun" and "SLURM_JOB_ID" in environ):
         # mpirun's own step may lack the first
@@ -244,7 +248,7 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
         nodes = (
             environ.get("SLURM_STEP_NODELIST", "") if launcher == "srun" else job_nodes
         )
-        host = first_node(nodes)
+        host = find_first_node(nodes)
         job = environ.get("SLURM_JOB_ID", "0")
     else:
         names = (
@@ -265,7 +269,7 @@ def _address_of_job(launcher: str, environ: Mapping[str, str]) -> tuple[str, int
     if is_one_machine(launcher, environ) and not environ.get("MASTER_ADDR"):
         host = "127.0.0.1"
     digits = re.sub(r"\D", "", job) or "0"
-    return host, _number(
+    return host, _parse_number(
         environ, "MASTER_PORT", FIRST_JOB_PORT + int(digits) % NUM_JOB_PORTS
     )
 
@@ -278,7 +282,7 @@ def is_one_machine(launcher: str, environ: Mapping[str, str]) -> bool:
     return local_size in environ and environ[local_size] == environ.get(size)
 
 
-def first_node(nodes: str) -> str:
+def find_first_node(nodes: str) -> str:
     """Return the first name of a Slurm node list, as node[003-007,9],other."""
     name = re.match(r"(?:[^\[,]|\[[^\]]*\]?)*", nodes)
     assert name is not None  # it matches the empty text
@@ -286,7 +290,7 @@ def first_node(nodes: str) -> str:
 
 
 def parse_address(text: str, flag: str) -> tuple[str, int]:
-    """Split host:port, or refuse what is not that."""
+    """Split host:port; raise a UsageError for anything else."""
     host, _, port = text.rpartition(":")
     if not host or not port.isdigit() or not 0 < int(port) < 65536:
         raise UsageError(

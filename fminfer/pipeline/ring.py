@@ -3,6 +3,15 @@
 A rank computes while a second thread receives the next message and a third sends the last one.
 So transfers hide behind compute. Where ranks share a stage, its leader passes each step
 on to the others before it computes its own shard of it.
+
+With three stages and three micro-batches in flight, every stage always has work. The step
+behind 1 on the same rows, here 1', needs the tokens that 1 drew:
+
+    time →      | t0 | t1 | t2 | t3 | t4 | t5 | t6 |
+    stage 0     | 1  | 2  | 3  | 1' | 2' | 3' | …  |    tokens in
+    stage 1     |    | 1  | 2  | 3  | 1' | 2' | 3' |    hidden states of stage 0
+    stage 2     |    |    | 1  | 2  | 3  | 1' | 2' |    hidden states of stage 1
+    results     |    |    |    | 1  | 2  | 3  | 1' |    to rank 0, which forms 1', 2', …
 """
 
 from __future__ import annotations
@@ -24,7 +33,7 @@ from fminfer.core.partition import Part
 from fminfer.machine.device import use_device
 from fminfer.pipeline.local import QueuedPipeline
 from fminfer.pipeline.wire import (
-    HiddenForm,
+    LinkSpec,
     RankMessage,
     decode_result,
     decode_spans,
@@ -32,17 +41,17 @@ from fminfer.pipeline.wire import (
     encode_result,
     encode_spans,
     encode_step,
-    receive,
-    send,
+    receive_message,
+    send_message,
     use_own_stream,
 )
 
 CLOSE_TIMEOUT_S = 10.0  # time for the stop message to go round
-Hear = Callable[[RankMessage | BaseException], None]
+OnMessage = Callable[[RankMessage | BaseException], None]
 
 
 class StageClock(Protocol):
-    """Times a stage's steps, one after another; somebody may have read what a step gave."""
+    """Times a stage's steps, one after another."""
 
     def start(self) -> None:
         """Begin a step."""
@@ -74,10 +83,10 @@ class StageWork(Protocol):
 class _Sender(threading.Thread):
     """Sends messages to one rank, in order, until a `stop`."""
 
-    def __init__(self, rank: int, form: HiddenForm, on_error: Hear) -> None:
+    def __init__(self, rank: int, link: LinkSpec, on_error: OnMessage) -> None:
         super().__init__(name=f"to-rank-{rank}", daemon=True)
         self._rank = rank
-        self._form = form
+        self._link = link
         self._on_error = on_error
         self._messages: queue.SimpleQueue[RankMessage | None] = queue.SimpleQueue()
         self.start()
@@ -87,9 +96,9 @@ class _Sender(threading.Thread):
         self._messages.put(message)
 
     def run(self) -> None:
-        with _telling_errors(self._rank, self._form, self._on_error):
+        with _reporting_errors(self._rank, self._link, self._on_error):
             while (message := self._messages.get()) is not None:
-                send(message, self._rank, self._form)
+                send_message(message, self._rank, self._link)
                 if message.kind == "stop":
                     return
 
@@ -97,31 +106,31 @@ class _Sender(threading.Thread):
 class _Receiver(threading.Thread):
     """Hands on what one rank sends, until a `stop`."""
 
-    def __init__(self, rank: int, form: HiddenForm, hear: Hear) -> None:
+    def __init__(self, rank: int, link: LinkSpec, on_message: OnMessage) -> None:
         super().__init__(name=f"from-rank-{rank}", daemon=True)
         self._rank = rank
-        self._form = form
-        self._hear = hear
+        self._link = link
+        self._on_message = on_message
         self.start()
 
     def run(self) -> None:
-        with _telling_errors(self._rank, self._form, self._hear):
+        with _reporting_errors(self._rank, self._link, self._on_message):
             is_over = False
             while not is_over:
-                message = receive(self._rank, self._form)
-                self._hear(message)
+                message = receive_message(self._rank, self._link)
+                self._on_message(message)
                 is_over = message.kind == "stop"
 
 
 @contextmanager
-def _telling_errors(rank: int, form: HiddenForm, on_error: Hear) -> Iterator[None]:
-    """Hand on the error that ends a thread's transfers, and say which rank they led to."""
+def _reporting_errors(rank: int, link: LinkSpec, on_error: OnMessage) -> Iterator[None]:
+    """Hand on the error that ends a thread's transfers, with the rank that they led to."""
     try:
-        with use_own_stream(form):
+        with use_own_stream(link):
             yield
     except RuntimeError as error:  # what torch.distributed raises
-        told = (str(error).splitlines() or [type(error).__name__])[0][:160]
-        detail = "" if "gloo" in told else f" ({told})"  # which says no more than that
+        first_line = (str(error).splitlines() or [type(error).__name__])[0][:160]
+        detail = "" if "gloo" in first_line else f" ({first_line})"  # gloo says no more
         text = f"the connection to rank {rank} broke; it may have died{detail}"
         on_error(PipelineError(text))
     except BaseException as error:
@@ -131,24 +140,24 @@ def _telling_errors(rank: int, form: HiddenForm, on_error: Hear) -> Iterator[Non
 class _RankWork:
     """What every rank does with a message, before it goes on to the next stage.
 
-    The other ranks of its stage answer nothing but the last `stop`; they are listened
-    to so that a death is noticed.
+    The other ranks of its stage answer only the last `stop`. This rank receives from them
+    to notice a death.
     """
 
     def __init__(
-        self, stage: StageWork, part: Part, form: HiddenForm, on_error: Hear
+        self, stage: StageWork, part: Part, link: LinkSpec, on_error: OnMessage
     ) -> None:
-        def hear(message: RankMessage | BaseException) -> None:
+        def on_message(message: RankMessage | BaseException) -> None:
             if isinstance(message, BaseException):
                 on_error(message)
 
         self._stage = stage
         self._part = part
         ranks = part.ranks[1:] if part.is_leader else ()
-        self.followers = [_Sender(rank, form, on_error) for rank in ranks]
-        self._listeners = [_Receiver(rank, form, hear) for rank in ranks]
+        self.followers = [_Sender(rank, link, on_error) for rank in ranks]
+        self._listeners = [_Receiver(rank, link, on_message) for rank in ranks]
 
-    def do(self, message: RankMessage, step: Step | None = None) -> RankMessage:
+    def process(self, message: RankMessage, step: Step | None = None) -> RankMessage:
         """Return the message for the next stage; `step`: that of the message, if it is known."""
         if message.kind in ("step", "stop"):
             for each in self.followers:
@@ -167,7 +176,7 @@ class _RankWork:
             out = RankMessage("result", encode_result(step.step_id, results))
         else:
             out = RankMessage("step", message.body, hidden=hidden)
-            # other threads' streams take it, and the span ends with the work
+            # other threads' streams send it, and the span ends with the work
             if hidden.is_cuda:
                 torch.cuda.current_stream(hidden.device).record_event().synchronize()
         sent_bytes = out.num_bytes + len(message.spans)
@@ -184,38 +193,38 @@ class _RankWork:
             each.join(CLOSE_TIMEOUT_S)
 
 
-def serve(
+def serve_stage(
     stage: StageWork,
     part: Part,
-    form: HiddenForm,
+    link: LinkSpec,
     on_stop: Callable[[], None],
     release: Callable[[], None] = lambda: None,
 ) -> None:
-    """Do the part of a rank other than 0 of every step, until rank 0 says stop.
+    """Compute the stage of a rank other than 0 in every step, until rank 0 says stop.
 
     Args:
-        on_stop: called when it does, before a later stage hears it.
+        on_stop: called when it does, before a later stage knows it.
         release: called when a connection breaks; it ends this process's waits in sums.
     """
     inbox: queue.SimpleQueue[RankMessage | BaseException] = queue.SimpleQueue()
     failures: list[BaseException] = []
 
-    def hear(message: RankMessage | BaseException) -> None:
+    def on_message(message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):
             failures.append(message)
             release()
         inbox.put(message)
 
-    receiver = _Receiver(part.previous_rank, form, hear)
-    sender = _Sender(part.next_rank, form, hear)
-    work = _RankWork(stage, part, form, hear)
+    receiver = _Receiver(part.previous_rank, link, on_message)
+    sender = _Sender(part.next_rank, link, on_message)
+    work = _RankWork(stage, part, link, on_message)
     is_over = False
     while not is_over:
         message = inbox.get()
         if isinstance(message, BaseException):
             raise message
         try:
-            message = work.do(message)
+            message = work.process(message)
         except PipelineError as error:
             if failures:  # by which it was released
                 raise failures[0] from error
@@ -225,7 +234,7 @@ def serve(
             raise failures[0]
         if is_over:
             on_stop()
-            work.join()  # rank 0 hears of it last
+            work.join()  # rank 0 knows it last
         if part.is_leader or is_over:
             sender.put(message)
     receiver.join(CLOSE_TIMEOUT_S)
@@ -236,8 +245,8 @@ class RingPipeline(QueuedPipeline):
     """Rank 0's end of the ring: the first stage, and the results of the last.
 
     Args:
-        explain: told of a broken connection; returns the error that is known to have caused it.
-        on_stop: called when all steps are done, before the other ranks hear that it is over.
+        explain: returns the error that is known to have caused a broken connection.
+        on_stop: called when all steps are done, before the other ranks know that it is over.
         release: called when a rank has failed; it ends this process's waits in sums.
     """
 
@@ -245,27 +254,32 @@ class RingPipeline(QueuedPipeline):
         self,
         stage: StageWork,
         part: Part,
-        form: HiddenForm,
+        link: LinkSpec,
         explain: Callable[[str], FminferError],
         on_stop: Callable[[], None] = lambda: None,
         release: Callable[[], None] = lambda: None,
     ) -> None:
-        super().__init__(partial(use_device, form.device))
+        super().__init__(partial(use_device, link.device))
         self._explain = explain
         self._on_stop = on_stop
         self._release = release
         assert part.rank == 0 and part.num_stages * part.num_shards > 1, (
             "a ring has several ranks"
         )
-        # of steps, whose results are due
-        self._turns: queue.SimpleQueue[int] = queue.SimpleQueue()
+        # of the steps whose results are due
+        self._epochs: queue.SimpleQueue[int] = queue.SimpleQueue()
         self._ring: list[_Sender | _Receiver] = []  # of other stages
-        self._put: Callable[[RankMessage], None] = self._take  # with one stage
-        self._rank_work = _RankWork(stage, part, form, self._take)
+        self._send_on: Callable[[RankMessage], None] = (
+            self._receive_message
+        )  # with one stage
+        self._rank_work = _RankWork(stage, part, link, self._receive_message)
         if not part.is_last:
-            sender = _Sender(part.next_rank, form, self._take)
-            self._put = sender.put
-            self._ring = [sender, _Receiver(part.previous_rank, form, self._take)]
+            sender = _Sender(part.next_rank, link, self._receive_message)
+            self._send_on = sender.put
+            self._ring = [
+                sender,
+                _Receiver(part.previous_rank, link, self._receive_message),
+            ]
         self._thread.start()
 
     def fail(self, error: BaseException) -> None:
@@ -278,27 +292,29 @@ class RingPipeline(QueuedPipeline):
             if isinstance(each, _Sender):
                 each.put(None)
 
-    def _work(self) -> None:
+    def _run_steps(self) -> None:
         try:
-            while (asked := self._steps.get()) is not None:
-                turn, step = asked
-                self._turns.put(turn)
-                self._put(
-                    self._rank_work.do(RankMessage("step", encode_step(step)), step)
+            while (entry := self._steps.get()) is not None:
+                epoch, step = entry
+                self._epochs.put(epoch)
+                self._send_on(
+                    self._rank_work.process(
+                        RankMessage("step", encode_step(step)), step
+                    )
                 )
         except BaseException as error:
             traceback.clear_frames(error.__traceback__)  # the frames hold weights
             self.fail(error)
         else:
             self._on_stop()
-            self._put(self._rank_work.do(RankMessage("stop")))
+            self._send_on(self._rank_work.process(RankMessage("stop")))
             self._rank_work.join()
-            for each in self._ring:  # which have the word, too, once it has come round
+            for each in self._ring:  # these end, too, once the stop has come round
                 each.join(CLOSE_TIMEOUT_S)
 
-    def _take(self, message: RankMessage | BaseException) -> None:
+    def _receive_message(self, message: RankMessage | BaseException) -> None:
         if isinstance(message, BaseException):
             self.fail(message)
         elif message.kind == "result":
             result = decode_result(message.body, decode_spans(message.spans))
-            self._deliver(self._turns.get(), result)
+            self._deliver_result(self._epochs.get(), result)

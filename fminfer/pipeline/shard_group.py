@@ -21,15 +21,15 @@ from fminfer.core.quantities import describe_bytes
 from fminfer.machine.device import memory_name
 from fminfer.pipeline.group import FOREVER, Group
 
-Way = Literal["memory", "nccl", "gloo"]
+Transport = Literal["memory", "nccl", "gloo"]
 
 
 def connect_shards(
     group: Group, part: Part, device: torch.device, library: ctypes.CDLL | None
 ) -> ShardGroup | None:
-    """Meet the other ranks of this one's stage; None: it has none.
+    """Connect the ranks of this one's stage; None: it is alone.
 
-    All of them take the same way: NCCL if each has a GPU of its own, memory that all of
+    All of them use the same transport: NCCL if each has a GPU of its own, memory that all of
     them map if each has the CPU's kernels, and otherwise gloo.
 
     Raises:
@@ -37,25 +37,27 @@ def connect_shards(
     """
     if part.num_shards == 1:
         return None
-    _refuse_distance(group, part)
+    _check_one_machine(group, part)
     can_map = library is not None and hasattr(os, "memfd_create")
     kind = "nccl" if device.type == "cuda" else "memory" if can_map else "gloo"
-    told = group.gather("sums", [kind, memory_name(device, socket.gethostname())])
-    kinds = {each for each, _ in told}
-    devices = {name for _, name in told}
-    way: Way = next((each for each in get_args(Way) if kinds == {each}), "gloo")
-    if way == "nccl" and len(devices) < group.world_size:
-        way = "gloo"
-    if way == "memory":
+    offers = group.gather("sums", [kind, memory_name(device, socket.gethostname())])
+    kinds = {each for each, _ in offers}
+    devices = {name for _, name in offers}
+    transport: Transport = next(
+        (each for each in get_args(Transport) if kinds == {each}), "gloo"
+    )
+    if transport == "nccl" and len(devices) < group.world_size:
+        transport = "gloo"
+    if transport == "memory":
         assert library is not None, "every rank has it"
         return _map_memory(group, part, library)
     for stage in range(part.num_stages):  # torch has all ranks make each group
         made = dist.new_group(
-            [*replace(part, stage=stage).ranks], timeout=FOREVER, backend=way
+            [*replace(part, stage=stage).ranks], timeout=FOREVER, backend=transport
         )
         if stage == part.stage:
             shards = TorchGroup(
-                made, part.shard, part.num_shards, is_nccl=way == "nccl"
+                made, part.shard, part.num_shards, is_nccl=transport == "nccl"
             )
     # NCCL connects here, before there is work
     shards.sum(torch.zeros(1, device=device))
@@ -86,14 +88,14 @@ class TorchGroup:
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
         if self._is_nccl:
-            found = x.new_empty((self.count, *x.shape))
-            dist.all_gather_into_tensor(found, x, group=self._group)
-            return found
+            gathered = x.new_empty((self.count, *x.shape))
+            dist.all_gather_into_tensor(gathered, x, group=self._group)
+            return gathered
         if not x.numel():
             return x.new_empty((self.count, *x.shape))
-        own = x.cpu().view(-1).view(torch.uint8)
-        parts = [torch.empty_like(own) for _ in range(self.count)]
-        dist.all_gather(parts, own, group=self._group)
+        data = x.cpu().view(-1).view(torch.uint8)
+        parts = [torch.empty_like(data) for _ in range(self.count)]
+        dist.all_gather(parts, data, group=self._group)
         return torch.stack(parts).view(x.dtype).view(self.count, *x.shape).to(x.device)
 
     def stop(self) -> None:
@@ -103,16 +105,16 @@ class TorchGroup:
                 self._group.abort()
 
 
-def _refuse_distance(group: Group, part: Part) -> None:
+def _check_one_machine(group: Group, part: Part) -> None:
     for stage in range(part.num_stages):
         ranks = replace(part, stage=stage).ranks
         places = [(rank, group.hosts[rank]) for rank in ranks]
         if len({host for _, host in places}) > 1:
-            told = ", ".join(f"rank {rank} on {host}" for rank, host in places)
+            hosts = ", ".join(f"rank {rank} on {host}" for rank, host in places)
             raise UsageError(
                 f"ranks {ranks[0]} to {ranks[-1]} share each layer "
                 f"(--tensor-parallel-size {part.num_shards}) and must be on one "
-                f"machine, but there is {told}. Number the ranks machine by machine, a "
+                f"machine, but there is {hosts}. Number the ranks machine by machine, a "
                 f"multiple of {part.num_shards} on each (srun --distribution=block, "
                 "mpirun --map-by slot); or give a smaller --tensor-parallel-size"
             )
@@ -125,7 +127,7 @@ def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> ShardGroup:
     this very memory, and not that of a process with the same number on another machine.
     """
     size = SharedMemoryGroup.num_bytes(library, part.num_shards)
-    made, mark = _make_memory(size) if part.is_leader else (-1, "")
+    made, mark = _allocate_memory(size) if part.is_leader else (-1, "")
     path = f"/proc/{os.getpid()}/fd/{made}"
     path, mark = group.gather("shared memory", [path, mark])[part.ranks[0]]
     why = f"{path} is of another process"
@@ -149,7 +151,7 @@ def _map_memory(group: Group, part: Part, library: ctypes.CDLL) -> ShardGroup:
     return SharedMemoryGroup(library, memory, part.shard, part.num_shards)
 
 
-def _make_memory(size: int) -> tuple[int, str]:
+def _allocate_memory(size: int) -> tuple[int, str]:
     """Return memory of zeros as a file without a name, and the mark behind them."""
     mark = secrets.token_hex(16)
     descriptor = os.memfd_create("fminfer")

@@ -1,6 +1,6 @@
 """The ranks' common store of keys: held by one process, open to who shows the run's secret.
 
-torch's own TCPStore asks nobody for anything, and tells every key to who asks.
+torch's own TCPStore asks for no secret, and returns every key to whoever asks.
 """
 
 from __future__ import annotations
@@ -22,9 +22,9 @@ from fminfer.pipeline.handshake import (
     HolderEndedError,
     NoStoreError,
     WrongSecretError,
-    greet,
-    introduce,
+    prove_secret,
     receive_exactly,
+    verify_peer,
 )
 from fminfer.pipeline.ranks import HOW_TO_SHARE
 
@@ -40,12 +40,12 @@ STORE_IS_GONE = "rank 0, which holds the ranks together, is gone"
 
 
 class StoreHolder:
-    """Answers every connection that shows the secret, on a thread of its own; drops others."""
+    """Answers every connection that proves the secret, on a thread of its own; drops others."""
 
     def __init__(self, listener: socket.socket, secret: str) -> None:
         self._secret = secret
-        # connections that became somebody's own
-        self.lines: dict[int, socket.socket] = {}
+        # connections that left the store, by number; see `Store.become_private_connection`
+        self.private_connections: dict[int, socket.socket] = {}
         self._values: dict[bytes, bytes] = {}
         self._lock = threading.Lock()
         self._strangers = threading.BoundedSemaphore(MAX_STRANGERS)
@@ -54,7 +54,7 @@ class StoreHolder:
         self.listen_at(listener)
 
     def close(self) -> None:
-        """Take no more connections; those that are there end with their peers."""
+        """Accept no more connections; open ones end with their peers."""
         self._is_closed = True
         for listener in self._listeners:
             with suppress(OSError):
@@ -62,13 +62,13 @@ class StoreHolder:
             listener.close()
 
     def listen_at(self, listener: socket.socket) -> None:
-        """Take connections there, too."""
+        """Accept connections there, too."""
         self._listeners.append(listener)
         threading.Thread(
-            target=self._accept, args=(listener,), name="door", daemon=True
+            target=self._accept_connections, args=(listener,), name="door", daemon=True
         ).start()
 
-    def _accept(self, listener: socket.socket) -> None:
+    def _accept_connections(self, listener: socket.socket) -> None:
         while not self._is_closed:
             try:
                 peer, _ = listener.accept()
@@ -76,14 +76,16 @@ class StoreHolder:
                 time.sleep(POLL_S)  # no descriptor is free, or the peer is gone already
                 continue
             if self._strangers.acquire(blocking=False):
-                threading.Thread(target=self._meet, args=(peer,), daemon=True).start()
+                threading.Thread(
+                    target=self._verify_connection, args=(peer,), daemon=True
+                ).start()
             else:
                 peer.close()
 
-    def _meet(self, peer: socket.socket) -> None:
+    def _verify_connection(self, peer: socket.socket) -> None:
         with peer:
             try:
-                is_of_run = greet(peer, self._secret, PROOF_S)
+                is_of_run = verify_peer(peer, self._secret, PROOF_S)
             except (OSError, EOFError):
                 return
             finally:
@@ -91,21 +93,23 @@ class StoreHolder:
             if is_of_run:
                 with suppress(OSError, EOFError, ValueError, TypeError):
                     peer.settimeout(None)
-                    self._serve(peer)
+                    self._serve_connection(peer)
 
-    def _serve(self, peer: socket.socket) -> None:
+    def _serve_connection(self, peer: socket.socket) -> None:
         peer.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         while True:
-            name, *parts = _receive(peer)
+            name, *parts = _receive_parts(peer)
             if name == b"line":
-                _send(peer, [])
-                self.lines[int(parts[0])] = socket.socket(fileno=peer.detach())
+                _send_parts(peer, [])
+                self.private_connections[int(parts[0])] = socket.socket(
+                    fileno=peer.detach()
+                )
                 return
             with self._lock:
-                answer = self._answer(name, parts)
-            _send(peer, answer)
+                answer = self._apply_request(name, parts)
+            _send_parts(peer, answer)
 
-    def _answer(self, name: bytes, parts: list[bytes]) -> list[bytes]:
+    def _apply_request(self, name: bytes, parts: list[bytes]) -> list[bytes]:
         values = self._values
         match name, *parts:
             case b"set", *pairs:
@@ -129,8 +133,7 @@ class StoreHolder:
 
 
 class Store(dist.Store):
-    """One connection to the store, whose calls wait for each other; gloo and NCCL meet
-    through it.
+    """One connection to the store, whose calls wait for each other; gloo and NCCL use it.
 
     Args:
         prefix: of all its keys; several groups of ranks may share one store.
@@ -157,7 +160,7 @@ class Store(dist.Store):
         self._socket = socket.create_connection((host, port), min(CONNECT_S, timeout_s))
         try:
             self._socket.settimeout(timeout_s)
-            introduce(self._socket, secret)
+            prove_secret(self._socket, secret)
             self._socket.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             self._socket.settimeout(None)
             # The addresses of this rank and of the store, as this rank reaches it.
@@ -166,22 +169,24 @@ class Store(dist.Store):
             self._socket.close()
             raise
 
-    def connect_again(self, timeout_s: float) -> Store:
+    def open_connection(self, timeout_s: float) -> Store:
         """Open another connection, whose calls do not wait for those on this one."""
-        return connect(self.host, self.port, self.secret, timeout_s, self._prefix)
+        return connect_to_store(
+            self.host, self.port, self.secret, timeout_s, self._prefix
+        )
 
-    def hide(self) -> None:
-        """Take its address away, so that no other run finds it."""
+    def hide_address(self) -> None:
+        """Remove its address, so that no other run finds it."""
         self.has_all.set()
         self.on_hide()
 
     def close(self, why: FminferError) -> None:
-        """Hang up; whoever waits for an answer, or asks later, meets this error."""
+        """Hang up; this error is raised in whoever waits for an answer, or asks later."""
         self._why_closed = why
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
 
-    def leave(self) -> None:
+    def disconnect(self) -> None:
         """Hang up once nobody asks any more."""
         with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # which ends a call that waits
@@ -189,7 +194,7 @@ class Store(dist.Store):
             self._socket.close()
 
     def set(self, key: str, value: str | bytes) -> None:
-        self._ask(b"set", self._full(key), value)
+        self._send_request(b"set", self._add_prefix(key), value)
 
     def get(self, key: str) -> bytes:
         """Wait for a key's value."""
@@ -197,36 +202,37 @@ class Store(dist.Store):
 
     def multi_get(self, keys: Sequence[str]) -> list[bytes]:
         """Wait for the values of all keys."""
-        names = [*map(self._full, keys)]
-        while len(values := self._ask(b"get", *names)) < len(keys):
+        names = [*map(self._add_prefix, keys)]
+        while len(values := self._send_request(b"get", *names)) < len(keys):
             time.sleep(POLL_S)
         return values
 
     def multi_set(self, keys: Sequence[str], values: Sequence[str | bytes]) -> None:
-        names = map(self._full, keys)
+        names = map(self._add_prefix, keys)
         pairs = [part for pair in zip(names, values, strict=True) for part in pair]
-        self._ask(b"set", *pairs)
+        self._send_request(b"set", *pairs)
 
     def add(self, key: str, amount: int) -> int:
-        return int(self._ask(b"add", self._full(key), str(amount))[0])
+        return int(self._send_request(b"add", self._add_prefix(key), str(amount))[0])
 
     def compare_set(self, key: str, expected: str | bytes, value: str | bytes) -> bytes:
-        """Set a key if it has the expected value (empty: none); return the one that it
-        has then."""
-        return self._ask(b"swap", self._full(key), expected, value)[0]
+        """Set a key if it has the expected value (empty: none); return its value then."""
+        return self._send_request(b"swap", self._add_prefix(key), expected, value)[0]
 
     def append(self, key: str, value: str | bytes) -> None:
-        self._ask(b"append", self._full(key), value)
+        self._send_request(b"append", self._add_prefix(key), value)
 
     def delete_key(self, key: str) -> bool:
-        return self._ask(b"drop", self._full(key)) == [b"1"]
+        return self._send_request(b"drop", self._add_prefix(key)) == [b"1"]
 
     def num_keys(self) -> int:
-        return int(self._ask(b"count")[0])
+        return int(self._send_request(b"count")[0])
 
     def check(self, keys: Sequence[str]) -> bool:
         """Return whether all keys are there."""
-        return len(self._ask(b"get", *map(self._full, keys))) == len(keys)
+        return len(self._send_request(b"get", *map(self._add_prefix, keys))) == len(
+            keys
+        )
 
     def wait(self, keys: Sequence[str], timeout: timedelta | None = None) -> None:
         """Wait until all keys are there; torch may say for how long at most."""
@@ -235,38 +241,38 @@ class Store(dist.Store):
             raise PipelineError(f"no rank has said {', '.join(keys)} in {timeout}")
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Waits of the store end with the run: the watch sees deaths."""
+        """Do nothing: waits of the store end with the run, as the watch sees deaths."""
 
     def has_extended_api(self) -> bool:
         return True
 
     def clone(self) -> Store:
-        """Threads of torch's own may share a connection: each call takes its turn."""
+        """Return this store: threads of torch may share it, as calls wait for each other."""
         return self
 
-    def become_line(self, number: int) -> socket.socket:
-        """Make this connection a line between who holds it and the holder; the store is left."""
-        self._ask(b"line", str(number))
+    def become_private_connection(self, number: int) -> socket.socket:
+        """Detach this connection from the store; it then joins its two processes alone."""
+        self._send_request(b"line", str(number))
         return socket.socket(fileno=self._socket.detach())
 
-    def _full(self, key: str) -> str:
+    def _add_prefix(self, key: str) -> str:
         return self._prefix + key
 
-    def _ask(self, name: bytes, *parts: str | bytes) -> list[bytes]:
+    def _send_request(self, name: bytes, *parts: str | bytes) -> list[bytes]:
         texts = [
             part.encode() if isinstance(part, str) else bytes(part) for part in parts
         ]
         try:
             with self._lock:
-                _send(self._socket, [name, *texts])
-                return _receive(self._socket)
+                _send_parts(self._socket, [name, *texts])
+                return _receive_parts(self._socket)
         except (OSError, EOFError, ValueError) as error:
             if self._why_closed is not None:
                 raise self._why_closed from None
             raise PipelineError(STORE_IS_GONE) from error
 
 
-def connect(
+def connect_to_store(
     host: str, port: int, secret: str, timeout_s: float, prefix: str = ""
 ) -> Store:
     """Connect to a store, which may not be there yet."""
@@ -304,12 +310,14 @@ def connect(
     )
 
 
-def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> Store:
+def hold_store(
+    listener: socket.socket, host: str, secret: str, timeout_s: float
+) -> Store:
     """Hold the store behind a listening socket; `host` is by what the others reach it."""
     port = listener.getsockname()[1]
     holder = StoreHolder(listener, secret)
     try:
-        store = connect(host, port, secret, min(REACH_S, timeout_s))
+        store = connect_to_store(host, port, secret, min(REACH_S, timeout_s))
     except PipelineError:
         raise PipelineError(
             f"rank 0 cannot reach itself at {host}:{port}; give an address of the "
@@ -319,20 +327,20 @@ def hold(listener: socket.socket, host: str, secret: str, timeout_s: float) -> S
     return store
 
 
-def _send(peer: socket.socket, parts: list[bytes]) -> None:
+def _send_parts(peer: socket.socket, parts: list[bytes]) -> None:
     """Send a message: how many parts it has, the size of each, and the parts."""
     sizes = struct.pack(f"<{1 + len(parts)}I", len(parts), *map(len, parts))
     peer.sendall(sizes + b"".join(parts))
 
 
-def _receive(peer: socket.socket) -> list[bytes]:
+def _receive_parts(peer: socket.socket) -> list[bytes]:
     (count,) = struct.unpack("<I", receive_exactly(peer, 4))
-    _check_size(4 * count)
+    _check_message_size(4 * count)
     sizes = struct.unpack(f"<{count}I", receive_exactly(peer, 4 * count))
-    _check_size(sum(sizes))
+    _check_message_size(sum(sizes))
     return [receive_exactly(peer, size) for size in sizes]
 
 
-def _check_size(size: int) -> None:
+def _check_message_size(size: int) -> None:
     if size > MAX_MESSAGE_BYTES:
         raise ValueError(f"a message of {size} bytes")

@@ -1,5 +1,6 @@
-"""The wire between two ranks: a header, then what it announces (torch.distributed,
-point to point).
+"""The wire between two ranks: a header, then what it announces.
+
+It is torch.distributed, point to point.
 
 Numbers and bytes go over gloo. Hidden states go over NCCL where every rank has a GPU of its own,
 else over gloo, through the host's memory.
@@ -38,7 +39,7 @@ HEADER_FIELDS = 4  # kind, span bytes, body bytes, tokens
 
 @dataclass(slots=True)
 class RankMessage:
-    """What one rank tells the next."""
+    """A message of one rank to the next."""
 
     kind: Kind
     body: bytes = b""
@@ -52,7 +53,7 @@ class RankMessage:
 
 
 @dataclass(slots=True, frozen=True)
-class HiddenForm:
+class LinkSpec:
     """What both ends of a link have agreed on before they compute."""
 
     hidden_size: int
@@ -61,18 +62,18 @@ class HiddenForm:
     group: dist.ProcessGroup | None = None  # NCCL's; None: hidden states go over gloo
 
 
-def use_own_stream(form: HiddenForm) -> AbstractContextManager[object]:
+def use_own_stream(link: LinkSpec) -> AbstractContextManager[object]:
     """Let a thread's transfers run beside the compute of others; on a CPU they do anyway.
 
     Both ends wait for their stream, so what is handed to another thread is always complete.
     """
-    if form.device.type != "cuda":
+    if link.device.type != "cuda":
         return nullcontext()
-    torch.cuda.set_device(form.device)
-    return torch.cuda.stream(torch.cuda.Stream(form.device))  # type: ignore[no-untyped-call]
+    torch.cuda.set_device(link.device)
+    return torch.cuda.stream(torch.cuda.Stream(link.device))  # type: ignore[no-untyped-call]
 
 
-def send(message: RankMessage, rank: int, form: HiddenForm) -> None:
+def send_message(message: RankMessage, rank: int, link: LinkSpec) -> None:
     """Send a message; it returns when the memory may be used again."""
     hidden = message.hidden
     tokens = 0 if hidden is None else len(hidden)
@@ -82,12 +83,12 @@ def send(message: RankMessage, rank: int, form: HiddenForm) -> None:
         data = bytearray(message.spans + message.body)
         dist.send(torch.frombuffer(data, dtype=torch.uint8), rank)
     if hidden is not None and tokens:
-        sent = hidden if form.group is not None else hidden.to("cpu")
-        dist.send(sent.contiguous(), rank, group=form.group)
-        _await_stream(form)
+        sent = hidden if link.group is not None else hidden.to("cpu")
+        dist.send(sent.contiguous(), rank, group=link.group)
+        _await_stream(link)
 
 
-def receive(rank: int, form: HiddenForm) -> RankMessage:
+def receive_message(rank: int, link: LinkSpec) -> RankMessage:
     """Wait for a rank's next message."""
     header = torch.empty(HEADER_FIELDS, dtype=torch.int64)
     dist.recv(header, rank)
@@ -97,55 +98,55 @@ def receive(rank: int, form: HiddenForm) -> RankMessage:
     if len(data):
         dist.recv(data, rank)
     if tokens:
-        hidden = _receive_hidden(rank, form, tokens)
-    told = data.numpy().tobytes()
-    return RankMessage(KINDS[kind], told[num_spans:], told[:num_spans], hidden)
+        hidden = _receive_hidden(rank, link, tokens)
+    text = data.numpy().tobytes()
+    return RankMessage(KINDS[kind], text[num_spans:], text[:num_spans], hidden)
 
 
-def _receive_hidden(rank: int, form: HiddenForm, tokens: int) -> torch.Tensor:
-    device = form.device if form.group is not None else torch.device("cpu")
-    hidden = torch.empty((tokens, form.hidden_size), dtype=form.dtype, device=device)
-    dist.recv(hidden, rank, group=form.group)
-    hidden = hidden.to(form.device)
-    _await_stream(form)
+def _receive_hidden(rank: int, link: LinkSpec, tokens: int) -> torch.Tensor:
+    device = link.device if link.group is not None else torch.device("cpu")
+    hidden = torch.empty((tokens, link.hidden_size), dtype=link.dtype, device=device)
+    dist.recv(hidden, rank, group=link.group)
+    hidden = hidden.to(link.device)
+    _await_stream(link)
     # its memory is not reused before compute is done with it
-    if form.device.type == "cuda":
-        hidden.record_stream(torch.cuda.default_stream(form.device))
+    if link.device.type == "cuda":
+        hidden.record_stream(torch.cuda.default_stream(link.device))
     return hidden
 
 
-def _await_stream(form: HiddenForm) -> None:
-    if form.device.type == "cuda":
-        torch.cuda.current_stream(form.device).synchronize()
+def _await_stream(link: LinkSpec) -> None:
+    if link.device.type == "cuda":
+        torch.cuda.current_stream(link.device).synchronize()
 
 
 def encode_step(step: Step) -> bytes:
     """Return a step's bytes."""
-    return _join(step.step_id, [getattr(step, name) for name in STEP_COLUMNS])
+    return _join_columns(step.step_id, [getattr(step, name) for name in STEP_COLUMNS])
 
 
 def decode_step(data: bytes) -> Step:
     """Return the step of `encode_step`."""
-    step_id, columns = _read(data, STEP_COLUMNS.values())
+    step_id, columns = _split_columns(data, STEP_COLUMNS.values())
     return Step(step_id, **dict(zip(STEP_COLUMNS, columns, strict=True)))
 
 
 def encode_result(step_id: int, results: Results) -> bytes:
     """Return a result's bytes, without spans."""
-    found = [results.get(kind) or NOTHING for kind in RESULT_KINDS]
-    columns = [getattr(each, name) for each in found for name in RESULT_COLUMNS]
-    return _join(step_id, [*columns, results.get("vectors", NO_VECTORS)])
+    logprobs = [results.get(kind) or NOTHING for kind in RESULT_KINDS]
+    columns = [getattr(each, name) for each in logprobs for name in RESULT_COLUMNS]
+    return _join_columns(step_id, [*columns, results.get("vectors", NO_VECTORS)])
 
 
 def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     """Return the result of `encode_result`."""
     likes = [getattr(NOTHING, name) for name in RESULT_COLUMNS] * len(RESULT_KINDS)
-    step_id, columns = _read(data, [*likes, NO_VECTORS])
+    step_id, columns = _split_columns(data, [*likes, NO_VECTORS])
     results: Results = {}
     for kind in RESULT_KINDS:
-        found = TokenLogprobs(*(next(columns) for _ in RESULT_COLUMNS))
-        if len(found):
-            results[kind] = found
+        logprobs = TokenLogprobs(*(next(columns) for _ in RESULT_COLUMNS))
+        if len(logprobs):
+            results[kind] = logprobs
     if len(vectors := next(columns)):
         results["vectors"] = vectors
     return StepResult(step_id, results, spans)
@@ -163,7 +164,7 @@ def decode_spans(data: bytes) -> list[StageSpan]:
     return [StageSpan(**orjson.loads(line)) for line in data.splitlines()]
 
 
-def _join(number: int, columns: list[np.ndarray]) -> bytes:
+def _join_columns(number: int, columns: list[np.ndarray]) -> bytes:
     """Return a number, the shape of each column, and the columns as bytes."""
     head = np.array(
         [number, *(size for each in columns for size in each.shape)], np.int64
@@ -171,22 +172,23 @@ def _join(number: int, columns: list[np.ndarray]) -> bytes:
     return b"".join([head.tobytes(), *(each.tobytes() for each in columns)])
 
 
-def _read(data: bytes, likes: Iterable[np.ndarray]) -> tuple[int, Iterator[np.ndarray]]:
-    """Return the number and the columns of `_join`, given arrays of their dtypes and
-    dimensions."""
+def _split_columns(
+    data: bytes, likes: Iterable[np.ndarray]
+) -> tuple[int, Iterator[np.ndarray]]:
+    """Return the number and the columns of `_join_columns`; `likes` have their dtypes."""
     likes = list(likes)
     head = np.frombuffer(data, np.int64, 1 + sum(like.ndim for like in likes)).tolist()
     number, *sizes = head
 
-    def read() -> Iterator[np.ndarray]:
+    def read_columns() -> Iterator[np.ndarray]:
         start = 8 * len(head)
         place = 0
         for like in likes:
             shape = sizes[place : place + like.ndim]
             count = int(np.prod(shape))
-            found = np.frombuffer(data, like.dtype, count, start)
-            yield found.reshape(shape).copy()  # which is aligned
+            column = np.frombuffer(data, like.dtype, count, start)
+            yield column.reshape(shape).copy()  # which is aligned
             start = start + count * like.itemsize
             place = place + like.ndim
 
-    return number, read()
+    return number, read_columns()

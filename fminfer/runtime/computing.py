@@ -107,5 +107,5 @@ def start_computing(
             if group is None:
                 children.end()
             else:
-                group.leave(has_failed=True)
+                group.close(has_failed=True)
         raise

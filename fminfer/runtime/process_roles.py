@@ -17,7 +17,7 @@ from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.models.stored.rival_weights import describe_unread_files
 from fminfer.pipeline.group import End, Group
-from fminfer.pipeline.ranks import RankFacts
+from fminfer.pipeline.ranks import RankPlace
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.computing import Compute, start_computing
@@ -59,12 +59,12 @@ def lead_or_join(
             process.stopper.leave_to_rank_0()
             serve_rank(group, prepare.plan_run)
             return None
-        with group.telling():
+        with group.reporting_errors():
             return lead(prepare.plan_run(group), partial(OnePipeline, group=group))
 
 
 def _be_one_of_several(
-    process: ProcessContext, facts: RankFacts, prepare: Opening, lead: Lead[Led]
+    process: ProcessContext, facts: RankPlace, prepare: Opening, lead: Lead[Led]
 ) -> Led | None:
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
     config = process.config
@@ -75,7 +75,7 @@ def _be_one_of_several(
     except StoppedError:
         raise
     except Exception as error:
-        apart.fail(error)
+        apart.fail_rank(error)
         raise
     if apart.rank == 0:
 
@@ -137,7 +137,7 @@ def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
     if role.link is None:
         serve_rank(group, opening.plan_run)
         return
-    with group.telling():
+    with group.reporting_errors():
         serve_pipeline(group, role, opening.plan_run)
 
 

@@ -360,7 +360,7 @@ class RememberingPipeline:
             raise result
         return result
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         """Forget the results; the steps are computed, as nobody can call them back."""
         self._results.clear()
         self._num_dropped = len(self._steps)

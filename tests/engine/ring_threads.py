@@ -15,8 +15,8 @@ import torch
 from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.partition import Part
 from fminfer.pipeline import ring
-from fminfer.pipeline.ring import RingPipeline, StageWork, serve
-from fminfer.pipeline.wire import HiddenForm, RankMessage
+from fminfer.pipeline.ring import RingPipeline, StageWork, serve_stage
+from fminfer.pipeline.wire import LinkSpec, RankMessage
 
 WAIT_S = 20.0
 
@@ -62,19 +62,19 @@ class Wires:
 
 
 @dataclass(slots=True, frozen=True)
-class RankForm(HiddenForm):
+class RankForm(LinkSpec):
     """A form that says whose it is."""
 
     rank: int = 0
     wires: Wires | None = None
 
 
-def _send(message: RankMessage, rank: int, form: HiddenForm) -> None:
+def _send(message: RankMessage, rank: int, form: LinkSpec) -> None:
     assert isinstance(form, RankForm) and form.wires is not None
     form.wires.send(form.rank, rank, message)
 
 
-def _receive(rank: int, form: HiddenForm) -> RankMessage:
+def _receive(rank: int, form: LinkSpec) -> RankMessage:
     assert isinstance(form, RankForm) and form.wires is not None
     return form.wires.receive(rank, form.rank)
 
@@ -83,8 +83,8 @@ def _receive(rank: int, form: HiddenForm) -> RankMessage:
 def wires_are_queues() -> Iterator[None]:
     """Let rings of this process send through queues."""
     with (
-        mock.patch.object(ring, "send", _send),
-        mock.patch.object(ring, "receive", _receive),
+        mock.patch.object(ring, "send_message", _send),
+        mock.patch.object(ring, "receive_message", _receive),
     ):
         yield
 
@@ -122,7 +122,7 @@ class ThreadRing:
 
     def _serve(self, stage: StageWork, part: Part, form: RankForm) -> None:
         try:
-            serve(stage, part, form, on_stop=lambda: None)
+            serve_stage(stage, part, form, on_stop=lambda: None)
         except (Death, FminferError, RuntimeError):
             self._wires.kill(part.rank)  # as its process ends
 

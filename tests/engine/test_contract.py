@@ -61,7 +61,7 @@ class ScriptedPipeline:
             raise RuntimeError("the stage failed")
         return result
 
-    def drop(self) -> None:
+    def drop_steps(self) -> None:
         self._results.clear()
         self.num_in_flight = 0
 

@@ -139,7 +139,9 @@ def believe_a_result_that_is_nan(patch: Patch) -> None:
 
 def deliver_steps_that_were_dropped(patch: Patch) -> None:
     patch.setattr(
-        QueuedPipeline, "drop", lambda pipeline: setattr(pipeline, "num_in_flight", 0)
+        QueuedPipeline,
+        "drop_steps",
+        lambda pipeline: setattr(pipeline, "num_in_flight", 0),
     )
 
 

@@ -21,7 +21,7 @@ from fminfer.machine.device import is_fast_in_bfloat16, use_device
 from fminfer.models.checkpoint import open_model, open_random_checkpoint
 from fminfer.pipeline import ring
 from fminfer.pipeline.group import _choose_interface
-from fminfer.pipeline.wire import HiddenForm
+from fminfer.pipeline.wire import LinkSpec
 from fminfer.plan.expected_bytes import GPU_RESERVE
 from fminfer.plan.machine_facts import (
     Machine,
@@ -186,7 +186,7 @@ def test_the_thread_of_steps_works_on_its_own_card(
         result: Any = alone.collect()
     assert result.place == 1
     part = Part(0, 2, 0, 1)
-    form = HiddenForm(8, torch.float32, device, None)
+    form = LinkSpec(8, torch.float32, device, None)
     for name in ("_Sender", "_Receiver"):
         neighbour = SimpleNamespace(put=lambda message: None, join=lambda *limit: None)
         monkeypatch.setattr(ring, name, lambda *given, neighbour=neighbour: neighbour)
@@ -211,7 +211,7 @@ def test_a_card_that_cannot_be_used_ends_the_steps_with_its_error(
         with pytest.raises(RuntimeError, match="invalid device"):
             pipeline.submit(step)  # which may hear of it already
             pipeline.collect()
-        pipeline.drop()
+        pipeline.drop_steps()
 
 
 def test_a_run_is_planned_whose_other_gpus_are_elsewhere() -> None:

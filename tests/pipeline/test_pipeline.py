@@ -24,7 +24,7 @@ from fminfer.core.errors import StoppedError
 from fminfer.pipeline import finding
 from fminfer.pipeline.finding import machine_id, open_store
 from fminfer.pipeline.group import Meeting
-from fminfer.pipeline.ranks import RankFacts
+from fminfer.pipeline.ranks import RankPlace
 from tests.conftest import VOCAB, more, save_byte_tokenizer
 from tests.forked import Forked, programs
 
@@ -211,7 +211,7 @@ def test_many_that_find_a_dead_address_agree_on_one_store(tmp_path: Path) -> Non
         folder = tmp_path / str(turn)
         folder.mkdir()
         leave_dead_address(folder / "fminfer-rendezvous-000000.json")
-        facts = RankFacts(None, 8, folder=folder)
+        facts = RankPlace(None, 8, folder=folder)
         with ThreadPoolExecutor(8) as threads:
             places = list(threads.map(lambda _, f=facts: open_store(f, 20), range(8)))
         orders = [place.add("order", 1) for place in places]
@@ -227,7 +227,7 @@ def test_an_address_that_cannot_be_read_leads_nowhere(
     torn = tmp_path / "fminfer-rendezvous-000000.json"
     torn.write_text("{torn")
     torn.chmod(0o600)
-    assert open_store(RankFacts(None, 2, folder=tmp_path), 20).add("order", 1) == 1
+    assert open_store(RankPlace(None, 2, folder=tmp_path), 20).add("order", 1) == 1
 
 
 def test_two_loopback_addresses(alone: dict[str, Any], tmp_path: Path) -> None:

@@ -8,7 +8,12 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
-from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts, first_node
+from fminfer.pipeline.ranks import (
+    RankConfig,
+    RankPlace,
+    find_first_node,
+    find_rank_place,
+)
 
 
 def counts(num_layers: int, num_stages: int, **options: object) -> list[int]:
@@ -58,8 +63,8 @@ def test_a_split_that_cannot_be_is_refused(
         counts(num_layers, num_stages, **options)
 
 
-def facts(environ: dict[str, str], **options: object) -> RankFacts | None:
-    return find_facts(RankConfig(**options), environ)  # type: ignore[arg-type]
+def facts(environ: dict[str, str], **options: object) -> RankPlace | None:
+    return find_rank_place(RankConfig(**options), environ)  # type: ignore[arg-type]
 
 
 def test_alone_or_to_be_started_here() -> None:
@@ -78,7 +83,7 @@ def test_the_seeds_flags() -> None:
     found = facts(
         {}, rank=3, world_size=8, dist_url="tcp://10.0.0.1:9031", pipeline_group_size=8
     )
-    assert found == RankFacts(3, 8, "10.0.0.1", 9031)
+    assert found == RankPlace(3, 8, "10.0.0.1", 9031)
     first = facts({}, rank=0, world_size=8, dist_url="tcp://10.0.0.1:9031")
     assert first is not None and first.opens_store
     assert facts({}, rank=0, world_size=1, dist_url="tcp://127.0.0.1:9031") is None
@@ -92,7 +97,7 @@ def test_torchrun() -> None:
         "MASTER_PORT": "29500",
     }
     found = facts(environ)
-    assert found == RankFacts(2, 4, "node1", 29500, source="torchrun")
+    assert found == RankPlace(2, 4, "node1", 29500, source="torchrun")
     agent = facts(environ | {"RANK": "0", "TORCHELASTIC_USE_AGENT_STORE": "True"})
     assert agent is not None and agent.agent == "None/None", (
         "its agent has the port already"
@@ -102,26 +107,28 @@ def test_torchrun() -> None:
 def test_slurm_and_lsf(tmp_path: Path) -> None:
     srun = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "123456"}
     found = facts(srun | {"SLURM_STEP_NODELIST": "gpu[07-09,12],big1"})
-    assert found == RankFacts(1, 2, "gpu07", 20000 + 123456 % 20000, source="srun")
+    assert found == RankPlace(1, 2, "gpu07", 20000 + 123456 % 20000, source="srun")
     jsrun = {"JSM_NAMESPACE_RANK": "0", "JSM_NAMESPACE_SIZE": "6", "LSB_JOBID": "99"}
     hosts = "batch5 1 h36n01 42 h36n02 42"
     found = facts(jsrun | {"LSB_MCPU_HOSTS": hosts})
-    assert found == RankFacts(0, 6, "h36n01", 20099, source="jsrun")
+    assert found == RankPlace(0, 6, "h36n01", 20099, source="jsrun")
     file = tmp_path / "hosts"
     file.write_text("batch5\nh1\nh1\nh2\n")
     mpirun = {"OMPI_COMM_WORLD_RANK": "1", "OMPI_COMM_WORLD_SIZE": "2"}
     found = facts(mpirun | {"LSB_DJOB_HOSTFILE": str(file), "MASTER_PORT": "7"})
-    assert found == RankFacts(1, 2, "h1", 7, source="mpirun")
+    assert found == RankPlace(1, 2, "h1", 7, source="mpirun")
     with pytest.raises(UsageError, match="set MASTER_ADDR"):
         facts(mpirun)
-    assert first_node("a1,a2") == "a1" and first_node("n[3]-ib,x") == "n3-ib"
-    assert first_node("r1i[0-1]n[0-35],z") == "r1i0n0" and first_node("") == ""
+    assert find_first_node("a1,a2") == "a1" and find_first_node("n[3]-ib,x") == "n3-ib"
+    assert (
+        find_first_node("r1i[0-1]n[0-35],z") == "r1i0n0" and find_first_node("") == ""
+    )
     inside = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "2", "SLURM_JOB_ID": "7"}
     inside |= {"OMPI_COMM_WORLD_RANK": "6", "OMPI_COMM_WORLD_SIZE": "8"}
     found = facts(
         inside | {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_STEP_NODELIST": "n2"}
     )
-    assert found == RankFacts(6, 8, "n1", 20007, source="mpirun"), (
+    assert found == RankPlace(6, 8, "n1", 20007, source="mpirun"), (
         "srun started mpirun's helpers"
     )
 

@@ -16,11 +16,11 @@ from fminfer.core.errors import FminferError, PipelineError
 from fminfer.core.messages import StageSpan
 from fminfer.core.partition import Part
 from fminfer.pipeline import ring
-from fminfer.pipeline.ring import RingPipeline, serve
-from fminfer.pipeline.wire import HiddenForm, RankMessage, encode_step
+from fminfer.pipeline.ring import RingPipeline, serve_stage
+from fminfer.pipeline.wire import LinkSpec, RankMessage, encode_step
 from tests.steps import make_logprobs
 
-FORM = HiddenForm(4, torch.float32, torch.device("cpu"))
+FORM = LinkSpec(4, torch.float32, torch.device("cpu"))
 GARBAGE = 666
 ABORT_S = 0.005
 WAIT_S = 10.0
@@ -59,10 +59,12 @@ class Wire:
         self.is_broken = threading.Event()
         self.sent = queue.SimpleQueue[RankMessage]()
         self._first = [*first]
-        monkeypatch.setattr(ring, "receive", self.receive)
-        monkeypatch.setattr(ring, "send", lambda message, *_: self.sent.put(message))
+        monkeypatch.setattr(ring, "receive_message", self.receive)
+        monkeypatch.setattr(
+            ring, "send_message", lambda message, *_: self.sent.put(message)
+        )
 
-    def receive(self, rank: int, form: HiddenForm) -> RankMessage:
+    def receive(self, rank: int, form: LinkSpec) -> RankMessage:
         if self._first:
             return self._first.pop()
         assert self.is_broken.wait(WAIT_S)
@@ -115,7 +117,7 @@ def test_a_result_of_the_last_stage_that_comes_late_is_dropped(
     assert stage.is_summing.wait(WAIT_S)
     pipeline.fail(PipelineError("rank 1 has failed"))
     results = stage.finish(Step(0), torch.empty(0))
-    pipeline._take(RankMessage("result", ring.encode_result(0, results)))
+    pipeline._receive_message(RankMessage("result", ring.encode_result(0, results)))
     for _ in range(2):
         with pytest.raises(PipelineError, match="rank 1 has failed"):
             pipeline.collect()
@@ -139,7 +141,7 @@ def test_a_rank_sends_nothing_of_an_aborted_sum(
 
     threading.Thread(target=break_off, daemon=True).start()
     with pytest.raises(PipelineError, match="broke"):
-        serve(stage, part, FORM, lambda: None, stage.abort)
+        serve_stage(stage, part, FORM, lambda: None, stage.abort)
     time.sleep(2 * ABORT_S)
     kinds = set()
     while not wire.sent.empty():

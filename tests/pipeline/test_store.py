@@ -28,12 +28,12 @@ from fminfer.pipeline.handshake import (
     REFUSAL,
     NoStoreError,
     WrongSecretError,
-    read_own,
+    read_home_secret,
+    read_private_file,
     receive_exactly,
-    secret_of_home,
 )
-from fminfer.pipeline.ranks import RankFacts
-from fminfer.pipeline.store import Store, StoreHolder, connect
+from fminfer.pipeline.ranks import RankPlace
+from fminfer.pipeline.store import Store, StoreHolder, connect_to_store
 from fminfer.pipeline.watch import Fault
 
 SECRET = "of these tests"
@@ -160,7 +160,7 @@ def test_a_holder_that_dies_while_a_rank_introduces_itself_is_tried_again() -> N
             StoreHolder(listener, SECRET)
 
         threading.Thread(target=die_and_come_again, daemon=True).start()
-        assert connect("127.0.0.1", port, SECRET, 20).add("n", 1) == 1
+        assert connect_to_store("127.0.0.1", port, SECRET, 20).add("n", 1) == 1
     with socket.create_server(("127.0.0.1", 0)) as listener:
         port = listener.getsockname()[1]
 
@@ -176,7 +176,7 @@ def test_a_holder_that_dies_while_a_rank_introduces_itself_is_tried_again() -> N
         with pytest.raises(
             PipelineError, match=f"rank 0 at 127.0.0.1:{port} ended while this"
         ):
-            connect("127.0.0.1", port, SECRET, 0.3)
+            connect_to_store("127.0.0.1", port, SECRET, 0.3)
 
 
 def test_another_program_is_told_apart() -> None:
@@ -186,7 +186,7 @@ def test_another_program_is_told_apart() -> None:
 
 def test_a_folder_on_one_machine_is_not_open_to_others(tmp_path: Path) -> None:
     """It listened on every interface, and asked nobody for anything."""
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert listening_at(place.port) == {"0100007F"}
     (file,) = tmp_path.iterdir()
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
@@ -196,28 +196,28 @@ def test_a_folder_on_one_machine_is_not_open_to_others(tmp_path: Path) -> None:
     )
     with pytest.raises(WrongSecretError):
         Store("127.0.0.1", place.port, "", 5)
-    place.hide()
+    place.hide_address()
     assert not list(tmp_path.iterdir())
 
 
 def test_a_secret_of_the_environment_is_not_written(tmp_path: Path) -> None:
-    place = open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path, secret="given"), 20)
     assert "given" not in next(tmp_path.iterdir()).read_text()
     assert (
-        open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port
+        open_store(RankPlace(None, 2, folder=tmp_path, secret="given"), 20).port
         == place.port
     )
     with pytest.raises(PipelineError, match="another secret"):
-        open_store(RankFacts(None, 2, folder=tmp_path, secret="other"), 20)
+        open_store(RankPlace(None, 2, folder=tmp_path, secret="other"), 20)
 
 
 def test_a_rendezvous_of_another_user_is_refused(tmp_path: Path) -> None:
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     (file,) = tmp_path.iterdir()
     file.chmod(0o644)
     with pytest.raises(UsageError, match=r"must be yours alone \(mode 0600\)"):
-        open_store(RankFacts(None, 2, folder=tmp_path), 20)
-    place.hide()
+        open_store(RankPlace(None, 2, folder=tmp_path), 20)
+    place.hide_address()
 
 
 def write_rendezvous(folder: Path, port: int) -> None:
@@ -238,9 +238,9 @@ def test_a_port_that_is_another_runs_by_now_leads_nowhere(
 ) -> None:
     """A new run in the folder of one that was killed ended: "another secret than this rank"."""
     write_rendezvous(tmp_path, port)
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert place.holder and place.port != port
-    place.hide()
+    place.hide_address()
 
 
 def test_a_port_that_is_another_programs_by_now_leads_nowhere(
@@ -251,23 +251,23 @@ def test_a_port_that_is_another_programs_by_now_leads_nowhere(
     with socket.create_server(("127.0.0.1", 0)) as other:
         write_rendezvous(tmp_path, other.getsockname()[1])
         started_s = time.monotonic()
-        place = open_store(RankFacts(None, 2, folder=tmp_path), 5)
+        place = open_store(RankPlace(None, 2, folder=tmp_path), 5)
         assert place.holder and time.monotonic() - started_s < 3
-        place.hide()
+        place.hide_address()
 
 
 def test_with_a_secret_of_the_environment_a_file_system_needs_no_modes(
     tmp_path: Path,
 ) -> None:
     """Files for all, as some mounts have them, were refused with advice that did not help."""
-    place = open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path, secret="given"), 20)
     (file,) = tmp_path.iterdir()
     file.chmod(0o755)
     assert (
-        open_store(RankFacts(None, 2, folder=tmp_path, secret="given"), 20).port
+        open_store(RankPlace(None, 2, folder=tmp_path, secret="given"), 20).port
         == place.port
     )
-    place.hide()
+    place.hide_address()
 
 
 @pytest.mark.parametrize("number", [errno.EPERM, errno.EOPNOTSUPP])
@@ -280,14 +280,14 @@ def test_a_file_system_without_hard_links(
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(os, "link", link)
-    place = open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path / "meet"), 20)
     assert (
-        open_store(RankFacts(None, 2, folder=tmp_path / "meet"), 20).port == place.port
+        open_store(RankPlace(None, 2, folder=tmp_path / "meet"), 20).port == place.port
     )
-    place.hide()
+    place.hide_address()
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     (tmp_path / "fminfer").mkdir(mode=0o700)
-    assert secret_of_home() == secret_of_home()
+    assert read_home_secret() == read_home_secret()
     assert [path.name for path in (tmp_path / "fminfer").iterdir()] == ["ranks.secret"]
 
 
@@ -305,7 +305,7 @@ def test_a_rendezvous_that_is_being_written_is_waited_for(
     }
     writer = threading.Timer(0.3, file.write_text, [json.dumps(fields)])
     writer.start()
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert not place.holder and place.port == port
     writer.join()
 
@@ -316,9 +316,9 @@ def test_a_rendezvous_that_stays_empty_leads_nowhere(
     """Its writer was killed."""
     monkeypatch.setattr(finding, "TORN_S", 0.1, raising=False)
     (tmp_path / "fminfer-rendezvous-000000.json").touch(mode=0o600)
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert place.holder and len(list(tmp_path.iterdir())) == 1
-    place.hide()
+    place.hide_address()
 
 
 def test_ranks_elsewhere_have_it_listen_on_the_network(
@@ -326,17 +326,17 @@ def test_ranks_elsewhere_have_it_listen_on_the_network(
 ) -> None:
     """A rank of another machine cannot reach the loopback, and asks through the folder."""
     near = {"lo": "127.0.0.1", "eth0": "127.0.0.9"}
-    monkeypatch.setattr(finding, "interfaces", lambda: near)
+    monkeypatch.setattr(finding, "list_interfaces", lambda: near)
     monkeypatch.setattr(finding, "is_loopback", lambda host: host == "127.0.0.1")
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     monkeypatch.setattr(finding, "machine_id", lambda: "another machine")
-    far = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    far = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert not far.holder and far.host == "127.0.0.9"
     place.set("a", "b")
     assert far.get("a") == b"b"
     (file,) = tmp_path.glob("*.json")
     assert stat.S_IMODE(file.stat().st_mode) == 0o600
-    place.hide()
+    place.hide_address()
     assert not list(tmp_path.iterdir())
 
 
@@ -346,12 +346,12 @@ def test_a_holder_that_answers_between_two_looks_at_its_file(
     """A rank elsewhere looked twice: the loopback first, the network's address then, and so it
     took the file for one that leads nowhere and opened a store of its own."""
     near = {"lo": "127.0.0.1", "eth0": "127.0.0.9"}
-    monkeypatch.setattr(finding, "interfaces", lambda: near)
+    monkeypatch.setattr(finding, "list_interfaces", lambda: near)
     monkeypatch.setattr(finding, "is_loopback", lambda host: host == "127.0.0.1")
-    place = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    place = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     monkeypatch.setattr(finding, "machine_id", lambda: "another machine")
     (file,) = tmp_path.glob("*.json")
-    join = finding._join
+    join = finding._connect_by_file
 
     def join_slowly(*given: Any) -> Any:
         found = join(*given)
@@ -360,10 +360,10 @@ def test_a_holder_that_answers_between_two_looks_at_its_file(
             time.sleep(0.01)
         return found
 
-    monkeypatch.setattr(finding, "_join", join_slowly)
-    far = open_store(RankFacts(None, 2, folder=tmp_path), 20)
+    monkeypatch.setattr(finding, "_connect_by_file", join_slowly)
+    far = open_store(RankPlace(None, 2, folder=tmp_path), 20)
     assert not far.holder and far.host == "127.0.0.9"
-    place.hide()
+    place.hide_address()
 
 
 def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -373,33 +373,33 @@ def test_the_secret_of_a_user(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
     try:
         (tmp_path / "fminfer").mkdir(mode=0o700)
         with ThreadPoolExecutor(8) as threads:
-            found = set(threads.map(lambda _: secret_of_home(), range(8)))
+            found = set(threads.map(lambda _: read_home_secret(), range(8)))
     finally:
         os.umask(old_mask)
     (secret,) = found
     path = tmp_path / "fminfer/ranks.secret"
     assert len(secret) == 64 and stat.S_IMODE(path.stat().st_mode) == 0o600
-    assert read_own(path).strip() == secret
+    assert read_private_file(path).strip() == secret
     monkeypatch.setattr(handshake, "WHOLE_S", 0.1, raising=False)
     path.write_text("")  # by a process that was killed
     with pytest.raises(UsageError, match="is empty; remove it"):
-        secret_of_home()
+        read_home_secret()
     path.chmod(0o640)
     with pytest.raises(UsageError, match="FMINFER_SECRET"):
-        secret_of_home()
+        read_home_secret()
 
 
 def test_an_address_is_listened_on_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     """A number listened on every interface as soon as it was none of the loopback."""
     with socket.create_server(("127.0.0.1", 0)) as probe:
         port = probe.getsockname()[1]
-    place = open_store(RankFacts(0, 2, "127.0.0.3", port, secret="s"), 20)
+    place = open_store(RankPlace(0, 2, "127.0.0.3", port, secret="s"), 20)
     assert listening_at(port) == {"0300007F"}
     with pytest.raises(
         PipelineError, match=r"(?s)another secret than this rank.*FMINFER_SECRET"
     ):
-        open_store(RankFacts(1, 2, "127.0.0.3", port, secret="t"), 20)
-    place.hide()
+        open_store(RankPlace(1, 2, "127.0.0.3", port, secret="t"), 20)
+    place.hide_address()
 
 
 def test_words_of_others_are_only_shown() -> None:

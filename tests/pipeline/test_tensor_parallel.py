@@ -20,7 +20,7 @@ import fminfer
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.pipeline import shard_group
-from fminfer.pipeline.ranks import RankConfig, find_facts
+from fminfer.pipeline.ranks import RankConfig, find_rank_place
 from fminfer.runtime.launch.role import find_role
 from tests.conftest import more
 from tests.pipeline.test_pipeline import (
@@ -262,10 +262,10 @@ def test_a_model_that_cannot_be_cut_is_refused_by_all(tmp_path: Path) -> None:
 
 def test_a_stage_on_two_machines_is_refused_with_the_remedy() -> None:
     part = Part(0, 2, 0, 1, num_shards=2)
-    shard_group._refuse_distance(SimpleNamespace(hosts=["a", "a", "b", "b"]), part)  # type: ignore[arg-type]
+    shard_group._check_one_machine(SimpleNamespace(hosts=["a", "a", "b", "b"]), part)  # type: ignore[arg-type]
     with pytest.raises(UsageError) as caught:
         group: Any = SimpleNamespace(hosts=["a", "a", "a", "b"])
-        shard_group._refuse_distance(group, part)
+        shard_group._check_one_machine(group, part)
     for told in ("ranks 2 to 3", "rank 2 on a, rank 3 on b", "--distribution=block"):
         assert told in str(caught.value)
 
@@ -280,13 +280,13 @@ def test_a_lack_of_memory_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(
         UsageError, match="need 3 MiB of shared memory, and the system refuses it"
     ):
-        shard_group._make_memory(3 << 20)
+        shard_group._allocate_memory(3 << 20)
 
 
 @pytest.mark.parametrize("told", ["another process", "no such process"])
 def test_ranks_map_no_memory_of_another_machine(told: str) -> None:
     """Two machines may have a name in common, and processes of the same number."""
-    descriptor, mark = shard_group._make_memory(4096)
+    descriptor, mark = shard_group._allocate_memory(4096)
     path = f"/proc/{os.getpid()}/fd/{descriptor if told == 'another process' else 'x'}"
     group: Any = SimpleNamespace(
         gather=lambda name, value: [[path, "0" * len(mark)]] * 2
@@ -361,7 +361,7 @@ def test_roles_under_a_launcher() -> None:
     with pytest.raises(
         UsageError, match="--data-group-size 2 × --tensor-parallel-size 8 does not"
     ):
-        find_facts(RankConfig(tensor_parallel_size=8, data_group_size=2), environ)
+        find_rank_place(RankConfig(tensor_parallel_size=8, data_group_size=2), environ)
     role = find_role(RankConfig(tensor_parallel_size=4), environ)
     assert (role.kind, role.spread.num_stages, role.spread.num_shards) == (
         "apart",
@@ -372,7 +372,7 @@ def test_roles_under_a_launcher() -> None:
         UsageError,
         match="8 ranks, which --data-group-size 1 × --tensor-parallel-size 3 does",
     ):
-        find_facts(RankConfig(tensor_parallel_size=3), environ)
+        find_rank_place(RankConfig(tensor_parallel_size=3), environ)
     with pytest.raises(
         UsageError, match=r"--world-size 6 is not .* × --tensor-parallel-size 4"
     ):

@@ -20,7 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine import control_groups, host_memory
 from fminfer.models.checkpoint import Checkpoint, open_checkpoint, open_model
-from fminfer.pipeline.group import Group, agree
+from fminfer.pipeline.group import Group, check_agreement
 from fminfer.plan import machine_facts
 from fminfer.plan.expected_bytes import RUN_BYTES
 from fminfer.plan.machine_facts import Machine
@@ -429,12 +429,12 @@ def test_ranks_name_the_first_field_in_which_they_differ(
     machine = Machine(free=8 * GIB, num_stages=2, rank=1)
     theirs, plan = (make_plan(config, checkpoint, machine) for config in (mine, other))
     group: Any = FakeGroup(1)
-    agree(group, "options", plan.shared)
+    check_agreement(group, "options", plan.shared)
     group.gather = lambda name, value: [theirs.shared, value]
     with pytest.raises(
         PipelineError, match="--max-rows is 6 on rank 1 and 5 on rank 0; start"
     ):
-        agree(group, "options", plan.shared)
+        check_agreement(group, "options", plan.shared)
 
 
 def test_swap_that_is_free_is_read(

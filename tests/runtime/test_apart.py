@@ -18,8 +18,8 @@ import fminfer
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.files.status_file import read_status
-from fminfer.pipeline.finding import end_when_silent
-from fminfer.pipeline.ranks import RankConfig, RankFacts, find_facts
+from fminfer.pipeline.finding import set_silence_limit
+from fminfer.pipeline.ranks import RankConfig, RankPlace, find_rank_place
 from fminfer.pipeline.store import Store, StoreHolder
 from tests.forked import Forked
 
@@ -183,18 +183,18 @@ def test_ranks_hear_of_a_run_that_starts_no_pipeline(tmp_path: Path, seed: int) 
 
 def test_places_among_all_ranks() -> None:
     config = RankConfig(world_size=4, data_group_size=2, rank=3, dist_url="tcp://a:1")
-    assert config.configured_stages == 2 and find_facts(config, {}) == RankFacts(
+    assert config.configured_stages == 2 and find_rank_place(config, {}) == RankPlace(
         3, 4, "a", 1
     )
     srun = {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "6", "MASTER_ADDR": "a"}
-    found = find_facts(RankConfig(data_group_size=3), srun)
+    found = find_rank_place(RankConfig(data_group_size=3), srun)
     assert found is not None and (found.rank, found.world_size) == (1, 6)
     with pytest.raises(
         UsageError, match="srun started 6 ranks, which --data-group-size 4"
     ):
-        find_facts(RankConfig(data_group_size=4), srun)
+        find_rank_place(RankConfig(data_group_size=4), srun)
     with pytest.raises(UsageError, match="--world-size is 4, but srun started 6"):
-        find_facts(RankConfig(pipeline_group_size=2, data_group_size=2), srun)
+        find_rank_place(RankConfig(pipeline_group_size=2, data_group_size=2), srun)
 
 
 def test_a_store_of_several_groups_and_its_lines() -> None:
@@ -209,10 +209,10 @@ def test_a_store_of_several_groups_and_its_lines() -> None:
         assert (one.get("a"), two.multi_get(["a", "b"])) == (b"x", [b"y", b"z"])
         assert not one.check(["b"]) and one.add("n", 1) == two.add("n", 1) == 1
         assert two.delete_key("b") and not two.check(["b"])
-        peer = two.become_line(7)
-        while 7 not in holder.lines:
+        peer = two.become_private_connection(7)
+        while 7 not in holder.private_connections:
             time.sleep(0.01)
-        with peer, holder.lines[7] as ours:
+        with peer, holder.private_connections[7] as ours:
             peer.sendall(b"rows")
             assert ours.recv(4) == b"rows"
             ours.sendall(b"records")
@@ -226,7 +226,7 @@ def test_rank_0_may_stop_reading_for_long() -> None:
     with socket.create_server(("127.0.0.1", 0)) as listener:
         sender = socket.create_connection(listener.getsockname())
         reader, _ = listener.accept()
-    end_when_silent(sender, 0.1, is_always_read=False)
+    set_silence_limit(sender, 0.1, is_always_read=False)
     data = bytes(16 << 20)
     found = bytearray()
 

@@ -22,7 +22,7 @@ import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.stopper import REPEAT_CTRL_C_S
-from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread
+from fminfer.pipeline.ranks import RankConfig, RankPlace, Spread
 from fminfer.runtime.launch import processes
 from fminfer.runtime.launch.role import ChildOptions, Role, Task, find_role
 from tests.conftest import more
@@ -343,7 +343,7 @@ def test_a_run_that_is_suspended_as_a_whole_goes_on(tmp_path: Path) -> None:
 
 
 def test_what_a_process_is_told_arrives_as_it_was() -> None:
-    facts = RankFacts(1, 2, "127.0.0.1", 7, parent=9, secret="s", prefix="pipeline 1/")
+    facts = RankPlace(1, 2, "127.0.0.1", 7, parent=9, secret="s", prefix="pipeline 1/")
     config = EngineConfig(
         "a model",
         cuda_ids=(1, 0),

@@ -127,12 +127,12 @@ def test_rank_0_hears_the_last_words_of_all(
     )
     assert first.find_peaks() == {}, "it has not looked yet"
     second.measure = lambda: MemoryPeak(7, gpu_bytes=2, gpu_reserved_bytes=3)
-    second.end()
+    second.beat_last()
     first.stop()
-    first.hear_last()
+    first.read_last_beats()
     assert first.find_peaks() == {1: MemoryPeak(7, gpu_bytes=2, gpu_reserved_bytes=3)}
-    first.leave()
-    first.hear_last()  # of a store that is gone, it says nothing new
+    first.disconnect()
+    first.read_last_beats()  # of a store that is gone, it says nothing new
     assert first.find_peaks()[1].host_bytes == 7
 
 

@@ -22,7 +22,7 @@ from pathlib import Path
 from fminfer.core.config import EngineConfig
 from fminfer.machine.liveness import every, wait_until
 from fminfer.machine.stopper import WARNINGS, Stopper
-from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.pipeline.ranks import RankPlace, Spread
 from fminfer.runtime.launch.role import ChildOptions, Role, Task
 
 COMMAND = [sys.executable, "-m", "fminfer", "serve-part"]
@@ -122,10 +122,10 @@ class Processes:
 
     def become_ranks(
         self, config: EngineConfig, spread: Spread, child_options: ChildOptions
-    ) -> RankFacts:
+    ) -> RankPlace:
         """Give each its rank; return rank 0's place, with a socket that is open already."""
         listener = socket.create_server((LOOPBACK, 0), backlog=1024)
-        facts = RankFacts(
+        facts = RankPlace(
             0,
             len(self.all) + 1,
             LOOPBACK,

@@ -17,7 +17,7 @@ from typing import Literal
 from typing_extensions import Self
 
 from fminfer.core.config import EngineConfig
-from fminfer.pipeline.ranks import RankConfig, RankFacts, Spread, find_facts
+from fminfer.pipeline.ranks import RankConfig, RankPlace, Spread, find_rank_place
 
 Kind = Literal["alone", "starter", "apart", "rank", "member"]
 
@@ -29,7 +29,7 @@ class Role:
     kind: Kind
     spread: Spread = field(default_factory=Spread)
     # its place among ranks that meet; None: it meets none
-    facts: RankFacts | None = None
+    facts: RankPlace | None = None
     link: int | None = None  # of a member: the descriptor of its connection to the run
 
     @property
@@ -50,7 +50,7 @@ class Role:
 
 def find_role(ranks: RankConfig, environ: Mapping[str, str]) -> Role:
     """Decide what a process of the command is."""
-    facts = find_facts(ranks, environ)
+    facts = find_rank_place(ranks, environ)
     groups = ranks.data_group_size
     shards = ranks.tensor_parallel_size
     num_stages = (
@@ -97,7 +97,7 @@ class Task:
         """Read such a line."""
         told = json.loads(line)
         role = told["role"]
-        facts = None if role["facts"] is None else RankFacts(**role["facts"])
+        facts = None if role["facts"] is None else RankPlace(**role["facts"])
         return cls(
             Role(role["kind"], Spread(**role["spread"]), facts, role["link"]),
             EngineConfig.from_fields(told["config"]),

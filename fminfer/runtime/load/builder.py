@@ -24,10 +24,10 @@ from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.fingerprint import digest_weight_files
 from fminfer.models.layer_source import OnProgress, open_weights
-from fminfer.pipeline.group import Group, agree
+from fminfer.pipeline.group import Group, check_agreement
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
-from fminfer.pipeline.wire import HiddenForm
+from fminfer.pipeline.wire import LinkSpec
 from fminfer.plan.run_plan import RunPlan, Streamed
 from fminfer.plan.shortage import no_cache
 from fminfer.plan.slowness import find_slowness
@@ -59,7 +59,7 @@ class LoadedPart:
     attention: AttentionKernel | None  # None: plain torch
     drawer: Drawer
     ranker: Ranker
-    form: HiddenForm
+    form: LinkSpec
     why_plain: str  # why a kernel that was to be used is not; "": all are
     threads: ThreadCount
     file_digests: dict[str, str]  # of its weight files, if others must have the same
@@ -95,7 +95,7 @@ def load_part(
     is_alone = group is None and num_engines == 1
     digests = {} if is_alone else digest_weight_files(checkpoint)
     if group is not None:
-        agree(group, "options", plan.shared)
+        check_agreement(group, "options", plan.shared)
         compare_weights(group, digests)
         if part.num_shards == 1:  # otherwise one thread alone calls NCCL, for sums
             hidden_group = connect_gpus(group, device)
@@ -137,7 +137,7 @@ def load_part(
         attention=attention,
         drawer=drawer,
         ranker=ranker,
-        form=HiddenForm(checkpoint.model.hidden_size, plan.dtype, device, hidden_group),
+        form=LinkSpec(checkpoint.model.hidden_size, plan.dtype, device, hidden_group),
         why_plain=registry.why_plain,
         threads=threads,
         file_digests=digests,

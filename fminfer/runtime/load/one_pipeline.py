@@ -27,7 +27,7 @@ from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.local import LocalPipeline, QueuedPipeline
 from fminfer.pipeline.ranks import ALONE, Spread
-from fminfer.pipeline.ring import RingPipeline, serve
+from fminfer.pipeline.ring import RingPipeline, serve_stage
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import RunPlan, name_of
@@ -178,8 +178,8 @@ class OnePipeline:
             return
         group.watch.stop()
         if self.stages.failure is None:
-            group.watch.hear_last()
-        group.leave(has_failed=self.stages.failure is not None)
+            group.watch.read_last_beats()
+        group.close(has_failed=self.stages.failure is not None)
 
 
 def _most_read(loaded: LoadedPart) -> int:
@@ -195,12 +195,14 @@ def serve_rank(group: Group, plan_run: Callable[[Group], RunPlan]) -> None:
     """Be a rank other than 0 until rank 0 says stop; what goes wrong ends the run."""
     try:
         loaded, stage, _ = build(plan_run(group), group, group.spread)
-        serve(stage, loaded.part, loaded.form, group.watch.end, _release_of(loaded))
+        serve_stage(
+            stage, loaded.part, loaded.form, group.watch.beat_last, _release_of(loaded)
+        )
         if loaded.network.stream is not None:
             loaded.network.stream.close()
     except Exception as error:
-        group.fail(error)
-    group.leave()
+        group.fail_rank(error)
+    group.close()
 
 
 def _build_pipeline(
@@ -210,7 +212,7 @@ def _build_pipeline(
         return LocalPipeline(stage.run, partial(use_device, loaded.device))
 
     def explain(text: str) -> FminferError:
-        return _error_of(group.explain(group.watch.report(Fault(text))))
+        return _error_of(group.explain_fault(group.watch.report_fault(Fault(text))))
 
     ring = RingPipeline(
         stage, loaded.part, loaded.form, explain, group.watch.stop, _release_of(loaded)
@@ -221,7 +223,7 @@ def _build_pipeline(
         ring.fail(_error_of(fault))
         time.sleep(END_S)
         # whoever was to hear of it waits for something else, such as stdin
-        group.die(fault)
+        group.end_rank(fault)
 
     group.watch.on_fault = fail
     return ring

@@ -17,9 +17,9 @@ from multiprocessing.connection import Connection
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import PipelineError, UsageError
 from fminfer.machine.liveness import wait_until
-from fminfer.pipeline.finding import end_when_silent
-from fminfer.pipeline.group import End, Meeting, agree
-from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.pipeline.finding import set_silence_limit
+from fminfer.pipeline.group import End, Meeting, check_agreement
+from fminfer.pipeline.ranks import RankPlace, Spread
 from fminfer.runtime.launch.processes import Processes
 from fminfer.runtime.launch.role import ChildOptions
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
@@ -31,14 +31,14 @@ class Apart(Meeting):
     """The meeting of all ranks, and this one's part."""
 
     def __init__(
-        self, facts: RankFacts, spread: Spread, prepare: Callable[[int], None], end: End
+        self, facts: RankPlace, spread: Spread, prepare: Callable[[int], None], end: End
     ) -> None:
         super().__init__(facts, spread, prepare, end)
         self._num_ranks = spread.num_ranks
         self._number, self._rank_in_pipeline = divmod(self.rank, self._num_ranks)
         self._is_over = False  # each pipeline goes its own way, or none is needed
         # Of this pipeline's own meeting, which is in the same store.
-        self._facts = RankFacts(
+        self._facts = RankPlace(
             self._rank_in_pipeline,
             self._num_ranks,
             self._store.host,
@@ -55,7 +55,7 @@ class Apart(Meeting):
 
     def find_place(self, fingerprint: dict[str, str]) -> None:
         """Find this pipeline's place on its machine, once all ranks have the same run."""
-        agree(self, "fingerprint", fingerprint)
+        check_agreement(self, "fingerprint", fingerprint)
         counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
         if len(set(counts.values())) > 1:
             told = ", ".join(
@@ -67,7 +67,7 @@ class Apart(Meeting):
                 f"pipeline r // {self._num_ranks})"
             )
         self.gather("agreed", True)
-        self._store.hide()
+        self._store.hide_address()
         index = sorted(counts).index(self._number)
         self.spread = replace(self.spread, num_engines=len(counts), engine_number=index)
 
@@ -78,7 +78,7 @@ class Apart(Meeting):
             yield
         except Exception as error:
             if not self._is_over:
-                self.warn(error)
+                self.announce_error(error)
             raise
         if not self._is_over:
             self._end_meeting(is_needed=False)
@@ -92,7 +92,7 @@ class Apart(Meeting):
         """
         is_needed = self._store.get("start") == b"1"
         self.watch.stop()
-        self._set("heard", True)
+        self._publish("heard", True)
         return is_needed
 
     def _end_meeting(self, *, is_needed: bool) -> None:
@@ -118,20 +118,20 @@ class Apart(Meeting):
             first.end(0)
             raise
 
-    def take_stage(self) -> tuple[RankFacts | None, int | None]:
+    def take_stage(self) -> tuple[RankPlace | None, int | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:
             return facts, None
-        peer = self._store.connect_again(self.spread.join_timeout_s).become_line(
-            self._number
-        )
-        end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=False)
+        peer = self._store.open_connection(
+            self.spread.join_timeout_s
+        ).become_private_connection(self._number)
+        set_silence_limit(peer, self.spread.rank_timeout_s, is_always_read=False)
         return facts, peer.detach()
 
     def _await_line(self, number: int) -> TeamPipeline:
         assert self._store.holder is not None
-        lines = self._store.holder.lines
+        lines = self._store.holder.private_connections
         timeout_s = self.spread.join_timeout_s
         if not wait_until(lambda: number in lines, timeout_s):
             raise PipelineError(
@@ -139,5 +139,5 @@ class Apart(Meeting):
                 f"not connect within {timeout_s:g} s (--join-timeout)"
             )
         peer = lines.pop(number)
-        end_when_silent(peer, self.spread.rank_timeout_s, is_always_read=True)
+        set_silence_limit(peer, self.spread.rank_timeout_s, is_always_read=True)
         return TeamPipeline(number, Connection(peer.detach()))

@@ -48,7 +48,7 @@ def serve_pipeline(
         os._exit(1)  # the run is gone, or the network to it
     except Exception as error:
         name = "" if isinstance(error, FminferError) else f"{type(error).__name__}: "
-        send(connection, Report(failure=Fault.of(error, name)))
+        send(connection, Report(failure=Fault.from_error(error, name)))
         raise
 
 

@@ -12,7 +12,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
 from fminfer.engine.engine_core import BEHIND_ALL, Delta, PipelineProperties
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.pipeline.ranks import RankFacts, Spread
+from fminfer.pipeline.ranks import RankPlace, Spread
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.launch.processes import Process
 from fminfer.runtime.launch.role import ChildOptions, Role, Task
@@ -158,7 +158,7 @@ def start_pipeline(
     process: Process,
     config: EngineConfig,
     child_options: ChildOptions,
-    facts: RankFacts | None = None,
+    facts: RankPlace | None = None,
 ) -> TeamPipeline:
     """Give a process its pipeline; it has a place on this machine, or among ranks apart."""
     process.give(
