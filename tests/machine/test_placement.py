@@ -381,7 +381,7 @@ def test_neighbours_connect_pair_after_pair(monkeypatch: pytest.MonkeyPatch) -> 
 def test_gloo_and_nccl_meet_on_one_interface(monkeypatch: pytest.MonkeyPatch) -> None:
     """NCCL was left to choose, and could take one on which the others are not reached."""
     monkeypatch.setattr(
-        "fminfer.pipeline.group.interfaces", lambda: {"ib0": "10.0.0.7"}
+        "fminfer.pipeline.group.list_interfaces", lambda: {"ib0": "10.0.0.7"}
     )
     for name in ("GLOO_SOCKET_IFNAME", "NCCL_SOCKET_IFNAME"):
         monkeypatch.setenv(name, "x")  # so that it is as it was afterwards
