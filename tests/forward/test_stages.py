@@ -190,9 +190,11 @@ def test_random_weights_are_the_same_in_parts(tmp_path: Path) -> None:
         )
         for part in (*make_parts([4]), *make_parts([3, 1]))
     )
-    assert parts[1].exit({})["head.weight"].equals(whole.entry()["embed.weight"])
-    (last,) = parts[1].layers()
-    for name, weight in [*whole.layers()][3].items():
+    assert (
+        parts[1].load_exit({})["head.weight"].equals(whole.load_entry()["embed.weight"])
+    )
+    (last,) = parts[1].load_layers()
+    for name, weight in [*whole.load_layers()][3].items():
         assert weight.equals(last[name])
 
 

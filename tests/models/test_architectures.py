@@ -284,8 +284,8 @@ def test_a_head_of_its_own_is_used_whatever_the_config_says(tmp_path: Path) -> N
     save("llama", tmp_path, lambda tensors: None, tie_word_embeddings=True)
     found = load(tmp_path)
     stored = load_file(tmp_path / "model.safetensors")
-    entry = found.entry()
-    head = found.exit(entry)["head.weight"]
+    entry = found.load_entry()
+    head = found.load_exit(entry)["head.weight"]
     assert torch.equal(head.plain, stored["lm_head.weight"])
     assert not head.equals(entry["embed.weight"])
 
@@ -296,8 +296,8 @@ def test_a_head_that_is_the_embedding_is_kept_once(tmp_path: Path) -> None:
     )
     save("llama", tmp_path, same, tie_word_embeddings=True)
     found = load(tmp_path)
-    entry = found.entry()
-    assert found.exit(entry)["head.weight"] is entry["embed.weight"]
+    entry = found.load_entry()
+    assert found.load_exit(entry)["head.weight"] is entry["embed.weight"]
 
 
 def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> None:

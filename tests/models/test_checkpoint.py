@@ -450,8 +450,8 @@ def test_progress_ends_at_the_whole(llama_checkpoint: Any) -> None:
         seed=1,
         on_progress=lambda done, total: seen.append((done, total)),
     )
-    found.exit(found.entry())
-    assert len([*found.layers()]) == 3
+    found.load_exit(found.load_entry())
+    assert len([*found.load_layers()]) == 3
     assert len(seen) > 10 and seen[-1][0] == seen[-1][1]
     assert seen == sorted(seen)
 
@@ -476,7 +476,7 @@ def test_random_weights_from_a_size_a_file_or_a_folder(tmp_path: Path) -> None:
         found = open_weights(
             checkpoint, part, holding=Holding(torch.float32), device=CPU, seed=seed
         )
-        drawn.append([*found.layers()][1]["qkv.weight"].plain)
+        drawn.append([*found.load_layers()][1]["qkv.weight"].plain)
     assert torch.equal(drawn[0], drawn[1]) and not torch.equal(drawn[0], drawn[2])
     assert float(drawn[0].std()) == pytest.approx(0.02, rel=0.1)
     assert open_random_checkpoint("bloom-560m").config.num_hidden_layers == 24

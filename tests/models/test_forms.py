@@ -211,7 +211,7 @@ def test_every_form_tells_its_type_and_size(
     }
     found = load(folder, make_parts([3])[0], dtype)
     assert all(
-        w.plain.dtype == dtype for layer in found.layers() for w in layer.values()
+        w.plain.dtype == dtype for layer in found.load_layers() for w in layer.values()
     )
 
 

@@ -221,8 +221,8 @@ def test_layers_may_be_asked_for_again_and_in_any_order(tmp_path: Path) -> None:
         again = source.load_layer(number)
         assert again.keys() == kept[number].keys()
         assert all(weight.equals(kept[number][name]) for name, weight in again.items())
-        mine = drawn.layer(number)
-        other = drawn.layer(number)
+        mine = drawn.load_layer(number)
+        other = drawn.load_layer(number)
         assert all(weight.equals(other[name]) for name, weight in mine.items())
     assert all(weight.equals(kept[0][name]) for name, weight in first.items())
     assert [len(each) for each in later] == [len(each) for each in kept[1:]]
