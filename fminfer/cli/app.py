@@ -266,7 +266,7 @@ def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) ->
     # Mistakes in the plan are printed before anything is started or loaded.
     # Those of a rank are sent to all ranks.
     plan = job.plan() if role.kind != "apart" else None
-    refuse_other_models(config, plan.inputs if plan else [])
+    check_no_other_model(config, plan.inputs if plan else [])
     make_context = partial(RunContext, job=job, plan=plan)
     with starting_process(
         make_context, config, role, ending, is_quiet=job.is_quiet

@@ -94,7 +94,7 @@ def _time_batches(
     click.echo(json.dumps(result.to_dict()))
     if bench_options.plot is not None:
         picture = draw_bench(result.title, result.y_name, result.curves, result.ranks)
-        replace_own(bench_options.plot, PICTURE, "--plot", picture.encode())
+        replace_own_file(bench_options.plot, PICTURE, "--plot", picture.encode())
     return result.is_timed
 
 

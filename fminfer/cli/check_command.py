@@ -67,7 +67,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     config = pop_options(EngineConfig, options)
     print_notices(is_quiet=check_options.is_json)
     inputs = _find_inputs(paths, is_quiet=check_options.is_json)
-    refuse_other_models(config, inputs)
+    check_no_other_model(config, inputs)
 
     sys.exit(_print_report(config, plan_options, check_options, inputs))
 
@@ -75,7 +75,7 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
 def _find_inputs(paths: Sequence[Location], *, is_quiet: bool) -> list[Path]:
     """Return the input files, fetched from URLs; print what is left out."""
     remote = RemoteFolders(default_work_dir(), is_quiet=is_quiet)
-    inputs = find_inputs([file for path in paths for file in remote.fetch(path)])
+    inputs = find_inputs([file for path in paths for file in remote.fetch_inputs(path)])
     folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
     for text in describe_left_out(folders, has_lost=True):
         click.echo(f"Left out: {text}.", err=True)

@@ -45,7 +45,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
         path.resolve() for output in reported for path in output.files
     }:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
-    require_own(out, PAGE, "--out")
+    require_own_file(out, PAGE, "--out")
     written = write_report(reported, out)
     num_outputs = with_noun(len(reported), "output")
     click.echo(

@@ -81,7 +81,7 @@ def _submit_jobs(
     paths = tuple(Path(os.path.abspath(path)) for path in submit_options.infer_data)
     outputs = _plan_outputs(paths, flags["output"])
     check_shared_files(submit_options.mode, flags, len(outputs))
-    refuse_other_models(ModelOptions(flags["model"], flags["random_init"]), outputs)
+    check_no_other_model(ModelOptions(flags["model"], flags["random_init"]), outputs)
     values, more_flags = make_job_values(scheduler, submit_options, flags)
 
     is_dry = submit_options.dry_run  # its commands are shown alone
@@ -124,7 +124,7 @@ def _plan_outputs(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
         [path for path in paths if path.is_dir()], has_lost=True
     ):
         _print_note(f"Left out: {text}.")
-    return dict(zip(inputs, plan_outputs(inputs, output), strict=True))
+    return dict(zip(inputs, require_output_paths(inputs, output), strict=True))
 
 
 def _choose_job_name(name: str | None, flags: dict[str, Any]) -> str:

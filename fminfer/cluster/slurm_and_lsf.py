@@ -149,7 +149,7 @@ def _parse_lsf_task(name: str) -> QueuedTask:
 
 def _submit_job(command: list[str], job: Job) -> str:
     """Submit a job, once its folder and its list of files exist; return the command's output."""
-    with told(job.job_dir):
+    with raising_disk_errors(job.job_dir):
         # without it there would be no logs
         job.job_dir.mkdir(parents=True, exist_ok=True)
         if job.list_path is not None:

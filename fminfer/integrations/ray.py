@@ -236,7 +236,7 @@ def _make_line(
 
 def _make_whole_line(raw: bytes, number: int, num_equal: int, damage: str = "") -> Line:
     """Return a line, cut if it is longer than a line of a file may be."""
-    line = cut_if_long(raw)
+    line = cut_long_value(raw)
     if isinstance(line, CutValue):
         return Line(
             source=0,

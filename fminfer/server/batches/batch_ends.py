@@ -55,7 +55,7 @@ def publish_finished(output: Path, source: Path | None, total: int) -> Progress:
     with closing(_open_journal(output)) as journal:
         if source is not None:
             total = _append_expired_errors(journal, source)
-        put_in_order(journal)
+        write_ordered_output(journal)
         return _progress_of(journal, total)
 
 
@@ -144,7 +144,7 @@ def trouble_of(error: Exception) -> Trouble:
     if isinstance(error, ChangedError):
         return Trouble(MODEL_CHANGED, str(error))
     if isinstance(cause, OSError):
-        fault = find_fault(cause)
+        fault = find_disk_fault(cause)
         return Trouble(fault, f"{DISK_FAULTS[fault]}. {LATER}")
     for kind, trouble in ERROR_TROUBLES.items():
         if isinstance(error, kind):

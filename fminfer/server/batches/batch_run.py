@@ -147,7 +147,7 @@ class BatchRun:
         check_fingerprint(self.batch, self._output, terms.fingerprint)
         # The folder is locked, so no claim holds, whatever it says. One may be this
         # server's own, left by trouble of the disk. A copied folder has those of another server.
-        drop_claims(self._output)
+        remove_all_claims(self._output)
         file = JournaledInput(self._require_input(), 0, self._output, terms)
         try:
             file.begin()

@@ -156,4 +156,4 @@ def state_write_error(path: Path, error: OSError) -> OutputError:
     )
 
 
-writing_state = partial(told, explain=state_write_error)
+writing_state = partial(raising_disk_errors, make_error=state_write_error)
