@@ -5,6 +5,7 @@ from __future__ import annotations
 import statistics
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
@@ -14,6 +15,7 @@ import torch
 from benchmarks.gpu import results
 from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.values.step import Step, make_draws
 from fminfer.forward.decode_graphs import find_graphs
 from fminfer.forward.stage import Stage
@@ -25,17 +27,17 @@ TURNS = {"cuda": 20, "cpu": 2}
 
 def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
     """Return a stage with a KV cache of random numbers."""
-    stage = Stage(
-        part.network,
-        kv_dtype=part.plan.kv_dtype,
-        device=part.device,
+    attention = part.kernels.attention
+    graphs = find_graphs("require", part.network, attention, rows, part.device)
+    cache = KvCache(
+        [layer.attention for layer in part.network.own],
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
-        kernel=part.attention,
-        ranker=part.ranker,
-        drawer=part.drawer,
-        graphs=find_graphs("require", part.network, part.attention, rows, part.device),
+        dtype=part.plan.kv_dtype,
+        device=part.device,
+        kernel=attention,
     )
+    stage = Stage(part.network, cache, replace(part.kernels, graphs=graphs))
     for keys, values in stage.cache.layers:
         keys.normal_()
         values.normal_()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 import time
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 
 import numpy as np
@@ -108,60 +108,58 @@ def _new_event() -> Event:
 MAX_LOGITS = {"cpu": 6 << 20, "cuda": 64 << 20}  # 24 and 256 MB in float32
 
 
+@dataclass(slots=True, frozen=True)
+class StageKernels:
+    """What a stage computes with, beside its layers; by default it is plain torch."""
+
+    attention: AttentionKernel | None = None
+    ranker: Ranker = rank_logits
+    drawer: Drawer = draw_tokens
+    # makes what replays decode steps; None: each is launched kernel by kernel
+    graphs: GraphsOf | None = None
+    threads: ThreadCount | None = None  # None: as many as torch has
+
+
+PLAIN = StageKernels()
+
+
 class Stage:
     """A model, or the layers of one stage, over a paged KV cache.
 
     Args:
-        kernel: the compiled attention kernel; None: plain tensor operations.
-        graphs: makes what replays decode steps; None: each is launched kernel by kernel.
         tokens: whose logits the head gives; None: the whole vocabulary.
     """
 
     def __init__(
         self,
         network: Transformer,
-        *,
-        kv_dtype: torch.dtype,
-        device: torch.device,
-        num_blocks: int,
-        block_size: int,
-        kernel: AttentionKernel | None = None,
-        ranker: Ranker = rank_logits,
-        drawer: Drawer = draw_tokens,
-        threads: ThreadCount | None = None,
-        graphs: GraphsOf | None = None,
+        cache: KvCache,
+        kernels: StageKernels = PLAIN,
         tokens: TokenSpan | None = None,
     ) -> None:
-        self._threads = threads
-        self._device = device
+        self._threads = kernels.threads
+        self._device = cache.device
         self._network = network
         self._head = network.head
-        self.has_kernel = kernel is not None  # attention is compiled
+        self.has_kernel = kernels.attention is not None  # attention is compiled
         tokens = tokens or TokenSpan(network.model.vocab_size)
-        self._tokens = replace(tokens, ranker=ranker, drawer=drawer)
-        self.clock = StepClock(device, network.stream)
+        self._tokens = replace(tokens, ranker=kernels.ranker, drawer=kernels.drawer)
+        self.clock = StepClock(cache.device, network.stream)
         self._set_limits()
-        self.cache = KvCache(
-            [how.attention for how in network.own],
-            num_blocks=num_blocks,
-            block_size=block_size,
-            dtype=kv_dtype,
-            device=device,
-            kernel=kernel,
-        )
+        self.cache = cache
         # of one layer, which holds the prompts of a step
         self._whole: KvCache | None = None
         if network.encoder is not None and network.encoder.own:
             self._whole = KvCache(
                 [network.encoder.own[0].attention],
                 num_blocks=0,
-                block_size=block_size,
+                block_size=cache.block_size,
                 dtype=network.dtype,
-                device=device,
-                kernel=kernel,
+                device=cache.device,
+                kernel=kernels.attention,
             )
         self._tables = BlockTables()
-        self.graphs = None if graphs is None else graphs(self.cache)
+        self.graphs = None if kernels.graphs is None else kernels.graphs(cache)
 
     def warm_up(self) -> None:
         """Compute a prompt and a token, so that a GPU's kernels are compiled before the

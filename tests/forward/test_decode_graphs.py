@@ -22,6 +22,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import fminfer
 from fminfer.compute.attention import triton_attention
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.attention.paged_attention import attend_chunk
 from fminfer.compute.attention.scoring import AttentionCall
 from fminfer.compute.attention.triton_attention import TritonAttention
@@ -45,7 +46,7 @@ from fminfer.forward.decode_graphs import (
 )
 from fminfer.forward.layer_step import Bodies, LayerStep
 from fminfer.forward.registry import Registry
-from fminfer.forward.stage import Stage
+from fminfer.forward.stage import Stage, StageKernels
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_model, open_random_checkpoint
 from fminfer.models.formats import Holding
@@ -142,14 +143,19 @@ def make_network(
 
 def make_stage(network: Transformer, kernel: TritonAttention, **how: Any) -> Stage:
     how = {"max_rows": MAX_ROWS, "capture": Recorder, "explain": raised} | how
-    return Stage(
-        network,
-        kv_dtype=torch.float32,
-        device=CPU,
+    graphs = partial(DecodeGraphs, network, kernel=kernel, **how)
+    kernels = StageKernels(kernel, graphs=graphs)
+    return Stage(network, make_cache(network, kernel), kernels)
+
+
+def make_cache(network: Transformer, kernel: TritonAttention | None) -> KvCache:
+    return KvCache(
+        [layer.attention for layer in network.own],
         num_blocks=BLOCKS,
         block_size=BLOCK,
+        dtype=torch.float32,
+        device=CPU,
         kernel=kernel,
-        graphs=partial(DecodeGraphs, network, kernel=kernel, **how),
     )
 
 
@@ -541,9 +547,7 @@ def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
     network, _ = make_network(family, tmp_path)
     if not can_capture(network.own):
         return
-    stage = Stage(
-        network, kv_dtype=torch.float32, device=CPU, num_blocks=BLOCKS, block_size=BLOCK
-    )
+    stage = Stage(network, make_cache(network, None))
     stage.cache._kv.zero_()
     attend = stage.cache.make_attention(
         Rows.from_tables((6, 1, [2, 1]), (0, 1, [3]), (1, 1, [4]))

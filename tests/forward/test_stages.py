@@ -11,10 +11,12 @@ import torch
 import transformers
 
 import fminfer
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.values.step import Step, StepResult, StepTrace
 from fminfer.core.partition import Part, make_parts, split_layers
 from fminfer.forward.stage import Stage
+from fminfer.forward.transformer import Transformer
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
@@ -42,20 +44,23 @@ OPTIONS: dict[str, Any] = {
 }
 
 
+def make_stage(network: Transformer) -> Stage:
+    cache = KvCache(
+        [layer.attention for layer in network.own],
+        num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
+        block_size=OPTIONS["block_size"],
+        dtype=torch.float32,
+        device=CPU,
+        kernel=None,
+    )
+    return Stage(network, cache)
+
+
 class Chain:
     """The stages one after the other, in the place of one that has all layers."""
 
     def __init__(self, folder: Path, parts: list[Part]) -> None:
-        self.stages = [
-            Stage(
-                load_network(folder, part),
-                kv_dtype=torch.float32,
-                device=CPU,
-                num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
-                block_size=OPTIONS["block_size"],
-            )
-            for part in parts
-        ]
+        self.stages = [make_stage(load_network(folder, part)) for part in parts]
 
     def run(self, step: Step) -> StepResult:
         hidden = None

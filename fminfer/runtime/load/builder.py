@@ -7,23 +7,23 @@ from dataclasses import dataclass, replace
 from functools import partial
 
 import torch
+from torch.distributed import ProcessGroup
 
-from fminfer.compute.attention.paged_attention import AttentionKernel
-from fminfer.compute.sampling.sampler import Drawer, Ranker
+from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.partition import Part
 from fminfer.forward.decode_graphs import find_graphs
 from fminfer.forward.layer_step import Bodies
 from fminfer.forward.layer_stream import StreamKind
 from fminfer.forward.registry import open_registry
-from fminfer.forward.stage import Stage
+from fminfer.forward.stage import Stage, StageKernels
 from fminfer.forward.transformer import Transformer
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.machine.device import free_bytes, measure_peak, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.fingerprint import digest_weight_files
-from fminfer.models.layer_source import OnProgress, open_weights
+from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.pipeline.group import Group, check_agreement
 from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
@@ -56,12 +56,9 @@ class LoadedPart:
 
     plan: RunPlan
     network: Transformer
-    attention: AttentionKernel | None  # None: plain torch
-    drawer: Drawer
-    ranker: Ranker
+    kernels: StageKernels
     form: LinkSpec
     why_plain: str  # why a kernel that was to be used is not; "": all are
-    threads: ThreadCount
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
@@ -81,51 +78,32 @@ def load_part(
 ) -> LoadedPart:
     """Load this rank's layers; without a group this process alone runs the model."""
     config = plan.config
-    checkpoint = plan.checkpoint
-    device = plan.device
     part = plan.own.part
     share = plan.own.share
-    use_device(device)
-    hidden_group = None
-    num_engines = plan.machine.num_engines
-    num_processes = (1 if group is None else group.local_size) * num_engines
-    threads = ThreadCount(
-        config.threads, torch.get_num_threads(), num_processes, torch.set_num_threads
-    )
-    is_alone = group is None and num_engines == 1
-    digests = {} if is_alone else digest_weight_files(checkpoint)
-    if group is not None:
-        check_agreement(group, "options", plan.shared)
-        compare_weights(group, digests)
-        if part.num_shards == 1:  # otherwise one thread alone calls NCCL, for sums
-            hidden_group = connect_gpus(group, device)
-    registry = open_registry(config.kernels, plan.dtype, device)
+    use_device(plan.device)
+    threads = _count_threads(plan, group)
+    digests, hidden_group = _compare_ranks(plan, group)
+
+    registry = open_registry(config.kernels, plan.dtype, plan.device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
         plan = replace_plan(plan)
-    shards = (
-        None if group is None else connect_shards(group, part, device, registry.library)
+    shards = None
+    if group is not None:
+        shards = connect_shards(group, part, plan.device, registry.library)
+
+    model = plan.checkpoint.model if share is None else share.model
+    attentions = [layer.attention for layer in model.layers]
+    kernels = StageKernels(
+        attention=registry.attention(attentions, config.block_size, plan.kv_dtype),
+        drawer=registry.drawer(),
+        ranker=registry.ranker(),
+        threads=threads,
     )
-    source = open_weights(
-        checkpoint,
-        part,
-        holding=plan.holding,
-        device=device,
-        seed=config.seed,
-        share=share,
-        on_progress=on_progress,
-        streamed=() if plan.own.streamed is None else plan.own.streamed.numbers,
-        keeps_parts=plan.packed_by == "kernels",
-    )
-    model = checkpoint.model if share is None else share.model
-    hows = [layer.attention for layer in model.layers]
-    attention = registry.attention(hows, config.block_size, plan.kv_dtype)
-    drawer = registry.drawer()
-    ranker = registry.ranker()
     network = Transformer(
         model,
-        source,
+        _open_source(plan, on_progress),
         # a trial has 4 positions
-        bodies=Bodies(registry, max(4, checkpoint.context_length)),
+        bodies=Bodies(registry, max(4, plan.checkpoint.context_length)),
         join=WholeLayers(registry).join,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
@@ -134,13 +112,59 @@ def load_part(
     return LoadedPart(
         plan=plan,
         network=network,
-        attention=attention,
-        drawer=drawer,
-        ranker=ranker,
-        form=LinkSpec(checkpoint.model.hidden_size, plan.dtype, device, hidden_group),
+        kernels=kernels,
+        form=LinkSpec(
+            plan.checkpoint.model.hidden_size, plan.dtype, plan.device, hidden_group
+        ),
         why_plain=registry.why_plain,
-        threads=threads,
         file_digests=digests,
+    )
+
+
+def _count_threads(plan: RunPlan, group: Group | None) -> ThreadCount:
+    """Return how many threads this process has, which shares its machine with others."""
+    num_ranks = 1 if group is None else group.local_size
+    return ThreadCount(
+        plan.config.threads,
+        torch.get_num_threads(),
+        num_ranks * plan.machine.num_engines,
+        torch.set_num_threads,
+    )
+
+
+def _compare_ranks(
+    plan: RunPlan, group: Group | None
+) -> tuple[dict[str, str], ProcessGroup | None]:
+    """Check that all ranks have the same options and weights.
+
+    Returns:
+        digests of the weights' files, if others must have the same; and NCCL's group, if
+        hidden states travel by it.
+    """
+    is_alone = group is None and plan.machine.num_engines == 1
+    digests = {} if is_alone else digest_weight_files(plan.checkpoint)
+    if group is None:
+        return digests, None
+    check_agreement(group, "options", plan.shared)
+    compare_weights(group, digests)
+    if plan.own.part.num_shards > 1:  # one thread alone calls NCCL, for sums
+        return digests, None
+    return digests, connect_gpus(group, plan.device)
+
+
+def _open_source(plan: RunPlan, on_progress: OnProgress) -> LayerSource:
+    """Return where this rank's weights come from."""
+    streamed = plan.own.streamed
+    return open_weights(
+        plan.checkpoint,
+        plan.own.part,
+        holding=plan.holding,
+        device=plan.device,
+        seed=plan.config.seed,
+        share=plan.own.share,
+        on_progress=on_progress,
+        streamed=() if streamed is None else streamed.numbers,
+        keeps_parts=plan.packed_by == "kernels",
     )
 
 
@@ -190,23 +214,19 @@ def make_stage(loaded: LoadedPart) -> Stage:
         graphs = find_graphs(
             plan.config.kernels,
             network,
-            loaded.attention,
+            loaded.kernels.attention,
             plan.sizes.max_decode_rows,
             loaded.device,
         )
-    return Stage(
-        network,
-        kv_dtype=plan.kv_dtype,
-        device=loaded.device,
+    cache = KvCache(
+        [layer.attention for layer in network.own],
         num_blocks=plan.num_kv_tokens // plan.config.block_size,
         block_size=plan.config.block_size,
-        kernel=loaded.attention,
-        ranker=loaded.ranker,
-        drawer=loaded.drawer,
-        threads=loaded.threads,
-        graphs=graphs,
-        tokens=tokens,
+        dtype=plan.kv_dtype,
+        device=loaded.device,
+        kernel=loaded.kernels.attention,
     )
+    return Stage(network, cache, replace(loaded.kernels, graphs=graphs), tokens)
 
 
 def build(
