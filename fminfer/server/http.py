@@ -41,7 +41,7 @@ from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings
 
 LEAVE_S = 2.0  # for the last bytes, once the grace is over
-REPORT_S = 10  # between lines that say what goes on
+REPORT_S = 10  # between log lines of what goes on
 # collections between two of the oldest objects, which may be a large request
 OLD_ROUNDS = 100
 SWITCH_S = 0.0005  # between threads of Python
@@ -50,16 +50,16 @@ SWITCH_S = 0.0005  # between threads of Python
 def serve_process(run: ProcessContext, settings: ServerSettings) -> None:
     """Serve until told to stop, or do another rank's part of it."""
     opening = Opening(run.config, run.role.spread)
-    lead_or_join(run, opening, partial(_serve, run, settings))
+    lead_or_join(run, opening, partial(_serve_engine, run, settings))
 
 
-def _serve(
+def _serve_engine(
     run: ProcessContext,
     settings: ServerSettings,
     plan: RunPlan,
     compute: Compute,
 ) -> None:
-    """Make the engine, and let it answer over HTTP; only the first process does so."""
+    """Start the engine, and answer over HTTP; only the first process does so."""
     raise_file_limit()
     # Both before a model is loaded for nothing.
     address = open_socket(settings)
@@ -69,14 +69,8 @@ def _serve(
     engine = start_engine(run, plan, compute)
     try:
         if not run.is_quiet:
-            types = describe_dtypes(engine.facts.dtype, engine.facts.weight_dtype)
-            ranks = f"{engine.facts.num_ranks} ranks of " * (engine.facts.num_ranks > 1)
-            threads = with_noun(engine.facts.num_threads, "thread")
-            place = f"{types} on {engine.device}, {ranks}{threads}"
-            kernels = "compiled kernels" if engine.facts.has_kernel else "plain torch"
-            click.echo(
-                f"Ready after {run.elapsed_s():.1f} s: {place}, {kernels}.", err=True
-            )
+            text = _describe_engine(engine)
+            click.echo(f"Ready after {run.elapsed_s():.1f} s: {text}.", err=True)
         engine.runs.cache = _open_cache(run, settings, plan)
         # Requests are prepared in threads. With Python's 5 ms, each step would wait so long.
         sys.setswitchinterval(SWITCH_S)
@@ -87,6 +81,16 @@ def _serve(
         if engine.runs.cache is not None:
             engine.runs.cache.close()
         engine.close()
+
+
+def _describe_engine(engine: Engine) -> str:
+    facts = engine.facts
+    types = describe_dtypes(facts.dtype, facts.weight_dtype)
+    processes = with_noun(facts.num_threads, "thread")
+    if facts.num_ranks > 1:
+        processes = f"{facts.num_ranks} ranks of {processes}"
+    kernels = "compiled kernels" if facts.has_kernel else "plain torch"
+    return f"{types} on {engine.device}, {processes}, {kernels}"
 
 
 def _open_cache(
@@ -106,7 +110,7 @@ def _open_cache(
 def _open_state(
     run: ProcessContext, settings: ServerSettings, plan: RunPlan
 ) -> ServerState | None:
-    """Take the state folder, if there is to be one."""
+    """Open the state folder, if there is to be one."""
     path = settings.state
     if path is None:
         return None
@@ -154,8 +158,10 @@ def run_http(
         )
         raise stopper.reason
     if stopper.reason is None:
-        why = thread.fault or "it gave no reason"
-        raise FminferError(f"the HTTP server ended by itself: {why}") from thread.fault
+        reason = thread.fault or "it gave no reason"
+        raise FminferError(
+            f"the HTTP server ended by itself: {reason}"
+        ) from thread.fault
     if not settings.is_quiet:
         click.echo("Ended; every open request has its answer.", err=True)
 
@@ -211,19 +217,21 @@ class HttpThread(threading.Thread):
             self.batches.work.start()
 
     def drain(self, grace_s: float) -> None:
-        """Take no more requests; those that are open have so long. A signal handler may
-        call it."""
-        self.loop.call_soon_threadsafe(self._drain, grace_s)
+        """Refuse further requests, and give open ones the grace.
+
+        A signal handler may call it.
+        """
+        self.loop.call_soon_threadsafe(self._begin_drain, grace_s)
 
     def end(self) -> None:
         """Wait until all has been sent, or for a while."""
         with suppress(RuntimeError):  # its loop is closed
-            self.loop.call_soon_threadsafe(self._drain, 0.0)
+            self.loop.call_soon_threadsafe(self._begin_drain, 0.0)
         self.join(LEAVE_S + 1)
         if self.batches is not None:
             self.batches.close()
 
-    def _drain(self, grace_s: float) -> None:
+    def _begin_drain(self, grace_s: float) -> None:
         dispatcher = self.service.dispatcher
         closing = shutting_down_error()
         dispatcher.close(closing)
@@ -231,12 +239,12 @@ class HttpThread(threading.Thread):
             self.batches.work.drain()
         loop = asyncio.get_running_loop()
         loop.call_later(grace_s, dispatcher.fail_open_requests, closing)
-        loop.call_later(grace_s + LEAVE_S, self._hang_up)
+        loop.call_later(grace_s + LEAVE_S, self._close_connections)
         most_s = grace_s + LEAVE_S + 0.5  # for what goes on without a connection
         self._server.config.timeout_graceful_shutdown = most_s  # type: ignore[assignment]
         self._server.should_exit = True
 
-    def _hang_up(self) -> None:
+    def _close_connections(self) -> None:
         """Close what is still open: of clients that do not read, or have not sent all."""
         for connection in [*self._server.server_state.connections]:
             connection.transport.abort()
@@ -244,17 +252,19 @@ class HttpThread(threading.Thread):
     def run(self) -> None:
         """Answer until told to end."""
         try:
-            asyncio.run(self._serve())
+            asyncio.run(self._serve_http())
         except BaseException as error:
             self.fault = error
         finally:
             self.service.dispatcher.end()
             self._is_ready.set()
 
-    async def _serve(self) -> None:
+    async def _serve_http(self) -> None:
         self.loop = asyncio.get_running_loop()
-        self.service.dispatcher.start(self.loop, on_failure=lambda: self._drain(0.0))
-        looking = asyncio.create_task(self._look())
+        self.service.dispatcher.start(
+            self.loop, on_failure=lambda: self._begin_drain(0.0)
+        )
+        reporting = asyncio.create_task(self._report_throughput())
         serving = asyncio.create_task(self._server.serve(sockets=[self._address]))
         while not (self._server.started or serving.done()):
             await asyncio.sleep(0.005)
@@ -262,13 +272,13 @@ class HttpThread(threading.Thread):
             self._address.listen(MOST_CONNECTIONS)  # may wait until they are accepted
             self._is_ready.set()
         await serving
-        looking.cancel()
+        reporting.cancel()
 
-    async def _look(self) -> None:
-        """Count tokens each second; now and then say what goes on."""
+    async def _report_throughput(self) -> None:
+        """Count tokens each second; now and then log what goes on."""
         throughput = self.service.throughput
         dispatcher = self.service.dispatcher
-        num_told = 0
+        num_logged = 0  # tokens
         while True:
             for _ in range(REPORT_S):
                 await asyncio.sleep(1)
@@ -276,7 +286,7 @@ class HttpThread(threading.Thread):
                 if not dispatcher.num_open:
                     await asyncio.to_thread(trim_host)  # what large requests have left
             num_tokens = throughput.num_tokens
-            if num_tokens != num_told:
+            if num_tokens != num_logged:
                 state = self.service.engine.state
                 rates = throughput.rates
                 self.service.log.write(
@@ -285,4 +295,4 @@ class HttpThread(threading.Thread):
                     f"{state.kv_usage:.0%} full; {rates.prompt_tokens:,.0f} prompt tokens/s, "
                     f"{rates.generation_tokens:,.0f} new tokens/s",
                 )
-            num_told = num_tokens
+            num_logged = num_tokens
