@@ -63,8 +63,8 @@ def compute_fingerprint(
     fingerprint = {
         "fminfer's version": __version__,
         DRAWING: "Gumbel-max",
-        "the model": _model_digest(config.seed, checkpoint),
-        "the tokenizer": _tokenizer_digest(checkpoint),
+        "the model": _digest_config_and_weights(config.seed, checkpoint),
+        "the tokenizer": _digest_tokenizer(checkpoint),
         "the dtype": str(dtype).removeprefix("torch."),
         "--model-name": named,  # its last part stands in records
     }
@@ -109,13 +109,13 @@ def config_text(checkpoint: Checkpoint) -> str:
     return json.dumps(fields, sort_keys=True, default=str)
 
 
-def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
+def _digest_config_and_weights(seed: int, checkpoint: Checkpoint) -> str:
     digest = hashlib.blake2b(config_text(checkpoint).encode(), digest_size=8)
     if checkpoint.folder is None:
         digest.update(b"random %d" % seed)
     else:
-        for file in _weight_files(checkpoint).values():
-            _add_weight_file(digest, file, checkpoint.headers)
+        for file in _find_weight_files(checkpoint).values():
+            _digest_weight_file(digest, file, checkpoint.headers)
         for file in list_sentence_files(checkpoint.folder):
             digest.update(f"\n{file.name}\n".encode() + file.read_bytes())
     return digest.hexdigest()
@@ -123,20 +123,21 @@ def _model_digest(seed: int, checkpoint: Checkpoint) -> str:
 
 def digest_model(seed: int, checkpoint: Checkpoint) -> str:
     """Return a digest of all that a model's folder holds, and of the version that reads it."""
-    return f"{_model_digest(seed, checkpoint)} {_tokenizer_digest(checkpoint)} {__version__}"
+    model = _digest_config_and_weights(seed, checkpoint)
+    return f"{model} {_digest_tokenizer(checkpoint)} {__version__}"
 
 
 def digest_weight_files(checkpoint: Checkpoint) -> dict[str, str]:
     """Return a digest of each weight file, by its name, of some of each tensor."""
     digests = {}
-    for name, file in _weight_files(checkpoint).items():
+    for name, file in _find_weight_files(checkpoint).items():
         digest = hashlib.blake2b(digest_size=8)
-        _add_weight_file(digest, file, checkpoint.headers)
+        _digest_weight_file(digest, file, checkpoint.headers)
         digests[name] = digest.hexdigest()
     return digests
 
 
-def _weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
+def _find_weight_files(checkpoint: Checkpoint) -> dict[str, Path]:
     folders = checkpoint.dense_folders
     if checkpoint.folder is not None:
         folders = {"": checkpoint.folder} | folders
@@ -154,7 +155,7 @@ def name_different_files(mine: dict[str, str], theirs: dict[str, str]) -> str:
     )
 
 
-def _add_weight_file(
+def _digest_weight_file(
     digest: hashlib.blake2b, file: Path, headers: WeightHeaders
 ) -> None:
     stored, _ = headers.read(file)
@@ -170,7 +171,7 @@ def _add_weight_file(
                 digest.update(tensors.read(min(PIECE_BYTES, last - start)))
 
 
-def _tokenizer_digest(checkpoint: Checkpoint) -> str:
+def _digest_tokenizer(checkpoint: Checkpoint) -> str:
     """Return a digest of the tokenizer's files, and of what says which tokens end a text."""
     digest = hashlib.blake2b(digest_size=8)
     folder = checkpoint.tokenizer_folder

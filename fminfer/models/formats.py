@@ -99,7 +99,7 @@ class Holding:
             None,
         )
         row_formats = [
-            (self._row_format(stored_format, quantized_format), num)
+            (self._choose_row_format(stored_format, quantized_format), num)
             for stored_format, num in stored
         ]
         if len({row_format for row_format, _ in row_formats}) == 1:
@@ -114,7 +114,7 @@ class Holding:
             else quantized_format or Dense(self.dtype)
         )
 
-    def _row_format(self, stored: Format, quantized: Format | None) -> Format:
+    def _choose_row_format(self, stored: Format, quantized: Format | None) -> Format:
         """Return the format of rows. Those that are quantized already stay so."""
         if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
             return stored

@@ -62,17 +62,17 @@ class LayerSource:
         self.is_last = part.is_last
         model = checkpoint.model
 
-        def group(specs: Collection[str], top: str = "") -> Origins:
+        def origins_of(specs: Collection[str], top: str = "") -> Origins:
             return {
                 name: origins[top + name] for name in specs if top + name in origins
             }
 
         self._layers = {
-            n: group(layer_specs(model.layers[n], model.hidden_size), f"{n}.")
+            n: origins_of(layer_specs(model.layers[n], model.hidden_size), f"{n}.")
             for n in part.layer_numbers
         }
-        self._entry = group(entry_specs(model) if part.is_first else {})
-        self._exit = group(exit_specs(model) if part.is_last else {})
+        self._entry = origins_of(entry_specs(model) if part.is_first else {})
+        self._exit = origins_of(exit_specs(model) if part.is_last else {})
         self._embed = {"embed.weight": origins["embed.weight"]}
         has_head = part.is_last and not model.is_pooled
         self._shares_embed = has_head and "head.weight" not in origins

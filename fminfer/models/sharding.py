@@ -86,18 +86,18 @@ def shard_model(
         UsageError: it cannot be cut into so many parts. The message says how many are possible.
     """
     try:
-        return _shard_model(model, shard, count, blocks)
+        return _make_shard(model, shard, count, blocks)
     except UsageError as error:
         suggestion = "nor among fewer"
         for fewer in range(count - 1, 1, -1):
             with suppress(UsageError):
-                _shard_model(model, 0, fewer, blocks)
+                _make_shard(model, 0, fewer, blocks)
                 suggestion = f"but among {fewer}"
                 break
         raise UsageError(f"{error}, {suggestion}; {MORE_RANKS}") from None
 
 
-def _shard_model(
+def _make_shard(
     model: Model, shard: int, count: int, blocks: Mapping[str, int]
 ) -> ModelShard:
     tokens = split_evenly(model.vocab_size, count, TOKENS_UNIT)
@@ -105,18 +105,18 @@ def _shard_model(
         tokens, count, f"a vocabulary of {model.vocab_size} tokens in eights"
     )
     outer = entry_specs(model) | exit_specs(model)
-    cuts = _cuts(outer, {"tokens": tokens[shard]}, shard)
+    cuts = _make_cuts(outer, {"tokens": tokens[shard]}, shard)
     layers = []
     for number, layer in enumerate(model.layers):
         parts, kv_copies = _divide_layer(layer, shard, count, blocks)
         layers.append(_shard_layer(layer, parts, kv_copies))
-        layer_cuts = _cuts(layer_specs(layer, model.hidden_size), parts, shard)
+        layer_cuts = _make_cuts(layer_specs(layer, model.hidden_size), parts, shard)
         cuts |= {f"{number}.{name}": cut for name, cut in layer_cuts.items()}
     shard_spec = replace(model, layers=tuple(layers), vocab_size=len(tokens[shard]))
     return ModelShard(shard_spec, shard, tuple(tokens), cuts)
 
 
-def _cuts(
+def _make_cuts(
     specs: Mapping[str, TensorSpec], parts: Parts, shard: int
 ) -> dict[str, TensorCut]:
     def range_of_units(units: Units, first: int = 0) -> range:

@@ -309,20 +309,20 @@ def test_masks_and_tables_of_old_checkpoints_are_passed_over(tmp_path: Path) -> 
         tensors["h.0.attn.masked_bias"] = torch.ones(())
 
     save("gpt2", tmp_path, change)
-    assert len([*load(tmp_path).layers()]) == 3
+    assert len([*load(tmp_path).load_layers()]) == 3
 
 
 def test_experts_that_are_fused_on_disk_too(tmp_path: Path) -> None:
     """As transformers holds them in memory, and some checkpoints on disk."""
     model = make_model("qwen3_moe")
     model.save_pretrained(tmp_path)
-    one_by_one = next(load(tmp_path).layers())
+    one_by_one = next(load(tmp_path).load_layers())
     save_file(
         dict(model.state_dict()),
         tmp_path / "model.safetensors",
         metadata={"format": "pt"},
     )
-    fused = next(load(tmp_path).layers())
+    fused = next(load(tmp_path).load_layers())
     for name in ("experts.up.weight", "experts.down.weight", "router.weight"):
         assert fused[name].equals(one_by_one[name])
 
@@ -349,4 +349,4 @@ def test_both_names_of_gpt_neox_s_head(name: str, tmp_path: Path) -> None:
         tensors[f"{name}.weight"] = tensors.pop(head)
 
     save("gpt_neox", tmp_path, change)
-    assert "head.weight" in load(tmp_path).exit({})
+    assert "head.weight" in load(tmp_path).load_exit({})

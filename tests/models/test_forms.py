@@ -234,7 +234,7 @@ def test_a_stage_reads_only_its_own_tensors(
     own_copy = TensorFiles.copy
     monkeypatch.setattr(TensorFiles, "read", spying)
     monkeypatch.setattr(TensorFiles, "copy", spying_on_copies)
-    list(load(folder, make_parts([1, 1, 1])[1]).layers())
+    list(load(folder, make_parts([1, 1, 1])[1]).load_layers())
     assert read and all(re.search(r"decoder\.layers\.1\.", name) for name in read)
 
 
