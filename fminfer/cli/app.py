@@ -263,11 +263,11 @@ def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) ->
         raise UsageError(
             "--trace shows one pipeline; leave out --trace or --data-group-size"
         )
-    # Mistakes in the plan are printed before anything is started or loaded.
+    # Mistakes in the paths are printed before anything is started or loaded.
     # Those of a rank are sent to all ranks.
-    plan = job.plan() if role.kind != "apart" else None
-    check_no_other_model(config, plan.inputs if plan else [])
-    make_context = partial(RunContext, job=job, plan=plan)
+    output_paths = job.find_output_paths() if role.kind != "apart" else None
+    check_no_other_model(config, output_paths.inputs if output_paths else [])
+    make_context = partial(RunContext, job=job, output_paths=output_paths)
     with starting_process(
         make_context, config, role, ending, is_quiet=job.is_quiet
     ) as process:

@@ -58,38 +58,44 @@ from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 def run_process(run: RunContext) -> JobSummary | None:
     """Answer the job, or do another rank's part of it; that one has no summary."""
-    plan = run.plan
+    output_paths = run.output_paths
 
     def find_files() -> None:
-        nonlocal plan
-        plan = plan or run.job.plan()
-        check_no_other_model(run.config, plan.inputs)
+        nonlocal output_paths
+        output_paths = output_paths or run.job.find_output_paths()
+        check_no_other_model(run.config, output_paths.inputs)
 
     def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
-        assert plan is not None, "rank 0 has a plan before it meets others"
-        return _answer(_Job(run, plan, run_plan, compute))
+        assert output_paths is not None, "rank 0 has its paths before it meets others"
+        return _answer_job(_Job(run, output_paths, run_plan, compute))
 
     opening = Opening(run.config, run.role.spread, prepare=find_files)
     return lead_or_join(run, opening, lead)
 
 
-CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
+MAX_CHAT_TOKENS = 1024  # of the answer to --prompt, if it does not say
 
 
 class _Job:
     """A run, its files, and the model that answers them."""
 
     def __init__(
-        self, run: RunContext, plan: OutputPaths, run_plan: RunPlan, compute: Compute
+        self,
+        run: RunContext,
+        output_paths: OutputPaths,
+        run_plan: RunPlan,
+        compute: Compute,
     ) -> None:
         self.run = run
-        self.plan = plan
+        self.output_paths = output_paths
         self.run_plan = run_plan
         self.checkpoint = run_plan.checkpoint
         self._compute = compute
         self.fingerprint = run_plan.fingerprint()
         self.facts = find_vectors(self.checkpoint)  # of a model that gives vectors
-        self.tell: Callable[[str], None] = (lambda text: None) if run.is_quiet else say
+        self.print_line: Callable[[str], None] = (
+            (lambda text: None) if run.is_quiet else say
+        )
 
     @property
     def is_awaited(self) -> bool:
@@ -100,12 +106,11 @@ class _Job:
         return start_engine(self.run, self.run_plan, self._compute)
 
     @contextmanager
-    def keeping_answers(self, engine: Engine, summary: JobSummary) -> Iterator[None]:
-        """Let the engine take answers of other runs, and keep its own, if the user
-        wants that."""
+    def using_kept_answers(self, engine: Engine, summary: JobSummary) -> Iterator[None]:
+        """Let the engine use and add kept answers, if the user wants that."""
         place = self.run.job.result_cache
         engine.runs.cache = cache = open_answer_index(
-            self.fingerprint, place, self.tell
+            self.fingerprint, place, self.print_line
         )
         try:
             yield
@@ -116,12 +121,12 @@ class _Job:
                 summary.cache_trouble = cache.trouble
 
 
-def _answer(job: _Job) -> JobSummary:
+def _answer_job(job: _Job) -> JobSummary:
     """Answer the job's files, or the requests that it makes up, or its one prompt."""
-    asked = job.run.job
+    job_paths = job.run.job
     synthetic = job.run.job.synthetic
-    if asked.prompt is not None:
-        return _answer_prompt(job, asked.prompt)
+    if job_paths.prompt is not None:
+        return _answer_prompt(job, job_paths.prompt)
     if synthetic is None:
         summary = _answer_files(job)
     else:
@@ -139,25 +144,29 @@ def _answer(job: _Job) -> JobSummary:
                 max_logprobs=job.run.config.max_logprobs,
                 seed=job.run.config.seed,
             )
-            job.run = replace(job.run, job=asked.with_input(path))
-            job.plan = job.run.job.plan()
+            job.run = replace(job.run, job=job_paths.with_input(path))
+            job.output_paths = job.run.job.find_output_paths()
             summary = _answer_files(job)
         summary.made_up = synthetic.describe(summary.wall_s)
-    if asked.is_quiet:  # no summary names the files that were refused since the start
-        for name in sorted(summary.refused.keys() - set(map(str, job.plan.refused))):
+    if (
+        job_paths.is_quiet
+    ):  # no summary names the files that were refused since the start
+        for name in sorted(
+            summary.refused.keys() - set(map(str, job.output_paths.refused))
+        ):
             click.echo(f"Left out: {summary.refused[name]}.", err=True)
     else:
         click.echo(wrap_lines(summary.to_text(), find_width(sys.stderr)), err=True)
-    if asked.stats is not None:
+    if job_paths.stats is not None:
         text = json.dumps(summary.to_dict(), indent=2)
-        replace_own_file(asked.stats, SUMMARY, "--stats", f"{text}\n".encode())
+        replace_own_file(job_paths.stats, SUMMARY, "--stats", f"{text}\n".encode())
     if summary.report_trouble:
         raise OutputError(summary.report_trouble)
     return summary
 
 
 def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
-    """Print the answer to one prompt; say how it was asked, and what is odd about the answer."""
+    """Print the answer to one prompt, how it was asked, and what is odd about the answer."""
     if job.facts is not None:
         does = "scores texts or has classes" if job.facts.is_scored else "gives vectors"
         raise UsageError(
@@ -170,14 +179,14 @@ def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
         summary = JobSummary(job.checkpoint.name, str(engine.device), [], [])
         request = _make_request(job.run, prompt, engine)
         engine.intake.on_warning = lambda text: (
-            None if FILLS.kind in text else job.tell(text)
+            None if FILLS.kind in text else job.print_line(text)
         )
-        job.tell(_describe_asking(request, engine, is_raw=job.run.job.is_raw))
+        job.print_line(_describe_asking(request, engine, is_raw=job.run.job.is_raw))
         if is_input_name(prompt) and os.path.exists(prompt):
-            job.tell(
+            job.print_line(
                 f"The prompt is the text {prompt}. The file's lines: fminfer run {prompt}."
             )
-        with job.keeping_answers(engine, summary):
+        with job.using_kept_answers(engine, summary):
             (record,) = engine.run([request])
     if record.error is not None:
         raise FminferError(f"{record.error.message} ({record.error.code})")
@@ -185,13 +194,13 @@ def _answer_prompt(job: _Job, prompt: str) -> JobSummary:
         click.echo(choice.text)
         which = "The answer" if len(record.choices) == 1 else f"Answer {number}"
         for oddity in _find_oddities(choice, request, engine):
-            job.tell(f"{which} {oddity}.")
+            job.print_line(f"{which} {oddity}.")
     return summary
 
 
 def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any]:
     """Return the request of `--prompt`."""
-    most = min(CHAT_TOKENS, engine.context_length // 2)
+    most = min(MAX_CHAT_TOKENS, engine.context_length // 2)
     request = engine.make_request(
         prompt, is_raw=run.job.is_raw, **run.job.prompt_fields
     )
@@ -202,10 +211,11 @@ def _make_request(run: RunContext, prompt: str, engine: Engine) -> dict[str, Any
 
 def _describe_asking(request: dict[str, Any], engine: Engine, *, is_raw: bool) -> str:
     """Say whether a prompt is asked as a chat or completed, and how to get the other."""
-    is_greedy = request.get("temperature") == 0
     if "messages" in request:
         text = "Asking it as a chat, by the model's template; --raw completes it as plain text."
-        return text + " The likeliest tokens are taken (--temperature)." * is_greedy
+        if request.get("temperature") == 0:
+            text += " The likeliest tokens are taken (--temperature)."
+        return text
     why = "--raw" if is_raw else "this model has no chat template"
     if engine.intake.has_chat_template and not is_raw:
         why = "--echo-prompt and --best-of are not of chats"
@@ -235,69 +245,75 @@ def _find_oddities(
 
 
 def _answer_files(job: _Job) -> JobSummary:
-    asked = job.run.job
-    plan = job.plan
+    job_paths = job.run.job
+    output_paths = job.output_paths
     config = job.run.config
-    _tell_left_out(asked, plan)
+    _print_left_out(job_paths, output_paths)
     has_npy = config.embeddings == "npy"
     if has_npy:
         _check_npy(job)
     terms = RunTerms(
         model=job.checkpoint.name,
         fingerprint=job.fingerprint,
-        restart=asked.restart,
-        limit=asked.limit,
-        # A file of vectors does not tell which line an answer is of, once lines have moved.
+        restart=job_paths.restart,
+        limit=job_paths.limit,
+        # A file of vectors does not say which line an answer is of, once lines have moved.
         count_lines=None if has_npy else line_counting(config, job.checkpoint),
         current_run=CurrentRun(settings=name_settings(config)),
-        print_progress=job.tell,
+        print_progress=job.print_line,
     )
     files: RunInputs
-    if asked.is_shared:
-        find = asked.plan if asked.is_watching else lambda: plan
-        files = shared = SharedFiles(find, terms, is_watching=asked.is_watching)
+    if job_paths.is_shared:
+        find_paths = (
+            job_paths.find_output_paths
+            if job_paths.is_watching
+            else lambda: output_paths
+        )
+        files = shared = SharedFiles(
+            find_paths, terms, is_watching=job_paths.is_watching
+        )
         is_left = shared.scan()
     else:
-        files = open_files(plan.inputs, plan.outputs, terms)
+        files = open_files(output_paths.inputs, output_paths.outputs, terms)
         is_left = not files.is_finished
     summary = JobSummary(
         model=job.checkpoint.name,
         dtype=name_of(job.run_plan.dtype),
-        inputs=plan.inputs,
-        outputs=plan.outputs,
+        inputs=output_paths.inputs,
+        outputs=output_paths.outputs,
         kv_dtype=name_of(job.run_plan.kv_dtype),
         weight_dtype=job.run_plan.held_in,
-        limit=asked.limit,
+        limit=job_paths.limit,
         has_npy=has_npy,
     )
     if is_left or job.is_awaited:
         with (
-            _telling_how_to_go_on(asked, files, job.run.stopper),
-            reporting(asked, plan),
+            _adding_how_to_go_on(job_paths, files, job.run.stopper),
+            writing_report_on_error(job_paths, output_paths),
         ):
             _answer_rows(job, files, summary, terms.current_run)
     else:
-        run_job(None, files, summary, is_quiet=asked.is_quiet)
-    asked.remote.upload_outputs(plan.outputs)
-    write_at_end(asked, plan, summary)
-    if not asked.keeps_output:
+        run_job(None, files, summary, is_quiet=job_paths.is_quiet)
+    job_paths.remote.upload_outputs(output_paths.outputs)
+    write_report_at_end(job_paths, output_paths, summary)
+    if not job_paths.keeps_output:
         summary.outputs = []
     return summary
 
 
 def _check_npy(job: _Job) -> None:
-    """Refuse a run that has no vectors to write, or no place for them."""
+    """Raise a UsageError if a run has no vectors to write, or no place for them."""
     if job.facts is None or job.facts.is_scored:
         does = "generates text" if job.facts is None else "scores texts"
         raise UsageError(
             "--embeddings npy is of models that give embeddings, and "
             f"{job.checkpoint.name} {does}; leave it out"
         )
-    if STDOUT in job.plan.outputs:
+    if STDOUT in job.output_paths.outputs:
         raise UsageError(
             "--embeddings npy writes a file beside the output; give --output FILE"
         )
-    for output in job.plan.outputs:
+    for output in job.output_paths.outputs:
         check_vectors_owned(output)
 
 
@@ -334,7 +350,7 @@ def _answer_rows(
             f"Ready after {summary.start_to_ready_s:.1f} s; answering {num_rows}.",
             err=True,
         )
-    with closing(engine), job.keeping_answers(engine, summary):
+    with closing(engine), job.using_kept_answers(engine, summary):
         run_job(
             engine,
             files,
@@ -347,13 +363,13 @@ def _answer_rows(
     summary.ranks = engine.memory  # with the last reports of all
 
 
-def _tell_left_out(job: JobPaths, plan: OutputPaths) -> None:
-    """Say which inputs are not answered; those that are in error also if it is to be quiet."""
-    refused = [*plan.refused.values()]
+def _print_left_out(job: JobPaths, output_paths: OutputPaths) -> None:
+    """Print which inputs are not answered; those in error also if the run is quiet."""
+    refused = [*output_paths.refused.values()]
     others = [] if job.is_quiet else job.describe_left_out()
     for reason in [*refused[:MOST_NAMED], *others]:
         click.echo(f"Left out: {reason}.", err=True)
-    for text in [] if job.is_quiet else describe_empty_files(plan.inputs):
+    for text in [] if job.is_quiet else describe_empty_files(output_paths.inputs):
         click.echo(f"Warning: {text}.", err=True)
     if len(refused) > MOST_NAMED:
         click.echo(
@@ -363,7 +379,7 @@ def _tell_left_out(job: JobPaths, plan: OutputPaths) -> None:
 
 
 @contextmanager
-def _telling_how_to_go_on(
+def _adding_how_to_go_on(
     job: JobPaths, files: RunInputs, stopper: Stopper
 ) -> Iterator[None]:
     try:
@@ -387,7 +403,7 @@ def _telling_how_to_go_on(
 
 # that a report may take when the run was told to stop; it is killed after 5 s
 AFTER_STOP_S = 2.0
-UNTOLD = ("model", "request_args")
+HIDDEN_OPTIONS = ("model", "request_args")
 MAX_CHARS = 200  # of a setting
 
 
@@ -396,17 +412,22 @@ def name_settings(config: EngineConfig) -> dict[str, str]:
     return {
         each.told: str(getattr(config, name))[:MAX_CHARS]
         for name, each in options_of(EngineConfig).items()
-        if name not in UNTOLD and getattr(config, name) != each.default
+        if name not in HIDDEN_OPTIONS and getattr(config, name) != each.default
     }
 
 
-def write_at_end(job: JobPaths, plan: OutputPaths, summary: JobSummary) -> None:
+def write_report_at_end(
+    job: JobPaths, output_paths: OutputPaths, summary: JobSummary
+) -> None:
     """Write the report that the job asks for; where it cannot be, the summary says why."""
     if job.report is None:
         return
     try:
-        if _write(
-            job.report, [*plan.outputs, *summary.outputs], job.is_quiet, math.inf
+        if _write_if_readable(
+            job.report,
+            [*output_paths.outputs, *summary.outputs],
+            job.is_quiet,
+            math.inf,
         ):
             summary.report = str(job.report)
     except OutputError as error:
@@ -419,7 +440,7 @@ def write_at_end(job: JobPaths, plan: OutputPaths, summary: JobSummary) -> None:
 
 
 @contextmanager
-def reporting(job: JobPaths, plan: OutputPaths) -> Iterator[None]:
+def writing_report_on_error(job: JobPaths, output_paths: OutputPaths) -> Iterator[None]:
     """Write the report of what there is, if the run is ended before its outputs are complete."""
     try:
         yield
@@ -428,7 +449,9 @@ def reporting(job: JobPaths, plan: OutputPaths) -> Iterator[None]:
             try:
                 end_s = time.monotonic() + AFTER_STOP_S
                 if (
-                    _write(job.report, plan.outputs, job.is_quiet, end_s)
+                    _write_if_readable(
+                        job.report, output_paths.outputs, job.is_quiet, end_s
+                    )
                     and not job.is_quiet
                 ):
                     click.echo(f"report    {job.report}", err=True)
@@ -439,19 +462,21 @@ def reporting(job: JobPaths, plan: OutputPaths) -> Iterator[None]:
         raise
 
 
-def _write(path: Path, outputs: list[Path], is_quiet: bool, end_s: float) -> bool:
-    """Write the report; return whether there was something to write of."""
-    found = [
+def _write_if_readable(
+    path: Path, outputs: list[Path], is_quiet: bool, end_s: float
+) -> bool:
+    """Write the report of outputs with rows; tell whether there were any."""
+    readable = [
         read_output(output)
         for output in dict.fromkeys(outputs)
         if has_readable_rows(output)
     ]
-    if not found:
+    if not readable:
         if not is_quiet:
             click.echo(
                 f"The report {path} was not written: there are no answers yet.",
                 err=True,
             )
         return False
-    write_report(found, path, end_s=end_s)
+    write_report(readable, path, end_s=end_s)
     return True

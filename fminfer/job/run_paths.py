@@ -150,7 +150,7 @@ class JobPaths(JobOptions):
             )
         return inputs
 
-    def plan(self) -> OutputPaths:
+    def find_output_paths(self) -> OutputPaths:
         """Return the inputs and the output of each, once it is sure that they can be written.
 
         Where other runs share the work, an input that cannot be answered costs only itself.
@@ -287,4 +287,4 @@ class RunContext(ProcessContext):
 
     job: JobPaths
     # inputs and outputs; None: rank 0 finds them itself, once it is known
-    plan: OutputPaths | None
+    output_paths: OutputPaths | None

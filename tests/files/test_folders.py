@@ -194,9 +194,11 @@ def test_a_watched_folder_may_hold_a_lost_link_only(tmp_path: Path) -> None:
     job = JobPaths(
         paths=[tmp_path / "in"], is_quiet=True, remote=remote, is_watching=True
     )
-    assert [*job.plan().refused] == [tmp_path / "in" / "a.jsonl"]
+    assert [*job.find_output_paths().refused] == [tmp_path / "in" / "a.jsonl"]
     (tmp_path / "b.jsonl").write_text(LINE)
-    assert not job.plan().refused and names(job.plan().inputs) == ["a.jsonl"]
+    assert not job.find_output_paths().refused and names(
+        job.find_output_paths().inputs
+    ) == ["a.jsonl"]
 
 
 def test_what_a_folder_holds_beside_files_to_answer_is_named_few_at_a_time(

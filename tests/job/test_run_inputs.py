@@ -278,7 +278,7 @@ def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(
     path.write_text('{"prompt": "x", "model": "other"}\n')
     remote = RemoteFolders(tmp_path, is_quiet=True)
     job = JobPaths(paths=[path], is_quiet=True, remote=remote)
-    run: Any = SimpleNamespace(job=job, config=EngineConfig(), plan=None)
+    run: Any = SimpleNamespace(job=job, config=EngineConfig(), output_paths=None)
     monkeypatch.setattr(
         answering, "lead_or_join", lambda run, opening, lead: opening(0)
     )
