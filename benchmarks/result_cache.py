@@ -85,7 +85,7 @@ def measure(
     # as a run has them: not faster than the disk
     for first in range(0, num_rows, 1000):
         part = prepared[first : first + 1000]
-        figures["keep_us"] += each_us(lambda each: cache.keep(each, answer), part)
+        figures["keep_us"] += each_us(lambda each: cache.add(each, answer), part)
         store = cache._store
         assert store is not None
         while store._pending_bytes > 2**25:

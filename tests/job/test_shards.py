@@ -139,9 +139,7 @@ def test_a_claim_is_one_processs(tmp_path: Path) -> None:
 def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
     output = tmp_path / "out.jsonl"
     code = "import sys; from pathlib import Path; from fminfer.files.claims import Claims\n"
-    code += (
-        "assert Claims().take(Path(sys.argv[1])); print('ready', flush=True); input()"
-    )
+    code += "assert Claims().acquire(Path(sys.argv[1])); print('ready', flush=True); input()"
     command = [sys.executable, "-c", code, str(output)]
     process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
     assert process.stdout is not None and process.stdout.readline() == b"ready\n"
@@ -677,7 +675,7 @@ def test_a_watched_file_is_as_old_as_the_disks_clock_says(
     mine = share(tmp_path / "in", is_watching=True)
     mine._paths = mine._find_paths()
     monkeypatch.setattr(time, "time", lambda now=time.time: now() + skew_s)
-    assert [found for found, _ in mine._find_free()] == [path] * is_taken
+    assert [found for found, _ in mine._find_free_files()] == [path] * is_taken
 
 
 def test_a_run_with_an_engine(tmp_path: Path) -> None:

@@ -247,7 +247,7 @@ def test_a_complete_output_has_nothing_of_killed_runs_beside_it(
         assert killed.journal is not None
         killed.journal.close()
         bury_claims(output)
-    assert Claims().take(output) is not None
+    assert Claims().acquire(output) is not None
     draft = draft_path(journal_path(output))
     draft.write_text("half a jour")
     if ending == "complete":  # a living run is at work on it

@@ -150,7 +150,7 @@ def test_a_claim_that_this_server_or_a_copied_one_has_left(
         wait_until(server, batch, some_done)
     output = tmp_path / "batches" / batch["id"] / "output.jsonl"
     assert not output.exists(), "the batch is not over"
-    claim = Claims().take(output)
+    claim = Claims().acquire(output)
     assert claim is not None and claim.path.exists(), "one of a living process"
     with running(engine, state=tmp_path) as server:
         batch = wait_for_end(server, batch)
