@@ -28,6 +28,7 @@ from fminfer.job.run_inputs import NamedFiles, RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, check_no_other_model
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
+from fminfer.pipeline.ranks import ALONE
 from tests.job.report_outputs import call
 from tests.shards.answer_shards import share
 from tests.split_lines import answer_part
@@ -278,7 +279,12 @@ def test_a_rank_that_is_started_by_hand_refuses_lines_of_another_model(
     path.write_text('{"prompt": "x", "model": "other"}\n')
     remote = RemoteFolders(tmp_path, is_quiet=True)
     job = JobPaths(paths=[path], is_quiet=True, remote=remote)
-    run: Any = SimpleNamespace(job=job, config=EngineConfig(), output_paths=None)
+    run: Any = SimpleNamespace(
+        job=job,
+        config=EngineConfig(),
+        output_paths=None,
+        role=SimpleNamespace(spread=ALONE),
+    )
     monkeypatch.setattr(
         answering, "lead_or_join", lambda run, opening, lead: opening(0)
     )
