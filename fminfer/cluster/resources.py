@@ -227,7 +227,7 @@ def make_job_values(
     launcher = (
         shlex.split(submit_options.launcher)
         if submit_options.launcher
-        else scheduler.launcher(num_ranks, has_shards=num_shards > 1)
+        else scheduler.make_launcher(num_ranks, has_shards=num_shards > 1)
     )
     more_flags = []
     if submit_options.mode != "ranks" and num_ranks > 1 and not flags["world_size"]:

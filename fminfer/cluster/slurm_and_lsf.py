@@ -51,7 +51,7 @@ class Slurm:
 
     template = "slurm.sh.j2"
 
-    def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
+    def make_launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         """Return what starts the ranks of a job; those of a stage must be on one node."""
         words = ["srun"]  # it knows how many
         if has_shards:
@@ -96,7 +96,7 @@ class Lsf:
 
     template = "lsf.sh.j2"
 
-    def launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
+    def make_launcher(self, num_ranks: int, *, has_shards: bool = False) -> list[str]:
         return ["mpirun", "-n", str(num_ranks)]  # it fills a node before the next
 
     def submit_command(self, job: Job) -> list[str]:

@@ -72,7 +72,7 @@ def answer_all(
     return [results[index] for index in range(len(bodies))]
 
 
-def score(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
+def sum_logprobs(logprobs: dict[str, Any], num_scored: int) -> tuple[float, bool]:
     """Return the sum over the last tokens, and whether each was the best one.
 
     `top_logprobs` has the best first, so ties count as `argmax` would have them.
@@ -252,7 +252,7 @@ class FminferLM(TemplateLM):
 
         def parse_scores(index: int, choice: dict[str, Any]) -> tuple[float, bool]:
             key, _, continuation = requests[index]
-            logprob = score(choice["logprobs"], len(continuation))
+            logprob = sum_logprobs(choice["logprobs"], len(continuation))
             if key is not None:  # a window of a rolling text is cached with its text
                 self.cache_hook.add_partial("loglikelihood", key, logprob)
             return logprob

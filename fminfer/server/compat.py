@@ -126,13 +126,14 @@ def make_old_routes(service: Service) -> APIRouter:
     router.post(
         "/generation",
         **document_route(
-            whole(text=TEXT), "The text.", body=generation_request_schema(limits)
+            whole(text=TEXT), "The text.", body=make_generation_request_schema(limits)
         ),
     )(routes.generation)
     for path in ("/run_{name}/{text:text}", "/run/{text:text}"):
         router.get(path, **document_route(TEXTS, "The text, in a list."))(routes.run)
     router.post(
-        "/", **document_route(TEXTS, "The texts.", body=latency_request_schema(limits))
+        "/",
+        **document_route(TEXTS, "The texts.", body=make_latency_request_schema(limits)),
     )(routes.latency)
     return router
 
@@ -230,7 +231,7 @@ def _translate_latency_request(fields: dict[str, Any]) -> dict[str, Any]:
     return request
 
 
-def generation_request_schema(limits: RequestLimits) -> Schema:
+def make_generation_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/generation`."""
     of_chat = FIELDS["chat"]
     both = [
@@ -262,7 +263,7 @@ def generation_request_schema(limits: RequestLimits) -> Schema:
     )
 
 
-def latency_request_schema(limits: RequestLimits) -> Schema:
+def make_latency_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `POST /`."""
     known = FIELDS["completions"]
     parameters = {

@@ -69,7 +69,9 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
 
     @router.post(
         "/tokenize",
-        **document_route(TOKENIZED, "The ids.", body=tokenize_request_schema(limits)),
+        **document_route(
+            TOKENIZED, "The ids.", body=make_tokenize_request_schema(limits)
+        ),
     )
     async def tokenize(request: Request) -> Response:
         """Return the ids of a prompt or of a rendered chat."""
@@ -84,7 +86,7 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
     @router.post(
         "/detokenize",
         **document_route(
-            whole(prompt=TEXT), "The text.", body=detokenize_request_schema(limits)
+            whole(prompt=TEXT), "The text.", body=make_detokenize_request_schema(limits)
         ),
     )
     async def detokenize(request: Request) -> Response:
@@ -205,7 +207,7 @@ def _tokenize_prompt(service: Service, request: dict[str, Any], name: str) -> li
     return prepared.prompts[0].ids
 
 
-def tokenize_request_schema(limits: RequestLimits) -> Schema:
+def make_tokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/tokenize`: of a prompt, or of a chat."""
     known = FIELDS["chat"]
     words = Field(
@@ -232,7 +234,7 @@ def tokenize_request_schema(limits: RequestLimits) -> Schema:
     }
 
 
-def detokenize_request_schema(limits: RequestLimits) -> Schema:
+def make_detokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/detokenize`."""
     ids = as_it_is(list_of_ids(limits.vocab_size - 1))
     tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)

@@ -27,7 +27,7 @@ from fminfer.server.schemas import (
     ENDPOINT_DOCS,
     document_route,
     extend_schema,
-    request_schema,
+    make_request_schema,
 )
 from fminfer.server.service import Service, make_json_response
 
@@ -174,7 +174,7 @@ def _add_endpoint(
     async def ask(request: Request) -> Response:
         return await _answer_request(service, request, endpoint)
 
-    body = request_schema(endpoint, service.engine.intake.limits)
+    body = make_request_schema(endpoint, service.engine.intake.limits)
     described = document_route(
         about.answer, "The answer.", body=body, chunk=about.chunk
     )

@@ -98,31 +98,31 @@ _CALL = whole(
 )
 
 
-def _text_choice_schema(reason: Schema) -> Schema:
+def _make_text_choice_schema(reason: Schema) -> Schema:
     choice = whole(
         text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason
     )
     return extend_schema(choice, **_AT_TIMES)
 
 
-def _chat_choice_schema(name: str, content: Schema, reason: Schema) -> Schema:
+def _make_chat_choice_schema(name: str, content: Schema, reason: Schema) -> Schema:
     choice = whole(**{name: content}, index=COUNT, finish_reason=reason)
     return extend_schema(choice, **_AT_TIMES, logprobs=allow_null(_CHAT_LOGPROBS))
 
 
-def _answer_schema(kind: str, **rest: Schema) -> Schema:
+def _make_answer_schema(kind: str, **rest: Schema) -> Schema:
     return whole(id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, **rest)
 
 
-def _chunk_schema(kind: str, choice: Schema) -> Schema:
+def _make_chunk_schema(kind: str, choice: Schema) -> Schema:
     return extend_schema(
-        _answer_schema(kind, choices=list_of(choice)), usage=allow_null(_USAGE)
+        _make_answer_schema(kind, choices=list_of(choice)), usage=allow_null(_USAGE)
     )
 
 
-def _list_schema(entry: Schema, name: str = "data") -> Schema:
+def _make_list_schema(entry: Schema, name: str = "data") -> Schema:
     usage = whole(prompt_tokens=COUNT, total_tokens=COUNT)
-    return _answer_schema("list", **{name: list_of(entry)}, usage=usage)
+    return _make_answer_schema("list", **{name: list_of(entry)}, usage=usage)
 
 
 _CHAT_MESSAGE = extend_schema(
@@ -137,12 +137,12 @@ _CHAT_DELTA = object_of(
         "tool_calls": list_of(extend_schema(_CALL, index=COUNT)),
     }
 )
-COMPLETION = _answer_schema(
-    "text_completion", choices=list_of(_text_choice_schema(_REASON)), usage=_USAGE
+COMPLETION = _make_answer_schema(
+    "text_completion", choices=list_of(_make_text_choice_schema(_REASON)), usage=_USAGE
 )
-CHAT_COMPLETION = _answer_schema(
+CHAT_COMPLETION = _make_answer_schema(
     "chat.completion",
-    choices=list_of(_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)),
+    choices=list_of(_make_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)),
     usage=_USAGE,
 )
 
@@ -162,21 +162,23 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         "Complete one prompt or several",
         {"prompt": "Question: How do you go", "max_tokens": 8, "temperature": 0},
         COMPLETION,
-        _chunk_schema("text_completion", _text_choice_schema(allow_null(_REASON))),
+        _make_chunk_schema(
+            "text_completion", _make_text_choice_schema(allow_null(_REASON))
+        ),
     ),
     "chat": EndpointDocs(
         "Answer a chat",
         {"messages": [{"role": "user", "content": "Hello"}], "max_tokens": 8},
         CHAT_COMPLETION,
-        _chunk_schema(
+        _make_chunk_schema(
             "chat.completion.chunk",
-            _chat_choice_schema("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
+            _make_chat_choice_schema("delta", _CHAT_DELTA, allow_null(_CHAT_REASON)),
         ),
     ),
     "embeddings": EndpointDocs(
         "Return the vectors of texts",
         {"input": ["one text", "another"]},
-        _list_schema(
+        _make_list_schema(
             whole(
                 object={"const": "embedding"},
                 index=COUNT,
@@ -187,12 +189,12 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
     "score": EndpointDocs(
         "Score pairs of texts",
         {"text_1": "a question", "text_2": ["an answer", "another"]},
-        _list_schema(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
+        _make_list_schema(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
     ),
     "rerank": EndpointDocs(
         "Order documents by how well they fit a query",
         {"query": "a question", "documents": ["an answer", "another"], "top_n": 1},
-        _list_schema(
+        _make_list_schema(
             extend_schema(
                 whole(index=COUNT, relevance_score=NUMBER),
                 document=object_of({"text": TEXT}),
@@ -203,7 +205,7 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
     "classify": EndpointDocs(
         "Tell the classes of texts",
         {"input": "a text"},
-        _list_schema(
+        _make_list_schema(
             whole(
                 index=COUNT,
                 label=allow_null(TEXT),
@@ -215,7 +217,7 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
 }
 
 
-def request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
+def make_request_schema(endpoint: Endpoint, limits: RequestLimits) -> Schema:
     """Return the schema of a request to an endpoint."""
     about = ENDPOINT_DOCS[endpoint]
     fields = {**FIELDS[endpoint]}

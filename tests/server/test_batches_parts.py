@@ -15,7 +15,7 @@ from fminfer.contract.endpoints import EMBEDDINGS
 from fminfer.contract.envelope import Line, open_envelope
 from fminfer.core.errors import FminferError, RequestError, UsageError
 from fminfer.server.batches import batch_ends, batch_request, stored_files
-from fminfer.server.batches.batch_ends import ChangedError, trouble_of
+from fminfer.server.batches.batch_ends import ChangedError, find_trouble
 from fminfer.server.batches.batch_request import FIELDS, make_line_check, parse_batch
 from fminfer.server.batches.stored_files import ServerFile
 
@@ -178,10 +178,10 @@ def test_a_record_of_another_file_is_told(tmp_path: Path) -> None:
 def test_why_a_batch_pauses_is_told_with_what_helps() -> None:
     """Without paths of the server; an error of ours says what it is, others their name alone."""
     found = {
-        "changed": trouble_of(ChangedError("it was sent to another server")),
-        "disk": trouble_of(OSError(errno.ENOSPC, "no space", "/secret")),
-        "ours": trouble_of(FminferError("it failed")),
-        "other": trouble_of(ZeroDivisionError("/secret")),
+        "changed": find_trouble(ChangedError("it was sent to another server")),
+        "disk": find_trouble(OSError(errno.ENOSPC, "no space", "/secret")),
+        "ours": find_trouble(FminferError("it failed")),
+        "other": find_trouble(ZeroDivisionError("/secret")),
     }
     assert found["changed"].code == batch_ends.MODEL_CHANGED
     assert found["changed"].message == "it was sent to another server"

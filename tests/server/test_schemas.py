@@ -177,7 +177,7 @@ def test_what_the_schema_allows_is_accepted_and_nothing_else(
     engine: fminfer.Engine, limits: RequestLimits, kind: str
 ) -> None:
     is_chat = kind == "chat"
-    schema = schemas.request_schema("chat" if is_chat else "completions", limits)
+    schema = schemas.make_request_schema("chat" if is_chat else "completions", limits)
     valid = Draft202012Validator(schema)
     wrong = []
     for name, value in product(schema["properties"], VALUES):
@@ -263,7 +263,7 @@ def test_messages(
     # which the demo model's template asks for
     question = {"role": "user", "content": "x"}
     sent = {"messages": [question, *messages]}
-    valid = Draft202012Validator(schemas.request_schema("chat", limits))
+    valid = Draft202012Validator(schemas.make_request_schema("chat", limits))
     error = refusal(engine, sent, is_chat=True)
     # Calls of other roles than the assistant's are the template's affair.
     assert valid.is_valid(sent) is (error is None), error
@@ -288,7 +288,7 @@ def test_messages(
 )
 def test_tools(engine: fminfer.Engine, limits: RequestLimits, tool: Any) -> None:
     sent = MESSAGES | {"tools": [tool]}
-    valid = Draft202012Validator(schemas.request_schema("chat", limits))
+    valid = Draft202012Validator(schemas.make_request_schema("chat", limits))
     error = refusal(engine, sent, is_chat=True)
     assert valid.is_valid(sent) is (error is None), error
 
@@ -354,7 +354,7 @@ def test_chat_answers(engine: fminfer.Engine, fields: Fields) -> None:
 
 
 def test_requests_of_older_servers(limits: RequestLimits) -> None:
-    generation = Draft202012Validator(compat.generation_request_schema(limits))
+    generation = Draft202012Validator(compat.make_generation_request_schema(limits))
     assert generation.is_valid(
         {"prompt": "x", "max_new_tokens": 5, "top_k": 3, "n": None}
     )
@@ -365,12 +365,12 @@ def test_requests_of_older_servers(limits: RequestLimits) -> None:
         {"prompt": "x", "top_p": 2},
     ):
         assert not generation.is_valid(wrong), wrong
-    properties = compat.generation_request_schema(limits)["properties"]
+    properties = compat.make_generation_request_schema(limits)["properties"]
     assert properties["max_new_tokens"]["default"] == 64
     assert "default" not in properties["temperature"], (
         "without any of the three it is greedy"
     )
-    latency = Draft202012Validator(compat.latency_request_schema(limits))
+    latency = Draft202012Validator(compat.make_latency_request_schema(limits))
     for sent in (
         {"inputs": "x"},
         {"inputs": ["x"], "parameters": None},
@@ -389,10 +389,12 @@ def test_requests_of_older_servers(limits: RequestLimits) -> None:
 
 
 def test_requests_to_the_tokenizer(limits: RequestLimits) -> None:
-    tokenize = Draft202012Validator(model_routes.tokenize_request_schema(limits))
+    tokenize = Draft202012Validator(model_routes.make_tokenize_request_schema(limits))
     assert tokenize.is_valid({"prompt": "x", "return_token_strs": True})
     assert tokenize.is_valid(MESSAGES) and not tokenize.is_valid({"model": "demo"})
-    detokenize = Draft202012Validator(model_routes.detokenize_request_schema(limits))
+    detokenize = Draft202012Validator(
+        model_routes.make_detokenize_request_schema(limits)
+    )
     assert detokenize.is_valid({"tokens": []})
     assert not detokenize.is_valid({"tokens": [limits.vocab_size]})
 
@@ -402,7 +404,7 @@ def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
     for endpoint, sent in endpoints.items():
         for is_strict in (False, True):
             some = replace(limits, config=EngineConfig(strict=is_strict))
-            valid = Draft202012Validator(schemas.request_schema(endpoint, some))
+            valid = Draft202012Validator(schemas.make_request_schema(endpoint, some))
             assert valid.is_valid(sent | {"max_tokens": 3})
             assert valid.is_valid(sent | {"max_token": 3}) is not is_strict
 
@@ -410,13 +412,13 @@ def test_a_strict_server_has_no_other_fields(limits: RequestLimits) -> None:
 def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> None:
     requests = [
         *(
-            schemas.request_schema(endpoint, limits)
+            schemas.make_request_schema(endpoint, limits)
             for endpoint in schemas.ENDPOINT_DOCS
         ),
-        compat.generation_request_schema(limits),
-        compat.latency_request_schema(limits),
-        model_routes.detokenize_request_schema(limits),
-        *model_routes.tokenize_request_schema(limits)["anyOf"],
+        compat.make_generation_request_schema(limits),
+        compat.make_latency_request_schema(limits),
+        model_routes.make_detokenize_request_schema(limits),
+        *model_routes.make_tokenize_request_schema(limits)["anyOf"],
     ]
     for schema in requests:
         Draft202012Validator.check_schema(schema)
@@ -444,7 +446,7 @@ def test_the_document_is_right_and_its_examples_too(limits: RequestLimits) -> No
 
 def test_what_a_route_is_given(limits: RequestLimits) -> None:
     about = schemas.ENDPOINT_DOCS["completions"]
-    body = schemas.request_schema("completions", limits)
+    body = schemas.make_request_schema("completions", limits)
     found = schemas.document_route(
         about.answer, "The choices.", body=body, chunk=about.chunk
     )

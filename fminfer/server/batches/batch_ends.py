@@ -138,7 +138,7 @@ def check_fingerprint(
             )
 
 
-def trouble_of(error: Exception) -> Trouble:
+def find_trouble(error: Exception) -> Trouble:
     """Return why a batch pauses, without paths of the server."""
     cause = error if isinstance(error, OSError) else error.__cause__
     if isinstance(error, ChangedError):

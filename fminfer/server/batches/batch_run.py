@@ -38,8 +38,8 @@ from fminfer.server.batches.batch_ends import (
     check_fingerprint,
     count_finished,
     drop_journal,
+    find_trouble,
     publish_finished,
-    trouble_of,
 )
 from fminfer.server.batches.batch_request import make_line_check
 from fminfer.server.batches.stored_batches import (
@@ -347,7 +347,7 @@ class BatchRun:
 
     def _pause_batch(self, error: Exception) -> None:
         """Pause the batch, and enter the reason."""
-        self.trouble = trouble = trouble_of(error)
+        self.trouble = trouble = find_trouble(error)
         text = str(error) if isinstance(error, FminferError) else trouble.message
         self._context.log("error", f"Batch {self.batch.id} pauses: {text}")
         if trouble.code == "internal_error":
