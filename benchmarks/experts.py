@@ -72,7 +72,7 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     import torch
 
     from fminfer.compute.values.weights import Dense, Weight
-    from fminfer.forward.layer_step import Bodies
+    from fminfer.forward.layer_step import PartBuilder
     from fminfer.forward.registry import open_registry
     from fminfer.forward.transformer import Transformer
     from fminfer.forward.whole_layers import WholeLayers
@@ -92,9 +92,9 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
             tensor = tensor.to(dtype) if spec.is_precise else tensor
             weights[name] = Weight(spec, Dense(tensor.dtype), (tensor,))
         layers.append(weights)
-    join = WholeLayers(registry).join if in_one_call else None
+    join = WholeLayers(registry).join_layer if in_one_call else None
     source: Any = InMemory(layers, dtype)
-    return Transformer(model, source, bodies=Bodies(registry, 4096), join=join)
+    return Transformer(model, source, builder=PartBuilder(registry, 4096), join=join)
 
 
 def time_step(network: Any, model: Any, dtype: Any, rows: int, tokens: int) -> float:

@@ -85,7 +85,7 @@ def clock_stage(engine: fminfer.Engine, clock: Clock) -> None:
             continue
         for part in (layer.attention, layer.mlp):
             for name, product in getattr(part, "products", {}).items():
-                specs = layer_specs(layer.how, stage._network.model.hidden_size)
+                specs = layer_specs(layer.spec, stage._network.model.hidden_size)
                 shape = specs[f"{name}.weight"].shape
                 part.products[name] = count_flops(
                     clock, shape, clock.wrap("products", product)

@@ -39,7 +39,7 @@ from fminfer.compute.sampling.sampler import (  # noqa: E402
 from fminfer.compute.trial import compare_pairs  # noqa: E402
 from fminfer.compute.values.spec import Alibi, Attention  # noqa: E402
 from fminfer.core.partition import Part  # noqa: E402
-from fminfer.forward.layer_step import Bodies  # noqa: E402
+from fminfer.forward.layer_step import PartBuilder  # noqa: E402
 from fminfer.forward.registry import Registry  # noqa: E402
 from fminfer.forward.transformer import Transformer  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
@@ -358,7 +358,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
         device=torch.device("cpu"),
         seed=1,
     )
-    bodies = Bodies(plain_registry(), checkpoint.context_length)
+    bodies = PartBuilder(plain_registry(), checkpoint.context_length)
     return Transformer(checkpoint.model, tensors, bodies=bodies)
 
 

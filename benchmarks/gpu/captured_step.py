@@ -17,7 +17,7 @@ from benchmarks.gpu.cases import Figures, expect
 from benchmarks.gpu.stopwatch import call_s, median_s
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.values.step import Step, make_draws
-from fminfer.forward.decode_graphs import find_graphs
+from fminfer.forward.decode_graphs import choose_graphs
 from fminfer.forward.stage import Stage
 from fminfer.runtime.load.builder import LoadedPart
 
@@ -28,7 +28,7 @@ TURNS = {"cuda": 20, "cpu": 2}
 def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
     """Return a stage with a KV cache of random numbers."""
     attention = part.kernels.attention
-    graphs = find_graphs("require", part.network, attention, rows, part.device)
+    graphs = choose_graphs("require", part.network, attention, rows, part.device)
     cache = KvCache(
         [layer.attention for layer in part.network.own],
         num_blocks=rows * -(-tokens // BLOCK),

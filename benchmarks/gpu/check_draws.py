@@ -130,4 +130,4 @@ def _differ(right: Ranking, found: Ranking) -> torch.Tensor:  # (rows,) bool
 def _bodies(device: str) -> tuple[Drawer, Ranker]:
     """Return what is compared with plain torch on the CPU."""
     registry = open_registry("require", torch.float32, torch.device(device))
-    return registry.drawer(), registry.ranker()
+    return registry.choose_drawer(), registry.choose_ranker()

@@ -34,8 +34,7 @@ MAX_BLOCKS = 1 << 20
 
 
 class GraphKernel(AttentionKernel, Protocol):
-    """A compiled body of attention whose plan can be of numbers that change:
-    triton_attention."""
+    """A compiled attention kernel whose plan may have numbers that change."""
 
     def lay_out_decode_numbers(
         self, rows: Rows, block_size: int, size: int
@@ -58,9 +57,9 @@ class CudaCapture:
         self._pool = torch.cuda.graph_pool_handle()
 
     def __call__(self, work: Work) -> Work:
-        own = torch.cuda.current_stream(self._device)
+        current = torch.cuda.current_stream(self._device)
         graph = torch.cuda.CUDAGraph()
-        self._stream.wait_stream(own)
+        self._stream.wait_stream(current)
         try:
             # If a capture fails, torch leaves the thread on its stream; the outer block
             # does not.
@@ -74,7 +73,7 @@ class CudaCapture:
             # the stream may still be capturing; the pool may go with its only graph
             self._begin()
             raise
-        own.wait_stream(self._stream)
+        current.wait_stream(self._stream)
         replay: Work = graph.replay
         return replay
 
@@ -82,7 +81,7 @@ class CudaCapture:
 class DecodeGraphs:
     """Runs steps of one token a row by replaying what was captured for a number of rows.
 
-    `explain` tells why work cannot be captured, or raises an error.
+    `explain` says why work cannot be captured, or raises an error.
     """
 
     def __init__(
@@ -101,14 +100,14 @@ class DecodeGraphs:
         self._explain = explain
         self._capture = capture(cache.device)
         self.why_not = ""  # why nothing is captured any more
-        self._sizes = graph_sizes(max_rows)
+        self._sizes = choose_graph_sizes(max_rows)
         # by rows; None: there was no memory for it
         self.graphs: dict[int, Work | None] = {}
         most = self._sizes[-1]
-        size = input_bytes(most, cache.num_blocks)
+        size = count_input_bytes(most, cache.num_blocks)
         self._inputs = torch.zeros(size, dtype=torch.uint8, device=cache.device)
         width = 0 if network.is_first else network.model.hidden_size
-        self._before = self._inputs.new_zeros((most, width), dtype=network.dtype)
+        self._hidden = self._inputs.new_zeros((most, width), dtype=network.dtype)
         self._out = torch.empty(0)
 
     @torch.inference_mode()
@@ -119,7 +118,7 @@ class DecodeGraphs:
     def run(
         self, rows: Rows, ids: np.ndarray, before: torch.Tensor | None, size: int = 0
     ) -> torch.Tensor | None:
-        """Return (rows, hidden) of all rows; None: a step has others, or a graph cannot be had.
+        """Return (rows, hidden) of all rows; None: a step has others, or there is no graph.
 
         Args:
             before: (rows, hidden) of the stage before; None on the first stage.
@@ -140,20 +139,20 @@ class DecodeGraphs:
         numbers = self._kernel.lay_out_decode_numbers(
             rows, self._cache.block_size, size
         )
-        given = pinned([of_tokens.ravel(), *numbers], self._cache.device)
-        if len(given) > len(self._inputs):
+        packed = pinned([of_tokens.ravel(), *numbers], self._cache.device)
+        if len(packed) > len(self._inputs):
             return None
-        self._inputs[: len(given)].copy_(given, non_blocking=True)
+        self._inputs[: len(packed)].copy_(packed, non_blocking=True)
         if before is not None:
-            self._before[:num].copy_(before)
+            self._hidden[:num].copy_(before)
         if size not in self.graphs:
-            self.graphs[size] = self._captured(size)
+            self.graphs[size] = self._capture_graph(size)
         if (replay := self.graphs[size]) is None:
             return None
         replay()
         return self._out[:num].clone()  # the next replay writes there
 
-    def _captured(self, size: int) -> Work | None:
+    def _capture_graph(self, size: int) -> Work | None:
         """Capture a graph; None: it cannot be."""
         network = self._network
         cache = self._cache
@@ -166,12 +165,12 @@ class DecodeGraphs:
             before = (
                 network.embed(ids, positions)
                 if network.is_first
-                else self._before[:size]
+                else self._hidden[:size]
             )
-            found = network.run(before, LayerStep(positions, attend))
+            hidden = network.run(before, LayerStep(positions, attend))
             if not len(self._out):  # before anything is captured
-                self._out = found.new_empty((self._sizes[-1], found.shape[1]))
-            self._out[:size].copy_(found)
+                self._out = hidden.new_empty((self._sizes[-1], hidden.shape[1]))
+            self._out[:size].copy_(hidden)
 
         try:
             return self._capture(work)
@@ -185,10 +184,10 @@ class DecodeGraphs:
         return None
 
 
-GraphsOf = Callable[[KvCache], DecodeGraphs]
+GraphBuilder = Callable[[KvCache], DecodeGraphs]
 
 
-def graph_sizes(max_rows: int) -> list[int]:
+def choose_graph_sizes(max_rows: int) -> list[int]:
     """Return the numbers of rows that graphs are captured for; the last one holds all rows."""
     sizes = [1, 2, 4, 8]
     while sizes[-1] < max_rows:
@@ -198,29 +197,30 @@ def graph_sizes(max_rows: int) -> list[int]:
     return [*(each for each in sizes if each < max_rows), min(max_rows, sizes[-1])]
 
 
-def input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
-    """Return what the inputs of the largest graph take: two int64 and six int32 a row,
-    tables."""
+def count_input_bytes(max_rows: int, num_blocks: int = MAX_BLOCKS) -> int:
+    """Count the bytes of the largest graph's inputs.
+
+    Those are two int64 and six int32 a row, and block tables.
+    """
     return 40 * max_rows + 4 * min(max_rows * num_blocks, MAX_BLOCKS)
 
 
 def can_capture(layers: Sequence[Layer]) -> bool:
-    """Tell whether no layer counts its experts' tokens, or has attention planned for
-    each step."""
+    """Return whether steps of these layers are alike: no experts, and no cross attention."""
     return not any(isinstance(layer.mlp, Moe) or layer.cross for layer in layers)
 
 
-def find_graphs(
-    asked: Kernels,
+def choose_graphs(
+    mode: Kernels,
     network: Transformer,
     kernel: Any,
     max_rows: int,
     device: torch.device,
-) -> GraphsOf | None:
-    """Return what makes graphs of decode steps; None: no GPU, plain attention, or experts."""
+) -> GraphBuilder | None:
+    """Return a builder of graphs of decode steps; None: no GPU, plain attention, or experts."""
     if device.type != "cuda" or kernel is None or not can_capture(network.own):
         return None
-    explain = partial(explain_failure, asked, "CUDA graphs")
+    explain = partial(explain_failure, mode, "CUDA graphs")
     return partial(
         DecodeGraphs, network, kernel=kernel, max_rows=max_rows, explain=explain
     )

@@ -14,48 +14,49 @@ from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.values.weights import Function
-from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
 WIDEST = torch.finfo(torch.float16).max - 1000.0  # as in transformers
 
 
-def route(
-    how: Moe, logits: torch.Tensor, bias: torch.Tensor | None
+def choose_experts(
+    spec: Moe, logits: torch.Tensor, bias: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the weights, float32, and numbers of each token's experts, (tokens, top_k).
 
     Logits of the router are (tokens, experts) float32. The bias counts for the choice alone.
     """
-    if how.scores == "sparsemixer":
-        return _mix_sparsely(how, logits)
-    scores = logits.sigmoid() if how.scores == "sigmoid" else logits.softmax(-1)
+    if spec.scores == "sparsemixer":
+        return _choose_sparsely(spec, logits)
+    scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
     rated = scores if bias is None else scores + bias
-    if how.groups > 1:  # those outside the best groups are not chosen
-        grouped = rated.view(len(rated), how.groups, -1)
-        best = grouped.topk(how.rated_by).values.sum(-1).topk(how.top_groups).indices
+    if spec.groups > 1:  # those outside the best groups are not chosen
+        grouped = rated.view(len(rated), spec.groups, -1)
+        best = grouped.topk(spec.rated_by).values.sum(-1).topk(spec.top_groups).indices
         is_out = torch.ones(grouped.shape[:2], dtype=torch.bool, device=rated.device)
         is_out.scatter_(1, best, False)
         rated = grouped.masked_fill(is_out[..., None], float("-inf")).flatten(1)
-    chosen = rated.topk(how.top_k).indices
+    chosen = rated.topk(spec.top_k).indices
     weights = scores.gather(1, chosen)
-    if how.is_normalized:
+    if spec.is_normalized:
         weights = weights / weights.sum(-1, keepdim=True)
-    return weights * how.scale, chosen
+    return weights * spec.scale, chosen
 
 
-def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-    """Choose as SparseMixer does (Liu et al. 2023): one expert, then one of the others,
-    and so on.
+def _choose_sparsely(
+    spec: Moe, logits: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Choose as SparseMixer does (Liu et al. 2023): the best, then the best of the rest.
 
-    The weight of each is its part in a softmax over those whose scores are near to its own.
+    The weight of each is its part in a softmax over the scores that are near to its own.
     """
     weights = []
     chosen = []
     left = logits
-    for _ in range(how.top_k):
+    for _ in range(spec.top_k):
         best, number = left.max(-1, keepdim=True)
-        is_far = (best - logits) / logits.abs().maximum(best) > 2 * how.mixer_eps
+        is_far = (best - logits) / logits.abs().maximum(best) > 2 * spec.mixer_eps
         near = left.masked_fill(is_far, float("-inf")).softmax(-1)
         weights.append(near.gather(1, number))
         chosen.append(number)
@@ -63,102 +64,104 @@ def _mix_sparsely(how: Moe, logits: torch.Tensor) -> tuple[torch.Tensor, torch.T
     return torch.cat(weights, -1), torch.cat(chosen, -1)
 
 
-class AttentionOf:
+class SelfAttention:
     """The attention of a layer with its products, norms of queries and keys, and positions."""
 
-    def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
-        self._how = how
-        self.products = {name: bodies.product(weights, name) for name in ("qkv", "out")}
-        self._q_norm = bodies.norm(how.qk_norm, weights, "q_norm")
-        self._k_norm = bodies.norm(how.qk_norm, weights, "k_norm")
+    def __init__(self, spec: Attention, weights: Weights, builder: PartBuilder) -> None:
+        self._spec = spec
+        self.products = {
+            name: builder.make_product(weights, name) for name in ("qkv", "out")
+        }
+        self._q_norm = builder.make_norm(spec.qk_norm, weights, "q_norm")
+        self._k_norm = builder.make_norm(spec.qk_norm, weights, "k_norm")
         self._norm_weights = [
             find_plain_tensor(weights, f"{n}_norm.weight") for n in "qk"
         ]
         device = weights["qkv.weight"].device
         self._rotate = None
         self._table = torch.empty(0, device=device)
-        if how.rope is not None:
-            self._rotate = bodies.registry.parts.make_rotate(how.rope)
-            self._table = bodies.table(how.rope, device)
-        slopes = () if how.alibi is None else how.alibi.slopes
+        if spec.rope is not None:
+            self._rotate = builder.registry.parts.make_rotate(spec.rope)
+            self._table = builder.find_rotary_table(spec.rope, device)
+        slopes = () if spec.alibi is None else spec.alibi.slopes
         self._slopes = torch.tensor(slopes, device=device).bfloat16()
-        sinks = weights["sinks.weight"].plain.float() if how.has_sinks else None
+        sinks = weights["sinks.weight"].plain.float() if spec.has_sinks else None
         self.scoring = make_scoring(
-            how, device, sinks, find_plain_tensor(weights, "relative.weight")
+            spec, device, sinks, find_plain_tensor(weights, "relative.weight")
         )
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how = self._how
+        spec = self._spec
         qkv = self.products["qkv"](x)
-        if how.clip:
-            qkv = qkv.clamp(-how.clip, how.clip)
-        q, k = self._turned(qkv, step)
-        v = qkv[:, -how.qkv_sizes[2] :].view(len(x), how.kv_heads, how.head_dim)
-        if how.has_cached_bias:
-            q, k, v = self._with_bias(q, k, v, step.positions)
-        out = step.attend(layer, q, k, v, self.scoring)[..., : how.head_dim]
+        if spec.clip:
+            qkv = qkv.clamp(-spec.clip, spec.clip)
+        q, k = self._norm_and_rotate(qkv, step)
+        v = qkv[:, -spec.qkv_sizes[2] :].view(len(x), spec.kv_heads, spec.head_dim)
+        if spec.has_cached_bias:
+            q, k, v = self._append_bias(q, k, v, step.positions)
+        out = step.attend(layer, q, k, v, self.scoring)[..., : spec.head_dim]
         return self.products["out"](out.flatten(1))
 
-    def _turned(
+    def _norm_and_rotate(
         self, qkv: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return queries and keys after their norms and positions, (tokens, heads, head_dim)."""
-        how = self._how
-        both = qkv[:, : -how.qkv_sizes[2]]
+        spec = self._spec
+        both = qkv[:, : -spec.qkv_sizes[2]]
         if self._q_norm is None or self._k_norm is None:  # in one pass
-            both = self._rotated(both.view(len(qkv), -1, how.head_dim), step)
-            return both[:, : how.heads], both[:, how.heads :]
-        q = both[:, : how.qkv_sizes[0]]
-        k = both[:, how.qkv_sizes[0] :]
-        is_over_all = how.qk_norm_over == "all"
+            both = self._rotate_heads(both.view(len(qkv), -1, spec.head_dim), step)
+            return both[:, : spec.heads], both[:, spec.heads :]
+        q = both[:, : spec.qkv_sizes[0]]
+        k = both[:, spec.qkv_sizes[0] :]
+        is_over_all = spec.qk_norm_over == "all"
         if is_over_all and step.shards is not None:
             q, k = self._norm_over_ranks(q, k, step)
         elif is_over_all:
             q = self._q_norm(q)
             k = self._k_norm(k)
-        q, k = (part.view(len(qkv), -1, how.head_dim) for part in (q, k))
-        if how.qk_norm_is_last:
-            return self._q_norm(self._rotated(q, step)), self._k_norm(
-                self._rotated(k, step)
+        q, k = (part.view(len(qkv), -1, spec.head_dim) for part in (q, k))
+        if spec.qk_norm_is_last:
+            return self._q_norm(self._rotate_heads(q, step)), self._k_norm(
+                self._rotate_heads(k, step)
             )
         if not is_over_all:
             q = self._q_norm(q)
             k = self._k_norm(k)
-        return self._rotated(q, step), self._rotated(k, step)
+        return self._rotate_heads(q, step), self._rotate_heads(k, step)
 
     def _norm_over_ranks(
         self, q: torch.Tensor, k: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Norm queries, and keys, over the heads of all ranks by one sum of their squares."""
-        how = self._how
-        norm = self._how.qk_norm
-        of_all = self._how.stage_heads
+        spec = self._spec
+        norm = self._spec.qk_norm
+        of_all = self._spec.stage_heads
         assert norm is not None and norm.is_rms and of_all is not None, (
             "a cut norm over all heads"
         )
         squares = torch.stack([each.float().square().sum(-1) for each in (q, k)])
         squares[1] /= of_all.kv_copies
-        found = []
+        normed = []
         totals = step.sum(squares)
         counts = (of_all.heads, of_all.kv_heads)
         for x, total, num, weight in zip(
             (q, k), totals, counts, self._norm_weights, strict=True
         ):
-            means = total[:, None] / (num * how.head_dim)
+            means = total[:, None] / (num * spec.head_dim)
             y = x.float() * torch.rsqrt(means + norm.eps)
             y = y if weight is None else y * (weight.float() + norm.offset)
-            found.append(y.to(x.dtype))
-        return found[0], found[1]
+            normed.append(y.to(x.dtype))
+        return normed[0], normed[1]
 
-    def _rotated(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        turns = self.turns(step)
+    def _rotate_heads(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
+        turns = self.find_rotations(step)
         return x if self._rotate is None or turns is None else self._rotate(x, turns)
 
-    def turns(self, step: LayerStep) -> torch.Tensor | None:
+    def find_rotations(self, step: LayerStep) -> torch.Tensor | None:
         """Return the cosines and sines of the step's tokens; None: no rotary positions."""
-        return None if self._rotate is None else step.turns(self._table)
+        return None if self._rotate is None else step.find_rotations(self._table)
 
-    def _with_bias(
+    def _append_bias(
         self, q: torch.Tensor, k: torch.Tensor, v: torch.Tensor, positions: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Append Falcon's ALiBi bias to the key, and a 1 to the query.
@@ -167,105 +170,113 @@ class AttentionOf:
         rounded to bfloat16, by up to 4 beyond position 1000: the rounding is part of the model.
         """
         bias = (self._slopes * positions[:, None]).to(k.dtype)
-        group = self._how.heads // k.shape[1]
+        group = self._spec.heads // k.shape[1]
         k = torch.cat([k.repeat_interleave(group, 1), bias[..., None]], -1)
         v = nn.functional.pad(v.repeat_interleave(group, 1), (0, 1))
         return nn.functional.pad(q, (0, 1), value=1.0), k, v
 
 
-class CrossAttentionOf:
-    """The attention of a decoder's layer to what the encoder gave."""
+class CrossAttention:
+    """The attention of a decoder's layer to the encoder output."""
 
-    def __init__(self, how: Cross, weights: Weights, bodies: Bodies) -> None:
-        self._how = how.attention
+    def __init__(self, spec: Cross, weights: Weights, builder: PartBuilder) -> None:
+        self._spec = spec.attention
         names = ("cross_q", "cross_kv", "cross_out")
-        self.products = {name: bodies.product(weights, name) for name in names}
-        self._scoring = make_scoring(how.attention, weights["cross_q.weight"].device)
+        self.products = {name: builder.make_product(weights, name) for name in names}
+        self._scoring = make_scoring(spec.attention, weights["cross_q.weight"].device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
-        how = self._how
-        memory = step.memory
+        spec = self._spec
+        encoder_output = step.encoder_output
         assert step.cross is not None, "a decoder's step"
-        q = self.products["cross_q"](x).view(len(x), how.heads, how.head_dim)
-        new = q.new_empty((0, 2, how.kv_heads, how.head_dim))
-        if memory is not None:
-            new = self.products["cross_kv"](memory).view(len(memory), *new.shape[1:])
+        q = self.products["cross_q"](x).view(len(x), spec.heads, spec.head_dim)
+        new = q.new_empty((0, 2, spec.kv_heads, spec.head_dim))
+        if encoder_output is not None:
+            new = self.products["cross_kv"](encoder_output).view(
+                len(encoder_output), *new.shape[1:]
+            )
         out = step.cross(layer, q, new[:, 0], new[:, 1], self._scoring)
         return self.products["cross_out"](out.flatten(1))
 
 
-class LatentAttentionOf:
-    """Latent attention, with what makes keys and values of the latent moved to queries
-    and out."""
+class LatentAttention:
+    """Latent attention, whose up-projections work on queries and outputs, not on keys."""
 
-    def __init__(self, how: Attention, weights: Weights, bodies: Bodies) -> None:
-        assert how.latent is not None and how.rope is not None, "latent attention"
-        self._how = how
-        self._latent = how.latent
-        names = ("q",) if how.latent.query_rank is None else ("q_down", "q_up")
+    def __init__(self, spec: Attention, weights: Weights, builder: PartBuilder) -> None:
+        assert spec.latent is not None and spec.rope is not None, "latent attention"
+        self._spec = spec
+        self._latent = spec.latent
+        names = ("q",) if spec.latent.query_rank is None else ("q_down", "q_up")
         self.products = {
-            n: bodies.product(weights, n) for n in (*names, "kv_down", "out")
+            n: builder.make_product(weights, n) for n in (*names, "kv_down", "out")
         }
-        norm = None if how.latent.query_rank is None else how.latent.norm
-        self._q_norm = bodies.norm(norm, weights, "q_norm")
-        self._kv_norm = bodies.norm(how.latent.norm, weights, "kv_norm")
+        norm = None if spec.latent.query_rank is None else spec.latent.norm
+        self._q_norm = builder.make_norm(norm, weights, "q_norm")
+        self._kv_norm = builder.make_norm(spec.latent.norm, weights, "kv_norm")
         weight = weights["kv_up.weight"].plain
-        by_head = weight.view(how.heads, -1, how.latent.rank)
-        of_values = by_head[:, how.latent.key_dim :]
+        by_head = weight.view(spec.heads, -1, spec.latent.rank)
+        of_values = by_head[:, spec.latent.key_dim :]
         # (heads, key_dim, rank) and (heads, rank, value_dim)
-        self._to_latent = by_head[:, : how.latent.key_dim].contiguous()
+        self._to_latent = by_head[:, : spec.latent.key_dim].contiguous()
         self._from_latent = of_values.transpose(1, 2).contiguous()
-        self._rotate = bodies.registry.parts.make_rotate(how.rope)
-        self._table = bodies.table(how.rope, weight.device)
-        self.scoring = make_scoring(how, weight.device)
+        self._rotate = builder.registry.parts.make_rotate(spec.rope)
+        self._table = builder.find_rotary_table(spec.rope, weight.device)
+        self.scoring = make_scoring(spec, weight.device)
 
     def __call__(self, x: torch.Tensor, layer: int, step: LayerStep) -> torch.Tensor:
         latent = self._latent
-        turns = self.turns(step)
+        turns = self.find_rotations(step)
         if self._q_norm is None:
             q = self.products["q"](x)
         else:
             q = self.products["q_up"](self._q_norm(self.products["q_down"](x)))
-        q = q.view(len(x), self._how.heads, -1)
+        q = q.view(len(x), self._spec.heads, -1)
         q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
-        asked = _by_heads(q[..., : latent.key_dim], self._to_latent)
+        query = _multiply_by_heads(q[..., : latent.key_dim], self._to_latent)
         kv = self.products["kv_down"](x)
         assert self._kv_norm is not None, "latent attention has a norm"
-        kept = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
+        compressed = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
         k_turned = self._rotate(kv[:, None, latent.rank :].contiguous(), turns)
-        key = torch.cat([kept, k_turned], -1)
+        key = torch.cat([compressed, k_turned], -1)
         out = step.attend(
-            layer, torch.cat([asked, q_turned], -1), key, key, self.scoring
+            layer, torch.cat([query, q_turned], -1), key, key, self.scoring
         )
-        values = _by_heads(out[..., : latent.rank], self._from_latent)
+        values = _multiply_by_heads(out[..., : latent.rank], self._from_latent)
         return self.products["out"](values.flatten(1))
 
-    def turns(self, step: LayerStep) -> torch.Tensor:
+    def find_rotations(self, step: LayerStep) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens."""
-        return step.turns(self._table)
+        return step.find_rotations(self._table)
 
 
-def _by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+def _multiply_by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """Multiply (tokens, heads, inputs) by a weight of each head, (heads, inputs, outputs)."""
     return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
-class MlpOf:
+class FeedForward:
     """The MLP of a layer or of an expert: two products with an activation between them."""
 
-    def __init__(self, how: Mlp, weights: Weights, bodies: Bodies) -> None:
-        self.products = {name: bodies.product(weights, name) for name in ("up", "down")}
-        parts = bodies.registry.parts
-        if how.activation == "xielu":
-            own = {name: each.plain for name, each in _under("xielu.", weights).items()}
-            self._act: Function = partial(plain.xielu, **own)
-        elif how.limit is not None:
-            self._act = partial(plain.gate, activation=how.activation, limit=how.limit)
-        else:
-            self._act = (parts.make_gate if how.is_gated else parts.make_activation)(
-                how.activation
+    def __init__(self, spec: Mlp, weights: Weights, builder: PartBuilder) -> None:
+        self.products = {
+            name: builder.make_product(weights, name) for name in ("up", "down")
+        }
+        parts = builder.registry.parts
+        if spec.activation == "xielu":
+            parameters = {
+                name: each.plain
+                for name, each in _find_under("xielu.", weights).items()
+            }
+            self._act: Function = partial(plain.xielu, **parameters)
+        elif spec.limit is not None:
+            self._act = partial(
+                plain.gate, activation=spec.activation, limit=spec.limit
             )
-        self._is_wide = how.is_wide
+        else:
+            self._act = (parts.make_gate if spec.is_gated else parts.make_activation)(
+                spec.activation
+            )
+        self._is_wide = spec.is_wide
 
     def __call__(self, x: torch.Tensor, step: LayerStep | None = None) -> torch.Tensor:
         x = self._act(self.products["up"](x))
@@ -274,42 +285,46 @@ class MlpOf:
         return self.products["down"](x)
 
 
-class MoeOf:
+class ExpertLayer:
     """A mixture of experts: chooses those of each token, and how much each counts."""
 
-    def __init__(self, how: Moe, weights: Weights, bodies: Bodies) -> None:
-        self._how = how
+    def __init__(self, spec: Moe, weights: Weights, builder: PartBuilder) -> None:
+        self._spec = spec
         # Not packed: with few outputs it is no faster, and its rounding could choose
         # other experts. It is float32, until it is rounded as hidden states are.
         self._router = weights["router.weight"].plain
         self._router_bias = (
-            weights["router.bias"].plain if how.has_router_bias else None
+            weights["router.bias"].plain if spec.has_router_bias else None
         )
-        self._bias = weights["choice.bias"].plain if how.has_choice_bias else None
+        self._bias = weights["choice.bias"].plain if spec.has_choice_bias else None
         self._shared = (
-            MlpOf(how.shared, _under("shared.", weights), bodies)
-            if how.shared
+            FeedForward(spec.shared, _find_under("shared.", weights), builder)
+            if spec.shared
             else None
         )
         self._shared_gate = (
-            weights["shared_gate.weight"].plain if how.has_shared_gate else None
+            weights["shared_gate.weight"].plain if spec.has_shared_gate else None
         )
-        own = _under("experts.", weights)
-        mix = bodies.registry.experts(how, own["up.weight"], own["down.weight"])
+        expert_weights = _find_under("experts.", weights)
+        mix = builder.registry.choose_experts_kernel(
+            spec, expert_weights["up.weight"], expert_weights["down.weight"]
+        )
         shared = [] if self._shared is None else [self._shared]
         experts = [
-            MlpOf(
-                how.expert, {name: each.expert(n) for name, each in own.items()}, bodies
+            FeedForward(
+                spec.expert,
+                {name: each.expert(n) for name, each in expert_weights.items()},
+                builder,
             )
-            for n in range(0 if mix else how.num_experts)
+            for n in range(0 if mix else spec.num_experts)
         ]
-        self.mix: Mix = mix or PlainExperts(how, experts)
+        self.mix: Mix = mix or PlainExperts(spec, experts)
         self.products = [
             p for mlp in (*shared, *experts) for p in mlp.products.values()
         ]
 
     def __call__(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        shares, chosen = self._choose(x, step)
+        shares, chosen = self._route(x, step)
         out = self.mix(x, chosen, shares)
         if self._shared is None:
             return out
@@ -318,20 +333,20 @@ class MoeOf:
             more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
         return out + more
 
-    def _choose(
+    def _route(
         self, x: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
-        if self._how.scores == "sigmoid" or self._how.is_precise:
+        if self._spec.scores == "sigmoid" or self._spec.is_precise:
             x = x.float()  # scores that are near to each other stay apart
         self._router = self._router.to(x.dtype)  # once
         logits = nn.functional.linear(x, self._router, self._router_bias).float()
         if step.shards is not None:  # all have to choose the same, whatever they round
             logits = step.shards.gather(logits)[0]
-        return route(self._how, logits, self._bias)
+        return choose_experts(self._spec, logits, self._bias)
 
 
-def _under(top: str, weights: Weights) -> Weights:
+def _find_under(top: str, weights: Weights) -> Weights:
     return {
         name.removeprefix(top): each
         for name, each in weights.items()
@@ -339,32 +354,34 @@ def _under(top: str, weights: Weights) -> Weights:
     }
 
 
-class LayerOf:
+class TransformerLayer:
     """A layer with its weights."""
 
-    def __init__(self, how: Layer, weights: Weights, bodies: Bodies) -> None:
-        self.how = how
-        attend = AttentionOf if how.attention.latent is None else LatentAttentionOf
-        self.attention = attend(how.attention, weights, bodies)
+    def __init__(self, spec: Layer, weights: Weights, builder: PartBuilder) -> None:
+        self.spec = spec
+        attend = SelfAttention if spec.attention.latent is None else LatentAttention
+        self.attention = attend(spec.attention, weights, builder)
         self.products = self.attention.products  # and those of a plain MLP
-        self.mlp: MlpOf | MoeOf
-        if isinstance(how.mlp, Moe):
-            self.mlp = MoeOf(how.mlp, weights, bodies)
+        self.mlp: FeedForward | ExpertLayer
+        if isinstance(spec.mlp, Moe):
+            self.mlp = ExpertLayer(spec.mlp, weights, builder)
         else:
-            self.mlp = MlpOf(how.mlp, weights, bodies)
+            self.mlp = FeedForward(spec.mlp, weights, builder)
             self.products = self.products | self.mlp.products
-        self._before = bodies.norms(how.input_norms, weights, "before")
-        self._after = bodies.norms(how.output_norms, weights, "after")
-        self._of_sum = bodies.norms(how.sum_norms, weights, "sum")
-        self._cross: CrossAttentionOf | None = None
-        if how.cross is not None:
-            self._cross = CrossAttentionOf(how.cross, weights, bodies)
+        self._before = builder.make_norms(spec.input_norms, weights, "before")
+        self._after = builder.make_norms(spec.output_norms, weights, "after")
+        self._of_sum = builder.make_norms(spec.sum_norms, weights, "sum")
+        self._cross: CrossAttention | None = None
+        if spec.cross is not None:
+            self._cross = CrossAttention(spec.cross, weights, builder)
             self.products = self.products | self._cross.products
-            self._before_cross = bodies.norm(
-                how.cross.input_norm, weights, "before_cross"
+            self._before_cross = builder.make_norm(
+                spec.cross.input_norm, weights, "before_cross"
             )
-            self._of_cross_sum = bodies.norm(how.cross.sum_norm, weights, "sum_cross")
-        self._is_wide = isinstance(how.mlp, Mlp) and how.mlp.is_wide
+            self._of_cross_sum = builder.make_norm(
+                spec.cross.sum_norm, weights, "sum_cross"
+            )
+        self._is_wide = isinstance(spec.mlp, Mlp) and spec.mlp.is_wide
         norms = {
             n: each
             for n, each in weights.items()
@@ -378,7 +395,7 @@ class LayerOf:
     def is_packed(self) -> bool:
         """Whether all its products have packed forms in the place of their weights."""
         products = [*self.products.values()]
-        if isinstance(self.mlp, MoeOf):
+        if isinstance(self.mlp, ExpertLayer):
             products += self.mlp.products
         return not any(isinstance(product, Linear) for product in products)
 
@@ -389,41 +406,41 @@ class LayerOf:
 
         The next norm adds them. The hidden states before the layer are x + more.
         """
-        how = self.how
-        x, normed = normed_sum(self._before[0], x, more)
+        spec = self.spec
+        x, normed = norm_sum(self._before[0], x, more)
         attended = self.attention(normed, number, step)
         # with what the MLP gives
-        is_summed_once = how.is_parallel and not self._after[0]
+        is_summed_once = spec.is_parallel and not self._after[0]
         if not is_summed_once:
             attended = step.sum(attended)
-        x = step.keep(x)
-        normed = step.keep(normed)
+        x = step.select_kept(x)
+        normed = step.select_kept(normed)
         if self._after[0]:
             attended = self._after[0](attended)
-        attended = self._scaled(attended)
-        if how.is_parallel:
+        attended = self._scale(attended)
+        if spec.is_parallel:
             if self._before[1]:
                 normed = self._before[1](x)
-            out = self._scaled(self.mlp(normed, step))
+            out = self._scale(self.mlp(normed, step))
             return x, step.sum(
                 attended + out
             ) if is_summed_once else attended + step.sum(out)
-        x, more = self._added(
-            self._of_sum[0], normed if how.adds_normed else x, attended
+        x, more = self._add(
+            self._of_sum[0], normed if spec.adds_normed else x, attended
         )
         if self._cross is not None:
-            x, normed = normed_sum(self._before_cross, x, more)
+            x, normed = norm_sum(self._before_cross, x, more)
             out = step.sum(self._cross(normed, number, step))
-            x, more = self._added(self._of_cross_sum, x, out)
-        x, normed = normed_sum(self._before[1], x, more)
+            x, more = self._add(self._of_cross_sum, x, out)
+        x, normed = norm_sum(self._before[1], x, more)
         out = step.sum(self.mlp(normed, step))
         if self._after[1]:
             out = self._after[1](out)
-        return self._added(
-            self._of_sum[1], normed if how.adds_normed else x, self._scaled(out)
+        return self._add(
+            self._of_sum[1], normed if spec.adds_normed else x, self._scale(out)
         )
 
-    def _added(
+    def _add(
         self, norm: WeightedNorm | None, x: torch.Tensor, more: torch.Tensor
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
         if norm is not None:
@@ -432,11 +449,13 @@ class LayerOf:
             return (x.float() + more.float()).clamp(-WIDEST, WIDEST).half(), None
         return x, more
 
-    def _scaled(self, out: torch.Tensor) -> torch.Tensor:
-        return out if self.how.residual_scale == 1.0 else out * self.how.residual_scale
+    def _scale(self, out: torch.Tensor) -> torch.Tensor:
+        return (
+            out if self.spec.residual_scale == 1.0 else out * self.spec.residual_scale
+        )
 
 
-def normed_sum(
+def norm_sum(
     norm: WeightedNorm | None, x: torch.Tensor, more: torch.Tensor | None
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return x + more, and its norm."""

@@ -1,4 +1,4 @@
-"""Streamed layers: each is brought for every pass, while the one before it computes.
+"""Streamed layers: each is read for every pass, while the one before it computes.
 
 A slot holds a layer's stored bytes. With two slots, one layer computes and the next is
 read. With a slot for each layer, all stay in the host's memory, and are copied to a GPU.
@@ -18,7 +18,7 @@ import torch
 
 from fminfer.core.errors import MachineError
 from fminfer.core.messages import StageSpan
-from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer import TransformerLayer
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.stored.direct_reads import (
     DirectReads,
@@ -30,7 +30,7 @@ from fminfer.models.stored.direct_reads import (
 from fminfer.models.tensor_specs import Weights
 
 SLOTS = 2  # layers in memory: one computes, one is read
-MakeLayer = Callable[[int, Weights], LayerOf]
+MakeLayer = Callable[[int, Weights], TransformerLayer]
 # Where layers come from: the disk; the system's cache of files; memory of the process.
 StreamKind = Literal["disk", "shared memory", "own memory"]
 
@@ -45,7 +45,7 @@ class Slot:
 
 
 class LayerStream:
-    """Brings layers, the next one while one computes.
+    """Reads layers, the next one while one computes.
 
     To a GPU, a layer is copied while another computes; the GPU holds two at once. The
     copies have a CUDA stream of their own, which waits for no computation. So a layer's
@@ -67,27 +67,29 @@ class LayerStream:
         sizes = [buffer_size_of(wholes) for wholes, _ in spans.values()]
         self.keeps_all = kind == "own memory" or len(sizes) <= SLOTS
         sizes = sizes if self.keeps_all else [max(sizes)] * SLOTS
-        self._slots = [Slot(_new_buffer(size, source.device)) for size in sizes]
+        self._slots = [Slot(_allocate_buffer(size, source.device)) for size in sizes]
         if self.keeps_all:
             for number, slot in zip(spans, self._slots, strict=True):
                 self._read(number, slot)
         self._copies: torch.cuda.Stream | None = None
         if source.device.type == "cuda":
             self._copies = torch.cuda.Stream(source.device)  # type: ignore[no-untyped-call]
-        self._computing: deque[tuple[LayerOf, torch.cuda.Event]] = deque()  # on a GPU
+        self._computing: deque[tuple[TransformerLayer, torch.cuda.Event]] = (
+            deque()
+        )  # on a GPU
         self._brought: list[list[float]] = []  # as in `StageSpan.brought`
-        self._told = (0, 0.0)  # bytes and seconds of reading
+        self._reported = (0, 0.0)  # bytes and seconds of reading
 
     @contextmanager
-    def layer(self, number: int, following: int) -> Iterator[LayerOf]:
-        """Give a layer to compute with; read the following one meanwhile."""
+    def layer(self, number: int, following: int) -> Iterator[TransformerLayer]:
+        """Lend a layer to compute with; read the following one meanwhile."""
         while len(self._computing) >= SLOTS:
             self._computing.popleft()[1].synchronize()
-        asked_s = time.time()
-        slot = self._find(number) or self._bring(number)
+        start_s = time.time()
+        slot = self._find_slot(number) or self._start_reading(number)
         wait_for_reads(slot.reading)
-        if self._find(following) is None:
-            self._bring(following, used=slot)
+        if self._find_slot(following) is None:
+            self._start_reading(following, used=slot)
         lent = LentBuffer(self._spans[number][0], slot.buffer)
         with nullcontext() if self._copies is None else torch.cuda.stream(self._copies):
             layer = self._make(number, self._source.load_layer(number, lent))
@@ -98,7 +100,7 @@ class LayerStream:
         if self._copies is not None:
             done = torch.cuda.current_stream(self._source.device).record_event()
             self._computing.append((layer, done))
-        self._brought.append([asked_s, came_s, time.time()])
+        self._brought.append([start_s, came_s, time.time()])
 
     def try_layers(self, numbers: Iterable[int]) -> None:
         """Make layers once, so that a failure comes while the model loads."""
@@ -110,18 +112,18 @@ class LayerStream:
     def reset(self) -> None:
         """Forget what was brought so far, while the model loaded."""
         self._brought = []
-        self._told = (self.reads.num_bytes, self.reads.busy_s)
+        self._reported = (self.reads.num_bytes, self.reads.busy_s)
 
-    def told(self, span: StageSpan) -> StageSpan:
+    def add_reads(self, span: StageSpan) -> StageSpan:
         """Return a step's span, with the layers that were brought since the last one."""
         brought = self._brought
-        before = self._told
+        before = self._reported
         self.reset()
         return replace(
             span,
-            read_bytes=self._told[0] - before[0],
+            read_bytes=self._reported[0] - before[0],
             # the cache has no disk's speed
-            read_s=(self._told[1] - before[1]) * self._is_direct,
+            read_s=(self._reported[1] - before[1]) * self._is_direct,
             brought=brought,
         )
 
@@ -132,14 +134,14 @@ class LayerStream:
             _cuda_runtime().cudaHostUnregister(slot.buffer.data_ptr())
         self._slots.clear()
 
-    def _find(self, number: int) -> Slot | None:
+    def _find_slot(self, number: int) -> Slot | None:
         return next((slot for slot in self._slots if slot.number == number), None)
 
-    def _bring(self, number: int, used: Slot | None = None) -> Slot:
+    def _start_reading(self, number: int, used: Slot | None = None) -> Slot:
         """Begin to read a layer into an empty slot, or into another than `used`."""
         free = [slot for slot in self._slots if slot is not used]
         slot = next((slot for slot in free if slot.number is None), free[0])
-        with suppress(MachineError):  # of a layer that nobody asks for
+        with suppress(MachineError):  # of a layer that nobody computes with
             wait_for_reads(slot.reading)
         self._read(number, slot)
         return slot
@@ -155,10 +157,10 @@ class StreamedLayers:
     """A stage's layers in their order, some of them streamed."""
 
     numbers: Sequence[int]
-    kept: Mapping[int, LayerOf]  # that stay in memory
+    kept: Mapping[int, TransformerLayer]  # that stay in memory
     stream: LayerStream
 
-    def __iter__(self) -> Iterator[LayerOf]:
+    def __iter__(self) -> Iterator[TransformerLayer]:
         brought = [number for number in self.numbers if number not in self.kept]
         following = dict(zip(brought, brought[1:] + brought[:1], strict=True))
         for number in self.numbers:
@@ -174,7 +176,7 @@ def _cuda_runtime() -> Any:
     return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
 
-def _new_buffer(size: int, device: torch.device) -> torch.Tensor:
+def _allocate_buffer(size: int, device: torch.device) -> torch.Tensor:
     """Return bytes that begin with a whole page; for a GPU, pinned, so that it can copy them.
 
     On a CPU, pages into which nothing is read, such as other ranks' parts, take no memory. torch

@@ -1,6 +1,6 @@
 """Chooses what computes each part of a model as it loads: a kernel, or plain torch.
 
-The first candidate that serves what is asked is tried beside plain torch, once for all that are
+The first candidate that serves a request is tried beside plain torch, once for all that are
 like it; if it fails, the next is.
 """
 
@@ -52,8 +52,7 @@ from fminfer.machine.out_of_memory import is_out_of_memory
 def find_library(
     kernels: Kernels, device: torch.device, build: KernelBuild | None = None
 ) -> ctypes.CDLL | None:
-    """Return the CPU's kernels, waiting for their build; None: not the CPU, or all in
-    plain torch.
+    """Return the CPU's kernels, waiting for their build; None: not the CPU, or no kernels.
 
     Raises:
         UsageError: --kernels require, and there is none.
@@ -87,13 +86,13 @@ class Registry:
 
     def __init__(
         self,
-        asked: Kernels,  # "require": a kernel that fails its trial ends the run
+        mode: Kernels,  # "require": a kernel that fails its trial ends the run
         # the CPU's kernels; None: there are none, or they are off
         library: ctypes.CDLL | None,
         dtype: torch.dtype,  # of hidden states
         device: torch.device,
     ) -> None:
-        self.asked = asked
+        self.mode = mode
         self.library = library
         self.dtype = dtype
         self.device = device
@@ -112,15 +111,15 @@ class Registry:
         self._try_parts = partial(make_part_trial, dtype=dtype, device=device)
         self._try_draws = partial(make_draw_trial, device=device)
         if library is not None and device.type == "cpu":
-            self._have_library(library)
+            self._add_library(library)
         if device.type == "cpu":
             self.of_products += make_library_candidates(
                 dtype, is_fast=is_fast_in_bfloat16(device)
             )
-        elif asked != "off":
-            self.have_triton()
+        elif mode != "off":
+            self.add_triton()
 
-    def _have_library(self, library: ctypes.CDLL) -> None:
+    def _add_library(self, library: ctypes.CDLL) -> None:
         """Add the CPU's kernels."""
         dtype = self.dtype
         self.of_attention.append(
@@ -138,17 +137,17 @@ class Registry:
             Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL)
         )
 
-    def have_triton(self) -> None:
+    def add_triton(self) -> None:
         """Add the GPU's kernels. Triton comes with torch for CUDA only, and is imported late."""
         dtype = self.dtype
         device = self.device
 
-        def attend(asked: StageAttention) -> AttentionKernel:
+        def attend(layers: StageAttention) -> AttentionKernel:
             from fminfer.compute.attention.triton_attention import TritonAttention
 
-            shape = (asked.spec.heads, *asked.spec.cache_shape[1:])
+            shape = (layers.spec.heads, *layers.spec.cache_shape[1:])
             return TritonAttention(
-                *shape, dtype=dtype, device=device, kv_dtype=asked.kv_dtype
+                *shape, dtype=dtype, device=device, kv_dtype=layers.kv_dtype
             )
 
         def make_parts(_: None) -> PartKernels:
@@ -165,13 +164,12 @@ class Registry:
         self.of_parts.append(Candidate(make_parts, self._try_parts))
         self.of_draws.append(Candidate(make_drawer, self._try_draws))
 
-    def attention(
-        self, hows: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
+    def choose_attention(
+        self, specs: Sequence[Attention], block_size: int, kv_dtype: torch.dtype
     ) -> AttentionKernel | None:
-        """Return the compiled attention of layers whose keys have one shape; None:
-        plain torch."""
+        """Return the attention kernel of layers whose keys have one shape; None: plain torch."""
         return self.find(
-            self.of_attention, StageAttention(tuple(hows), block_size, kv_dtype)
+            self.of_attention, StageAttention(tuple(specs), block_size, kv_dtype)
         )
 
     @cached_property
@@ -179,25 +177,26 @@ class Registry:
         """What makes norms, rotary positions and activations."""
         return Parts(self.find(self.of_parts, None))
 
-    def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
+    def choose_product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
-        asked = Linear(weight, bias)
-        return self.find(self.of_products, asked) or asked
+        linear = Linear(weight, bias)
+        return self.find(self.of_products, linear) or linear
 
-    def experts(self, how: Moe, up: Weight, down: Weight) -> Mix | None:
-        """Return a layer's experts, `Mixture`; None: their products are to be made one
-        by one."""
-        return self.find(self.of_experts, Mixture(how, up, down))
+    def choose_experts_kernel(self, spec: Moe, up: Weight, down: Weight) -> Mix | None:
+        """Return the kernel of a layer's experts; None: each expert is made by itself."""
+        return self.find(self.of_experts, Mixture(spec, up, down))
 
-    def head(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct | None:
+    def choose_head(
+        self, weight: Weight, bias: torch.Tensor | None
+    ) -> PackedProduct | None:
         """Return the head, packed, for `PackedProduct.multiply_unrounded`; None: plain torch."""
         return self.find(self.of_heads, Linear(weight, bias))
 
-    def drawer(self) -> Drawer:
+    def choose_drawer(self) -> Drawer:
         """Return what draws tokens."""
         return self.find(self.of_draws, None) or draw_tokens
 
-    def ranker(self) -> Ranker:
+    def choose_ranker(self) -> Ranker:
         """Return what ranks logits."""
         return self.find(self.of_ranks, None) or rank_logits
 
@@ -207,7 +206,7 @@ class Registry:
         return "; ".join(dict.fromkeys(filter(None, self.reasons.values())))
 
     def find(
-        self, candidates: Iterable[Candidate[Asked, Body]], asked: Asked
+        self, candidates: Iterable[Candidate[Asked, Body]], request: Asked
     ) -> Body | None:
         """Return the first body that serves and passes its trial; None: plain torch computes.
 
@@ -215,21 +214,23 @@ class Registry:
             UsageError: --kernels require and one fails, or the GPU's context is broken.
         """
         for candidate in candidates:
-            if candidate.serves(asked):
-                body = self._make(candidate, asked)
+            if candidate.serves(request):
+                body = self._build_candidate(candidate, request)
                 if body is not None:
                     return body
         return None
 
-    def _make(self, candidate: Candidate[Asked, Body], asked: Asked) -> Body | None:
-        trial = candidate.trial(asked)
+    def _build_candidate(
+        self, candidate: Candidate[Asked, Body], request: Asked
+    ) -> Body | None:
+        trial = candidate.trial(request)
         key = candidate, trial.key
         if key in self._passed:
-            return candidate.make(asked) if self._passed[key] else None
+            return candidate.make(request) if self._passed[key] else None
         body = None
         is_sure = True
         try:
-            body = candidate.make(asked)
+            body = candidate.make(request)
             with torch.inference_mode():
                 is_sure = compare_pairs(trial.pairs(body), trial.limit)
         except Exception as error:
@@ -237,7 +238,7 @@ class Registry:
                 raise
             body = None
             self.reasons.setdefault(
-                candidate, explain_failure(self.asked, trial.name, error)
+                candidate, explain_failure(self.mode, trial.name, error)
             )
         # what is nan could not be compared: the next of its key is tried, too
         if is_sure:

@@ -39,7 +39,7 @@ from fminfer.compute.values.step import (
     make_draws,
 )
 from fminfer.core.messages import StageSpan
-from fminfer.forward.decode_graphs import GraphsOf
+from fminfer.forward.decode_graphs import GraphBuilder
 from fminfer.forward.layer_step import LayerStep
 from fminfer.forward.layer_stream import LayerStream
 from fminfer.forward.transformer import Transformer
@@ -63,15 +63,15 @@ class StepClock:
     def __init__(self, device: torch.device, stream: LayerStream | None = None) -> None:
         self._on_gpu = device.type == "cuda"
         self._stream = stream
-        self._untold: list[Pair] = []
+        self._unreported: list[Pair] = []
         self._start_s = 0.0
 
     def start(self) -> None:
         """Begin a step."""
         self._start_s = time.time()
         if self._on_gpu:
-            self._untold.append((_new_event(), _new_event()))
-            self._untold[-1][0].record()
+            self._unreported.append((_new_event(), _new_event()))
+            self._unreported[-1][0].record()
 
     def stop(
         self, *, is_awaited: bool, sent_bytes: int = 0, max_tokens: int = 0
@@ -82,19 +82,19 @@ class StepClock:
         end_s = time.time()
         earlier_s = 0.0
         if self._on_gpu:
-            last = self._untold[-1][1]
+            last = self._unreported[-1][1]
             last.record()
             start_s = end_s
             if is_awaited:
                 last.synchronize()
                 *earlier, own_s = (
-                    first.elapsed_time(last) / 1000 for first, last in self._untold
+                    first.elapsed_time(last) / 1000 for first, last in self._unreported
                 )
-                self._untold.clear()
+                self._unreported.clear()
                 start_s = end_s - own_s
                 earlier_s = sum(earlier)
         span = StageSpan(start_s, end_s, sent_bytes, max_tokens, earlier_s)
-        return span if self._stream is None else self._stream.told(span)
+        return span if self._stream is None else self._stream.add_reads(span)
 
 
 def _new_event() -> Event:
@@ -116,7 +116,7 @@ class StageKernels:
     ranker: Ranker = rank_logits
     drawer: Drawer = draw_tokens
     # makes what replays decode steps; None: each is launched kernel by kernel
-    graphs: GraphsOf | None = None
+    graphs: GraphBuilder | None = None
     threads: ThreadCount | None = None  # None: as many as torch has
 
 
@@ -229,11 +229,11 @@ class Stage:
             self.cache.copy_blocks(step.block_copies)
         wanted = step.wanted if self._head is not None else np.arange(step.num_tokens)
 
-        run_part = partial(self._run_part, step, rows, hidden, wanted)
+        run_part = partial(self._compute_part, step, rows, hidden, wanted)
         parts = self._token_limit.run(step.num_tokens, run_part)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _run_part(
+    def _compute_part(
         self,
         step: Step,
         rows: Rows,
@@ -251,9 +251,9 @@ class Stage:
         before = None if hidden is None else hidden[first:last]
         is_all = len(kept) == len(ids)
         if self.graphs is not None and is_all:
-            found = self.graphs.run(part, ids, before)
-            if found is not None:
-                return found[: len(wanted)]
+            replayed = self.graphs.run(part, ids, before)
+            if replayed is not None:
+                return replayed[: len(wanted)]
         positions, sent_ids, sent_kept = send(
             (part.token_positions, ids, kept), self._device
         )
@@ -269,7 +269,7 @@ class Stage:
             if first == 0 and len(step.encoder_output):  # which the first part stores
                 memory = torch.from_numpy(step.encoder_output).view(self._network.dtype)
                 size = self._network.model.hidden_size
-                layer_step.memory = memory.view(-1, size).to(self._device)
+                layer_step.encoder_output = memory.view(-1, size).to(self._device)
         return self._network.run(before, layer_step)[: len(wanted)]
 
     @torch.inference_mode()
@@ -288,12 +288,12 @@ class Stage:
             edits = StepEdits(step, tokens.size, self._device, tokens.local_ids)
 
             def draw_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
-                how = SamplingTensors.from_draws(step.draws[part], self._device)
+                tensors = SamplingTensors.from_draws(step.draws[part], self._device)
                 return sample_tokens(
-                    logits, how, most_top, edits.make_tensors(part), tokens
+                    logits, tensors, most_top, edits.make_tensors(part), tokens
                 )
 
-            results["tokens"] = self._by_parts(hidden, places, draw_part)
+            results["tokens"] = self._compute_by_parts(hidden, places, draw_part)
         if len(step.scores):
             places = np.searchsorted(step.wanted, step.scores["token_index"])
             (targets,) = send([step.scores["target_id"].copy()], self._device)
@@ -302,7 +302,9 @@ class Stage:
             def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
                 return score_tokens(logits, targets[part], num_top, self._tokens)
 
-            results["prompt scores"] = self._by_parts(hidden, places, score_part)
+            results["prompt scores"] = self._compute_by_parts(
+                hidden, places, score_part
+            )
         return results
 
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
@@ -319,14 +321,14 @@ class Stage:
             part = slice(end - int(lengths.sum()), end)
             prompt_ids = step.token_ids[part]
             positions = compute_text_positions(prompt_ids, lengths, spec.padding_id)
-            kept = None if pooling is None else pooling.kept(prompt_ids, lengths)
+            kept = None if pooling is None else pooling.choose_kept(prompt_ids, lengths)
             columns = [positions, prompt_ids, step.token_types[part]]
             columns += [] if kept is None else [kept]
             sent_positions, ids, types, *of_kept = send(columns, self._device)
             index = of_kept[0] if of_kept else None
             if hidden is None:
                 of_types = types.long() if len(types) else None
-                before = self._network.encode(ids, sent_positions, of_types)
+                before = self._network.embed_for_encoder(ids, sent_positions, of_types)
             else:
                 before = hidden[part]
             if self._whole is None:  # none of its layers is here
@@ -339,7 +341,7 @@ class Stage:
         parts = self._prompt_limit.run(len(step.lengths), run_rows)
         return torch.cat(parts) if len(parts) > 1 else parts[0]
 
-    def _by_parts(
+    def _compute_by_parts(
         self, hidden: torch.Tensor, places: np.ndarray, use: Use
     ) -> TokenLogprobs:
         """Run the head and `use` its logits a bounded number of rows at a time."""
@@ -348,13 +350,13 @@ class Stage:
 
         def use_part(first: int, last: int) -> TokenLogprobs:
             part = slice(first, last)
-            asked = places[part]
+            wanted_places = places[part]
             start = int(places[first])
             # as of decode rows
-            if (asked == np.arange(start, start + len(asked))).all():
-                kept = hidden[start : start + len(asked)]
+            if (wanted_places == np.arange(start, start + len(wanted_places))).all():
+                kept = hidden[start : start + len(wanted_places)]
             else:
-                kept = hidden[send([asked], self._device)[0]]
+                kept = hidden[send([wanted_places], self._device)[0]]
             logits = head(kept)
             cap = self._network.model.logit_cap
             if cap is not None:

@@ -1,5 +1,4 @@
-"""The one forward: computes any spec over the packed tokens of a step, and an encoder's
-prompts."""
+"""The one forward: computes any spec over the packed tokens of a step."""
 
 from __future__ import annotations
 
@@ -16,9 +15,14 @@ from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Encoder, Layer, Model, Pooling
 from fminfer.compute.values.step import Column, find_last_tokens, join_ranges
 from fminfer.compute.values.weights import Function, Weight, make_dense_weight
-from fminfer.forward.layer import LayerOf, normed_sum
-from fminfer.forward.layer_step import Bodies, LayerStep
-from fminfer.forward.layer_stream import LayerStream, StreamedLayers, StreamKind
+from fminfer.forward.layer import TransformerLayer, norm_sum
+from fminfer.forward.layer_step import LayerStep, PartBuilder
+from fminfer.forward.layer_stream import (
+    LayerStream,
+    MakeLayer,
+    StreamedLayers,
+    StreamKind,
+)
 from fminfer.forward.registry import Registry
 from fminfer.machine.device import send
 from fminfer.models.layer_source import LayerSource
@@ -28,12 +32,11 @@ from fminfer.models.tensor_specs import Weights, find_plain_tensor
 # multiplied.
 WIDENED_BYTES = 2 << 20
 # What dense layers behind a pooling compute.
-_READ_BY: dict[str, Function] = {**plain.ACTIVATIONS, "tanh": torch.tanh}
+_READINGS: dict[str, Function] = {**plain.ACTIVATIONS, "tanh": torch.tanh}
 
 
 class Head:
-    """A model's head, a linear layer, with logits in float32. Its weight may be the
-    embedding."""
+    """A model's head: logits in float32. Its weight may be the embedding."""
 
     def __init__(
         self,
@@ -45,7 +48,7 @@ class Head:
         self._bias = None if bias is None else bias.float()
         self._scale = scale
         self.vocab_size = weight.shape[0]
-        self.packed = registry.head(weight, self._bias)
+        self.packed = registry.choose_head(weight, self._bias)
         if self.packed is None:  # otherwise it is kept packed alone
             self._weight = weight
 
@@ -76,9 +79,37 @@ class Head:
         return logits if self._bias is None else logits.add_(self._bias)
 
 
+def _build_resident_layers(
+    source: LayerSource, make_layer: MakeLayer
+) -> dict[int, TransformerLayer]:
+    """Build the layers that stay in memory, by their numbers."""
+    kept: dict[int, TransformerLayer] = {}
+    # zip would hold the last ones while the next are read
+    for weights in source.load_layers():
+        number = source.resident[len(kept)]
+        kept[number] = make_layer(number, weights)
+        if kept[number].is_packed:
+            source.free_product_pages(number)
+        del weights  # before the next layer's are read
+    return kept
+
+
+def _open_stream(
+    source: LayerSource, make_layer: MakeLayer, model: Model, kind: StreamKind
+) -> LayerStream | None:
+    """Open the stream of streamed layers, and try one of each kind; None: there are none."""
+    if not source.streamed:
+        return None
+    stream = LayerStream(source, make_layer, kind)
+    kinds = {model.layers[number]: number for number in source.streamed}
+    stream.try_layers(source.streamed if stream.keeps_all else kinds.values())
+    return stream
+
+
 class Transformer:
-    """A model, or the layers of one stage. Each layer's weights go as soon as its
-    bodies are made.
+    """A model, or the layers of one stage.
+
+    A layer's weights are freed once its compute objects exist.
 
     Args:
         join: replaces a layer by one compiled call, where it can; None: layers stay as they are.
@@ -91,8 +122,8 @@ class Transformer:
         model: Model,
         source: LayerSource,
         *,
-        bodies: Bodies,
-        join: Callable[[LayerOf], LayerOf] | None = None,
+        builder: PartBuilder,
+        join: Callable[[TransformerLayer], TransformerLayer] | None = None,
         shards: ShardGroup | None = None,
         tokens: range | None = None,
         streams: StreamKind = "disk",
@@ -104,31 +135,20 @@ class Transformer:
         self._exit = source.load_exit(self._entry)
         self.dtype = source.dtype  # of hidden states
 
-        def make(number: int, weights: Weights) -> LayerOf:
-            layer = LayerOf(model.layers[number], weights, bodies)
+        def make_layer(number: int, weights: Weights) -> TransformerLayer:
+            layer = TransformerLayer(model.layers[number], weights, builder)
             return layer if join is None else join(layer)
 
-        kept: dict[int, LayerOf] = {}
-        # zip would hold the last ones while the next are read
-        for each in source.load_layers():
-            number = source.resident[len(kept)]
-            kept[number] = make(number, each)
-            if kept[number].is_packed:
-                source.free_product_pages(number)
-            del each  # before the next layer's are read
-        self.stream: LayerStream | None = None
-        if source.streamed:
-            self.stream = LayerStream(source, make, streams)
-            kinds = {model.layers[number]: number for number in source.streamed}
-            self.stream.try_layers(
-                source.streamed if self.stream.keeps_all else kinds.values()
-            )
+        kept = _build_resident_layers(source, make_layer)
+        self.stream = _open_stream(source, make_layer, model, streams)
+        self._add_sinusoids()
+        self._build_stacks(source, kept, builder)
+        self._build_head(source, builder)
+        self.weight_bytes = source.num_bytes  # as they were read
 
-        def in_order(numbers: list[int]) -> Iterable[LayerOf]:
-            if self.stream is None:
-                return [kept[number] for number in numbers]
-            return StreamedLayers(numbers, kept, self.stream)
-
+    def _add_sinusoids(self) -> None:
+        """Compute the position embeddings that a model has without weights."""
+        model = self.model
         if self._entry and model.has_sinusoids:
             device = self._entry["embed.weight"].device
             table = plain.compute_sinusoids(model.num_positions, model.hidden_size)
@@ -136,61 +156,80 @@ class Transformer:
                 table.to(device, self.dtype), "other"
             )
 
-        def stack(how: Model | Encoder, numbers: list[int], name: str = "") -> Stack:
+    def _build_stacks(
+        self,
+        source: LayerSource,
+        kept: dict[int, TransformerLayer],
+        builder: PartBuilder,
+    ) -> None:
+        """Build the stack of the decoder, and those of an encoder and its pooling."""
+        model = self.model
+
+        def build_stack(
+            spec: Model | Encoder, numbers: list[int], name: str = ""
+        ) -> Stack:
+            layers: Iterable[TransformerLayer] = (
+                [kept[number] for number in numbers]
+                if self.stream is None
+                else StreamedLayers(numbers, kept, self.stream)
+            )
             own = [model.layers[number] for number in numbers]
             exit = self._exit if source.is_last else None
-            return Stack(how, own, in_order(numbers), self._entry, exit, bodies, name)
+            return Stack(spec, own, layers, self._entry, exit, builder, name)
 
         cached = [
             number for number in source.numbers if number < model.num_cached_layers
         ]
-        self._decoder = stack(model, cached)
+        self._decoder = build_stack(model, cached)
         self.layers = self._decoder.layers
         self.own = self._decoder.own
         self.is_first = source.is_first
-        how = model.encoder
         self.encoder: Stack | None = None
-        self.pooling: PoolingOf | None = None
-        if how is not None:
-            self.encoder = stack(how, source.numbers[len(cached) :], "encoder.")
-            if source.is_last and how.pooling is not None:
-                self.pooling = PoolingOf(how.pooling, self._exit)
+        self.pooling: Pooler | None = None
+        if model.encoder is not None:
+            numbers = source.numbers[len(cached) :]
+            self.encoder = build_stack(model.encoder, numbers, "encoder.")
+            if source.is_last and model.encoder.pooling is not None:
+                self.pooling = Pooler(model.encoder.pooling, self._exit)
+
+    def _build_head(self, source: LayerSource, builder: PartBuilder) -> None:
+        """Build the head and the embeddings, which may share one weight."""
         embed = self._entry.pop("embed.weight", None)
         self._look_up: Function | None = None
         if embed is not None:
             self._look_up = partial(embed.dequantize_rows, dtype=self.dtype)
         self.head: Head | None = None
-        if self._exit and not model.is_pooled:
+        if self._exit and not self.model.is_pooled:
             weight = self._exit.pop("head.weight")
             self.head = Head(
                 weight,
                 find_plain_tensor(self._exit, "head.bias"),
-                bodies.registry,
-                model.logit_scale,
+                builder.registry,
+                self.model.logit_scale,
             )
             if self.head.packed is not None:
                 if weight is embed:  # kept once
                     self._look_up = self.head.packed.dequantize_rows
                 source.free_head_pages(is_embedding=weight is embed)
-        self._look_up_read = self._look_up  # of what an encoder reads
+        self._look_up_encoder = self._look_up  # of what an encoder reads
         if (of_encoder := self._entry.pop("encoder.embed.weight", None)) is not None:
-            self._look_up_read = partial(of_encoder.dequantize_rows, dtype=self.dtype)
-        self.weight_bytes = source.num_bytes  # as they were read
+            self._look_up_encoder = partial(
+                of_encoder.dequantize_rows, dtype=self.dtype
+            )
 
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
-        """Return the hidden states before the first layer, (tokens, hidden), for
-        (tokens,) ids."""
+        """Return the embeddings of ids, (tokens,): hidden states, (tokens, hidden)."""
         x = self._embed_ids(ids, self._look_up)
         if "project_in.weight" in self._entry:
             x = nn.functional.linear(x, self._entry["project_in.weight"].plain)
         return self._decoder.embed(x, positions)
 
-    def encode(
+    def embed_for_encoder(
         self, ids: torch.Tensor, positions: torch.Tensor, types: torch.Tensor | None
     ) -> torch.Tensor:
         """Return the same before the encoder's first layer."""
         assert self.encoder is not None, "a model with an encoder"
-        x = self._embed_ids(ids, self._look_up_read)
+        x = self._embed_ids(ids, self._look_up_encoder)
         return self.encoder.embed(x, positions, types)
 
     def _embed_ids(self, ids: torch.Tensor, look_up: Function | None) -> torch.Tensor:
@@ -207,7 +246,7 @@ class Transformer:
         return x if scale == 1.0 else x * torch.tensor(scale, dtype=x.dtype)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers, and on the last stage the final norm: give (kept tokens, hidden)."""
+        """Run the layers, and on the last stage the final norm; return (kept tokens, hidden)."""
         step.shards = self.shards
         x = self._decoder.run(x, step)
         if "project_out.weight" in self._exit:
@@ -224,23 +263,27 @@ class Stack:
 
     def __init__(
         self,
-        how: Model | Encoder,
+        spec: Model | Encoder,
         own: list[Layer],
-        layers: Iterable[LayerOf],
+        layers: Iterable[TransformerLayer],
         entry: Weights,
         exit: Weights | None,
-        bodies: Bodies,
+        builder: PartBuilder,
         name: str,
     ) -> None:
         self.own = own
         self.layers = layers
-        self._offset = how.position_offset
+        self._offset = spec.position_offset
         self._positions = find_plain_tensor(entry, f"{name}positions.weight")
         self._types = find_plain_tensor(entry, f"{name}types.weight")
-        embed_norm = how.embed_norm if entry else None
-        self._embed_norm = bodies.norm(embed_norm, entry, f"{name}embed_norm")
-        final_norm = None if exit is None else how.final_norm  # one may have no weights
-        self._final_norm = bodies.norm(final_norm, exit or {}, f"{name}final_norm")
+        embed_norm = spec.embed_norm if entry else None
+        self._embed_norm = builder.make_norm(embed_norm, entry, f"{name}embed_norm")
+        final_norm = (
+            None if exit is None else spec.final_norm
+        )  # one may have no weights
+        self._final_norm = builder.make_norm(
+            final_norm, exit or {}, f"{name}final_norm"
+        )
 
     def embed(
         self,
@@ -248,8 +291,7 @@ class Stack:
         positions: torch.Tensor,
         types: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add positions and types of tokens, (tokens,) each, to their embeddings; None:
-        types 0."""
+        """Add positions and types of tokens, (tokens,) each, to embeddings; None: types 0."""
         if self._positions is not None:
             x = x + self._positions[positions + self._offset]
         if self._types is not None:
@@ -257,7 +299,7 @@ class Stack:
         return x if self._embed_norm is None else self._embed_norm(x)
 
     def run(self, x: torch.Tensor, step: LayerStep) -> torch.Tensor:
-        """Run the layers, the last one for the kept tokens, and behind that of all the norm."""
+        """Run the layers, the last one for the kept tokens only, and the final norm."""
         more: torch.Tensor | None = None
         kept = step.kept
         step.kept = None
@@ -268,54 +310,54 @@ class Stack:
             x, more = layer(x, more, number, step)
             number += 1  # noqa: SIM113  # enumerate would hold it while the next one is made
             del layer
-        return normed_sum(self._final_norm, x, more)[1]
+        return norm_sum(self._final_norm, x, more)[1]
 
 
-class PoolingOf:
+class Pooler:
     """Makes one vector a prompt of hidden states."""
 
-    def __init__(self, how: Pooling, exit: Weights) -> None:
-        self._how = how
+    def __init__(self, spec: Pooling, exit: Weights) -> None:
+        self._spec = spec
         of_readings = (
             (n, weight) for n, weight in exit.items() if n.startswith("reading_")
         )
         self._read_by = {name: weight.plain.float() for name, weight in of_readings}
 
-    def kept(self, ids: Column, lengths: Column) -> Column | None:
+    def choose_kept(self, ids: Column, lengths: Column) -> Column | None:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
-        if self._how.mode == "last":
-            return find_last_tokens(ids, lengths, self._how.padding_id)
-        return lengths.cumsum() - lengths if self._how.mode == "cls" else None
+        if self._spec.mode == "last":
+            return find_last_tokens(ids, lengths, self._spec.padding_id)
+        return lengths.cumsum() - lengths if self._spec.mode == "cls" else None
 
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
-        x = _pooled(self._how.mode, hidden.float(), lengths)
+        x = _pool(self._spec.mode, hidden.float(), lengths)
         get = self._read_by.get
-        for number, each in enumerate(self._how.readings):
+        for number, each in enumerate(self._spec.readings):
             name = f"reading_{number}"
             x = nn.functional.linear(
                 x, self._read_by[f"{name}.weight"], get(f"{name}.bias")
             )
             if each.activation:
-                x = _READ_BY[each.activation](x)
+                x = _READINGS[each.activation](x)
             if each.norm is not None:
                 x = plain.norm(
                     x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias")
                 )
-        return nn.functional.normalize(x) if self._how.is_normalized else x
+        return nn.functional.normalize(x) if self._spec.is_normalized else x
 
 
-def _pooled(how: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
+def _pool(mode: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     """Return one vector a prompt, by the name of a mode of sentence-transformers."""
-    if how in ("cls", "last"):  # `kept` has chosen them
+    if mode in ("cls", "last"):  # `choose_kept` has chosen them
         return hidden
     (sizes,) = send([lengths], hidden.device)
     # each token by its place, from 1 on (SGPT, Muennighoff 2022)
-    if how == "weightedmean":
+    if mode == "weightedmean":
         (places,) = send([join_ranges(0 * lengths + 1, lengths)], hidden.device)
         hidden = hidden * places[:, None]
-    kind = {"max": "max", "weightedmean": "sum"}.get(how, "mean")
+    kind = {"max": "max", "weightedmean": "sum"}.get(mode, "mean")
     x = torch.segment_reduce(hidden, kind, lengths=sizes, axis=0)
-    if how == "mean_sqrt_len_tokens":
+    if mode == "mean_sqrt_len_tokens":
         return x * sizes[:, None].sqrt()
-    return x / (sizes * (sizes + 1) // 2)[:, None] if how == "weightedmean" else x
+    return x / (sizes * (sizes + 1) // 2)[:, None] if mode == "weightedmean" else x

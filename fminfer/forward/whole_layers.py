@@ -25,9 +25,9 @@ from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.layers.products import PackedProduct
 from fminfer.compute.shards import SharedMemoryGroup, raise_group_failure
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.values import spec
+from fminfer.compute.values.spec import Layer, Mlp, Moe, Norm
 from fminfer.compute.values.step import Rows
-from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer import TransformerLayer
 from fminfer.forward.layer_step import LayerStep
 from fminfer.forward.registry import Registry
 
@@ -72,18 +72,20 @@ class Spent(ctypes.Structure):
     _fields_ = (("products", ctypes.c_double), ("attention", ctypes.c_double))
 
 
-def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
+def describe_layer(parts: TransformerLayer, dtype: torch.dtype) -> LayerStruct:
     """Describe a layer that is served, all but its cache."""
-    how = parts.how
-    attention = parts.how.attention
-    mlp = parts.how.mlp
-    products = {name: _linear(product) for name, product in parts.products.items()}
+    spec = parts.spec
+    attention = parts.spec.attention
+    mlp = parts.spec.mlp
+    products = {
+        name: _describe_linear(product) for name, product in parts.products.items()
+    }
     of_query, of_key, _ = attention.qkv_sizes
     assert products["qkv"].outputs == sum(attention.qkv_sizes), (
         "queries, keys and values"
     )
     activation = 0
-    if isinstance(mlp, spec.Mlp):
+    if isinstance(mlp, Mlp):
         assert (
             products["up"].outputs == mlp.up_size
             and products["down"].inputs == mlp.size
@@ -96,13 +98,16 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
         )
         assert slopes.is_contiguous(), "slopes"
     norms = {
-        "before_attention": how.input_norms[0],
-        "before_mlp": how.input_norms[1],
+        "before_attention": spec.input_norms[0],
+        "before_mlp": spec.input_norms[1],
         "q_norm": attention.qk_norm,
         "k_norm": attention.qk_norm,
     }
     return LayerStruct(
-        *[_norm(each, parts.norm_weights, name, dtype) for name, each in norms.items()],
+        *[
+            _describe_norm(each, parts.norm_weights, name, dtype)
+            for name, each in norms.items()
+        ],
         **products,
         slopes=None if slopes is None else slopes.data_ptr(),
         head_step=attention.head_dim,
@@ -115,19 +120,19 @@ def describe_layer(parts: LayerOf, dtype: torch.dtype) -> LayerStruct:
     )
 
 
-def _norm(
-    how: spec.Norm | None, weights: Tensors, name: str, dtype: torch.dtype
+def _describe_norm(
+    spec: Norm | None, weights: Tensors, name: str, dtype: torch.dtype
 ) -> NormStruct:
-    if how is None:
+    if spec is None:
         return NormStruct()
     weight = weights[f"{name}.weight"]
     bias = weights.get(f"{name}.bias")
     assert weight.dtype == dtype, "a norm of the hidden states' type"
     address = None if bias is None else bias.data_ptr()
-    return NormStruct(weight.data_ptr(), address, how.eps, how.offset)
+    return NormStruct(weight.data_ptr(), address, spec.eps, spec.offset)
 
 
-def _linear(product: object) -> LinearStruct:
+def _describe_linear(product: object) -> LinearStruct:
     assert isinstance(product, PackedProduct), "a product of ours"
     bias = None if product.bias is None else product.bias.data_ptr()
     parts = ctypes.addressof(product.calls)  # the layer keeps its products
@@ -140,21 +145,21 @@ def _linear(product: object) -> LinearStruct:
 MAX_ERROR: Limits = {torch.float32: 1e-4, torch.bfloat16: 0.02}
 
 
-def serves(how: spec.Layer) -> bool:
-    """Tell whether the library computes such a layer, or all of it but experts."""
-    attention = how.attention
-    mlp = how.mlp
+def can_join(spec: Layer) -> bool:
+    """Return whether the library computes such a layer, or all of it but experts."""
+    attention = spec.attention
+    mlp = spec.mlp
     rope = attention.rope
     of_head = attention.qk_norm
-    if isinstance(mlp, spec.Mlp) and (
+    if isinstance(mlp, Mlp) and (
         mlp.limit is not None or mlp.activation not in activations_of(mlp)
     ):
         return False
     is_other_order = (
-        any(how.output_norms)
-        or any(how.sum_norms)
-        or how.is_parallel
-        or how.adds_normed
+        any(spec.output_norms)
+        or any(spec.sum_norms)
+        or spec.is_parallel
+        or spec.adds_normed
     )
     has_more = (
         attention.clip
@@ -162,25 +167,27 @@ def serves(how: spec.Layer) -> bool:
         or attention.has_sinks
         or attention.latent
     )
-    if is_other_order or has_more or attention.relative or how.cross:
+    if is_other_order or has_more or attention.relative or spec.cross:
         return False
     # Only what has rotary positions is copied, and normed on the way.
     is_head_normed = of_head is None or (
         (rope is not None and attention.qk_norm_over == "head")
-        and (_serves_norm(of_head) and of_head.is_rms and not attention.qk_norm_is_last)
+        and (
+            _can_join_norm(of_head) and of_head.is_rms and not attention.qk_norm_is_last
+        )
     )
     return (
-        (is_head_normed and all(map(_serves_norm, how.input_norms)))
-        and (attention.is_causal and how.residual_scale == 1.0)
+        (is_head_normed and all(map(_can_join_norm, spec.input_norms)))
+        and (attention.is_causal and spec.residual_scale == 1.0)
         and not (rope and rope.is_interleaved)
     )
 
 
-def _serves_norm(how: spec.Norm | None) -> bool:
-    """Tell it of a norm: by its bias the library knows a LayerNorm, which has no offset."""
-    if how is None or not how.has_weight or how.has_bias == how.is_rms:
+def _can_join_norm(spec: Norm | None) -> bool:
+    """Return it for a norm: the library knows a LayerNorm by its bias; it has no offset."""
+    if spec is None or not spec.has_weight or spec.has_bias == spec.is_rms:
         return False
-    return how.is_rms or not how.offset
+    return spec.is_rms or not spec.offset
 
 
 @dataclass(slots=True)
@@ -192,16 +199,16 @@ class StepCall:
     spent: Spent | None = None
     workspace: Workspace = field(default_factory=Workspace)
 
-    def see(
+    def prepare(
         self, rows: KernelRows, heads: int, keys: torch.Tensor, kind: torch.dtype
     ) -> None:
-        """Make ready for a layer of a step, mostly the one that was seen last."""
+        """Prepare the arguments for a layer of a step, mostly those of the last layer."""
         if rows is not self.rows or heads != self.arguments.heads:
             self.arguments = make_step_arguments(rows, heads, keys, kind)
             self.rows = rows
 
 
-class WholeLayer(LayerOf):
+class WholeLayer(TransformerLayer):
     """A layer that is one call of the library where that can be, and otherwise its parts.
 
     With experts the call ends before them: which ones a token has is chosen between.
@@ -209,7 +216,7 @@ class WholeLayer(LayerOf):
 
     def __init__(
         self,
-        parts: LayerOf,
+        parts: TransformerLayer,
         library: ctypes.CDLL,
         step: StepCall,
         dtype: torch.dtype,
@@ -217,7 +224,7 @@ class WholeLayer(LayerOf):
         self._parts = parts
         self.step = step
         self._dtype = dtype
-        self.how = parts.how
+        self.spec = parts.spec
         self.attention = parts.attention
         self.mlp = parts.mlp
         self.products = parts.products
@@ -229,7 +236,7 @@ class WholeLayer(LayerOf):
     def __call__(
         self, x: torch.Tensor, more: torch.Tensor | None, number: int, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """Return what the parts do; MemoryError, RuntimeError: there was no memory."""
+        """Compute what the parts do; MemoryError, RuntimeError: there was no memory."""
         (keys, values) = step.attend.layers[number]
         rows = step.attend.layout_of(number)
         shards = step.shards
@@ -238,35 +245,37 @@ class WholeLayer(LayerOf):
             return self._parts(x, more, number, step)
         assert x.dtype == self._dtype, "hidden states"
         x = (x if more is None else x + more).contiguous()
-        attention = self.how.attention
-        how = self.layer
+        attention = self.spec.attention
+        spec = self.layer
         if keys is not self._cache:  # the kernel trusts what it is given
             assert (keys.shape[1], keys.shape[3]) == attention.cache_shape[1:], (
                 "keys of a step"
             )
-            how.keys = keys.data_ptr()
-            how.values = values.data_ptr()
+            spec.keys = keys.data_ptr()
+            spec.values = values.data_ptr()
             self._cache = keys
-        self.step.see(rows, attention.heads, keys, self._dtype)
+        self.step.prepare(rows, attention.heads, keys, self._dtype)
         tokens, width = x.shape
         kept = step.kept
-        turn = self._turn(step, tokens)
+        rotations = self._find_rotations(step, tokens)
         cos, sin = (
-            (None, None) if turn is None else (turn[0].data_ptr(), turn[1].data_ptr())
+            (None, None)
+            if rotations is None
+            else (rotations[0].data_ptr(), rotations[1].data_ptr())
         )
         # The kernel trusts what it is given.
-        assert len(rows.slots) == tokens and width == how.qkv.inputs
+        assert len(rows.slots) == tokens and width == spec.qkv.inputs
         num_kept = tokens if kept is None else len(kept)
         # an empty tensor lies nowhere, which means all
         assert num_kept > 0, "tokens to keep"
         out = x.new_empty((num_kept, width))
-        normed = torch.empty_like(out) if isinstance(self.how.mlp, spec.Moe) else None
+        normed = torch.empty_like(out) if isinstance(self.spec.mlp, Moe) else None
         failed = self._run(
-            how,
+            spec,
             self.step.arguments,
             cos,
             sin,
-            0 if turn is None else 2 * turn.shape[-1],
+            0 if rotations is None else 2 * rotations.shape[-1],
             None if kept is None else kept.data_ptr(),
             num_kept,
             x.data_ptr(),
@@ -282,16 +291,15 @@ class WholeLayer(LayerOf):
         raise_group_failure(failed)
         return out, None if normed is None else step.sum(self.mlp(normed, step))
 
-    def _turn(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
-        """Return cosines and sines, (2, tokens, turned / 2) float32; None: no rotary
-        positions."""
-        turn = self.attention.turns(step)
-        if turn is None:
+    def _find_rotations(self, step: LayerStep, tokens: int) -> torch.Tensor | None:
+        """Return cosines and sines, (2, tokens, half) float32; None: no rotary positions."""
+        rotations = self.attention.find_rotations(step)
+        if rotations is None:
             return None
-        half = turn.shape[-1]
-        assert turn.shape == (2, tokens, half) and turn.dtype == torch.float32
-        assert 2 * half <= self.how.attention.head_dim, "cos and sin"
-        return turn.contiguous()
+        half = rotations.shape[-1]
+        assert rotations.shape == (2, tokens, half) and rotations.dtype == torch.float32
+        assert 2 * half <= self.spec.attention.head_dim, "cos and sin"
+        return rotations.contiguous()
 
 
 class WholeLayers:
@@ -301,11 +309,13 @@ class WholeLayers:
         self._registry = registry
         self._dtype = registry.dtype
         self._step = StepCall()
-        self._candidates: list[Candidate[LayerOf, LayerOf]] = []
+        self._candidates: list[Candidate[TransformerLayer, TransformerLayer]] = []
         if registry.library is None:
             return
         self._library = library = registry.library
-        self._candidates.append(Candidate(self._make, self._trial, self._serves))
+        self._candidates.append(
+            Candidate(self._build_whole_layer, self._make_trial, self._can_join)
+        )
         pointer = ctypes.c_void_p
         number = ctypes.c_int64
         library.fminfer_layer.argtypes = [
@@ -322,26 +332,30 @@ class WholeLayers:
         library.fminfer_layer_space.argtypes = [ctypes.POINTER(LayerStruct)]
         library.fminfer_layer_space.restype = ctypes.c_int64
 
-    def join(self, parts: LayerOf) -> LayerOf:
+    def join_layer(self, parts: TransformerLayer) -> TransformerLayer:
         """Return the layer as one call, or as it is."""
         return self._registry.find(self._candidates, parts) or parts
 
-    def _serves(self, parts: LayerOf) -> bool:
+    def _can_join(self, parts: TransformerLayer) -> bool:
         is_packed = all(
             isinstance(each, PackedProduct) for each in parts.products.values()
         )
         return (
-            is_packed and self._registry.parts.kernels is not None and serves(parts.how)
+            is_packed
+            and self._registry.parts.kernels is not None
+            and can_join(parts.spec)
         )
 
-    def _make(self, parts: LayerOf) -> LayerOf:
+    def _build_whole_layer(self, parts: TransformerLayer) -> TransformerLayer:
         return WholeLayer(parts, self._library, self._step, self._dtype)
 
-    def _trial(self, parts: LayerOf) -> Trial[LayerOf]:
-        pairs = partial(self._pairs, parts=parts)
-        return Trial("whole layers", pairs, MAX_ERROR[self._dtype], parts.how)
+    def _make_trial(self, parts: TransformerLayer) -> Trial[TransformerLayer]:
+        pairs = partial(self._compute_pairs, parts=parts)
+        return Trial("whole layers", pairs, MAX_ERROR[self._dtype], parts.spec)
 
-    def _pairs(self, whole: LayerOf, parts: LayerOf) -> Iterator[Pair]:
+    def _compute_pairs(
+        self, whole: TransformerLayer, parts: TransformerLayer
+    ) -> Iterator[Pair]:
         """Compute a few tokens of two rows with a layer in one call, and part by part."""
         qkv = parts.products["qkv"]
         assert isinstance(qkv, PackedProduct), "a layer that is served"
@@ -354,7 +368,7 @@ class WholeLayers:
         outs = []
         for layer in (whole, parts):
             cache = KvCache(
-                [parts.how.attention],
+                [parts.spec.attention],
                 num_blocks=2,
                 block_size=16,
                 dtype=self._dtype,

@@ -9,7 +9,11 @@ from fminfer.compute.layers.products import can_sum_in_float32, is_kernel_faster
 from fminfer.compute.values.spec import Mlp, Model, Moe
 from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
 from fminfer.core.partition import Part
-from fminfer.forward.decode_graphs import can_capture, graph_sizes, input_bytes
+from fminfer.forward.decode_graphs import (
+    can_capture,
+    choose_graph_sizes,
+    count_input_bytes,
+)
 from fminfer.forward.layer_stream import SLOTS
 from fminfer.forward.stage import MAX_LOGITS
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, find_source
@@ -203,9 +207,9 @@ def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) ->
     graphs = 0
     if has_graphs and kind == "cuda" and plan.may_capture and can_capture(layers):
         rows = plan.sizes.max_decode_rows
-        graphs = len(layers) * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(
-            rows
-        )
+        graphs = len(layers) * len(
+            choose_graph_sizes(rows)
+        ) * GRAPH_LAYER_BYTES + count_input_bytes(rows)
         tokens += rows  # the graphs' pool holds the hidden states of the largest one
     floats = DEQUANTIZED_AT_ONCE[kind] * DEQUANTIZED_BYTES if plan.has_blocks else 0
     return (

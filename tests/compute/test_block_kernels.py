@@ -266,7 +266,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
     down = random_weight(format_of(of_down), 5, hidden, expert.size)
-    mix = registry_of(of_rows).experts(how, up, down)
+    mix = registry_of(of_rows).choose_experts_kernel(how, up, down)
     assert isinstance(mix, PackedExperts)
     numbers = up.dequantize(FLOATS), down.dequantize(FLOATS)
     x = (torch.randn(150, hidden) / 16).to(of_rows)
@@ -322,14 +322,14 @@ def test_a_model_gets_the_kernels_products(of_rows: torch.dtype) -> None:
     """Each form and each mixture passes its trial, for products and for heads."""
     registry = registry_of(of_rows, "require")
     for form in KINDS:
-        product = registry.product(
+        product = registry.choose_product(
             random_weight(form, 200, 256), torch.randn(200).to(of_rows)
         )
-        head = registry.head(random_weight(form, 200, 256, use="head"), None)
+        head = registry.choose_head(random_weight(form, 200, 256, use="head"), None)
         assert isinstance(product, PackedProduct) and isinstance(head, PackedProduct)
     for parts in MIXED:
         weight = random_weight(join_formats(parts), sum(num for _, num in parts), 256)
-        assert isinstance(registry.product(weight, None), PackedProduct)
+        assert isinstance(registry.choose_product(weight, None), PackedProduct)
 
 
 @of_both_types
@@ -342,21 +342,23 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     weight = random_weight(wrong, 70, 256)
     plain = torch.nn.functional.linear(x, weight.dequantize(of_rows))
     assert plain.isfinite().all() and torch.equal(
-        registry.product(weight, None)(x), plain
+        registry.choose_product(weight, None)(x), plain
     )
     assert "products of 70 × 256: the kernel cannot be used (what it gives is off" in (
         registry.why_plain
     )
     uses: list[Use] = ["product", "head"]
-    for use, ask in zip(uses, (required.product, required.head), strict=True):
+    for use, ask in zip(
+        uses, (required.choose_product, required.choose_head), strict=True
+    ):
         with pytest.raises(UsageError, match="what it gives is off by"):
             ask(random_weight(wrong, 70, 256, use=use), None)
     how = Moe(3, 2, Mlp("silu", 64))
     up = random_weight(wrong, 3, 128, 256)
     down = random_weight(INT8_32, 3, 256, 64)
-    assert registry.experts(how, up, down) is None
+    assert registry.choose_experts_kernel(how, up, down) is None
     mixed = random_weight(join_formats([(INT8, 30), (wrong, 30)]), 60, 256)
-    assert not isinstance(registry.product(mixed, None), PackedProduct)
+    assert not isinstance(registry.choose_product(mixed, None), PackedProduct)
 
 
 def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -367,5 +369,5 @@ def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
     up = random_weight(INT8, 3, 128, 256)
     right = random_weight(INT4, 3, 256, 64)
     other = random_weight(wrong, 3, 256, 64)
-    assert isinstance(registry.experts(how, up, right), PackedExperts)
-    assert registry.experts(how, up, other) is None
+    assert isinstance(registry.choose_experts_kernel(how, up, right), PackedExperts)
+    assert registry.choose_experts_kernel(how, up, other) is None

@@ -18,7 +18,7 @@ from fminfer.compute.values.spec import Mlp, Moe
 from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
-from fminfer.forward.layer import MoeOf
+from fminfer.forward.layer import ExpertLayer
 from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.plan.expected_bytes import HOLE_BYTES
@@ -65,7 +65,7 @@ class Maker(Registry):
         super().__init__(asked, built_library(), dtype, torch.device("cpu"))
 
     def make(self, how: Moe, up: torch.Tensor, down: torch.Tensor) -> Mix | None:
-        return self.experts(
+        return self.choose_experts_kernel(
             how, make_dense_weight(up, "product"), make_dense_weight(down, "product")
         )
 
@@ -251,7 +251,9 @@ def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> No
         )
         stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
         mlps = [layer.mlp for layer in stage._network.layers]
-        bodies[kernels] = {type(mlp.mix) for mlp in mlps if isinstance(mlp, MoeOf)}
+        bodies[kernels] = {
+            type(mlp.mix) for mlp in mlps if isinstance(mlp, ExpertLayer)
+        }
         engine.close()
     assert bodies["require"] == {PackedExperts} and PackedExperts not in bodies["off"]
 

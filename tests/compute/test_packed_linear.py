@@ -40,7 +40,7 @@ def product_of(linear: nn.Linear, *, is_fast: bool = False) -> Function:
     weight = linear.weight.detach()
     registry = plain_registry(weight.dtype)
     registry.of_products += make_library_candidates(weight.dtype, is_fast=is_fast)
-    return registry.product(make_dense_weight(weight, "product"), bias)
+    return registry.choose_product(make_dense_weight(weight, "product"), bias)
 
 
 def registry_of_wrong_products(asked: Any = "auto") -> Registry:
@@ -148,14 +148,14 @@ def test_what_packs_wrong_is_left_plain() -> None:
     x = torch.randn(3, 16)
     weight = make_dense_weight(linear.weight.detach(), "product")
     packed = registry_of_wrong_products()
-    torch.testing.assert_close(packed.product(weight, None)(x), linear(x))
+    torch.testing.assert_close(packed.choose_product(weight, None)(x), linear(x))
     assert (
         "products of 16 × 16: the kernel cannot be used (what it gives is"
         in packed.why_plain
     )
     packed = registry_of_wrong_products("require")
     with pytest.raises(UsageError, match="--kernels require: products of 16 × 16"):
-        packed.product(weight, None)
+        packed.choose_product(weight, None)
 
 
 def test_nan_in_one_weight_does_not_vouch_for_the_others() -> None:
@@ -165,10 +165,10 @@ def test_nan_in_one_weight_does_not_vouch_for_the_others() -> None:
     )
     first.weight[:] = float("nan")
     packed = registry_of_wrong_products()
-    found = packed.product(make_dense_weight(first.weight, "product"), None)
+    found = packed.choose_product(make_dense_weight(first.weight, "product"), None)
     x = torch.randn(3, 16)
     assert found(x).isnan().all() and not packed.why_plain, "nothing can be compared"
-    found = packed.product(make_dense_weight(second.weight, "product"), None)
+    found = packed.choose_product(make_dense_weight(second.weight, "product"), None)
     torch.testing.assert_close(found(x), second(x))
 
 
@@ -189,7 +189,7 @@ def test_the_next_candidate_is_tried_where_the_first_fails() -> None:
     x = torch.randn(3, 16)
     for _ in range(2):
         torch.testing.assert_close(
-            registry.product(weight, None)(x), x @ weight.tensors[0].t()
+            registry.choose_product(weight, None)(x), x @ weight.tensors[0].t()
         )
     assert calls == ["first", "second", "second"], "the first is tried once"
     assert registry.why_plain.count("products of 16 × 16") == 1
@@ -201,13 +201,13 @@ def test_weights_are_only_once_in_memory(
 ) -> None:
     """Those that were packed are let go."""
     seen: list[weakref.ref[torch.Tensor]] = []
-    own = Registry.product
+    own = Registry.choose_product
 
     def product(self: Registry, weight: Weight, bias: torch.Tensor | None) -> Function:
         seen.append(weakref.ref(weight.tensors[0]))
         return own(self, weight, bias)
 
-    monkeypatch.setattr(Registry, "product", product)
+    monkeypatch.setattr(Registry, "choose_product", product)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     gc.collect()
     assert len(seen) == 3 * 4 and all(weight() is None for weight in seen)

@@ -20,8 +20,8 @@ from fminfer.compute.layers.products import (
 )
 from fminfer.compute.values.spec import Mlp, Moe
 from fminfer.compute.values.weights import Weight, make_dense_weight
-from fminfer.forward.layer import MoeOf
-from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer import ExpertLayer
+from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
@@ -96,8 +96,8 @@ def test_kernels_compute_what_they_can(name: str, tmp_path: Path) -> None:
 
 def bodies_of(
     kernels: PartKernels | None = None, dtype: torch.dtype = torch.float32
-) -> Bodies:
-    return Bodies(plain_registry(dtype, kernels), 256)
+) -> PartBuilder:
+    return PartBuilder(plain_registry(dtype, kernels), 256)
 
 
 @torch.inference_mode()
@@ -109,7 +109,7 @@ def logprobs_in_bfloat16(
     tensors = open_weights(
         checkpoint, one_stage()[0], holding=Holding(dtype), device=CPU, seed=0
     )
-    network = Transformer(checkpoint.model, tensors, bodies=bodies_of(kernels, dtype))
+    network = Transformer(checkpoint.model, tensors, builder=bodies_of(kernels, dtype))
     make_dense_weight = Dense(checkpoint.model, [len(row) for row in rows])
 
     def attend(
@@ -211,8 +211,8 @@ def test_packed_experts_mix_as_plain_ones(dtype: torch.dtype) -> None:
     if find_compiler() is not None:
         registry.of_products.append(make_product_candidate(built_library(), dtype))
     registry.of_products += make_library_candidates(dtype, is_fast=True)
-    packed = MoeOf(how, tensors, Bodies(registry, 8))
-    plain = MoeOf(how, tensors, bodies_of(dtype=dtype))
+    packed = ExpertLayer(how, tensors, PartBuilder(registry, 8))
+    plain = ExpertLayer(how, tensors, bodies_of(dtype=dtype))
     many = torch.randn(70, WIDTH).to(dtype)
     limit = 1e-5 if dtype == torch.float32 else 0.03
     for x in (many[:1], many[:3], many, many[:1].repeat(9, 1)):
@@ -229,10 +229,12 @@ def test_a_router_stays_plain() -> None:
     made: list[tuple[int, ...]] = []
 
     class Recording(Registry):
-        def product(self, weight: Weight, bias: torch.Tensor | None) -> Any:
+        def choose_product(self, weight: Weight, bias: torch.Tensor | None) -> Any:
             made.append(weight.shape)
-            return super().product(weight, bias)
+            return super().choose_product(weight, bias)
 
     how, tensors = make_experts(torch.float32)
-    MoeOf(how, tensors, Bodies(Recording("off", None, torch.float32, CPU), 8))
+    ExpertLayer(
+        how, tensors, PartBuilder(Recording("off", None, torch.float32, CPU), 8)
+    )
     assert made == [(96, WIDTH), (WIDTH, 48)] * EXPERTS

@@ -241,7 +241,9 @@ def test_linear_layers_are_packed_for_it(monkeypatch: pytest.MonkeyPatch) -> Non
         registry = Registry("auto", built_library(), HALVES, torch.device("cpu"))
         registry.of_products[1:] = make_library_candidates(HALVES, is_fast=True)
         packed = [
-            registry.product(make_dense_weight(layer.weight, "product"), layer.bias)
+            registry.choose_product(
+                make_dense_weight(layer.weight, "product"), layer.bias
+            )
             for layer in layers
         ]
         with torch.profiler.profile() as seen:

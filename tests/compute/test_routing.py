@@ -11,8 +11,8 @@ import torch
 import transformers
 
 from fminfer.core.partition import Part
-from fminfer.forward.layer import MoeOf
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer import ExpertLayer
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.formats import Holding
@@ -30,7 +30,7 @@ IN_FLOAT32 = (
 ROUNDED = ("mixtral", "qwen2_moe", "granitemoe", "phimoe")
 
 
-def load_routers(folder: Path) -> list[MoeOf | None]:
+def load_routers(folder: Path) -> list[ExpertLayer | None]:
     """Return the mixture of each layer of a checkpoint, in bfloat16; None: it has none."""
     checkpoint = open_checkpoint(str(folder))
     part = Part(0, 1, 0, len(checkpoint.model.layers))
@@ -38,9 +38,11 @@ def load_routers(folder: Path) -> list[MoeOf | None]:
     tensors = open_weights(
         checkpoint, part, holding=Holding(torch.bfloat16), device=where, seed=0
     )
-    bodies = Bodies(plain_registry(torch.bfloat16), checkpoint.context_length)
-    layers = Transformer(checkpoint.model, tensors, bodies=bodies).layers
-    return [layer.mlp if isinstance(layer.mlp, MoeOf) else None for layer in layers]
+    bodies = PartBuilder(plain_registry(torch.bfloat16), checkpoint.context_length)
+    layers = Transformer(checkpoint.model, tensors, builder=bodies).layers
+    return [
+        layer.mlp if isinstance(layer.mlp, ExpertLayer) else None for layer in layers
+    ]
 
 
 def choose_theirs(block: Any, x: torch.Tensor) -> torch.Tensor:
@@ -71,5 +73,5 @@ def test_experts_in_bfloat16(name: str, tmp_path: Path) -> None:
     ours, layer = next((mlp, layer) for mlp, layer in pairs if mlp is not None)
     x = torch.randn(4000, theirs.config.hidden_size, generator=generator).bfloat16()
     block = layer.mlp if hasattr(layer, "mlp") else layer.block_sparse_moe
-    _, chosen = ours._choose(x, SimpleNamespace(shards=None))  # type: ignore[arg-type]
+    _, chosen = ours._route(x, SimpleNamespace(shards=None))  # type: ignore[arg-type]
     assert torch.equal(chosen.sort(-1).values, choose_theirs(block, x).sort(-1).values)

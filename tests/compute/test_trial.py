@@ -22,8 +22,8 @@ from fminfer.compute.sampling.sampler import Ranking
 from fminfer.compute.trial import Candidate, Trial, compare_pairs
 from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.errors import UsageError
-from fminfer.forward.layer import LayerOf
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer import TransformerLayer
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_random_checkpoint
@@ -97,11 +97,11 @@ def test_each_kernel_of_the_cpu_is_tried(
 def find_all(dtype: torch.dtype) -> tuple[list[object], str]:
     registry = Registry("auto", built_library(), dtype, torch.device("cpu"))
     how = open_random_checkpoint("llama-160m").model.layers[0].attention
-    head = registry.head(
+    head = registry.choose_head(
         make_dense_weight(torch.randn(200, 96).to(dtype), "head"), None
     )
     return [
-        registry.attention([how], 16, dtype),
+        registry.choose_attention([how], 16, dtype),
         registry.parts.kernels,
         head,
     ], registry.why_plain
@@ -112,7 +112,7 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     """With a stand-in for the one call, which not every processor can do."""
 
     class Whole:
-        def __init__(self, parts: LayerOf, *_: object) -> None:
+        def __init__(self, parts: TransformerLayer, *_: object) -> None:
             self.parts = parts
 
         def __call__(self, *given: Any) -> Any:
@@ -134,7 +134,9 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
     weights |= {
         name: make_dense_weight(torch.ones(size).bfloat16(), "norm") for name in norms
     }
-    layer = LayerOf(how, weights, Bodies(plain_registry(torch.bfloat16), 8))
+    layer = TransformerLayer(
+        how, weights, PartBuilder(plain_registry(torch.bfloat16), 8)
+    )
     nothing: Any = None
     layer.products = {
         k: PackedProduct(
@@ -148,12 +150,12 @@ def test_a_whole_layer_is_tried(monkeypatch: pytest.MonkeyPatch) -> None:
         )
         whole = WholeLayers(registry)
         for _ in range(2):
-            joined = whole.join(layer)
-            assert isinstance(joined, Whole if off == 0.0 else LayerOf)
+            joined = whole.join_layer(layer)
+            assert isinstance(joined, Whole if off == 0.0 else TransformerLayer)
         assert bool(registry.why_plain) == bool(off)
     registry = Registry("require", built_library(), torch.bfloat16, torch.device("cpu"))
     with pytest.raises(UsageError, match=r"whole layers: .* is off by"):
-        WholeLayers(registry).join(layer)
+        WholeLayers(registry).join_layer(layer)
 
 
 def test_what_is_compared() -> None:

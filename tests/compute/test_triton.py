@@ -229,7 +229,7 @@ def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:
         kernels: Kernels, dtype: torch.dtype, device: torch.device
     ) -> Registry:
         registry = Registry(kernels, None, dtype, device)
-        registry.have_triton()
+        registry.add_triton()
         registry.of_draws.clear()
         return registry
 
@@ -436,9 +436,11 @@ def test_a_part_of_a_layer_that_gives_something_else_is_refused(
 def test_where_the_kernel_cannot_be_tried_plain_torch_attends() -> None:
     how = open_random_checkpoint("llama-160m").model.layers[0].attention
     kinds: dict[str, Callable[[Registry], Any]] = {
-        "attention": lambda registry: registry.attention([how], 32, torch.float16),
+        "attention": lambda registry: registry.choose_attention(
+            [how], 32, torch.float16
+        ),
         "norms and activations": lambda registry: registry.parts.kernels,
-        "draws": lambda registry: registry.drawer(),
+        "draws": lambda registry: registry.choose_drawer(),
     }
     for name, find in kinds.items():
         plain = draw_tokens if name == "draws" else None
@@ -745,7 +747,7 @@ def test_keys_too_wide_for_a_gpu_are_refused_at_once() -> None:
     """DeepSeek's, of 576 elements, compiled for minutes, and then did not fit."""
     how = open_random_checkpoint("deepseek-v3").model.layers[0].attention
     registry = on_gpu("auto", torch.bfloat16)
-    assert registry.attention([how], 32, torch.bfloat16) is None
+    assert registry.choose_attention([how], 32, torch.bfloat16) is None
     problem = registry.why_plain
     assert "keys of 576 elements" in problem and "up to 256" in problem
 

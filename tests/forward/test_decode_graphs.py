@@ -41,10 +41,10 @@ from fminfer.forward.decode_graphs import (
     DecodeGraphs,
     Work,
     can_capture,
-    find_graphs,
-    graph_sizes,
+    choose_graph_sizes,
+    choose_graphs,
 )
-from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.stage import Stage, StageKernels
 from fminfer.forward.transformer import Transformer
@@ -79,8 +79,8 @@ class RowByRow(Registry):
     """Makes products whose rows are computed alone, for libraries round by the number
     of rows."""
 
-    def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
-        product = super().product(weight, bias)
+    def choose_product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
+        product = super().choose_product(weight, bias)
         return lambda x: torch.cat([product(row) for row in x.split(1)])
 
 
@@ -134,8 +134,8 @@ def make_network(
     registry = RowByRow("off", None, torch.float32, CPU)
     registry.of_products.clear()
     registry.parts = Parts(parts)
-    bodies = Bodies(registry, checkpoint.context_length)
-    network = Transformer(model, source, bodies=bodies)
+    bodies = PartBuilder(registry, checkpoint.context_length)
+    network = Transformer(model, source, builder=bodies)
     how = model.layers[0].attention
     kernel = kind(how.heads, *how.cache_shape[1:], dtype=torch.float32, device=CPU)
     return network, kernel
@@ -369,12 +369,12 @@ def test_where_there_are_graphs(
     FakeCuda().put(monkeypatch)
     network, kernel = make_network("llama", tmp_path)
     gpu = torch.device("cuda")
-    assert find_graphs("require", network, kernel, 2, CPU) is None
-    assert find_graphs("require", network, None, 2, gpu) is None
-    found = find_graphs("require", network, kernel, 2, gpu)
+    assert choose_graphs("require", network, kernel, 2, CPU) is None
+    assert choose_graphs("require", network, None, 2, gpu) is None
+    found = choose_graphs("require", network, kernel, 2, gpu)
     assert found is not None and found(make_stage(network, kernel).cache).why_not == ""
     mixture, _ = make_network("mixtral", tmp_path)
-    assert find_graphs("require", mixture, kernel, 2, gpu) is None
+    assert choose_graphs("require", mixture, kernel, 2, gpu) is None
 
 
 def test_a_failure_while_a_run_computes_is_told(
@@ -421,11 +421,11 @@ def test_a_failure_on_any_rank_is_told_at_the_start(
     ],
 )
 def test_sizes(max_rows: int, sizes: list[int]) -> None:
-    assert graph_sizes(max_rows) == sizes
+    assert choose_graph_sizes(max_rows) == sizes
 
 
 def test_sizes_of_many_rows() -> None:
-    sizes = graph_sizes(1024)
+    sizes = choose_graph_sizes(1024)
     assert sizes[-1] == 1024 and len(sizes) == 35
     assert all(b - a <= max(8, b // 4) for a, b in itertools.pairwise(sizes))
 

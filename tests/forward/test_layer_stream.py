@@ -25,7 +25,7 @@ import fminfer
 from fminfer.core.errors import MachineError, UsageError
 from fminfer.engine import stats
 from fminfer.forward import layer_stream
-from fminfer.forward.layer import LayerOf
+from fminfer.forward.layer import TransformerLayer
 from fminfer.models.stored import direct_reads
 from fminfer.models.stored.direct_reads import (
     PIECE,
@@ -63,13 +63,13 @@ assert NUM_LAYERS > layer_stream.SLOTS
 def num_brought(monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, int]]:
     """Count the layers that are streamed."""
     counts = {"layers": 0}
-    bring = layer_stream.LayerStream._bring
+    bring = layer_stream.LayerStream._start_reading
 
     def counted(*given: Any, **how: Any) -> layer_stream.Slot:
         counts["layers"] += 1
         return bring(*given, **how)
 
-    monkeypatch.setattr(layer_stream.LayerStream, "_bring", counted)
+    monkeypatch.setattr(layer_stream.LayerStream, "_start_reading", counted)
     yield counts
 
 
@@ -249,17 +249,17 @@ def test_a_layer_is_gone_before_the_next_is_made(
     """Converted weights take memory only once."""
     save_model("llama", tmp_path)
     how: dict[str, Any] = {**SMALL, "offload": "disk", "kernels": "off"}
-    layers: weakref.WeakSet[LayerOf] = weakref.WeakSet()
+    layers: weakref.WeakSet[TransformerLayer] = weakref.WeakSet()
     counts = []
-    make = LayerOf.__init__
+    make = TransformerLayer.__init__
 
-    def count(layer: LayerOf, *given: Any) -> None:
+    def count(layer: TransformerLayer, *given: Any) -> None:
         make(layer, *given)
         layers.add(layer)
         counts.append(len(layers))
 
     with fminfer.Engine(str(tmp_path), **how) as engine:
-        monkeypatch.setattr(LayerOf, "__init__", count)
+        monkeypatch.setattr(TransformerLayer, "__init__", count)
         list(engine.run([{"prompt": [5, 6, 7], "max_tokens": 4}]))
     assert counts == [1] * len(counts) and len(counts) >= 4 * NUM_LAYERS
 
@@ -430,7 +430,8 @@ def test_a_killed_run_goes_on(tmp_path: Path) -> None:
 def read_all(spans: list[Span], wholes: list[Span] | None = None) -> LentBuffer:
     places = merge_spans(wholes or spans)
     lent = LentBuffer(
-        places, layer_stream._new_buffer(buffer_size_of(places), torch.device("cpu"))
+        places,
+        layer_stream._allocate_buffer(buffer_size_of(places), torch.device("cpu")),
     )
     reads = DirectReads({span.file: None for span in spans})
     wait_for_reads(reads.start(lent, merge_spans(spans)))
@@ -501,7 +502,7 @@ def test_a_file_that_a_server_has_lost(
         raise OSError(errno.ESTALE, os.strerror(errno.ESTALE))
 
     lent = LentBuffer(
-        spans, layer_stream._new_buffer(buffer_size_of(spans), torch.device("cpu"))
+        spans, layer_stream._allocate_buffer(buffer_size_of(spans), torch.device("cpu"))
     )
     with (
         monkeypatch.context() as patch,

@@ -130,7 +130,7 @@ def test_the_last_layer_runs_only_for_tokens_that_are_wanted(
 ) -> None:
     """Of the others it stores keys and values."""
     # to see its parts
-    monkeypatch.setattr(WholeLayers, "join", lambda self, parts: parts)
+    monkeypatch.setattr(WholeLayers, "join_layer", lambda self, parts: parts)
     make_model(name, num_layers=3).save_pretrained(tmp_path)
     save_byte_tokenizer(tmp_path)
     engine = fminfer.Engine(str(tmp_path), **(OPTIONS | {"kernels": body}))

@@ -20,7 +20,7 @@ from fminfer.compute.layers.bodies import CpuPartKernels
 from fminfer.compute.layers.products import make_library_candidates
 from fminfer.compute.values.spec import Model, Norm
 from fminfer.core.partition import Part, split_layers
-from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import ROWS, architecture_of
@@ -97,7 +97,7 @@ def logits_of(
     parts: list[Part],
     rows: list[list[int]] | None = None,
     *,
-    bodies: Callable[[], Bodies] = lambda: Bodies(plain_registry(), 256),
+    bodies: Callable[[], PartBuilder] = lambda: PartBuilder(plain_registry(), 256),
     change: Callable[[Model], Model] = lambda model: model,
     holding: Holding = IN_FLOAT32,
 ) -> list[torch.Tensor]:
@@ -115,7 +115,7 @@ def logits_of(
             device=CPU,
             seed=0,
         )
-        stage = Transformer(model, tensors, bodies=bodies())
+        stage = Transformer(model, tensors, builder=bodies())
         if part.is_first:
             x = stage.embed(
                 torch.tensor([each for row in rows for each in row]), attend.positions
@@ -144,11 +144,11 @@ def one_stage(num_layers: int = 3) -> list[Part]:
     return split_layers(num_layers, 1, head_cost=0.0)
 
 
-def kernel_bodies() -> Bodies:
+def kernel_bodies() -> PartBuilder:
     kernels = CpuPartKernels(built_library())
     registry = plain_registry(kernels=kernels)
     registry.of_products += make_library_candidates(torch.float32, is_fast=False)
-    return Bodies(registry, 256)
+    return PartBuilder(registry, 256)
 
 
 def test_every_row_and_variant(family_checkpoint: tuple[Path, Any]) -> None:

@@ -21,7 +21,7 @@ from fminfer.compute.layers.bodies import GELU, RELU
 from fminfer.compute.layers.experts import Workspace
 from fminfer.compute.values.spec import Alibi, Norm, Rope
 from fminfer.compute.values.weights import KERNEL_TYPES
-from fminfer.forward.whole_layers import WholeLayer, WholeLayers, serves
+from fminfer.forward.whole_layers import WholeLayer, WholeLayers, can_join
 from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.models.config_fields import architecture_of
 from tests.conftest import FIELDS, SOME, built_library, family_config, in_turns
@@ -170,7 +170,7 @@ def test_what_the_library_serves() -> None:
     """By the spec alone: norms before, no norm elsewhere, an activation that it has."""
     for name in FIELDS:
         layers = architecture_of(family_config(name)).model.layers
-        assert sum(map(serves, layers)) == WHOLE.get(name, 0), name
+        assert sum(map(can_join, layers)) == WHOLE.get(name, 0), name
 
 
 @pytest.mark.parametrize(
@@ -189,7 +189,7 @@ def test_what_the_library_serves() -> None:
 )
 def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:
     (layer, *_) = open_random_checkpoint("llama-160m").model.layers
-    assert serves(layer) and not serves(replace(layer, **change))
+    assert can_join(layer) and not can_join(replace(layer, **change))
 
 
 @pytest.mark.parametrize(
@@ -205,7 +205,7 @@ def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:
 )
 def test_attention_of_another_form_is_left(change: dict[str, Any]) -> None:
     (layer, *_) = open_random_checkpoint("llama-160m").model.layers
-    assert not serves(replace(layer, attention=replace(layer.attention, **change)))
+    assert not can_join(replace(layer, attention=replace(layer.attention, **change)))
 
 
 def answers(folder: Path, **options: Any) -> tuple[int, list[Any]]:
@@ -244,7 +244,7 @@ def test_they_give_what_their_parts_give(
     num_whole, found = answers(family_checkpoint[0], **options)
     assert num_whole == WHOLE.get(name, 0)
     if num_whole:
-        monkeypatch.setattr(WholeLayers, "join", lambda self, parts: parts)
+        monkeypatch.setattr(WholeLayers, "join_layer", lambda self, parts: parts)
         assert answers(family_checkpoint[0], **options) == (0, found)
 
 

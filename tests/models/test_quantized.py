@@ -19,7 +19,7 @@ from fminfer.compute.values.weights import Dense, Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
@@ -98,8 +98,8 @@ def round_weights(folder: Path, quantized: str) -> None:
     save_file(tensors, path, metadata={"format": "pt"})
 
 
-def kernel_bodies() -> Bodies:
-    return Bodies(Registry("require", built_library(), torch.float32, CPU), 256)
+def kernel_bodies() -> PartBuilder:
+    return PartBuilder(Registry("require", built_library(), torch.float32, CPU), 256)
 
 
 def share_of_blocks(folder: Path, holding: Holding) -> float:

@@ -15,8 +15,8 @@ import pytest
 import torch
 
 from fminfer.compute.values.weights import Function, Weight
-from fminfer.forward.layer import LayerOf
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer import TransformerLayer
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
@@ -92,7 +92,7 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
                 joined.append(weakref.ref(weight.plain))
             return lambda x: x
 
-    def count_others(layer: LayerOf) -> LayerOf:
+    def count_others(layer: TransformerLayer) -> TransformerLayer:
         left.append(sum(each() is not None for each in joined[:-1]))
         return layer
 
@@ -110,7 +110,9 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     Transformer(
         checkpoint.model,
         tensors,
-        bodies=Bodies(Unpacked("off", None, torch.float32, torch.device("cpu")), 64),
+        bodies=PartBuilder(
+            Unpacked("off", None, torch.float32, torch.device("cpu")), 64
+        ),
         join=count_others,
     )
     assert len(joined) == 3 and set(left) == {0}

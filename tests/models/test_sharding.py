@@ -31,7 +31,7 @@ from fminfer.compute.values.weights import Dense, Format, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
-from fminfer.forward.layer_step import Bodies, LayerStep
+from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.config_fields import architecture_of
@@ -391,7 +391,7 @@ def compute(
     source = LayerSource(checkpoint, whole_model_part(model), origins, numbers)
     tokens = None if share is None else share.tokens[share.shard]
     own = model if share is None else share.model
-    bodies = Bodies(plain_registry(), 64)
+    bodies = PartBuilder(plain_registry(), 64)
     network = Transformer(own, source, bodies=bodies, shards=shards, tokens=tokens)
     cache = KvCache(
         [layer.attention for layer in own.layers],

@@ -12,7 +12,7 @@ import pytest
 
 from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES
 from fminfer.core.config import EngineConfig
-from fminfer.forward.decode_graphs import graph_sizes, input_bytes
+from fminfer.forward.decode_graphs import choose_graph_sizes, count_input_bytes
 from fminfer.models.checkpoint import open_model
 from fminfer.plan.expected_bytes import GRAPH_LAYER_BYTES
 from fminfer.plan.machine_facts import Machine
@@ -244,7 +244,9 @@ def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
     pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
     assert launches == pytest.approx(32 * (0.7e-3 + 12 * pieces * 10e-6))
     rows = small.sizes.max_decode_rows
-    graphs = 32 * len(graph_sizes(rows)) * GRAPH_LAYER_BYTES + input_bytes(rows)
+    graphs = 32 * len(choose_graph_sizes(rows)) * GRAPH_LAYER_BYTES + count_input_bytes(
+        rows
+    )
     of_rows = rows * small.own.takes.work_token
     assert small.own.takes.work == plain.own.takes.work - graphs - of_rows + temporary
 

@@ -243,7 +243,7 @@ def test_what_becomes_floats_at_each_use_is_not_captured(
     def make_graphs(cache: Any) -> None:
         captured.append(cache)
 
-    monkeypatch.setattr(builder, "find_graphs", lambda *_: make_graphs)
+    monkeypatch.setattr(builder, "choose_graphs", lambda *_: make_graphs)
     monkeypatch.setattr(planning, "_makes_floats", lambda *_: has_blocks)
     monkeypatch.setattr(planning, "_has_room", lambda _: False)
     answers(llama_checkpoint[0])

@@ -21,7 +21,7 @@ from fminfer.compute.layers.products import PackedProduct, make_library_candidat
 from fminfer.compute.values.weights import Dense, make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
@@ -133,8 +133,8 @@ def test_a_packed_head_is_kept_once(
     )
 
 
-def packing_bodies() -> Bodies:
-    return Bodies(
+def packing_bodies() -> PartBuilder:
+    return PartBuilder(
         Registry("auto", built_library(), torch.float32, torch.device("cpu")), 256
     )
 
@@ -318,7 +318,9 @@ def test_weights_of_another_type_than_rows_are_widened() -> None:
         packed = plain_registry()
         packed.of_products += make_library_candidates(torch.float32, is_fast=is_fast)
         for registry in (packed, plain_registry()):
-            found = registry.product(make_dense_weight(weight, "product"), bias)(x)
+            found = registry.choose_product(make_dense_weight(weight, "product"), bias)(
+                x
+            )
             torch.testing.assert_close(found, expected)
 
 
@@ -332,7 +334,7 @@ def test_the_kernel_packs_them_as_they_are(
     registry = Registry("auto", built_library(), torch.float32, CPU)
 
     def pack(weight: torch.Tensor) -> Any:
-        return registry.product(make_dense_weight(weight, "product"), bias)
+        return registry.choose_product(make_dense_weight(weight, "product"), bias)
 
     weight = torch.randn(70, 40).bfloat16()
     bias = torch.randn(70)

@@ -415,7 +415,7 @@ def many_ids_to_detokenize(port: int) -> None:
     post(port, {"tokens": [5] * 1_000_000}, "/detokenize")
 
 
-# Bodies and connections.
+# PartBuilder and connections.
 
 
 @load

@@ -12,8 +12,8 @@ from torch.distributed import ProcessGroup
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.sampling.sharded import TokenShard
 from fminfer.core.partition import Part
-from fminfer.forward.decode_graphs import find_graphs
-from fminfer.forward.layer_step import Bodies
+from fminfer.forward.decode_graphs import choose_graphs
+from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.layer_stream import StreamKind
 from fminfer.forward.registry import open_registry
 from fminfer.forward.stage import Stage, StageKernels
@@ -94,17 +94,19 @@ def load_part(
     model = plan.checkpoint.model if share is None else share.model
     attentions = [layer.attention for layer in model.layers]
     kernels = StageKernels(
-        attention=registry.attention(attentions, config.block_size, plan.kv_dtype),
-        drawer=registry.drawer(),
-        ranker=registry.ranker(),
+        attention=registry.choose_attention(
+            attentions, config.block_size, plan.kv_dtype
+        ),
+        drawer=registry.choose_drawer(),
+        ranker=registry.choose_ranker(),
         threads=threads,
     )
     network = Transformer(
         model,
         _open_source(plan, on_progress),
         # a trial has 4 positions
-        bodies=Bodies(registry, max(4, plan.checkpoint.context_length)),
-        join=WholeLayers(registry).join,
+        builder=PartBuilder(registry, max(4, plan.checkpoint.context_length)),
+        join=WholeLayers(registry).join_layer,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
         streams=_stream_kind(plan.own.streamed),
@@ -211,7 +213,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
         tokens = TokenShard(whole, share.tokens, network.shards)
     elif not (network.stream or plan.has_blocks):
         # CUDA graphs cannot hold sums yet, and need weights that stay in place.
-        graphs = find_graphs(
+        graphs = choose_graphs(
             plan.config.kernels,
             network,
             loaded.kernels.attention,
