@@ -178,13 +178,13 @@ def test_what_the_library_serves() -> None:
     [
         {"is_parallel": True},
         {"adds_normed": True},
-        {"after": (Norm(1e-5), None)},
-        {"of_sum": (None, Norm(1e-5))},
-        {"before": (Norm(1e-5), None)},
+        {"output_norms": (Norm(1e-5), None)},
+        {"sum_norms": (None, Norm(1e-5))},
+        {"input_norms": (Norm(1e-5), None)},
         # no bias: it is no RMS
-        {"before": (Norm(1e-5, is_rms=False), Norm(1e-5, is_rms=False))},
-        {"before": (Norm(1e-5, has_weight=False), Norm(1e-5))},
-        {"before": (Norm(1e-5, is_rms=False, has_bias=True, offset=1.0),) * 2},
+        {"input_norms": (Norm(1e-5, is_rms=False), Norm(1e-5, is_rms=False))},
+        {"input_norms": (Norm(1e-5, has_weight=False), Norm(1e-5))},
+        {"input_norms": (Norm(1e-5, is_rms=False, has_bias=True, offset=1.0),) * 2},
     ],
 )
 def test_layers_of_another_form_are_left(change: dict[str, Any]) -> None:
