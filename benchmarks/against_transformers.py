@@ -90,7 +90,7 @@ def run_fminfer(
         times.append(time.perf_counter() - started)
         assert not [record.error for record in records if record.error]
     engine.close()
-    extra_mb = peak_mb() - engine.facts.weight_bytes / 2**20
+    extra_mb = peak_mb() - engine.facts.measured.weight_bytes / 2**20
     stats = engine.stats
     return {
         "first_s": times[0],

@@ -24,7 +24,6 @@ from fminfer.compute.values.step import Step, StepResult, TokenLogprobs
 from fminfer.core.config import StepSizes
 from fminfer.core.messages import RankMemory, StageSpan
 from fminfer.engine.answer import AnswerStyle
-from fminfer.engine.engine_core import PipelineProperties
 from fminfer.engine.start import RequestStarter
 from fminfer.job.file_job import run_job
 from fminfer.job.run_inputs import open_files
@@ -32,6 +31,7 @@ from fminfer.job.run_summary import JobSummary
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.load.assembly import build_loop
+from fminfer.runtime.load.properties import Measured, PipelineProperties
 from fminfer.text.tokenizer import Tokenizer
 
 TOKEN_ID = 65
@@ -72,10 +72,7 @@ class StubComputing:
         on_progress: object,
     ) -> None:
         self.memory: list[RankMemory] = []
-        types = ["float32"] * 3
-        self.facts = PipelineProperties(
-            "cpu", *types, 1, True, 256, 64, 0, 1, False, "", ""
-        )
+        self.facts = PipelineProperties(plan, Measured(1, 0, False, "", ""))
         self.core = build_loop(
             plan.config,
             RequestStarter(tokenizer, plan.checkpoint.eos_ids, plan.config.seed),

@@ -38,7 +38,7 @@ def check_encoder(setting: Setting, name: str) -> Figures:
     how = {"dtype": "float32", "device": setting.device, "skip_tokenizer_init": True}
     engine = Engine(str(folder), **OPTIONS, **how)
     try:
-        expect(engine.facts.has_kernel, "attention is plain torch")
+        expect(engine.facts.measured.has_kernel, "attention is plain torch")
         if name in ENCODERS:
             return _check_vectors(engine, model, prompts)
         return _check_texts(engine, model, prompts)

@@ -71,12 +71,12 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
     engine = Engine(str(folder / name), dtype=dtype, device=setting.device, **OPTIONS)
     figures: Figures = {}
     try:
-        expect(engine.facts.has_kernel, "attention is plain torch", figures)
-        is_slow = bool(engine.facts.why_slower) and not (
+        expect(engine.facts.measured.has_kernel, "attention is plain torch", figures)
+        is_slow = bool(engine.facts.measured.why_slower) and not (
             setting.is_tiny and dtype != "float32"
         )
         # some CPUs are slow in 16 bits
-        expect(not is_slow, engine.facts.why_slower, figures)
+        expect(not is_slow, engine.facts.measured.why_slower, figures)
         layers = open_checkpoint(str(folder / name)).model.layers
         if dtype == "float32":
             figures |= check_greedy(engine, expected.answers)

@@ -263,7 +263,7 @@ def time_start(bench: Bench) -> Figures:
     figures: Figures = {"device s": marks[0] - started, "ready s": marks[-1] - marks[0]}
     took = (b - a for a, b in itertools.pairwise(marks))
     figures |= dict(zip(names, took, strict=True))
-    return figures | {"weights GiB": bench.engine().facts.weight_bytes / 2**30}
+    return figures | {"weights GiB": bench.engine().facts.measured.weight_bytes / 2**30}
 
 
 @dataclass(slots=True)
@@ -307,8 +307,8 @@ def time_run(bench: Bench, run: Run) -> Figures:
     engine = bench.engine()
     path = bench.setting.results
     expect(
-        engine.facts.has_kernel and not engine.facts.why_slower,
-        engine.facts.why_slower or "plain torch",
+        engine.facts.measured.has_kernel and not engine.facts.measured.why_slower,
+        engine.facts.measured.why_slower or "plain torch",
     )
     is_captured = engine.pipeline.graphs is not None or bench.setting.is_tiny
     expect(is_captured, "decode steps are not captured")
@@ -320,7 +320,7 @@ def time_run(bench: Bench, run: Run) -> Figures:
         expect(record.error is None, f"a row failed: {record.error}")
     figures: Figures = {"run s": time.perf_counter() - started}
     figures |= {"prompts' ms": 1000 * sum(watch.span_s)}
-    used = bench.used_bytes(engine.facts.weight_bytes)
+    used = bench.used_bytes(engine.facts.measured.weight_bytes)
     if run.new_tokens <= 1:
         rate = run.rows * run.tokens / sum(watch.span_s)
         figures |= {"tokens/s": rate}

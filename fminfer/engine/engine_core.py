@@ -63,28 +63,6 @@ class Failed:
 Event = Delta | Finished | Failed
 
 
-@dataclass(slots=True, frozen=True)
-class PipelineProperties:
-    """The properties of one pipeline, as its first rank sees it."""
-
-    device: str  # such as cpu or cuda:0
-    dtype: str  # type of hidden states, such as float32
-    kv_dtype: str  # type of the KV cache
-    weight_dtype: str  # in which most weights are held
-    num_threads: int  # computing threads in each process
-    is_alone: bool  # the pipeline has no other process
-    max_rows: int  # most sequences that run at once
-    num_kv_blocks: int  # the size of its KV cache
-    weight_bytes: int  # this rank's weights
-    kv_bytes_per_token: int  # this rank's part of a token
-    has_kernel: bool  # attention is compiled
-    why_plain: str  # why a kernel that should be used is not
-    why_slower: str  # why it is slower than it could be
-    num_stages: int = 1  # of all pipelines
-    num_ranks: int = 1  # of all stages
-    streaming: str = ""  # which layers are streamed, and what a pass takes
-
-
 BEHIND_ALL = -(2**62)  # the priority of requests that wait behind all others
 
 

@@ -92,7 +92,9 @@ def calibrate(config: EngineConfig) -> Calibration:
             raise UsageError(
                 "--calibrate times steps with weights that stay in memory; leave --offload out"
             )
-        path = find_costs_path(engine.pipeline.plan, has_kernel=engine.facts.has_kernel)
+        path = find_costs_path(
+            engine.pipeline.plan, has_kernel=engine.facts.measured.has_kernel
+        )
         if path is None:
             raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
         is_terminal = sys.stderr.isatty()

@@ -333,8 +333,8 @@ def _answer_rows(
     summary.device = str(engine.device)
     summary.start_to_ready_s = run.elapsed_s()
     summary.weight_dtype = facts.weight_dtype  # the kernels' build may have failed
-    summary.why_slower = facts.why_slower
-    summary.num_threads = facts.num_threads
+    summary.why_slower = facts.measured.why_slower
+    summary.num_threads = facts.measured.num_threads
     summary.cpu_limit = chosen_name()
     summary.num_ranks = facts.num_ranks
     run_facts.place = {

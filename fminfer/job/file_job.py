@@ -95,7 +95,9 @@ class _FileJob:
         }
         facts = engine.facts
         self._other_work = (
-            OtherWork(facts.num_threads, affine_cores) if facts.is_alone else None
+            OtherWork(facts.measured.num_threads, affine_cores)
+            if facts.is_alone
+            else None
         )
         kind = "streamed" if facts.streaming else engine.device.type
         self._bar = ProgressBar(

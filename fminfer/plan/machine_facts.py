@@ -28,7 +28,7 @@ class Machine:
     is_fast_in_bfloat16: bool = False  # this process's device
     has_library: bool = False  # the CPU's kernels are built, or can be
     # where the kernels pack nothing
-    packed_by_torch: frozenset[torch.dtype] = frozenset()
+    packed_by_torch: tuple[str, ...] = ()  # types
     free: int | None = None  # bytes of this process's device; None: nobody has looked
     host_free: int | None = None  # free bytes of a GPU's host; None: as `free`
     swap: int = 0  # free bytes of it
@@ -83,7 +83,7 @@ def find_machine(
     return replace(
         machine,
         has_library=has_library,
-        packed_by_torch=frozenset(packed),
+        packed_by_torch=tuple(str(dtype).removeprefix("torch.") for dtype in packed),
         swap=free_swap_bytes(),
         own=own_bytes(),
     )

@@ -28,7 +28,7 @@ from fminfer.plan.machine_facts import (
     find_machine,
     find_sharers,
 )
-from fminfer.plan.run_plan import RankPlan, RunPlan
+from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
 from fminfer.plan.streaming import plan_streams
 
@@ -241,7 +241,11 @@ def choose_packer(
     """Return who packs the weights of products: the kernels, torch's libraries, or nobody."""
     if has_kernels and is_kernel_faster(held, dtype):
         return "kernels"
-    return "torch" if held == Dense(dtype) and dtype in machine.packed_by_torch else ""
+    return (
+        "torch"
+        if held == Dense(dtype) and name_of(dtype) in machine.packed_by_torch
+        else ""
+    )
 
 
 def split_model(

@@ -9,7 +9,7 @@ from typing import Protocol
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
-from fminfer.engine.engine_core import EngineCore, PipelineProperties
+from fminfer.engine.engine_core import EngineCore
 from fminfer.models.known_sizes import check_split
 from fminfer.models.layer_source import OnProgress
 from fminfer.pipeline.group import Group, require_no_group
@@ -20,6 +20,7 @@ from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import ChildOptions, Role
 from fminfer.runtime.load.agreement import require_room_for_all
 from fminfer.runtime.load.one_pipeline import OnePipeline, OnStep, OnWork
+from fminfer.runtime.load.properties import PipelineProperties
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_process import TeamPipeline, start_pipeline
 from fminfer.text.tokenizer import Tokenizer
@@ -94,9 +95,7 @@ def start_computing(
 
     try:
         if is_team:
-            return Team(
-                plan.checkpoint, start_pipelines, log.warning if run is None else say
-            )
+            return Team(plan, start_pipelines, log.warning if run is None else say)
         if children.all:
             facts = children.become_ranks(config, spread, options)
             end = None if run is None else run.end

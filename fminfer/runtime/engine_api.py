@@ -20,7 +20,7 @@ from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import RankMemory
 from fminfer.core.option import document_options
-from fminfer.engine.engine_core import Event, PipelineProperties
+from fminfer.engine.engine_core import Event
 from fminfer.engine.intake import make_text_request
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats
@@ -32,6 +32,7 @@ from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
 from fminfer.runtime.load.assembly import load_tokenizer, make_intake
 from fminfer.runtime.load.one_pipeline import OnePipeline
 from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.load.properties import PipelineProperties
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ
 

@@ -81,7 +81,7 @@ def _be_one_of_several(
 
         def compute(plan: RunPlan, *others: object) -> Team:
             start = partial(apart.start_pipelines, config, process.child_options)
-            return Team(plan.checkpoint, start, say)
+            return Team(plan, start, say)
 
         with apart.leading():
             return lead(plan, compute)
@@ -175,6 +175,10 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
         tell(f"Offload: {told}.")
     elif config.offload != "off":
         tell("Offload: all layers fit, and stay in memory.")
-    if why := engine.facts.why_plain if is_quiet else engine.facts.why_slower:
+    if (
+        why := engine.facts.measured.why_plain
+        if is_quiet
+        else engine.facts.measured.why_slower
+    ):
         click.echo(f"The run is slower than it could be: {why}.", err=True)
     return engine

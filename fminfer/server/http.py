@@ -86,10 +86,10 @@ def _serve_engine(
 def _describe_engine(engine: Engine) -> str:
     facts = engine.facts
     types = describe_dtypes(facts.dtype, facts.weight_dtype)
-    processes = with_noun(facts.num_threads, "thread")
+    processes = with_noun(facts.measured.num_threads, "thread")
     if facts.num_ranks > 1:
         processes = f"{facts.num_ranks} ranks of {processes}"
-    kernels = "compiled kernels" if facts.has_kernel else "plain torch"
+    kernels = "compiled kernels" if facts.measured.has_kernel else "plain torch"
     return f"{types} on {engine.device}, {processes}, {kernels}"
 
 

@@ -162,7 +162,7 @@ class Metrics:
         formats = (*labels, facts.weight_dtype, facts.dtype)
         yield from _make_families(
             GaugeMetricFamily,
-            {"fminfer:weight_bytes": {formats: facts.weight_bytes}},
+            {"fminfer:weight_bytes": {formats: facts.measured.weight_bytes}},
             "format",
             "dtype",
         )

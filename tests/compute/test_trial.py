@@ -74,7 +74,8 @@ def test_a_wrong_kernel_of_the_cpu_costs_speed_alone(
     folder, model = llama_checkpoint
     engine = check_all(folder, Oracle(model), mixed_requests()[:12], {"block_size": 16})
     assert (
-        "the kernel cannot be used (what it gives is off by" in engine.facts.why_slower
+        "the kernel cannot be used (what it gives is off by"
+        in engine.facts.measured.why_slower
     )
     with pytest.raises(UsageError, match=r"--kernels require: .* is off by"):
         fminfer.Engine(str(folder), kernels="require")

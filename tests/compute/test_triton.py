@@ -219,7 +219,7 @@ def test_greedy_equals_transformers_alone(
     options = {"block_size": 16, "kernels": "require", "device": DEVICE.type}
     engine = check_all(tmp_path, Oracle(model), requests, options)
     # Plain torch answers as well, and in silence: the kernels must have been at work.
-    assert engine.facts.has_kernel and not engine.facts.why_slower
+    assert engine.facts.measured.has_kernel and not engine.facts.measured.why_slower
 
 
 def _interpret(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -384,12 +384,16 @@ def test_a_failure_while_a_run_computes_is_told(
     engine = fminfer.Engine(
         str(llama_checkpoint[0]), device="cpu", kernels="off", budget=64
     )
-    assert not engine.facts.why_slower
+    assert not engine.facts.measured.why_slower
     graphs: Any = SimpleNamespace(why_not="")
     engine.pipeline.graphs = graphs
-    assert not engine.facts.why_slower
+    assert not engine.facts.measured.why_slower
     graphs.why_not = "CUDA graphs: no"
-    assert engine.facts.why_slower == engine.facts.why_plain == graphs.why_not
+    assert (
+        engine.facts.measured.why_slower
+        == engine.facts.measured.why_plain
+        == graphs.why_not
+    )
     engine.close()
 
 

@@ -177,7 +177,7 @@ def test_floats_answer_as_blocks_that_become_floats_at_each_use(
     request.getfixturevalue("pretended_gpu")
     found, floats = answers(tmp_path, quantize="int4")
     assert floats.weight_dtype.startswith("float32 of int")
-    assert floats.weight_bytes > 2 * facts.weight_bytes
+    assert floats.weight_bytes > 2 * facts.measured.weight_bytes
     check_same(found, expected)
 
 

@@ -53,8 +53,10 @@ def test_a_run_and_its_summary_say_them(
     monkeypatch.setattr(planning, "_has_room", lambda _: False)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     engine.close()
-    assert engine.facts.why_slower == f"weights in float32 {slowness.NO_FLOATS}"
-    assert not engine.facts.why_plain, "--quiet asks for faults only"
+    assert (
+        engine.facts.measured.why_slower == f"weights in float32 {slowness.NO_FLOATS}"
+    )
+    assert not engine.facts.measured.why_plain, "--quiet asks for faults only"
 
 
 def test_check_says_them_once(tmp_path: Path) -> None:

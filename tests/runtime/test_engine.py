@@ -261,7 +261,7 @@ def test_16_bits_are_as_near_as_transformers_own(
         scored, drawn = (
             record.to_dict()["result"]["choices"][0] for record in engine.run(rows)
         )
-        assert why_slow(engine.dtype, engine.device) in engine.facts.why_slower
+        assert why_slow(engine.dtype, engine.device) in engine.facts.measured.why_slower
     assert len(drawn["logprobs"]["tokens"]) == 6 and drawn["finish_reason"] == "length"
     found = torch.tensor(scored["logprobs"]["token_logprobs"][1:])
     exact = logprobs_of(model, ids)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import inspect
 import json
 from collections.abc import Iterator
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -14,13 +15,15 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.forward.stage import Stage
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.stored import tensor_table
 from fminfer.plan import machine_facts, planning
 from fminfer.plan.machine_facts import Machine, has_moved
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.load import agreement
-from fminfer.runtime.load.agreement import replace_plan
+from fminfer.runtime.load.agreement import update_plan
+from fminfer.runtime.load.properties import Measured, PipelineProperties
 
 GIB = 1 << 30
 
@@ -129,9 +132,9 @@ def test_a_plan_is_replaced_where_memory_has_moved(
 ) -> None:
     with fminfer.Engine(device="cpu") as engine:
         plan = engine.pipeline.plan
-    assert replace_plan(plan) is plan
+    assert update_plan(plan) is plan
     monkeypatch.setattr(machine_facts, "free_bytes", lambda device: 2 * GIB)
-    assert replace_plan(plan).machine.free == 2 * GIB
+    assert update_plan(plan).machine.free == 2 * GIB
     assert len(counted.plans) == 2
 
 
@@ -141,7 +144,7 @@ def test_a_plan_is_replaced_where_kernels_cannot_be_had(
     with fminfer.Engine(device="cpu", dtype="float32") as engine:
         plan = engine.pipeline.plan
     monkeypatch.setattr(machine_facts, "may_have_library", lambda: False)
-    assert not replace_plan(plan).has_kernels
+    assert not update_plan(plan).has_kernels
     assert len(counted.plans) == 1 + plan.machine.has_library
 
 
@@ -154,3 +157,15 @@ def test_what_a_process_has_grown_by_is_not_lost() -> None:
     assert has_moved(planned, replace(planned, swap=GIB))
     assert has_moved(planned, replace(planned, rank=1))
     assert has_moved(Machine(), planned)
+
+
+def test_properties_copy_nothing_of_the_plan() -> None:
+    """They had ten fields of the plan, which a new plan would have made wrong."""
+    measured = {each.name for each in fields(Measured)}
+    assert {each.name for each in fields(PipelineProperties)} == {
+        "plan",
+        "measured",
+        "num_pipelines",
+    }
+    assert not measured & {each.name for each in fields(RunPlan)}
+    assert len(inspect.signature(Stage).parameters) == 4

@@ -323,7 +323,10 @@ def tell_peak(folder: Path, options: dict[str, Any], to: Connection) -> None:
     engine = fminfer.Engine(str(folder), **told, **options)
     status = Path("/proc/self/status").read_text()
     to.send(
-        (int(status.split("VmHWM:")[1].split()[0]) * 1024, engine.facts.weight_bytes)
+        (
+            int(status.split("VmHWM:")[1].split()[0]) * 1024,
+            engine.facts.measured.weight_bytes,
+        )
     )
     engine.close()
 

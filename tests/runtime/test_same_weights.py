@@ -21,7 +21,7 @@ from fminfer.runtime.load.builder import load_part
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import Report, send
 from fminfer.runtime.team.team_process import TeamPipeline
-from tests.runtime.test_team import FACTS
+from tests.runtime.test_team import LOADED
 
 
 class OneOfTwo:
@@ -100,10 +100,11 @@ def test_a_pipeline_with_other_weights_is_refused(folders: tuple[Path, Path]) ->
         for number, digests in enumerate(found):
             ours, end = Pipe()
             pipelines.append(TeamPipeline(number, ours))
-            for report in (Report(file_digests=digests), Report(facts=FACTS)):
+            for report in (Report(file_digests=digests), Report(loaded=LOADED)):
                 send(end, report)
             end.close()
-        return Team(opened[0], lambda: pipelines, print)
+        plan = plan_ahead(EngineConfig(model=str(folders[0])), opened[0])
+        return Team(plan, lambda: pipelines, print)
 
     with pytest.raises(PipelineError, match=r"pipeline 1 are not those .*: model-1\."):
         start(mine, theirs)

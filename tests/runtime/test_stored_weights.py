@@ -152,7 +152,8 @@ def test_answers_are_those_of_float32(folders: list[Path]) -> None:
         engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
         records = sorted(engine.run(rows), key=lambda record: record.line.number)
         assert (
-            not any(record.error for record in records) and not engine.facts.why_plain
+            not any(record.error for record in records)
+            and not engine.facts.measured.why_plain
         )
         engine.close()
         choices = [record.to_dict()["result"]["choices"][0] for record in records]
@@ -226,7 +227,7 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
             Dense(of_weights),
         )
         engine = fminfer.Engine(config)
-        held[kernels] = engine.facts.weight_bytes
+        held[kernels] = engine.facts.measured.weight_bytes
         assert engine.facts.weight_dtype == str(of_weights).removeprefix("torch.")
         engine.close()
         assert found.weights >= held[kernels] >= found.held_weights

@@ -24,7 +24,7 @@ from fminfer.contract.request import SamplingParams
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.core.messages import MemoryPeak, RankMemory
-from fminfer.engine.engine_core import Delta, Failed, Finished, PipelineProperties
+from fminfer.engine.engine_core import Delta, Failed, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.files.status_file import read_status
@@ -32,6 +32,9 @@ from fminfer.models.checkpoint import open_model
 from fminfer.models.fingerprint import digest_weight_files
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.machine_facts import Machine
+from fminfer.plan.planning import plan_ahead
+from fminfer.runtime.load.properties import LoadedPipeline, Measured
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_messages import (
     Ask,
@@ -312,7 +315,11 @@ def test_pipelines_that_fail_differently_are_all_told() -> None:
         send(theirs, Report(failure=Fault(*why)))
         theirs.close()
     with pytest.raises(UsageError, match="no 9 GiB"):
-        Team(open_model(EngineConfig()).with_weights(), lambda: pipelines, said.append)
+        Team(
+            plan_ahead(EngineConfig(), open_model(EngineConfig())),
+            lambda: pipelines,
+            said.append,
+        )
     assert said == ["Pipeline 1 failed: no file; no other is left."]
 
 
@@ -357,20 +364,11 @@ ASK = Ask(
     is_streamed=True,
     is_counted=False,
 )
-FACTS = PipelineProperties(
-    "cpu",
-    "float32",
-    "bfloat16",
-    "float32",
-    2,
-    True,
-    256,
-    4,
-    100,
-    20,
-    False,
-    "",
-    "no compiler",
+LOADED = LoadedPipeline(
+    Machine(has_library=True, packed_by_torch=("bfloat16",), free=1 << 40),
+    num_kv_tokens=64,
+    chunk_size=0,
+    measured=Measured(2, 100, False, "", "no compiler", disk_speed=1.5),
 )
 MESSAGES = [
     "go on",
@@ -378,7 +376,7 @@ MESSAGES = [
     Cancel(7),
     "drain",
     Report(file_digests={"a.safetensors": "digest"}),
-    Report(facts=FACTS, memory=[RankMemory(0, False, 9, MemoryPeak(7))]),
+    Report(loaded=LOADED, memory=[RankMemory(0, False, 9, MemoryPeak(7))]),
     Report(failure=Fault("no\nroom", "OutOfMemoryError")),
     Report(
         [
@@ -428,16 +426,16 @@ def test_the_state_of_an_engine_travels_whole() -> None:
     }
     state = EngineState(**values)  # type: ignore[arg-type]
     assert decode(encode(Report(state=state))).state == state
-    checkpoint = open_model(EngineConfig()).with_weights()
+    plan = plan_ahead(EngineConfig(), open_model(EngineConfig()))
     ours, theirs = Pipe()
     reports = (
-        Report(file_digests=digest_weight_files(checkpoint)),
-        Report(facts=FACTS),
+        Report(file_digests=digest_weight_files(plan.checkpoint)),
+        Report(loaded=LOADED),
         Report([], state),
     )
     for message in reports:
         send(theirs, message)
-    team = Team(checkpoint, lambda: [TeamPipeline(0, ours)], print)
+    team = Team(plan, lambda: [TeamPipeline(0, ours)], print)
     team._pipelines[0].asked[0] = SentRequest(ASK)  # so that it listens
     assert team.step() == []
     own = {name: getattr(team, name) for name in ("num_waiting", "num_waiting_behind")}

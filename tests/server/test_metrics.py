@@ -119,7 +119,7 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
     (weights,) = (
         value for name, value in after.items() if "fminfer:weight_bytes" in name
     )
-    assert weights == engine.facts.weight_bytes > 0
+    assert weights == engine.facts.measured.weight_bytes > 0
     assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
 
 

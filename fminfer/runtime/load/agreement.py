@@ -38,15 +38,20 @@ log = logging.getLogger("fminfer")
 END_S = 3.0  # time for rank 0 to say what is wrong, and to end, once ranks know it
 
 
-def replace_plan(
+def update_plan(
     plan: RunPlan, place: Machine | None = None, *, is_computing: bool = True
 ) -> RunPlan:
-    """Return the plan for what the machine has now, and for this process's place.
+    """Return the plan for what this machine has now, and for this process's place."""
+    place = replace(place or plan.machine, host_free=None)
+    machine = find_machine(plan.config, place, is_computing=is_computing)
+    return replace_plan(plan, machine)
+
+
+def replace_plan(plan: RunPlan, machine: Machine) -> RunPlan:
+    """Return the plan for a machine.
 
     It is the same unless the place, free memory or the kernels that can be had have changed.
     """
-    place = replace(place or plan.machine, host_free=None)
-    machine = find_machine(plan.config, place, is_computing=is_computing)
     if not has_moved(plan.machine, machine):
         return plan
     changed = make_plan(plan.config, plan.checkpoint, machine)
@@ -92,7 +97,7 @@ def settle_plan(
             "--offload streams layers from a model's files, and random weights have none. Use "
             "--model-name, or leave --offload out"
         )
-    plan = replace_plan(plan, place_of_rank(plan.machine, group, spread))
+    plan = update_plan(plan, place_of_rank(plan.machine, group, spread))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
@@ -111,7 +116,7 @@ def settle_plan(
 def require_room_for_all(plan: RunPlan) -> None:
     """Refuse pipelines for which this machine has no memory; of GPUs each process looks
     itself."""
-    if shortage := replace_plan(plan, is_computing=False).shortage:
+    if shortage := update_plan(plan, is_computing=False).shortage:
         raise UsageError(shortage)
 
 

@@ -37,8 +37,8 @@ from fminfer.runtime.load.agreement import (
     connect_gpus,
     count_blocks,
     gather,
-    replace_plan,
     settle_plan,
+    update_plan,
 )
 
 
@@ -86,7 +86,7 @@ def load_part(
 
     registry = open_registry(config.kernels, plan.dtype, plan.device)
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
-        plan = replace_plan(plan)
+        plan = update_plan(plan)
     shards = None
     if group is not None:
         shards = connect_shards(group, part, plan.device, registry.library)

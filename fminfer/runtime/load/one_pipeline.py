@@ -13,7 +13,6 @@ from fminfer.compute.values.step import StepTrace
 from fminfer.core.errors import FminferError, OutOfMemoryError, PipelineError
 from fminfer.core.messages import RankMemory
 from fminfer.engine.answer import AnswerStyle
-from fminfer.engine.engine_core import PipelineProperties
 from fminfer.engine.start import RequestStarter
 from fminfer.forward.stage import Stage
 from fminfer.machine.device import (
@@ -30,11 +29,15 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.ring import RingPipeline, serve_stage
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
-from fminfer.plan.run_plan import RunPlan, name_of
-from fminfer.plan.streaming import describe_streaming
+from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.load.agreement import END_S
 from fminfer.runtime.load.assembly import build_loop, find_ends, nan_explanation
 from fminfer.runtime.load.builder import LoadedPart, build
+from fminfer.runtime.load.properties import (
+    LoadedPipeline,
+    Measured,
+    PipelineProperties,
+)
 from fminfer.text.tokenizer import Tokenizer
 
 OnWork = Callable[[int, int, int], None]  # tokens fed, and drawn; sequences that run
@@ -79,25 +82,14 @@ class OnePipeline:
         self.stages = _build_pipeline(stage, loaded, group)
         self.stages.limit_s = limit_step(plan)
         self.graphs = stage.graphs
-        self._stream = (stream := loaded.network.stream)
-        disk_speed = 0.0 if stream is None else stream.reads.bytes_per_s
-        self._facts = PipelineProperties(
-            str(loaded.device),
-            name_of(plan.dtype),
-            name_of(plan.kv_dtype),
-            plan.held_in,
+        self._stream = stream = loaded.network.stream
+        self._measured = Measured(
             num_threads,
-            is_alone=group is None,
-            max_rows=plan.sizes.max_rows,
-            num_kv_blocks=num_blocks,
-            weight_bytes=loaded.network.weight_bytes,
-            kv_bytes_per_token=plan.own.takes.kv_token,
-            has_kernel=stage.has_kernel,
-            why_plain=why.plain,
-            why_slower=why.slower,
-            num_stages=loaded.part.num_stages,
-            num_ranks=len(plan.ranks),
-            streaming=describe_streaming(plan, disk_speed),
+            loaded.network.weight_bytes,
+            stage.has_kernel,
+            why.plain,
+            why.slower,
+            disk_speed=0.0 if stream is None else stream.reads.bytes_per_s,
         )
         eos_ids = find_ends(checkpoint, tokenizer)
         self.core = build_loop(
@@ -117,12 +109,26 @@ class OnePipeline:
 
     @property
     def facts(self) -> PipelineProperties:
-        """What the pipeline is; it becomes slower where a graph cannot be captured."""
-        found = self.graphs.why_not if self.graphs else ""
-        if found in self._facts.why_plain:  # nothing, or the start knew it
-            return self._facts
-        why = "; ".join(filter(None, (self._facts.why_slower, found)))
-        return replace(self._facts, why_plain=why, why_slower=why)
+        """What the pipeline is."""
+        return PipelineProperties(self.plan, self.measured)
+
+    @property
+    def measured(self) -> Measured:
+        """What was measured so far; a graph that cannot be captured makes it slower."""
+        measured = self._measured
+        why_not = self.graphs.why_not if self.graphs else ""
+        if why_not in measured.why_plain:  # nothing, or the start knew it
+            return measured
+        why = "; ".join(filter(None, (measured.why_slower, why_not)))
+        return replace(measured, why_plain=why, why_slower=why)
+
+    @property
+    def loaded(self) -> LoadedPipeline:
+        """What the run is told of it."""
+        plan = self.plan
+        return LoadedPipeline(
+            plan.machine, plan.num_kv_tokens, plan.chunk_size, self.measured
+        )
 
     @property
     def memory(self) -> list[RankMemory]:
@@ -170,7 +176,7 @@ class OnePipeline:
             self._stream.close()
 
         # taken before the graphs are freed, which have a part of them
-        self._facts = self.facts
+        self._measured = self.measured
         self._stage.free()
         self._stage = self._stream = self.graphs = None
         give_back_freed(self.plan.device)

@@ -22,10 +22,12 @@ from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Delta, Event
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats
-from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import digest_weight_files, name_different_files
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.run_plan import RunPlan
+from fminfer.runtime.load.agreement import replace_plan
 from fminfer.runtime.load.one_pipeline import OnStep, OnWork
+from fminfer.runtime.load.properties import PipelineProperties
 from fminfer.runtime.team.team_messages import END, GO_ON, Ask, Cancel, Report, receive
 from fminfer.runtime.team.team_process import SentRequest, StreamPosition, TeamPipeline
 
@@ -44,7 +46,7 @@ class Team:
 
     def __init__(
         self,
-        checkpoint: Checkpoint,
+        plan: RunPlan,
         start: Callable[[], list[TeamPipeline]],
         say: Callable[[str], None],
     ) -> None:
@@ -63,7 +65,7 @@ class Team:
         self._is_draining = False
         self._until_s: float | None = None  # when a step is over at the latest
         self._expects_more = True
-        self._file_digests = digest_weight_files(checkpoint)
+        self._file_digests = digest_weight_files(plan.checkpoint)
         self._dead: list[TeamPipeline] = []  # in the order in which they ended
         self._has_started = False
         self._pipelines = start()
@@ -72,21 +74,25 @@ class Team:
         except BaseException:
             self.close()
             raise
-        all_facts = [each.facts for each in self._pipelines if each.facts is not None]
-        self._num_ranks = all_facts[0].num_ranks  # of a pipeline
-        self.facts = replace(
-            all_facts[0],
-            is_alone=False,
-            num_kv_blocks=min(facts.num_kv_blocks for facts in all_facts),
-            num_stages=sum(facts.num_stages for facts in all_facts),
-            num_ranks=sum(facts.num_ranks for facts in all_facts),
-            why_plain=next(
-                (facts.why_plain for facts in all_facts if facts.why_plain), ""
-            ),
-            why_slower=next(
-                (facts.why_slower for facts in all_facts if facts.why_slower), ""
-            ),
+        self.facts = self._combine(plan)
+
+    def _combine(self, plan: RunPlan) -> PipelineProperties:
+        """Return the properties of all pipelines together."""
+        loaded = [each.loaded for each in self._pipelines if each.loaded is not None]
+        first = loaded[0]
+        plan = replace(
+            replace_plan(plan, first.machine),
+            num_kv_tokens=min(each.num_kv_tokens for each in loaded),
+            chunk_size=first.chunk_size,
         )
+        why_plain = (each.measured.why_plain for each in loaded)
+        why_slower = (each.measured.why_slower for each in loaded)
+        measured = replace(
+            first.measured,
+            why_plain=next(filter(None, why_plain), ""),
+            why_slower=next(filter(None, why_slower), ""),
+        )
+        return PipelineProperties(plan, measured, num_pipelines=len(loaded))
 
     @property
     def core(self) -> Team:
@@ -96,7 +102,7 @@ class Team:
     def memory(self) -> list[RankMemory]:
         """The peaks of all ranks, as their pipelines last reported them."""
         return [
-            replace(each, rank=pipeline.number * self._num_ranks + each.rank)
+            replace(each, rank=pipeline.number * len(self.facts.plan.ranks) + each.rank)
             for pipeline in self._pipelines
             for each in pipeline.memory
         ]
@@ -241,7 +247,7 @@ class Team:
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
         for pipeline in self._pipelines:
-            if pipeline.asked or pipeline.facts is None:
+            if pipeline.asked or pipeline.loaded is None:
                 pipeline.close()
             else:
                 pipeline.tell(END)
@@ -292,7 +298,7 @@ class Team:
                         "folder as it is while a run starts"
                     )
             self._tell_all(GO_ON)
-            self._await_all(lambda each: each.facts is not None)
+            self._await_all(lambda each: each.loaded is not None)
         finally:
             self._has_started = True
             for pipeline in self._dead:

@@ -90,7 +90,7 @@ class TeamMember:
         computing = self._computing
         core = self._core
         threading.Thread(target=self._listen, name="listener", daemon=True).start()
-        send(self._connection, Report(facts=computing.facts, memory=computing.memory))
+        send(self._connection, Report(loaded=computing.loaded, memory=computing.memory))
         while not self._has_ended:
             core.wait()
             if self._failure is not None:

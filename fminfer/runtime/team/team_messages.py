@@ -18,11 +18,12 @@ from fminfer.engine.engine_core import (
     Event,
     Failed,
     Finished,
-    PipelineProperties,
 )
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.pipeline.watch import Fault
+from fminfer.plan.machine_facts import Machine
+from fminfer.runtime.load.properties import LoadedPipeline, Measured
 from fminfer.text.encoded_prompt import EncodedPrompt
 
 # To a pipeline go Ask, Cancel and these words; a Report comes from it.
@@ -62,7 +63,7 @@ class Report:
     memory: list[RankMemory] | None = None  # of its ranks, with the stats
     # Its weights are in memory: digests of their files, which all pipelines must have the same.
     file_digests: dict[str, str] | None = None
-    facts: PipelineProperties | None = None  # it can answer
+    loaded: LoadedPipeline | None = None  # it can answer
     failure: Fault | None = None  # it cannot go on
 
 
@@ -81,7 +82,9 @@ _CLASSES = {
         Delta,
         Finished,
         Failed,
-        PipelineProperties,
+        LoadedPipeline,
+        Machine,
+        Measured,
         EngineState,
         EngineStats,
         StageStats,

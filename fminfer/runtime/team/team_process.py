@@ -10,12 +10,13 @@ from typing import Any
 
 from fminfer.core.config import EngineConfig
 from fminfer.core.messages import RankMemory
-from fminfer.engine.engine_core import BEHIND_ALL, Delta, PipelineProperties
+from fminfer.engine.engine_core import BEHIND_ALL, Delta
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.pipeline.ranks import RankPlace, Spread
 from fminfer.pipeline.watch import Fault
 from fminfer.runtime.launch.processes import Process
 from fminfer.runtime.launch.role import ChildOptions, Role, Task
+from fminfer.runtime.load.properties import LoadedPipeline
 from fminfer.runtime.team.team_messages import Ask, Report, receive, send
 
 
@@ -96,7 +97,7 @@ class TeamPipeline:
         self.is_alive = True
         self.failure: Fault | None = None
         self.file_digests: dict[str, str] | None = None  # None: it has not loaded
-        self.facts: PipelineProperties | None = None  # None: it cannot answer yet
+        self.loaded: LoadedPipeline | None = None  # None: it cannot answer yet
         self.stats = EngineStats()
         self.state = EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
@@ -107,7 +108,7 @@ class TeamPipeline:
 
     def take(self, report: Report) -> None:
         """Take note of what it tells."""
-        for name in ("state", "stats", "memory", "facts", "failure", "file_digests"):
+        for name in ("state", "stats", "memory", "loaded", "failure", "file_digests"):
             if (news := getattr(report, name)) is not None:
                 setattr(self, name, news)
 

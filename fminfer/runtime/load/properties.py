@@ -1,0 +1,95 @@
+"""What computes for an engine, to be asked for: its plan, and what was measured."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from fminfer.plan.machine_facts import Machine
+from fminfer.plan.run_plan import RunPlan, name_of
+from fminfer.plan.streaming import describe_streaming
+
+
+@dataclass(slots=True, frozen=True)
+class Measured:
+    """What one pipeline has measured, as its first rank sees it."""
+
+    num_threads: int  # computing threads in each process
+    weight_bytes: int  # this rank's weights
+    has_kernel: bool  # attention is compiled
+    why_plain: str  # why a kernel that should be used is not
+    why_slower: str  # why it is slower than it could be
+    disk_speed: float = 0.0  # bytes a second of streamed layers; 0: none were read
+
+
+@dataclass(slots=True, frozen=True)
+class LoadedPipeline:
+    """What the run is told of a pipeline that can answer. Its plan is made again of this."""
+
+    machine: Machine
+    num_kv_tokens: int
+    chunk_size: int
+    measured: Measured
+
+
+@dataclass(slots=True, frozen=True)
+class PipelineProperties:
+    """The plan of the pipelines that compute together, and what they have measured."""
+
+    plan: RunPlan
+    measured: Measured
+    num_pipelines: int = 1
+
+    @property
+    def device(self) -> str:
+        """The first rank's, such as cpu or cuda:0."""
+        return str(self.plan.device)
+
+    @property
+    def dtype(self) -> str:
+        """The type of hidden states, such as float32."""
+        return name_of(self.plan.dtype)
+
+    @property
+    def kv_dtype(self) -> str:
+        """The type of the KV cache."""
+        return name_of(self.plan.kv_dtype)
+
+    @property
+    def weight_dtype(self) -> str:
+        """The type in which most weights are held."""
+        return self.plan.held_in
+
+    @property
+    def max_rows(self) -> int:
+        """Most sequences that run at once."""
+        return self.plan.sizes.max_rows
+
+    @property
+    def num_kv_blocks(self) -> int:
+        """The size of the KV cache; of several, of the smallest."""
+        return self.plan.num_kv_tokens // self.plan.config.block_size
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """The first rank's part of a token."""
+        return self.plan.own.takes.kv_token
+
+    @property
+    def num_stages(self) -> int:
+        """The stages of all pipelines."""
+        return self.num_pipelines * self.plan.own.part.num_stages
+
+    @property
+    def num_ranks(self) -> int:
+        """The ranks of all stages."""
+        return self.num_pipelines * len(self.plan.ranks)
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether one process computes, which is this one."""
+        return self.num_ranks == 1
+
+    @property
+    def streaming(self) -> str:
+        """Which layers are streamed, and what a pass takes; "": none."""
+        return describe_streaming(self.plan, self.measured.disk_speed)
