@@ -91,7 +91,7 @@ class ShardedRanks:
         self.stages = list[Stage]()
         shards: list[ShardGroup] = []
         for plan in plans:
-            part = plan.own.part
+            part = plan.this_rank.part
 
             def connect(
                 group: Any, part: Any, device: Any, library: Any

@@ -92,7 +92,7 @@ def time_step(
         figures[f"{name} step ms"] = 1000 * _wall_s(
             partial(stage.run, step), TURNS[device.type]
         )
-    read = weights + rows * tokens * part.plan.own.takes.kv_token
+    read = weights + rows * tokens * part.plan.this_rank.takes.kv_token
     rate = 1000 * read / float(figures["graph step ms"] or 1)
     figures |= {"GB/s": rate / 1e9, "driver MiB": kept / 2**20}
     return figures | results.share_of(path, rate, "copy")

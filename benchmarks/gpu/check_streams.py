@@ -94,7 +94,7 @@ def time_stream(setting: Setting, place: str) -> Figures:
             "a row failed",
         )
         (stage,) = engine.stats.stages
-        streamed = engine.pipeline.plan.own.streamed
+        streamed = engine.pipeline.plan.this_rank.streamed
         expect(streamed is not None, "layers that are streamed")
         brought = stage.num_passes * streamed.num_bytes / 1e9
         return {

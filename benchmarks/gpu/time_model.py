@@ -351,7 +351,7 @@ def time_captured(bench: Bench, rows: int, tokens: int) -> Figures:
 def compare_memory(bench: Bench) -> Figures:
     """Put the peak of all runs beside what `fminfer check` foresees."""
     engine = bench.engine()
-    takes = engine.pipeline.plan.own.takes
+    takes = engine.pipeline.plan.this_rank.takes
     kv_bytes = engine.stats.num_kv_tokens * takes.kv_token
     figures: Figures = {"forecast GiB": (takes.weights + takes.work + kv_bytes) / 2**30}
     if bench.setting.device == "cpu":

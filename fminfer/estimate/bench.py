@@ -130,11 +130,11 @@ class BenchResult:
     @property
     def curves(self) -> dict[str, list[tuple[int, float | None]]]:
         """Batch sizes and their values, by the name of the measure; None: out of memory."""
-        found: dict[str, list[tuple[int, float | None]]] = {}
+        curves: dict[str, list[tuple[int, float | None]]] = {}
         for row in self.rows:
             name = f"rows/s of {row.length:,}" if row.length else "msecs a token"
-            found.setdefault(name, []).append((row.batch_size, row.value))
-        return found
+            curves.setdefault(name, []).append((row.batch_size, row.value))
+        return curves
 
     def to_dict(self) -> dict[str, Any]:
         return {

@@ -26,7 +26,7 @@ from fminfer.estimate.cost_model import (
     StepWork,
     find_costs_path,
     fit,
-    keep_costs,
+    write_costs,
 )
 from fminfer.machine.user_cache import why_no_cache
 from fminfer.runtime.bars import make_bar, say
@@ -106,7 +106,7 @@ def calibrate(config: EngineConfig) -> Calibration:
             samples = measurement.time_steps()
             costs = fit(samples)
             costs = replace(costs, whole_runs=measurement.time_runs(costs))
-    keep_costs(path, costs, engine.model_name)
+    write_costs(path, costs, engine.model_name)
     return Calibration(costs, samples, path)
 
 
@@ -153,15 +153,15 @@ class _Measurement:
 
     def time_runs(self, costs: CostModel) -> tuple[float, ...]:
         """Return measured / predicted of runs from their first line to their last answer."""
-        found = []
+        ratios = []
         for trial in self._whole_runs:
             started_s = time.perf_counter()
             samples = self._time(trial)
             seconds = time.perf_counter() - started_s
-            found.append(
+            ratios.append(
                 seconds / sum(costs.predict_s(shape.counts) for shape, _ in samples)
             )
-        return tuple(found)
+        return tuple(ratios)
 
     def _num_runs(self, num_rounds: int) -> int:
         return num_rounds * len(self._trials) + len(self._whole_runs)
@@ -216,13 +216,13 @@ def _requests(
 ) -> Iterator[dict[str, Any]]:
     """Yield requests of random tokens, which share nothing with those of other trials."""
     prompt = [ids.randrange(vocab_size) for _ in range(trial.prompt_tokens)]
-    how = {
+    fields = {
         "max_tokens": trial.new_tokens,
         "temperature": trial.temperature,
         "ignore_eos": True,
     }
     if not trial.new_tokens:
-        how |= {"echo": True, "logprobs": 1}
+        fields |= {"echo": True, "logprobs": 1}
     for _ in range(trial.num_rows):
-        own = [ids.randrange(vocab_size) for _ in prompt[trial.shared_tokens :]]
-        yield how | {"prompt": prompt[: trial.shared_tokens] + own}
+        last_ids = [ids.randrange(vocab_size) for _ in prompt[trial.shared_tokens :]]
+        yield fields | {"prompt": prompt[: trial.shared_tokens] + last_ids}

@@ -116,9 +116,9 @@ class CheckReport:
         if self.plans is not None:
             plans = [self.plans.to_text(is_all=is_all, columns=columns)]
         lines = [
-            *self._line_lines(),
-            *(plans or self._own_lines(columns)),
-            *self._first_lines(),
+            *self._describe_lines(),
+            *(plans or self._describe_plan(columns)),
+            *self._describe_first_line(),
             *(
                 f"warning   {text} ({with_noun(n, 'row')})"
                 for text, n in self.warnings.items()
@@ -126,7 +126,7 @@ class CheckReport:
         ]
         return "\n".join(lines)
 
-    def _line_lines(self) -> Iterator[str]:
+    def _describe_lines(self) -> Iterator[str]:
         """Tell what the lines ask for, and of which model."""
         counts = self.counts
         plan = self.plan
@@ -134,11 +134,12 @@ class CheckReport:
             f"{count} {code}" for code, count in counts.errors_by_code.items()
         )
         wrong = f", {counts.num_wrong:,} wrong ({codes})" if codes else ""
-        equal = f"; {counts.num_equal:,} have the answer of an equal one" * bool(
-            counts.num_equal
-        )
+        equal = ""
+        if counts.num_equal:
+            equal = f"; {counts.num_equal:,} have the answer of an equal one"
         types = describe_dtypes(name_of(plan.dtype), plan.held_in)
-        types += f", KV cache {name_of(plan.kv_dtype)}" * (plan.kv_dtype != plan.dtype)
+        if plan.kv_dtype != plan.dtype:
+            types += f", KV cache {name_of(plan.kv_dtype)}"
         yield f"model     {plan.checkpoint.name} ({types} on {plan.device.type})"
         yield f"lines     {counts.num_right:,} right{wrong}{equal}"
         yield (
@@ -157,37 +158,37 @@ class CheckReport:
                 f"prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
             )
 
-    def _own_lines(self, columns: int) -> Iterator[str]:
+    def _describe_plan(self, columns: int) -> Iterator[str]:
         """Tell what the plan that the options give takes."""
         work = self.work
         is_run = self.counts.num_right and not self.plan.shortage
         num_lines = work.sample_lines
-        sample = f", estimated from the first {with_noun(num_lines, 'line')}" * bool(
-            num_lines
-        )
+        sample = ""
+        if num_lines:
+            sample = f", estimated from the first {with_noun(num_lines, 'line')}"
         if is_run:
             yield (
                 f"steps     {with_noun(work.num_steps, 'micro-batch', 'micro-batches')} "
                 f"at most, up to {with_noun(work.max_rows_running, 'row')} at "
                 f"once{sample}"
             )
-        yield from self._memory_lines(columns)
+        yield from self._describe_memory(columns)
         yield from (
-            f"{'passes' * (n == 0):<10}{text}" for n, text in enumerate(self.passes)
+            f"{'' if n else 'passes':<10}{text}" for n, text in enumerate(self.passes)
         )
         yield from (f"slower    {reason}" for reason in find_slowness(self.plan))
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"
         elif is_run and work.seconds is not None:
             span = " to ".join(map(describe_short_time, work.seconds_range or ()))
-            of_runs = f" ({span}, by calibration's own runs)" * bool(span)
+            of_runs = f" ({span}, by calibration's own runs)" if span else ""
             yield (
                 f"time      about {describe_short_time(work.seconds)}{of_runs} if "
                 "every row draws "
                 f"all of its max_tokens{sample}; loading is not counted"
             )
 
-    def _memory_lines(self, columns: int) -> Iterator[str]:
+    def _describe_memory(self, columns: int) -> Iterator[str]:
         """Tell what each process takes in a table, and how much KV cache fits."""
         plan = self.plan
         num_pipelines = self.plan.machine.num_pipelines
@@ -201,14 +202,16 @@ class CheckReport:
             shown = map(describe_bytes, (*sizes, takes.total(used)))
             rows.append((str(rank.rank), str(rank.part.num_layers), *shown))
         for number, line in enumerate(make_table_lines(rows, columns and columns - 10)):
-            yield f"{'memory' * (number == 0):<10}{line}"
+            yield f"{'' if number else 'memory':<10}{line}"
         num_ranks = num_pipelines * len(plan.ranks)
         ranks = f"{num_ranks} ranks"
         if num_pipelines > 1:
             ranks += f", {num_pipelines} pipelines of {len(plan.ranks)}"
         if plan.shares_memory:
             total = num_pipelines * sum(rank.takes.total(used) for rank in plan.ranks)
-            others = f"; all {ranks} take {describe_bytes(total)}" * (num_ranks > 1)
+            others = ""
+            if num_ranks > 1:
+                others = f"; all {ranks} take {describe_bytes(total)}"
             yield f"room      {describe_bytes(plan.room_bytes)} of memory are free here{others}"
         else:
             yield f"room      {describe_bytes(plan.room_bytes)} for each of {ranks}"
@@ -221,7 +224,7 @@ class CheckReport:
             f"{self.work.num_kv_tokens:,}"
         )
 
-    def _first_lines(self) -> Iterator[str]:
+    def _describe_first_line(self) -> Iterator[str]:
         if (first := self.first) is None:
             return
         text = first.text

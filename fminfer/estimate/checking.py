@@ -33,7 +33,7 @@ from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import find_model_folder
 from fminfer.models.origins import check_tensors
 from fminfer.plan.machine_facts import Machine, find_machine
-from fminfer.plan.pass_time import predict_load, predict_run, tell_passes
+from fminfer.plan.pass_time import describe_passes, predict_load, predict_run
 from fminfer.plan.planning import make_plan
 from fminfer.plan.roofs import ASSUMED_DISK_RATE, PlanOptions, Roofs
 from fminfer.plan.run_plan import RunPlan
@@ -60,7 +60,7 @@ class Check:
     """A model, opened as far as its config and tokenizer, and what a run of it would allow.
 
     Args:
-        asked: the devices to plan for. With --plan, the memory of these options judges no line.
+        plan_options: the devices to plan for. With --plan, their memory judges no line.
         device_bytes: of --device-memory.
         has_weights: otherwise a folder needs no weights.
         kept: names of options that were given, which all plans keep.
@@ -69,41 +69,43 @@ class Check:
     def __init__(
         self,
         config: EngineConfig,
-        asked: PlanOptions,
+        plan_options: PlanOptions,
         device_bytes: int | None,
         *,
         has_weights: bool,
         kept: Collection[str],
     ) -> None:
-        if asked.device_kind == "this" and device_bytes is not None:
+        if plan_options.device_kind == "this" and device_bytes is not None:
             raise UsageError(
                 "--device-kind this and --device-memory contradict each other; give one of them"
             )
         self._config = config
-        self._asked = asked
+        self._plan_options = plan_options
         self._kept = kept
         self._checkpoint: Checkpoint = open_model(config, has_weights=False)
         if find_model_folder(config.model) is not None:  # else the hub still has them
             check_tensors(self._checkpoint, has_weights=has_weights)
         self._tokenizer: Tokenizer = load_tokenizer(config, self._checkpoint)
-        known = asked.known
+        known = plan_options.known
         machine = Machine(
             num_stages=config.num_stages,
             num_shards=config.tensor_parallel_size,
             num_pipelines=config.data_group_size,
             local_size=config.num_stages * config.tensor_parallel_size,
             device_bytes=device_bytes or (known.device_bytes if known else None),
-            host_free=asked.host_bytes or (known.host_bytes if known else None),
+            host_free=plan_options.host_bytes or (known.host_bytes if known else None),
         )
         machine = find_machine(config, machine)
         self._plan = plan = make_plan(config, self._checkpoint, machine)
-        if (told := asked.told_rates) and not (asked.is_plan or self._streams):
+        if (rates := plan_options.rate_flags) and not (
+            plan_options.is_plan or self._streams
+        ):
             raise UsageError(
-                f"{', '.join(told)}: rates count with --plan, or if layers are streamed "
+                f"{', '.join(rates)}: rates count with --plan, or if layers are streamed "
                 "(--offload). Add --plan, or leave them out"
             )
         # Without room no line is judged by it: the plan says what is wrong.
-        num_tokens = plan.most_kv_tokens if asked.is_plan else plan.num_kv_tokens
+        num_tokens = plan.most_kv_tokens if plan_options.is_plan else plan.num_kv_tokens
         self._num_blocks = (num_tokens or plan.most_kv_tokens) // config.block_size
         self._intake = make_intake(
             config, self._checkpoint, self._tokenizer, self._num_blocks
@@ -169,21 +171,23 @@ class Check:
     def _compare(self, report: CheckReport) -> CheckReport:
         """Add to a report the other plans, or what a pass with streamed layers takes."""
         plan = self._plan
-        asked = self._asked
+        plan_options = self._plan_options
         device_bytes = self._plan.machine.device_bytes
-        if asked.is_plan and not report.counts.num_right:
+        if plan_options.is_plan and not report.counts.num_right:
             return replace(
                 report, why_no_plan="no line is right, so there is nothing to run"
             )
-        is_this = asked.is_this(device_bytes)
+        is_this = plan_options.is_this(device_bytes)
         roofs = None
-        is_known = is_this or asked.known is not None or bool(asked.told_rates)
-        if asked.is_plan or (self._streams and is_known):
-            roofs = asked.roofs_of(
-                measure_roofs(plan) if is_this else asked.known, device_bytes
+        is_known = (
+            is_this or plan_options.known is not None or bool(plan_options.rate_flags)
+        )
+        if plan_options.is_plan or (self._streams and is_known):
+            roofs = plan_options.roofs_of(
+                measure_roofs(plan) if is_this else plan_options.known, device_bytes
             )
-        if not asked.is_plan or roofs is None:
-            return replace(report, passes=tell_passes(plan, roofs))
+        if not plan_options.is_plan or roofs is None:
+            return replace(report, passes=describe_passes(plan, roofs))
         if self._checkpoint.model.encoder is not None:
             raise UsageError(
                 "--plan predicts decoders, but this model has an encoder; leave --plan out"
@@ -191,9 +195,15 @@ class Check:
         plan_one = partial(self._plan_one, counts=report.counts, roofs=roofs)
         runs = plan_runs(self._config, roofs, plan_one, kept=self._kept)
         kind: str = (
-            "this machine's device" if is_this else asked.device_kind or "devices"
+            "this machine's device"
+            if is_this
+            else plan_options.device_kind or "devices"
         )
-        if is_this and asked.disk_rate is None and roofs.disk_rate == ASSUMED_DISK_RATE:
+        if (
+            is_this
+            and plan_options.disk_rate is None
+            and roofs.disk_rate == ASSUMED_DISK_RATE
+        ):
             kind += " (no weights are here: its disk is assumed)"
         return replace(report, plans=PlanReport(kind, runs, roofs))
 
@@ -284,7 +294,7 @@ class Check:
             num_blocks=num_blocks,
             num_stages=num_stages,
             most_read=plan.most_read(
-                plan.room_bytes - plan.own.takes.total(plan.num_kv_tokens)
+                plan.room_bytes - plan.this_rank.takes.total(plan.num_kv_tokens)
             ),
         )
 
@@ -326,10 +336,10 @@ class Check:
     def _predict(self) -> Work:
         plan = self._plan
         scale = self._scale
-        found, stats = self._simulate(
+        simulated, stats = self._simulate(
             1, plan.sizes, self._num_blocks, plan.machine.num_stages
         )
-        steps = found.scaled(scale, stats.max_rows_running)
+        steps = simulated.scaled(scale, stats.max_rows_running)
         costs, why_not = self._find_costs(plan)
         seconds = None
         seconds_range = None
@@ -340,7 +350,7 @@ class Check:
                 min(costs.whole_runs) * step_s,
                 max(costs.whole_runs) * step_s,
             )
-        num_blocks = found.num_blocks_used
+        num_blocks = simulated.num_blocks_used
         # it keeps blocks of rows that ended until others need them
         if self._config.prefix_cache:
             num_blocks = min(self._num_blocks, round(num_blocks * scale))

@@ -205,7 +205,7 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
     return folder / f"costs-{key}.json"
 
 
-def keep_costs(path: Path, costs: CostModel, model: str) -> None:
+def write_costs(path: Path, costs: CostModel, model: str) -> None:
     """Write costs; the model's name is for people."""
     fields = {
         "model": model,

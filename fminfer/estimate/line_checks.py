@@ -92,23 +92,23 @@ class LineChecker:
     def add(self, line: Line) -> None:
         """Check the next line."""
         self.counts.num_lines += 1
-        asked = self._intake.open(line)
-        if isinstance(asked, Record):
-            self._tell_wrong(asked)
+        request = self._intake.open(line)
+        if isinstance(request, Record):
+            self._report_wrong(request)
             return
         try:
-            state = self._loop.make_request_state(asked.prepared)
+            state = self._loop.make_request_state(request.prepared)
         except RequestError as error:
-            self._tell_wrong(Record(line, asked.envelope, error=error))
+            self._report_wrong(Record(line, request.envelope, error=error))
             return
         self.first = self.first or (line, state.prompts[0])
-        is_equal = asked.key is not None and self._seen.find(asked.key) is not None
-        if asked.key is not None:
-            self._seen.add(asked.key, True)  # as if it were answered at once
+        is_equal = request.key is not None and self._seen.find(request.key) is not None
+        if request.key is not None:
+            self._seen.add(request.key, True)  # as if it were answered at once
         self._count(state, is_equal=is_equal)
         self._keep(line)
 
-    def _tell_wrong(self, record: Record) -> None:
+    def _report_wrong(self, record: Record) -> None:
         assert record.error is not None
         counts = self.counts
         code = record.error.code

@@ -38,7 +38,7 @@ class PlannedRun:
     def flags(self) -> str:
         """The flags of `fminfer run` for it."""
         config = self.config
-        told = {
+        values = {
             "--data-group-size": config.data_group_size,
             "--pipeline-group-size": config.num_stages,
             "--tp": config.tensor_parallel_size,
@@ -46,7 +46,7 @@ class PlannedRun:
             "--offload": config.offload,
         }
         return " ".join(
-            f"{k} {v}" for k, v in told.items() if v not in (1, None, "off")
+            f"{k} {v}" for k, v in values.items() if v not in (1, None, "off")
         )
 
     @property
@@ -69,17 +69,17 @@ class PlannedRun:
 
     def to_dict(self) -> dict[str, Any]:
         """Return what JSON tells of it."""
-        found: dict[str, Any] = {"flags": self.flags, "why_not": self.why_not}
+        fields: dict[str, Any] = {"flags": self.flags, "why_not": self.why_not}
         if self.plan is None or self.why_not:
-            return found
-        found |= {
+            return fields
+        fields |= {
             "weight_dtype": self.plan.held_in,
             "why_slower": find_slowness(self.plan),
             "kv_tokens": self.plan.num_kv_tokens,
             "rank_bytes": self.rank_bytes,
             "streamed": [*map(asdict, self.streamed)],
         }
-        return found | {
+        return fields | {
             n: getattr(self, n) for n in ("load_s", "run_s", "ms_token", "bound")
         }
 
@@ -112,7 +112,7 @@ class PlannedRun:
 
 
 def find_spreads(
-    roofs: Roofs, asked: GroupSizes, kept: Collection[str] = ()
+    roofs: Roofs, sizes: GroupSizes, kept: Collection[str] = ()
 ) -> Iterator[tuple[int, int, int]]:
     """Yield the data groups, stages and shards that use all devices; 1 of a `kept`
     option is told.
@@ -121,18 +121,21 @@ def find_spreads(
     """
     num = roofs.num_devices
     size = roofs.num_devices * roofs.num_nodes
-    named = {n: getattr(asked, n) for n in ("data_group_size", "tensor_parallel_size")}
-    is_whole = asked.world_size is not None  # all numbers of ranks are told then
+    named = {n: getattr(sizes, n) for n in ("data_group_size", "tensor_parallel_size")}
+    is_whole = sizes.world_size is not None  # all numbers of ranks are told then
     groups, tp = (
         n if is_whole or n > 1 or name in kept else None for name, n in named.items()
     )
-    told = (groups, asked.configured_stages, tp)
+    given_sizes = (groups, sizes.configured_stages, tp)
     for shards in (n for n in range(1, num + 1) if num % n == 0):
         for stages in (n for n in range(1, size + 1) if size // shards % n == 0):
-            found = (size // (shards * stages), stages, shards)
-            is_told = all(n in (None, own) for own, n in zip(found, told, strict=True))
-            if is_told and (num % (shards * stages) == 0 or shards * stages % num == 0):
-                yield found
+            spread = (size // (shards * stages), stages, shards)
+            fits = all(
+                size in (None, number)
+                for number, size in zip(spread, given_sizes, strict=True)
+            )
+            if fits and (num % (shards * stages) == 0 or shards * stages % num == 0):
+                yield spread
 
 
 def plan_runs(
@@ -147,10 +150,10 @@ def plan_runs(
     `kept` are names of options that were given. Without `offload`, layers that do not fit are
     streamed.
     """
-    found: list[PlannedRun] = []
+    runs: list[PlannedRun] = []
     for groups, stages, shards in find_spreads(roofs, config, kept):
         for quantize in (config.quantize,) if config.quantized_to else ALL_BITS:
-            asked = replace(
+            run_config = replace(
                 config,
                 world_size=None,
                 data_group_size=groups,
@@ -158,18 +161,16 @@ def plan_runs(
                 tensor_parallel_size=shards,
                 quantize=quantize,
             )
-            found.append(plan_one(asked))
-            if found[-1].why_not and "offload" not in kept:
-                found.append(plan_one(replace(asked, offload="auto")))
-    if not found:
+            runs.append(plan_one(run_config))
+            if runs[-1].why_not and "offload" not in kept:
+                runs.append(plan_one(replace(run_config, offload="auto")))
+    if not runs:
         raise UsageError(
             f"no way uses {with_noun(roofs.num_devices * roofs.num_nodes, 'device')} "
             "with the stages and ranks that flags ask for; --tp must divide the "
             "devices of a node. Change these flags, or --num-devices"
         )
-    return sorted(
-        found, key=lambda each: (bool(each.why_not), each.load_s + each.run_s)
-    )
+    return sorted(runs, key=lambda each: (bool(each.why_not), each.load_s + each.run_s))
 
 
 @dataclass(slots=True, frozen=True)
@@ -226,14 +227,14 @@ class PlanReport:
     def _title(self) -> str:
         roofs = self.roofs
         rates = ("memory_rate", "link_rate", "host_rate", "disk_rate")
-        told = [
+        rate_texts = [
             f"{n.removesuffix('_rate')} {getattr(roofs, n) / 1e9:,.1f} GB/s"
             for n in rates
         ]
-        nodes = f" on each of {roofs.num_nodes} nodes" * (roofs.num_nodes > 1)
+        nodes = f" on each of {roofs.num_nodes} nodes" if roofs.num_nodes > 1 else ""
         return (
             f"plans     PREDICTED for {roofs.num_devices} × {self.kind}{nodes}: "
             f"{describe_bytes(roofs.device_bytes)}, "
             f"{roofs.arithmetic_rate / 1e12:,.3g} TFLOP/s, "
-            f"{', '.join(told)}"
+            f"{', '.join(rate_texts)}"
         )

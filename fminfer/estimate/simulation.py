@@ -87,9 +87,9 @@ class PretendPipeline:
                 step.step_id, {"vectors": np.zeros((step.num_tokens, 4), np.uint8)}, []
             )
         drawn, scored = map(TokenLogprobs.empty, (len(step.draws), len(step.scores)))
-        for found in (drawn, scored):
-            found.ids[:] = DRAWN_ID
-            found.logprobs[:] = 0.0
+        for tokens in (drawn, scored):
+            tokens.ids[:] = DRAWN_ID
+            tokens.logprobs[:] = 0.0
         return StepResult(step.step_id, {"tokens": drawn, "prompt scores": scored}, [])
 
     def drop_steps(self) -> None:

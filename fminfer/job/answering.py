@@ -51,7 +51,7 @@ from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
-from fminfer.runtime.load.assembly import find_vectors, line_counting
+from fminfer.runtime.load.assembly import find_vectors, make_line_counting
 from fminfer.runtime.load.opening import Opening
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 
@@ -258,7 +258,7 @@ def _answer_files(job: _Job) -> JobSummary:
         restart=job_paths.restart,
         limit=job_paths.limit,
         # A file of vectors does not say which line an answer is of, once lines have moved.
-        count_lines=None if has_npy else line_counting(config, job.checkpoint),
+        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
         current_run=CurrentRun(settings=name_settings(config)),
         print_progress=job.print_line,
     )

@@ -3,11 +3,17 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 from fminfer.compute.layers.products import can_sum_in_float32, is_kernel_faster
 from fminfer.compute.values.spec import Mlp, Model, Moe
-from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, DEQUANTIZED_BYTES, Dense
+from fminfer.compute.values.weights import (
+    DEQUANTIZED_AT_ONCE,
+    DEQUANTIZED_BYTES,
+    Dense,
+    Format,
+)
 from fminfer.core.partition import Part
 from fminfer.forward.decode_graphs import (
     can_capture,
@@ -18,7 +24,12 @@ from fminfer.forward.layer_stream import SLOTS
 from fminfer.forward.stage import MAX_LOGITS
 from fminfer.models.families.tensor_names import AS_STORED, Architecture, find_source
 from fminfer.models.sharding import WHOLE, ModelShard
-from fminfer.models.tensor_specs import layer_specs, stage_specs, without_tied_tensors
+from fminfer.models.tensor_specs import (
+    TensorSpecs,
+    layer_specs,
+    stage_specs,
+    without_tied_tensors,
+)
 from fminfer.plan.run_plan import ExpectedBytes, RunPlan, Streamed
 
 # Measured on CPUs with models of 125 to 560 million parameters; see docs/performance.md.
@@ -49,75 +60,118 @@ def expect_bytes(
     streamed: Streamed | None = None,
 ) -> ExpectedBytes:
     """Return what the process of one part takes, by the plan's device, dtypes and formats."""
-    checkpoint = plan.checkpoint
+    model = plan.checkpoint.model if share is None else share.model
+    weights = _expect_weights(plan, part, share, streamed)
     on_cpu = plan.device.type == "cpu"
-    model, cuts = (checkpoint.model, {}) if share is None else (share.model, share.cuts)
-    is_tied = checkpoint.config.tie_word_embeddings and part.is_first
-    specs = without_tied_tensors(stage_specs(model, part), is_tied=is_tied)
-    come_and_go = (
-        () if streamed is None else tuple(f"{number}." for number in streamed.numbers)
+    libraries = (
+        plan.machine.process_bytes + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
     )
+    slots, passing, host = _slot_bytes(plan, share, streamed)
+
+    cache_shape = model.layers[0].attention.cache_shape
+    ropes = {model.layers[number].attention.rope for number in part.layer_numbers}
+    row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
+    num_cached = part.last - part.first
+    return ExpectedBytes(
+        libraries=libraries + row * plan.checkpoint.context_length,
+        weights=weights.total + slots,
+        held_weights=weights.held + slots,
+        mapped=weights.mapped,
+        reads_files=weights.reads_files,
+        work=_step_bytes(plan, part, model, has_graphs=streamed is None),
+        work_token=_token_numbers(part, model) * plan.dtype.itemsize,
+        kv_token=num_cached * math.prod(cache_shape) * plan.kv_dtype.itemsize,
+        passing=passing,
+        host=host,
+    )
+
+
+@dataclass(slots=True, frozen=True)
+class WeightBytes:
+    """What the weights of one part take, without streamed layers."""
+
+    total: int
+    held: int  # the part that must stay
+    mapped: int  # the part in mapped files
+    reads_files: (
+        bool  # none but the head is packed: steps use the rest where it is mapped
+    )
+
+
+def _expect_weights(
+    plan: RunPlan, part: Part, share: ModelShard | None, streamed: Streamed | None
+) -> WeightBytes:
+    """Return what the weights of one part take, as they are packed or stay in their files."""
+    checkpoint = plan.checkpoint
+    model = checkpoint.model if share is None else share.model
+    cuts = {} if share is None else share.cuts
+    is_tied = checkpoint.config.tie_word_embeddings and part.is_first
+    numbers = () if streamed is None else streamed.numbers
+    come_and_go = tuple(f"{number}." for number in numbers)
     specs = {
-        name: spec for name, spec in specs.items() if not name.startswith(come_and_go)
+        name: spec
+        for name, spec in without_tied_tensors(
+            stage_specs(model, part), is_tied=is_tied
+        ).items()
+        if not name.startswith(come_and_go)
     }
     formats = {
         name: cuts.get(name, WHOLE).cut_format(plan.held[name]) for name in specs
     }
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
-    packed = {  # the packed form takes a product's place
-        name: spec
-        for name, spec in specs.items()
-        if plan.packed_by and spec.use == "product"
-        if isinstance(formats[name], Dense)
-        or is_kernel_faster(formats[name], plan.dtype)
-    }
-    # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
-    # Of files in this very format the system keeps what was read, for it is mapped and
-    # not copied.
-    in_files = specs.keys() - cuts.keys() if on_cpu else ()
-    as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
-    whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
+    packed = _find_packed(plan, specs, formats)
     head = "head.weight" if "head.weight" in specs else "embed.weight"
     has_head = part.is_last and not model.is_pooled
     if has_head and plan.has_kernels and can_sum_in_float32(formats[head]):
         packed[head] = specs[head]
+
+    # Joined tensors are copies, which packing replaces; what they were joined of leaves memory.
+    # Of files in this very format the system keeps what was read, for it is mapped and
+    # not copied.
+    in_files = specs.keys() - cuts.keys() if plan.device.type == "cpu" else ()
+    as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
+    whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
     whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)
     copied = sum(sizes[name] for name in whole if specs[name].use == "moved")
-    weights = sum(sizes.values()) + copied
-    held = weights - mapped
+    total = sum(sizes.values()) + copied
+    return WeightBytes(
+        total=total + _count_holes(plan, packed, sizes),
+        held=total - mapped,
+        mapped=mapped,
+        reads_files=bool(mapped and not packed.keys() - {head}),
+    )
+
+
+def _find_packed(
+    plan: RunPlan, specs: TensorSpecs, formats: Mapping[str, Format]
+) -> TensorSpecs:
+    """Return the tensors of products whose packed form takes their place."""
+    if not plan.packed_by:
+        return {}
+    return {
+        name: spec
+        for name, spec in specs.items()
+        if spec.use == "product"
+        if isinstance(formats[name], Dense)
+        or is_kernel_faster(formats[name], plan.dtype)
+    }
+
+
+def _count_holes(plan: RunPlan, packed: TensorSpecs, sizes: Mapping[str, int]) -> int:
+    """Return what the allocator cannot use again of weights that were packed."""
     kind = plan.formats["product"]
     hole = HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
     if isinstance(kind, Dense):
-        weights += len(packed) * hole
+        holes = len(packed) * hole
     else:  # it is no larger than what was replaced
-        weights += sum(min(hole, sizes[name]) for name in packed)
+        holes = sum(min(hole, sizes[name]) for name in packed)
     if plan.packed_by == "torch":
         num_products = sum(
             spec.shape[0] for spec in packed.values() if len(spec.shape) == 3
         )
-        weights += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
-    libraries = plan.machine.own + RUN_BYTES if on_cpu else GPU_CONTEXT + GPU_RESERVE
-    slots, passing, host = (
-        (0, 0, 0) if streamed is None else _slots(plan, share, streamed)
-    )
-    cache_shape = model.layers[0].attention.cache_shape
-    ropes = {model.layers[number].attention.rope for number in part.layer_numbers}
-    row = sum(8 * len(rope.inv_freq) for rope in ropes if rope)  # of cosines and sines
-    return ExpectedBytes(
-        libraries=libraries + row * checkpoint.context_length,
-        weights=weights + slots,
-        held_weights=held + slots,
-        mapped=mapped,
-        reads_files=bool(mapped and not packed.keys() - {head}),
-        work=_step_bytes(plan, part, model, has_graphs=streamed is None),
-        work_token=_token_numbers(part, model) * plan.dtype.itemsize,
-        kv_token=(part.last - part.first)
-        * math.prod(cache_shape)
-        * plan.kv_dtype.itemsize,
-        passing=passing,
-        host=host,
-    )
+        holes += num_products * EXPERT_HOLE_BYTES.get(kind.name, 0)
+    return holes
 
 
 @dataclass(slots=True, frozen=True)
@@ -149,10 +203,12 @@ def layer_bytes(plan: RunPlan, share: ModelShard | None, number: int) -> LayerBy
     return LayerBytes(held, read, whole)
 
 
-def _slots(
-    plan: RunPlan, share: ModelShard | None, streamed: Streamed
+def _slot_bytes(
+    plan: RunPlan, share: ModelShard | None, streamed: Streamed | None
 ) -> tuple[int, int, int]:
     """Return what streamed layers take: on the device, of it only in steps, in a GPU's host."""
+    if streamed is None:
+        return 0, 0, 0
     sizes = [layer_bytes(plan, share, number) for number in streamed.numbers]
     held = max(each.held for each in sizes)
     if plan.device.type == "cuda":

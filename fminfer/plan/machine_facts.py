@@ -32,7 +32,7 @@ class Machine:
     free: int | None = None  # bytes of this process's device; None: nobody has looked
     host_free: int | None = None  # free bytes of a GPU's host; None: as `free`
     swap: int = 0  # free bytes of it
-    own: int = 0  # bytes of the host's memory that this process has
+    process_bytes: int = 0  # bytes of the host's memory that this process has
     # of each process's device on another, planned machine
     device_bytes: int | None = None
     num_stages: int = 1  # of a pipeline, which share the model's layers
@@ -85,7 +85,7 @@ def find_machine(
         has_library=has_library,
         packed_by_torch=tuple(str(dtype).removeprefix("torch.") for dtype in packed),
         swap=free_swap_bytes(),
-        own=own_bytes(),
+        process_bytes=own_bytes(),
     )
 
 
@@ -95,12 +95,16 @@ def has_moved(planned: Machine, now: Machine) -> bool:
     What this process has grown by since then is not free, but it is the plan's.
     """
     as_now = replace(
-        planned, free=now.free, host_free=now.host_free, swap=now.swap, own=now.own
+        planned,
+        free=now.free,
+        host_free=now.host_free,
+        swap=now.swap,
+        process_bytes=now.process_bytes,
     )
     if as_now != now:
         return True
     before, after = ((m.free, m.host_free, m.swap) for m in (planned, now))
-    grown = max(0, now.own - planned.own)
+    grown = max(0, now.process_bytes - planned.process_bytes)
     return any(map(_differs, before, after, (grown, grown, 0)))
 
 

@@ -105,7 +105,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     model = plan.checkpoint.model
     share = rank.share
     streamed = rank.streamed
-    own = model if share is None else share.model
+    model_here = model if share is None else share.model
     head = exit_specs(model).get("head.weight")
     head_size = (
         head.size / plan.machine.num_shards if head and rank.part.is_last else 0.0
@@ -121,7 +121,7 @@ def measure_rank(plan: RunPlan, rank: RankPlan) -> RankWork:
     if streamed and plan.config.quantized_to and find_conversion(plan, streamed):
         work.quantized_bytes = streamed.num_bytes
     for number in rank.part.layer_numbers:
-        layer = own.layers[number]
+        layer = model_here.layers[number]
         specs = layer_specs(layer, model.hidden_size)
         experts = sum(
             spec.size for name, spec in specs.items() if name.startswith("experts.")
@@ -154,7 +154,7 @@ def time_step(
     """Return the seconds of what may bound a step; all but the last two go on at once."""
     on_gpu = plan.device.type == "cuda"
     num = _node_ranks(plan, roofs)
-    if _take_turns(plan):
+    if _has_turns(plan):
         num = max(1, num // plan.machine.num_stages)
     sharers = 1 if on_gpu else num  # of memory and cores
     unread = (1 - work.chosen_bytes / max(1.0, work.expert_bytes)) ** load.num_tokens
@@ -199,7 +199,7 @@ def _node_ranks(plan: RunPlan, roofs: Roofs) -> int:
     return min(roofs.num_devices, len(plan.ranks) * plan.machine.num_pipelines)
 
 
-def _take_turns(plan: RunPlan) -> bool:
+def _has_turns(plan: RunPlan) -> bool:
     """Tell whether one stage of a pipeline computes at a time."""
     num_steps = plan.config.micro_batches or plan.sizes.micro_batches
     return plan.machine.num_stages > 1 and num_steps == 1
@@ -252,9 +252,9 @@ def predict_run(
             step = max(host, max(together) + between + host * (num_stages == 1))
             steps.append((step, max(seconds, key=seconds.__getitem__)))
         slowest, bound = max(steps)
-        step = sum(each for each, _ in steps) if _take_turns(plan) else slowest
+        step = sum(each for each, _ in steps) if _has_turns(plan) else slowest
         bounds[bound] += step * count  # type: ignore[assignment]  # of floats
-    at_once = 1 if _take_turns(plan) else num_stages
+    at_once = 1 if _has_turns(plan) else num_stages
     waits = at_once / min(at_once, max(1.0, num_rows))
     return sum(bounds.values()) * waits, max(bounds, key=bounds.__getitem__, default="")
 
@@ -296,15 +296,17 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     return START_S + max(on_node * copies / roofs.disk_rate, to_device, quantizing_s)
 
 
-def tell_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
+def describe_passes(plan: RunPlan, roofs: Roofs | None) -> list[str]:
     """Describe a full pass with streamed layers: tokens, and by roofs its time and its bound."""
-    told = [describe_streaming(plan)]
-    if not told[0]:
-        return ["all layers stay in memory"] * (plan.config.offload != "off")
+    passes = [describe_streaming(plan)]
+    if not passes[0]:
+        return [] if plan.config.offload == "off" else ["all layers stay in memory"]
     if roofs is not None:
         size = plan.sizes.chunk_size
         load = StepLoad(size, size, 0, 0, plan.sizes.max_rows)
         seconds, bound = predict_run(plan, [(load, 1.0)], math.inf, roofs)
         rate = f"{size / seconds:,.0f} tokens/s at most"
-        told.append(f"predicted: {seconds:.3g} s a full pass, {rate}; bound by {bound}")
-    return told
+        passes.append(
+            f"predicted: {seconds:.3g} s a full pass, {rate}; bound by {bound}"
+        )
+    return passes

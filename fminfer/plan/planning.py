@@ -70,7 +70,9 @@ def make_plan(
             f"has {kinds}: they are quantized already, or rows do not divide by 32. "
             "Leave the flag out"
         )
-    formats = {use: _of_most(specs, held, use) or Dense(dtype) for use in USES}
+    formats = {
+        use: _find_commonest_format(specs, held, use) or Dense(dtype) for use in USES
+    }
     plan = RunPlan(
         config,
         checkpoint,
@@ -139,7 +141,10 @@ def _hold_floats(plan: RunPlan) -> RunPlan:
         name: holding.choose_held_format(plan.made[name], spec)
         for name, spec in specs.items()
     }
-    formats = {use: _of_most(specs, held, use) or Dense(plan.dtype) for use in USES}
+    formats = {
+        use: _find_commonest_format(specs, held, use) or Dense(plan.dtype)
+        for use in USES
+    }
     return replace(
         plan,
         holding=holding,
@@ -180,7 +185,9 @@ def share_among(
     return [shard_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 
-def _of_most(specs: TensorSpecs, held: Mapping[str, Format], use: Use) -> Format | None:
+def _find_commonest_format(
+    specs: TensorSpecs, held: Mapping[str, Format], use: Use
+) -> Format | None:
     """Return the format of most numbers of a use; None: there are none."""
     sizes: Counter[Format] = Counter()
     for name, spec in specs.items():
@@ -210,23 +217,23 @@ def plan_ahead(
 
 def choose_dtype(
     name: ModelDType,
-    own: torch.dtype | None,
+    stored: torch.dtype | None,
     device_type: str,
     is_fast_in_bfloat16: bool,
 ) -> torch.dtype:
     """Return the dtype of the arithmetic.
 
-    `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's own,
+    `auto` is bfloat16 where the device is fast in it; otherwise the checkpoint's stored,
     but float32 on a CPU, where 16-bit types are then slower and coarser. GPUs are as
     fast in float16.
     """
     if name not in ("auto", *BITS):
         return _dtype_of(name)
-    if device_type == "cuda" and own == torch.float16:
+    if device_type == "cuda" and stored == torch.float16:
         return torch.float16
     if is_fast_in_bfloat16:
         return torch.bfloat16
-    return own or torch.float32 if device_type == "cuda" else torch.float32
+    return stored or torch.float32 if device_type == "cuda" else torch.float32
 
 
 def _dtype_of(name: str) -> torch.dtype:
@@ -272,6 +279,6 @@ def split_model(
     # From the end: the last stage has some of them, and with them the final norm.
     encoder = reversed(split_evenly(num_all - num_cached, num_stages))
     return [
-        replace(part, encoder=range(num_all - own.stop, num_all - own.start))
-        for part, own in zip(parts, encoder, strict=True)
+        replace(part, encoder=range(num_all - layers.stop, num_all - layers.start))
+        for part, layers in zip(parts, encoder, strict=True)
     ]

@@ -109,7 +109,7 @@ class PlanOptions(Options):
             )
 
     @property
-    def told_rates(self) -> list[str]:
+    def rate_flags(self) -> list[str]:
         """The flags of rates that were given."""
         names = (n for n in options_of(PlanOptions) if n.endswith("_rate"))
         return [
@@ -130,21 +130,22 @@ class PlanOptions(Options):
 
     def roofs_of(self, known: Roofs | None, device_bytes: int | None) -> Roofs:
         """Return the known figures, replaced by those that flags give; refuse too few."""
-        told = {
+        rates = {
             n: v for each in fields(Roofs) if (v := getattr(self, n := each.name, None))
         }
         if device_bytes is not None:
-            told["device_bytes"] = device_bytes
+            rates["device_bytes"] = device_bytes
         if known is not None:
-            return replace(known, **told)
+            return replace(known, **rates)
         names = ("memory_rate", "arithmetic_rate", "link_rate", "host_rate")
         missing = [
-            options_of(PlanOptions)[name].told for name in names if name not in told
+            options_of(PlanOptions)[name].told for name in names if name not in rates
         ]
-        missing = ["--device-memory"] * (device_bytes is None) + missing
+        if device_bytes is None:
+            missing.insert(0, "--device-memory")
         if missing:
             raise UsageError(
                 "too little is known of the devices: give --device-kind (one of "
                 f"{', '.join(get_args(DeviceKind))}), or {', '.join(missing)}"
             )
-        return Roofs(**told)
+        return Roofs(**rates)

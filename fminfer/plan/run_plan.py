@@ -104,7 +104,7 @@ class RunPlan:
         return name if self.made_in in ("", name) else f"{name} of {self.made_in}"
 
     @property
-    def own(self) -> RankPlan:
+    def this_rank(self) -> RankPlan:
         """This process's part."""
         return self.ranks[self.machine.rank]
 
@@ -145,7 +145,7 @@ class RunPlan:
         if self.machine.device_bytes is not None:
             return self.machine.device_bytes
         # What this process has is as much as one of the run's own will have.
-        return (self.machine.free or 0) + self.machine.own
+        return (self.machine.free or 0) + self.machine.process_bytes
 
     @property
     def shares_memory(self) -> bool:
@@ -160,7 +160,7 @@ class RunPlan:
 
     def most_read(self, left: int) -> int:
         """Return how many tokens an encoder can read at once, with so many bytes left for it."""
-        return max(self.sizes.chunk_size, left // self.own.takes.work_token)
+        return max(self.sizes.chunk_size, left // self.this_rank.takes.work_token)
 
     def used_kv_tokens(self, num_written: int) -> int:
         """Return the tokens of KV cache that take memory, of those written: a GPU's all do."""

@@ -125,7 +125,7 @@ def find_shortage(plan: RunPlan) -> str:
     if max(needs) <= room:
         return ""
     rank = needs.index(max(needs))
-    budget = _taken_budget(plan)
+    budget = _reserved_budget(plan)
     cache = "KV cache" if budget is None else f"a KV cache of {budget:,} tokens"
     if is_planned:
         cache = f"libraries, a step and {cache}"
@@ -137,7 +137,10 @@ def find_shortage(plan: RunPlan) -> str:
         f"{cache})"
     )
     return _refusal(
-        plan, need, f"its device has {describe_bytes(room)}", _device_remedy(plan)
+        plan,
+        need,
+        f"its device has {describe_bytes(room)}",
+        _describe_device_remedy(plan),
     )
 
 
@@ -167,12 +170,12 @@ def find_rank_shortage(plan: RunPlan, rooms: Sequence[RankRoom]) -> str:
         if need > free:
             several = f"ranks {', '.join(map(str, here))} together"
             who = several if len(here) > 1 else f"rank {here[0]}"
-            told = (
+            need_text = (
                 f"{who} would take {describe_bytes(need)} of {name} for weights in "
                 f"{plan.held_in}"
             )
             return _refusal(
-                plan, told, f"{describe_bytes(free)} are free", _remedy(plan)
+                plan, need_text, f"{describe_bytes(free)} are free", _remedy(plan)
             )
     return ""
 
@@ -183,30 +186,35 @@ def _refusal(plan: RunPlan, need: str, has: str, remedy: str) -> str:
 
 def _least_bytes(plan: RunPlan, rank: RankPlan) -> int:
     """Return the least memory with which a process can answer a request."""
-    num_kv_tokens = _taken_budget(plan) or plan.config.block_size
+    num_kv_tokens = _reserved_budget(plan) or plan.config.block_size
     return rank.takes.held_weights + num_kv_tokens * rank.takes.kv_token
 
 
-def _taken_budget(plan: RunPlan) -> int | None:
+def _reserved_budget(plan: RunPlan) -> int | None:
     """Return a --budget that takes memory at once: a GPU's. A CPU's does block by block."""
     return plan.config.budget if plan.device.type == "cuda" else None
 
 
 def _remedy(plan: RunPlan) -> str:
-    smaller = "--dtype bfloat16, which takes half; " * (plan.held_in == "float32")
-    has_floats = plan.held_in in ("float32", "bfloat16", "float16")
-    smaller += "--quantize int8 or int4; " * (has_floats and plan.device.type == "cpu")
-    budget = "a smaller --budget; " * (_taken_budget(plan) is not None)
-    smaller += "".join(f"{way}; " for way in _offload_ways(plan))
-    where = "a machine" if plan.device.type == "cpu" else "a GPU"
+    on_cpu = plan.device.type == "cpu"
+    ways = []
+    if plan.held_in == "float32":
+        ways.append("--dtype bfloat16, which takes half")
+    if on_cpu and plan.held_in in ("float32", "bfloat16", "float16"):
+        ways.append("--quantize int8 or int4")
+    ways += _find_offload_ways(plan)
+    if _reserved_budget(plan) is not None:
+        ways.append("a smaller --budget")
+    where = "a machine" if on_cpu else "a GPU"
+    ways.append(f"{where} with more memory")
     return (
-        f"Use {smaller}{budget}{where} with more memory; or spread its layers over "
+        f"Use {'; '.join(ways)}; or spread its layers over "
         "machines with --world-size (fminfer check --world-size N --device-memory 80G "
         "foresees that)"
     )
 
 
-def _offload_ways(plan: RunPlan) -> list[str]:
+def _find_offload_ways(plan: RunPlan) -> list[str]:
     if plan.config.offload != "off":
         return []
     way = "--offload auto, which streams the layers that do not fit"
@@ -216,12 +224,12 @@ def _offload_ways(plan: RunPlan) -> list[str]:
     return [way]
 
 
-def _device_remedy(plan: RunPlan) -> str:
+def _describe_device_remedy(plan: RunPlan) -> str:
     """Say which --budget a device has room for, and how many processes would be enough.
 
     Layers count as if they could be cut at any place.
     """
-    budget = _taken_budget(plan)
+    budget = _reserved_budget(plan)
     takes = plan.takes
     ways = []
     if budget is not None:
@@ -239,9 +247,11 @@ def _device_remedy(plan: RunPlan) -> str:
             -max(len(takes) + 1, -(-need // room)) // plan.machine.num_shards
         )
         num_ranks = num_stages * plan.machine.num_shards * num_pipelines
-        groups = f" with --data-group-size {num_pipelines}" * (num_pipelines > 1)
-        ways.append(f"spread it over more: --world-size {num_ranks} or above{groups}")
-    ways += [f"use {way}" for way in _offload_ways(plan)]
+        way = f"spread it over more: --world-size {num_ranks} or above"
+        if num_pipelines > 1:
+            way += f" with --data-group-size {num_pipelines}"
+        ways.append(way)
+    ways += [f"use {way}" for way in _find_offload_ways(plan)]
     is_planned = plan.machine.device_bytes is not None
     ways.append(
         "plan with more memory for each" if is_planned else "use GPUs with more memory"
@@ -252,7 +262,7 @@ def _device_remedy(plan: RunPlan) -> str:
 
 def explain_slowness(plan: RunPlan) -> str:
     """Explain a slow run: weights are used in their mapped files, and do not fit the memory."""
-    takes = plan.own.takes
+    takes = plan.this_rank.takes
     free = plan.machine.free
     if not takes.reads_files or free is None or takes.weights <= free:
         return ""
@@ -263,10 +273,12 @@ def explain_slowness(plan: RunPlan) -> str:
     )
 
 
-def no_cache(plan: RunPlan, num_tokens: int, free: int) -> UsageError:
+def cache_error(plan: RunPlan, num_tokens: int, free: int) -> UsageError:
     """Return the error of a KV cache for which there is no memory."""
-    size = num_tokens * plan.own.takes.kv_token
-    narrower = ", or --kv-dtype bfloat16" * (name_of(plan.kv_dtype) == "float32")
+    size = num_tokens * plan.this_rank.takes.kv_token
+    narrower = ""
+    if name_of(plan.kv_dtype) == "float32":
+        narrower = ", or --kv-dtype bfloat16"
     return UsageError(
         f"a KV cache of {num_tokens} tokens takes {size / 2**30:.1f} GiB beside the weights, "
         f"and {free / 2**30:.1f} GiB are free; give a smaller --budget{narrower}"

@@ -35,9 +35,10 @@ def plan_streams(plan: RunPlan) -> RunPlan:
             "--offload cpu keeps a GPU's layers in the host's memory, but here the CPU "
             "computes. Use --offload disk, or auto"
         )
-    streamed = replace(plan, chunk_size=_first_size(plan))
+    streamed = replace(plan, chunk_size=_choose_step_size(plan))
     chosen = [
-        _spread(rank.part.layer_numbers, _count(streamed, rank)) for rank in plan.ranks
+        _spread_layers(rank.part.layer_numbers, _count_streamed(streamed, rank))
+        for rank in plan.ranks
     ]
     if not any(chosen):
         return plan
@@ -48,7 +49,9 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     # What the streamed layers of this machine's ranks take in its memory.
     first = machine.rank - machine.local_rank
     here = {
-        number for own in chosen[first : first + machine.local_size] for number in own
+        number
+        for numbers in chosen[first : first + machine.local_size]
+        for number in numbers
     }
     waiting = sum(layer_bytes(plan, None, number).whole for number in here)
     fits_host = not on_cpu and waiting <= HOST_SHARE * host
@@ -62,24 +65,24 @@ def plan_streams(plan: RunPlan) -> RunPlan:
     ranks = []
     for rank, numbers in zip(plan.ranks, chosen, strict=True):
         size = sum(layer_bytes(plan, rank.share, number).read for number in numbers)
-        own = Streamed(place, is_shared, numbers, size) if numbers else None
-        takes = expect_bytes(streamed, rank.part, rank.share, own)
-        ranks.append(replace(rank, takes=takes, streamed=own))
+        layers = Streamed(place, is_shared, numbers, size) if numbers else None
+        takes = expect_bytes(streamed, rank.part, rank.share, layers)
+        ranks.append(replace(rank, takes=takes, streamed=layers))
     return replace(streamed, ranks=tuple(ranks))
 
 
-def _first_size(plan: RunPlan) -> int:
+def _choose_step_size(plan: RunPlan) -> int:
     """Return the most tokens of a step for which there is memory."""
     if plan.config.chunk_size is not None:
         return plan.config.chunk_size
     each = max(rank.takes.work_token for rank in plan.ranks)
     size = STREAMED[plan.device.type].chunk_size
-    while size > ON_CPU.chunk_size and size * each > WORK_SHARE * _room(plan):
+    while size > ON_CPU.chunk_size and size * each > WORK_SHARE * _room_of_rank(plan):
         size //= 2
     return size
 
 
-def _room(plan: RunPlan) -> float:
+def _room_of_rank(plan: RunPlan) -> float:
     """Return one rank's share of the memory."""
     machine = plan.machine
     if plan.shares_memory:
@@ -93,24 +96,25 @@ def _room(plan: RunPlan) -> float:
     return plan.room_bytes / sharers
 
 
-def _count(plan: RunPlan, rank: RankPlan) -> int:
+def _count_streamed(plan: RunPlan, rank: RankPlan) -> int:
     """Return how many of a rank's layers are streamed."""
     num = len(rank.part.layer_numbers)
     if plan.config.offload != "auto":
         return num
-    room = _room(plan)
+    room = _room_of_rank(plan)
     if rank.takes.total(0) <= room * (1 - LEAST_CACHE):
         return 0
 
     def fits(count: int) -> bool:
-        own = Streamed("disk", False, _spread(rank.part.layer_numbers, count), 0)
-        takes = expect_bytes(plan, rank.part, rank.share, own)
+        numbers = _spread_layers(rank.part.layer_numbers, count)
+        layers = Streamed("disk", False, numbers, 0)
+        takes = expect_bytes(plan, rank.part, rank.share, layers)
         return takes.total(0) <= room * (1 - STREAMED_CACHE)
 
     return 1 + bisect_left(range(1, num), True, key=fits)
 
 
-def _spread(numbers: list[int], count: int) -> tuple[int, ...]:
+def _spread_layers(numbers: list[int], count: int) -> tuple[int, ...]:
     """Return layers at even distances, so that one is read while others compute."""
     num = len(numbers)
     chosen = (i for i in range(num) if (i + 1) * count // num > i * count // num)
@@ -122,34 +126,40 @@ def describe_streaming(plan: RunPlan, disk_speed: float = 0.0) -> str:
     streamed = [(rank, rank.streamed) for rank in plan.ranks if rank.streamed]
     if not streamed:
         return ""
-    rank, own = max(streamed, key=lambda each: each[1].num_bytes)
+    rank, most = max(streamed, key=lambda pair: pair[1].num_bytes)
     all_layers = with_noun(rank.part.num_layers, "layer")
-    layers = f"{len(own.numbers)} of {all_layers}, {describe_bytes(own.num_bytes)},"
-    how = "wait in the host's memory, and are copied to the GPU in each pass"
-    if own.place == "disk":
-        how = "are read from the disk in each pass"
+    layers = f"{len(most.numbers)} of {all_layers}, {describe_bytes(most.num_bytes)},"
+    source = "wait in the host's memory, and are copied to the GPU in each pass"
+    if most.place == "disk":
+        source = "are read from the disk in each pass"
         if disk_speed:
-            seconds = own.num_bytes / disk_speed
-            how += f", which takes about {seconds:,.1f} s at {describe_bytes(int(disk_speed))}/s"
-    rows = min(
-        plan.sizes.max_rows, max(1, plan.num_kv_tokens // plan.config.block_size)
-    )
-    told = f"rank {rank.rank}: " * (len(plan.ranks) > 1)
-    told += f"{layers} {how}. A pass computes up to {rows:,} rows, or {plan.chunk_size:,} tokens"
-    if found := find_conversion(plan, own):
-        how = f"converted to {found[1]} in each pass"
-        if plan.config.quantized_to:
-            how = (
-                "quantized again in each pass, which is slow: write them once with "
-                "fminfer quantize"
-            )
-        told += f". Weights are stored in {found[0]}, and {how}"
-    return told
+            seconds = most.num_bytes / disk_speed
+            rate = f"{describe_bytes(int(disk_speed))}/s"
+            source += f", which takes about {seconds:,.1f} s at {rate}"
+    num_cached = max(1, plan.num_kv_tokens // plan.config.block_size)
+    rows = min(plan.sizes.max_rows, num_cached)
+    size = f"up to {rows:,} rows, or {plan.chunk_size:,} tokens"
+    text = f"{layers} {source}. A pass computes {size}"
+    if len(plan.ranks) > 1:
+        text = f"rank {rank.rank}: {text}"
+
+    conversion = find_conversion(plan, most)
+    if conversion is None:
+        return text
+    stored, made = conversion
+    if plan.config.quantized_to:
+        cost = (
+            "quantized again in each pass, which is slow: write them once with "
+            "fminfer quantize"
+        )
+    else:
+        cost = f"converted to {made} in each pass"
+    return f"{text}. Weights are stored in {stored}, and {cost}"
 
 
-def find_conversion(plan: RunPlan, own: Streamed) -> tuple[str, str] | None:
+def find_conversion(plan: RunPlan, streamed: Streamed) -> tuple[str, str] | None:
     """Return the formats that weights are stored in, and made in each pass; None: as stored."""
-    of_layer = f"{own.numbers[0]}."
+    of_layer = f"{streamed.numbers[0]}."
     unknown = Dense(plan.dtype)  # that of random weights
     for name, held in plan.held.items():
         stored = plan.stored.get(name, unknown)

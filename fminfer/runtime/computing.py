@@ -97,7 +97,7 @@ def start_computing(
         if is_team:
             return Team(plan, start_pipelines, log.warning if run is None else say)
         if children.all:
-            facts = children.become_ranks(config, spread, options)
+            facts = children.assign_ranks(config, spread, options)
             end = None if run is None else run.end
             group = Group(facts, spread, end=end, children=children)
         return OnePipeline(plan, tokenizer, on_progress, group=group)

@@ -229,13 +229,13 @@ class Engine:
                 "embed takes a list of texts, and this is one text; give [text]"
             )
         check_model("embeddings", self.intake.limits.vectors)
-        asked = {
+        fields = {
             "dimensions": dimensions,
             "prompt_name": prompt_name,
             "encoding_format": "float",
         }
-        requests = ({"input": text, **asked} for text in texts)
-        found: dict[int, Any] = {}
+        requests = ({"input": text, **fields} for text in texts)
+        embeddings: dict[int, Any] = {}
         for record in self.runs.run(requests, WINDOW):
             if record.error is not None:
                 raise record.error
@@ -243,9 +243,9 @@ class Engine:
             entries = record.result["data"]
             if len(entries) != 1:
                 raise TypeError("embed takes a text, or a list of ids, in each place")
-            found[record.line.number] = entries[0]["embedding"]
+            embeddings[record.line.number] = entries[0]["embedding"]
         size = self.intake.limits.vectors.size if self.intake.limits.vectors else 0
-        vectors = [found[number] for number in sorted(found)]
+        vectors = [embeddings[number] for number in sorted(embeddings)]
         return np.array(vectors or np.empty((0, dimensions or size)), np.float32)
 
     def cancel(self, request_id: int) -> None:
@@ -300,8 +300,8 @@ class Engine:
         """
         if isinstance(requests, str | Mapping):
             raise UsageError("requests is one request; give a list, such as [request]")
-        asked = (self.make_request(r) if isinstance(r, str) else r for r in requests)
-        yield from self.runs.run(asked, read_ahead)
+        parsed = (self.make_request(r) if isinstance(r, str) else r for r in requests)
+        yield from self.runs.run(parsed, read_ahead)
 
     def stop(self, grace_s: float) -> None:
         """End the run in good order: no more lines, and rows that run have so long to end.

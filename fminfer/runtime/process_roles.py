@@ -53,7 +53,7 @@ def lead_or_join(
                 compute = partial(start_computing, run=process)
                 return lead(prepare.plan_run(), compute)
         if process.role.spread.num_pipelines > 1:
-            return _be_one_of_several(process, facts, prepare, lead)
+            return _join_several_pipelines(process, facts, prepare, lead)
         group = Group(facts, process.role.spread, prepare, process.end)
         if group.rank > 0:
             process.stopper.leave_to_rank_0()
@@ -63,7 +63,7 @@ def lead_or_join(
             return lead(prepare.plan_run(group), partial(OnePipeline, group=group))
 
 
-def _be_one_of_several(
+def _join_several_pipelines(
     process: ProcessContext, facts: RankPlace, prepare: Opening, lead: Lead[Led]
 ) -> Led | None:
     """Be one of the ranks of several pipelines; rank 0 leads all of them."""
@@ -87,9 +87,9 @@ def _be_one_of_several(
             return lead(plan, compute)
     process.stopper.leave_to_rank_0()
     if apart.await_start():
-        role = Role("rank", apart.spread, *apart.take_stage())
+        role = Role("rank", apart.spread, *apart.join_pipeline())
         try:
-            _be_of_pipeline(role, Opening(config, plan=plan), process.end)
+            _serve_in_pipeline(role, Opening(config, plan=plan), process.end)
         except FminferError as error:
             error.args = (f"{apart.pipeline_name}: {error}",)
             raise
@@ -113,11 +113,11 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
     role = task.role
     opening = Opening(task.config, role.spread, is_computing=True)
     if role.facts is not None:
-        _be_of_pipeline(role, opening, end)
+        _serve_in_pipeline(role, opening, end)
         return
     group = None
     if ranks.all:
-        facts = ranks.become_ranks(task.config, role.spread, task.child_options)
+        facts = ranks.assign_ranks(task.config, role.spread, task.child_options)
         group = Group(facts, role.spread, end=end, children=ranks)
     try:
         serve_pipeline(group, role, opening.plan_run)
@@ -128,7 +128,7 @@ def do_task(task: Task, ranks: Processes, end: End) -> None:
         raise
 
 
-def _be_of_pipeline(role: Role, opening: Opening, end: End) -> None:
+def _serve_in_pipeline(role: Role, opening: Opening, end: End) -> None:
     """Meet the other ranks of a pipeline, if it has others, and compute one of its stages."""
     if role.facts is None:
         serve_pipeline(None, role, opening.plan_run)
@@ -146,35 +146,37 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
     config = run.config
     is_quiet = run.is_quiet
 
-    def tell(text: str) -> None:
+    def print_note(text: str) -> None:
         if not is_quiet:
             click.echo(wrap_lines(text, find_width(sys.stderr)), err=True)
 
     if config.is_unnamed_demo:
-        tell(
+        print_note(
             "Using the demo model, which knows only the way between rooms; "
             "--model-name gives another."
         )
     folder = plan.checkpoint.folder
     if folder is not None and (unread := describe_unread_files(folder)):
-        tell(unread)
+        print_note(unread)
     if is_building():
         often = "each time" if why_no_cache() else "once"
-        tell(f"Building kernels for this machine; this takes some seconds, {often}.")
+        print_note(
+            f"Building kernels for this machine; this takes some seconds, {often}."
+        )
     with closing(LoadingBar(is_quiet=is_quiet)) as loading:
         engine = Engine(config, plan=plan, on_progress=loading, compute=compute)
     if not is_quiet:
         engine.intake.on_warning = say
     if config.cuda_ids and engine.device.type == "cpu":
-        tell("There is no GPU here: --cuda-id means nothing, the CPU computes.")
+        print_note("There is no GPU here: --cuda-id means nothing, the CPU computes.")
     if not is_quiet and (why := why_no_cache()):
-        tell(f"Nothing is kept from run to run, which makes each slower: {why}.")
+        print_note(f"Nothing is kept from run to run, which makes each slower: {why}.")
     if note := engine.tokenizer.note:
-        tell(f"{note}.")
-    if told := engine.facts.streaming:
-        tell(f"Offload: {told}.")
+        print_note(f"{note}.")
+    if streaming := engine.facts.streaming:
+        print_note(f"Offload: {streaming}.")
     elif config.offload != "off":
-        tell("Offload: all layers fit, and stay in memory.")
+        print_note("Offload: all layers fit, and stay in memory.")
     if (
         why := engine.facts.measured.why_plain
         if is_quiet

@@ -272,6 +272,6 @@ def test_a_forecast_counts_no_holes_for_them(tmp_path: Path) -> None:
             kernels=kernels,
             budget=1024,
         )
-        weights[kernels] = plan_ahead(config, checkpoint).own.takes.weights
+        weights[kernels] = plan_ahead(config, checkpoint).this_rank.takes.weights
     of_head = HOLE_BYTES["float32"]  # which the kernels pack, and MKL does not
     assert weights["off"] - weights["require"] + of_head == (3 * 4 * 2) << 20

@@ -316,6 +316,6 @@ def test_a_stream_that_begins_anew_tells_nothing_twice(
             each.begin_anew()
         for delta in deltas[:cut]:
             assert isinstance(delta, Delta)
-            new = heard.setdefault(delta.index, StreamPosition()).take(delta)
+            new = heard.setdefault(delta.index, StreamPosition()).cut_repeated(delta)
             told += [] if new is None else [new]
     check_stream([*told, answer], answer.request_id)

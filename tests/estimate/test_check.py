@@ -33,8 +33,8 @@ from fminfer.estimate.cost_model import (
     StepWork,
     find_costs_path,
     fit,
-    keep_costs,
     load_costs,
+    write_costs,
 )
 from fminfer.files.line_reader import read_lines
 from fminfer.models.checkpoint import open_model
@@ -376,9 +376,9 @@ def test_layers_are_spread_over_processes(tmp_path: Path) -> None:
 def test_the_weights_are_those_of_an_engine() -> None:
     config = EngineConfig(random_init="llama-160m", dtype="float16", device="cpu")
     plan = plan_ahead(config, open_model(config))
-    assert plan.own.takes.weights == 162_417_408 * 2 and plan.dtype not in HOLE_BYTES, (
-        "no holes"
-    )
+    assert (
+        plan.this_rank.takes.weights == 162_417_408 * 2 and plan.dtype not in HOLE_BYTES
+    ), "no holes"
 
 
 @settings(deadline=None, max_examples=num_examples(20))
@@ -447,7 +447,7 @@ def test_time_is_the_sum_of_the_steps_costs(tmp_path: Path) -> None:
     costs = CostModel(
         (1.0, 10.0, 0.0, 100.0, 0.5, 1e3, 0.0, 0.0, 1e4, 1e6, 1e7, 1e8), 0.5
     )
-    keep_costs(path, costs, "demo")
+    write_costs(path, costs, "demo")
     assert load_costs(path) == costs
     row = {"prompt": [1, 2, 3, 4], "max_tokens": 3, "temperature": 1}
     found = check_json(write(tmp_path / "a.jsonl", [row]))["work"]["seconds"]
@@ -466,7 +466,9 @@ def test_time_is_an_estimate_with_the_error_that_was_measured(tmp_path: Path) ->
         (0.9, 1.5, 1.2): "about 12.0 s (9.0 s to 15.0 s, by calibration's own runs)",
         (7.0, 8.0, 2.0): "about 1:10 (20.0 s to 1:20, by calibration's own runs)",
     }.items():
-        keep_costs(path, CostModel((1.0, *[0.0] * (len(COSTS) - 1)), 0.5, runs), "demo")
+        write_costs(
+            path, CostModel((1.0, *[0.0] * (len(COSTS) - 1)), 0.5, runs), "demo"
+        )
         output = check(source).output
         assert (
             f"time      {text} {told}" in output

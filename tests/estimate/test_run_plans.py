@@ -15,7 +15,7 @@ from safetensors import safe_open
 
 from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig, GroupSizes
-from fminfer.estimate.cost_model import COSTS, CostModel, find_costs_path, keep_costs
+from fminfer.estimate.cost_model import COSTS, CostModel, find_costs_path, write_costs
 from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import find_spreads
 from fminfer.models.checkpoint import open_model
@@ -230,7 +230,7 @@ def test_this_machine_is_measured_and_its_calibration_is_used(rows: Path) -> Non
     config = EngineConfig(dtype="float32", kernels="off")
     path = find_costs_path(plan_ahead(config, open_model(config)), has_kernel=False)
     assert path is not None
-    keep_costs(path, CostModel((7.0, *[0.0] * (len(COSTS) - 1)), 0.0), "demo")
+    write_costs(path, CostModel((7.0, *[0.0] * (len(COSTS) - 1)), 0.0), "demo")
     runs = {run["flags"]: run for run in plans_of(rows, *words)["runs"]}
     # Seven seconds a step: the prompts' step draws each row's first token, and 29 more follow.
     assert runs[""]["bound"] == "as calibrated" and runs[""]["run_s"] == pytest.approx(

@@ -23,7 +23,7 @@ from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.option import options_of
 from fminfer.engine.noise import describe_params, make_draw_key
 from fminfer.engine.sequence import PreparedRequest
-from fminfer.estimate.cost_model import keep_costs, load_costs
+from fminfer.estimate.cost_model import load_costs, write_costs
 from fminfer.machine.liveness import describe_me
 from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.models.quantized_folder import is_quantized_copy, write_quantized_folder
@@ -253,7 +253,7 @@ def test_a_split_is_read(tmp_path: Path) -> None:
 def test_measured_costs_are_read(tmp_path: Path) -> None:
     costs = load_costs(EARLIER / "costs.json")
     assert costs is not None and costs.error == 0.16808080733320696
-    keep_costs(tmp_path / "costs.json", costs, "fminfer-demo")
+    write_costs(tmp_path / "costs.json", costs, "fminfer-demo")
     assert (tmp_path / "costs.json").read_bytes() == (
         EARLIER / "costs.json"
     ).read_bytes()

@@ -36,7 +36,7 @@ from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine import other_work
 from fminfer.models.checkpoint import open_model
 from fminfer.runtime.lines.runner import LOOKAHEAD
-from fminfer.runtime.load.assembly import line_counting
+from fminfer.runtime.load.assembly import make_line_counting
 from tests.conftest import IS_ALL, more, run_files
 from tests.files.test_journal import kill_at
 from tests.job.test_try_again import bury_claims, close_all
@@ -60,7 +60,7 @@ def engine(tmp_path_factory: pytest.TempPathFactory) -> Iterator[fminfer.Engine]
 
 @pytest.fixture(scope="module")
 def counting(engine: fminfer.Engine) -> CountLines:
-    return line_counting(engine.config, open_model(engine.config))
+    return make_line_counting(engine.config, open_model(engine.config))
 
 
 def write(path: Path, lines: list[Any]) -> None:
@@ -161,7 +161,7 @@ def test_all_rows_of_an_output_are_asked_at_one_time(
     ]
     source = tmp_path / "a.jsonl"
     output = tmp_path / "out.jsonl"
-    counting = line_counting(engine.config, open_model(engine.config))
+    counting = make_line_counting(engine.config, open_model(engine.config))
 
     def years() -> set[str]:
         records = [json.loads(line) for line in output.read_bytes().splitlines()]

@@ -293,7 +293,7 @@ def test_the_work_of_draws_on_a_gpu_is_counted() -> None:
         config = EngineConfig(dtype="bfloat16", device=kind)
         sizes[kind] = make_plan(
             config, checkpoint, Machine(device_bytes=80 << 30)
-        ).own.takes.work
+        ).this_rank.takes.work
     assert 2.5e9 < sizes["cuda"] < 3.5e9
     assert sizes["cpu"] < 0.2e9
 

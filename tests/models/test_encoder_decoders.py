@@ -14,7 +14,7 @@ from safetensors.torch import load_file, save_file
 import fminfer
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.runtime.load.assembly import find_start
+from fminfer.runtime.load.assembly import find_start_ids
 from tests.encoder_families import make_encoder, save
 
 SOURCE = [*range(5, 25)]
@@ -188,10 +188,10 @@ def test_a_decoder_begins_as_in_transformers(
         )
     except ValueError:
         with pytest.raises(CheckpointError, match="decoder_start_token_id"):
-            find_start(open_checkpoint(str(tmp_path)))
+            find_start_ids(open_checkpoint(str(tmp_path)))
         return
     num = 1 if model.generation_config.forced_bos_token_id is None else 2
-    found = find_start(open_checkpoint(str(tmp_path)))
+    found = find_start_ids(open_checkpoint(str(tmp_path)))
     assert found is not None and [*found] == drawn[0, :num].tolist()
 
 

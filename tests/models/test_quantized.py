@@ -217,13 +217,17 @@ def test_a_forecast_is_of_what_is_held(
         device=CPU,
         seed=0,
     )
-    assert plan.own.takes.weights >= source.num_bytes >= plan.own.takes.held_weights
+    assert (
+        plan.this_rank.takes.weights
+        >= source.num_bytes
+        >= plan.this_rank.takes.held_weights
+    )
     floats = plan_ahead(
         EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024),
         open_checkpoint(str(folder)),
     )
     most = 0.45 if quantized.startswith("int8") else 0.35  # the head keeps 8 bits
-    assert source.num_bytes < most * floats.own.takes.weights
+    assert source.num_bytes < most * floats.this_rank.takes.weights
 
 
 def test_bits_as_a_dtype_are_those_of_quantize() -> None:

@@ -175,7 +175,7 @@ def test_they_are_held_as_they_are_stored(
         assert {each for each, _ in parts} == {
             int8 if is_matrix else Dense(torch.float32)
         }, name
-    foreseen = plan_ahead(config, checkpoint).own.takes
+    foreseen = plan_ahead(config, checkpoint).this_rank.takes
     assert foreseen.weights >= num_bytes >= foreseen.held_weights
 
 

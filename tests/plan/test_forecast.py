@@ -74,7 +74,7 @@ def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) 
 
 
 def takes_of(config: EngineConfig, checkpoint: Checkpoint) -> ExpectedBytes:
-    return plan_ahead(config, checkpoint).own.takes
+    return plan_ahead(config, checkpoint).this_rank.takes
 
 
 def check(*arguments: object) -> Result:
@@ -193,10 +193,10 @@ def test_the_tables_of_positions_are_foreseen(checkpoint: Checkpoint) -> None:
     """Of a context of a million tokens they take 0.5 GB, and nothing counted them."""
     config = replace(SMALL, device="cuda")
     machine = Machine(device_bytes=80 * GIB)
-    found = make_plan(config, checkpoint, machine).own.takes
+    found = make_plan(config, checkpoint, machine).this_rank.takes
     longer = make_plan(
         config, replace(checkpoint, max_model_len=100_000), machine
-    ).own.takes
+    ).this_rank.takes
     more = 100_000 - checkpoint.context_length
     assert longer.libraries - found.libraries == 2 * 4 * 32 * more
 
@@ -207,7 +207,7 @@ def test_the_graphs_of_a_gpu_are_foreseen(checkpoint: Checkpoint) -> None:
     def work(**options: Any) -> int:
         machine = Machine(device_bytes=80 * GIB, is_fast_in_bfloat16=True)
         config = replace(SMALL, device="cuda", **options)
-        return make_plan(config, checkpoint, machine).own.takes.work
+        return make_plan(config, checkpoint, machine).this_rank.takes.work
 
     without = work(kernels="off")
     assert 100 << 20 < work(kernels="auto") - without < 300 << 20

@@ -19,11 +19,11 @@ from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
     START_S,
     StepLoad,
+    describe_passes,
     limit_step,
     measure_rank,
     predict_load,
     predict_run,
-    tell_passes,
     time_step,
 )
 from fminfer.plan.planning import make_plan
@@ -101,7 +101,7 @@ def test_prompts_take_about_what_an_h200_took_and_arithmetic_bounds_them() -> No
 def test_each_roof_alone_sets_the_pace() -> None:
     """A time follows the roof that bounds it, and no other one."""
     plan = plan_of("llama-8b", H200)
-    work = measure_rank(plan, plan.own)
+    work = measure_rank(plan, plan.this_rank)
     few = decode(1, 1)
     many = StepLoad(4096, 0, 4096, 4096 * 2048, 1)
     for load, roof, bound in (
@@ -123,7 +123,7 @@ def test_streamed_layers_take_their_bytes_through_the_disk_or_the_link() -> None
     roofs = replace(A100, host_bytes=512 * GIB)
     load = decode(8, 100)
     plan = plan_of("bloom-176b", roofs, offload="cpu")
-    streamed = plan.own.streamed
+    streamed = plan.this_rank.streamed
     assert streamed is not None and len(streamed.numbers) == 70
     seconds, bound = step_of(plan, load, roofs)
     assert bound == "host memory"
@@ -140,7 +140,7 @@ def test_ranks_of_a_node_share_its_disk() -> None:
     plan = plan_of(
         "bloom-176b", A100, offload="disk", pipeline_group_size=2, data_group_size=2
     )
-    assert plan.own.streamed is not None
+    assert plan.this_rank.streamed is not None
     seconds, bound = step_of(plan, decode(8, 100), roofs)
     most = max(rank.streamed.num_bytes for rank in plan.ranks if rank.streamed)
     assert bound == "disk" and seconds == pytest.approx(4 * most / 7e9, rel=0.01)
@@ -169,8 +169,10 @@ def test_tensor_parallelism_reads_less_and_pays_for_sums_and_launches() -> None:
     roofs = replace(A100, num_devices=8)
     one = plan_of("llama-8b", roofs)
     eight = plan_of("llama-8b", roofs, tensor_parallel_size=8)
-    alone = time_step(one, measure_rank(one, one.own), decode(8, 100), roofs)
-    shard = time_step(eight, measure_rank(eight, eight.own), decode(8, 100), roofs)
+    alone = time_step(one, measure_rank(one, one.this_rank), decode(8, 100), roofs)
+    shard = time_step(
+        eight, measure_rank(eight, eight.this_rank), decode(8, 100), roofs
+    )
     assert shard["memory"] == pytest.approx(alone["memory"] / 8, rel=0.02)
     assert alone["other ranks"] == alone["launches"] == 0  # a graph has its launches
     assert shard["other ranks"] > 2 * 32 * 30e-6 and shard["launches"] > 0
@@ -182,7 +184,9 @@ def test_hidden_states_of_shards_go_through_the_host() -> None:
     sizes = {"pipeline_group_size": 2, "tensor_parallel_size": 2}
     plan = plan_of("llama-70b", roofs, chunk_size=4096, **sizes)
     load = StepLoad(4096, 0, 4096, 4096 * 100, 0)
-    seconds = time_step(plan, measure_rank(plan, plan.own), load, roofs)["other ranks"]
+    seconds = time_step(plan, measure_rank(plan, plan.this_rank), load, roofs)[
+        "other ranks"
+    ]
     assert 30e-3 < seconds - 80 * 30e-6 < 60e-3
 
 
@@ -197,7 +201,7 @@ def test_stages_wait_where_there_are_fewer_rows_than_stages() -> None:
 
 def test_a_mixture_reads_the_experts_that_its_tokens_choose() -> None:
     plan = plan_of("deepseek-v3", H200, offload="disk")
-    work = measure_rank(plan, plan.own)
+    work = measure_rank(plan, plan.this_rank)
     assert work.token_operations == pytest.approx(
         2 * 37e9, rel=0.05
     )  # 37 of 671 billion are active
@@ -218,7 +222,7 @@ def test_blocks_that_become_floats_at_each_use_cost_what_is_moved(
     small_gpu = replace(H200, device_bytes=16 * GIB)
     plain = plan_of("llama-8b", H200)
     small = plan_of("llama-8b", small_gpu, quantize=quantize)
-    assert small.own.takes.weights < 0.6 * plain.own.takes.weights
+    assert small.this_rank.takes.weights < 0.6 * plain.this_rank.takes.weights
     load = decode(8, 100)
     seconds, bound = step_of(small, load, H200)
     num_weights = 32 * 218e6  # of layers
@@ -240,15 +244,20 @@ def test_blocks_have_no_graphs_and_memory_for_the_floats_of_a_piece() -> None:
     assert plain.may_capture and not small.may_capture
     load = decode(8, 100)
     temporary = DEQUANTIZED_AT_ONCE["cuda"] * DEQUANTIZED_BYTES
-    launches = time_step(small, measure_rank(small, small.own), load, H200)["launches"]
+    launches = time_step(small, measure_rank(small, small.this_rank), load, H200)[
+        "launches"
+    ]
     pieces = 1 + 1 + 4 + 2  # of qkv, out, up and down, 2 ** 25 numbers each
     assert launches == pytest.approx(32 * (0.7e-3 + 12 * pieces * 10e-6))
     rows = small.sizes.max_decode_rows
     graphs = 32 * len(choose_graph_sizes(rows)) * GRAPH_LAYER_BYTES + count_input_bytes(
         rows
     )
-    of_rows = rows * small.own.takes.work_token
-    assert small.own.takes.work == plain.own.takes.work - graphs - of_rows + temporary
+    of_rows = rows * small.this_rank.takes.work_token
+    assert (
+        small.this_rank.takes.work
+        == plain.this_rank.takes.work - graphs - of_rows + temporary
+    )
 
 
 @pytest.mark.parametrize(
@@ -342,16 +351,16 @@ def test_memory_of_bloom_176b_on_8_gpus_is_what_energonai_published(
 
 def test_what_is_told_of_passes() -> None:
     plan = plan_of("bloom-176b", A100, offload="auto")
-    first, second = tell_passes(plan, A100)
+    first, second = describe_passes(plan, A100)
     assert first.startswith(
         "64 of 70 layers, 294.02 GiB, are read from the disk in each pass. A "
     )
     assert second.startswith("predicted: ") and second.endswith("bound by disk")
-    assert tell_passes(plan, None) == [first]
-    assert tell_passes(plan_of("opt-125m", A100, offload="auto"), A100) == [
+    assert describe_passes(plan, None) == [first]
+    assert describe_passes(plan_of("opt-125m", A100, offload="auto"), A100) == [
         "all layers stay in memory"
     ]
-    assert tell_passes(plan_of("opt-125m", A100), A100) == []
+    assert describe_passes(plan_of("opt-125m", A100), A100) == []
 
 
 def test_no_step_of_a_slow_machine_is_taken_for_one_that_hangs() -> None:

@@ -69,15 +69,15 @@ def test_blocks_become_floats_where_these_fit_a_gpu(quantize: Any) -> None:
     assert small.held_in == quantize and small.has_blocks
     plain = plan_of(40)
     head = 2 * 128256 * 4096  # the second half of float32
-    assert large.own.takes.weights == pytest.approx(
-        plain.own.takes.weights + head, rel=0.04
+    assert large.this_rank.takes.weights == pytest.approx(
+        plain.this_rank.takes.weights + head, rel=0.04
     )
-    assert small.own.takes.weights < 0.6 * plain.own.takes.weights
+    assert small.this_rank.takes.weights < 0.6 * plain.this_rank.takes.weights
 
 
 def test_floats_leave_room_for_the_cache_that_a_run_needs() -> None:
     """A row that fits beside blocks must not be refused for floats."""
-    takes = plan_of(40, quantize="int8").own.takes
+    takes = plan_of(40, quantize="int8").this_rank.takes
     longest = max(planning.LEAST_KV_TOKENS, 8192)
     just, less = (takes.total(longest) / GIB + more for more in (0.01, -0.01))
     assert not plan_of(just, quantize="int8").has_blocks
@@ -89,9 +89,9 @@ def test_floats_leave_room_for_the_cache_that_a_run_needs() -> None:
 
 def test_layers_are_streamed_as_blocks_and_never_for_floats() -> None:
     explicit = plan_of(40, quantize="int8", offload="cpu")
-    assert explicit.own.streamed is not None and explicit.held_in == "int8"
+    assert explicit.this_rank.streamed is not None and explicit.held_in == "int8"
     chosen = plan_of(16, quantize="int8", offload="auto")
-    assert chosen.own.streamed is None and chosen.held_in == "int8", "blocks fit"
+    assert chosen.this_rank.streamed is None and chosen.held_in == "int8", "blocks fit"
 
 
 def test_a_tied_embedding_is_held_as_the_head_needs_it() -> None:
@@ -108,7 +108,7 @@ def test_a_gpu_of_several_ranks_has_room_for_all_of_them(
     )
     checkpoint = open_model(config, has_weights=False)
     alone = Machine(num_gpus=2, free=4 * GIB)
-    needed = make_plan(config, checkpoint, alone).own.takes.total(
+    needed = make_plan(config, checkpoint, alone).this_rank.takes.total(
         planning.LEAST_KV_TOKENS
     )
     engines = {"num_engines": 2, "free": int(1.5 * needed)}
@@ -177,7 +177,7 @@ def test_floats_answer_as_blocks_that_become_floats_at_each_use(
     request.getfixturevalue("pretended_gpu")
     found, floats = answers(tmp_path, quantize="int4")
     assert floats.weight_dtype.startswith("float32 of int")
-    assert floats.weight_bytes > 2 * facts.measured.weight_bytes
+    assert floats.measured.weight_bytes > 2 * facts.measured.weight_bytes
     check_same(found, expected)
 
 

@@ -44,7 +44,9 @@ def plan_of(
 
 
 def num_streamed(plan: RunPlan) -> int:
-    return 0 if plan.own.streamed is None else len(plan.own.streamed.numbers)
+    return (
+        0 if plan.this_rank.streamed is None else len(plan.this_rank.streamed.numbers)
+    )
 
 
 @pytest.mark.parametrize("offload", ["auto", "off"])
@@ -58,8 +60,8 @@ def test_auto_streams_only_what_does_not_fit() -> None:
     counts = []
     for gpu in (160, 120, 80, 40, 24):
         plan = plan_of("llama-70b", gpu, on_host=512, offload="auto")
-        takes = plan.own.takes
-        numbers = plan.own.streamed and plan.own.streamed.numbers
+        takes = plan.this_rank.takes
+        numbers = plan.this_rank.streamed and plan.this_rank.streamed.numbers
         assert not plan.shortage and plan.num_kv_tokens > 0
         used = takes.libraries + takes.weights + takes.work
         share = STREAMED_CACHE if numbers else LEAST_CACHE
@@ -76,27 +78,29 @@ def test_auto_streams_only_what_does_not_fit() -> None:
 @pytest.mark.parametrize(("on_host", "place"), [(512, "cpu"), (100, "disk")])
 def test_layers_wait_in_the_host_if_they_fit_there(on_host: int, place: str) -> None:
     plan = plan_of("llama-70b", 24, on_host=on_host, offload="auto")
-    streamed = plan.own.streamed
+    streamed = plan.this_rank.streamed
     assert streamed is not None and streamed.place == place
     if place == "cpu":
-        assert plan.own.takes.host == streamed.num_bytes
+        assert plan.this_rank.takes.host == streamed.num_bytes
     else:  # two slots
-        assert 0 < plan.own.takes.host < 5 * GB
+        assert 0 < plan.this_rank.takes.host < 5 * GB
 
 
 def test_pipelines_share_one_copy_in_the_host() -> None:
     alone = plan_of("llama-70b", 80, on_host=512, offload="cpu")
     several = plan_of("llama-70b", 80, on_host=512, offload="cpu", num_pipelines=8)
-    assert alone.own.takes.host > 100 * GB
-    assert several.own.streamed is not None and several.own.streamed.is_shared
-    assert several.own.takes.host < 5 * GB
+    assert alone.this_rank.takes.host > 100 * GB
+    assert (
+        several.this_rank.streamed is not None and several.this_rank.streamed.is_shared
+    )
+    assert several.this_rank.takes.host < 5 * GB
 
 
 def test_shards_stream_their_parts() -> None:
-    whole = plan_of("llama-70b", 80, on_host=512, offload="cpu").own.streamed
+    whole = plan_of("llama-70b", 80, on_host=512, offload="cpu").this_rank.streamed
     half = plan_of(
         "llama-70b", 80, on_host=512, offload="cpu", num_shards=2
-    ).own.streamed
+    ).this_rank.streamed
     assert whole is not None and half is not None
     # what is cut by inputs is read whole
     assert 0.5 < half.num_bytes / whole.num_bytes < 0.7
@@ -113,7 +117,9 @@ def test_a_run_knows_its_host_before_it_looks_at_its_gpu(
     monkeypatch.setattr(machine_facts, "free_host_bytes", lambda: 512 * GB)
     config = EngineConfig(random_init="llama-70b", device="cuda", offload="cpu")
     plan = plan_ahead(config, open_random_checkpoint("llama-70b"))
-    assert plan.own.streamed is not None and plan.own.streamed.place == "cpu"
+    assert (
+        plan.this_rank.streamed is not None and plan.this_rank.streamed.place == "cpu"
+    )
 
 
 def test_layers_that_come_to_another_rank_alone_are_told() -> None:
@@ -130,7 +136,9 @@ def test_a_host_without_room_is_told() -> None:
 
 def test_a_cpu_streams_from_the_disk_what_its_memory_does_not_hold() -> None:
     plan = plan_of("llama-7b", None, on_host=8, offload="auto")
-    assert plan.own.streamed is not None and plan.own.streamed.place == "disk"
+    assert (
+        plan.this_rank.streamed is not None and plan.this_rank.streamed.place == "disk"
+    )
     assert 0 < num_streamed(plan) < 32 and not plan.shortage
     assert "does not fit" in plan_of("llama-7b", None, on_host=8).shortage
     assert "--offload auto" in plan_of("llama-7b", None, on_host=8).shortage
@@ -147,7 +155,7 @@ def test_experts_behind_a_dense_layer_count_as_what_is_made_of_them(
     machine = Machine(free=GB, has_library=True)
     plan = make_plan(config, open_checkpoint(str(tmp_path)), machine)
     experts = layer_bytes(plan, None, 1).held
-    assert plan.own.takes.passing >= 3 * experts  # read, made, and packed
+    assert plan.this_rank.takes.passing >= 3 * experts  # read, made, and packed
 
 
 def test_a_pass_is_as_large_as_memory_allows() -> None:
@@ -198,9 +206,9 @@ def test_a_step_is_as_large_as_each_rank_has_room_for() -> None:
 def test_check_foresees_the_cache_that_a_run_finds_room_for() -> None:
     """What passes was counted twice before weights are loaded."""
     plan = plan_of("llama-7b", None, on_host=16, offload="disk")
-    takes = plan.own.takes
+    takes = plan.this_rank.takes
     loaded = takes.libraries + takes.weights - takes.mapped - takes.passing
-    found = find_room(plan, plan.own, "all", plan.room_bytes - loaded)
+    found = find_room(plan, plan.this_rank, "all", plan.room_bytes - loaded)
     assert takes.passing and plan.num_kv_tokens == fit_kv_tokens(plan, [found])
 
 

@@ -94,7 +94,7 @@ def test_it_takes_half_the_memory() -> None:
         machine = find_machine(config, Machine(device_bytes=1 << 30))
         found = make_plan(config, open_model(config), machine)
         engine = fminfer.Engine(config)
-        assert engine.facts.kv_bytes_per_token == found.own.takes.kv_token
+        assert engine.facts.kv_bytes_per_token == found.this_rank.takes.kv_token
         assert engine.dtype == torch.float32
         assert engine.facts.kv_dtype == (
             "float32" if kv_dtype == "auto" else "bfloat16"

@@ -106,11 +106,11 @@ def test_events_go_to_their_lanes(core: FakeCore, lanes: Lanes) -> None:
     assert a != b
     lanes.feed()
     (core_a, _), (core_b, _) = core.asked
-    others = lanes.take([finished(core_b), finished(7), finished(core_a)])
+    others = lanes.sort_events([finished(core_b), finished(7), finished(core_a)])
     assert others == [finished(7)]
     assert first.step() == [finished(a)] and second.step() == [finished(b)]
-    assert first.step() == [] and not first.asked
-    assert lanes.take([finished(core_a)]) == [finished(core_a)], "it was told"
+    assert first.step() == [] and not first.request_ids
+    assert lanes.sort_events([finished(core_a)]) == [finished(core_a)], "it was told"
 
 
 def test_cancelled_requests(core: FakeCore, lanes: Lanes) -> None:
@@ -135,7 +135,7 @@ def test_a_request_that_can_never_run_fails_alone(core: FakeCore, lanes: Lanes) 
     (event,) = lane.step()
     assert isinstance(event, Failed) and event.request_id == bad
     assert event.error.code == "out_of_memory"
-    lanes.take([finished(core.asked[0][0])])
+    lanes.sort_events([finished(core.asked[0][0])])
     assert lane.step() == [finished(good)]
 
 

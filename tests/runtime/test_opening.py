@@ -149,8 +149,8 @@ def test_a_plan_is_replaced_where_kernels_cannot_be_had(
 
 
 def test_what_a_process_has_grown_by_is_not_lost() -> None:
-    planned = Machine(free=4 * GIB, host_free=4 * GIB, own=GIB)
-    grown = replace(planned, free=3 * GIB, host_free=3 * GIB, own=2 * GIB)
+    planned = Machine(free=4 * GIB, host_free=4 * GIB, process_bytes=GIB)
+    grown = replace(planned, free=3 * GIB, host_free=3 * GIB, process_bytes=2 * GIB)
     assert not has_moved(planned, grown)
     assert not has_moved(planned, replace(planned, free=4 * GIB - (8 << 20)))
     assert has_moved(planned, replace(planned, free=3 * GIB))

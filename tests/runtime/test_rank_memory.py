@@ -147,7 +147,7 @@ def test_a_gpus_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_forecasts_count_the_kv_cache_that_was_used() -> None:
     with closing(fminfer.Engine(dtype="float32", budget=4096, kernels="off")) as engine:
         (before,) = engine.memory
-        assert before.foreseen_bytes == engine.pipeline.plan.own.takes.total(0)
+        assert before.foreseen_bytes == engine.pipeline.plan.this_rank.takes.total(0)
         assert len([*engine.run(ROWS)]) == 4
         used = engine.stats.max_kv_tokens
         assert 32 <= used <= 4 * 32 and used % 32 == 0

@@ -220,7 +220,7 @@ def test_the_forecast_is_of_what_is_held(tmp_path: Path) -> None:
             budget=1024,
         )
         plan = plan_ahead(config, checkpoint)
-        found = plan.own.takes
+        found = plan.this_rank.takes
         of_weights = torch.bfloat16 if kernels == "auto" else torch.float32
         assert (plan.dtype, plan.formats["product"]) == (
             torch.float32,
@@ -254,7 +254,7 @@ def test_the_forecast_counts_packed_weights_once(
     )
     config = EngineConfig(model=str(folder), dtype="float32", device="cpu", budget=1024)
     checkpoint = open_checkpoint(str(folder))
-    found = plan_ahead(config, checkpoint).own.takes
+    found = plan_ahead(config, checkpoint).this_rank.takes
     assert packed > 0 and found.weights == tensors.num_bytes
     assert packed <= found.held_weights < found.weights
 

@@ -436,7 +436,7 @@ def test_the_state_of_an_engine_travels_whole() -> None:
     for message in reports:
         send(theirs, message)
     team = Team(plan, lambda: [TeamPipeline(0, ours)], print)
-    team._pipelines[0].asked[0] = SentRequest(ASK)  # so that it listens
+    team._pipelines[0].requests[0] = SentRequest(ASK)  # so that it listens
     assert team.step() == []
     own = {name: getattr(team, name) for name in ("num_waiting", "num_waiting_behind")}
     assert team.state == replace(state, has_begun=True, **own)

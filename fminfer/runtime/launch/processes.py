@@ -67,7 +67,7 @@ class Process:
         if theirs is not None:
             theirs.close()
 
-    def give(self, task: Task) -> None:
+    def send_task(self, task: Task) -> None:
         """Send it its task; a dead process is noticed elsewhere."""
         assert self._process.stdin is not None
         with suppress(OSError):
@@ -120,7 +120,7 @@ class Processes:
         num_ranks = role.spread.num_ranks - 1 if is_team else 0
         return cls(role.children, num_ranks=num_ranks, has_line=is_team)
 
-    def become_ranks(
+    def assign_ranks(
         self, config: EngineConfig, spread: Spread, child_options: ChildOptions
     ) -> RankPlace:
         """Give each its rank; return rank 0's place, with a socket that is open already."""
@@ -137,7 +137,7 @@ class Processes:
         )
         for rank, process in enumerate(self.all, start=1):
             its = replace(facts, rank=rank, listen_fd=None, parent=os.getpid())
-            process.give(Task(Role("rank", spread, its), config, child_options))
+            process.send_task(Task(Role("rank", spread, its), config, child_options))
         return facts
 
     def why_ended(self) -> str:
@@ -184,12 +184,12 @@ def end_after(parent: int) -> None:
     """End this process soon after its parent, also while it imports or waits for a
     stuck disk."""
 
-    def look() -> None:
+    def end_orphan() -> None:
         if os.getppid() != parent:
             time.sleep(OUTLIVE_S)
             os._exit(1)
 
-    every(1.0, look, "parent", end=threading.Event())  # for ever
+    every(1.0, end_orphan, "parent", end=threading.Event())  # for ever
 
 
 def end_parent(parent: int, wait_s: float) -> None:

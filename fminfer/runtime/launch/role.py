@@ -95,11 +95,11 @@ class Task:
     @classmethod
     def from_json(cls, line: str) -> Self:
         """Read such a line."""
-        told = json.loads(line)
-        role = told["role"]
+        fields = json.loads(line)
+        role = fields["role"]
         facts = None if role["facts"] is None else RankPlace(**role["facts"])
         return cls(
             Role(role["kind"], Spread(**role["spread"]), facts, role["link"]),
-            EngineConfig.from_fields(told["config"]),
-            ChildOptions(**told["child_options"]),
+            EngineConfig.from_fields(fields["config"]),
+            ChildOptions(**fields["child_options"]),
         )

@@ -42,33 +42,35 @@ class EqualRequests:
             or self._num_followers.total() >= most
         )
 
-    def find(self, asked: LineRequest) -> Finished | None:
+    def find(self, request: LineRequest) -> Finished | None:
         """Return what a request gets from an equal one that is finished; None: there is none."""
-        found = self._finished.find(asked.key) if self._is_on and asked.key else None
-        return None if found is None else copy_answer(found, asked.read_s)
+        answer = (
+            self._finished.find(request.key) if self._is_on and request.key else None
+        )
+        return None if answer is None else copy_answer(answer, request.read_s)
 
-    def follow(self, asked: LineRequest) -> bool:
+    def follow(self, request: LineRequest) -> bool:
         """Let a request wait for an equal one; False: later ones can wait for this."""
-        if not (self._is_on and asked.key):
+        if not (self._is_on and request.key):
             return False
-        if (followers := self._followers.get(asked.key)) is None:
-            self._followers[asked.key] = []
+        if (followers := self._followers.get(request.key)) is None:
+            self._followers[request.key] = []
             return False
-        followers.append(asked)
-        self._num_followers[asked.line.source] += 1
-        self._follower_bytes += len(asked.line.raw)
+        followers.append(request)
+        self._num_followers[request.line.source] += 1
+        self._follower_bytes += len(request.line.raw)
         return True
 
     def finish(
-        self, asked: LineRequest, answer: Answer
+        self, request: LineRequest, answer: Answer
     ) -> list[tuple[LineRequest, Answer]]:
         """Keep a request's answer for later ones; return those that waited, each with
         its own."""
-        if not (self._is_on and asked.key):
+        if not (self._is_on and request.key):
             return []
-        followers = self._followers.pop(asked.key)
+        followers = self._followers.pop(request.key)
         if isinstance(answer, Finished):
-            self._finished.add(asked.key, answer, size=_num_entries(asked, answer))
+            self._finished.add(request.key, answer, size=_num_entries(request, answer))
         for follower in followers:
             self._num_followers[follower.line.source] -= 1
             self._follower_bytes -= len(follower.line.raw)
@@ -80,13 +82,13 @@ class EqualRequests:
         ]
 
 
-def _num_entries(asked: LineRequest, answer: Finished) -> int:
+def _num_entries(request: LineRequest, answer: Finished) -> int:
     """Return what an answer takes, in entries of ENTRY_BYTES."""
     usage = answer.usage
-    params = asked.prepared.params
+    params = request.prepared.params
     num_prompt = usage["prompt_tokens"] if params.echo or params.return_token_ids else 0
     num_listed = usage.get("completion_tokens", 0) + num_prompt
     num: int = REQUEST_ENTRIES + num_listed * (1 + (params.logprobs or 0))
-    if (wish := asked.prepared.vectors) is not None:
-        num += asked.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
+    if (wish := request.prepared.vectors) is not None:
+        num += request.num_prompts * wish.facts.size * BYTES_A_NUMBER // ENTRY_BYTES
     return num

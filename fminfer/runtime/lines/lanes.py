@@ -32,7 +32,7 @@ class Lane:
         self._news = threading.Condition(lanes.lock)
         self.queue: dict[int, PreparedRequest] = {}  # not yet with the engine, in order
         self.num_waiting = 0  # prompts of these
-        self.asked: set[int] = set()  # ids of the requests that the engine has
+        self.request_ids: set[int] = set()  # ids of the requests that the engine has
         self._events: list[Event] = []
         self._failure: BaseException | None = None
         self._is_woken = False
@@ -53,8 +53,8 @@ class Lane:
             queued = self.queue.pop(request_id, None)
             if queued is not None:
                 self.num_waiting -= len(queued.prompts)
-            elif request_id in self.asked:
-                self.asked.remove(request_id)
+            elif request_id in self.request_ids:
+                self.request_ids.remove(request_id)
                 self._lanes.core.cancel(request_id)
 
     def step(self) -> list[Event]:
@@ -111,19 +111,19 @@ class Lane:
         self.num_waiting -= len(prepared.prompts)
         if self.num_waiting < FEW:
             self._news.notify_all()
-        self.asked.add(request_id)
+        self.request_ids.add(request_id)
         try:
             core.add(prepared, priority=BEHIND_ALL, request_id=request_id)
         except Exception as error:  # it can never run here
             try:
-                self.tell(Failed(request_id, line_error(error, "a line")))
+                self.add_event(Failed(request_id, line_error(error, "a line")))
             except FminferError as failure:
                 self.fail(failure)
 
-    def tell(self, event: Event) -> None:
+    def add_event(self, event: Event) -> None:
         """Add an event of this lane."""
         if not isinstance(event, Delta):
-            self.asked.discard(event.request_id)
+            self.request_ids.discard(event.request_id)
         self._events.append(event)
         self._news.notify_all()
 
@@ -134,7 +134,7 @@ class Lane:
 
 
 class Lanes:
-    """All lanes of one engine. `feed`, `take` and `fail` are for its thread."""
+    """All lanes of one engine. `feed`, `sort_events` and `fail` are for its thread."""
 
     def __init__(self, core: EngineCore) -> None:
         self.core = core
@@ -165,7 +165,7 @@ class Lanes:
                 lane.hand_one(self.core)
                 num_waiting += num_prompts - lane.num_waiting
 
-    def take(self, events: list[Event]) -> list[Event]:
+    def sort_events(self, events: list[Event]) -> list[Event]:
         """Give each lane its events; return those of others."""
         if not events:
             return events
@@ -173,12 +173,13 @@ class Lanes:
         with self.lock:
             for event in events:
                 lane = next(
-                    (each for each in self.all if event.request_id in each.asked), None
+                    (each for each in self.all if event.request_id in each.request_ids),
+                    None,
                 )
                 if lane is None:
                     others.append(event)
                 else:
-                    lane.tell(event)
+                    lane.add_event(event)
         return others
 
     def fail(self, failure: BaseException) -> None:

@@ -99,8 +99,8 @@ class LineIntake:
             for line, envelope in enclosed
         )
         opened = [self._open(line, envelope) for line, envelope in enclosed]
-        asked = [each[2] for each in opened if not isinstance(each, Record)]
-        prepared = iter(self._intake.prepare_all(asked))
+        requests = [each[2] for each in opened if not isinstance(each, Record)]
+        prepared = iter(self._intake.prepare_all(requests))
         return [
             each if isinstance(each, Record) else self._finish(*each, next(prepared))
             for each in opened
@@ -124,15 +124,18 @@ class LineIntake:
         self,
         line: Line,
         envelope: Envelope,
-        asked: IncomingRequest,
+        incoming: IncomingRequest,
         prepared: PreparedRequest | Exception,
     ) -> LineRequest | Record:
         if isinstance(prepared, Exception):
             return Record(
                 line, envelope, error=line_error(prepared, f"line {line.number}")
             )
-        warnings = [*envelope.warnings, *asked.request.warnings]
-        if asked.request.fills_context and self._intake.limits.max_new_tokens is None:
+        warnings = [*envelope.warnings, *incoming.request.warnings]
+        if (
+            incoming.request.fills_context
+            and self._intake.limits.max_new_tokens is None
+        ):
             warnings.append(FILLS)
         self._intake.report_warnings(*warnings, where=f"{self._name_line(line)}: ")
         key = None if prepared.params.is_by_chance else make_answer_key(prepared)
@@ -149,7 +152,7 @@ def _open_envelope(line: Line) -> Envelope:
         )
 
 
-def _take_vector(answer: Finished) -> tuple[Finished, bytes]:
+def _split_vector(answer: Finished) -> tuple[Finished, bytes]:
     """Return an answer without its only vector, and that one."""
     (entry,) = answer.choices
     vector = entry["embedding"]
@@ -169,27 +172,29 @@ class RecordForm:
     created: int  # the Unix time at which the run began, seconds
     keeps_vectors_apart: bool = False  # they go to a file of their own
 
-    def build(self, asked: LineRequest, answer: Answer) -> Record:
+    def build(self, request: LineRequest, answer: Answer) -> Record:
         """Return a line's record."""
-        line = asked.line
-        envelope = asked.envelope
+        line = request.line
+        envelope = request.envelope
         if isinstance(answer, Failed):
             return Record(
-                line, envelope, error=answer.error, repeat=asked.prepared.repeat
+                line, envelope, error=answer.error, repeat=request.prepared.repeat
             )
         usage = answer.usage
         vector = b""
         if self.keeps_vectors_apart:
-            answer, vector = _take_vector(answer)
+            answer, vector = _split_vector(answer)
         if envelope.shape == "batch":
             model = envelope.fields.get("model")
             name = model if isinstance(model, str) and model else self.model_name
             request_id = make_id(line, envelope)
-            head = make_answer_head(asked.prepared.kind, request_id, self.created, name)
+            head = make_answer_head(
+                request.prepared.kind, request_id, self.created, name
+            )
             result = head | answer.result
         else:
             times = dict(answer.times)
-            times["queue_time"] += max(0.0, asked.added_s - asked.read_s)
+            times["queue_time"] += max(0.0, request.added_s - request.read_s)
             result = {
                 answer.part: answer.choices,
                 "request_time": times,
@@ -202,6 +207,6 @@ class RecordForm:
             num_prompt_tokens=usage["prompt_tokens"],
             num_cached_tokens=usage["prompt_tokens_details"]["cached_tokens"],
             num_completion_tokens=usage.get("completion_tokens", 0),
-            repeat=asked.prepared.repeat,
+            repeat=request.prepared.repeat,
             vector=vector,
         )

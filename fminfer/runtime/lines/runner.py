@@ -65,7 +65,7 @@ class LineRunner:
         self._read: list[Line] = []  # and not yet opened
         self._window: list[LineRequest] = []  # opened, and not yet with the engine
         self._num_window_prompts = self._num_window_tokens = 0
-        self._asked: dict[int, LineRequest] = {}  # with the engine
+        self._requests: dict[int, LineRequest] = {}  # with the engine
         self._done: list[Record] = []  # and not yet handed out
         self._has_all = False
         self._stop_at_s = math.inf
@@ -136,7 +136,7 @@ class LineRunner:
     @property
     def is_busy(self) -> bool:
         """Whether a line that was added has no record yet."""
-        return bool(self._window or self._asked or self._done)
+        return bool(self._window or self._requests or self._done)
 
     @property
     def has_work(self) -> bool:
@@ -147,29 +147,29 @@ class LineRunner:
         """Open the lines that were read, all at once."""
         lines = self._read
         self._read = []
-        for asked in self.intake.open_all(lines):
-            self._take_in(asked)
+        for request in self.intake.open_all(lines):
+            self._queue_opened(request)
 
-    def _take_in(self, asked: LineRequest | Record) -> None:
-        if isinstance(asked, Record):
+    def _queue_opened(self, request: LineRequest | Record) -> None:
+        if isinstance(request, Record):
             self._count(None)
-            self._done.append(asked)
+            self._done.append(request)
             return
-        finished = self._equal.find(asked)
-        if finished is not None or self._equal.follow(asked):
-            self._count(asked.prepared, "copied")
+        finished = self._equal.find(request)
+        if finished is not None or self._equal.follow(request):
+            self._count(request.prepared, "copied")
             if finished is not None:
-                self._done.append(self.form.build(asked, finished))
+                self._done.append(self.form.build(request, finished))
             return
-        kept = None if self.cache is None else self.cache.find(asked.prepared)
+        kept = None if self.cache is None else self.cache.find(request.prepared)
         if kept is not None:
-            self._count(asked.prepared, "kept")
-            self._finish(asked, kept)
+            self._count(request.prepared, "kept")
+            self._finish(request, kept)
             return
-        self._count(asked.prepared)
-        self._window.append(asked)
-        self._num_window_prompts += asked.num_prompts
-        self._num_window_tokens += asked.num_prompt_tokens
+        self._count(request.prepared)
+        self._window.append(request)
+        self._num_window_prompts += request.num_prompts
+        self._num_window_tokens += request.num_prompt_tokens
 
     def count_answered(self, line: Line) -> None:
         """Take note of a line of this run that is not to be answered again."""
@@ -191,15 +191,15 @@ class LineRunner:
             StoppedError: it was to stop, and lines are left.
             FminferError: the engine cannot go on.
         """
-        self._hand_over()
+        self._feed_engine()
         for event in self.core.step() if self.core.has_work else []:
-            if event.request_id not in self._asked:
+            if event.request_id not in self._requests:
                 self.on_other(event)
             elif not isinstance(event, Delta):
-                asked = self._asked.pop(event.request_id)
+                request = self._requests.pop(event.request_id)
                 if self.cache is not None and isinstance(event, Finished):
-                    self.cache.add(asked.prepared, event)
-                self._finish(asked, event)
+                    self.cache.add(request.prepared, event)
+                self._finish(request, event)
         records = self._done
         self._done = []
         if self._is_stopping and self.has_work and not records:
@@ -210,7 +210,7 @@ class LineRunner:
             self.engine.check_books()
         return records
 
-    def _hand_over(self) -> None:
+    def _feed_engine(self) -> None:
         """Give the engine lines, if few wait there."""
         if self._is_stopping:
             if self.engine is not None:
@@ -222,8 +222,8 @@ class LineRunner:
             window = self._window
             self._window = []
             self._num_window_prompts = self._num_window_tokens = 0
-            for asked in _in_order(window):
-                self._give(asked)
+            for request in _in_order(window):
+                self._add_request(request)
         if (
             self.engine is not None
             and self.is_only_run
@@ -234,9 +234,9 @@ class LineRunner:
 
     def close(self) -> None:
         """Cancel what has no record yet."""
-        for request_id in self._asked:
+        for request_id in self._requests:
             self.core.cancel(request_id)
-        self._asked.clear()
+        self._requests.clear()
         self._window.clear()
         self._done.clear()
         if self.engine is not None and self._is_stopping:
@@ -268,23 +268,26 @@ class LineRunner:
             if origin == "computed":
                 stats.count_request(prepared)
 
-    def _give(self, asked: LineRequest) -> None:
-        asked.added_s = time.perf_counter()
+    def _add_request(self, request: LineRequest) -> None:
+        request.added_s = time.perf_counter()
         try:
-            self._asked[
-                self.core.add(asked.prepared, is_counted=self.engine is not None)
-            ] = asked
+            self._requests[
+                self.core.add(request.prepared, is_counted=self.engine is not None)
+            ] = request
         except Exception as error:  # it can never run here
             self._finish(
-                asked, Failed(-1, line_error(error, f"line {asked.line.number}"))
+                request, Failed(-1, line_error(error, f"line {request.line.number}"))
             )
 
-    def _finish(self, asked: LineRequest, answer: Answer) -> None:
-        for each, its_answer in [(asked, answer), *self._equal.finish(asked, answer)]:
+    def _finish(self, request: LineRequest, answer: Answer) -> None:
+        for each, its_answer in [
+            (request, answer),
+            *self._equal.finish(request, answer),
+        ]:
             self._done.append(self.form.build(each, its_answer))
 
 
 def _in_order(window: list[LineRequest]) -> list[LineRequest]:
     """Order lines; files keep their order, so that they are done one after another."""
-    by_file = groupby(window, key=lambda asked: asked.line.source)
-    return [asked for _, of_file in by_file for asked in order_prompts([*of_file])]
+    by_file = groupby(window, key=lambda request: request.line.source)
+    return [request for _, of_file in by_file for request in order_prompts([*of_file])]

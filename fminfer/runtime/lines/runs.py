@@ -126,7 +126,7 @@ class Runs:
         self.lanes.feed()
         left = [self.left.popleft() for _ in range(len(self.left))]
         try:
-            return self.lanes.take(left or self._core.step())
+            return self.lanes.sort_events(left or self._core.step())
         except BaseException as error:
             self.lanes.fail(error)
             raise

@@ -28,10 +28,10 @@ from fminfer.plan.planning import make_plan
 from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import (
     RankRoom,
+    cache_error,
     find_rank_shortage,
     find_room,
     fit_kv_tokens,
-    no_cache,
 )
 
 log = logging.getLogger("fminfer")
@@ -64,7 +64,9 @@ def replace_plan(plan: RunPlan, machine: Machine) -> RunPlan:
     return changed
 
 
-def place_of_rank(planned: Machine, group: Group | None, spread: Spread) -> Machine:
+def find_place_of_rank(
+    planned: Machine, group: Group | None, spread: Spread
+) -> Machine:
     """Return the place of a process that computes; None: it has its pipeline alone."""
     place = replace(
         planned,
@@ -97,13 +99,13 @@ def settle_plan(
             "--offload streams layers from a model's files, and random weights have none. Use "
             "--model-name, or leave --offload out"
         )
-    plan = update_plan(plan, place_of_rank(plan.machine, group, spread))
+    plan = update_plan(plan, find_place_of_rank(plan.machine, group, spread))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked
         free = (plan.machine.free or 0) + plan.machine.swap
         shortage = find_rank_shortage(plan, _gather_rooms(plan, group, "room", free))
     if not shortage and plan.device.type == "cpu" and config.budget is not None:
-        shortage = _refuse_cache(
+        shortage = _explain_missing_cache(
             plan, -(-config.budget // config.block_size) * config.block_size
         )
     if shortage:
@@ -120,7 +122,7 @@ def require_room_for_all(plan: RunPlan) -> None:
         raise UsageError(shortage)
 
 
-def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
+def _explain_missing_cache(plan: RunPlan, num_tokens: int) -> str:
     """Say why the CPU's system gives no memory for a --budget before weights are read;
     "": it does.
 
@@ -128,12 +130,12 @@ def _refuse_cache(plan: RunPlan, num_tokens: int) -> str:
     """
     try:
         torch.empty(
-            num_tokens * plan.own.takes.kv_token, dtype=torch.uint8, device="cpu"
+            num_tokens * plan.this_rank.takes.kv_token, dtype=torch.uint8, device="cpu"
         )
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return str(no_cache(plan, num_tokens, free_bytes(plan.device)))
+        return str(cache_error(plan, num_tokens, free_bytes(plan.device)))
     return ""
 
 
@@ -183,8 +185,8 @@ def gather(group: Group | None, name: str, value: object) -> list[Any]:
 def agree_step_size(plan: RunPlan, group: Group | None = None) -> int:
     """Return the most tokens of a step with streamed layers, by each rank's room; 0: by
     options."""
-    told = gather(group, "step size", plan.sizes.chunk_size)
-    return min(told) if plan.chunk_size else 0
+    sizes = gather(group, "step size", plan.sizes.chunk_size)
+    return min(sizes) if plan.chunk_size else 0
 
 
 def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
@@ -206,6 +208,6 @@ def _gather_rooms(
 ) -> list[RankRoom]:
     """Return what each rank needs and has, of which this one has so many bytes free."""
     mine = find_room(
-        plan, plan.own, memory_name(plan.device, socket.gethostname()), free
+        plan, plan.this_rank, memory_name(plan.device, socket.gethostname()), free
     )
     return [RankRoom(**each) for each in gather(group, name, asdict(mine))]

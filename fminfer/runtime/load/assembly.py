@@ -60,13 +60,13 @@ def make_intake(
     limits = RequestLimits(
         checkpoint.context_length,
         checkpoint.config.vocab_size,
-        find_ends(checkpoint, tokenizer),
+        find_end_ids(checkpoint, tokenizer),
         config,
-        _model_names(config, checkpoint.name),
+        _find_model_names(config, checkpoint.name),
         *_find_defaults(config, checkpoint),
         kv_size=None if num_blocks is None else KvSize(num_blocks, config.block_size),
         chat_template=_read_template(config),
-        start_ids=find_start(checkpoint),
+        start_ids=find_start_ids(checkpoint),
         vectors=vectors,
         source_length=checkpoint.source_length,
     )
@@ -114,7 +114,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
                 f"counting added ones, and the model {num_rows}: it is another "
                 "model's. Name the folder of the model's own by --tokenizer"
             )
-        if checkpoint.eos_ids and not find_ends(checkpoint, tokenizer):
+        if checkpoint.eos_ids and not find_end_ids(checkpoint, tokenizer):
             tokenizer.note += (
                 f"{'; ' if tokenizer.note else ''}no eos_token_id of {checkpoint.name} "
                 f"is one of its {num_rows} tokens, so that answers end only by "
@@ -129,7 +129,7 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
     return Tokenizer(None)
 
 
-def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
+def _find_model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
     """Return what a line may call the model: its name, path or id, or the path's end.
 
     None: every name is accepted.
@@ -138,11 +138,13 @@ def _model_names(config: EngineConfig, name: str) -> frozenset[str] | None:
         return frozenset(DEMO_NAMES)
     if not config.check_model:
         return None
-    asked = config.model or config.random_init or name
-    return frozenset({name, asked, str(Path(asked)), Path(asked).name} - {""})
+    configured = config.model or config.random_init or name
+    return frozenset(
+        {name, configured, str(Path(configured)), Path(configured).name} - {""}
+    )
 
 
-def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
+def find_end_ids(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     """Return the ids that end a sequence: the config's, or else the tokenizer's.
 
     Some configs name ids that the head has no row for; nothing draws these.
@@ -153,7 +155,7 @@ def find_ends(checkpoint: Checkpoint, tokenizer: Tokenizer) -> frozenset[int]:
     return frozenset(each for each in ids if 0 <= each < checkpoint.config.vocab_size)
 
 
-def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
+def find_start_ids(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     """Return the ids that a decoder behind an encoder begins with; None: there is no encoder.
 
     As in transformers, config.json counts only without a generation_config.json. BOS
@@ -190,7 +192,9 @@ def find_start(checkpoint: Checkpoint) -> tuple[int, ...] | None:
     )
 
 
-def nan_explanation(checkpoint: Checkpoint, dtype: torch.dtype) -> Callable[[], str]:
+def make_nan_explanation(
+    checkpoint: Checkpoint, dtype: torch.dtype
+) -> Callable[[], str]:
     """Return a function that says why numbers are nan, and what helps. It reads weights once."""
 
     @cache
@@ -219,7 +223,7 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
         pooling.is_scored and _are_scores_logits(checkpoint),
-        _odds_of(checkpoint, len(labels)),
+        _choose_odds(checkpoint, len(labels)),
         pooling.is_normalized,
         has_types=encoder.num_types > 1,
         labels=tuple(labels[number] for number in sorted(labels))
@@ -234,24 +238,24 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
 
 def _are_scores_logits(checkpoint: Checkpoint) -> bool:
     """Tell whether a pair's score is its logit, as sentence-transformers' CrossEncoder
-    is told."""
+    is activation."""
     config = checkpoint.config
     sentence = checkpoint.sentence
-    told = (
+    activation = (
         (getattr(config, "sentence_transformers", None) or {}).get("activation_fn")
         or getattr(config, "sbert_ce_default_activation_function", None)
         or (sentence and sentence.activation)
     )
-    name = str(told or "Sigmoid").rpartition(".")[2]
+    name = str(activation or "Sigmoid").rpartition(".")[2]
     if name not in ("Sigmoid", "Identity"):
         raise CheckpointError(
-            f"{checkpoint.name} makes scores by {told}; Sigmoid and Identity run. Name "
+            f"{checkpoint.name} makes scores by {activation}; Sigmoid and Identity run. Name "
             "one of them as activation_fn in its config"
         )
     return name == "Identity"
 
 
-def _odds_of(
+def _choose_odds(
     checkpoint: Checkpoint, num_labels: int
 ) -> Literal["softmax", "sigmoid", "identity"]:
     """Return how a text's classes get their probabilities: as in transformers' pipeline."""
@@ -268,7 +272,7 @@ def _odds_of(
 def _find_defaults(
     config: RequestOptions, checkpoint: Checkpoint
 ) -> tuple[SamplingParams, int | None]:
-    """Return what params mean that a request leaves out, and the most tokens of such a chat."""
+    """Return the defaults of parameters, and the most tokens of a chat without a limit."""
     if config.generation_config == "openai":
         return DEFAULTS, None
     if checkpoint.generation_folder is None:
@@ -278,15 +282,15 @@ def _find_defaults(
         )
     kinds = {name: FIELDS["completions"][name].kind for name in OF_MODELS}
     kinds["max_new_tokens"] = integer(1)
-    said = {name: checkpoint.generation_fields.get(name) for name in kinds}
+    stated = {name: checkpoint.generation_fields.get(name) for name in kinds}
     try:
-        found = {
+        defaults = {
             name: kinds[name].read(name, value, INT64 - 1)
-            for name, value in said.items()
+            for name, value in stated.items()
             if value is not None
         }
-        most = found.pop("max_new_tokens", None)
-        return replace(DEFAULTS, **found), most
+        max_new_tokens = defaults.pop("max_new_tokens", None)
+        return replace(DEFAULTS, **defaults), max_new_tokens
     except RequestError as error:
         raise CheckpointError(
             f"{checkpoint.generation_folder / GENERATION}: {error.message}. Mend it, "
@@ -307,7 +311,7 @@ def _read_template(config: RequestOptions) -> str | None:
         ) from error
 
 
-def line_counting(
+def make_line_counting(
     config: EngineConfig, checkpoint: Checkpoint
 ) -> Callable[[], LineCounter]:
     """Return a function that begins to count a file's lines; its first call loads the

@@ -29,7 +29,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
 from fminfer.pipeline.wire import LinkSpec
 from fminfer.plan.run_plan import RunPlan, Streamed
-from fminfer.plan.shortage import no_cache
+from fminfer.plan.shortage import cache_error
 from fminfer.plan.slowness import find_slowness
 from fminfer.runtime.load.agreement import (
     agree_step_size,
@@ -64,7 +64,7 @@ class LoadedPart:
     @property
     def part(self) -> Part:
         """This rank's layers."""
-        return self.plan.own.part
+        return self.plan.this_rank.part
 
     @property
     def device(self) -> torch.device:
@@ -78,8 +78,8 @@ def load_part(
 ) -> LoadedPart:
     """Load this rank's layers; without a group this process alone runs the model."""
     config = plan.config
-    part = plan.own.part
-    share = plan.own.share
+    part = plan.this_rank.part
+    share = plan.this_rank.share
     use_device(plan.device)
     threads = _count_threads(plan, group)
     digests, hidden_group = _compare_ranks(plan, group)
@@ -109,7 +109,7 @@ def load_part(
         join=WholeLayers(registry).join_layer,
         shards=shards,
         tokens=None if share is None else share.tokens[part.shard],
-        streams=_stream_kind(plan.own.streamed),
+        streams=_stream_kind(plan.this_rank.streamed),
     )
     return LoadedPart(
         plan=plan,
@@ -149,21 +149,21 @@ def _compare_ranks(
         return digests, None
     check_agreement(group, "options", plan.shared)
     compare_weights(group, digests)
-    if plan.own.part.num_shards > 1:  # one thread alone calls NCCL, for sums
+    if plan.this_rank.part.num_shards > 1:  # one thread alone calls NCCL, for sums
         return digests, None
     return digests, connect_gpus(group, plan.device)
 
 
 def _open_source(plan: RunPlan, on_progress: OnProgress) -> LayerSource:
     """Return where this rank's weights come from."""
-    streamed = plan.own.streamed
+    streamed = plan.this_rank.streamed
     return open_weights(
         plan.checkpoint,
-        plan.own.part,
+        plan.this_rank.part,
         holding=plan.holding,
         device=plan.device,
         seed=plan.config.seed,
-        share=plan.own.share,
+        share=plan.this_rank.share,
         on_progress=on_progress,
         streamed=() if streamed is None else streamed.numbers,
         keeps_parts=plan.packed_by == "kernels",
@@ -198,14 +198,16 @@ def build_stage(loaded: LoadedPart) -> Stage:
         if not is_out_of_memory(error):
             raise
         plan = loaded.plan
-        raise no_cache(plan, plan.num_kv_tokens, free_bytes(loaded.device)) from error
+        raise cache_error(
+            plan, plan.num_kv_tokens, free_bytes(loaded.device)
+        ) from error
 
 
 def make_stage(loaded: LoadedPart) -> Stage:
     """Make the stage of a loaded part, and its KV cache."""
     plan = loaded.plan
     network = loaded.network
-    share = plan.own.share
+    share = plan.this_rank.share
     tokens = None
     graphs = None
     if share is not None and network.shards is not None:

@@ -31,7 +31,7 @@ from fminfer.pipeline.watch import Fault
 from fminfer.plan.pass_time import limit_step
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.load.agreement import END_S
-from fminfer.runtime.load.assembly import build_loop, find_ends, nan_explanation
+from fminfer.runtime.load.assembly import build_loop, find_end_ids, make_nan_explanation
 from fminfer.runtime.load.builder import LoadedPart, build
 from fminfer.runtime.load.properties import (
     LoadedPipeline,
@@ -91,7 +91,7 @@ class OnePipeline:
             why.slower,
             disk_speed=0.0 if stream is None else stream.reads.bytes_per_s,
         )
-        eos_ids = find_ends(checkpoint, tokenizer)
+        eos_ids = find_end_ids(checkpoint, tokenizer)
         self.core = build_loop(
             config,
             RequestStarter(
@@ -99,12 +99,14 @@ class OnePipeline:
             ),
             self.stages,
             AnswerStyle(
-                tokenizer, config.token_format, nan_explanation(checkpoint, plan.dtype)
+                tokenizer,
+                config.token_format,
+                make_nan_explanation(checkpoint, plan.dtype),
             ),
             sizes=plan.sizes,
             num_blocks=num_blocks,
             num_stages=loaded.part.num_stages,
-            most_read=_most_read(loaded),
+            most_read=_find_max_read(loaded),
         )
 
     @property
@@ -150,7 +152,7 @@ class OnePipeline:
     ) -> None:
         """Call functions after each step, as `Computing.follow` says."""
 
-        def tell(trace: StepTrace) -> None:
+        def report_step(trace: StepTrace) -> None:
             if on_work is not None:
                 on_work(
                     trace.num_prompt_tokens,
@@ -160,7 +162,7 @@ class OnePipeline:
             if on_step is not None:
                 on_step(trace)
 
-        self.core.on_step = tell
+        self.core.on_step = report_step
 
     def close(self) -> None:
         """End the stage's thread and the other ranks, and free the weights and the KV cache."""
@@ -188,12 +190,12 @@ class OnePipeline:
         group.close(has_failed=self.stages.failure is not None)
 
 
-def _most_read(loaded: LoadedPart) -> int:
+def _find_max_read(loaded: LoadedPart) -> int:
     """Return how many tokens an encoder reads at once, at most, by the memory that is left."""
     plan = loaded.plan
     left = free_bytes(loaded.device)
     if loaded.device.type == "cpu":  # a GPU's KV cache has its memory already
-        left -= plan.num_kv_tokens * plan.own.takes.kv_token
+        left -= plan.num_kv_tokens * plan.this_rank.takes.kv_token
     return plan.most_read(left)
 
 
@@ -202,7 +204,11 @@ def serve_rank(group: Group, plan_run: Callable[[Group], RunPlan]) -> None:
     try:
         loaded, stage, _ = build(plan_run(group), group, group.spread)
         serve_stage(
-            stage, loaded.part, loaded.form, group.watch.beat_last, _release_of(loaded)
+            stage,
+            loaded.part,
+            loaded.form,
+            group.watch.beat_last,
+            _make_release(loaded),
         )
         if loaded.network.stream is not None:
             loaded.network.stream.close()
@@ -218,15 +224,20 @@ def _build_pipeline(
         return LocalPipeline(stage.run, partial(use_device, loaded.device))
 
     def explain(text: str) -> FminferError:
-        return _error_of(group.explain_fault(group.watch.report_fault(Fault(text))))
+        return _make_error(group.explain_fault(group.watch.report_fault(Fault(text))))
 
     ring = RingPipeline(
-        stage, loaded.part, loaded.form, explain, group.watch.stop, _release_of(loaded)
+        stage,
+        loaded.part,
+        loaded.form,
+        explain,
+        group.watch.stop,
+        _make_release(loaded),
     )
 
     def fail(fault: Fault) -> None:
         group.fault = fault
-        ring.fail(_error_of(fault))
+        ring.fail(_make_error(fault))
         time.sleep(END_S)
         # whoever was to hear of it waits for something else, such as stdin
         group.end_rank(fault)
@@ -235,7 +246,7 @@ def _build_pipeline(
     return ring
 
 
-def _error_of(fault: Fault) -> FminferError:
+def _make_error(fault: Fault) -> FminferError:
     """Return rank 0's error for a rank's fault; a lack of memory keeps its class."""
     kind = (
         OutOfMemoryError if fault.kind == OutOfMemoryError.__name__ else PipelineError
@@ -243,7 +254,7 @@ def _error_of(fault: Fault) -> FminferError:
     return kind(fault.text)
 
 
-def _release_of(loaded: LoadedPart) -> Callable[[], None]:
+def _make_release(loaded: LoadedPart) -> Callable[[], None]:
     """Return what lets a stage wait for no other rank any longer."""
     shards = loaded.network.shards
     return (lambda: None) if shards is None else shards.stop

@@ -11,7 +11,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import RunPlan
-from fminfer.runtime.load.agreement import place_of_rank
+from fminfer.runtime.load.agreement import find_place_of_rank
 
 
 class Opening:
@@ -67,6 +67,6 @@ class Opening:
         )
         is_computing = self._is_computing or group is not None
         if is_computing:
-            place = place_of_rank(place, group, spread)
+            place = find_place_of_rank(place, group, spread)
         self._plan = plan_ahead(config, checkpoint, place, is_computing=is_computing)
         return self._plan

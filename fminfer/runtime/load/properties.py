@@ -72,12 +72,12 @@ class PipelineProperties:
     @property
     def kv_bytes_per_token(self) -> int:
         """The first rank's part of a token."""
-        return self.plan.own.takes.kv_token
+        return self.plan.this_rank.takes.kv_token
 
     @property
     def num_stages(self) -> int:
         """The stages of all pipelines."""
-        return self.num_pipelines * self.plan.own.part.num_stages
+        return self.num_pipelines * self.plan.this_rank.part.num_stages
 
     @property
     def num_ranks(self) -> int:

@@ -58,11 +58,11 @@ class Apart(Meeting):
         check_agreement(self, "fingerprint", fingerprint)
         counts = Counter(rank // self._num_ranks for rank in self.local_ranks)
         if len(set(counts.values())) > 1:
-            told = ", ".join(
+            places = ", ".join(
                 f"pipeline {n} has {count}" for n, count in sorted(counts.items())
             )
             raise UsageError(
-                f"of the ranks on {self._where['host']}, {told}; start as many of each "
+                f"of the ranks on {self._where['host']}, {places}; start as many of each "
                 "there, for they share its cores and GPUs evenly (rank r is of "
                 f"pipeline r // {self._num_ranks})"
             )
@@ -118,7 +118,7 @@ class Apart(Meeting):
             first.end(0)
             raise
 
-    def take_stage(self) -> tuple[RankPlace | None, int | None]:
+    def join_pipeline(self) -> tuple[RankPlace | None, int | None]:
         """Return another rank's place in its pipeline, and its line to rank 0 if it has one."""
         facts = self._facts if self._num_ranks > 1 else None
         if self._rank_in_pipeline > 0:

@@ -70,7 +70,7 @@ class Team:
         self._has_started = False
         self._pipelines = start()
         try:
-            self._start()
+            self._await_loading()
         except BaseException:
             self.close()
             raise
@@ -160,14 +160,14 @@ class Team:
 
     def step(self) -> list[Event]:
         """Hand out waiting requests, and return the next events; an error drops all requests."""
-        self._take_in()
-        self._hand_out()
+        self._queue_added()
+        self._send_waiting()
         try:
             self._check_any_lives()
         except FminferError:
             self._waiting.clear()
             for pipeline in self._pipelines:
-                pipeline.asked.clear()
+                pipeline.requests.clear()
             raise
         timeout_s = None if self.is_computing else 0.0  # nobody would say anything
         if self.is_computing and self._until_s is not None:
@@ -179,21 +179,21 @@ class Team:
         self._is_draining = False
         self._until_s = None
         self._expects_more = True
-        self._tell_all("start_run")
+        self._send_to_all("start_run")
 
     def drain(self, until_s: float = math.inf) -> None:
         """Let no more requests begin; those whose rows run go on. `step` returns by then."""
         if not self._is_draining:
             self._is_draining = True
-            self._tell_all("drain")
+            self._send_to_all("drain")
         self._until_s = until_s if until_s < math.inf else None
 
     def expect_no_more_requests(self) -> None:
         """Note that no more requests come: prefixes that none of them shares can be evicted."""
-        self._take_in()
+        self._queue_added()
         if self._expects_more and not self._waiting:
             self._expects_more = False
-            self._tell_all("expect_no_more_requests")
+            self._send_to_all("expect_no_more_requests")
 
     def check_books(self) -> None:
         """Nothing: the books are the pipelines'."""
@@ -235,22 +235,22 @@ class Team:
     @property
     def is_computing(self) -> bool:
         """Whether a pipeline has requests."""
-        return any(pipeline.asked for pipeline in self._living)
+        return any(pipeline.requests for pipeline in self._living)
 
     @property
     def has_begun(self) -> bool:
         """Whether rows run, as the pipelines last said it."""
         return any(
-            pipeline.state.has_begun and pipeline.asked for pipeline in self._living
+            pipeline.state.has_begun and pipeline.requests for pipeline in self._living
         )
 
     def close(self) -> None:
         """End all pipelines: idle ones in good order, the others at once."""
         for pipeline in self._pipelines:
-            if pipeline.asked or pipeline.loaded is None:
+            if pipeline.requests or pipeline.loaded is None:
                 pipeline.close()
             else:
-                pipeline.tell(END)
+                pipeline.send(END)
         deadline_s = time.monotonic() + END_S
         for pipeline in self._pipelines:
             pipeline.end(max(0.0, deadline_s - time.monotonic()))
@@ -279,11 +279,11 @@ class Team:
                 with contextlib.suppress(BlockingIOError):  # it is full
                     os.write(self._wake_in, b".")
 
-    def _tell_all(self, what: str) -> None:
+    def _send_to_all(self, what: str) -> None:
         for pipeline in self._living:
-            pipeline.tell(what)
+            pipeline.send(what)
 
-    def _start(self) -> None:
+    def _await_loading(self) -> None:
         """Wait until each pipeline has loaded, then for its KV cache; tell of those
         that ended."""
         try:
@@ -297,19 +297,19 @@ class Team:
                         f"which the run began: {names} differ; leave the model's "
                         "folder as it is while a run starts"
                     )
-            self._tell_all(GO_ON)
+            self._send_to_all(GO_ON)
             self._await_all(lambda each: each.loaded is not None)
         finally:
             self._has_started = True
             for pipeline in self._dead:
-                self._tell_end(pipeline)
+                self._report_end(pipeline)
 
     def _await_all(self, has_come: Callable[[TeamPipeline], bool]) -> None:
         while not all(map(has_come, self._living)):
             list(self._listen(None))
         self._check_any_lives()
 
-    def _take_in(self) -> None:
+    def _queue_added(self) -> None:
         """Queue what was added, the higher priorities first, and forget what was cancelled."""
         # counted first: all of these were added by now
         num_cancelled = len(self._cancelled)
@@ -324,11 +324,11 @@ class Team:
             kept = [each for each in self._waiting if each.ask.request_id != request_id]
             self._waiting = deque(kept)
             for pipeline in self._living:
-                if request_id in pipeline.asked:
-                    pipeline.leave(request_id)
-                    pipeline.tell(Cancel(request_id))
+                if request_id in pipeline.requests:
+                    pipeline.remove(request_id)
+                    pipeline.send(Cancel(request_id))
 
-    def _hand_out(self) -> None:
+    def _send_waiting(self) -> None:
         """Give waiting requests to pipelines that have room."""
         while self._waiting and not self._is_draining:
             urgent = self._waiting[0].ask.priority > 0
@@ -338,7 +338,7 @@ class Team:
             pipeline = min(free, key=lambda pipeline: pipeline.cost)
             share = -(-len(self._waiting) // len(free))  # share the last ones evenly
             for _ in range(min(ASKED_AT_ONCE, share)):
-                pipeline.ask(self._waiting.popleft())
+                pipeline.send_request(self._waiting.popleft())
 
     def _listen(self, timeout_s: float | None) -> Iterator[Event]:
         """Process reports of the pipelines, bury the dead ones, and yield events."""
@@ -350,10 +350,10 @@ class Team:
             try:
                 report: Report = receive(pipeline.connection)
             except (EOFError, OSError):
-                self._bury(pipeline)
+                self._remove_dead(pipeline)
                 continue
             before = pipeline.stats
-            pipeline.take(report)
+            pipeline.update(report)
             if report.stats is not None and self._on_work is not None:
                 num_fed = report.stats.num_prompt_tokens - before.num_prompt_tokens
                 num_drawn = (
@@ -361,49 +361,53 @@ class Team:
                 )
                 self._on_work(num_fed, num_drawn, self.state.num_running)
             for event in report.events:
-                yield from self._take_event(pipeline, event)
+                yield from self._pass_on_event(pipeline, event)
 
-    def _take_event(self, pipeline: TeamPipeline, event: Event) -> Iterator[Event]:
-        asking = pipeline.asked.get(event.request_id)
+    def _pass_on_event(self, pipeline: TeamPipeline, event: Event) -> Iterator[Event]:
+        asking = pipeline.requests.get(event.request_id)
         if asking is None:  # it was cancelled
             return
         if not isinstance(event, Delta):
-            pipeline.leave(event.request_id)
+            pipeline.remove(event.request_id)
             yield event
         elif (
-            new := asking.told.setdefault(event.index, StreamPosition()).take(event)
+            new := asking.positions.setdefault(
+                event.index, StreamPosition()
+            ).cut_repeated(event)
         ) is not None:
             yield new
 
-    def _bury(self, pipeline: TeamPipeline) -> None:
+    def _remove_dead(self, pipeline: TeamPipeline) -> None:
         """Give a dead pipeline's requests to the others."""
         pipeline.is_alive = False
         self._dead.append(pipeline)
-        left = sorted(pipeline.asked.values(), key=lambda asking: asking.ask.request_id)
-        pipeline.asked.clear()
+        left = sorted(
+            pipeline.requests.values(), key=lambda asking: asking.ask.request_id
+        )
+        pipeline.requests.clear()
         for asking in left:
-            for heard in asking.told.values():
+            for heard in asking.positions.values():
                 heard.begin_anew()
         left_first = sorted(
             [*left, *self._waiting], key=lambda asking: -asking.ask.priority
         )
         self._waiting = deque(left_first)
         if self._has_started:
-            self._tell_end(pipeline, len(left))
+            self._report_end(pipeline, len(left))
 
-    def _tell_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
+    def _report_end(self, pipeline: TeamPipeline, num_left: int = 0) -> None:
         """Tell the user of a dead pipeline, unless the error that ends the run is alike."""
         failure = pipeline.failure
         fatal = self._fatal
         if failure is not None and fatal is not None and _is_alike(failure, fatal):
             return
         why = "ended" if failure is None else f"failed: {failure.text}"
-        others = "; no other is left."
-        if self._living:
-            others = "; the others go on" + (
-                f", and answer its {with_noun(num_left, 'row')}." * bool(num_left)
-                or "."
-            )
+        if not self._living:
+            others = "; no other is left."
+        elif num_left:
+            others = f"; the others go on, and answer its {with_noun(num_left, 'row')}."
+        else:
+            others = "; the others go on."
         self._say(f"Pipeline {pipeline.number} {why}{others}")
 
     @property

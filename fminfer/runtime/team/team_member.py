@@ -97,11 +97,11 @@ class TeamMember:
                 raise self._failure
             while self._orders:
                 getattr(core, self._orders.popleft())()
-            self._tell(core.step() if core.has_work else [])
+            self._send_report(core.step() if core.has_work else [])
         computing.close()
         send(self._connection, Report([], core.state, core.stats, computing.memory))
 
-    def _tell(self, events: list[Event]) -> None:
+    def _send_report(self, events: list[Event]) -> None:
         """Send events, and now and then counts."""
         core = self._core
         now_s = time.monotonic()
@@ -130,15 +130,15 @@ class TeamMember:
                 sys.stderr.flush()
                 os._exit(1)
             try:
-                self._hear(said)
+                self._follow_message(said)
             except Exception as error:  # the main thread says so, and ends
                 self._failure = error
             core.wake()
 
-    def _hear(self, said: Any) -> None:
+    def _follow_message(self, said: Any) -> None:
         """Take note of what the run has said."""
         if isinstance(said, Ask):
-            self._take(said)
+            self._add_request(said)
         elif isinstance(said, Cancel):
             self._core.cancel(said.request_id)
         elif said == END:
@@ -146,7 +146,7 @@ class TeamMember:
         elif said in get_args(Order):
             self._orders.append(said)
 
-    def _take(self, ask: Ask) -> None:
+    def _add_request(self, ask: Ask) -> None:
         try:
             self._core.add(
                 ask.prepared,

@@ -36,7 +36,7 @@ class StreamPosition:
         """Expect everything that was sent once more."""
         self.num_again = self.num_sent
 
-    def take(self, delta: Delta) -> Delta | None:
+    def cut_repeated(self, delta: Delta) -> Delta | None:
         """Return the new part of a delta; None: nothing is new."""
         logprobs = delta.logprobs
         skip = self.num_again[-1]
@@ -69,7 +69,8 @@ class SentRequest:
     """A request that the team has, and what was told of its choices."""
 
     ask: Ask
-    told: dict[int, StreamPosition] = field(default_factory=dict)  # by choice
+    # by choice
+    positions: dict[int, StreamPosition] = field(default_factory=dict)
 
     @property
     def is_behind(self) -> bool:
@@ -101,12 +102,12 @@ class TeamPipeline:
         self.stats = EngineStats()
         self.state = EngineState()  # as it last said it
         self.memory: list[RankMemory] = []  # of its ranks, numbered from 0
-        self.asked: dict[int, SentRequest] = {}  # that it has, and has not answered
+        self.requests: dict[int, SentRequest] = {}  # that it has, and has not answered
         # requests so far, and those behind all others
         self.num_sent = self.num_sent_behind = 0
         self.cost = 0  # of its requests
 
-    def take(self, report: Report) -> None:
+    def update(self, report: Report) -> None:
         """Take note of what it tells."""
         for name in ("state", "stats", "memory", "loaded", "failure", "file_digests"):
             if (news := getattr(report, name)) is not None:
@@ -122,22 +123,22 @@ class TeamPipeline:
         """Requests behind all others that it has not begun."""
         return self.num_sent_behind - self.state.num_begun_behind
 
-    def ask(self, asking: SentRequest) -> None:
+    def send_request(self, asking: SentRequest) -> None:
         """Give it a request to answer."""
-        self.asked[asking.ask.request_id] = asking
+        self.requests[asking.ask.request_id] = asking
         self.num_sent += 1
         self.num_sent_behind += asking.is_behind
         self.cost += asking.cost
-        self.tell(asking.ask)
+        self.send(asking.ask)
 
-    def tell(self, what: object) -> None:
+    def send(self, what: object) -> None:
         """Send a message; a dead pipeline is noticed when it is read from."""
         with contextlib.suppress(OSError):
             send(self.connection, what)
 
-    def leave(self, request_id: int) -> None:
+    def remove(self, request_id: int) -> None:
         """Take note that a request is answered, or is forgotten."""
-        asking = self.asked.pop(request_id, None)
+        asking = self.requests.pop(request_id, None)
         self.cost -= 0 if asking is None else asking.cost
 
     def close(self) -> None:
@@ -162,7 +163,7 @@ def start_pipeline(
     facts: RankPlace | None = None,
 ) -> TeamPipeline:
     """Give a process its pipeline; it has a place on this machine, or among ranks apart."""
-    process.give(
+    process.send_task(
         Task(Role("member", place, facts, process.descriptor), config, child_options)
     )
     assert process.line is not None, "a member has a line"
