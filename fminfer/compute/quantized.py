@@ -74,31 +74,31 @@ class Blocks:
             .to(dtype)
         )
 
-    def quantize(self, numbers: Tensor, to: Tensor | None = None) -> Tensor:
-        """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `to`."""
+    def quantize(self, numbers: Tensor, out: Tensor | None = None) -> Tensor:
+        """Return the only tensor of a weight, of numbers (…, outputs, inputs), or fill `out`."""
         assert self.pack is not None and self.fits_inputs(numbers.shape[-1]), (
             "numbers for blocks"
         )
-        if to is None:
-            (to,) = self.empty(tuple(numbers.shape), numbers.device)
+        if out is None:
+            (out,) = self.empty(tuple(numbers.shape), numbers.device)
         if numbers.dim() > 2:
-            for each, own in zip(numbers, to, strict=True):
-                self.quantize(each, own)
-            return to
+            for item, item_out in zip(numbers, out, strict=True):
+                self.quantize(item, item_out)
+            return out
         step = max(1, PACKED_AT_ONCE // max(1, numbers.shape[1]))
         pack = self.pack
-        own = to
+        target = out
 
         def pack_rows(first: int) -> None:
-            with torch.inference_mode(own.is_inference()):  # a thread's own mode
+            with torch.inference_mode(target.is_inference()):  # a thread's own mode
                 part = numbers[first : first + step].float()
                 blocks = pack(part.reshape(len(part), -1, self.block or part.shape[1]))
-                own[first : first + step] = blocks.flatten(-2)
+                target[first : first + step] = blocks.flatten(-2)
 
         with ThreadPoolExecutor(torch.get_num_threads()) as threads:
             # raises what they raise
             list(threads.map(pack_rows, range(0, len(numbers), step)))
-        return to
+        return out
 
     def cut_inputs(self, packed: Tensor, columns: range) -> Tensor:
         """Return the bytes of some inputs: of whole blocks, or of any where a row is
@@ -136,22 +136,22 @@ class Blocks:
         return stored
 
 
-def divided(packed: Tensor, *sizes: int) -> Tensor:
+def split_last_dimension(packed: Tensor, *sizes: int) -> Tensor:
     """Return the last dimension as several."""
     return packed.reshape(*packed.shape[:-1], *sizes)
 
 
-def _half(blocks: Tensor, first: int) -> Tensor:
+def _read_float16(blocks: Tensor, first: int) -> Tensor:
     """Return a float16 number of each block, (…, 1) float32."""
     return blocks[..., first : first + 2].contiguous().view(torch.float16).float()
 
 
-def _nibbles(packed: Tensor) -> Tensor:
+def _split_nibbles(packed: Tensor) -> Tensor:
     """Return the lower halves of bytes, then their upper ones."""
     return torch.cat([packed & 15, packed >> 4], -1)
 
 
-def _fields(packed: Tensor, bits: int) -> Tensor:
+def _split_fields(packed: Tensor, bits: int) -> Tensor:
     """Return each byte's fields of so many bits as rows, (…, fields, bytes), the lowest
     first."""
     shifts = torch.arange(0, 8, bits, dtype=torch.uint8, device=packed.device)
@@ -160,80 +160,91 @@ def _fields(packed: Tensor, bits: int) -> Tensor:
 
 
 def unpack_q8_0(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * blocks[..., 2:].view(torch.int8).float()
+    return _read_float16(blocks, 0) * blocks[..., 2:].view(torch.int8).float()
 
 
-def _unpack_small(blocks: Tensor, *, has_fifth: bool, has_least: bool) -> Tensor:
+def _unpack_short_block(blocks: Tensor, *, has_fifth: bool, has_least: bool) -> Tensor:
     """Return numbers of 4 or 5 bits, which are above a least one or around 0."""
     first = 4 if has_least else 2
-    values = _nibbles(blocks[..., first + 4 * has_fifth :])
+    values = _split_nibbles(blocks[..., first + 4 * has_fifth :])
     if has_fifth:  # 32 bits, each worth 16
-        values = values | _fields(blocks[..., first : first + 4], 1).mT.flatten(-2) << 4
+        values = (
+            values
+            | _split_fields(blocks[..., first : first + 4], 1).mT.flatten(-2) << 4
+        )
     if has_least:
-        return _half(blocks, 0) * values.float() + _half(blocks, 2)
-    return _half(blocks, 0) * (values.float() - (16 if has_fifth else 8))
+        return _read_float16(blocks, 0) * values.float() + _read_float16(blocks, 2)
+    return _read_float16(blocks, 0) * (values.float() - (16 if has_fifth else 8))
 
 
-def _looked_up(values: tuple[int, ...], packed: Tensor) -> Tensor:
+def _map_nibbles(values: tuple[int, ...], packed: Tensor) -> Tensor:
     table = torch.tensor(values, dtype=torch.float32, device=packed.device)
-    return table[_nibbles(packed).int()]
+    return table[_split_nibbles(packed).int()]
 
 
 def unpack_iq4_nl(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _looked_up(IQ4_VALUES, blocks[..., 2:])
+    return _read_float16(blocks, 0) * _map_nibbles(IQ4_VALUES, blocks[..., 2:])
 
 
 def unpack_mxfp4(blocks: Tensor) -> Tensor:
     """A block's scale is a power of 2."""
     scale = torch.exp2(blocks[..., :1].float() - 128)
-    return scale * _looked_up(MXFP4_VALUES, blocks[..., 1:])
+    return scale * _map_nibbles(MXFP4_VALUES, blocks[..., 1:])
 
 
-def _scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
+def _unpack_scales_and_mins(blocks: Tensor) -> tuple[Tensor, Tensor]:
     """Return 8 scales and 8 minima of Q4_K and Q5_K, (…, 8, 1): 6 bits each, in 12 bytes."""
-    low, high, both = divided(blocks[..., 4:16], 3, 4).unbind(-2)
+    low, high, both = split_last_dimension(blocks[..., 4:16], 3, 4).unbind(-2)
     scales = torch.cat([low & 63, (both & 15) | (low >> 6 << 4)], -1)
     mins = torch.cat([high & 63, (both >> 4) | (high >> 6 << 4)], -1)
-    scale = _half(blocks, 0) * scales.float()
-    return scale[..., None], (_half(blocks, 2) * mins.float())[..., None]
+    scale = _read_float16(blocks, 0) * scales.float()
+    return scale[..., None], (_read_float16(blocks, 2) * mins.float())[..., None]
 
 
 def _unpack_k(blocks: Tensor, *, has_fifth: bool) -> Tensor:
     """Return numbers of Q4_K or Q5_K."""
-    scale, least = _scales_and_mins(blocks)
-    low = divided(blocks[..., 48 if has_fifth else 16 :], 4, 32)
-    values = _fields(low, 4).flatten(-3, -2)  # 8 groups of 32: each 32 bytes hold two
+    scale, least = _unpack_scales_and_mins(blocks)
+    low = split_last_dimension(blocks[..., 48 if has_fifth else 16 :], 4, 32)
+    values = _split_fields(low, 4).flatten(
+        -3, -2
+    )  # 8 groups of 32: each 32 bytes hold two
     if has_fifth:
-        values = values | _fields(blocks[..., 16:48], 1) << 4
+        values = values | _split_fields(blocks[..., 16:48], 1) << 4
     return (scale * values.float() - least).flatten(-2)
 
 
 def unpack_q6_k(blocks: Tensor) -> Tensor:
-    low = _fields(divided(blocks[..., :128], 2, 64), 4).flatten(-2)  # (…, 2, 128)
-    high = _fields(divided(blocks[..., 128:192], 2, 32), 2).flatten(-2)
-    values = divided((low | high << 4).flatten(-2), 16, 16).float() - 32
-    scale = _half(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
+    low = _split_fields(split_last_dimension(blocks[..., :128], 2, 64), 4).flatten(
+        -2
+    )  # (…, 2, 128)
+    high = _split_fields(split_last_dimension(blocks[..., 128:192], 2, 32), 2).flatten(
+        -2
+    )
+    values = split_last_dimension((low | high << 4).flatten(-2), 16, 16).float() - 32
+    scale = _read_float16(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
     return (scale[..., None] * values).flatten(-2)
 
 
-def _groups_of_twos(packed: Tensor) -> Tensor:
+def _split_two_bits(packed: Tensor) -> Tensor:
     """Return 64 bytes as 16 groups of 16 numbers of 2 bits."""
-    return divided(_fields(divided(packed, 2, 32), 2).flatten(-3), 16, 16)
+    return split_last_dimension(
+        _split_fields(split_last_dimension(packed, 2, 32), 2).flatten(-3), 16, 16
+    )
 
 
 def unpack_q2_k(blocks: Tensor) -> Tensor:
-    scale = _half(blocks, 80) * (blocks[..., :16] & 15).float()
-    least = _half(blocks, 82) * (blocks[..., :16] >> 4).float()
-    values = _groups_of_twos(blocks[..., 16:80]).float()
+    scale = _read_float16(blocks, 80) * (blocks[..., :16] & 15).float()
+    least = _read_float16(blocks, 82) * (blocks[..., :16] >> 4).float()
+    values = _split_two_bits(blocks[..., 16:80]).float()
     return (scale[..., None] * values - least[..., None]).flatten(-2)
 
 
 def unpack_q3_k(blocks: Tensor) -> Tensor:
-    third = divided(_fields(blocks[..., :32], 1).flatten(-2), 16, 16)
-    values = _groups_of_twos(blocks[..., 32:96]).float() - 4 * (1 - third.float())
-    low = _nibbles(blocks[..., 96:104])
-    high = _fields(blocks[..., 104:108], 2).flatten(-2)
-    scale = _half(blocks, 108) * ((low | high << 4).float() - 32)
+    third = split_last_dimension(_split_fields(blocks[..., :32], 1).flatten(-2), 16, 16)
+    values = _split_two_bits(blocks[..., 32:96]).float() - 4 * (1 - third.float())
+    low = _split_nibbles(blocks[..., 96:104])
+    high = _split_fields(blocks[..., 104:108], 2).flatten(-2)
+    scale = _read_float16(blocks, 108) * ((low | high << 4).float() - 32)
     return (scale[..., None] * values).flatten(-2)
 
 
@@ -241,16 +252,32 @@ def unpack_q3_k(blocks: Tensor) -> Tensor:
 GGUF_FORMATS = (
     Blocks("Q8_0", 32, 34, unpack_q8_0, kind=2),
     Blocks(
-        "Q4_0", 32, 18, partial(_unpack_small, has_fifth=False, has_least=False), kind=5
+        "Q4_0",
+        32,
+        18,
+        partial(_unpack_short_block, has_fifth=False, has_least=False),
+        kind=5,
     ),
     Blocks(
-        "Q4_1", 32, 20, partial(_unpack_small, has_fifth=False, has_least=True), kind=6
+        "Q4_1",
+        32,
+        20,
+        partial(_unpack_short_block, has_fifth=False, has_least=True),
+        kind=6,
     ),
     Blocks(
-        "Q5_0", 32, 22, partial(_unpack_small, has_fifth=True, has_least=False), kind=7
+        "Q5_0",
+        32,
+        22,
+        partial(_unpack_short_block, has_fifth=True, has_least=False),
+        kind=7,
     ),
     Blocks(
-        "Q5_1", 32, 24, partial(_unpack_small, has_fifth=True, has_least=True), kind=8
+        "Q5_1",
+        32,
+        24,
+        partial(_unpack_short_block, has_fifth=True, has_least=True),
+        kind=8,
     ),
     Blocks("Q4_K", 256, 144, partial(_unpack_k, has_fifth=False), kind=9),
     Blocks("Q5_K", 256, 176, partial(_unpack_k, has_fifth=True), kind=10),
@@ -262,12 +289,12 @@ GGUF_FORMATS = (
 )
 
 
-def _bytes_of(numbers: Tensor) -> Tensor:
+def _float16_bytes(numbers: Tensor) -> Tensor:
     """Return float16's bytes of numbers, (…, numbers)."""
     return numbers.half().contiguous().view(torch.uint8)
 
 
-def _scale(sizes: Tensor, steps: int) -> Tensor:
+def _make_scales(sizes: Tensor, steps: int) -> Tensor:
     """Return scales as float16 holds them, (…, 1), of which `steps` reach each size.
 
     One that is too large is inf, so that its block becomes nan. One that is too small
@@ -279,9 +306,9 @@ def _scale(sizes: Tensor, steps: int) -> Tensor:
 
 
 def pack_int8(blocks: Tensor) -> Tensor:
-    scale = _scale(blocks.abs().amax(-1, keepdim=True), 127)
+    scale = _make_scales(blocks.abs().amax(-1, keepdim=True), 127)
     values = (blocks / scale).round_().clamp_(-127, 127).to(torch.int8)
-    return torch.cat([_bytes_of(scale), values.view(torch.uint8)], -1)
+    return torch.cat([_float16_bytes(scale), values.view(torch.uint8)], -1)
 
 
 def _pack_units(values: Tensor) -> Tensor:
@@ -298,7 +325,9 @@ def _pack_units(values: Tensor) -> Tensor:
 
 
 def _unpack_units(packed: Tensor) -> Tensor:
-    units = divided(torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4)
+    units = split_last_dimension(
+        torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4
+    )
     return units.mT.flatten(-3).float()
 
 
@@ -306,42 +335,46 @@ def pack_symmetric(blocks: Tensor) -> Tensor:
     """Pack numbers so that the largest one is -8 or 8 times the scale, as others reach
     -8 and 7."""
     most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
-    scale = _scale(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
+    scale = _make_scales(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
     values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return torch.cat([_bytes_of(scale), _pack_units(values)], -1)
+    return torch.cat([_float16_bytes(scale), _pack_units(values)], -1)
 
 
 def unpack_symmetric(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * (_unpack_units(blocks[..., 2:]) - 8)
+    return _read_float16(blocks, 0) * (_unpack_units(blocks[..., 2:]) - 8)
 
 
 def pack_int4(blocks: Tensor) -> Tensor:
     least, most = blocks.aminmax(dim=-1, keepdim=True)
     least = least.half().float()
-    scale = _scale(most - least, 15)
+    scale = _make_scales(most - least, 15)
     values = ((blocks - least) / scale).round_().clamp_(0, 15).to(torch.uint8)
-    return torch.cat([_bytes_of(scale), _bytes_of(least), _pack_units(values)], -1)
+    return torch.cat(
+        [_float16_bytes(scale), _float16_bytes(least), _pack_units(values)], -1
+    )
 
 
 def unpack_int4(blocks: Tensor) -> Tensor:
-    return _half(blocks, 0) * _unpack_units(blocks[..., 4:]) + _half(blocks, 2)
+    return _read_float16(blocks, 0) * _unpack_units(blocks[..., 4:]) + _read_float16(
+        blocks, 2
+    )
 
 
-_int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)
-_symmetric = partial(Blocks, unpack=unpack_symmetric, pack=pack_symmetric, kind=3)
-_int4 = partial(Blocks, unpack=unpack_int4, pack=pack_int4, kind=4)
-INT8 = _int8("int8", 128, 130)
-INT8_32 = _int8("int8-32", 32, 34)
-INT4 = _int4("int4", 32, 20)
-INT4_SYMMETRIC = _symmetric("int4-symmetric", 32, 18)
+_make_int8 = partial(Blocks, unpack=unpack_q8_0, pack=pack_int8, kind=2)
+_make_symmetric = partial(Blocks, unpack=unpack_symmetric, pack=pack_symmetric, kind=3)
+_make_int4 = partial(Blocks, unpack=unpack_int4, pack=pack_int4, kind=4)
+INT8 = _make_int8("int8", 128, 130)
+INT8_32 = _make_int8("int8-32", 32, 34)
+INT4 = _make_int4("int4", 32, 20)
+INT4_SYMMETRIC = _make_symmetric("int4-symmetric", 32, 18)
 OWN_FORMATS = (
     INT8,
     INT8_32,
-    _int8("int8-row", 0, 2),
+    _make_int8("int8-row", 0, 2),
     INT4,
-    _int4("int4-128", 128, 68),
+    _make_int4("int4-128", 128, 68),
     INT4_SYMMETRIC,
-    _symmetric("int4-symmetric-128", 128, 66),
+    _make_symmetric("int4-symmetric-128", 128, 66),
 )
 _BY_NAME = {form.name: form for form in OWN_FORMATS}
 

@@ -53,8 +53,8 @@ class SharedMemoryGroup:
         self.index = index
         self.count = count
         self._memory = memory
-        place = ctypes.addressof(ctypes.c_char.from_buffer(memory))
-        self.struct = SumsStruct(place, CAPACITY, index, count, 0, 0)
+        address = ctypes.addressof(ctypes.c_char.from_buffer(memory))
+        self.struct = SumsStruct(address, CAPACITY, index, count, 0, 0)
         # for kernels that add up by themselves
         self.address = ctypes.addressof(self.struct)
 
@@ -67,17 +67,17 @@ class SharedMemoryGroup:
         if x.dtype not in KERNEL_TYPES:
             return self.sum(x.float()).to(x.dtype)
         x = x.contiguous()
-        how = KERNEL_TYPES[x.dtype], torch.get_num_threads()
-        raise_group_failure(self._sum(self.address, x.data_ptr(), x.numel(), *how))
+        settings = KERNEL_TYPES[x.dtype], torch.get_num_threads()
+        raise_group_failure(self._sum(self.address, x.data_ptr(), x.numel(), *settings))
         return x
 
     def gather(self, x: torch.Tensor) -> torch.Tensor:
         x = x.contiguous()
-        found = x.new_empty((self.count, *x.shape))
+        gathered = x.new_empty((self.count, *x.shape))
         raise_group_failure(
-            self._gather(self.address, x.data_ptr(), found.data_ptr(), x.nbytes)
+            self._gather(self.address, x.data_ptr(), gathered.data_ptr(), x.nbytes)
         )
-        return found
+        return gathered
 
     def stop(self) -> None:
         self.struct.is_over = 1

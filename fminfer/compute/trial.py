@@ -12,8 +12,8 @@ import torch
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 
-Asked = TypeVar("Asked")
-Body = TypeVar("Body")
+Target = TypeVar("Target")
+Kernel = TypeVar("Kernel")
 Pair = tuple[torch.Tensor, torch.Tensor]  # (found, expected)
 # of an error, as a part of the largest expected number
 Limits = dict[torch.dtype, float]
@@ -31,22 +31,22 @@ POSITION = re.compile(r"at \d+:\d+:")
 
 
 @dataclass(slots=True, frozen=True)
-class Trial(Generic[Body]):
+class Trial(Generic[Kernel]):
     """How a body is compared with plain torch."""
 
     name: str  # what messages call what it computes
-    pairs: Callable[[Body], Iterable[Pair]]
+    pairs: Callable[[Kernel], Iterable[Pair]]
     limit: float  # of an error, as a part of the largest expected number
     key: Hashable = None  # a trial stands for all that have the same: a shape, a spec
 
 
 @dataclass(slots=True, frozen=True, eq=False)
-class Candidate(Generic[Asked, Body]):
+class Candidate(Generic[Target, Kernel]):
     """A compiled body that may be chosen for what is asked: a weight, a spec."""
 
-    make: Callable[[Asked], Body]
-    trial: Callable[[Asked], Trial[Body]]
-    serves: Callable[[Asked], bool] = lambda asked: True
+    make: Callable[[Target], Kernel]
+    trial: Callable[[Target], Trial[Kernel]]
+    serves: Callable[[Target], bool] = lambda target: True
 
 
 def compare_pairs(pairs: Iterable[Pair], limit: float) -> bool:
@@ -58,12 +58,12 @@ def compare_pairs(pairs: Iterable[Pair], limit: float) -> bool:
         ValueError: they differ by more than `limit` times the largest expected number.
     """
     has_nan = False
-    for found, expected in pairs:
-        found = found.double().cpu()
+    for computed, expected in pairs:
+        computed = computed.double().cpu()
         expected = expected.double().cpu()
         has_nan = has_nan or bool(expected.isnan().any())
-        is_same = (found == expected) | expected.isnan()
-        error = (found - expected).abs().masked_fill(is_same, 0.0).amax()
+        is_same = (computed == expected) | expected.isnan()
+        error = (computed - expected).abs().masked_fill(is_same, 0.0).amax()
         largest = expected.abs().masked_fill(~expected.isfinite(), 0.0).amax()
         if not error <= limit * largest:
             raise ValueError(
@@ -72,14 +72,14 @@ def compare_pairs(pairs: Iterable[Pair], limit: float) -> bool:
     return not has_nan
 
 
-def explain_failure(asked: Kernels, name: str, error: BaseException) -> str:
+def explain_failure(mode: Kernels, name: str, error: BaseException) -> str:
     """Return why plain torch computes something, or raise it if no other body will do.
 
     Raises:
         UsageError: --kernels require, or the GPU's context is broken.
     """
     problem = f"{name}: the kernel cannot be used ({describe_reason(error)})"
-    if asked == "require":
+    if mode == "require":
         raise UsageError(f"--kernels require: {problem}. Use --kernels auto") from error
     try:
         if torch.cuda.is_initialized():  # type: ignore[no-untyped-call]

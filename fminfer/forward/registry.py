@@ -40,7 +40,7 @@ from fminfer.compute.sampling.draw_kernel import (
     make_draw_trial,
 )
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw_tokens, rank_logits
-from fminfer.compute.trial import Asked, Body, Candidate, compare_pairs, explain_failure
+from fminfer.compute.trial import Target, Kernel, Candidate, compare_pairs, explain_failure
 from fminfer.compute.values.spec import Attention, Moe
 from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
@@ -206,8 +206,8 @@ class Registry:
         return "; ".join(dict.fromkeys(filter(None, self.reasons.values())))
 
     def find(
-        self, candidates: Iterable[Candidate[Asked, Body]], request: Asked
-    ) -> Body | None:
+        self, candidates: Iterable[Candidate[Target, Kernel]], request: Target
+    ) -> Kernel | None:
         """Return the first body that serves and passes its trial; None: plain torch computes.
 
         Raises:
@@ -221,8 +221,8 @@ class Registry:
         return None
 
     def _build_candidate(
-        self, candidate: Candidate[Asked, Body], request: Asked
-    ) -> Body | None:
+        self, candidate: Candidate[Target, Kernel], request: Target
+    ) -> Kernel | None:
         trial = candidate.trial(request)
         key = candidate, trial.key
         if key in self._passed:

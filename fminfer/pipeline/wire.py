@@ -20,7 +20,7 @@ import torch.distributed as dist
 
 from fminfer.compute.values.step import (
     NO_VECTORS,
-    NOTHING,
+    NO_TOKENS,
     STEP_COLUMNS,
     ResultKind,
     Results,
@@ -133,14 +133,14 @@ def decode_step(data: bytes) -> Step:
 
 def encode_result(step_id: int, results: Results) -> bytes:
     """Return a result's bytes, without spans."""
-    logprobs = [results.get(kind) or NOTHING for kind in RESULT_KINDS]
+    logprobs = [results.get(kind) or NO_TOKENS for kind in RESULT_KINDS]
     columns = [getattr(each, name) for each in logprobs for name in RESULT_COLUMNS]
     return _join_columns(step_id, [*columns, results.get("vectors", NO_VECTORS)])
 
 
 def decode_result(data: bytes, spans: list[StageSpan]) -> StepResult:
     """Return the result of `encode_result`."""
-    likes = [getattr(NOTHING, name) for name in RESULT_COLUMNS] * len(RESULT_KINDS)
+    likes = [getattr(NO_TOKENS, name) for name in RESULT_COLUMNS] * len(RESULT_KINDS)
     step_id, columns = _split_columns(data, [*likes, NO_VECTORS])
     results: Results = {}
     for kind in RESULT_KINDS:

@@ -73,11 +73,11 @@ def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
     runs, members, entries = NO_RUNS
     if len(rows) >= MIN_ROWS:
-        runs, members, own = _lay_out_runs(rows, block_size)
+        runs, members, first_alone = _lay_out_runs(rows, block_size)
         num_entries = np.bincount(members, minlength=len(rows))
         table[:, 4] = num_entries.cumsum() - num_entries
         table[:, 5] = num_entries
-        table[:, 6] = own
+        table[:, 6] = first_alone
         entries = np.argsort(members, kind="stable")
     return KernelRows(
         rows=torch.from_numpy(table),
@@ -90,22 +90,22 @@ def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     )
 
 
-def skip_tokens(plan: KernelRows, kept: torch.Tensor) -> KernelRows:
+def skip_tokens(layout: KernelRows, kept: torch.Tensor) -> KernelRows:
     """Return rows whose keys are all stored, for the outputs of some tokens, in order.
 
     Each row attends from its first such token on, from its last token if it has none.
     """
-    rows = plan.rows.clone()
+    rows = layout.rows.clone()
     first = rows[:, 0].contiguous()
-    num = rows[:, 1]
-    last = first + num - 1
-    place = torch.searchsorted(kept, first)
-    found = torch.cat([kept, kept.new_full((1,), 2**62)])[place]
-    skipped = torch.minimum(found, last) - first
+    lengths = rows[:, 1]
+    last = first + lengths - 1
+    places = torch.searchsorted(kept, first)
+    first_kept = torch.cat([kept, kept.new_full((1,), 2**62)])[places]
+    skipped = torch.minimum(first_kept, last) - first
     rows[:, 0] += skipped
     rows[:, 1] -= skipped
     rows[:, 2] += skipped
-    return replace(plan, rows=rows)
+    return replace(layout, rows=rows)
 
 
 def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
@@ -113,7 +113,7 @@ def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
     num_members = 0
-    own = np.zeros(len(rows), np.int64)
+    first_alone = np.zeros(len(rows), np.int64)
     alone = np.flatnonzero(rows.lengths == 1)
     for run in find_shared_runs(rows.select(alone), block_size):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
@@ -122,8 +122,8 @@ def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
         runs.append([num_members, len(run.rows), first, last])
         members.append(alone[run.rows])
         num_members += len(run.rows)
-        own[members[-1]] = np.maximum(own[members[-1]], last)
-    return np.array(runs, np.int64).reshape(-1, 4), np.concatenate(members), own
+        first_alone[members[-1]] = np.maximum(first_alone[members[-1]], last)
+    return np.array(runs, np.int64).reshape(-1, 4), np.concatenate(members), first_alone
 
 
 def make_step_arguments(
@@ -168,41 +168,43 @@ class CpuAttention(AttentionKernel):
         """Attend as `AttentionKernel` says."""
         keys = call.keys
         values = call.values
-        how = call.scoring
-        rows: KernelRows = call.layout
+        scoring = call.scoring
+        layout: KernelRows = call.layout
         kind = torch.bfloat16 if call.query.dtype == torch.bfloat16 else torch.float32
         tensors = (call.query, call.new_keys, call.new_values)
-        asked, key, value = (make_rows_contiguous(given.to(kind)) for given in tensors)
-        _, heads, tokens, head_dim = asked.shape
+        query, key, value = (
+            make_rows_contiguous(tensor.to(kind)) for tensor in tensors
+        )
+        _, heads, tokens, head_dim = query.shape
         # The kernel trusts what it is given.
-        new = 1, keys.shape[1], len(rows.slots), head_dim
+        new = 1, keys.shape[1], len(layout.slots), head_dim
         assert key.shape == value.shape == new, "keys of a step"
         assert head_dim == keys.shape[3] and heads % keys.shape[1] == 0, "heads"
-        assert rows.num_tokens == tokens, "tokens of a step"
+        assert layout.num_tokens == tokens, "tokens of a step"
         out = torch.empty((1, tokens, heads, head_dim), dtype=kind, device="cpu")
-        of_heads = [
+        head_tensors = [
             None if each is None else each.float().contiguous()
-            for each in (how.slopes, how.sinks, how.relative)
+            for each in (scoring.slopes, scoring.sinks, scoring.relative)
         ]
-        given = make_step_arguments(rows, heads, keys, kind)
-        given.query, given.new_keys, given.new_values = (
-            t.data_ptr() for t in (asked, key, value)
+        arguments = make_step_arguments(layout, heads, keys, kind)
+        arguments.query, arguments.new_keys, arguments.new_values = (
+            t.data_ptr() for t in (query, key, value)
         )
-        given.out, given.keys, given.values = (
+        arguments.out, arguments.keys, arguments.values = (
             t.data_ptr() for t in (out, keys, values)
         )
-        given.slopes, given.sinks, given.relative = (
-            None if t is None else t.data_ptr() for t in of_heads
+        arguments.slopes, arguments.sinks, arguments.relative = (
+            None if t is None else t.data_ptr() for t in head_tensors
         )
-        given.ahead = how.ahead
-        given.reach = how.reach
-        _, given.query_head, given.query_token, _ = asked.stride()
-        _, given.new_key_head, given.new_key_token, _ = key.stride()
-        _, given.new_value_head, given.new_value_token, _ = value.stride()
-        given.window = min(how.window or 0, 2**31 - 1)
-        given.scaling = how.scaling
-        given.softcap = how.softcap or 0.0
-        if self._attend(ctypes.byref(given)):
+        arguments.ahead = scoring.ahead
+        arguments.reach = scoring.reach
+        _, arguments.query_head, arguments.query_token, _ = query.stride()
+        _, arguments.new_key_head, arguments.new_key_token, _ = key.stride()
+        _, arguments.new_value_head, arguments.new_value_token, _ = value.stride()
+        arguments.window = min(scoring.window or 0, 2**31 - 1)
+        arguments.scaling = scoring.scaling
+        arguments.softcap = scoring.softcap or 0.0
+        if self._attend(ctypes.byref(arguments)):
             raise MemoryError("no memory for the attention kernel's working space")
         return out.to(call.query.dtype)
 
@@ -236,23 +238,23 @@ class StageAttention:
 
 
 def make_attention_trial(
-    asked: StageAttention, dtype: torch.dtype, device: torch.device
+    attention: StageAttention, dtype: torch.dtype, device: torch.device
 ) -> Trial[AttentionKernel]:
     """Return how it is tried, with queries, new keys and values of a dtype."""
     num_keys = TRIED_KEYS[device.type]
     pairs = partial(
         compute_attention_pairs,
-        asked=asked,
+        attention=attention,
         num_keys=num_keys,
         dtype=dtype,
         device=device,
     )
-    return Trial("attention", pairs, ATTENTION_ERRORS[dtype], asked)
+    return Trial("attention", pairs, ATTENTION_ERRORS[dtype], attention)
 
 
 def compute_attention_pairs(
     kernel: AttentionKernel,
-    asked: StageAttention,
+    attention: StageAttention,
     num_keys: int,
     *,
     dtype: torch.dtype,
@@ -262,44 +264,46 @@ def compute_attention_pairs(
 
     Nothing is rounded there but what a KV cache of another type rounds.
     """
-    for how in asked.distinct_specs:
-        one = replace(asked, specs=(how,))
-        sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // how.kv_heads)
-        found = _attend_trial_rows(kernel, one, sizes, dtype, device)
-        yield found, _attend_trial_rows(None, one, sizes, dtype, CPU)
+    for spec in attention.distinct_specs:
+        one_kind = replace(attention, specs=(spec,))
+        sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // spec.kv_heads)
+        computed = _attend_trial_rows(kernel, one_kind, sizes, dtype, device)
+        yield computed, _attend_trial_rows(None, one_kind, sizes, dtype, CPU)
 
 
-def _make_trial_scoring(how: Attention, num_keys: int, device: torch.device) -> Scoring:
+def _make_trial_scoring(
+    spec: Attention, num_keys: int, device: torch.device
+) -> Scoring:
     """Return scores that differ from head to head, with limits within the rows of a trial."""
-    sinks = torch.linspace(-1, 2, how.heads, device=device) if how.has_sinks else None
-    window = None if how.window is None else num_keys * 5 // 6
-    like = replace(how, scaling=how.cache_shape[2] ** -0.5, window=window)
+    sinks = torch.linspace(-1, 2, spec.heads, device=device) if spec.has_sinks else None
+    window = None if spec.window is None else num_keys * 5 // 6
+    like = replace(spec, scaling=spec.cache_shape[2] ** -0.5, window=window)
     scoring = make_scoring(like, device, sinks)
-    if how.relative is None:
+    if spec.relative is None:
         return scoring
-    places = torch.arange(how.heads * (num_keys // 3 * 2 + 1), device=device)
-    return replace(scoring, relative=(0.37 * places).sin().view(how.heads, -1))
+    places = torch.arange(spec.heads * (num_keys // 3 * 2 + 1), device=device)
+    return replace(scoring, relative=(0.37 * places).sin().view(spec.heads, -1))
 
 
 def _attend_trial_rows(
     kernel: AttentionKernel | None,
-    asked: StageAttention,  # one kind of layer
+    attention: StageAttention,  # one kind of layer
     sizes: tuple[int, int],  # keys of the longer row; rows that share a prefix
     dtype: torch.dtype,  # of queries
     device: torch.device,
 ) -> torch.Tensor:  # (tokens, heads, head_dim) float32, on the CPU
     """Attend from two prompts, a chunk of one beside a token of the other, and some
     that share."""
-    how = asked.spec
-    block_size = asked.block_size
+    spec = attention.spec
+    block_size = attention.block_size
     (num_keys, num_rows) = sizes
-    _, kv_heads, head_dim = how.cache_shape
-    body: AttentionKernel = kernel or PlainAttention(device)
-    given = dtype if kernel else torch.float32
+    _, kv_heads, head_dim = spec.cache_shape
+    attend: AttentionKernel = kernel or PlainAttention(device)
+    kernel_dtype = dtype if kernel else torch.float32
     count = -(-(num_keys + 3) // block_size)
     shape = (2, 2 * count + num_rows, kv_heads, block_size, head_dim)
     # What others left in a cache must not matter.
-    keys, values = torch.full(shape, torch.nan, dtype=asked.kv_dtype, device=device)
+    keys, values = torch.full(shape, torch.nan, dtype=attention.kv_dtype, device=device)
     first = [*range(1, 2 * count, 2)]
     second = [*range(2 * count - 2, -1, -2)]
     part = num_keys * 2 // 5
@@ -318,8 +322,8 @@ def _attend_trial_rows(
         query, key, value = (
             torch.randn((1, num, rows.num_tokens, head_dim), generator=generator)
             .to(dtype)
-            .to(device, given)
-            for num in (how.heads, kv_heads, kv_heads)
+            .to(device, kernel_dtype)
+            for num in (spec.heads, kv_heads, kv_heads)
         )
         call = AttentionCall(
             query=query,
@@ -327,8 +331,8 @@ def _attend_trial_rows(
             new_values=value,
             keys=keys,
             values=values,
-            layout=body.lay_out(rows, block_size),
-            scoring=_make_trial_scoring(how, num_keys, device),
+            layout=attend.lay_out(rows, block_size),
+            scoring=_make_trial_scoring(spec, num_keys, device),
         )
-        outs.append(body(call)[0])
+        outs.append(attend(call)[0])
     return torch.cat([out.float().cpu() for out in outs])

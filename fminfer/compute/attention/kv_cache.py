@@ -33,7 +33,7 @@ class KvCache:
         kernel: AttentionKernel | None,  # None: plain torch
     ) -> None:
         # Of an encoder alone there are no layers, and what is empty may be of any shape.
-        ((kept, kv_heads, head_dim),) = {how.cache_shape for how in layers} or {
+        ((kept, kv_heads, head_dim),) = {spec.cache_shape for spec in layers} or {
             (2, 1, 1)
         }
         self._shape = [len(layers), kept, num_blocks, kv_heads, block_size, head_dim]
@@ -61,26 +61,26 @@ class KvCache:
 
         The last layer has the queries of the tokens `kept` alone.
         """
-        plan = self.kernel.lay_out(rows, self.block_size)
-        last = (
-            plan
+        layout = self.kernel.lay_out(rows, self.block_size)
+        last_layout = (
+            layout
             if kept is None
             else self.kernel.lay_out(rows.select(kept), self.block_size)
         )
-        return StepAttention(self.kernel, self.layers, plan, last)
+        return StepAttention(self.kernel, self.layers, layout, last_layout)
 
     def make_attention(
         self, rows: Rows, kept: torch.Tensor | None = None
     ) -> StepAttention:
         """Return the attention of a step's rows, of whose queries the last layer keeps some."""
-        plan = self.kernel.lay_out(rows, self.block_size)
-        last = plan if kept is None else self.kernel.skip_tokens(plan, kept)
-        return StepAttention(self.kernel, self.layers, plan, last, kept)
+        layout = self.kernel.lay_out(rows, self.block_size)
+        last_layout = layout if kept is None else self.kernel.skip_tokens(layout, kept)
+        return StepAttention(self.kernel, self.layers, layout, last_layout, kept)
 
     def make_prompt_attention(
         self, lengths: np.ndarray, num_layers: int, kept: torch.Tensor | None
     ) -> StepAttention:
-        """Return the attention of prompts of these lengths; `kept` as in `plan`.
+        """Return the attention of prompts of these lengths; `kept` as in `make_attention`.
 
         Each of `num_layers` overwrites the only keys and values that there are.
         """
@@ -119,11 +119,13 @@ class StepAttention:
         query: torch.Tensor,  # (tokens, heads, head_dim)
         key: torch.Tensor,  # (tokens, KV heads, head_dim)
         value: torch.Tensor,
-        how: Scoring,
+        scoring: Scoring,
     ) -> torch.Tensor:  # (tokens, heads, head_dim); in the last layer only kept tokens
         """Store a step's new keys and values, then attend."""
         q, k, v = (part.transpose(0, 1)[None] for part in (query, key, value))
-        call = AttentionCall(q, k, v, *self.layers[layer], self.layout_of(layer), how)
+        call = AttentionCall(
+            q, k, v, *self.layers[layer], self.layout_of(layer), scoring
+        )
         out = self.kernel(call)[0]
         is_last = layer == len(self.layers) - 1
         return out[self.kept] if is_last and self.kept is not None else out

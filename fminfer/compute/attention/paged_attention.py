@@ -48,9 +48,11 @@ def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     while pending:
         places, start = pending.pop()
         for group in _group_by_block(places[num_full[places] > start], rows, start):
-            of = rows.table_of[group]
+            table_of = rows.table_of[group]
             last = int(num_full[group].min())
-            differs = (tables[of, start:last] != tables[of[0], start:last]).any(0)
+            differs = (
+                tables[table_of, start:last] != tables[table_of[0], start:last]
+            ).any(0)
             end = start + int(differs.argmax()) if differs.any() else last
             runs.append(SharedRun(group, start, end))
             pending.append((group, end))
@@ -127,9 +129,9 @@ def _lay_out_decode_rows(
     places = join_ranges(0 * counts, counts)
     is_own = places >= num_shared[row_of_block]
     columns = (rows.blocks(block_size), row_of_block, places * block_size)
-    own = (column[is_own].astype(np.int64) for column in columns)
-    positions, blocks, row_of, start = send([rows.positions, *own], device)
-    alone = SeenBlocks(row_of[:, None], blocks[:, None], start)
+    own_columns = (column[is_own].astype(np.int64) for column in columns)
+    positions, blocks, row_of_own, start = send([rows.positions, *own_columns], device)
+    alone = SeenBlocks(row_of_own[:, None], blocks[:, None], start)
     return DecodeRows(
         first, positions, [alone, *_split_shared_runs(runs, rows, block_size, device)]
     )
@@ -155,7 +157,7 @@ def attend_chunk(
     keys: torch.Tensor,
     values: torch.Tensor,
     position: int,
-    how: Scoring,
+    scoring: Scoring,
 ) -> torch.Tensor:  # (queries, heads, head_dim)
     """Attend from consecutive tokens of one row, the first at `position`, to what they see."""
     heads, queries, head_dim = query.shape
@@ -165,20 +167,23 @@ def attend_chunk(
         parts = []
         first = 0
         for part in torch.split(query, tile, 1):
-            seen = position + first + part.shape[1] + how.ahead
-            given = part, keys[:, :seen], values[:, :seen], position + first
-            parts.append(attend_chunk(*given, how))
+            seen = position + first + part.shape[1] + scoring.ahead
+            parts.append(
+                attend_chunk(
+                    part, keys[:, :seen], values[:, :seen], position + first, scoring
+                )
+            )
             first += part.shape[1]
         return torch.cat(parts)
-    grouped = (query * how.scaling).reshape(kv_heads, -1, head_dim)
+    grouped = (query * scoring.scaling).reshape(kv_heads, -1, head_dim)
     scores = (grouped @ keys.transpose(1, 2)).view(heads, queries, num_keys)
     places = torch.arange(max(num_keys, position + queries), device=query.device)
     distance = places[position : position + queries, None] - places[:num_keys]
-    scores, is_hidden = how.bias_and_mask(scores, distance)
+    scores, is_hidden = scoring.bias_and_mask(scores, distance)
     scores = scores.masked_fill(is_hidden, float("-inf"))
-    if how.sinks is not None:
+    if scoring.sinks is not None:
         scores = torch.cat(
-            [scores, how.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1
+            [scores, scoring.sinks.to(scores)[:, None, None].expand(-1, queries, 1)], -1
         )
     weights = torch.softmax(scores, -1, dtype=torch.float32)[..., :num_keys].to(
         values.dtype
@@ -193,7 +198,7 @@ def attend_decode_rows(
     key_blocks: torch.Tensor,  # (pool, kv_heads, block_size, head_dim)
     value_blocks: torch.Tensor,
     rows: DecodeRows,
-    how: Scoring,
+    scoring: Scoring,
 ) -> torch.Tensor:  # (rows, heads, head_dim)
     """Attend from one token a row, over the flat list of all rows' blocks and what they share.
 
@@ -202,13 +207,16 @@ def attend_decode_rows(
     """
     num_rows, heads, head_dim = query.shape
     kv_heads = key_blocks.shape[1]
-    how = replace(how, ahead=0)  # behind a row's newest token is nothing of its own
-    grouped = (query.float() * how.scaling).view(num_rows, kv_heads, -1, head_dim)
+    # Behind a row's newest token is nothing of its own.
+    scoring = replace(scoring, ahead=0)
+    grouped = (query.float() * scoring.scaling).view(num_rows, kv_heads, -1, head_dim)
     # A bounded number of blocks at a time: memory that is used again costs no page faults.
     size = max(1, MAX_GATHERED // key_blocks[0].numel())
     seen = [part for each in rows.seen for part in each.split(size)]
     caches = key_blocks, value_blocks
-    parts = [_partial(grouped, caches, rows.positions, each, how) for each in seen]
+    parts = [
+        _attend_entries(grouped, caches, rows.positions, each, scoring) for each in seen
+    ]
     largest, total, out = map(torch.cat, zip(*parts, strict=True))
     row_of = torch.cat([each.rows.flatten() for each in seen])
     shape = (num_rows, *largest.shape[1:])
@@ -221,8 +229,8 @@ def attend_decode_rows(
     row_out = out.new_zeros((*shape, head_dim)).index_add(
         0, row_of, out * factor[..., None]
     )
-    if how.sinks is not None:  # a key more, which has no value
-        of_sink = how.sinks.view(kv_heads, -1)
+    if scoring.sinks is not None:  # a key more, which has no value
+        of_sink = scoring.sinks.view(kv_heads, -1)
         most = torch.maximum(row_largest, of_sink)
         fade = torch.exp(row_largest - most)
         row_total = row_total * fade + torch.exp(of_sink - most)
@@ -232,12 +240,12 @@ def attend_decode_rows(
     )
 
 
-def _partial(
+def _attend_entries(
     grouped: torch.Tensor,  # (all rows, kv_heads, group, head_dim) float32, scaled
     caches: tuple[torch.Tensor, torch.Tensor],
     positions: torch.Tensor,  # (all rows,)
     seen: SeenBlocks,
-    how: Scoring,
+    scoring: Scoring,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Return each row's largest score, sum of exponentials and weighted values, by products.
 
@@ -261,7 +269,7 @@ def _partial(
         (query @ keys.transpose(2, 3)).view(sizes).permute(1, 3, 0, 2, 4).flatten(0, 1)
     )
     places = seen.starts[:, None] + torch.arange(keys.shape[2], device=grouped.device)
-    scores, is_hidden = how.bias_and_mask(
+    scores, is_hidden = scoring.bias_and_mask(
         scores, positions[seen.rows][..., None] - places[:, None]
     )
     scores = scores.masked_fill(is_hidden, LOWEST)  # (heads, entries, rows, keys)
@@ -294,10 +302,10 @@ class AttentionKernel(Protocol):
     def lay_out(self, rows: Rows, block_size: int) -> Any:
         """Lay out a step's rows, in packed order, as the body reads them."""
 
-    def skip_tokens(self, plan: Any, kept: torch.Tensor) -> Any:
+    def skip_tokens(self, layout: Any, kept: torch.Tensor) -> Any:
         """Return a plan that may leave out the outputs of all but some tokens, int64,
         in order."""
-        return plan
+        return layout
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Put the new keys and values into the cache, then attend; each row sees only itself.
@@ -345,43 +353,51 @@ class PlainAttention(AttentionKernel):
             np.divmod(rows.key_places(block_size), block_size), device
         )
         decode = None
-        own = rows.select(slice(num_chunks, None))
-        if len(own):
-            decode = _lay_out_decode_rows(own, firsts[num_chunks], block_size, device)
+        decode_rows = rows.select(slice(num_chunks, None))
+        if len(decode_rows):
+            decode = _lay_out_decode_rows(
+                decode_rows, firsts[num_chunks], block_size, device
+            )
         return PlainLayout(blocks, places, chunks, decode)
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         query = call.query
-        how = call.scoring
-        rows: PlainLayout = call.layout
+        scoring = call.scoring
+        layout: PlainLayout = call.layout
         new = (call.new_keys[0], call.new_values[0])
         caches = (call.keys, call.values)
         for cache, each in zip(caches, new, strict=True):
-            cache[rows.blocks, :, rows.places] = each.transpose(0, 1).to(cache.dtype)
+            cache[layout.blocks, :, layout.places] = each.transpose(0, 1).to(
+                cache.dtype
+            )
         out = torch.empty_like(
             query.transpose(1, 2), memory_format=torch.contiguous_format
         )
-        for chunk in rows.chunks:
-            all_keys, all_values = map(partial(_gather, chunk), new, caches)
+        for chunk in layout.chunks:
+            all_keys, all_values = map(partial(_gather_chunk, chunk), new, caches)
             for start in range(chunk.first, chunk.last, QUERY_TILE):
                 end = min(start + QUERY_TILE, chunk.last)
                 position = chunk.position + start - chunk.first
-                seen = position + end - start + how.ahead
+                seen = position + end - start + scoring.ahead
                 out[0, start:end] = attend_chunk(
                     query[0, :, start:end],
                     all_keys[:, :seen],
                     all_values[:, :seen],
                     position,
-                    how,
+                    scoring,
                 )
-        if rows.decode is not None:
-            first = rows.decode.first
-            asked = query[0, :, first:].transpose(0, 1)
-            out[0, first:] = attend_decode_rows(asked, *caches, rows.decode, how)
+        if layout.decode is not None:
+            first = layout.decode.first
+            decode_query = query[0, :, first:].transpose(0, 1)
+            out[0, first:] = attend_decode_rows(
+                decode_query, *caches, layout.decode, scoring
+            )
         return out
 
 
-def _gather(chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor) -> torch.Tensor:
+def _gather_chunk(
+    chunk: ChunkRow, new: torch.Tensor, cache: torch.Tensor
+) -> torch.Tensor:
     """Return a row's keys or values up to the chunk's end, (kv_heads, keys, head_dim).
 
     They are of the type of new ones, and rounded as they are kept.

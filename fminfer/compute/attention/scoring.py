@@ -70,12 +70,12 @@ class AttentionCall:
     new_values: torch.Tensor
     keys: torch.Tensor  # (pool, kv_heads, block_size, head_dim)
     values: torch.Tensor  # the same; or the very keys, where a layer keeps one of both
-    layout: Any  # what the body's `plan` gave; its `keep` says whose outputs are wanted
+    layout: Any  # of the step's rows, as the kernel's `lay_out` returns it
     scoring: Scoring
 
 
 def make_scoring(
-    how: Attention,
+    spec: Attention,
     device: torch.device,
     sinks: torch.Tensor | None = None,
     relative: torch.Tensor | None = None,  # (buckets, heads)
@@ -83,31 +83,33 @@ def make_scoring(
     """Return it as a spec says; a bias that keys have themselves is not added."""
     slopes = None
     biases = None
-    if how.alibi is not None and not how.has_cached_bias:
-        slopes = torch.tensor(how.alibi.slopes, device=device)
-    if how.relative is not None and relative is not None:
-        buckets = compute_relative_buckets(how.relative).to(device)
+    if spec.alibi is not None and not spec.has_cached_bias:
+        slopes = torch.tensor(spec.alibi.slopes, device=device)
+    if spec.relative is not None and relative is not None:
+        buckets = compute_relative_buckets(spec.relative).to(device)
         biases = relative.float()[buckets].t().contiguous()
-    ahead = 0 if how.is_causal else (how.window or NO_LIMIT) - 1
-    return Scoring(how.scaling, how.window, slopes, how.softcap, sinks, ahead, biases)
+    ahead = 0 if spec.is_causal else (spec.window or NO_LIMIT) - 1
+    return Scoring(
+        spec.scaling, spec.window, slopes, spec.softcap, sinks, ahead, biases
+    )
 
 
-def compute_relative_buckets(how: Relative) -> torch.Tensor:
+def compute_relative_buckets(spec: Relative) -> torch.Tensor:
     """Return T5's buckets, (2 * reach + 1,) int64, by query position - key position."""
-    reach = compute_relative_reach(how)
+    reach = compute_relative_reach(spec)
     if reach == NO_LIMIT:  # farther keys have the bucket of the largest distance
-        reach = how.max_distance
+        reach = spec.max_distance
     distance = torch.arange(reach, -reach - 1, -1)  # of the key behind it
-    buckets = how.buckets
+    buckets = spec.buckets
     first = torch.zeros_like(distance)
-    if how.is_causal:
+    if spec.is_causal:
         distance = (-distance).clamp(min=0)
     else:
         buckets //= 2
         first = (distance > 0).long() * buckets
         distance = distance.abs()
-    far = _compute_far_buckets(how, distance, buckets)
-    return first + torch.where(distance < how.num_exact, distance, far)
+    far = _compute_far_buckets(spec, distance, buckets)
+    return first + torch.where(distance < spec.num_exact, distance, far)
 
 
 def _compute_far_buckets(

@@ -10,7 +10,11 @@ import torch
 import triton
 
 from fminfer.compute.attention.paged_attention import AttentionKernel
-from fminfer.compute.attention.scoring import AttentionCall, make_rows_contiguous
+from fminfer.compute.attention.scoring import (
+    AttentionCall,
+    Scoring,
+    make_rows_contiguous,
+)
 from fminfer.compute.kernels.triton_kernels import (
     attend_kernel,
     join_kernel,
@@ -26,6 +30,7 @@ SPLIT = 256
 SPLITS = 32  # keys of a split, at least; splits of a row, at most
 # elements of a key: keys of 576 (DeepSeek) compile for minutes, and do not fit
 MAX_DIM = 256
+Biases = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # slopes, sinks, relative
 
 
 @dataclass(slots=True, frozen=True)
@@ -207,84 +212,120 @@ class TritonAttention(AttentionKernel):
 
     def __call__(self, call: AttentionCall) -> torch.Tensor:
         """Attend as `AttentionKernel` says."""
-        keys = call.keys
-        values = call.values
-        how = call.scoring
-        rows: TileRows = call.layout
-        asked = make_rows_contiguous(call.query[0])
-        key, value = (
-            make_rows_contiguous(new[0].to(keys.dtype))
-            for new in (call.new_keys, call.new_values)
+        self._check_call(call)
+        query = make_rows_contiguous(call.query[0])
+        heads, tokens, head_dim = query.shape
+        out = torch.empty(
+            (1, tokens, heads, head_dim), dtype=query.dtype, device=call.keys.device
         )
-        heads, tokens, head_dim = asked.shape
-        _, kv_heads, block_size, _ = keys.shape
-        # The kernels trust what they are given.
-        num_new = len(rows.slots)
-        assert key.shape == value.shape == (kv_heads, num_new, head_dim), (
+        biases = self._make_biases(call.scoring)
+
+        # Triton launches on the current device of the thread.
+        with torch.cuda.device_of(call.keys):  # type: ignore[no-untyped-call]
+            self._store_new_keys(call)
+            if len(call.layout.prompt_tiles):
+                self._attend_tiles(call, query, out, biases, is_one=False)
+            if len(call.layout.decode_tiles):
+                self._attend_tiles(call, query, out, biases, is_one=True)
+        return out
+
+    def _check_call(self, call: AttentionCall) -> None:
+        """Check what the kernels trust."""
+        heads, _, head_dim = call.query.shape[1:]
+        kv_heads = call.keys.shape[1]
+        new_shape = (1, kv_heads, len(call.layout.slots), head_dim)
+        assert call.new_keys.shape == call.new_values.shape == new_shape, (
             "keys of a step"
         )
-        assert head_dim == keys.shape[3] and heads == self.heads, "heads"
-        out = torch.empty(
-            (1, tokens, heads, head_dim), dtype=asked.dtype, device=keys.device
-        )
-        slopes, of_sinks, relative = (
+        assert head_dim == call.keys.shape[3] and heads == self.heads, "heads"
+
+    def _make_biases(self, scoring: Scoring) -> Biases:
+        """Return slopes, sinks and relative biases; zeros stand for those that are none."""
+        slopes, sinks, relative = (
             self._no_slopes if each is None else each.float().contiguous()
-            for each in (how.slopes, how.sinks, how.relative)
+            for each in (scoring.slopes, scoring.sinks, scoring.relative)
         )
-        window = min(how.window or NO_WINDOW, NO_WINDOW)
-        has = {"HAS_SINKS": how.sinks is not None, "HAS_WINDOW": how.window is not None}
-        attended = {
-            "HAS_CAP": how.softcap is not None,
-            "HAS_SLOPES": how.slopes is not None,
-            "HAS_RELATIVE": how.relative is not None,
-            **has,
+        return slopes, sinks, relative
+
+    def _store_new_keys(self, call: AttentionCall) -> None:
+        """Put a step's keys and values where they belong in the cache."""
+        _, kv_heads, block_size, _ = call.keys.shape
+        new_keys, new_values = (
+            make_rows_contiguous(new[0].to(call.keys.dtype))
+            for new in (call.new_keys, call.new_values)
+        )
+        num_new = len(call.layout.slots)
+        if num_new:
+            store_kernel[(num_new, kv_heads)](
+                call.keys,
+                call.values,
+                new_keys,
+                new_values,
+                call.layout.slots,
+                *new_keys.stride()[:2],
+                *new_values.stride()[:2],
+                **self.shape_constants(block_size),
+                num_warps=1,
+            )
+
+    def _attend_tiles(
+        self,
+        call: AttentionCall,
+        query: torch.Tensor,  # (heads, tokens, head_dim)
+        out: torch.Tensor,
+        biases: Biases,
+        *,
+        is_one: bool,  # tiles of one token
+    ) -> None:
+        """Attend from the tiles of prompts, or of rows of one token."""
+        layout: TileRows = call.layout
+        scoring = call.scoring
+        _, kv_heads, block_size, _ = call.keys.shape
+        tiles = layout.decode_tiles if is_one else layout.prompt_tiles
+        num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
+        slopes, sinks, relative = biases
+        window = min(scoring.window or NO_WINDOW, NO_WINDOW)
+        has = {
+            "HAS_SINKS": scoring.sinks is not None,
+            "HAS_WINDOW": scoring.window is not None,
         }
-        given = (asked, out, keys, values)
-        others = (rows.blocks, slopes, of_sinks, relative, self._parts, self._marks)
-        limits = (window, how.ahead, how.reach)
-        bend = (how.scaling, how.softcap or 1.0)
-        # Triton launches on the current device of the thread.
-        with torch.cuda.device_of(keys):  # type: ignore[no-untyped-call]
-            if num_new:
-                store_kernel[(num_new, kv_heads)](
-                    keys,
-                    values,
-                    key,
-                    value,
-                    rows.slots,
-                    *(step for t in (key, value) for step in t.stride()[:2]),
-                    **self.shape_constants(block_size),
-                    num_warps=1,
-                )
-            for tiles, is_one in (
-                (rows.prompt_tiles, False),
-                (rows.decode_tiles, True),
-            ):
-                num_splits = SPLITS if is_one and len(tiles) < self.full_rows else 1
-                if len(tiles):
-                    attend_kernel[(len(tiles) * kv_heads, num_splits)](
-                        *given,
-                        tiles,
-                        *others,
-                        *asked.stride()[:2],
-                        *limits,
-                        *bend,
-                        **self.attend_constants(block_size, is_one=is_one),
-                        **attended,
-                    )
-                if len(tiles) and num_splits > 1:
-                    join_kernel[(len(tiles), heads)](
-                        out,
-                        tiles,
-                        of_sinks,
-                        self._parts,
-                        self._marks,
-                        window,
-                        how.ahead,
-                        **self.join_constants(),
-                        **has,
-                    )
-        return out
+
+        attend_kernel[(len(tiles) * kv_heads, num_splits)](
+            query,
+            out,
+            call.keys,
+            call.values,
+            tiles,
+            layout.blocks,
+            slopes,
+            sinks,
+            relative,
+            self._parts,
+            self._marks,
+            *query.stride()[:2],
+            window,
+            scoring.ahead,
+            scoring.reach,
+            scoring.scaling,
+            scoring.softcap or 1.0,
+            **self.attend_constants(block_size, is_one=is_one),
+            HAS_CAP=scoring.softcap is not None,
+            HAS_SLOPES=scoring.slopes is not None,
+            HAS_RELATIVE=scoring.relative is not None,
+            **has,
+        )
+        if num_splits > 1:
+            join_kernel[(len(tiles), self.heads)](
+                out,
+                tiles,
+                sinks,
+                self._parts,
+                self._marks,
+                window,
+                scoring.ahead,
+                **self.join_constants(),
+                **has,
+            )
 
 
 def _make_tiles(rows: Rows, block_size: int) -> np.ndarray:
@@ -299,11 +340,11 @@ def _make_tiles(rows: Rows, block_size: int) -> np.ndarray:
 
 def _find_shared_bytes(device: torch.device) -> int:
     """Return the shared memory that a program may use."""
-    found: int = SHARED_BYTES[0]
+    num_bytes: int = SHARED_BYTES[0]
     if device.type == "cuda":
-        facts = torch.cuda.get_device_properties(device)
-        found = getattr(facts, "shared_memory_per_block_optin", found)
-    return min(found, SHARED_BYTES[1])
+        properties = torch.cuda.get_device_properties(device)
+        num_bytes = getattr(properties, "shared_memory_per_block_optin", num_bytes)
+    return min(num_bytes, SHARED_BYTES[1])
 
 
 def _count_processors(device: torch.device) -> int:

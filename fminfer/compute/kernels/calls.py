@@ -52,7 +52,7 @@ class Library(ctypes.CDLL):
         return function
 
 
-def _fields(*groups: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]:
+def _make_fields(*groups: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]:
     """Return the fields of a struct, of types with the names that have each."""
     return [(name, kind) for kind, names in groups for name in names.split()]
 
@@ -60,7 +60,7 @@ def _fields(*groups: tuple[type[Any], str]) -> list[tuple[str, type[Any]]]:
 class Arguments(ctypes.Structure):
     """A step's attention in a layer."""
 
-    _fields_ = _fields(
+    _fields_ = _make_fields(
         (
             ADDRESS,
             "query out keys values new_keys new_values slots rows tables runs members",
@@ -77,7 +77,7 @@ class Arguments(ctypes.Structure):
 class RowSizes(ctypes.Structure):
     """Rows that a part of a layer walks through."""
 
-    _fields_ = _fields(
+    _fields_ = _make_fields(
         (ADDRESS, "x out"),
         (NUMBER, "outer inner width outer_step inner_step type num_threads"),
     )
@@ -86,13 +86,13 @@ class RowSizes(ctypes.Structure):
 class PackedCall(ctypes.Structure):
     """A packed weight, or some outputs of one."""
 
-    _fields_ = _fields((ADDRESS, "weight"), (NUMBER, "outputs type block is_lent"))
+    _fields_ = _make_fields((ADDRESS, "weight"), (NUMBER, "outputs type block is_lent"))
 
 
 class ProductCall(ctypes.Structure):
     """A product with a packed weight."""
 
-    _fields_ = _fields(
+    _fields_ = _make_fields(
         (ADDRESS, "x parts bias out"),
         (NUMBER, "num_parts rows inputs outputs x_type out_type num_threads"),
     )
@@ -101,7 +101,7 @@ class ProductCall(ctypes.Structure):
 class ExpertCall(ctypes.Structure):
     """A mixture of experts."""
 
-    _fields_ = _fields(
+    _fields_ = _make_fields(
         (ADDRESS, "x"),
         (PackedCall, "up down"),
         (ADDRESS, "chosen shares out space"),
@@ -115,6 +115,6 @@ class ExpertCall(ctypes.Structure):
 class SumsStruct(ctypes.Structure):
     """One process's way to others that share a stage's layers."""
 
-    _fields_ = _fields(
+    _fields_ = _make_fields(
         (ADDRESS, "memory"), (NUMBER, "capacity index count turn is_over")
     )

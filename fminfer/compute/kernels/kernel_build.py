@@ -40,11 +40,11 @@ class KernelBuild:
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self.error = ""  # why there is no library
         try:
-            self._find_or_start()
+            self._find_or_start_build()
         except OSError as error:
             self.error = f"the kernels cannot be built: {error}"
 
-    def _find_or_start(self) -> None:
+    def _find_or_start_build(self) -> None:
         compiler = find_compiler()
         if compiler is None:
             self.error = "there is no C++ compiler; install g++, or set CXX to one"
@@ -54,32 +54,35 @@ class KernelBuild:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
             folder = Path(self._own_folder.name)
         self._folder = folder
-        self._key = _build_key(compiler)
-        self._path = _find_built(folder, self._key)
+        self._key = _make_build_key(compiler)
+        self._path = _find_library(folder, self._key)
         if self._path is None:
-            self._start(compiler)
+            self._start_compiler(compiler)
 
-    def _start(self, compiler: list[str]) -> None:
+    def _start_compiler(self, compiler: list[str]) -> None:
         _remove_old_parts(self._folder)
         descriptor, name = tempfile.mkstemp(dir=self._folder, suffix=".so.part")
         os.close(descriptor)
-        self._part = Path(name)
+        self._partial_path = Path(name)
         # It is open until the build ends.
-        self._said: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
+        # open until the build ends
+        self._compiler_output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._started_s = time.monotonic()
         flags = [*FLAGS, *processor.compiler_flags(), "-shared", "-fPIC", "-o", name]
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
         try:
-            self._process = _run([*compiler, *flags, *sources], self._said)
+            self._process = _run_compiler(
+                [*compiler, *flags, *sources], self._compiler_output
+            )
         except OSError:
-            self._part.unlink(missing_ok=True)
+            self._partial_path.unlink(missing_ok=True)
             raise
         atexit.register(self.abandon)
 
     def wait_for_library(self) -> Library | None:
         """Return the library, once the build is done; None: `error` says why there is none."""
         if self._process is not None:
-            self._finish(self._process)
+            self._finish_build(self._process)
         if self._library is None and not self.error:
             try:
                 self._library = Library(str(self._path))
@@ -90,7 +93,7 @@ class KernelBuild:
     def may_succeed(self) -> bool:
         """Tell whether there is a library or may still be one, without waiting."""
         if self._process is not None and not self.is_under_way():
-            self._finish(self._process)
+            self._finish_build(self._process)
         return not self.error
 
     def is_under_way(self) -> bool:
@@ -101,37 +104,37 @@ class KernelBuild:
         """End a build that nobody waited for; keep what it made, if it is done."""
         if self._process is not None:
             if self.is_under_way():
-                _end(self._process)
-            self._finish(self._process)
+                _end_compiler(self._process)
+            self._finish_build(self._process)
 
-    def _finish(self, process: subprocess.Popen[bytes]) -> None:
+    def _finish_build(self, process: subprocess.Popen[bytes]) -> None:
         try:
             process.wait(timeout=max(0.0, self._started_s + BUILD_S - time.monotonic()))
             if process.returncode == 0:
-                self._path = _keep(self._part, self._folder, self._key)
+                self._path = _store_library(self._partial_path, self._folder, self._key)
             else:
-                self._said.seek(0)
-                said = self._said.read().decode(errors="replace").strip()
+                self._compiler_output.seek(0)
+                said = self._compiler_output.read().decode(errors="replace").strip()
                 self.error = f"the compiler failed: {said[-300:]}"
         except subprocess.TimeoutExpired:
-            _end(process)
+            _end_compiler(process)
             self.error = f"the compiler did not end within {BUILD_S:.0f} s"
         except OSError as error:
             self.error = f"the kernels cannot be kept: {error}"
         self._process = None
-        self._said.close()
-        self._part.unlink(missing_ok=True)
+        self._compiler_output.close()
+        self._partial_path.unlink(missing_ok=True)
 
 
-def _run(command: list[str], said: IO[bytes]) -> subprocess.Popen[bytes]:
+def _run_compiler(command: list[str], output: IO[bytes]) -> subprocess.Popen[bytes]:
     """Start a compiler, in a session of its own: its children can then be ended with it."""
-    nothing = subprocess.DEVNULL
+    no_input = subprocess.DEVNULL
     return subprocess.Popen(
-        command, stdin=nothing, stdout=said, stderr=said, start_new_session=True
+        command, stdin=no_input, stdout=output, stderr=output, start_new_session=True
     )
 
 
-def _end(process: subprocess.Popen[bytes]) -> None:
+def _end_compiler(process: subprocess.Popen[bytes]) -> None:
     """End the compiler with its children, which first remove their temporary files."""
     for number in (signal.SIGTERM, signal.SIGKILL):
         with contextlib.suppress(ProcessLookupError, subprocess.TimeoutExpired):
@@ -177,25 +180,25 @@ def find_compiler() -> list[str] | None:
     return None if path is None else [path, *command[1:]]
 
 
-def _find_built(folder: Path, key: str) -> Path | None:
+def _find_library(folder: Path, key: str) -> Path | None:
     """Return the library if it is there and whole; a torn one would end the process."""
     for path in folder.glob(f"kernels-{key}-*.so"):
-        if path.name == _name(key, path.read_bytes()):
+        if path.name == _library_name(key, path.read_bytes()):
             return path
         path.unlink(missing_ok=True)
     return None
 
 
-def _keep(part: Path, folder: Path, key: str) -> Path:
+def _store_library(part: Path, folder: Path, key: str) -> Path:
     """Give a finished library its name, whole or not at all, whoever else builds it."""
     with part.open("rb") as file:
-        path = folder / _name(key, file.read())
+        path = folder / _library_name(key, file.read())
         os.fsync(file.fileno())
     os.replace(part, path)
     return path
 
 
-def _name(key: str, library: bytes) -> str:
+def _library_name(key: str, library: bytes) -> str:
     return f"kernels-{key}-{hashlib.sha256(library).hexdigest()[:16]}.so"
 
 
@@ -207,7 +210,7 @@ def _remove_old_parts(folder: Path) -> None:
                 part.unlink()
 
 
-def _build_key(compiler: list[str]) -> str:
+def _make_build_key(compiler: list[str]) -> str:
     """Name a build: another processor of a cluster may share the folder."""
     sources = [
         p.read_bytes() for p in sorted([*SOURCES.glob("*.cpp"), *SOURCES.glob("*.h")])
@@ -215,7 +218,7 @@ def _build_key(compiler: list[str]) -> str:
     parts = [
         *FLAGS,
         *compiler,
-        _version_of(compiler),
+        _read_compiler_version(compiler),
         platform.machine(),
         processor.describe(),
     ]
@@ -224,13 +227,13 @@ def _build_key(compiler: list[str]) -> str:
     ]
 
 
-def _version_of(compiler: list[str]) -> str:
+def _read_compiler_version(compiler: list[str]) -> str:
     """Return what the compiler says of its version; an update keeps its path."""
-    with tempfile.TemporaryFile() as said:
-        process = _run([*compiler, "--version"], said)
+    with tempfile.TemporaryFile() as output:
+        process = _run_compiler([*compiler, "--version"], output)
         try:
             process.wait(timeout=VERSION_S)
         except subprocess.TimeoutExpired:
-            _end(process)
-        said.seek(0)
-        return said.read().decode(errors="replace")
+            _end_compiler(process)
+        output.seek(0)
+        return output.read().decode(errors="replace")

@@ -56,8 +56,8 @@ def row_splits(
     if HAS_WINDOW:
         low = tl.maximum(start_position - window + 1, 0) // KEYS * KEYS
     high = tl.cdiv(end, KEYS) * KEYS
-    size = tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
-    return low, high, size, start_position, num_tokens, end
+    split_size = tl.maximum(SPLIT, tl.cdiv(high - low, SPLITS * KEYS) * KEYS)
+    return low, high, split_size, start_position, num_tokens, end
 
 
 @triton.jit
@@ -98,7 +98,7 @@ def key_lines(
 
 @triton.jit
 def attend_pieces(
-    best, total, sums, asked, slope, position, keys, values, table, kv_head,
+    best, total, sums, tile_query, slope, position, keys, values, table, kv_head,
     low, high, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
     IS_WHOLE: tl.constexpr,  # all queries see all keys: no masks
     IS_ONE: tl.constexpr, HAS_CAP: tl.constexpr, HAS_SLOPES: tl.constexpr,
@@ -146,8 +146,10 @@ def attend_pieces(
             is_used = is_key[:, None] & (dims < HEAD_DIM)[None, :]
             key = tl.load(keys + places, mask=is_used, other=0.0)
             value = tl.load(values + places, mask=is_used, other=0.0)
-        value = value.to(asked.dtype)
-        scores = tl.dot(asked, tl.trans(key.to(asked.dtype)), input_precision="ieee")
+        value = value.to(tile_query.dtype)
+        scores = tl.dot(
+            tile_query, tl.trans(key.to(tile_query.dtype)), input_precision="ieee"
+        )
         if HAS_CAP:  # softcap * tanh(scores / softcap)
             scores = softcap - 2.0 * softcap / (
                 tl.exp(2.0 * (scores * scaling) / softcap) + 1.0
@@ -245,7 +247,9 @@ def attend_kernel(
     is_row = token < num_tokens
     is_query = is_row[:, None] & (dims < HEAD_DIM)[None, :]
     places = head * query_head + (first + token) * query_token
-    asked = tl.load(query + places[:, None] + dims[None, :], mask=is_query, other=0.0)
+    tile_query = tl.load(
+        query + places[:, None] + dims[None, :], mask=is_query, other=0.0
+    )
     slope = tl.zeros((QUERIES,), tl.float32)
     if HAS_SLOPES:
         slope = tl.load(slopes + head, mask=is_row, other=0.0)
@@ -267,14 +271,14 @@ def attend_kernel(
         seen = tl.minimum(start_position + ahead + 1, end)
         right = tl.maximum(tl.minimum(seen // KEYS * KEYS, high), left)
         best, total, sums = attend_pieces(
-            best, total, sums, asked, slope, position, keys, values, table, kv_head, left, right,
-            left, 0, size, end, window, ahead, scaling, softcap, biases, reach, True, IS_ONE,
-            HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE, DIM,
-            KEYS, None,
+            best, total, sums, tile_query, slope, position, keys, values, table, kv_head, left,
+            right, left, 0, size, end, window, ahead, scaling, softcap, biases, reach, True,
+            IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
+            DIM, KEYS, None,
         )  # fmt: skip
         skipped = right - left
     best, total, sums = attend_pieces(
-        best, total, sums, asked, slope, position, keys, values, table, kv_head, low,
+        best, total, sums, tile_query, slope, position, keys, values, table, kv_head, low,
         high - skipped, left, skipped, size, end, window, ahead, scaling, softcap, biases, reach,
         False, IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM,
         BLOCK_SIZE, DIM, KEYS, None if IS_ONE else 1,
@@ -293,8 +297,8 @@ def attend_kernel(
         written = (
             out + ((first + token) * (KV_HEADS * GROUP) + head)[:, None] * HEAD_DIM
         )
-        given = (sums / total[:, None]).to(out.dtype.element_ty)
-        tl.store(written + dims[None, :], given, mask=is_query)
+        result = (sums / total[:, None]).to(out.dtype.element_ty)
+        tl.store(written + dims[None, :], result, mask=is_query)
 
 
 @triton.jit(

@@ -51,7 +51,7 @@ class PartKernels(ABC):
     activations: Mapping[str, int]
 
     @abstractmethod
-    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
+    def can_norm(self, spec: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Tell whether `run_norm` computes such a norm."""
 
     @abstractmethod
@@ -73,7 +73,7 @@ class PartKernels(ABC):
     def norm(self, x: Tensor, norm: NormWeights) -> Tensor:
         """Return x normed, (rows, width) or (rows, more rows, width)."""
         self._check_norm(x, norm)
-        out = _like(x)
+        out = _empty_like(x)
         self.run_norm(x, norm, out, None)
         return out
 
@@ -83,8 +83,8 @@ class PartKernels(ABC):
         """Return x + other and that normed; all are (rows, width)."""
         assert x.shape == other.shape and x.dtype == other.dtype, "terms of a sum"
         self._check_norm(x, norm)
-        both = _like(x)
-        out = _like(x)
+        both = _empty_like(x)
+        out = _empty_like(x)
         self.run_norm(x, norm, out, (other.contiguous(), both))
         return both, out
 
@@ -107,7 +107,7 @@ class PartKernels(ABC):
         """
         half = turns.shape[-1]
         (cos, sin) = turns.contiguous()
-        out = _like(x)
+        out = _empty_like(x)
         assert turns.shape == (2, len(x), half) and turns.dtype == torch.float32, (
             "cos and sin"
         )
@@ -119,13 +119,13 @@ class PartKernels(ABC):
         """Return activation(first half) * second half, of (…, 2 * width)."""
         assert both.shape[-1] % 2 == 0, "halves"
         first, second = both.view(-1, both.shape[-1]).chunk(2, -1)
-        out = _like(first)
+        out = _empty_like(first)
         self.run_gate(first, second, activation, out)
         return out.view(*both.shape[:-1], -1)
 
     def gelu(self, x: Tensor, activation: int) -> Tensor:
         """Return gelu (Hendrycks and Gimpel 2016) in one of its forms, of (rows, width)."""
-        out = _like(x)
+        out = _empty_like(x)
         self.run_gate(x, None, activation, out)
         return out
 
@@ -140,7 +140,7 @@ class PartKernels(ABC):
         return shape[0], inner, steps[0], inner_step
 
 
-def _like(x: Tensor) -> Tensor:
+def _empty_like(x: Tensor) -> Tensor:
     return torch.empty_like(x, memory_format=torch.contiguous_format)
 
 
@@ -153,42 +153,46 @@ class CpuPartKernels(PartKernels):
     def __init__(self, library: ctypes.CDLL) -> None:
         self._library = library
 
-    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
+    def can_norm(self, spec: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Tell whether it computes such a norm: RMSNorms, and LayerNorms with weight
         and bias."""
-        has_both = how.has_bias != how.is_rms and not (how.offset and not how.is_rms)
-        return how.has_weight and has_both and weight is not None and weight.dim() == 1
+        has_both = spec.has_bias != spec.is_rms and not (
+            spec.offset and not spec.is_rms
+        )
+        return spec.has_weight and has_both and weight is not None and weight.dim() == 1
 
     def run_norm(
         self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
     ) -> None:
-        how = norm.spec
-        rows = self._rows(x, out)
+        spec = norm.spec
+        rows = self._make_row_sizes(x, out)
         weight = norm.weight.data_ptr()
         sums = (
             (None, None)
             if added is None
             else (added[0].data_ptr(), added[1].data_ptr())
         )
-        if how.is_rms:
-            self._library.fminfer_rms_norm(rows, weight, how.eps, how.offset, *sums)
+        if spec.is_rms:
+            self._library.fminfer_rms_norm(rows, weight, spec.eps, spec.offset, *sums)
             return
         assert norm.bias is not None, "bias of a norm"
         self._library.fminfer_layer_norm(
-            rows, weight, norm.bias.data_ptr(), how.eps, *sums
+            rows, weight, norm.bias.data_ptr(), spec.eps, *sums
         )
 
     def run_rotate(self, x: Tensor, cos: Tensor, sin: Tensor, out: Tensor) -> None:
         turns = cos.data_ptr(), sin.data_ptr()
-        self._library.fminfer_rotate(self._rows(x, out), *turns, 2 * cos.shape[-1])
+        self._library.fminfer_rotate(
+            self._make_row_sizes(x, out), *turns, 2 * cos.shape[-1]
+        )
 
     def run_gate(
         self, x: Tensor, second: Tensor | None, activation: int, out: Tensor
     ) -> None:
         address = None if second is None else second.data_ptr()
-        self._library.fminfer_gate(self._rows(x, out), address, activation)
+        self._library.fminfer_gate(self._make_row_sizes(x, out), address, activation)
 
-    def _rows(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
+    def _make_row_sizes(self, x: Tensor, out: Tensor) -> ctypes._CArgObject:
         outer, inner, outer_step, inner_step = self.row_strides(x)
         rows = RowSizes(
             x=x.data_ptr(),
@@ -214,30 +218,30 @@ class WeightedNorm:
 
     def __init__(
         self,
-        how: Norm,
+        spec: Norm,
         weight: Tensor | None,
         bias: Tensor | None,
         kernels: PartKernels | None,
     ) -> None:
-        self._plain = (how, weight, bias)
+        self._plain = (spec, weight, bias)
         self._kernels = kernels
-        self._own = None
+        self._weights = None
         if (
             kernels is not None
             and weight is not None
-            and kernels.can_norm(how, weight, bias)
+            and kernels.can_norm(spec, weight, bias)
         ):
-            self._own = NormWeights(how, weight.contiguous(), bias)
+            self._weights = NormWeights(spec, weight.contiguous(), bias)
 
     def __call__(self, x: Tensor) -> Tensor:
-        if self._kernels is None or self._own is None:
+        if self._kernels is None or self._weights is None:
             return plain.norm(x, *self._plain)
-        return self._kernels.norm(x, self._own)
+        return self._kernels.norm(x, self._weights)
 
     def norm_sum(self, x: Tensor, more: Tensor | None) -> tuple[Tensor, Tensor]:
         """Return x + more, both (tokens, width), and the norm of that sum."""
-        if more is not None and self._kernels is not None and self._own is not None:
-            return self._kernels.add_and_norm(x, more, self._own)
+        if more is not None and self._kernels is not None and self._weights is not None:
+            return self._kernels.add_and_norm(x, more, self._weights)
         x = x if more is None else x + more
         return x, self(x)
 
@@ -249,13 +253,13 @@ class Parts:
         self.kernels = kernels
 
     def make_norm(
-        self, how: Norm, weight: Tensor | None, bias: Tensor | None
+        self, spec: Norm, weight: Tensor | None, bias: Tensor | None
     ) -> WeightedNorm:
-        return WeightedNorm(how, weight, bias, self.kernels)
+        return WeightedNorm(spec, weight, bias, self.kernels)
 
-    def make_rotate(self, how: Rope) -> Rotate:
-        if self.kernels is None or how.is_interleaved:
-            return partial(plain.rotate, how=how)
+    def make_rotate(self, spec: Rope) -> Rotate:
+        if self.kernels is None or spec.is_interleaved:
+            return partial(plain.rotate, spec=spec)
         return self.kernels.rotate
 
     def make_gate(self, activation: str) -> Function:
@@ -289,17 +293,17 @@ def compute_part_pairs(
     weight = x[0, 0].contiguous()
     row = x[:, 0]
     more = other[:, 0]
-    for how, bias in (
+    for spec, bias in (
         (Norm(1e-5), None),
         (Norm(1e-5, offset=1.0), None),
         (Norm(1e-5, is_rms=False, has_bias=True), other[0, 0].contiguous()),
     ):
-        if kernels.can_norm(how, weight, bias):
-            own = NormWeights(how, weight, bias)
-            yield kernels.norm(x, own), plain.norm(x, how, weight, bias)
-            both, normed = kernels.add_and_norm(row, more, own)
+        if kernels.can_norm(spec, weight, bias):
+            weights = NormWeights(spec, weight, bias)
+            yield kernels.norm(x, weights), plain.norm(x, spec, weight, bias)
+            both, normed = kernels.add_and_norm(row, more, weights)
             yield both, row + more
-            yield normed, plain.norm(row + more, how, weight, bias)
+            yield normed, plain.norm(row + more, spec, weight, bias)
     turn = other[:, 0, :24].sin().float()
     table = torch.stack([turn, -turn])
     turned = plain.rotate(x, table, Rope((0.0,) * 24))

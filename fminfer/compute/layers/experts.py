@@ -31,24 +31,24 @@ TRIED_TOKENS = 3
 class PlainExperts:
     """The experts of a layer, one after another. The tokens of each are computed together."""
 
-    def __init__(self, how: Moe, experts: Sequence[Function]) -> None:
-        self._how = how
+    def __init__(self, spec: Moe, experts: Sequence[Function]) -> None:
+        self._spec = spec
         self._experts = experts
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
     ) -> torch.Tensor:
-        how = self._how
+        spec = self._spec
         order = chosen.flatten().argsort(stable=True)
-        counts = chosen.flatten().bincount(minlength=how.num_experts).tolist()
-        parts = torch.split(x[order // how.top_k], counts)
+        counts = chosen.flatten().bincount(minlength=spec.num_experts).tolist()
+        parts = torch.split(x[order // spec.top_k], counts)
         outs = [
             e(part) for e, part in zip(self._experts, parts, strict=True) if len(part)
         ]
         joined = torch.cat(outs)
         out = torch.empty_like(joined)
         out[order] = joined
-        weighted = out.view(len(x), how.top_k, -1) * shares[..., None]
+        weighted = out.view(len(x), spec.top_k, -1) * shares[..., None]
         return weighted.sum(1).to(x.dtype)
 
 
@@ -63,33 +63,34 @@ class Mixture:
     def make_trial(self, dtype: torch.dtype) -> Trial[Mix]:
         """Return how a mixture of hidden states of a dtype is tried; each shape and
         format once."""
-        pairs = partial(compute_expert_pairs, asked=self, dtype=dtype)
+        pairs = partial(compute_expert_pairs, mixture=self, dtype=dtype)
         name = f"{self.spec.num_experts} experts of {self.spec.expert.size}"
         key = self.spec, self.up.shape, self.up.format, self.down.format
         return Trial(name, pairs, MAX_ERROR[dtype], key)
 
 
 def compute_expert_pairs(
-    mix: Mix, asked: Mixture, dtype: torch.dtype
+    mix: Mix, mixture: Mixture, dtype: torch.dtype
 ) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
-    how = asked.spec
+    spec = mixture.spec
     generator = torch.Generator().manual_seed(0)
-    x = torch.randn(TRIED_TOKENS, asked.down.shape[1], generator=generator).to(dtype)
-    shares = torch.rand(TRIED_TOKENS, how.top_k, generator=generator)
+    x = torch.randn(TRIED_TOKENS, mixture.down.shape[1], generator=generator).to(dtype)
+    shares = torch.rand(TRIED_TOKENS, spec.top_k, generator=generator)
     chosen = (
-        torch.arange(TRIED_TOKENS * how.top_k).view(TRIED_TOKENS, -1) % how.num_experts
+        torch.arange(TRIED_TOKENS * spec.top_k).view(TRIED_TOKENS, -1)
+        % spec.num_experts
     )
-    act: Function = plain.ACTIVATIONS[how.expert.activation]
-    if how.expert.is_gated:
-        act = partial(plain.gate, activation=how.expert.activation)
+    act: Function = plain.ACTIVATIONS[spec.expert.activation]
+    if spec.expert.is_gated:
+        act = partial(plain.gate, activation=spec.expert.activation)
 
     def compute(part: torch.Tensor, number: int) -> torch.Tensor:
-        up, down = (Linear(w.expert(number), None) for w in (asked.up, asked.down))
+        up, down = (Linear(w.expert(number), None) for w in (mixture.up, mixture.down))
         return down(act(up(part)))
 
-    experts = [partial(compute, number=number) for number in range(how.num_experts)]
-    expected = PlainExperts(how, experts)(x.float(), chosen, shares)
+    experts = [partial(compute, number=number) for number in range(spec.num_experts)]
+    expected = PlainExperts(spec, experts)(x.float(), chosen, shares)
     for tokens in (1, TRIED_TOKENS):
         yield mix(x[:tokens], chosen[:tokens], shares[:tokens]), expected[:tokens]
 
@@ -169,9 +170,9 @@ class PackedExperts:
         return out
 
 
-def can_mix(how: Moe) -> bool:
+def can_mix(spec: Moe) -> bool:
     """Tell whether the kernel computes such experts: no bias, an activation that it has."""
-    expert = how.expert
+    expert = spec.expert
     is_plain = not expert.has_bias and expert.limit is None
     return is_plain and expert.activation in activations_of(expert)
 
@@ -183,12 +184,12 @@ def make_expert_candidate(
     kernel = ProductKernel(library)
     workspace = Workspace()
 
-    def pack(asked: Mixture) -> PackedExperts:
-        expert = asked.spec.expert
-        up = asked.up
-        down = asked.down
+    def pack_experts(mixture: Mixture) -> PackedExperts:
+        expert = mixture.spec.expert
+        up = mixture.up
+        down = mixture.down
         num_experts, hidden, size = down.shape
-        assert (num_experts, size) == (asked.spec.num_experts, expert.size), (
+        assert (num_experts, size) == (mixture.spec.num_experts, expert.size), (
             "weights of experts"
         )
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
@@ -198,17 +199,17 @@ def make_expert_candidate(
             ),
             kernel.pack_part(down.format, down.tensors[0], 1, size),
         )
-        return PackedExperts(library.fminfer_mix, workspace, asked.spec, *parts)
+        return PackedExperts(library.fminfer_mix, workspace, mixture.spec, *parts)
 
-    def serves_all(asked: Mixture) -> bool:
-        weights = (asked.up, asked.down)
+    def can_mix(mixture: Mixture) -> bool:
+        weights = (mixture.up, mixture.down)
         is_best = all(
             is_kernel_faster(w.format, dtype) and len(w.tensors) == 1 for w in weights
         )
         return (
             is_best
-            and can_mix(asked.spec)
+            and can_mix(mixture.spec)
             and all(map(ProductKernel.can_pack, weights))
         )
 
-    return Candidate(pack, partial(Mixture.make_trial, dtype=dtype), serves_all)
+    return Candidate(pack_experts, partial(Mixture.make_trial, dtype=dtype), can_mix)

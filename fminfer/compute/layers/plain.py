@@ -39,18 +39,18 @@ def xielu(
 
 
 def norm(
-    x: torch.Tensor, how: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
+    x: torch.Tensor, spec: Norm, weight: torch.Tensor | None, bias: torch.Tensor | None
 ) -> torch.Tensor:
     """Normalize the last dimension in float32, and round once; weights are of last
     dimensions."""
-    if not (how.is_rms or how.offset) and (weight is None or weight.dim() == 1):
-        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, how.eps)
+    if not (spec.is_rms or spec.offset) and (weight is None or weight.dim() == 1):
+        return nn.functional.layer_norm(x, x.shape[-1:], weight, bias, spec.eps)
     y = x.float()
-    if not how.is_rms:
+    if not spec.is_rms:
         y = y - y.mean(-1, keepdim=True)
-    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + how.eps)
+    y = y * torch.rsqrt(y.square().mean(-1, keepdim=True) + spec.eps)
     if weight is not None:
-        y = y * (weight.float() + how.offset)
+        y = y * (weight.float() + spec.offset)
     if bias is not None:
         y = y + bias.float()
     return y.to(x.dtype)
@@ -66,24 +66,24 @@ def compute_sinusoids(num_positions: int, size: int) -> torch.Tensor:
 
 
 def compute_rotary_table(
-    how: Rope, num_positions: int, device: torch.device
+    spec: Rope, num_positions: int, device: torch.device
 ) -> torch.Tensor:
     """Return (2, positions, turned / 2) float32: cosines and sines of every position."""
-    inv_freq = torch.tensor(how.inv_freq, device=device)
+    inv_freq = torch.tensor(spec.inv_freq, device=device)
     angles = torch.arange(num_positions, device=device)[:, None].float() * inv_freq
     table = torch.empty((2, *angles.shape), device=device)
     torch.cos(angles, out=table[0])
     torch.sin(angles, out=table[1])
-    return table.mul_(how.scale)
+    return table.mul_(spec.scale)
 
 
-def rotate(x: torch.Tensor, turn: torch.Tensor, how: Rope) -> torch.Tensor:
+def rotate(x: torch.Tensor, turn: torch.Tensor, spec: Rope) -> torch.Tensor:
     """Turn (tokens, heads, head_dim) in float32, by (2, tokens, turned / 2) of a
     `compute_rotary_table`."""
     cos, sin = turn[:, :, None]
     size = 2 * turn.shape[-1]
     part = x[..., :size].float()
-    if how.is_interleaved:
+    if spec.is_interleaved:
         a = part[..., ::2]
         b = part[..., 1::2]
         turned = torch.stack([a * cos - b * sin, b * cos + a * sin], -1).flatten(-2)

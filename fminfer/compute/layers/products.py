@@ -59,29 +59,29 @@ class Linear:
             nn.functional.linear(x, each.dequantize(x.dtype))
             for each in weight.split_rows()
         ]
-        found = torch.cat(parts, -1)
-        return found if bias is None else found + bias
+        product = torch.cat(parts, -1)
+        return product if bias is None else product + bias
 
     def make_trial(self, dtype: torch.dtype) -> Trial[Function]:
         """Return how a product of rows of a dtype is tried; each shape and format is once."""
         outputs, inputs = shape = self.weight.shape
-        pairs = partial(compute_product_pairs, asked=self, dtype=dtype)
+        pairs = partial(compute_product_pairs, linear=self, dtype=dtype)
         key = shape, self.weight.format, self.weight.is_lent
         return Trial(f"products of {outputs} × {inputs}", pairs, MAX_ERROR[dtype], key)
 
 
 def compute_product_pairs(
     product: Function,
-    asked: Linear,
+    linear: Linear,
     dtype: torch.dtype,
     summed: torch.dtype | None = None,
 ) -> Iterator[Pair]:
     """Multiply few rows and some, of a dtype, packed and plain; `summed` is the plain dtype."""
-    inputs = asked.weight.shape[1]
+    inputs = linear.weight.shape[1]
     numbers = [torch.linspace(-1, 1, num * inputs, dtype=dtype) for num in CHECKED_ROWS]
     x = torch.cat(numbers).view(-1, inputs)
     x = x * torch.cos(torch.arange(inputs, dtype=torch.float32)).to(dtype)
-    plain = asked(x.to(summed or dtype))  # blocks unpack once
+    plain = linear(x.to(summed or dtype))  # blocks unpack once
     for rows, expected in zip(
         torch.split(x, CHECKED_ROWS), torch.split(plain, CHECKED_ROWS), strict=True
     ):
@@ -93,12 +93,12 @@ def is_on_cpu(weight: Weight) -> bool:
     return weight.device.type == "cpu" and math.prod(weight.shape) > 0
 
 
-def can_torch_pack(held: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
+def can_torch_pack(weight_format: Format, dtype: torch.dtype, *, is_fast: bool) -> bool:
     """Tell whether a library packs weights of a format, for rows of a dtype.
 
     Without units for bfloat16 (`is_fast`) oneDNN is no faster than torch.
     """
-    if held != Dense(dtype):
+    if weight_format != Dense(dtype):
         return False
     if dtype == torch.float32:
         return bool(torch.backends.mkl.is_available())  # type: ignore[no-untyped-call]
@@ -119,10 +119,10 @@ def onednn_packs_bfloat16() -> bool:
     return True
 
 
-def pack_by_mkl(asked: Linear) -> Function:
+def pack_by_mkl(linear: Linear) -> Function:
     """Return a product with a weight of float32, packed."""
-    weight = asked.weight.plain.contiguous()
-    bias = asked.bias
+    weight = linear.weight.plain.contiguous()
+    bias = linear.bias
     packed = torch.ops.mkl._mkl_reorder_linear_weight(weight, MKL_ROWS)
     nothing = weight.new_full((1,), float("nan")).expand(weight.shape)
 
@@ -134,10 +134,10 @@ def pack_by_mkl(asked: Linear) -> Function:
     return multiply
 
 
-def pack_by_onednn(asked: Linear) -> Function:
+def pack_by_onednn(linear: Linear) -> Function:
     """Return a product with a weight of bfloat16, packed."""
-    weight = asked.weight.plain.contiguous()
-    bias = asked.bias
+    weight = linear.weight.plain.contiguous()
+    bias = linear.bias
     packed = torch.ops.mkldnn._reorder_linear_weight(weight)
     is_narrow = len(weight) in NARROW
 
@@ -161,8 +161,8 @@ def make_library_candidates(
 ) -> list[Candidate[Linear, Function]]:
     """Return the products of torch's libraries, for rows of a dtype; see `can_torch_pack`."""
 
-    def serves(asked: Linear) -> bool:
-        weight = asked.weight
+    def serves(linear: Linear) -> bool:
+        weight = linear.weight
         pays = is_on_cpu(weight) and not weight.is_lent  # it stays in memory
         return pays and can_torch_pack(weight.format, dtype, is_fast=is_fast)
 
@@ -279,27 +279,29 @@ class ProductKernel:
     @staticmethod
     def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        held = [each for each, _ in weight.parts]
+        formats = [each for each, _ in weight.parts]
         is_even = weight.shape[-1] % 2 == 0
         fits = all(
-            can_sum_in_float32(h) and (is_even or h == Dense(torch.float32))
-            for h in held
+            can_sum_in_float32(each) and (is_even or each == Dense(torch.float32))
+            for each in formats
         )
         return fits and is_on_cpu(weight)
 
-    def make_product(self, asked: Linear) -> PackedProduct:
-        return self.pack_weight(asked.weight, asked.bias)
+    def make_product(self, linear: Linear) -> PackedProduct:
+        return self.pack_weight(linear.weight, linear.bias)
 
     def pack_weight(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
-        own = zip(weight.parts, weight.tensors, strict=True)
+        format_tensors = zip(weight.parts, weight.tensors, strict=True)
         parts = tuple(
-            PackedPart(held, t.contiguous(), len(t), inputs, is_lent=True)
-            if weight.is_lent and isinstance(held, Dense)
-            else self.pack_part(held, t[None], 1, inputs)
-            for (held, _), t in own
+            PackedPart(
+                weight_format, tensor.contiguous(), len(tensor), inputs, is_lent=True
+            )
+            if weight.is_lent and isinstance(weight_format, Dense)
+            else self.pack_part(weight_format, tensor[None], 1, inputs)
+            for (weight_format, _), tensor in format_tensors
         )
         biases = None
         if bias is not None:
@@ -314,7 +316,7 @@ class ProductKernel:
         return PackedProduct(self, parts, biases, inputs, outputs, calls, least)
 
     def pack_part(
-        self, held: Format, tensor: torch.Tensor, halves: int, inputs: int
+        self, weight_format: Format, tensor: torch.Tensor, halves: int, inputs: int
     ) -> PackedPart:
         """Pack the only tensor of a weight, (items, halves * outputs, …), each half for
         itself."""
@@ -324,40 +326,44 @@ class ProductKernel:
         num_threads = torch.get_num_threads()
         panels = items * halves * -(-outputs // self.panel)
         sizes = (items, halves, outputs)
-        if isinstance(held, Blocks):
-            block = inputs, held.block or inputs
-            size = self.library.fminfer_panel_bytes(held.kind, *block)
-            assert size, f"forms.h has the kind {held.kind}"
+        if isinstance(weight_format, Blocks):
+            block = inputs, weight_format.block or inputs
+            size = self.library.fminfer_panel_bytes(weight_format.kind, *block)
+            assert size, f"forms.h has the kind {weight_format.kind}"
             packed = tensor.new_empty((panels, size))
-            source = held.kind, tensor.data_ptr(), *sizes, *block
+            source = weight_format.kind, tensor.data_ptr(), *sizes, *block
             self.library.fminfer_pack_blocks(*source, packed.data_ptr(), num_threads)
         else:
             packed = tensor.new_empty((panels * self.panel, row))
             floats = tensor.data_ptr(), *sizes, row * tensor.itemsize // 4
             self.library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
-        return PackedPart(held, packed, outputs, inputs)
+        return PackedPart(weight_format, packed, outputs, inputs)
 
 
-def is_kernel_faster(held: Format, dtype: torch.dtype) -> bool:
+def is_kernel_faster(weight_format: Format, dtype: torch.dtype) -> bool:
     """Tell whether it is faster than other products of a format, for rows of a dtype.
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
-    own = [each for each, _ in held.parts] if isinstance(held, Joined) else [held]
-    if dtype not in KERNEL_TYPES or not all(map(can_sum_in_float32, own)):
+    formats = (
+        [each for each, _ in weight_format.parts]
+        if isinstance(weight_format, Joined)
+        else [weight_format]
+    )
+    if dtype not in KERNEL_TYPES or not all(map(can_sum_in_float32, formats)):
         return False
     if dtype == torch.float32:
         return True
-    is_best = held != Dense(torch.bfloat16) or not has_unit("amx_bf16")
-    return is_best and Dense(torch.float32) not in own  # which is never rounded
+    is_best = weight_format != Dense(torch.bfloat16) or not has_unit("amx_bf16")
+    return is_best and Dense(torch.float32) not in formats  # which is never rounded
 
 
-def can_sum_in_float32(held: Format) -> bool:
+def can_sum_in_float32(weight_format: Format) -> bool:
     """Tell whether the kernel's sums may stay float32 for weights of a format, as a
     head's do."""
-    if isinstance(held, Dense):
-        return held.dtype in KERNEL_TYPES
-    return isinstance(held, Blocks) and held.kind is not None
+    if isinstance(weight_format, Dense):
+        return weight_format.dtype in KERNEL_TYPES
+    return isinstance(weight_format, Blocks) and weight_format.kind is not None
 
 
 def make_product_candidate(
@@ -366,9 +372,9 @@ def make_product_candidate(
     """Return the kernel's products, for rows of a dtype."""
     kernel = ProductKernel(library)
 
-    def serves(asked: Linear) -> bool:
-        return is_kernel_faster(asked.weight.format, dtype) and kernel.can_pack(
-            asked.weight
+    def serves(linear: Linear) -> bool:
+        return is_kernel_faster(linear.weight.format, dtype) and kernel.can_pack(
+            linear.weight
         )
 
     return Candidate(
@@ -382,12 +388,14 @@ def make_head_candidate(
     """Return products whose sums stay float32, tried with the weight's first outputs."""
     kernel = ProductKernel(library)
 
-    def serves(asked: Linear) -> bool:
-        return can_sum_in_float32(asked.weight.format) and kernel.can_pack(asked.weight)
+    def serves(linear: Linear) -> bool:
+        return can_sum_in_float32(linear.weight.format) and kernel.can_pack(
+            linear.weight
+        )
 
-    def trial(asked: Linear) -> Trial[PackedProduct]:
-        bias = None if asked.bias is None else asked.bias[:TRIED_OUTPUTS]
-        some = Linear(asked.weight.first_rows(TRIED_OUTPUTS), bias)
+    def trial(linear: Linear) -> Trial[PackedProduct]:
+        bias = None if linear.bias is None else linear.bias[:TRIED_OUTPUTS]
+        some = Linear(linear.weight.first_rows(TRIED_OUTPUTS), bias)
 
         def pairs(_: PackedProduct) -> Iterator[Pair]:
             product = kernel.make_product(some)
@@ -398,7 +406,7 @@ def make_head_candidate(
             )
 
         return Trial(
-            "products in float32", pairs, UNROUNDED_ERROR, asked.weight.format.name
+            "products in float32", pairs, UNROUNDED_ERROR, linear.weight.format.name
         )
 
     return Candidate(kernel.make_product, trial, serves)

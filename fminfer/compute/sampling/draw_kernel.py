@@ -34,7 +34,7 @@ class DrawKernel:
         self._draw = library.fminfer_draw
 
     def __call__(
-        self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+        self, logits: torch.Tensor, sampling: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
         """Return the places that some rows of (rows, vocab) logits draw, each as its
         own says."""
@@ -43,8 +43,8 @@ class DrawKernel:
         # The kernel trusts what it is given.
         assert logits.device.type == "cpu" and vocab > 0, "logits"
         for kind, tensors in (
-            (torch.float32, (how.temperature, how.top_p, how.min_p)),
-            (torch.int64, (rows, how.top_k, how.noise)),
+            (torch.float32, (sampling.temperature, sampling.top_p, sampling.min_p)),
+            (torch.int64, (rows, sampling.top_k, sampling.noise)),
         ):
             for tensor in tensors:
                 assert tensor.dtype == kind and tensor.is_contiguous(), "how rows draw"
@@ -53,14 +53,14 @@ class DrawKernel:
         failed = self._draw(
             logits.data_ptr(),
             vocab,
-            how.first_id,
+            sampling.first_id,
             len(rows),
             rows.data_ptr(),
-            how.temperature.data_ptr(),
-            how.top_p.data_ptr(),
-            how.top_k.data_ptr(),
-            how.min_p.data_ptr(),
-            how.noise.data_ptr(),
+            sampling.temperature.data_ptr(),
+            sampling.top_p.data_ptr(),
+            sampling.top_k.data_ptr(),
+            sampling.min_p.data_ptr(),
+            sampling.noise.data_ptr(),
             ids.data_ptr(),
             torch.get_num_threads(),
         )
@@ -85,9 +85,9 @@ class ScoreKernel:
         normalizer = torch.empty(rows, device="cpu")
         best = torch.empty((rows, num_top), device="cpu")
         best_ids = logits.new_empty((rows, num_top), dtype=torch.int64)
-        found = [each.data_ptr() for each in (normalizer, best, best_ids)]
+        addresses = [each.data_ptr() for each in (normalizer, best, best_ids)]
         self._score(
-            logits.data_ptr(), rows, vocab, num_top, *found, torch.get_num_threads()
+            logits.data_ptr(), rows, vocab, num_top, *addresses, torch.get_num_threads()
         )
         return Ranking(normalizer, best, best_ids)
 
@@ -114,17 +114,23 @@ def compute_draw_pairs(drawer: Drawer, device: torch.device) -> Iterator[Pair]:
     )
     cases = [(logits, 0), (logits, FIRST_ID)]
     for ids in ([0], [VOCAB - 1], [0, VOCAB - 1], [7, 1501]):
-        left = torch.full_like(logits, float("-inf"))
-        left[:, ids] = logits[:, ids]
-        cases.append((left, 0))
+        masked = torch.full_like(logits, float("-inf"))
+        masked[:, ids] = logits[:, ids]
+        cases.append((masked, 0))
     rows = torch.tensor([0, 1, 2, 3, 4, 5, 6])
-    for given, first_id in cases:
-        there = given.to(device), rows.to(device)
-        own, how = (
-            SamplingTensors.from_draws(draws, each.device) for each in (there[0], given)
+    for case_logits, first_id in cases:
+        there = case_logits.to(device), rows.to(device)
+        device_sampling, sampling = (
+            SamplingTensors.from_draws(draws, each.device)
+            for each in (there[0], case_logits)
         )
-        found = drawer(there[0], replace(own, first_id=first_id), there[1])
-        yield found, draw_tokens(given, replace(how, first_id=first_id), rows)
+        computed = drawer(
+            there[0], replace(device_sampling, first_id=first_id), there[1]
+        )
+        yield (
+            computed,
+            draw_tokens(case_logits, replace(sampling, first_id=first_id), rows),
+        )
 
 
 def compute_rank_pairs(ranker: Ranker) -> Iterator[Pair]:
@@ -132,11 +138,11 @@ def compute_rank_pairs(ranker: Ranker) -> Iterator[Pair]:
     logits = torch.randn((5, VOCAB), generator=torch.Generator().manual_seed(0))
     logits[1, ::7] = 4.0
     for num_top in (1, 5):
-        found = ranker(logits, num_top)
+        computed = ranker(logits, num_top)
         expected = rank_logits(logits, num_top)
-        yield found.best, expected.best
-        yield found.best_ids, expected.best_ids
-        yield found.normalizer, expected.normalizer
+        yield computed.best, expected.best
+        yield computed.best_ids, expected.best_ids
+        yield computed.normalizer, expected.normalizer
 
 
 RANKS_TRIAL: Trial[Ranker] = Trial("scores", compute_rank_pairs, RANK_ERROR)

@@ -65,8 +65,8 @@ class MaskTensors:
         ids = self.few[self.mask_of]
         places = torch.where(ids < 0, -1, ids - self.first_id)
         is_away = (places < 0) | (places >= logits.shape[-1])
-        found = logits[rows[:, None], places.masked_fill(is_away, 0)].float()
-        return found.masked_fill(is_away, float("-inf")), ids
+        few_logits = logits[rows[:, None], places.masked_fill(is_away, 0)].float()
+        return few_logits.masked_fill(is_away, float("-inf")), ids
 
     def mask_logits(self, logits: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
         """Return logits of rows, (rows, vocab) float32, with -inf where a token is not allowed.
@@ -117,12 +117,12 @@ def make_mask_tensors(
         pad_sequence([*few, torch.tensor([-1])], batch_first=True, padding_value=-1).to(
             device
         ),
-        torch.tensor([*map(_first, rows), 0], device=device),
+        torch.tensor([*map(_find_first_id, rows), 0], device=device),
         torch.tensor(mask_of, dtype=torch.int64, device=device),
     )
 
 
-def _first(bits: bytes) -> int:
+def _find_first_id(bits: bytes) -> int:
     """Return the lowest id whose bit is set."""
     place = len(bits) - len(bits.lstrip(b"\0"))
     assert place < len(bits), "a mask allows no token"
@@ -169,18 +169,18 @@ class StepEdits:
         step: Step,
         vocab: int,  # all tokens
         device: torch.device,
-        own: range | None = None,  # the tokens whose logits are here; None: all
+        local_ids: range | None = None,  # the tokens whose logits are here; None: all
     ) -> None:
         self._step = step
         self._device = device
-        self._own = own or range(vocab)
+        self._local_ids = local_ids or range(vocab)
         self._is_none = not (
             len(step.edit_ids) or len(step.banned_ids) or len(step.masks)
         )
         self._masks = None
         if len(step.masks):
             masks = make_mask_tensors(unpack_masks(step), [], vocab, device)
-            self._masks = replace(masks, first_id=self._own.start)
+            self._masks = replace(masks, first_id=self._local_ids.start)
 
     def make_tensors(self, part: slice) -> LogitEditTensors | None:
         """Return the changes of some draws; rows count from the first of them. None: no
@@ -198,8 +198,8 @@ class StepEdits:
             first = int(counts[: part.start].sum())
             entries = np.arange(first, first + int(counts[part].sum()))
             rows = np.repeat(np.arange(len(counts[part])), counts[part])
-            places = ids[entries] - self._own.start
-            is_own = (places >= 0) & (places < len(self._own))
+            places = ids[entries] - self._local_ids.start
+            is_own = (places >= 0) & (places < len(self._local_ids))
             columns += [rows[is_own], places[is_own], entries[is_own]]
             has_others |= not is_own.all()
         edits = columns.pop(2)

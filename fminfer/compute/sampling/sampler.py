@@ -33,7 +33,7 @@ def compute_token_bits(noise: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
     """
     lower = (noise << 32 >> 32).to(torch.int32)[:, None]
     upper = (noise >> 32).to(torch.int32)[:, None]
-    return _mix(_mix(ids.to(torch.int32) ^ lower).bitwise_xor_(upper))
+    return _mix_bits(_mix_bits(ids.to(torch.int32) ^ lower).bitwise_xor_(upper))
 
 
 def compute_gumbel_noise(
@@ -51,7 +51,7 @@ def compute_gumbel_noise(
     return rest.log_().neg_().log_().neg_()
 
 
-def _mix(bits: torch.Tensor) -> torch.Tensor:
+def _mix_bits(bits: torch.Tensor) -> torch.Tensor:
     """Mix in place. Products wrap around; shifts are of unsigned numbers."""
     bits ^= (bits >> 16).bitwise_and_(0xFFFF)
     bits *= FIRST
@@ -64,12 +64,13 @@ def _mix(bits: torch.Tensor) -> torch.Tensor:
 TOP_P_CANDIDATES = 256  # tried before the whole vocabulary is sorted
 
 
-def copy_to_host(found: TokenLogprobs) -> TokenLogprobs:
+def copy_to_host(logprobs: TokenLogprobs) -> TokenLogprobs:
     """Return tensors as arrays, by one copy in float64: a GPU is waited for at each."""
-    columns = [found.ids, found.logprobs, found.top_ids, found.top_logprobs]
-    if not found.ids.is_cpu:
+    columns = [logprobs.ids, logprobs.logprobs, logprobs.top_ids, logprobs.top_logprobs]
+    if not logprobs.ids.is_cpu:
         table = torch.cat(
-            [found.ids[:, None].double(), found.logprobs[:, None], *columns[2:]], 1
+            [logprobs.ids[:, None].double(), logprobs.logprobs[:, None], *columns[2:]],
+            1,
         ).cpu()
         sent = [*table[:, :2].unbind(1), *table[:, 2:].chunk(2, 1)]
         columns = [
@@ -197,28 +198,30 @@ def race_tokens(
 def draw_tokens(
     logits: torch.Tensor,
     # of all rows; temperature and top_p above 0 in those that draw
-    how: SamplingTensors,
+    sampling: SamplingTensors,
     rows: torch.Tensor,
     racer: Racer = race_tokens,  # or a compiled body of it
 ) -> torch.Tensor:  # as many places as rows, int64
     """Draw by Gumbel-max from what top_k, min_p and top_p leave, as `Drawer`."""
     # to see which filters are used; a filter leaves other rows as they are
-    host = how.host
+    host = sampling.host
     most_kept = int(host.top_k.max())
     has_min_p = bool((host.min_p > 0).any())
     has_top_p = bool((host.top_p < 1).any())
     logits = logits[rows].float()
-    how = replace(how.select(rows), first_id=how.first_id)
+    sampling = replace(sampling.select(rows), first_id=sampling.first_id)
     largest, first = logits.max(-1, keepdim=True)
-    scaled = (logits - largest) / how.temperature[:, None]
+    scaled = (logits - largest) / sampling.temperature[:, None]
     if most_kept > 0:
-        scaled = _filter_top_k(scaled, how.top_k, most_kept)
+        scaled = _filter_top_k(scaled, sampling.top_k, most_kept)
     if has_min_p:  # the likeliest token stands at 0 here; log(0) keeps all
-        scaled = scaled.masked_fill(scaled < how.min_p.log()[:, None], float("-inf"))
+        scaled = scaled.masked_fill(
+            scaled < sampling.min_p.log()[:, None], float("-inf")
+        )
     if has_top_p:
-        probs = _filter_top_p(torch.softmax(scaled, -1), how.top_p)
+        probs = _filter_top_p(torch.softmax(scaled, -1), sampling.top_p)
         scaled = scaled.masked_fill(probs == 0, float("-inf"))
-    places = racer(scaled, how.noise, how.first_id)
+    places = racer(scaled, sampling.noise, sampling.first_id)
     # Of a row with nan or +inf the first such token: its logprob is nan, whichever is drawn.
     return torch.where(largest.isfinite(), places[:, None], first)[:, 0]
 
@@ -229,7 +232,7 @@ def _filter_top_k(scaled: torch.Tensor, top_k: torch.Tensor, most: int) -> torch
     counts = torch.where(top_k > 0, top_k, vocab).clamp(max=vocab)
     best = scaled.topk(min(most, vocab), -1)[0]
     last = best.gather(-1, (counts - 1).clamp(max=best.shape[-1] - 1)[:, None])
-    keep = _keep_first(scaled, last, counts)
+    keep = _mark_first(scaled, last, counts)
     return scaled.masked_fill(~keep & (counts < vocab)[:, None], float("-inf"))
 
 
@@ -245,7 +248,7 @@ def _filter_top_p(probs: torch.Tensor, top_p: torch.Tensor) -> torch.Tensor:
     if len(short):  # the set is larger than the candidates: sort all of the row
         best = probs[short].sort(-1, descending=True)[0]
         last[short], counts[short] = _find_smallest_set(best, top_p[short])
-    keep = _keep_first(probs, last, counts)
+    keep = _mark_first(probs, last, counts)
     return probs.masked_fill(~keep & is_limited[:, None], 0.0)
 
 
@@ -260,7 +263,7 @@ def _find_smallest_set(
     return best.gather(-1, counts[:, None] - 1), counts
 
 
-def _keep_first(
+def _mark_first(
     values: torch.Tensor,  # (rows, vocab)
     last: torch.Tensor,  # (rows, 1): the smallest value that is kept
     counts: torch.Tensor,  # (rows,): how many are kept
@@ -295,10 +298,10 @@ class TokenSpan:
         return self.ranker(logits, max(1, min(num_top, self.size)))
 
     def draw_tokens(
-        self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+        self, logits: torch.Tensor, sampling: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
         """Draw ids from the whole vocabulary, as `Drawer`."""
-        return self.drawer(logits, how, rows)
+        return self.drawer(logits, sampling, rows)
 
     def find_likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         """Return the id of each row's highest logit; of equals the lowest."""
@@ -315,7 +318,7 @@ class TokenSpan:
 
 def sample_tokens(
     logits: torch.Tensor,
-    how: SamplingTensors,
+    sampling: SamplingTensors,
     num_top: int,  # alternatives to report
     # the logprobs are those of the logits without them
     edits: LogitEditTensors | None = None,
@@ -335,26 +338,26 @@ def sample_tokens(
     )
     # Noise is by token id, so a draw without the mask is the masked one wherever it is allowed.
     # Filters count what the mask leaves, so rows that have both draw with it at once.
-    is_drawn = how.host.is_random
+    is_drawn = sampling.host.is_random
     if masks is not None:
         is_drawn = is_drawn & ~(
-            masks.has_mask.to(is_drawn.device) & how.host.is_filtered
+            masks.has_mask.to(is_drawn.device) & sampling.host.is_filtered
         )
     drawn = is_drawn.nonzero()[:, 0]
     if len(drawn):
         rows = drawn.to(ids.device, non_blocking=True)
-        ids[rows] = tokens.draw_tokens(edited, how, rows)
+        ids[rows] = tokens.draw_tokens(edited, sampling, rows)
     if masks is not None:
-        is_held_back = (how.host.is_random & ~is_drawn).to(ids.device)
+        is_held_back = (sampling.host.is_random & ~is_drawn).to(ids.device)
         _draw_masked(
-            edited, how, masks, is_held_back | ~masks.is_allowed(ids), ids, tokens
+            edited, sampling, masks, is_held_back | ~masks.is_allowed(ids), ids, tokens
         )
-    return _report(logits, ids, num_top, ranking, tokens)
+    return _make_logprobs(logits, ids, num_top, ranking, tokens)
 
 
 def _draw_masked(
     logits: torch.Tensor,  # (rows, vocab)
-    how: SamplingTensors,
+    sampling: SamplingTensors,
     masks: MaskTensors,
     is_out: torch.Tensor,  # (rows,) bool: these rows are drawn
     ids: torch.Tensor,  # (rows,) int64, which are changed
@@ -362,26 +365,28 @@ def _draw_masked(
 ) -> None:
     """Draw some rows with their masks."""
     kinds = torch.where(
-        is_out, 1 + how.is_random.int() + 2 * masks.has_few.int(), 0
+        is_out, 1 + sampling.is_random.int() + 2 * masks.has_few.int(), 0
     ).tolist()
     for kind in sorted({*kinds} - {0}):
         places = [row for row, other in enumerate(kinds) if other == kind]
         rows = torch.tensor(places, device=logits.device)
-        own = masks.select(rows)
-        draw_own = tokens.draw_tokens
+        row_masks = masks.select(rows)
+        draw_rows = tokens.draw_tokens
         find = tokens.find_likeliest
         if kind > 2:
-            left, few = own.gather_few(logits, rows)
+            left, few = row_masks.gather_few(logits, rows)
             left = tokens.join_few(left)
             find = find_likeliest
-            draw_own = partial(draw_tokens, racer=partial(race_tokens, ids=few))
+            draw_rows = partial(draw_tokens, racer=partial(race_tokens, ids=few))
         else:
-            left = own.mask_logits(logits, rows)
+            left = row_masks.mask_logits(logits, rows)
         every = torch.arange(len(rows), device=logits.device)
-        found = find(left) if kind % 2 else draw_own(left, how.select(rows), every)
+        drawn = (
+            find(left) if kind % 2 else draw_rows(left, sampling.select(rows), every)
+        )
         if kind > 2:
-            found = few.gather(-1, found[:, None])[:, 0]
-        ids[rows] = own.correct_draws(found)
+            drawn = few.gather(-1, drawn[:, None])[:, 0]
+        ids[rows] = row_masks.correct_draws(drawn)
 
 
 def score_tokens(
@@ -392,10 +397,12 @@ def score_tokens(
 ) -> TokenLogprobs:
     """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
     tokens = tokens or TokenSpan(logits.shape[-1])
-    return _report(logits, ids, num_top, tokens.rank_logits(logits, num_top), tokens)
+    return _make_logprobs(
+        logits, ids, num_top, tokens.rank_logits(logits, num_top), tokens
+    )
 
 
-def _report(
+def _make_logprobs(
     logits: torch.Tensor,
     ids: torch.Tensor,
     num_top: int,

@@ -43,65 +43,77 @@ class TokenShard(TokenSpan):
     def rank_logits(self, logits: torch.Tensor, num_top: int) -> Ranking:
         """Rank the whole vocabulary by the best of each rank's."""
         num_top = max(1, min(num_top, self.size))
-        found = self.ranker(logits, min(num_top, logits.shape[-1]))
-        best = _padded(found.best, num_top)
-        ids = _padded(found.best_ids, num_top, 0)
+        local = self.ranker(logits, min(num_top, logits.shape[-1]))
+        best = _pad_columns(local.best, num_top)
+        ids = _pad_columns(local.best_ids, num_top, 0)
         table = torch.cat(
-            [found.normalizer[:, None], best, ids + self.local_ids.start], 1
+            [local.normalizer[:, None], best, ids + self.local_ids.start], 1
         )
         normalizers, best, ids = torch.split(
-            self._share(table), [1, num_top, num_top], -1
+            self._gather_ranks(table), [1, num_top, num_top], -1
         )
         # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
-        best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
-        ids = _side_by_side(ids).gather(-1, order)[:, :num_top].long()
+        best, order = _join_ranks(best).sort(stable=True, dim=-1, descending=True)
+        ids = _join_ranks(ids).gather(-1, order)[:, :num_top].long()
         normalizer = normalizers[..., 0].logsumexp(0).float()
         return Ranking(normalizer, best[:, :num_top].float(), ids)
 
     def draw_tokens(
-        self, logits: torch.Tensor, how: SamplingTensors, rows: torch.Tensor
+        self, logits: torch.Tensor, sampling: SamplingTensors, rows: torch.Tensor
     ) -> torch.Tensor:
-        logits = _rows_of(logits, rows).float()
-        own = how.select(rows)
-        if not how.host.is_filtered.any():
-            return self._race(logits, replace(own, on_host=how.on_host))
-        found = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
+        logits = _select_rows(logits, rows).float()
+        row_sampling = sampling.select(rows)
+        if not sampling.host.is_filtered.any():
+            return self._race_tokens(
+                logits, replace(row_sampling, on_host=sampling.on_host)
+            )
+        ids = torch.empty(len(rows), dtype=torch.int64, device=rows.device)
         for is_part, draw_part in (
-            (~own.is_filtered, self._race),
-            (own.is_filtered, self._draw_filtered),
+            (~row_sampling.is_filtered, self._race_tokens),
+            (row_sampling.is_filtered, self._draw_filtered),
         ):
             part = is_part.nonzero()[:, 0]
             if len(part):
-                found[part] = draw_part(_rows_of(logits, part), own.select(part))
-        return found
+                ids[part] = draw_part(
+                    _select_rows(logits, part), row_sampling.select(part)
+                )
+        return ids
 
-    def _race(self, logits: torch.Tensor, how: SamplingTensors) -> torch.Tensor:
+    def _race_tokens(
+        self, logits: torch.Tensor, sampling: SamplingTensors
+    ) -> torch.Tensor:
         """Draw rows without filters: each rank's winner races with those of others."""
-        own = replace(how, first_id=self.local_ids.start)
-        places = self.drawer(logits, own, _all_of(logits))[:, None]
-        noise = compute_gumbel_noise(how.noise, places + self.local_ids.start)
+        local_sampling = replace(sampling, first_id=self.local_ids.start)
+        places = self.drawer(logits, local_sampling, _all_rows(logits))[:, None]
+        noise = compute_gumbel_noise(sampling.noise, places + self.local_ids.start)
         scores = (
-            logits.gather(-1, places).double() / how.temperature[:, None].double()
+            logits.gather(-1, places).double() / sampling.temperature[:, None].double()
             + noise
         )
-        return self._winner(scores, places)
+        return self._find_winners(scores, places)
 
     def _draw_filtered(
-        self, logits: torch.Tensor, how: SamplingTensors
+        self, logits: torch.Tensor, sampling: SamplingTensors
     ) -> torch.Tensor:
         """Draw from the best tokens where filters leave no others, and else from all."""
-        found, is_drawn = self._draw_from_best(logits, how)
+        ids, is_drawn = self._draw_from_best(logits, sampling)
         left = (~is_drawn).nonzero()[:, 0]
         for some in torch.split(left, MOST_ROWS) if len(left) else ():
-            padded = self.shards.gather(_padded(logits[some], self.max_local_tokens))
-            whole = torch.cat(
-                [e[:, : len(p)] for e, p in zip(padded, self.parts, strict=True)], 1
+            padded = self.shards.gather(
+                _pad_columns(logits[some], self.max_local_tokens)
             )
-            found[some] = self.drawer(whole, how.select(some), _all_of(whole))
-        return found
+            whole = torch.cat(
+                [
+                    table[:, : len(part)]
+                    for table, part in zip(padded, self.parts, strict=True)
+                ],
+                1,
+            )
+            ids[some] = self.drawer(whole, sampling.select(some), _all_rows(whole))
+        return ids
 
     def _draw_from_best(
-        self, logits: torch.Tensor, how: SamplingTensors
+        self, logits: torch.Tensor, sampling: SamplingTensors
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the tokens of rows whose filters leave only some of the best, and
         which these are.
@@ -110,7 +122,7 @@ class TokenShard(TokenSpan):
         """
         num = min(NUM_BEST, logits.shape[-1])
         ranking = self.ranker(logits, num)
-        scale = 1 / how.temperature[:, None].double()
+        scale = 1 / sampling.temperature[:, None].double()
         top = ranking.best[:, :1].double()
         far = (logits - ranking.best[:, :1]).mul_(scale.float())
         # a mask may leave none
@@ -118,81 +130,85 @@ class TokenShard(TokenSpan):
         last = ranking.best[:, -1:].double()
         if num == logits.shape[-1]:  # there are no others
             last = torch.full_like(last, LOWEST)
-        best = _padded(ranking.best, NUM_BEST)
-        ids = _padded(ranking.best_ids, NUM_BEST, 0) + self.local_ids.start
+        best = _pad_columns(ranking.best, NUM_BEST)
+        ids = _pad_columns(ranking.best_ids, NUM_BEST, 0) + self.local_ids.start
         sizes = [1, 1, 1, NUM_BEST, NUM_BEST]
-        told = self._share(torch.cat([top, mass, last, best, ids], 1))
-        tops, masses, lasts, best, ids = torch.split(told, sizes, -1)
-        best, order = _side_by_side(best).sort(stable=True, dim=-1, descending=True)
-        ids = _side_by_side(ids).gather(-1, order).long()
+        table = self._gather_ranks(torch.cat([top, mass, last, best, ids], 1))
+        tops, masses, lasts, best, ids = torch.split(table, sizes, -1)
+        best, order = _join_ranks(best).sort(stable=True, dim=-1, descending=True)
+        ids = _join_ranks(ids).gather(-1, order).long()
         weights = ((best - best[:, :1]) * scale).exp_()
         total = (masses * ((tops - best[:, :1]) * scale).exp_()).sum(0)
         is_kept = best > LOWEST
-        top_k = how.top_k[:, None]
+        top_k = sampling.top_k[:, None]
         is_kept &= (top_k == 0) | (
             torch.arange(best.shape[1], device=best.device) < top_k
         )
-        is_kept &= weights >= how.min_p[:, None].double()
-        has_others = (how.top_k > 0) | (how.min_p > 0)
+        is_kept &= weights >= sampling.min_p[:, None].double()
+        has_others = (sampling.top_k > 0) | (sampling.min_p > 0)
         num_left = is_kept.sum(-1)
         total = torch.where(
             has_others[:, None], (weights * is_kept).sum(-1, keepdim=True), total
         )
-        is_kept &= weights.cumsum(-1) - weights < how.top_p[:, None].double() * total
+        is_kept &= (
+            weights.cumsum(-1) - weights < sampling.top_p[:, None].double() * total
+        )
         is_whole = (lasts.amax(0) == LOWEST)[:, 0]
         num_known = (best > lasts.amax(0)).sum(-1)
         # Of a total of known tokens alone, top_p takes a part of too little.
         is_weighed = ~has_others | (num_left < num_known)
         is_drawn = is_whole | (is_weighed & (is_kept.sum(-1) < num_known))
         is_drawn &= best[:, 0].isfinite()
-        scores = (best * scale + compute_gumbel_noise(how.noise, ids)).masked_fill_(
-            ~is_kept, LOWEST
-        )
+        scores = (
+            best * scale + compute_gumbel_noise(sampling.noise, ids)
+        ).masked_fill_(~is_kept, LOWEST)
         return ids.gather(-1, scores.argmax(-1, keepdim=True))[:, 0], is_drawn
 
     def find_likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         places = find_likeliest(logits)[:, None]
         values = logits.gather(-1, places)
-        return self._winner(values, places)
+        return self._find_winners(values, places)
 
     def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         places = ids - self.local_ids.start
         is_own = (places >= 0) & (places < len(self.local_ids))
-        found = logits.gather(-1, places.where(is_own, 0)[:, None])[:, 0].float()
-        return self._share(found.where(is_own, 0.0)).sum(0).float()
+        local_logits = logits.gather(-1, places.where(is_own, 0)[:, None])[:, 0].float()
+        return self._gather_ranks(local_logits.where(is_own, 0.0)).sum(0).float()
 
     def join_few(self, few: torch.Tensor) -> torch.Tensor:
-        return self._share(few).amax(0).float()
+        return self._gather_ranks(few).amax(0).float()
 
-    def _winner(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
+    def _find_winners(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the id with the highest score of all ranks, int64, of each one's best,
         (rows, 1).
 
         Of equals the lowest rank's wins.
         """
-        scores, ids = self._share(
+        scores, ids = self._gather_ranks(
             torch.cat([scores.double(), places + self.local_ids.start], 1)
         ).unbind(-1)
         return ids.gather(0, scores.argmax(0, keepdim=True))[0].long()
 
-    def _share(self, table: torch.Tensor) -> torch.Tensor:
+    def _gather_ranks(self, table: torch.Tensor) -> torch.Tensor:
         return self.shards.gather(table.double())
 
 
-def _rows_of(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
+def _select_rows(table: torch.Tensor, rows: torch.Tensor) -> torch.Tensor:
     """Return some rows, which ascend; all of them as they are."""
     return table if len(rows) == len(table) else table[rows]
 
 
-def _padded(table: torch.Tensor, width: int, value: float = LOWEST) -> torch.Tensor:
+def _pad_columns(
+    table: torch.Tensor, width: int, value: float = LOWEST
+) -> torch.Tensor:
     """Return (rows, width) numbers; a rank may have fewer tokens than are asked for."""
     return torch.nn.functional.pad(table, (0, width - table.shape[1]), value=value)
 
 
-def _side_by_side(found: torch.Tensor) -> torch.Tensor:
+def _join_ranks(tables: torch.Tensor) -> torch.Tensor:
     """Return what ranks have, (ranks, rows, k), as (rows, ranks * k)."""
-    return found.transpose(0, 1).flatten(1)
+    return tables.transpose(0, 1).flatten(1)
 
 
-def _all_of(table: torch.Tensor) -> torch.Tensor:
+def _all_rows(table: torch.Tensor) -> torch.Tensor:
     return torch.arange(len(table), device=table.device)

@@ -40,7 +40,7 @@ SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")]
 MASK = np.dtype([("num_bytes", "i4"), ("size", "i4"), ("num_ids", "i4")])
 
 
-def _column(kind: Any, *width: int) -> Any:
+def _column_field(kind: Any, *width: int) -> Any:
     """Declare a column: the type of its numbers, and how many an entry has, if several."""
     empty = np.empty((0, *width), kind)
     return field(default_factory=lambda: empty, metadata={"empty": empty})
@@ -55,36 +55,42 @@ class Step:
 
     step_id: int
     # An entry a row:
-    slots: Column = _column("i4")  # where stages keep its sequence's block table
-    positions: Column = _column("i8")  # of its first token in the sequence
-    lengths: Column = _column("i8")  # tokens: a chunk of its prompt, or the newest one
-    token_ids: Column = _column("i8")  # (tokens,), of all rows
-    token_types: Column = _column("i1")  # the same, for encoders; nothing: all are 0
+    slots: Column = _column_field("i4")  # where stages keep its sequence's block table
+    positions: Column = _column_field("i8")  # of its first token in the sequence
+    lengths: Column = _column_field(
+        "i8"
+    )  # tokens: a chunk of its prompt, or the newest one
+    token_ids: Column = _column_field("i8")  # (tokens,), of all rows
+    token_types: Column = _column_field(
+        "i1"
+    )  # the same, for encoders; nothing: all are 0
     # Of a decoder behind an encoder, an entry a row: where the blocks of its prompt's memory are
     # told, and the tokens of that. Memory is what the encoder gave.
-    cross_slots: Column = _column("i4")
-    cross_lengths: Column = _column("i8")
+    cross_slots: Column = _column_field("i4")
+    cross_lengths: Column = _column_field("i8")
     # tokens that it brings in `memory`: all, or 0
-    encoder_output_lengths: Column = _column("i8")
-    encoder_output: Column = _column(
+    encoder_output_lengths: Column = _column_field("i8")
+    encoder_output: Column = _column_field(
         "u1"
     )  # hidden states as bytes, in the order of rows
     # (slot, place, block): new entries of block tables
-    new_blocks: Column = _column("i4", 3)
-    block_copies: Column = _column("i8", 2)  # (from, to), done before anything else
-    draws: Column = _column(DRAW)
+    new_blocks: Column = _column_field("i4", 3)
+    block_copies: Column = _column_field(
+        "i8", 2
+    )  # (from, to), done before anything else
+    draws: Column = _column_field(DRAW)
     # Edits of single logits, draw after draw: bias is added first, the sum is divided
     # by factor if it is above 0, else multiplied, and minus is subtracted. Then tokens
     # that must not be drawn.
-    edit_ids: Column = _column("i8")
-    edit_bias: Column = _column("f4")
-    edit_factor: Column = _column("f4")
-    edit_minus: Column = _column("f4")
-    banned_ids: Column = _column("i8")
-    masks: Column = _column(MASK)  # equal ones once
-    mask_bits: Column = _column("u1")
-    mask_ids: Column = _column("i4")
-    scores: Column = _column(SCORE)
+    edit_ids: Column = _column_field("i8")
+    edit_bias: Column = _column_field("f4")
+    edit_factor: Column = _column_field("f4")
+    edit_minus: Column = _column_field("f4")
+    banned_ids: Column = _column_field("i8")
+    masks: Column = _column_field(MASK)  # equal ones once
+    mask_bits: Column = _column_field("u1")
+    mask_ids: Column = _column_field("i4")
+    scores: Column = _column_field(SCORE)
 
     @property
     def num_tokens(self) -> int:
@@ -139,18 +145,18 @@ def pack_masks(masks: Sequence[Mask]) -> dict[str, np.ndarray]:
 
 def unpack_masks(step: Step) -> list[Mask]:
     """Return the masks of a step, as `pack_masks` was given them."""
-    found = []
+    masks = []
     first_byte = 0
     first_id = 0
     for num_bytes, size, num_ids in step.masks.tolist():
         bits = step.mask_bits[first_byte : first_byte + num_bytes].tobytes()
         ids = step.mask_ids[first_id : first_id + num_ids].tolist()
-        found.append(
+        masks.append(
             Mask(bits or pack_token_ids(ids, size), tuple(ids) if ids else None)
         )
         first_byte = first_byte + num_bytes
         first_id = first_id + num_ids
-    return found
+    return masks
 
 
 @dataclass(slots=True, eq=False)
@@ -220,12 +226,12 @@ class Rows:
         """Return where each key of the step goes: block * block_size + place."""
         if self.stored is not None:
             return self.stored.key_places(block_size)
-        blocks, places = np.divmod(self.token_positions, block_size)
+        blocks, places_in_block = np.divmod(self.token_positions, block_size)
         table_of = (
             self.table_of if self.is_decode else np.repeat(self.table_of, self.lengths)
         )
-        found = self.tables[table_of, blocks]
-        return found.astype(np.int64) * block_size + places
+        row_blocks = self.tables[table_of, blocks]
+        return row_blocks.astype(np.int64) * block_size + places_in_block
 
     def select(self, rows: Any) -> Rows:
         """Return some of the rows, given as a slice, as their places or as a bool each."""
@@ -312,9 +318,9 @@ class BlockTables:
         if len(step.new_blocks):
             slots, places, blocks = step.new_blocks.T
             size = self._tables.shape
-            asked = (int(slots.max()) + 1, int(places.max()) + 1)
-            if asked[0] > size[0] or asked[1] > size[1]:
-                pairs = zip(asked, size, strict=True)
+            needed = (int(slots.max()) + 1, int(places.max()) + 1)
+            if needed[0] > size[0] or needed[1] > size[1]:
+                pairs = zip(needed, size, strict=True)
                 # Zeros: the system gives memory only for pages that are written.
                 larger = np.zeros(
                     [2 * n if n > now else now for n, now in pairs], np.int32
@@ -383,11 +389,16 @@ class TokenLogprobs:
     def empty(cls, num_tokens: int = 0, num_top: int = 0) -> TokenLogprobs:
         """Return columns of this size, to be filled."""
         shape = (num_tokens, num_top)
-        of_tokens = np.empty(num_tokens, np.int64), np.empty(num_tokens, np.float32)
-        return cls(*of_tokens, np.empty(shape, np.int64), np.empty(shape, np.float32))
+        ids_and_logprobs = (
+            np.empty(num_tokens, np.int64),
+            np.empty(num_tokens, np.float32),
+        )
+        return cls(
+            *ids_and_logprobs, np.empty(shape, np.int64), np.empty(shape, np.float32)
+        )
 
 
-NOTHING = TokenLogprobs.empty()
+NO_TOKENS = TokenLogprobs.empty()
 NO_VECTORS: Column = np.empty((0, 0), np.uint8)
 # What a step asks for. Vectors are the bytes of each: float32 of a prompt's, where the
 # model pools; otherwise the hidden states of each of its tokens.
@@ -408,7 +419,7 @@ class StepResult:
 
     def logprobs_of(self, kind: ResultKind) -> TokenLogprobs:
         """Return the results of a kind, without entries if the step asked for none."""
-        return self.results.get(kind, NOTHING)
+        return self.results.get(kind, NO_TOKENS)
 
     @property
     def vectors(self) -> Column:

@@ -127,32 +127,44 @@ class Joined:
 
     @property
     def name(self) -> str:
-        return " + ".join(dict.fromkeys(held.name for held, _ in self.parts))
+        return " + ".join(
+            dict.fromkeys(part_format.name for part_format, _ in self.parts)
+        )
 
     def num_bytes(self, shape: Shape) -> int:
         return sum(
-            held.num_bytes((*shape[:-2], num, shape[-1])) for held, num in self.parts
+            part_format.num_bytes((*shape[:-2], num, shape[-1]))
+            for part_format, num in self.parts
         )
 
     def empty(self, shape: Shape, device: torch.device) -> Tensors:
-        sizes = [(held, (*shape[:-2], num, shape[-1])) for held, num in self.parts]
+        sizes = [
+            (part_format, (*shape[:-2], num, shape[-1]))
+            for part_format, num in self.parts
+        ]
         return tuple(
-            tensor for held, size in sizes for tensor in held.empty(size, device)
+            tensor
+            for part_format, size in sizes
+            for tensor in part_format.empty(size, device)
         )
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
         pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
-        return torch.cat([held.dequantize((t,), dtype) for (held, _), t in pairs], -2)
+        return torch.cat(
+            [part_format.dequantize((t,), dtype) for (part_format, _), t in pairs], -2
+        )
 
     def select_rows(self, rows: Sequence[range]) -> Format:
         """Return the format of some rows."""
         kept = []
-        for (held, num), first in zip(self.parts, self.part_starts(), strict=False):
+        for (part_format, num), first in zip(
+            self.parts, self.part_starts(), strict=False
+        ):
             shares = (
                 range(max(r.start, first), min(r.stop, first + num)) for r in rows
             )
             if share := sum(map(len, shares)):
-                kept.append((held, share))
+                kept.append((part_format, share))
         return join_formats(kept)
 
     def part_starts(self) -> list[int]:
@@ -162,12 +174,12 @@ class Joined:
 
 def join_formats(parts: list[tuple[Format, int]]) -> Format:
     """Return one format of parts, of which neighbours may be alike."""
-    found: list[tuple[Format, int]] = []
-    for held, num in parts:
-        if found and found[-1][0] == held:
-            num += found.pop()[1]
-        found.append((held, num))
-    return found[0][0] if len(found) == 1 else Joined(tuple(found))
+    joined: list[tuple[Format, int]] = []
+    for part_format, num in parts:
+        if joined and joined[-1][0] == part_format:
+            num += joined.pop()[1]
+        joined.append((part_format, num))
+    return joined[0][0] if len(joined) == 1 else Joined(tuple(joined))
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -210,14 +222,18 @@ class Weight:
         self, numbers: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return some of its rows, (numbers, inputs)."""
-        found = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
-        return self.format.dequantize(found, dtype)
+        row_tensors = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
+        return self.format.dequantize(row_tensors, dtype)
 
     @property
     def parts(self) -> tuple[tuple[Format, int], ...]:
         """Its formats, from its first outputs to its last, and how many outputs each has."""
-        held = self.format
-        return held.parts if isinstance(held, Joined) else ((held, self.shape[-2]),)
+        part_format = self.format
+        return (
+            part_format.parts
+            if isinstance(part_format, Joined)
+            else ((part_format, self.shape[-2]),)
+        )
 
     def split_rows(self) -> Iterator[Weight]:
         """Give its rows as smaller weights, each small enough to be made floats."""
@@ -227,16 +243,18 @@ class Weight:
         tensors = (
             [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
         )
-        for (held, outputs), own in zip(self.parts, tensors, strict=True):
+        for (part_format, outputs), part_tensors in zip(
+            self.parts, tensors, strict=True
+        ):
             for first in range(0, outputs, step):
-                rows = tuple(tensor[first : first + step] for tensor in own)
+                rows = tuple(tensor[first : first + step] for tensor in part_tensors)
                 yield Weight(
-                    TensorSpec((len(rows[0]), inputs), self.spec.use), held, rows
+                    TensorSpec((len(rows[0]), inputs), self.spec.use), part_format, rows
                 )
 
-    def to_floats(self, held: Format) -> Weight:
+    def to_floats(self, part_format: Format) -> Weight:
         """Return the same numbers in a format of floats, which are made some rows at a time."""
-        (floats,) = held.empty(self.shape, self.device)
+        (floats,) = part_format.empty(self.shape, self.device)
         has_experts = len(self.shape) > 2
         items = (
             [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
@@ -246,7 +264,7 @@ class Weight:
         rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
         for piece, target in zip(pieces, rows, strict=True):
             target.copy_(piece.dequantize(floats.dtype))
-        return replace(self, format=held, tensors=(floats,))
+        return replace(self, format=part_format, tensors=(floats,))
 
     def first_rows(self, number: int) -> Weight:
         """Return its first rows, which are as many or all."""
