@@ -19,8 +19,8 @@ import torch
 import torch.distributed as dist
 
 from fminfer.compute.values.step import (
-    NO_VECTORS,
     NO_TOKENS,
+    NO_VECTORS,
     STEP_COLUMNS,
     ResultKind,
     Results,

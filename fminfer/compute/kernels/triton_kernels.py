@@ -273,8 +273,8 @@ def attend_kernel(
         best, total, sums = attend_pieces(
             best, total, sums, tile_query, slope, position, keys, values, table, kv_head, left,
             right, left, 0, size, end, window, ahead, scaling, softcap, biases, reach, True,
-            IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM, BLOCK_SIZE,
-            DIM, KEYS, None,
+            IS_ONE, HAS_CAP, HAS_SLOPES, HAS_RELATIVE, HAS_WINDOW, KV_HEADS, HEAD_DIM,
+            BLOCK_SIZE, DIM, KEYS, None,
         )  # fmt: skip
         skipped = right - left
     best, total, sums = attend_pieces(

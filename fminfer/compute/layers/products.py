@@ -172,8 +172,23 @@ def make_library_candidates(
 
 @dataclass(slots=True, frozen=True)
 class PackedPart:
-    """Some outputs of a weight, or of all experts, in one format and in the kernel's
-    own order."""
+    """Some outputs of a weight, or of all experts, in the order of the kernel (panels.h).
+
+    A panel is as many outputs as registers hold: `ProductKernel.panel`, here 4. A unit is
+    32 bits of an output: one number of float32, or two of bfloat16. Zeros fill the last
+    panel. Of a weight of 6 outputs with 3 units each::
+
+        stored                  packed
+        output 0   a0 a1 a2     panel 0   a0 b0 c0 d0   a1 b1 c1 d1   a2 b2 c2 d2
+        output 1   b0 b1 b2     panel 1   e0 f0 0  0    e1 f1 0  0    e2 f2 0  0
+        …
+        output 5   f0 f1 f2
+
+    Of quantized weights a panel has block after block, each with the scales of all its
+    outputs before its numbers (forms.h, values.h)::
+
+        panel 0   scales of block 0 | numbers of block 0 | scales of block 1 | …
+    """
 
     format: Format
     # (outputs, to whole panels, inputs); of blocks (panels, bytes)

@@ -50,6 +50,19 @@ def _column_field(kind: Any, *width: int) -> Any:
 class Step:
     """One pass of a micro-batch through the pipeline. Tokens are packed row after row.
 
+    Three rows, with blocks of 16 tokens: a prompt of 4 tokens, the newest token of a
+    sequence, and a chunk of 2 tokens whose prompt goes on::
+
+        row              0          1       2
+        slots            7          2       5
+        positions        0          9      16
+        lengths          4          1       2
+        token_ids        a b c d  | e    |  f g
+        packed token     0 1 2 3    4       5 6
+
+        new_blocks       (7, 0, 12), (5, 1, 3): block 12 is the first of slot 7
+        draws            token_index 3 and 4: from the logits of d and e
+
     A step of whole prompts is the encoder's: its rows have no slots and no positions.
     """
 
@@ -57,27 +70,23 @@ class Step:
     # An entry a row:
     slots: Column = _column_field("i4")  # where stages keep its sequence's block table
     positions: Column = _column_field("i8")  # of its first token in the sequence
-    lengths: Column = _column_field(
-        "i8"
-    )  # tokens: a chunk of its prompt, or the newest one
+    # tokens: a chunk of its prompt, or the newest one
+    lengths: Column = _column_field("i8")
     token_ids: Column = _column_field("i8")  # (tokens,), of all rows
-    token_types: Column = _column_field(
-        "i1"
-    )  # the same, for encoders; nothing: all are 0
-    # Of a decoder behind an encoder, an entry a row: where the blocks of its prompt's memory are
-    # told, and the tokens of that. Memory is what the encoder gave.
+    # (tokens,), for encoders; empty: all are 0
+    token_types: Column = _column_field("i1")
+    # Of a decoder behind an encoder, an entry a row: the slot of the block table of its
+    # prompt's encoder output, and the tokens of that output.
     cross_slots: Column = _column_field("i4")
     cross_lengths: Column = _column_field("i8")
-    # tokens that it brings in `memory`: all, or 0
+    # tokens of it that this step brings in `encoder_output`: all, or 0
     encoder_output_lengths: Column = _column_field("i8")
-    encoder_output: Column = _column_field(
-        "u1"
-    )  # hidden states as bytes, in the order of rows
+    # hidden states as bytes, in the order of rows
+    encoder_output: Column = _column_field("u1")
     # (slot, place, block): new entries of block tables
     new_blocks: Column = _column_field("i4", 3)
-    block_copies: Column = _column_field(
-        "i8", 2
-    )  # (from, to), done before anything else
+    # (from, to), done before anything else
+    block_copies: Column = _column_field("i8", 2)
     draws: Column = _column_field(DRAW)
     # Edits of single logits, draw after draw: bias is added first, the sum is divided
     # by factor if it is above 0, else multiplied, and minus is subtracted. Then tokens
@@ -161,7 +170,19 @@ def unpack_masks(step: Step) -> list[Mask]:
 
 @dataclass(slots=True, eq=False)
 class Rows:
-    """The rows of a step as attention sees them, in packed order."""
+    """The rows of a step as attention sees them, in packed order.
+
+    Of the step that `Step` draws, with blocks of 16 tokens and a table for each slot::
+
+        row  positions  lengths  table_of   tables[table_of]   holds
+        0            0        4         7   12                 keys 0 … 3
+        1            9        1         2   4                  keys 0 … 9
+        2           16        2         5   8 3                keys 0 … 15, 16 and 17
+
+        first_tokens   0 4 5
+        blocks         12 4 8 3
+        key_places     192 193 194 195  73  48 49      (token f: block 3 * 16 + place 0)
+    """
 
     positions: Column  # (rows,) int64, of the first token in its sequence
     lengths: Column  # (rows,) int64, tokens
