@@ -205,21 +205,18 @@ def _unpack_k(blocks: Tensor, *, has_fifth: bool) -> Tensor:
     """Return numbers of Q4_K or Q5_K."""
     scale, least = _unpack_scales_and_mins(blocks)
     low = split_last_dimension(blocks[..., 48 if has_fifth else 16 :], 4, 32)
-    values = _split_fields(low, 4).flatten(
-        -3, -2
-    )  # 8 groups of 32: each 32 bytes hold two
+    # 8 groups of 32: each 32 bytes hold two
+    values = _split_fields(low, 4).flatten(-3, -2)
     if has_fifth:
         values = values | _split_fields(blocks[..., 16:48], 1) << 4
     return (scale * values.float() - least).flatten(-2)
 
 
 def unpack_q6_k(blocks: Tensor) -> Tensor:
-    low = _split_fields(split_last_dimension(blocks[..., :128], 2, 64), 4).flatten(
-        -2
-    )  # (…, 2, 128)
-    high = _split_fields(split_last_dimension(blocks[..., 128:192], 2, 32), 2).flatten(
-        -2
-    )
+    low_bytes = split_last_dimension(blocks[..., :128], 2, 64)
+    low = _split_fields(low_bytes, 4).flatten(-2)  # (…, 2, 128)
+    high_bytes = split_last_dimension(blocks[..., 128:192], 2, 32)
+    high = _split_fields(high_bytes, 2).flatten(-2)
     values = split_last_dimension((low | high << 4).flatten(-2), 16, 16).float() - 32
     scale = _read_float16(blocks, 208) * blocks[..., 192:208].view(torch.int8).float()
     return (scale[..., None] * values).flatten(-2)

@@ -201,7 +201,7 @@ def make_expert_candidate(
         )
         return PackedExperts(library.fminfer_mix, workspace, mixture.spec, *parts)
 
-    def can_mix(mixture: Mixture) -> bool:
+    def serves(mixture: Mixture) -> bool:
         weights = (mixture.up, mixture.down)
         is_best = all(
             is_kernel_faster(w.format, dtype) and len(w.tensors) == 1 for w in weights
@@ -212,4 +212,4 @@ def make_expert_candidate(
             and all(map(ProductKernel.can_pack, weights))
         )
 
-    return Candidate(pack_experts, partial(Mixture.make_trial, dtype=dtype), can_mix)
+    return Candidate(pack_experts, partial(Mixture.make_trial, dtype=dtype), serves)
