@@ -40,7 +40,13 @@ from fminfer.compute.sampling.draw_kernel import (
     make_draw_trial,
 )
 from fminfer.compute.sampling.sampler import Drawer, Ranker, draw_tokens, rank_logits
-from fminfer.compute.trial import Target, Kernel, Candidate, compare_pairs, explain_failure
+from fminfer.compute.trial import (
+    Candidate,
+    Kernel,
+    Target,
+    compare_pairs,
+    explain_failure,
+)
 from fminfer.compute.values.spec import Attention, Moe
 from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 from fminfer.core.config import Kernels
