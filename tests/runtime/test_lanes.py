@@ -244,7 +244,9 @@ def test_an_answer_that_comes_before_its_request_is_noted_is_not_lost(
 
     def answer_at_once(prepared: Any, **options: Any) -> int:
         core_id = add(prepared, **options)
-        takers.append(threading.Thread(target=lanes.sort_events, args=([finished(core_id)],)))
+        takers.append(
+            threading.Thread(target=lanes.sort_events, args=([finished(core_id)],))
+        )
         takers[0].start()
         takers[0].join(0.2)  # as long as it needs, unless it waits for the lock
         return core_id

@@ -55,7 +55,11 @@ class Still:
     stats = EngineStats(num_put_back=3, num_again_tokens=70, num_kv_tokens=4096)
     state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
     runs = SimpleNamespace(cache=None)
-    facts = SimpleNamespace(weight_bytes=4096, weight_dtype="Q4_K", dtype="bfloat16")
+    facts = SimpleNamespace(
+        measured=SimpleNamespace(weight_bytes=4096),
+        weight_dtype="Q4_K",
+        dtype="bfloat16",
+    )
     memory = [  # noqa: RUF012
         *(
             RankMemory(r, True, 2**32, MemoryPeak(2**28 + r, 2**30, 2**31))
