@@ -528,7 +528,7 @@ OPTIONS = ["num_warps", "num_stages", "enable_fp_fusion"]
 names = {torch.bfloat16: "*bf16", torch.float16: "*fp16", torch.float32: "*fp32"}
 room, capability, count = map(int, sys.argv[1:])
 found = []
-triton_attention._shared_bytes = lambda device: room << 10
+triton_attention._find_shared_bytes = lambda device: room << 10
 
 def add(source, options):
     made = compile(source, GPUTarget("cuda", capability, 32), options)
@@ -551,7 +551,7 @@ for heads, kv_heads, dim, dtype, kv_dtype in SHAPES[:count]:
     attended = {"HAS_CAP": dim < 128, "HAS_SLOPES": dim == 65, **has}
     attended["HAS_RELATIVE"] = dim == 65 or dtype != kv_dtype
     jobs = [
-        (store_kernel, {**kernel.shape(32), "num_warps": 1}),
+        (store_kernel, {**kernel.shape_constants(32), "num_warps": 1}),
         (join_kernel, {**kernel.join_constants(), **has}),
         (attend_kernel, {**kernel.attend_constants(32, is_one=False), **attended}),
         (attend_kernel, {**kernel.attend_constants(32, is_one=True), **attended}),
