@@ -18,7 +18,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_evenly, split_layers
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.formats import Holding
-from fminfer.models.origins import find_stored_formats
+from fminfer.models.origins import Parts, find_stored_formats
 from fminfer.models.sharding import ModelShard, shard_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
@@ -55,14 +55,9 @@ def make_plan(
     )
     stored = find_stored_formats(checkpoint)
     specs = model_specs(checkpoint.model)
-    held = {
-        name: holding.choose_format(spec, stored.get(name, ()))
-        for name, spec in specs.items()
-    }
+    held = _choose_formats(holding, specs, stored)
     plain = replace(holding, quantized="")
-    if holding.quantized and held == {
-        n: plain.choose_format(s, stored.get(n, ())) for n, s in specs.items()
-    }:
+    if holding.quantized and held == _choose_formats(plain, specs, stored):
         kinds = ", ".join(sorted({each.name for each in held.values()}))
         flag = "--quantize" if config.quantize else "--dtype"
         raise UsageError(
@@ -70,9 +65,7 @@ def make_plan(
             f"has {kinds}: they are quantized already, or rows do not divide by 32. "
             "Leave the flag out"
         )
-    formats = {
-        use: _find_commonest_format(specs, held, use) or Dense(dtype) for use in USES
-    }
+    formats = _find_commonest_formats(specs, held, dtype)
     plan = RunPlan(
         config,
         checkpoint,
@@ -91,15 +84,25 @@ def make_plan(
             machine, dtype, formats["product"], has_kernels=has_kernels
         ),
     )
-    planned = _place(plan)
+    planned = _plan_ranks(plan)
     if planned.has_blocks and not any(rank.streamed for rank in planned.ranks):
-        widened = _place(_hold_floats(plan))
+        widened = _plan_ranks(_hold_floats(plan))
         if _has_room(widened):
             return widened
     return planned
 
 
-def _place(plan: RunPlan) -> RunPlan:
+def _choose_formats(
+    holding: Holding, specs: TensorSpecs, stored: Mapping[str, Parts]
+) -> dict[str, Format]:
+    """Return the format in which each tensor is held, by the formats that it is stored in."""
+    return {
+        name: holding.choose_format(spec, stored.get(name, ()))
+        for name, spec in specs.items()
+    }
+
+
+def _plan_ranks(plan: RunPlan) -> RunPlan:
     """Plan what each rank has and takes, and how much KV cache there is."""
     checkpoint = plan.checkpoint
     machine = plan.machine
@@ -141,10 +144,7 @@ def _hold_floats(plan: RunPlan) -> RunPlan:
         name: holding.choose_held_format(plan.made[name], spec)
         for name, spec in specs.items()
     }
-    formats = {
-        use: _find_commonest_format(specs, held, use) or Dense(plan.dtype)
-        for use in USES
-    }
+    formats = _find_commonest_formats(specs, held, plan.dtype)
     return replace(
         plan,
         holding=holding,
@@ -185,15 +185,17 @@ def share_among(
     return [shard_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 
-def _find_commonest_format(
-    specs: TensorSpecs, held: Mapping[str, Format], use: Use
-) -> Format | None:
-    """Return the format of most numbers of a use; None: there are none."""
-    sizes: Counter[Format] = Counter()
+def _find_commonest_formats(
+    specs: TensorSpecs, held: Mapping[str, Format], dtype: torch.dtype
+) -> dict[Use, Format]:
+    """Return the format of most numbers of each use; floats where there are none."""
+    sizes: dict[Use, Counter[Format]] = {use: Counter() for use in USES}
     for name, spec in specs.items():
-        if spec.use == use:
-            sizes[held[name]] += spec.size
-    return max(sizes, key=sizes.__getitem__, default=None)
+        sizes[spec.use][held[name]] += spec.size
+    return {
+        use: max(counts, key=counts.__getitem__, default=Dense(dtype))
+        for use, counts in sizes.items()
+    }
 
 
 def plan_ahead(
