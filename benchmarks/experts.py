@@ -157,7 +157,7 @@ def main(
     results = []
     of_weights = getattr(torch, held)
     of_rows = getattr(torch, dtype)
-    print(" ".join(processor.describe().splitlines()[1:]))
+    print(" ".join(processor.describe_processor().splitlines()[1:]))
     print(
         f"weights of {held}, hidden states of {dtype}; ms of a step, medians of {turns}"
     )

@@ -85,7 +85,7 @@ def _build(parent: int, folder: str) -> None:
         raise SystemExit("there is no C++ compiler; install g++, or set CXX to one")
     flags = [
         *FLAGS,
-        *processor.compiler_flags(),
+        *processor.choose_compiler_flags(),
         "-fPIC",
         "-c",
         "-o",

@@ -33,11 +33,11 @@ HERE = Path(__file__).parent.resolve()
 sys.path.insert(0, str(HERE.parent))  # the package beside this file, installed or not
 
 from fminfer.machine import processor  # noqa: E402
-from fminfer.machine.threads import count_cores, wait_briefly  # noqa: E402
+from fminfer.machine.threads import count_cores, shorten_openmp_waits  # noqa: E402
 
 if __name__ == "__main__":  # as the command does, before torch is loaded
     processor.cap_libraries()
-    wait_briefly()
+    shorten_openmp_waits()
     os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")  # huge pages
 
 import click  # noqa: E402
@@ -101,7 +101,7 @@ def measure_roof(num_threads: int) -> Roof:
         path = Path(folder) / "roof.so"
         flags = [
             *FLAGS,
-            *processor.compiler_flags(),
+            *processor.choose_compiler_flags(),
             "-std=c++17",
             "-pthread",
             "-shared",
@@ -322,7 +322,7 @@ def main(
     roof = roof.best_with(measure_roof(num_threads))
     records = [rate(record, roof) for record in measured]
     print(
-        f"{num_threads} threads, flags {' '.join(processor.compiler_flags())}; roof:",
+        f"{num_threads} threads, flags {' '.join(processor.choose_compiler_flags())}; roof:",
         end=" ",
     )
     print(f"float32 {roof.floats / 1e9:.0f} GFLOP/s,", end=" ")

@@ -24,7 +24,7 @@ from fminfer.core.errors import UsageError
 from fminfer.core.option import pop_options
 from fminfer.files.own_files import PICTURE, replace_own_file
 from fminfer.job.report.bench_picture import draw_bench
-from fminfer.machine.library_imports import importing
+from fminfer.machine.library_imports import importing_libraries
 from fminfer.pipeline.ranks import RankConfig
 from fminfer.runtime.launch.processes import ProcessContext
 from fminfer.runtime.launch.role import Role, find_role
@@ -104,7 +104,7 @@ def _calibrate_costs(config: EngineConfig, role: Role) -> None:
             "--calibrate times the steps of one process; leave out --world-size and the like"
         )
     start_kernel_build(config)
-    with importing():
+    with importing_libraries():
         from fminfer.estimate.calibration import calibrate
         from fminfer.estimate.cost_model import COSTS
 

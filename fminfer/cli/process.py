@@ -28,7 +28,7 @@ from fminfer.core.errors import (
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.host_memory import reading_files, touching_memory
-from fminfer.machine.library_imports import importing
+from fminfer.machine.library_imports import importing_libraries
 from fminfer.machine.stopper import Stopper
 from fminfer.models.known_sizes import check_split
 from fminfer.models.model_folder import find_weight_files
@@ -191,7 +191,7 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
     share = {"int8": 0.55, "int4": 0.35}.get(config.quantized_to[:4], 1.0)
     # packed, and as much for the KV cache
     num_bytes = int(2 * share * sum(files.values()))
-    with reading_files(files), touching_memory(num_bytes), importing():
+    with reading_files(files), touching_memory(num_bytes), importing_libraries():
         yield
 
 

@@ -19,7 +19,7 @@ from fminfer.core.option import pop_options
 from fminfer.core.quantities import describe_bytes, describe_seconds
 from fminfer.files.claims import claiming_output
 from fminfer.files.disk import making_folder, raising_disk_errors
-from fminfer.machine.library_imports import importing
+from fminfer.machine.library_imports import importing_libraries
 from fminfer.runtime.bars import LoadingBar
 
 
@@ -42,7 +42,7 @@ def quantize(seed: int, **options: Any) -> None:
     to = quantize_options.to
     if output is None:
         raise click.UsageError("Missing option '--output'.")
-    with importing():
+    with importing_libraries():
         from fminfer.models.checkpoint import open_model
         from fminfer.models.quantized_folder import (
             is_quantized_copy,

@@ -11,7 +11,7 @@ from typing import TextIO
 import click
 
 from fminfer.cli.process import Ending, start_kernel_build
-from fminfer.machine.library_imports import importing
+from fminfer.machine.library_imports import importing_libraries
 from fminfer.runtime.launch.processes import (
     MEANT_FOR_FIRST,
     Processes,
@@ -35,7 +35,7 @@ def serve_part(name: str, num_ranks: int) -> None:
     end_after(parent)
     ending = Ending()
     ending.is_alone = False
-    ending.stopper.leave_to_rank_0()
+    ending.stopper.defer_to_rank_0()
     signal.pthread_sigmask(signal.SIG_UNBLOCK, MEANT_FOR_FIRST)
     sys.stdout = sys.stderr = _PrefixedStream(sys.stderr, name)
     # they import beside this one
@@ -51,7 +51,7 @@ def serve_part(name: str, num_ranks: int) -> None:
 
 def _run_task(ending: Ending, parent: int) -> None:
     assert ending.children is not None
-    with importing():
+    with importing_libraries():
         from fminfer.runtime.process_roles import do_task
 
     line = sys.stdin.readline()

@@ -28,7 +28,7 @@ from fminfer.estimate.cost_model import (
     fit,
     write_costs,
 )
-from fminfer.machine.user_cache import why_no_cache
+from fminfer.machine.user_cache import describe_cache_fault
 from fminfer.runtime.bars import make_bar, say
 from fminfer.runtime.engine_api import Engine
 
@@ -96,7 +96,7 @@ def calibrate(config: EngineConfig) -> Calibration:
             engine.pipeline.plan, has_kernel=engine.facts.measured.has_kernel
         )
         if path is None:
-            raise UsageError(f"the costs cannot be kept: {why_no_cache()}")
+            raise UsageError(f"the costs cannot be kept: {describe_cache_fault()}")
         is_terminal = sys.stderr.isatty()
         bar = make_bar(
             desc="calibrate", bar_format=BAR, disable=not is_terminal, leave=False

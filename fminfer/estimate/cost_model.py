@@ -20,7 +20,7 @@ from fminfer.core.version import __version__
 from fminfer.files.disk import replacing_file
 from fminfer.machine import processor
 from fminfer.machine.threads import choose_num_threads
-from fminfer.machine.user_cache import cache_folder
+from fminfer.machine.user_cache import make_cache_folder
 from fminfer.plan.run_plan import RunPlan
 
 # What a step is charged for, in the order of `StepWork.counts`.
@@ -175,7 +175,7 @@ NOT_SHAPE = (
 
 def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
     """Return where costs are kept, for exactly this work; None: there is no cache folder."""
-    folder = cache_folder()
+    folder = make_cache_folder()
     if folder is None:
         return None
     shape = {
@@ -186,7 +186,9 @@ def find_costs_path(plan: RunPlan, *, has_kernel: bool) -> Path | None:
     on_gpu = plan.device.type == "cuda"
     config = plan.config
     machine = (
-        torch.cuda.get_device_name(plan.device) if on_gpu else processor.describe()
+        torch.cuda.get_device_name(plan.device)
+        if on_gpu
+        else processor.describe_processor()
     )
     parts = [
         __version__,

@@ -7,7 +7,7 @@ from collections.abc import Callable
 
 import torch
 
-from fminfer.machine.host_memory import free_host_bytes
+from fminfer.machine.host_memory import measure_free_host_bytes
 from fminfer.machine.threads import count_cores
 from fminfer.models.model_folder import find_weight_files
 from fminfer.models.stored.direct_reads import (
@@ -50,7 +50,7 @@ def measure_roofs(plan: RunPlan) -> Roofs:
         arithmetic_rate=2 * WIDTH**3 / _best_of(lambda: factor @ factor, device),
         link_rate=host_rate,
         host_rate=host_rate,
-        host_bytes=plan.machine.host_free or free_host_bytes(),
+        host_bytes=plan.machine.host_free or measure_free_host_bytes(),
         disk_rate=_measure_disk(plan) or ASSUMED_DISK_RATE,
         num_cores=count_cores(),
         num_devices=max(1, plan.machine.num_gpus),

@@ -24,7 +24,13 @@ from fminfer.files.disk import path_beside, raising_disk_errors
 from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import draft_path
 from fminfer.files.streams import open_unblocked
-from fminfer.machine.liveness import Owner, create_once, describe_me, every, read_owner
+from fminfer.machine.liveness import (
+    Owner,
+    create_file_once,
+    describe_this_process,
+    parse_owner,
+    start_repeating,
+)
 
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
@@ -122,11 +128,11 @@ class Claims:
             return None
         number = 1 + max((claim.number for claim in claims), default=0)
         path = _claims_folder(output) / str(number)
-        data = describe_me()
+        data = describe_this_process()
         with raising_disk_errors(path):
             path.parent.mkdir(exist_ok=True)
             try:
-                if not create_once(path, data, 0o666):
+                if not create_file_once(path, data, 0o666):
                     return None
             except FileNotFoundError:  # its folder is being removed
                 return None
@@ -145,7 +151,7 @@ class Claims:
             if not self._is_beating:
                 self._is_beating = True
                 # with the process
-                every(BEAT_S, self._beat_all, "claims", end=threading.Event())
+                start_repeating(BEAT_S, self._beat_all, "claims", end=threading.Event())
         return claim
 
     def _beat_all(self) -> None:
@@ -167,7 +173,7 @@ def read_claims(output: Path, now_s: float | None = None) -> list[ClaimFile]:
         # it was released just now
         with raising_disk_errors(path), contextlib.suppress(FileNotFoundError):
             data, beat_s = _read_claim(path)
-            owner = read_owner(data)
+            owner = parse_owner(data)
             if now_s is None and not (owner and owner.is_near):
                 now_s = read_disk_clock(output.parent)
             claims.append(

@@ -32,7 +32,7 @@ from fminfer.files.remote_files import (
     upload_file,
 )
 from fminfer.files.status_file import status_path
-from fminfer.machine.user_cache import cache_path, make_private
+from fminfer.machine.user_cache import find_cache_path, make_private_folder
 
 Location = Path | str  # a local path, or a URL
 # added to a local name; holds the version of the remote file that is the same
@@ -43,7 +43,7 @@ FILE_IDS = ("input_file_id", "output_file_id", "error_file_id")
 
 def default_work_dir() -> Path:
     """Return where copies and journals of remote files are."""
-    return cache_path() / "remote"
+    return find_cache_path() / "remote"
 
 
 class RemoteFolders:
@@ -198,7 +198,7 @@ class RemoteFolders:
             self._work_dir / hashlib.blake2b(shown.encode(), digest_size=8).hexdigest()
         )
         try:
-            make_private(folder)
+            make_private_folder(folder)
         except OSError as error:
             raise UsageError(
                 f"{folder} cannot be made: {error.strerror}; give another --work-dir"

@@ -23,7 +23,7 @@ from fminfer.compute.values.step import Rows
 from fminfer.core.config import Kernels
 from fminfer.forward.layer_step import LayerStep
 from fminfer.forward.transformer import Transformer
-from fminfer.machine.device import pinned
+from fminfer.machine.device import pin_columns
 from fminfer.machine.out_of_memory import is_out_of_memory
 
 Work = Callable[[], None]
@@ -139,7 +139,7 @@ class DecodeGraphs:
         numbers = self._kernel.lay_out_decode_numbers(
             rows, self._cache.block_size, size
         )
-        packed = pinned([of_tokens.ravel(), *numbers], self._cache.device)
+        packed = pin_columns([of_tokens.ravel(), *numbers], self._cache.device)
         if len(packed) > len(self._inputs):
             return None
         self._inputs[: len(packed)].copy_(packed, non_blocking=True)

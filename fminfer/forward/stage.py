@@ -43,7 +43,7 @@ from fminfer.forward.decode_graphs import GraphBuilder
 from fminfer.forward.layer_step import LayerStep
 from fminfer.forward.layer_stream import LayerStream
 from fminfer.forward.transformer import Transformer
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 from fminfer.machine.out_of_memory import SizeLimit
 from fminfer.machine.threads import ThreadCount
 
@@ -221,7 +221,7 @@ class Stage:
         The last stage gives those of the tokens in `step.wanted` only, normed.
         """
         if self._threads is not None:
-            self._threads.follow()
+            self._threads.follow_cores()
         if step.has_whole_prompts:
             return self._encode(step, hidden)
         rows = self._tables.update(step)
@@ -254,7 +254,7 @@ class Stage:
             replayed = self.graphs.run(part, ids, before)
             if replayed is not None:
                 return replayed[: len(wanted)]
-        positions, sent_ids, sent_kept = send(
+        positions, sent_ids, sent_kept = send_columns(
             (part.token_positions, ids, kept), self._device
         )
         index = None if is_all else sent_kept
@@ -296,7 +296,7 @@ class Stage:
             results["tokens"] = self._compute_by_parts(hidden, places, draw_part)
         if len(step.scores):
             places = np.searchsorted(step.wanted, step.scores["token_index"])
-            (targets,) = send([step.scores["target_id"].copy()], self._device)
+            (targets,) = send_columns([step.scores["target_id"].copy()], self._device)
             num_top = int(step.scores["num_top"].max())
 
             def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
@@ -324,7 +324,7 @@ class Stage:
             kept = None if pooling is None else pooling.choose_kept(prompt_ids, lengths)
             columns = [positions, prompt_ids, step.token_types[part]]
             columns += [] if kept is None else [kept]
-            sent_positions, ids, types, *of_kept = send(columns, self._device)
+            sent_positions, ids, types, *of_kept = send_columns(columns, self._device)
             index = of_kept[0] if of_kept else None
             if hidden is None:
                 of_types = types.long() if len(types) else None
@@ -356,7 +356,7 @@ class Stage:
             if (wanted_places == np.arange(start, start + len(wanted_places))).all():
                 kept = hidden[start : start + len(wanted_places)]
             else:
-                kept = hidden[send([wanted_places], self._device)[0]]
+                kept = hidden[send_columns([wanted_places], self._device)[0]]
             logits = head(kept)
             cap = self._network.model.logit_cap
             if cap is not None:

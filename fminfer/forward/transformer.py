@@ -24,7 +24,7 @@ from fminfer.forward.layer_stream import (
     StreamKind,
 )
 from fminfer.forward.registry import Registry
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 from fminfer.models.layer_source import LayerSource
 from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
@@ -351,10 +351,10 @@ def _pool(mode: str, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
     """Return one vector a prompt, by the name of a mode of sentence-transformers."""
     if mode in ("cls", "last"):  # `choose_kept` has chosen them
         return hidden
-    (sizes,) = send([lengths], hidden.device)
+    (sizes,) = send_columns([lengths], hidden.device)
     # each token by its place, from 1 on (SGPT, Muennighoff 2022)
     if mode == "weightedmean":
-        (places,) = send([join_ranges(0 * lengths + 1, lengths)], hidden.device)
+        (places,) = send_columns([join_ranges(0 * lengths + 1, lengths)], hidden.device)
         hidden = hidden * places[:, None]
     kind = {"max": "max", "weightedmean": "sum"}.get(mode, "mean")
     x = torch.segment_reduce(hidden, kind, lengths=sizes, axis=0)

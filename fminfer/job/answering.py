@@ -44,7 +44,7 @@ from fminfer.job.run_inputs import RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, RunContext, check_no_other_model
 from fminfer.job.run_summary import JobSummary
 from fminfer.job.shared_folder import SharedFiles
-from fminfer.machine.processor import chosen_name
+from fminfer.machine.processor import read_chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
 from fminfer.plan.run_plan import RunPlan, name_of
 from fminfer.runtime.bars import say
@@ -335,7 +335,7 @@ def _answer_rows(
     summary.weight_dtype = facts.weight_dtype  # the kernels' build may have failed
     summary.why_slower = facts.measured.why_slower
     summary.num_threads = facts.measured.num_threads
-    summary.cpu_limit = chosen_name()
+    summary.cpu_limit = read_chosen_name()
     summary.num_ranks = facts.num_ranks
     run_facts.place = {
         "device": summary.device,

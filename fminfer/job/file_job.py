@@ -22,7 +22,7 @@ from fminfer.job.run_inputs import RunInputs
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine.other_work import OtherWork
 from fminfer.machine.stopper import Stopper
-from fminfer.machine.threads import affine_cores
+from fminfer.machine.threads import find_usable_cores
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.runner import LOOKAHEAD, WINDOW, LineRunner
 
@@ -95,7 +95,7 @@ class _FileJob:
         }
         facts = engine.facts
         self._other_work = (
-            OtherWork(facts.measured.num_threads, affine_cores)
+            OtherWork(facts.measured.num_threads, find_usable_cores)
             if facts.is_alone
             else None
         )
@@ -132,7 +132,7 @@ class _FileJob:
                 trace_file.close()
         summary.wall_s = time.perf_counter() - started_s
         if (other_work := self._other_work) is not None:
-            other_work.look()
+            other_work.measure()
             summary.other_work_s = other_work.held_up_s
             summary.other_work_share = other_work.share
             summary.is_beside_other_work = other_work.is_notable()
@@ -151,7 +151,7 @@ class _FileJob:
         )
         lines = read_remaining_lines(inputs, runner, stopper)
         try:
-            with stopper.telling(
+            with stopper.forwarding_stop(
                 engine.stop, lambda: self._bar.predict_running_s(engine)
             ):
                 while runner.has_work:
@@ -204,7 +204,7 @@ def read_remaining_lines(
         lines = file.read_lines(runner.count_answered)
         while True:
             try:
-                with stopper.reading():
+                with stopper.interrupting_reads():
                     line = next(lines, None)
             except StoppedError:
                 return  # rows that run may go on

@@ -8,7 +8,7 @@ from pathlib import Path
 SYSTEM = Path("/")
 
 
-def read_text(path: Path) -> str:
+def read_system_file(path: Path) -> str:
     """Return the text of one of the system's files; "": it has none, or it cannot be read."""
     try:
         return path.read_text()
@@ -16,13 +16,13 @@ def read_text(path: Path) -> str:
         return ""
 
 
-def group_folders(controller: str) -> Iterator[tuple[Path, int]]:
-    """Give the folder of each control group that limits this process, from the innermost up.
+def find_group_folders(controller: str) -> Iterator[tuple[Path, int]]:
+    """Yield the folder of each control group that limits this process, innermost first.
 
     A container does not see all of them. `controller` is memory or cpu; with each
     folder comes the version of the control groups, 1 or 2.
     """
-    lines = read_text(SYSTEM / "proc/self/cgroup").splitlines()
+    lines = read_system_file(SYSTEM / "proc/self/cgroup").splitlines()
     for _, controllers, path in (line.split(":", 2) for line in lines):
         if controllers and controller not in controllers.split(","):
             continue

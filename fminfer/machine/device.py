@@ -11,8 +11,12 @@ import numpy as np
 import torch
 
 from fminfer.core.messages import MemoryPeak
-from fminfer.machine.host_memory import free_host_bytes, peak_host_bytes, trim_host
-from fminfer.machine.processor import VARIABLE, chosen_name, has_unit, hides_unit
+from fminfer.machine.host_memory import (
+    measure_free_host_bytes,
+    measure_peak_host_bytes,
+    trim_host_memory,
+)
+from fminfer.machine.processor import VARIABLE, has_unit, hides_unit, read_chosen_name
 from fminfer.machine.threads import BINDS_THREADS
 
 LEAST_SHARE = 1 << 15  # numbers: as many threads fill an array as it has of them
@@ -32,7 +36,7 @@ def is_fast_in_bfloat16(device: torch.device) -> bool:
     return any(map(has_unit, BFLOAT16_UNITS))
 
 
-def why_slow(dtype: torch.dtype, device: torch.device) -> str:
+def describe_slow_dtype(dtype: torch.dtype, device: torch.device) -> str:
     """Return why a dtype takes longer than float32 would; empty: it does not."""
     is_fast = dtype == torch.bfloat16 and is_fast_in_bfloat16(device)
     if device.type != "cpu" or dtype == torch.float32 or is_fast:
@@ -40,8 +44,8 @@ def why_slow(dtype: torch.dtype, device: torch.device) -> str:
     name = str(dtype).removeprefix("torch.")
     if dtype == torch.bfloat16 and any(map(hides_unit, BFLOAT16_UNITS)):
         return (
-            f"{VARIABLE}={chosen_name()} hides this CPU's fast products of {name}; unset it, or "
-            "use --dtype float32, which is faster then"
+            f"{VARIABLE}={read_chosen_name()} hides this CPU's fast products of {name}; "
+            "unset it, or use --dtype float32, which is faster then"
         )
     return f"this CPU has no fast products of {name}; --dtype float32 is faster"
 
@@ -60,24 +64,26 @@ def use_device(device: torch.device) -> None:
         matmul.allow_fp16_reduced_precision_reduction = False
 
 
-def send(columns: Sequence[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+def send_columns(
+    columns: Sequence[np.ndarray], device: torch.device
+) -> list[torch.Tensor]:
     """Return arrays as tensors of a device; they go to a GPU in one copy, and nobody waits.
 
     Args:
         columns: of one dimension; those of 8 bytes a number come first, so that all are aligned.
     """
-    kept = [torch.from_numpy(column) for column in columns]
+    on_host = [torch.from_numpy(column) for column in columns]
     if device.type == "cpu":
-        return kept
-    moved = pinned(columns, device).to(device, non_blocking=True)
+        return on_host
+    moved = pin_columns(columns, device).to(device, non_blocking=True)
     parts = torch.split(moved, [column.nbytes for column in columns])
     return [  # a part without bytes cannot be viewed as another type
         part.view(like.dtype) if len(part) else part.new_empty(0, dtype=like.dtype)
-        for part, like in zip(parts, kept, strict=True)
+        for part, like in zip(parts, on_host, strict=True)
     ]
 
 
-def pinned(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
+def pin_columns(columns: Sequence[np.ndarray], device: torch.device) -> torch.Tensor:
     """Return the bytes of arrays, one behind the other, from where a device can copy them.
 
     For a GPU it is pinned memory, which torch uses again only once copies of it are done.
@@ -107,32 +113,32 @@ def end_openmp_threads() -> None:
         runtime.omp_pause_resource_all(1)  # "soft": its settings stay
 
 
-def give_back_freed(device: torch.device) -> None:
+def trim_memory(device: torch.device) -> None:
     """Return freed memory to the system, or to other programs on the GPU."""
     if device.type == "cuda":
         torch.cuda.empty_cache()
-    trim_host()
+    trim_host_memory()
 
 
-def free_bytes(device: torch.device) -> int:
+def measure_free_bytes(device: torch.device) -> int:
     """Return the memory that is free on a device."""
     if device.type == "cuda":
         return int(torch.cuda.mem_get_info(device)[0])
-    return free_host_bytes()
+    return measure_free_host_bytes()
 
 
-def measure_peak(device: torch.device = CPU) -> MemoryPeak:
+def measure_peak_memory(device: torch.device = CPU) -> MemoryPeak:
     """Return this process's peak memory so far, of the host and of its device."""
     if device.type != "cuda":
-        return MemoryPeak(peak_host_bytes())
+        return MemoryPeak(measure_peak_host_bytes())
     return MemoryPeak(
-        peak_host_bytes(),
+        measure_peak_host_bytes(),
         gpu_bytes=torch.cuda.max_memory_allocated(device),
         gpu_reserved_bytes=torch.cuda.max_memory_reserved(device),
     )
 
 
-def memory_name(device: torch.device, host: str) -> str:
+def make_memory_name(device: torch.device, host: str) -> str:
     """Name the memory of a device, so that ranks know with whom they share it."""
     if device.type == "cuda":
         return f"{host}/{torch.cuda.get_device_properties(device).uuid}"

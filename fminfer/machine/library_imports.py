@@ -23,8 +23,8 @@ from pathlib import Path
 from types import ModuleType
 from typing import Any
 
-from fminfer.machine.threads import wait_briefly
-from fminfer.machine.user_cache import cache_folder
+from fminfer.machine.threads import shorten_openmp_waits
+from fminfer.machine.user_cache import make_cache_folder
 
 COMPILER = "torch._dynamo"
 # What comes and goes in a few steps of hundreds of rows. Python's own 700 had the
@@ -33,14 +33,14 @@ MOST_NEW_OBJECTS = 10_000
 
 
 @contextmanager
-def importing() -> Iterator[None]:
-    """Settle how torch works, which is not imported yet, and let it and others be imported.
+def importing_libraries() -> Iterator[None]:
+    """Settle how torch will work, and let it and other libraries be imported.
 
     It takes pages of 2 MB for weights and KV cache: docs/performance.md has the figures. The
     collector of garbage is kept away from half a million objects that stay to the end:
     to look at them again and again takes a third of the imports' time.
     """
-    wait_briefly()
+    shorten_openmp_waits()
     if os.path.exists("/sys/kernel/mm/transparent_hugepage"):
         os.environ.setdefault("THP_MEM_ALLOC_ENABLE", "1")
     gc.disable()
@@ -61,10 +61,10 @@ def import_transformers() -> None:
     if "transformers" not in sys.modules:
         # in some other version: then all is imported as usual
         with suppress(Exception):
-            _import_common_parts()
+            _import_configs()
 
 
-def _import_common_parts() -> None:
+def _import_configs() -> None:
     import torch
 
     if COMPILER in sys.modules:
@@ -75,15 +75,15 @@ def _import_common_parts() -> None:
     is_available = torch.distributed.is_available
     torch.distributed.is_available = lambda: False
     try:
-        with _standing_in(compiler):
-            _keep_list_of_models()
+        with _replacing_module(compiler):
+            _cache_list_of_models()
             from transformers import LlamaConfig  # noqa: F401
     finally:
         torch.distributed.is_available = is_available
 
 
 @contextmanager
-def _standing_in(module: ModuleType) -> Iterator[None]:
+def _replacing_module(module: ModuleType) -> Iterator[None]:
     """Have a module be imported in place of the one that has its name."""
     sys.modules[module.__name__] = module
     try:
@@ -98,14 +98,14 @@ class _NoCompiler(ModuleType):
     def __getattr__(self, name: str) -> Any:
         if name.startswith("__"):
             raise AttributeError(name)
-        return _unchanged
+        return _return_unchanged
 
 
-def _unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
-    return _unchanged if function is None else function
+def _return_unchanged(function: Any = None, *_: Any, **__: Any) -> Any:
+    return _return_unchanged if function is None else function
 
 
-def _keep_list_of_models() -> None:
+def _cache_list_of_models() -> None:
     """Have transformers list its models from what was found last time.
 
     It reads 2,000 files for that, twice in a process. The function that does is in one of its
@@ -118,17 +118,17 @@ def _keep_list_of_models() -> None:
     assert spec.origin is not None
     package = module_from_spec(spec)
     package.__version__ = version("transformers")  # type: ignore[attr-defined]
-    with _standing_in(package):
+    with _replacing_module(package):
         reader: Any = importlib.import_module("transformers.utils.import_utils")
     name = "create_import_structure_from_path"
     setattr(
         reader,
         name,
-        _KeptList(Path(spec.origin).parent / "models", getattr(reader, name)),
+        _CachedList(Path(spec.origin).parent / "models", getattr(reader, name)),
     )
 
 
-class _KeptList:
+class _CachedList:
     """What a function finds in a folder, kept in the user's cache for the next process.
 
     What is kept is of one installation, by its RECORD, which holds a checksum of every
@@ -147,20 +147,20 @@ class _KeptList:
         is_this = Path(str(installed.locate_file("transformers/models"))) == folder
         record = installed.read_text("RECORD") or ""
         is_whole = "transformers/models/__init__.py,sha256=" in record
-        cache = cache_folder() if is_this and is_whole else None
+        cache = make_cache_folder() if is_this and is_whole else None
         key = hashlib.sha256(record.encode()).hexdigest()[:16]
         self._path = None if cache is None else cache / f"transformers-{key}.json"
-        self._found: Any = None
+        self._list: Any = None
 
     def __call__(self, path: Any) -> Any:
         if Path(path) not in (self._folder, self._folder / "__init__.py"):
             return self._read(path)
-        if self._found is None:
-            self._found = self._load()
-        if self._found is None:
-            self._found = self._read(path)
+        if self._list is None:
+            self._list = self._load()
+        if self._list is None:
+            self._list = self._read(path)
             self._save()
-        return self._found
+        return self._list
 
     def _load(self) -> Any:
         if self._path is None:
@@ -175,10 +175,10 @@ class _KeptList:
     def _save(self) -> None:
         if self._path is None:
             return
-        text = json.dumps(_list_to_json(self._found))
+        text = json.dumps(_list_to_json(self._list))
         # No room, or a list of another form: then it is found again next time.
         with suppress(OSError, ValueError, TypeError):
-            if _list_from_json(json.loads(text)) != self._found:
+            if _list_from_json(json.loads(text)) != self._list:
                 return
             descriptor, part = tempfile.mkstemp(dir=self._path.parent)
             try:
@@ -194,8 +194,10 @@ def _digest(text: str) -> str:
 
 
 def _list_to_json(value: Any) -> Any:
-    """Return transformers' list for JSON: sets as lists, dicts as {"items": [[key,
-    value], …]}."""
+    """Return transformers' list for JSON.
+
+    Sets become lists, and dicts {"items": [[key, value], …]}.
+    """
     if isinstance(value, dict):
         items = [
             [_list_to_json(key), _list_to_json(each)] for key, each in value.items()

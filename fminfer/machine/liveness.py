@@ -1,5 +1,4 @@
-"""Who is there, and who lives: what processes use that find each other, as ranks or by
-claims."""
+"""Which processes live: for processes that find each other, as ranks or by claims."""
 
 from __future__ import annotations
 
@@ -14,36 +13,35 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Literal
 
-from fminfer.machine.control_groups import read_text
+from fminfer.machine.control_groups import read_system_file
 
 POLL_S = 0.05
 
 
-def every(
-    turn_s: float, work: Callable[[], None], name: str, end: threading.Event
+def start_repeating(
+    interval_s: float, work: Callable[[], None], name: str, end: threading.Event
 ) -> None:
-    """Call a function in each turn, on a thread of its own, until the end."""
+    """Call a function after each interval, on its own thread, until the end."""
 
-    def turn() -> None:
-        while not end.wait(turn_s):
+    def repeat() -> None:
+        while not end.wait(interval_s):
             work()
 
-    threading.Thread(target=turn, name=name, daemon=True).start()
+    threading.Thread(target=repeat, name=name, daemon=True).start()
 
 
-def wait_until(is_so: Callable[[], bool], timeout_s: float) -> bool:
-    """Wait until something is so, at most so long; return whether it is."""
+def wait_until(is_true: Callable[[], bool], timeout_s: float) -> bool:
+    """Wait until a condition is true, at most so long; return whether it is."""
     end_s = time.monotonic() + timeout_s
-    while not is_so():
+    while not is_true():
         if time.monotonic() > end_s:
             return False
         time.sleep(POLL_S)
     return True
 
 
-def machine_name(namespace: Literal["pid", "net"]) -> str:
-    """Name this boot of this machine, and this container's namespace; "": the system is
-    no Linux.
+def make_machine_name(namespace: Literal["pid", "net"]) -> str:
+    """Name this boot of this machine and this container's namespace; "": no Linux.
 
     Processes with an equal name see each other's process ids, or share the loopback interface.
     """
@@ -54,7 +52,7 @@ def machine_name(namespace: Literal["pid", "net"]) -> str:
         return ""
 
 
-def create_once(path: Path, data: bytes, mode: int) -> bool:
+def create_file_once(path: Path, data: bytes, mode: int) -> bool:
     """Create a file; return False if it is there: of several processes one is the first.
 
     Who reads it now may find it empty. (Some file systems have no hard links, which
@@ -91,7 +89,7 @@ class Owner:
     @property
     def is_near(self) -> bool:
         """Tell whether this machine's processes are the owner's as well."""
-        return self.machine != "" and self.machine == machine_name("pid")
+        return self.machine != "" and self.machine == make_machine_name("pid")
 
     @property
     def is_before_boot(self) -> bool:
@@ -100,19 +98,19 @@ class Owner:
         Hosts of one name may share a disk. `machine_id` tells them apart.
         """
         theirs, mine = (
-            name.split(" ", 1) for name in (self.machine, machine_name("pid"))
+            name.split(" ", 1) for name in (self.machine, make_machine_name("pid"))
         )
         is_other_boot = theirs[0] != mine[0] and theirs[1:] == mine[1:] != []
         is_here = self.host == socket.gethostname()
         return (
             is_here
             and is_other_boot
-            and self.machine_id in (None, _machine_id() or "none")
+            and self.machine_id in (None, _read_machine_id() or "none")
         )
 
     def is_alive(self) -> bool:
         """Tell whether the process has not ended; it must be of this machine."""
-        started = _start(self.pid)
+        started = _read_start_time(self.pid)
         if started is not None:
             return started == self.started
         try:  # it may be another user's, and not be shown
@@ -124,21 +122,21 @@ class Owner:
         return True
 
 
-def describe_me() -> bytes:
+def describe_this_process() -> bytes:
     """Return what a file of this process says of its owner; no two are equal."""
     me = Owner(
         host=socket.gethostname(),
         pid=os.getpid(),
-        started=_start(os.getpid()) or "",
-        machine=machine_name("pid"),
+        started=_read_start_time(os.getpid()) or "",
+        machine=make_machine_name("pid"),
         since=time.time(),
         token=uuid.uuid4().hex,
-        machine_id=_machine_id(),
+        machine_id=_read_machine_id(),
     )
     return json.dumps(asdict(me)).encode() + b"\n"
 
 
-def read_owner(data: bytes) -> Owner | None:
+def parse_owner(data: bytes) -> Owner | None:
     """Parse the owner in a file's bytes; None: there is none."""
     try:
         owner = Owner(**json.loads(data))
@@ -148,14 +146,14 @@ def read_owner(data: bytes) -> Owner | None:
         return None
 
 
-def _machine_id() -> str:
+def _read_machine_id() -> str:
     """Return the id of this installation, which a boot does not change; "": there is none."""
-    return read_text(Path("/etc/machine-id")).strip()
+    return read_system_file(Path("/etc/machine-id")).strip()
 
 
-def _start(pid: int) -> str | None:
+def _read_start_time(pid: int) -> str | None:
     """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
-    fields = read_text(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
+    fields = read_system_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if not fields:
         return None
     return "" if fields[0] in "ZX" else fields[19]

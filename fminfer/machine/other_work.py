@@ -14,17 +14,17 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from fminfer.machine.control_groups import group_folders
+from fminfer.machine.control_groups import find_group_folders
 
 PROC = Path("/proc")
 # of the time of its cores, above which other work is worth a word
 NOTABLE_SHARE = 1 / 16
-LEAST_S = 2.0  # a shorter run tells nothing
-LOOK_S = 2.0  # from one look to the next; a look takes about 1 ms
+LEAST_S = 2.0  # a shorter run shows nothing
+MEASURE_INTERVAL_S = 2.0  # between two measurements, each of about 1 ms
 
 
 @dataclass(slots=True, frozen=True)
-class Look:
+class WorkCounts:
     """What Linux has counted up to a moment, in seconds; nothing where it does not count."""
 
     now_s: float
@@ -34,7 +34,9 @@ class Look:
     throttled_s: float = 0.0  # that quotas kept its control groups from computing
 
 
-def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
+def compute_held_up_s(
+    first: WorkCounts, last: WorkCounts, cores: Iterable[int]
+) -> float:
     """Return how long threads stood in line for others' work, all of them together."""
     in_line_s = sum(
         s - first.in_line_s.get(thread, 0.0) for thread, s in last.in_line_s.items()
@@ -46,27 +48,25 @@ def held_up_s(first: Look, last: Look, cores: Iterable[int]) -> float:
 
 
 class OtherWork:
-    """Tells whether other work slows this process: threads that compute on cores that
-    are found."""
+    """Tells whether other work slows this process's threads on the cores that are found."""
 
     def __init__(self, num_threads: int, find_cores: Callable[[], set[int]]) -> None:
         self._num_threads = num_threads
         self._find_cores = find_cores
-        self._first = self._last = look()
-        self.held_up_s = 0.0  # as of the last look
+        self._first = self._last = read_work_counts()
+        self.held_up_s = 0.0  # as last measured
         self._num_used = 1  # cores, likewise
 
-    def look(self) -> None:
+    def measure(self) -> None:
         """Take note of what was counted since the start."""
         cores = self._find_cores()
-        self._last = look()
-        self.held_up_s = held_up_s(self._first, self._last, cores)
+        self._last = read_work_counts()
+        self.held_up_s = compute_held_up_s(self._first, self._last, cores)
         self._num_used = max(1, min(self._num_threads, len(cores)))
 
     @property
     def share(self) -> float:
-        """The part of its cores' time for which threads stood in line for others, at
-        that look."""
+        """The share of its cores' time for which threads waited for others' work."""
         elapsed_s = self._last.now_s - self._first.now_s
         return (
             self.held_up_s / (elapsed_s * self._num_used)
@@ -75,13 +75,13 @@ class OtherWork:
         )
 
     def is_notable(self) -> bool:
-        """Tell, looking now and then, whether other work slows this process."""
-        if time.monotonic() - self._last.now_s >= LOOK_S:
-            self.look()
+        """Tell whether other work slows this process; measure it now and then."""
+        if time.monotonic() - self._last.now_s >= MEASURE_INTERVAL_S:
+            self.measure()
         return self.share > NOTABLE_SHARE
 
 
-def look() -> Look:
+def read_work_counts() -> WorkCounts:
     """Read what Linux has counted up to now."""
     in_line_s = {}
     with suppress(OSError):  # no /proc
@@ -89,14 +89,18 @@ def look() -> Look:
             with suppress(OSError, ValueError, IndexError):  # it has just ended
                 counts = (PROC / "self/task" / thread / "schedstat").read_text().split()
                 in_line_s[int(thread)] = int(counts[1]) / 1e9
-    return Look(
-        time.monotonic(), time.process_time(), in_line_s, _busy_s(), _throttled_s()
+    return WorkCounts(
+        time.monotonic(),
+        time.process_time(),
+        in_line_s,
+        _read_busy_s(),
+        _read_throttled_s(),
     )
 
 
-def _busy_s() -> dict[int, float]:
+def _read_busy_s() -> dict[int, float]:
     """Return how long each core has computed, by its number."""
-    found = {}
+    seconds_by_core = {}
     with suppress(OSError, ValueError, IndexError):
         for line in (PROC / "stat").read_text().splitlines():
             name, *counts = line.split()
@@ -105,18 +109,18 @@ def _busy_s() -> dict[int, float]:
                     int, counts[:7]
                 )
                 ticks = user + nice + system + interrupts + soft
-                found[int(name[3:])] = ticks / os.sysconf("SC_CLK_TCK")
-    return found
+                seconds_by_core[int(name[3:])] = ticks / os.sysconf("SC_CLK_TCK")
+    return seconds_by_core
 
 
-def _throttled_s() -> float:
+def _read_throttled_s() -> float:
     """Return how long the quotas of this process's control groups have kept them waiting."""
-    found = [0.0]
-    for folder, _ in group_folders("cpu"):
+    waits_s = [0.0]
+    for folder, _ in find_group_folders("cpu"):
         with suppress(OSError, ValueError):
             counts = dict(
                 line.split() for line in (folder / "cpu.stat").read_text().splitlines()
             )
-            found.append(int(counts.get("throttled_usec", 0)) / 1e6)  # version 2
-            found.append(int(counts.get("throttled_time", 0)) / 1e9)
-    return max(found)
+            waits_s.append(int(counts.get("throttled_usec", 0)) / 1e6)  # version 2
+            waits_s.append(int(counts.get("throttled_time", 0)) / 1e9)
+    return max(waits_s)

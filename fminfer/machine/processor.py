@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
-from fminfer.machine.control_groups import read_text
+from fminfer.machine.control_groups import read_system_file
 
 VARIABLE = "FMINFER_CPU"
 NATIVE = "native"  # all that the processor has
@@ -31,7 +31,7 @@ class Level:
     caps: dict[str, str]  # variables that torch, oneDNN and MKL read as they load
 
 
-def _level(units: str, flags: str, *names: str) -> Level:
+def _make_level(units: str, flags: str, *names: str) -> Level:
     variables = ("ATEN_CPU_CAPABILITY", "ONEDNN_MAX_CPU_ISA", "MKL_ENABLE_INSTRUCTIONS")
     caps = dict(zip(variables, names, strict=True))
     return Level(frozenset(units.split()), tuple(flags.split()), caps)
@@ -39,9 +39,11 @@ def _level(units: str, flags: str, *names: str) -> Level:
 
 _AVX512 = "avx2 fma avx512f avx512bw avx512dq avx512vl avx512cd"
 LEVELS = {
-    "avx2": _level("avx2 fma", "-march=x86-64-v3", "avx2", "AVX2", "AVX2"),
-    "avx512": _level(_AVX512, "-march=x86-64-v4", "avx512", "AVX512_CORE", "AVX512"),
-    "avx512_bf16": _level(
+    "avx2": _make_level("avx2 fma", "-march=x86-64-v3", "avx2", "AVX2", "AVX2"),
+    "avx512": _make_level(
+        _AVX512, "-march=x86-64-v4", "avx512", "AVX512_CORE", "AVX512"
+    ),
+    "avx512_bf16": _make_level(
         f"{_AVX512} avx512_bf16",
         "-march=x86-64-v4 -mavx512bf16",
         "avx512",
@@ -51,15 +53,19 @@ LEVELS = {
 }
 
 
-def chosen_name() -> str:
+def read_chosen_name() -> str:
     """Return what FMINFER_CPU names; an empty text: this processor, whole."""
     name = os.environ.get(VARIABLE, "").lower()
     return "" if name == NATIVE else name
 
 
-def chosen_level() -> Level | None:
-    """Return the processor to stand for; None: this one, whole. Refuse what cannot be."""
-    name = chosen_name()
+def choose_level() -> Level | None:
+    """Return the processor to stand for; None: this one, whole.
+
+    Raises:
+        UsageError: FMINFER_CPU names an unknown processor, or one that this cannot stand for.
+    """
+    name = read_chosen_name()
     if not name:
         return None
     if name not in LEVELS:
@@ -68,7 +74,7 @@ def chosen_level() -> Level | None:
             "(all that this processor has, as without it)"
         )
     level = LEVELS[name]
-    missing = sorted(level.units - _units())
+    missing = sorted(level.units - _read_units())
     if missing:
         raise UsageError(
             f"{VARIABLE} is {name}, and this processor has no {', '.join(missing)}; "
@@ -78,45 +84,44 @@ def chosen_level() -> Level | None:
 
 
 def cap_libraries() -> None:
-    """Hold torch, oneDNN and MKL to the chosen processor, before any of them is loaded."""
-    level = chosen_level()
+    """Limit torch, oneDNN and MKL to the chosen processor, before any of them is loaded."""
+    level = choose_level()
     if level is not None:
         os.environ.update(level.caps)
 
 
 def has_unit(name: str) -> bool:
-    """Tell whether a run may use a unit of the processor, such as "avx512_bf16" or
-    "amx_bf16"."""
-    level = chosen_level()
-    return name in _units() and (level is None or name in level.units)
+    """Tell whether a run may use a unit of the processor, such as "amx_bf16"."""
+    level = choose_level()
+    return name in _read_units() and (level is None or name in level.units)
 
 
 def hides_unit(name: str) -> bool:
     """Tell whether the processor has a unit that FMINFER_CPU keeps a run from using."""
-    return name in _units() and not has_unit(name)
+    return name in _read_units() and not has_unit(name)
 
 
-def compiler_flags() -> Iterable[str]:
+def choose_compiler_flags() -> Iterable[str]:
     """Return the compiler's flags for what a run may use of the processor."""
-    level = chosen_level()
+    level = choose_level()
     return ("-march=native",) if level is None else level.compiler_flags
 
 
-def describe() -> str:
+def describe_processor() -> str:
     """Return all that tells this processor, and how it is used, from another."""
-    lines = _cpuinfo().splitlines()
+    lines = _read_cpuinfo().splitlines()
     wanted = ("model name", "flags", "Features")
     known = sorted({line for line in lines if line.startswith(wanted)})
-    return "\n".join([*(known or [platform.processor()]), *compiler_flags()])
+    return "\n".join([*(known or [platform.processor()]), *choose_compiler_flags()])
 
 
-def _units() -> frozenset[str]:
-    for line in _cpuinfo().splitlines():
+def _read_units() -> frozenset[str]:
+    for line in _read_cpuinfo().splitlines():
         if line.startswith("flags"):
             return frozenset(line.partition(":")[2].split())
     return frozenset()  # no x86, or no Linux: nobody asks for its units by name
 
 
 @functools.cache
-def _cpuinfo() -> str:
-    return read_text(CPUINFO)
+def _read_cpuinfo() -> str:
+    return read_system_file(CPUINFO)

@@ -52,7 +52,7 @@ _option = partial(
 
 @dataclass(frozen=True)
 class ProcessOptions(Options):
-    """How a process of a command ends, and how much it says."""
+    """How a process of a command ends, and how much it prints."""
 
     grace_s: Seconds = _option(
         "Time for running requests to finish once the command is told to stop. A second Ctrl-C "
@@ -71,24 +71,23 @@ def parse_duration(text: str) -> float:
     """Return the seconds of 3:50:00, 45:00 (minutes), 90 (seconds), 1.5h, 1h30m or 15s."""
     for form in DURATIONS:
         if (parts := form.fullmatch(text.strip())) is not None:
-            found = parts.groupdict(default="0")
+            numbers = parts.groupdict(default="0")
             return sum(
-                float(found.get(unit, 0)) * size for unit, size in SECONDS.items()
+                float(numbers.get(unit, 0)) * size for unit, size in SECONDS.items()
             )
     raise ValueError(
         f"{text!r} is no duration; write 3:50:00, 45:00, 2h, 1h30m, or 90 (seconds)"
     )
 
 
-def is_repeat(number: int, since_s: float) -> bool:
-    """Tell whether a signal is only the first one again: launchers pass it on, as
-    schedulers do."""
+def is_repeated_signal(number: int, since_s: float) -> bool:
+    """Tell whether a signal repeats the first one, as launchers and schedulers do."""
     least_s = REPEAT_CTRL_C_S if number == signal.SIGINT else REPEAT_S
     return number in WARNINGS or since_s < least_s
 
 
 class Stopper:
-    """Hears that a run is to stop, and tells it.
+    """Hears that a run is to stop, and stops it.
 
     Args:
         grace_s: how long rows that run may go on.
@@ -121,18 +120,21 @@ class Stopper:
 
     @contextmanager
     def listening(self) -> Iterator[None]:
-        """Hear signals, and mind the deadline; in the main thread. Afterwards they are
-        ignored."""
-        numbers = signals_to_hear()
+        """Hear signals and the deadline, in the main thread; ignore them afterwards."""
+        numbers = list_stop_signals()
         for number in numbers:
-            signal.signal(number, self._hear)
+            signal.signal(number, self._handle_signal)
         timer: threading.Timer | None = None
         if self.deadline_s is not None:
-            left_s = max(0.0, self._last_call_s(self.deadline_s) - time.monotonic())
+            left_s = max(
+                0.0, self._compute_last_call_s(self.deadline_s) - time.monotonic()
+            )
             main = threading.main_thread().ident
             assert main is not None
             # A signal to itself is heard wherever the main thread waits.
-            timer = _daemon_timer(left_s, partial(signal.pthread_kill, main, DEADLINE))
+            timer = _make_daemon_timer(
+                left_s, partial(signal.pthread_kill, main, DEADLINE)
+            )
             timer.start()
         try:
             yield
@@ -146,7 +148,7 @@ class Stopper:
                 signal.signal(number, signal.SIG_IGN)
 
     @contextmanager
-    def telling(
+    def forwarding_stop(
         self,
         stop: Callable[[float], None],
         needed_s: Callable[[], float | None] = lambda: None,
@@ -165,7 +167,7 @@ class Stopper:
             self._stop = None
 
     @contextmanager
-    def reading(self) -> Iterator[None]:
+    def interrupting_reads(self) -> Iterator[None]:
         """Let a wait for input end at once when the run is to stop, by StoppedError."""
         if self.reason is not None:
             raise self.reason
@@ -175,30 +177,31 @@ class Stopper:
         finally:
             self._is_reading = False
 
-    def leave_to_rank_0(self) -> None:
-        """Leave a signal to all ranks of a job to rank 0; end later than it where told
-        to end."""
+    def defer_to_rank_0(self) -> None:
+        """Ignore signals that rank 0 handles; end later than it if told to end."""
         for number in (signal.SIGINT, signal.SIGHUP, *WARNINGS):
             signal.signal(number, signal.SIG_IGN)
-        reason = self._reason(signal.SIGTERM)
-        timer = _daemon_timer(self.grace_s + SPARE_S, partial(self._end, reason))
-        signal.signal(signal.SIGTERM, lambda number, frame: _start_once(timer))
+        reason = self._make_reason(signal.SIGTERM)
+        timer = _make_daemon_timer(self.grace_s + SPARE_S, partial(self._end, reason))
+        signal.signal(signal.SIGTERM, lambda number, frame: _start_timer_once(timer))
 
-    def _last_call_s(self, deadline_s: float) -> float:
+    def _compute_last_call_s(self, deadline_s: float) -> float:
         """Return when rows are told to end, so that the processes end by the deadline, too."""
         return deadline_s - self.grace_s - SPARE_S
 
-    def _reason(self, number: signal.Signals) -> StoppedError:
+    def _make_reason(self, number: signal.Signals) -> StoppedError:
         if number in REASONS:
             return StoppedError(*REASONS[number])
         last_call_s = (
-            math.inf if self.deadline_s is None else self._last_call_s(self.deadline_s)
+            math.inf
+            if self.deadline_s is None
+            else self._compute_last_call_s(self.deadline_s)
         )
         is_deadline = number == DEADLINE and time.monotonic() >= last_call_s
         name = "--deadline" if is_deadline else number.name
         return StoppedError(f"Out of time ({name}).", "out_of_time")
 
-    def _give_up(self) -> None:
+    def _end_after_grace(self) -> None:
         assert self.reason is not None
         print(
             f"{self.reason} (It did not end within --grace.)",
@@ -207,29 +210,34 @@ class Stopper:
         )
         self._end(self.reason)
 
-    def _hear(self, number: int, frame: FrameType | None) -> None:
+    def _handle_signal(self, number: int, frame: FrameType | None) -> None:
         now_s = time.monotonic()
         if self.reason is not None:
-            if is_repeat(number, now_s - self._heard_s):
+            if is_repeated_signal(number, now_s - self._heard_s):
                 return
-            self.reason = self._reason(signal.Signals(number))
+            self.reason = self._make_reason(signal.Signals(number))
             self.on_second()
             raise KeyboardInterrupt  # asked twice: at once
-        self.reason = self._reason(signal.Signals(number))
+        self.reason = self._make_reason(signal.Signals(number))
         self._heard_s = now_s
         # Steps may be long, and ranks may hang: what is on disk is good in any case.
-        self._watchdog = _daemon_timer(self.grace_s + SPARE_S, self._give_up)
+        self._watchdog = _make_daemon_timer(
+            self.grace_s + SPARE_S, self._end_after_grace
+        )
         self._watchdog.start()
         if self._stop is None:  # nothing runs yet
             raise self.reason
         if not self._is_quiet:
-            self._tell_of_grace(" again" * (number == signal.SIGINT))
+            self._print_grace(is_ctrl_c=number == signal.SIGINT)
         self._stop(self.grace_s)
         if self._is_reading:
             raise self.reason
 
-    def _tell_of_grace(self, again: str) -> None:
-        """Say why a signal does not end it at once, by what a signal's handler may call."""
+    def _print_grace(self, *, is_ctrl_c: bool) -> None:
+        """Print why a signal does not end the run at once.
+
+        A signal's handler may call what this calls.
+        """
         needed_s = self._needed_s()
         num_open = self.num_open
         is_short = needed_s is None or needed_s <= self.grace_s
@@ -237,7 +245,8 @@ class Stopper:
         what = (
             "rows that run" if num_open is None else f"open requests ({num_open():,})"
         )
-        kept = " What is finished is kept." * (num_open is None)
+        kept = " What is finished is kept." if num_open is None else ""
+        again = " again" if is_ctrl_c else ""
         text = (
             f"\nEnding: {what} have {self.grace_s:g} s to finish (--grace){needs}.{kept} "
             f"Ctrl-C{again} ends at once.\n"
@@ -246,18 +255,18 @@ class Stopper:
             os.write(2, text.encode())
 
 
-def _daemon_timer(after_s: float, work: Callable[[], None]) -> threading.Timer:
+def _make_daemon_timer(after_s: float, work: Callable[[], None]) -> threading.Timer:
     timer = threading.Timer(after_s, work)
     timer.daemon = True
     return timer
 
 
-def _start_once(timer: threading.Timer) -> None:
+def _start_timer_once(timer: threading.Timer) -> None:
     if timer.ident is None:
         timer.start()
 
 
-def signals_to_hear() -> list[signal.Signals]:
+def list_stop_signals() -> list[signal.Signals]:
     """List the signals that end a run; under nohup a closed terminal does not."""
     numbers = [signal.SIGINT, signal.SIGTERM, *WARNINGS]
     if signal.getsignal(signal.SIGHUP) != signal.SIG_IGN:

@@ -1,5 +1,7 @@
-"""The processor's threads: how many a run may use, and how they wait; before torch is
-imported."""
+"""The processor's threads: how many a run may use, and how they wait.
+
+This module is used before torch is imported.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +10,32 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 
-from fminfer.machine.control_groups import group_folders
+from fminfer.machine.control_groups import find_group_folders
 
 # How often an idle thread of GNU's OpenMP looks for work before it sleeps;
 # docs/performance.md has the figures. Its own default is 300,000 times, or for ever under
 # OMP_WAIT_POLICY=active. While a thread spins, the one that it waits for may stand in
 # line for the same core.
 SPINS = 10_000
-LOOK_S = 0.5  # how often a run looks which cores it may use; a look takes some 0.1 ms
+CHECK_INTERVAL_S = 0.5  # between two checks of the cores, each of some 0.1 ms
 BINDS_THREADS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
 
 
-def wait_briefly() -> None:
-    """Have the threads of OpenMP, not loaded yet, soon sleep when they wait, unless it
-    is set."""
+def shorten_openmp_waits() -> None:
+    """Make OpenMP's threads sleep soon when they wait, unless variables say otherwise.
+
+    OpenMP is not loaded yet.
+    """
     if not {"GOMP_SPINCOUNT", "OMP_WAIT_POLICY"} & os.environ.keys():
         os.environ["GOMP_SPINCOUNT"] = str(SPINS)
 
 
 def count_cores() -> int:
     """Return how many cores affinity and quotas let this process use; a part counts as one."""
-    return max(1, min([len(affine_cores()), *_quotas()]))
+    return max(1, min([len(find_usable_cores()), *_read_quotas()]))
 
 
-def affine_cores() -> set[int]:
+def find_usable_cores() -> set[int]:
     """Return the cores that any thread may run on; all where OpenMP binds threads to cores."""
     if not hasattr(os, "sched_getaffinity") or BINDS_THREADS & os.environ.keys():
         return set(range(os.cpu_count() or 1))
@@ -43,9 +47,9 @@ def affine_cores() -> set[int]:
     return cores
 
 
-def _quotas() -> Iterator[int]:
-    """Give the cores that each control group with a quota allows, rounded up."""
-    for folder, version in group_folders("cpu"):
+def _read_quotas() -> Iterator[int]:
+    """Yield the cores that each control group with a quota allows, rounded up."""
+    for folder, version in find_group_folders("cpu"):
         with suppress(OSError, ValueError):  # "max": no limit
             if version == 2:
                 texts = (folder / "cpu.max").read_text().split()
@@ -59,48 +63,47 @@ def _quotas() -> Iterator[int]:
                 yield -(-quota_us // period_us)
 
 
-def choose_num_threads(asked: int | None, current: int, num_processes: int) -> int:
+def choose_num_threads(configured: int | None, current: int, num_processes: int) -> int:
     """Return how many threads are to compute in this process.
 
     Args:
-        asked: by --threads.
+        configured: by --threads.
         current: what torch would use; OMP_NUM_THREADS or a call of torch's may have said so.
         num_processes: of this run on this machine; they share the cores.
     """
-    if asked is not None or "OMP_NUM_THREADS" in os.environ:
-        return asked or current
+    if configured is not None or "OMP_NUM_THREADS" in os.environ:
+        return configured or current
     return min(current, max(1, count_cores() // num_processes))
 
 
 class ThreadCount:
-    """How many threads compute, as cores come and go: at most those of the start, or
-    those asked.
+    """How many threads compute, as cores come and go: at most as many as at the start.
 
     Args:
-        asked, current, num_processes: as `choose_num_threads` takes them.
+        configured, current, num_processes: as of `choose_num_threads`.
         use: has the calling thread compute with so many threads.
     """
 
     def __init__(
         self,
-        asked: int | None,
+        configured: int | None,
         current: int,
         num_processes: int,
         use: Callable[[int], None],
     ) -> None:
-        self._is_fixed = asked is not None or "OMP_NUM_THREADS" in os.environ
+        self._is_fixed = configured is not None or "OMP_NUM_THREADS" in os.environ
         self._num_processes = num_processes
         self._use = use
-        self._most = self._now = choose_num_threads(asked, current, num_processes)
-        self._next_look_s = time.monotonic() + LOOK_S
+        self._most = self._now = choose_num_threads(configured, current, num_processes)
+        self._next_check_s = time.monotonic() + CHECK_INTERVAL_S
         use(self._now)
 
-    def follow(self) -> None:
-        """Look whether there are fewer cores or more again; for the thread that computes."""
+    def follow_cores(self) -> None:
+        """Use fewer threads or more, as cores come and go. The computing thread calls it."""
         now_s = time.monotonic()
-        if self._is_fixed or now_s < self._next_look_s:
+        if self._is_fixed or now_s < self._next_check_s:
             return
-        self._next_look_s = now_s + LOOK_S
+        self._next_check_s = now_s + CHECK_INTERVAL_S
         number = choose_num_threads(None, self._most, self._num_processes)
         if number != self._now:
             self._now = number

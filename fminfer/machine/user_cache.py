@@ -1,5 +1,4 @@
-"""The user's cache folder: of this user alone, since what it holds is loaded and may be
-private."""
+"""The user's cache folder, which no other user may write to: its files are loaded."""
 
 from __future__ import annotations
 
@@ -10,25 +9,28 @@ import tempfile
 from pathlib import Path
 
 
-def cache_path() -> Path:
+def find_cache_path() -> Path:
     """Return where the cache folder is, or would be; without a home raise RuntimeError."""
     return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "fminfer"
 
 
-def cache_folder() -> Path | None:
-    """Return the cache folder, made if it is not there; None: `why_no_cache` says why."""
-    return None if why_no_cache() else cache_path()
+def make_cache_folder() -> Path | None:
+    """Return the cache folder, which is made if needed; `describe_cache_fault` explains None."""
+    return None if describe_cache_fault() else find_cache_path()
 
 
-def why_no_cache() -> str:
-    """Say why there is no cache folder, and what to do; an empty text if there is one."""
+def describe_cache_fault() -> str:
+    """Return why there is no cache folder, and what to do; "": there is one."""
     try:
-        folder = cache_path()
-        make_private(folder)
-        found = folder.lstat()
-        if not stat.S_ISDIR(found.st_mode) or found.st_uid != os.getuid():
+        folder = find_cache_path()
+        make_private_folder(folder)
+        folder_status = folder.lstat()
+        if (
+            not stat.S_ISDIR(folder_status.st_mode)
+            or folder_status.st_uid != os.getuid()
+        ):
             return f"{folder} is not this user's own folder. Set XDG_CACHE_HOME to another one"
-        if found.st_mode & 0o022:  # what is loaded must not be another's
+        if folder_status.st_mode & 0o022:  # what is loaded must not be another's
             return (
                 f"{folder} is not used, since other users may write to it. Remove it, "
                 "or see that what it holds is yours and give: chmod 700 "
@@ -47,7 +49,7 @@ def why_no_cache() -> str:
     return ""
 
 
-def make_private(folder: Path) -> None:
+def make_private_folder(folder: Path) -> None:
     """Make a folder, and those above it that are not there, for this user alone."""
     for path in reversed([folder, *folder.parents]):
         if not path.exists():

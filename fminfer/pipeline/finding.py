@@ -23,7 +23,7 @@ from typing import Any
 import torch.distributed as dist
 
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.machine.liveness import create_once, machine_name, wait_until
+from fminfer.machine.liveness import create_file_once, make_machine_name, wait_until
 from fminfer.pipeline.handshake import (
     NoStoreError,
     WrongSecretError,
@@ -215,7 +215,7 @@ def _create_store(
     }
     fields |= {} if secret else {"secret": used}
     try:
-        is_first = create_once(file, json.dumps(fields).encode(), 0o600)
+        is_first = create_file_once(file, json.dumps(fields).encode(), 0o600)
     except OSError as error:
         raise UsageError(f"{folder} cannot be written: {error}") from error
     if not is_first:
@@ -255,7 +255,7 @@ def _serve_other_machines(store: Store, file: Path, fields: dict[str, Any]) -> N
             f".{file.name}.{socket.gethostname()}.{os.getpid()}.{store.port}"
         )
         address = fields | {"hosts": others, "port": listener.getsockname()[1]}
-        create_once(draft, json.dumps(address).encode(), 0o600)
+        create_file_once(draft, json.dumps(address).encode(), 0o600)
         os.replace(draft, file)
         return
 
@@ -317,7 +317,7 @@ def is_here(host: str) -> bool:
 
 def machine_id() -> str:
     """Name what shares this process's loopback interface: a machine, or a container of it."""
-    return f"{socket.gethostname()} {machine_name('net')}"
+    return f"{socket.gethostname()} {make_machine_name('net')}"
 
 
 def list_interfaces() -> dict[str, str]:

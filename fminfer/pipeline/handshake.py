@@ -11,8 +11,8 @@ import time
 from pathlib import Path
 
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.machine.liveness import create_once, wait_until
-from fminfer.machine.user_cache import cache_path, why_no_cache
+from fminfer.machine.liveness import create_file_once, wait_until
+from fminfer.machine.user_cache import describe_cache_fault, find_cache_path
 from fminfer.pipeline.ranks import SECRET
 
 GREETING = b"fminfer store 2\n"
@@ -103,14 +103,14 @@ def _make_proof(secret: str, role: bytes, nonces: bytes) -> bytes:
 
 def read_home_secret() -> str:
     """Read this user's own secret in the cache folder; the first rank to read makes it."""
-    if why := why_no_cache():
+    if why := describe_cache_fault():
         raise UsageError(
             f"the ranks' common secret has no place: {why}; or set {SECRET} to the "
             "same text for every rank"
         )
-    path = cache_path() / "ranks.secret"
+    path = find_cache_path() / "ranks.secret"
     try:
-        create_once(path, secrets.token_hex(32).encode() + b"\n", 0o600)
+        create_file_once(path, secrets.token_hex(32).encode() + b"\n", 0o600)
     except OSError as error:
         raise UsageError(f"{path} cannot be written: {error}") from error
     if not wait_until(lambda: read_private_file(path).strip() != "", WHOLE_S):

@@ -18,7 +18,7 @@ from fminfer.compute.shards import ShardGroup, SharedMemoryGroup
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part
 from fminfer.core.quantities import describe_bytes
-from fminfer.machine.device import memory_name
+from fminfer.machine.device import make_memory_name
 from fminfer.pipeline.group import FOREVER, Group
 
 Transport = Literal["memory", "nccl", "gloo"]
@@ -40,7 +40,9 @@ def connect_shards(
     _check_one_machine(group, part)
     can_map = library is not None and hasattr(os, "memfd_create")
     kind = "nccl" if device.type == "cuda" else "memory" if can_map else "gloo"
-    offers = group.gather("sums", [kind, memory_name(device, socket.gethostname())])
+    offers = group.gather(
+        "sums", [kind, make_memory_name(device, socket.gethostname())]
+    )
     kinds = {each for each, _ in offers}
     devices = {name for _, name in offers}
     transport: Transport = next(

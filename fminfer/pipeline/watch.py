@@ -19,8 +19,8 @@ from typing_extensions import Self
 
 from fminfer.core.errors import FminferError, PipelineError, make_error
 from fminfer.core.messages import MemoryPeak
-from fminfer.machine.device import measure_peak
-from fminfer.machine.liveness import every
+from fminfer.machine.device import measure_peak_memory
+from fminfer.machine.liveness import start_repeating
 from fminfer.pipeline.store import Store
 
 TURN_S = 0.5
@@ -88,7 +88,7 @@ class Watch:
         self.on_fault = on_fault
         self._find_trouble = find_trouble
         # of this rank's device, once known
-        self.measure: Callable[[], MemoryPeak] = measure_peak
+        self.measure: Callable[[], MemoryPeak] = measure_peak_memory
         self._stop = threading.Event()
         self._fault_lock = threading.Lock()  # held for ever once a fault was handed on
         self._lock = threading.Lock()  # of the store's connection
@@ -99,8 +99,8 @@ class Watch:
         self._num_beats = 0
         self.all_joined = threading.Event()
         self._set_beat()  # before anyone reads it
-        every(TURN_S, self._run_turn, "beat", self._stop)
-        every(TURN_S, self._check_rank_0, "guard", self._stop)
+        start_repeating(TURN_S, self._run_turn, "beat", self._stop)
+        start_repeating(TURN_S, self._check_rank_0, "guard", self._stop)
 
     def report_fault(self, fault: Fault) -> Fault:
         """Make a fault known to all ranks; return the fault that was known first."""

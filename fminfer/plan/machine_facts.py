@@ -12,8 +12,12 @@ from fminfer.compute.layers.products import can_torch_pack, is_kernel_faster
 from fminfer.compute.values.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
-from fminfer.machine.device import free_bytes, is_fast_in_bfloat16
-from fminfer.machine.host_memory import free_host_bytes, free_swap_bytes, own_bytes
+from fminfer.machine.device import is_fast_in_bfloat16, measure_free_bytes
+from fminfer.machine.host_memory import (
+    measure_free_host_bytes,
+    measure_free_swap_bytes,
+    measure_process_bytes,
+)
 
 # by MKL and by oneDNN, where these are there
 PACKED_BY_TORCH = (torch.float32, torch.bfloat16)
@@ -66,9 +70,11 @@ def find_machine(
         machine, is_fast_in_bfloat16=(is_fast := is_fast_in_bfloat16(device))
     )
     if known.device_bytes is None:
-        machine = replace(machine, host_free=known.host_free or free_host_bytes())
+        machine = replace(
+            machine, host_free=known.host_free or measure_free_host_bytes()
+        )
         if is_computing or device.type == "cpu":
-            machine = replace(machine, free=free_bytes(device))
+            machine = replace(machine, free=measure_free_bytes(device))
     if device.type != "cpu":
         return machine
     has_library = may_have_library()
@@ -84,8 +90,8 @@ def find_machine(
         machine,
         has_library=has_library,
         packed_by_torch=tuple(str(dtype).removeprefix("torch.") for dtype in packed),
-        swap=free_swap_bytes(),
-        process_bytes=own_bytes(),
+        swap=measure_free_swap_bytes(),
+        process_bytes=measure_process_bytes(),
     )
 
 

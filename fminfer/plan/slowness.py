@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from fminfer.compute.values.spec import Moe
-from fminfer.machine.device import why_slow
+from fminfer.machine.device import describe_slow_dtype
 from fminfer.plan.run_plan import RunPlan
 
 NO_FLOATS = (
@@ -27,7 +27,7 @@ def find_slowness(plan: RunPlan) -> list[str]:
     causes = " or ".join(cause for cause, holds in without_graphs.items() if holds)
     reasons = {
         plan.why_reread: True,
-        why_slow(plan.dtype, plan.device): True,
+        describe_slow_dtype(plan.dtype, plan.device): True,
         f"weights in {plan.held_in} {NO_FLOATS}": plan.has_blocks,
         "a GPU computes experts one after another": on_gpu and has_experts,
         f"there are no CUDA graphs of decode steps with {causes}": (

@@ -14,7 +14,7 @@ import transformers
 from fminfer.compute.kernels.kernel_build import is_building
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.core.terminal import find_width, wrap_lines
-from fminfer.machine.user_cache import why_no_cache
+from fminfer.machine.user_cache import describe_cache_fault
 from fminfer.models.stored.rival_weights import describe_unread_files
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankPlace
@@ -56,7 +56,7 @@ def lead_or_join(
             return _join_several_pipelines(process, facts, prepare, lead)
         group = Group(facts, process.role.spread, prepare, process.end)
         if group.rank > 0:
-            process.stopper.leave_to_rank_0()
+            process.stopper.defer_to_rank_0()
             serve_rank(group, prepare.plan_run)
             return None
         with group.reporting_errors():
@@ -85,7 +85,7 @@ def _join_several_pipelines(
 
         with apart.leading():
             return lead(plan, compute)
-    process.stopper.leave_to_rank_0()
+    process.stopper.defer_to_rank_0()
     if apart.await_start():
         role = Role("rank", apart.spread, *apart.join_pipeline())
         try:
@@ -159,7 +159,7 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
     if folder is not None and (unread := describe_unread_files(folder)):
         print_note(unread)
     if is_building():
-        often = "each time" if why_no_cache() else "once"
+        often = "each time" if describe_cache_fault() else "once"
         print_note(
             f"Building kernels for this machine; this takes some seconds, {often}."
         )
@@ -169,7 +169,7 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
         engine.intake.on_warning = say
     if config.cuda_ids and engine.device.type == "cpu":
         print_note("There is no GPU here: --cuda-id means nothing, the CPU computes.")
-    if not is_quiet and (why := why_no_cache()):
+    if not is_quiet and (why := describe_cache_fault()):
         print_note(f"Nothing is kept from run to run, which makes each slower: {why}.")
     if note := engine.tokenizer.note:
         print_note(f"{note}.")

@@ -17,7 +17,7 @@ import uvicorn
 from fminfer.answers.answer_index import AnswerIndex, open_answer_index
 from fminfer.core.errors import FminferError
 from fminfer.core.quantities import describe_dtypes, with_noun
-from fminfer.machine.host_memory import trim_host
+from fminfer.machine.host_memory import trim_host_memory
 from fminfer.machine.stopper import Stopper
 from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.bars import say
@@ -142,7 +142,7 @@ def run_http(
         dispatcher = thread.service.dispatcher
         stopper.num_open = lambda: dispatcher.num_open
         # before anybody hears where it is, and may end it
-        with stopper.telling(thread.drain):
+        with stopper.forwarding_stop(thread.drain):
             if not settings.is_quiet:
                 click.echo(
                     f"Serving {thread.service.names[0]} at {thread.url}\n"
@@ -284,7 +284,9 @@ class HttpThread(threading.Thread):
                 await asyncio.sleep(1)
                 throughput.record_counts()
                 if not dispatcher.num_open:
-                    await asyncio.to_thread(trim_host)  # what large requests have left
+                    await asyncio.to_thread(
+                        trim_host_memory
+                    )  # what large requests have left
             num_tokens = throughput.num_tokens
             if num_tokens != num_logged:
                 state = self.service.engine.state

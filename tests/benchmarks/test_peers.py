@@ -246,7 +246,7 @@ def test_every_side_stands_for_a_lesser_processor(
     names = [processor.VARIABLE, *processor.LEVELS["avx2"].caps]
     for name in names:
         monkeypatch.setenv(name, "")  # so that what is set is undone
-    monkeypatch.setattr(processor, "_units", lambda: frozenset({"avx2", "fma"}))
+    monkeypatch.setattr(processor, "_read_units", lambda: frozenset({"avx2", "fma"}))
     peers.use_processor("avx2")
     assert [os.environ[name] for name in names] == ["avx2", "avx2", "AVX2", "AVX2"]
     with pytest.raises(click.ClickException, match="this processor has no avx512bw"):

@@ -32,8 +32,8 @@ from fminfer.cli import app, process
 from fminfer.core.config import ComputeOptions
 from fminfer.machine import control_groups, host_memory, library_imports
 from fminfer.machine.host_memory import (
-    free_host_bytes,
-    read_mapped,
+    measure_free_host_bytes,
+    read_mapped_bytes,
     reading_files,
     touching_memory,
 )
@@ -144,14 +144,14 @@ LIST = """
 from pathlib import Path
 from fminfer.machine import library_imports
 reads = []
-class Counts(library_imports._KeptList):
+class Counts(library_imports._CachedList):
     def __init__(self, folder, read):
         def count(path):
             reads.append(path)
             return read(path)
         super().__init__(folder, count)
         self.of_models = [folder, folder / "__init__.py"]
-library_imports._KeptList = Counts
+library_imports._CachedList = Counts
 library_imports.import_transformers()
 import transformers.utils.import_utils as reader
 kept = reader.create_import_structure_from_path
@@ -191,9 +191,9 @@ def test_a_planted_or_damaged_list_of_models_is_found_again(
     spec = importlib.util.find_spec("transformers")
     assert spec is not None and spec.origin is not None
     folder = Path(spec.origin).parent / "models"
-    monkeypatch.setattr(library_imports, "cache_folder", lambda: tmp_path)
+    monkeypatch.setattr(library_imports, "make_cache_folder", lambda: tmp_path)
     right = {"llama": {frozenset({"torch"}): {"modeling_llama": {"LlamaModel"}}}}
-    assert library_imports._KeptList(folder, lambda path: right)(folder) == right
+    assert library_imports._CachedList(folder, lambda path: right)(folder) == right
     (kept,) = tmp_path.iterdir()
     ran = tmp_path / "ran"
     whole = kept.read_bytes()
@@ -211,9 +211,9 @@ def test_a_planted_or_damaged_list_of_models_is_found_again(
     torn = [whole[:-1] + b" ", whole[: len(whole) // 2], b""]
     for damaged in (pickle.dumps(Planted(ran)), pickle.dumps({1: 2}), *torn, *signed):
         kept.write_bytes(damaged)
-        assert library_imports._KeptList(folder, lambda path: right)(folder) == right
+        assert library_imports._CachedList(folder, lambda path: right)(folder) == right
         assert not ran.exists() and kept.read_bytes() == whole, damaged
-    assert library_imports._KeptList(folder, lambda path: {})(folder) == right, (
+    assert library_imports._CachedList(folder, lambda path: {})(folder) == right, (
         "this one is taken"
     )
 
@@ -225,7 +225,7 @@ def test_without_a_cache_the_list_of_models_is_read_once(
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "no folder"))
     folder = Path(transformers.__path__[0]) / "models"
     lists = iter([{"llama": {}}])
-    kept = library_imports._KeptList(folder, lambda path: next(lists))
+    kept = library_imports._CachedList(folder, lambda path: next(lists))
     assert kept(folder) == kept(str(folder / "__init__.py")) == {"llama": {}}
 
 
@@ -236,8 +236,8 @@ def test_the_collector_looks_now_and_then_and_what_stood_aside_is_there_for_who_
     of a step."""
     code = """
 import gc, sys
-from fminfer.machine.library_imports import importing
-with importing():
+from fminfer.machine.library_imports import importing_libraries
+with importing_libraries():
     assert not gc.isenabled()
 print(gc.isenabled(), gc.get_threshold()[0], gc.get_freeze_count() > 100_000)
 import torch
@@ -304,7 +304,7 @@ def test_memory_is_touched_meanwhile_and_free_afterwards(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_cores(monkeypatch)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 1 << 30)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: 1 << 30)
     size = 200 << 20
     before = own_bytes()
     with touching_memory(size):
@@ -318,7 +318,7 @@ def test_no_more_than_a_quarter_of_free_memory_is_touched(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_cores(monkeypatch)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 400 << 20)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: 400 << 20)
     before = own_bytes()
     with touching_memory(1 << 40):
         wait_until(lambda: own_bytes() - before > 95 << 20)
@@ -330,7 +330,7 @@ def test_touching_ends_when_what_it_is_for_ends(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     two_cores(monkeypatch)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 2 << 30)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: 2 << 30)
     # a slow host: 6 s for all
     monkeypatch.setattr(ctypes, "memset", lambda *_: time.sleep(0.1))
     began = time.monotonic()
@@ -364,10 +364,10 @@ def test_nothing_is_touched_for_nothing(
     """Nor beside the only core's own work, nor where memory is gone or counted when reserved."""
     touched: list[int] = []
     monkeypatch.setattr(
-        host_memory, "_touch", lambda memory, _: touched.append(len(memory))
+        host_memory, "_touch_pages", lambda memory, _: touched.append(len(memory))
     )
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: set(range(cores)))
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free << 30)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: free << 30)
     monkeypatch.setattr(resource, "getrlimit", lambda which: (limit, limit))
     with touching_memory(num_bytes << 20):
         pass
@@ -384,7 +384,7 @@ def test_free_memory_is_what_the_control_groups_leave(
     (tmp_path / "proc/meminfo").write_text(
         "MemTotal: 9000 kB\nMemAvailable:    8000 kB\n"
     )
-    assert free_host_bytes() == 8000 << 10, "no groups"
+    assert measure_free_host_bytes() == 8000 << 10, "no groups"
     names = host_memory.NAMES[version]
     top = tmp_path / "sys/fs/cgroup" / ("memory" if version == 1 else "")
     group = "4:cpu:/other\n3:memory:/job/step\n" if version == 1 else "0::/job/step\n"
@@ -399,15 +399,15 @@ def test_free_memory_is_what_the_control_groups_leave(
         (folder / "memory.stat").write_text(f"anon 7\n{told}")
 
     limit(top / "job/step", "max" if version == 2 else str(2**63 - 4096), 500, 100)
-    assert free_host_bytes() == 8000 << 10, "no limit"
+    assert measure_free_host_bytes() == 8000 << 10, "no limit"
     limit(top / "job", "1000000", 400_000, 100_000)
-    assert free_host_bytes() == 700_000, "the group above"
+    assert measure_free_host_bytes() == 700_000, "the group above"
     limit(top / "job/step", "500000", 400_000, 50_000)
-    assert free_host_bytes() == 150_000
+    assert measure_free_host_bytes() == 150_000
     (top / "job/step/memory.stat").unlink()
-    assert free_host_bytes() == 100_000, "what is cached is not told"
+    assert measure_free_host_bytes() == 100_000, "what is cached is not told"
     limit(top, "90000", 1, 0)  # all that a container may see
-    assert free_host_bytes() == 89_999
+    assert measure_free_host_bytes() == 89_999
 
 
 def test_weight_files_are_found_in_a_folder_and_in_the_hubs_cache(
@@ -494,7 +494,7 @@ def test_files_are_read_meanwhile_as_far_as_memory_allows(
 
     monkeypatch.setattr(host_memory, "READ_PIECE", 50)
     monkeypatch.setattr(host_memory, "NUM_PIECES", 2)
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: free)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: free)
     monkeypatch.setattr(os, "readv", count)
     with reading_files([*files, tmp_path / "missing"]):
         wait_until(
@@ -531,11 +531,11 @@ def test_mapped_bytes_are_in_memory_once_they_are_read(tmp_path: Path) -> None:
         mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_COPY) as mapped,
     ):
         address = ctypes.addressof(ctypes.c_char.from_buffer(mapped))
-        if host_memory._advise(address, size, host_memory.POPULATE_READ):
+        if host_memory._advise_system(address, size, host_memory.POPULATE_READ):
             pytest.skip("Linux before 5.14")
         mapped.madvise(mmap.MADV_DONTNEED)
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-        read_mapped(address + 5, size - 5)
+        read_mapped_bytes(address + 5, size - 5)
         assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 100
         before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
         assert sum(mapped[:: mmap.PAGESIZE]) == 400 * ord("x")

@@ -24,7 +24,7 @@ from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.values.spec import Attention, Latent, Norm
 from fminfer.compute.values.step import Rows
-from fminfer.machine.host_memory import use_small_pages
+from fminfer.machine.host_memory import advise_small_pages
 from tests.conftest import IS_ALL, built_library, more, triton_device
 
 HEADS = 4
@@ -754,7 +754,7 @@ def test_the_cache_takes_memory_in_small_pages() -> None:
         address = ctypes.addressof(byte)
         del byte  # it would keep the memory from closing
         is_small = "nh" in flags_of(address)
-        use_small_pages(address + 8 * mib, 16 * mib)
+        advise_small_pages(address + 8 * mib, 16 * mib)
         assert "nh" in flags_of(address + 16 * mib)
         for place in (mib, 31 * mib):
             assert ("nh" in flags_of(address + place)) == is_small, (

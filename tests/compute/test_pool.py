@@ -24,8 +24,8 @@ pytestmark = pytest.mark.skipif(
 # where it may run, and how often it slept while there were two.
 USE = """
 import json, os, time
-from fminfer.machine.threads import wait_briefly
-wait_briefly()
+from fminfer.machine.threads import shorten_openmp_waits
+shorten_openmp_waits()
 import torch
 from fminfer.forward.registry import find_library
 from fminfer.compute.layers.products import ProductKernel

@@ -43,7 +43,7 @@ def _flags_of(level: str, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             pytest.skip("this processor's own vectors are these; scripts/test --all")
         monkeypatch.setenv(processor.VARIABLE, level)
     try:
-        return list(processor.compiler_flags())
+        return list(processor.choose_compiler_flags())
     except UsageError as error:
         pytest.skip(str(error))
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Literal
 
-from fminfer.machine.liveness import machine_name
+from fminfer.machine.liveness import make_machine_name
 from tests.faults.file_faults import Loop, Ready
 
 MODES = ("lost", "names", "zeros", "data", "torn", "random", "all")
@@ -265,7 +265,7 @@ def build(
             apply_naming(names, naming)
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir()
-    boot = machine_name("pid").partition(" ")[0].encode()
+    boot = make_machine_name("pid").partition(" ")[0].encode()
     for name in sorted(names):
         path = Path(name)
         number = names[name]

@@ -292,7 +292,7 @@ class World:
 
         def create_once(path: Path, data: bytes, mode: int) -> bool:
             self.pause()
-            is_first = liveness.create_once(path, data, mode)
+            is_first = liveness.create_file_once(path, data, mode)
             if is_first:
                 utime(path)
                 self.pause()
@@ -343,10 +343,10 @@ class World:
             return self.now_s + self.host.skew_s
 
         for owner, name, value in (
-            (liveness, "machine_name", lambda namespace: self.host.name),
+            (liveness, "make_machine_name", lambda namespace: self.host.name),
             (claims, "time", SimpleNamespace(time=clock)),
-            (claims, "every", lambda *arguments, **options: None),
-            (claims, "create_once", create_once),
+            (claims, "start_repeating", lambda *arguments, **options: None),
+            (claims, "create_file_once", create_once),
             (claims, "os", _Os(listdir=listdir, utime=utime)),
             (
                 shared_folder,

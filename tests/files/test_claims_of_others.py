@@ -15,14 +15,14 @@ from fminfer.core.errors import InUseError
 from fminfer.files import claims
 from fminfer.files.claims import Claims, claiming_output, read_claims
 from fminfer.machine import liveness
-from fminfer.machine.liveness import describe_me
+from fminfer.machine.liveness import describe_this_process
 
 OTHER_BOOT = f"00000000-1111-2222-3333-444444444444 {os.readlink('/proc/self/ns/pid')}"
 
 
 @pytest.fixture
 def machine_id(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(liveness, "_machine_id", lambda: "mine")
+    monkeypatch.setattr(liveness, "_read_machine_id", lambda: "mine")
 
 
 def put_claim(output: Path, data: bytes) -> None:
@@ -32,7 +32,11 @@ def put_claim(output: Path, data: bytes) -> None:
 
 
 def claim_of(**changes: Any) -> bytes:
-    fields = json.loads(describe_me()) | {"pid": 99999, "machine": OTHER_BOOT} | changes
+    fields = (
+        json.loads(describe_this_process())
+        | {"pid": 99999, "machine": OTHER_BOOT}
+        | changes
+    )
     return (
         json.dumps({n: v for n, v in fields.items() if v is not None}).encode() + b"\n"
     )
@@ -67,7 +71,7 @@ def test_a_claim_of_another_machine_is_not(
 def test_without_a_machine_id_no_boot_is_known_as_the_last(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(liveness, "_machine_id", lambda: "")
+    monkeypatch.setattr(liveness, "_read_machine_id", lambda: "")
     put_claim(tmp_path / "a.jsonl", claim_of(machine_id=""))
     assert Claims().acquire(tmp_path / "a.jsonl") is None
 
@@ -93,14 +97,14 @@ def test_who_wrote_too_slowly_has_no_claim(
 ) -> None:
     """Another process took it for torn, answered the output, and left nothing."""
     output = tmp_path / "a.jsonl"
-    create = claims.create_once
+    create = claims.create_file_once
 
     def create_slowly(path: Path, data: bytes, mode: int) -> bool:
         is_first = create(path, data, mode)
         path.unlink()
         return is_first
 
-    monkeypatch.setattr(claims, "create_once", create_slowly)
+    monkeypatch.setattr(claims, "create_file_once", create_slowly)
     assert Claims().acquire(output) is None
 
 

@@ -63,7 +63,7 @@ def test_a_claim_is_as_old_as_the_disks_clock_says(
     first = Claims().acquire(output)
     assert first is not None
     now_s = time.time()
-    monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
+    monkeypatch.setattr(liveness, "make_machine_name", lambda namespace: "another")
     monkeypatch.setattr(
         claims, "time", SimpleNamespace(time=lambda: time.time() + skew_s)
     )
@@ -90,7 +90,7 @@ def test_an_owner_whose_clock_was_set_back_looks_again(
     output = tmp_path / "out.jsonl"
     claim = Claims().acquire(output)
     assert claim is not None and claim.is_held()
-    (claim.path.parent / "2").write_bytes(liveness.describe_me())
+    (claim.path.parent / "2").write_bytes(liveness.describe_this_process())
     assert claim.is_held(), "it has just looked"
     monkeypatch.setattr(
         claims, "time", SimpleNamespace(time=lambda: time.time() - set_back_s)

@@ -24,7 +24,7 @@ from fminfer.core.option import options_of
 from fminfer.engine.noise import describe_params, make_draw_key
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.estimate.cost_model import load_costs, write_costs
-from fminfer.machine.liveness import describe_me
+from fminfer.machine.liveness import describe_this_process
 from fminfer.models.checkpoint import open_random_checkpoint
 from fminfer.models.quantized_folder import is_quantized_copy, write_quantized_folder
 from fminfer.server.metrics import HELPS
@@ -370,7 +370,7 @@ def test_names_of_options_are_what_they_were() -> None:
 
 
 def test_names_of_a_claim_are_what_they_were() -> None:
-    names = " ".join(json.loads(describe_me()))
+    names = " ".join(json.loads(describe_this_process()))
     assert names == "host pid started machine since token machine_id"
 
 

@@ -35,9 +35,9 @@ from fminfer.machine.stopper import (
     WARNINGS,
     Stopper,
     check_times,
-    is_repeat,
+    is_repeated_signal,
+    list_stop_signals,
     parse_duration,
-    signals_to_hear,
 )
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.plan.planning import plan_ahead
@@ -430,7 +430,7 @@ def test_a_signal_says_at_once_what_it_waits_for(
     told = []
     if num_open is not None:
         stopper.num_open = lambda: num_open
-    with stopper.listening(), stopper.telling(told.append):
+    with stopper.listening(), stopper.forwarding_stop(told.append):
         os.kill(os.getpid(), number)
     what = "open requests (3)" if num_open else "rows that run"
     said = f"Ending: {what} have 7 s to finish" in (err := capfd.readouterr().err)
@@ -446,7 +446,10 @@ def test_ctrl_c_says_how_long_rows_need_if_that_is_longer_than_the_grace(
 ) -> None:
     """A run waited 10 s for rows that needed 23, and kept none. "May need 0 s" said nothing."""
     stopper = Stopper(7.0, is_quiet=False)
-    with stopper.listening(), stopper.telling(lambda grace_s: None, lambda: needed_s):
+    with (
+        stopper.listening(),
+        stopper.forwarding_stop(lambda grace_s: None, lambda: needed_s),
+    ):
         os.kill(os.getpid(), signal.SIGINT)
     needs = "; all of them may need 23 s" if needed_s == 23.4 else ""
     assert f"7 s to finish (--grace){needs}. What is finished" in capfd.readouterr().err
@@ -454,9 +457,13 @@ def test_ctrl_c_says_how_long_rows_need_if_that_is_longer_than_the_grace(
 
 def test_a_signal_that_comes_twice_is_one_but_ctrl_c_is_soon_another() -> None:
     """A second Ctrl-C within a second did nothing, and nothing was said."""
-    assert is_repeat(signal.SIGINT, 0.1) and not is_repeat(signal.SIGINT, 0.5)
-    assert is_repeat(signal.SIGTERM, 0.5) and not is_repeat(signal.SIGTERM, 1.5)
-    assert is_repeat(signal.SIGUSR2, 100.0), "schedulers repeat their warnings"
+    assert is_repeated_signal(signal.SIGINT, 0.1) and not is_repeated_signal(
+        signal.SIGINT, 0.5
+    )
+    assert is_repeated_signal(signal.SIGTERM, 0.5) and not is_repeated_signal(
+        signal.SIGTERM, 1.5
+    )
+    assert is_repeated_signal(signal.SIGUSR2, 100.0), "schedulers repeat their warnings"
 
 
 @pytest.mark.parametrize(
@@ -476,4 +483,4 @@ def test_a_signal_while_the_model_loads_ends_it(
         time.sleep(1)
     assert exit_status_of(stopped.value) == status
     assert signal.getsignal(number) == signal.SIG_IGN, "the process ends"
-    assert signal.SIGHUP not in signals_to_hear(), "as under nohup"
+    assert signal.SIGHUP not in list_stop_signals(), "as under nohup"

@@ -165,7 +165,7 @@ def test_another_machines_claim_is_judged_by_its_age(
     output = tmp_path / "out.jsonl"
     first = Claims().acquire(output)
     assert first is not None
-    monkeypatch.setattr(liveness, "machine_name", lambda namespace: "another")
+    monkeypatch.setattr(liveness, "make_machine_name", lambda namespace: "another")
     os.utime(first.path, (time.time() - STALE_S + 5,) * 2)
     assert Claims().acquire(output) is None
     os.utime(first.path, (time.time() - STALE_S - 5,) * 2)
@@ -210,7 +210,7 @@ def test_a_process_that_is_not_shown_lives(
     """Where /proc shows a user only what is theirs, others' processes are not dead."""
     output = tmp_path / "out.jsonl"
     assert Claims().acquire(output) is not None
-    monkeypatch.setattr(liveness, "_start", lambda pid: None)
+    monkeypatch.setattr(liveness, "_read_start_time", lambda pid: None)
     assert Claims().acquire(output) is None
 
 
@@ -263,7 +263,7 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     os.close(first.journal._fd)  # and its lock, as where there are none
     first.journal._fd = os.open(os.devnull, os.O_RDWR)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liveness, "machine_name", lambda namespace: "another")
+        patch.setattr(liveness, "make_machine_name", lambda namespace: "another")
         second = open_first(tmp_path / "in")
         answer(second)
     before = second.output.read_bytes()
@@ -334,7 +334,7 @@ def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
     if file.journal is not None:  # which has no lock, as on a file system without them
         fcntl.flock(file.journal._fd, fcntl.LOCK_UN)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(liveness, "machine_name", lambda namespace: "another")
+        patch.setattr(liveness, "make_machine_name", lambda namespace: "another")
         other = open_first(file.path.parent)
         for line in other.read_lines(lambda line: None):
             error = RequestError("out_of_range", "no") if fails else None

@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.machine.control_groups import group_folders
+from fminfer.machine.control_groups import find_group_folders
 from tests.conftest import more
 from tests.faults.torture import children_of
 
@@ -36,7 +36,7 @@ cores = os.sched_getaffinity(0)
 def move(to):  # as `taskset -a -p` does
     for thread in os.listdir("/proc/self/task"):
         os.sched_setaffinity(int(thread), to)
-    time.sleep(1.2 * threads.LOOK_S)
+    time.sleep(1.2 * threads.CHECK_INTERVAL_S)
 
 def answer(rows, moves):
     engine = fminfer.Engine(max_rows=8)
@@ -171,7 +171,7 @@ def wait_for_a_row(run: subprocess.Popen[bytes], journal: Path) -> None:
 def half_a_core() -> Iterator[Path]:
     """Yield a control group of half a core; skip where none can be made."""
     reason = "this process sees no control group for cores"
-    for folder, version in group_folders("cpu"):
+    for folder, version in find_group_folders("cpu"):
         group = folder / f"fminfer-{os.getpid()}"
         try:
             group.mkdir()

@@ -16,9 +16,9 @@ from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.job.progress import ProgressBar
 from fminfer.job.run_summary import JobSummary
 from fminfer.machine import control_groups, other_work
-from fminfer.machine.other_work import Look, OtherWork, held_up_s
+from fminfer.machine.other_work import OtherWork, WorkCounts, compute_held_up_s
 
-START = Look(100.0, 5.0, {1: 0.5, 2: 0.25}, {0: 50.0, 1: 60.0, 2: 70.0})
+START = WorkCounts(100.0, 5.0, {1: 0.5, 2: 0.25}, {0: 50.0, 1: 60.0, 2: 70.0})
 
 
 def after(
@@ -26,11 +26,11 @@ def after(
     in_line_s: dict[int, float],
     busy_s: dict[int, float],
     throttled_s: float = 0.0,
-) -> Look:
+) -> WorkCounts:
     """Return what is counted ten seconds after START."""
     line_s = {t: START.in_line_s.get(t, 0.0) + s for t, s in in_line_s.items()}
     cores_s = {core: START.busy_s[core] + s for core, s in busy_s.items()}
-    return Look(110.0, START.own_s + own_s, line_s, cores_s, throttled_s)
+    return WorkCounts(110.0, START.own_s + own_s, line_s, cores_s, throttled_s)
 
 
 # Ten seconds on cores 0 and 1, two threads that compute.
@@ -42,10 +42,10 @@ THROTTLED = after(10.0, {1: 5.0, 2: 5.0}, {0: 10.0, 1: 10.0, 2: 0.0}, throttled_
 
 
 def found_by(
-    last: Look, monkeypatch: pytest.MonkeyPatch, num_threads: int = 2
+    last: WorkCounts, monkeypatch: pytest.MonkeyPatch, num_threads: int = 2
 ) -> tuple[OtherWork, bool]:
     looks = iter([START, last])
-    monkeypatch.setattr(other_work, "look", lambda: next(looks))
+    monkeypatch.setattr(other_work, "read_work_counts", lambda: next(looks))
     found = OtherWork(num_threads, lambda: {0, 1})
     return found, found.is_notable()
 
@@ -60,11 +60,11 @@ def found_by(
     ],
 )
 def test_only_what_others_took_is_other_work(
-    last: Look, seconds: float, is_notable: bool, monkeypatch: pytest.MonkeyPatch
+    last: WorkCounts, seconds: float, is_notable: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Counted by switches, a run that was alone was "slowed by other work", 144 times a
     second."""
-    assert held_up_s(START, last, {0, 1}) == pytest.approx(seconds)
+    assert compute_held_up_s(START, last, {0, 1}) == pytest.approx(seconds)
     found, says = found_by(last, monkeypatch, 4 if last is CROWDED else 2)
     assert says == is_notable and found.held_up_s == pytest.approx(seconds)
     assert found.share == pytest.approx(seconds / 20), "of two cores"
@@ -80,14 +80,14 @@ def test_a_thread_on_one_core_of_many_is_held_up_whole(
 def test_nothing_is_said_of_a_short_run_or_where_linux_does_not_count(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    short = Look(101.0, 5.0, {1: 1.5, 2: 1.25}, {0: 52.0, 1: 62.0})
+    short = WorkCounts(101.0, 5.0, {1: 1.5, 2: 1.25}, {0: 52.0, 1: 62.0})
     assert not found_by(short, monkeypatch)[1]
     monkeypatch.undo()
     monkeypatch.setattr(other_work, "PROC", tmp_path / "no")
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path / "no")
-    nothing = other_work.look()
+    nothing = other_work.read_work_counts()
     assert (nothing.in_line_s, nothing.busy_s, nothing.throttled_s) == ({}, {}, 0.0)
-    assert held_up_s(nothing, nothing, {0}) == 0.0
+    assert compute_held_up_s(nothing, nothing, {0}) == 0.0
 
 
 def test_what_linux_counts_is_read(
@@ -107,7 +107,7 @@ def test_what_linux_counts_is_read(
     (tmp_path / "sys/fs/cgroup/job").mkdir(parents=True)
     counts = "usage_usec 5\nnr_throttled 3\nthrottled_usec 1500000\n"
     (tmp_path / "sys/fs/cgroup/job/cpu.stat").write_text(counts)
-    found = other_work.look()
+    found = other_work.read_work_counts()
     assert found.in_line_s == {7: 2.5, 8: 0.25}
     assert found.busy_s == {0: 1.6, 12: 10.0}
     assert found.throttled_s == 1.5
@@ -116,7 +116,9 @@ def test_what_linux_counts_is_read(
 @pytest.fixture
 def one_core() -> Iterator[int]:
     """Have this thread, and what it starts, run on one core."""
-    if not (hasattr(os, "sched_setaffinity") and other_work.look().in_line_s):
+    if not (
+        hasattr(os, "sched_setaffinity") and other_work.read_work_counts().in_line_s
+    ):
         pytest.skip("Linux does not tell here how long threads stand in line")
     before = os.sched_getaffinity(0)
     core = min(before)

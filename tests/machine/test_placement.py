@@ -125,7 +125,7 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
     for module in ("plan.machine_facts", "runtime.load.agreement"):
         monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
     monkeypatch.setattr(
-        "fminfer.runtime.load.agreement.memory_name", lambda *given: "a card"
+        "fminfer.runtime.load.agreement.make_memory_name", lambda *given: "a card"
     )
     checkpoint = open_random_checkpoint("llama-160m")
     config = EngineConfig()

@@ -12,7 +12,7 @@ from click.testing import CliRunner
 
 from fminfer.cli.app import main
 from fminfer.files.storage import RemoteFolders, default_work_dir
-from fminfer.machine.user_cache import cache_folder
+from fminfer.machine.user_cache import make_cache_folder
 
 LINE = '{"prompt": "x", "max_tokens": 1, "temperature": 0}\n'
 
@@ -37,7 +37,7 @@ def test_a_url_first_does_not_open_the_cache_folder(tmp_path: Path) -> None:
     (copy,) = RemoteFolders(default_work_dir(), is_quiet=True).fetch_inputs(
         f"file://{source}"
     )
-    folder = cache_folder()
+    folder = make_cache_folder()
     assert folder is not None and folder == tmp_path / "home" / "cache" / "fminfer"
     assert [mode(path) for path in (folder, folder / "remote", copy.parent)] == [
         0o700
@@ -55,7 +55,7 @@ def test_a_cache_folder_that_others_may_write_to_is_told(tmp_path: Path) -> None
     folder = tmp_path / "home" / "cache" / "fminfer"
     folder.mkdir(parents=True)
     folder.chmod(0o775)
-    assert cache_folder() is None
+    assert make_cache_folder() is None
     source = tmp_path / "a.jsonl"
     source.write_text(LINE)
     found = CliRunner().invoke(main, ["run", str(source), "--kernels", "off"])

@@ -15,8 +15,13 @@ from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor
-from fminfer.machine.device import is_fast_in_bfloat16, why_slow
-from fminfer.machine.processor import LEVELS, cap_libraries, compiler_flags, has_unit
+from fminfer.machine.device import describe_slow_dtype, is_fast_in_bfloat16
+from fminfer.machine.processor import (
+    LEVELS,
+    cap_libraries,
+    choose_compiler_flags,
+    has_unit,
+)
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.plan.planning import plan_ahead
 
@@ -34,7 +39,7 @@ needs_avx2 = pytest.mark.skipif(
 def greatest(monkeypatch: pytest.MonkeyPatch) -> None:
     """Pretend that the processor has every unit."""
     monkeypatch.delenv("FMINFER_CPU", raising=False)
-    monkeypatch.setattr(processor, "_cpuinfo", lambda: GREATEST)
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: GREATEST)
 
 
 @pytest.mark.parametrize(
@@ -58,10 +63,10 @@ def test_a_greater_processor_hides_its_units(
     assert is_fast_in_bfloat16(CPU) == has_pairs
     dtype = plan_ahead(EngineConfig(device="cpu"), open_checkpoint(None)).dtype
     assert dtype == (torch.bfloat16 if has_pairs else torch.float32)
-    assert bool(why_slow(torch.bfloat16, CPU)) != has_pairs
-    assert not why_slow(torch.float32, CPU) and "float16" in why_slow(
-        torch.float16, CPU
-    )
+    assert bool(describe_slow_dtype(torch.bfloat16, CPU)) != has_pairs
+    assert not describe_slow_dtype(
+        torch.float32, CPU
+    ) and "float16" in describe_slow_dtype(torch.float16, CPU)
 
 
 def test_a_run_says_that_the_variable_hides_fast_products(
@@ -69,18 +74,20 @@ def test_a_run_says_that_the_variable_hides_fast_products(
 ) -> None:
     """It said of a processor that has them that it had none."""
     monkeypatch.setenv("FMINFER_CPU", "AVX2")
-    says = why_slow(torch.bfloat16, CPU)
+    says = describe_slow_dtype(torch.bfloat16, CPU)
     assert (
         "FMINFER_CPU=avx2 hides this CPU's fast products of bfloat16; unset it" in says
     )
-    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : fpu avx2 fma")
     for name in ("avx2", ""):
         monkeypatch.setenv("FMINFER_CPU", name)
-        assert "this CPU has no fast products of bfloat16" in why_slow(
+        assert "this CPU has no fast products of bfloat16" in describe_slow_dtype(
             torch.bfloat16, CPU
         )
     monkeypatch.delenv("FMINFER_CPU")
-    assert "this CPU has no fast products of bfloat16" in why_slow(torch.bfloat16, CPU)
+    assert "this CPU has no fast products of bfloat16" in describe_slow_dtype(
+        torch.bfloat16, CPU
+    )
 
 
 def test_upper_case_is_understood(
@@ -88,7 +95,7 @@ def test_upper_case_is_understood(
 ) -> None:
     for name, flags in (("AVX2", "-march=x86-64-v3"), ("Native", "-march=native")):
         monkeypatch.setenv("FMINFER_CPU", name)
-        assert list(compiler_flags()) == [flags]
+        assert list(choose_compiler_flags()) == [flags]
 
 
 def test_the_libraries_are_told(
@@ -105,7 +112,7 @@ def test_the_libraries_are_told(
 
 
 def test_what_cannot_be_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(processor, "_cpuinfo", lambda: "flags : fpu avx2 fma")
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : fpu avx2 fma")
     monkeypatch.setenv("FMINFER_CPU", "avx3")
     allowed = (
         r"'avx3'; set it to avx2, avx512, avx512_bf16, or to native \(all that this"
@@ -128,7 +135,7 @@ def test_builds_for_each_processor_are_kept_apart(
         monkeypatch.setenv("FMINFER_CPU", name)
         keys.add(kernel_build._build_key(compiler))
     assert len(keys) == 1 + len(LEVELS)
-    assert list(compiler_flags()) == ["-march=x86-64-v4", "-mavx512bf16"]
+    assert list(choose_compiler_flags()) == ["-march=x86-64-v4", "-mavx512bf16"]
 
 
 @needs_avx2

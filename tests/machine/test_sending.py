@@ -20,7 +20,7 @@ COLUMNS = [
 
 def test_columns_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each column was a copy of its own, and the GPU was waited for at each."""
-    together = device.pinned(COLUMNS, torch.device("cpu"))
+    together = device.pin_columns(COLUMNS, torch.device("cpu"))
     num_copies = 0
 
     class Pinned:
@@ -31,9 +31,9 @@ def test_columns_are_what_they_were(monkeypatch: pytest.MonkeyPatch) -> None:
             return together
 
     there: Any = torch.device("cuda")
-    monkeypatch.setattr(device, "pinned", lambda columns, where: Pinned())
+    monkeypatch.setattr(device, "pin_columns", lambda columns, where: Pinned())
     for where in (there, torch.device("cpu")):
-        found = device.send(COLUMNS, where)
+        found = device.send_columns(COLUMNS, where)
         for tensor, column in zip(found, COLUMNS, strict=True):
             assert torch.equal(tensor, torch.from_numpy(column))
             assert tensor.dtype == torch.from_numpy(column).dtype

@@ -22,7 +22,7 @@ from fminfer.machine.threads import (
     ThreadCount,
     choose_num_threads,
     count_cores,
-    wait_briefly,
+    shorten_openmp_waits,
 )
 
 
@@ -91,14 +91,14 @@ def test_threads_soon_sleep_unless_the_user_says_otherwise(
     as long."""
     for name in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY"):
         monkeypatch.delenv(name, raising=False)
-    wait_briefly()
+    shorten_openmp_waits()
     assert os.environ["GOMP_SPINCOUNT"] == str(threads.SPINS)
     monkeypatch.setenv("GOMP_SPINCOUNT", "77")
-    wait_briefly()
+    shorten_openmp_waits()
     assert os.environ["GOMP_SPINCOUNT"] == "77"
     monkeypatch.delenv("GOMP_SPINCOUNT")
     monkeypatch.setenv("OMP_WAIT_POLICY", "active")
-    wait_briefly()
+    shorten_openmp_waits()
     assert "GOMP_SPINCOUNT" not in os.environ
 
 
@@ -127,7 +127,7 @@ cli.main(["{command}", "-"] if "{command}" == "run" else ["{command}"])
         timeout=60,
     )
     assert done.stdout.split() == [str(threads.SPINS), "False"], done.stderr
-    assert library_imports.wait_briefly is wait_briefly
+    assert library_imports.shorten_openmp_waits is shorten_openmp_waits
 
 
 def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
@@ -164,7 +164,7 @@ def test_speed_counts_the_tokens_that_were_computed(tmp_path: Path) -> None:
     assert "answering 3 rows." in found.output
     assert stats["num_threads"] == torch.get_num_threads() > 0
     assert f", {with_noun(stats['num_threads'], 'thread')}" in found.output
-    assert stats["cpu_limit"] == processor.chosen_name()
+    assert stats["cpu_limit"] == processor.read_chosen_name()
 
 
 def test_threads_follow_the_cores_but_never_the_users_word(
@@ -188,16 +188,18 @@ def test_threads_follow_the_cores_but_never_the_users_word(
         cores[0] = num_cores
         now_s[0] += after_s
         for each in (count, fixed, also_fixed):
-            each.follow()
+            each.follow_cores()
         return used
 
     monkeypatch.delenv("OMP_NUM_THREADS")
-    assert look_with(2, threads.LOOK_S / 2) == [], "it looked a moment ago"
-    assert look_with(2, threads.LOOK_S) == [1]
-    assert look_with(1, threads.LOOK_S) == [1], "still one"
-    assert look_with(6, threads.LOOK_S) == [1, 3]
-    assert look_with(64, threads.LOOK_S) == [1, 3, 4], "no more than at the start"
-    assert 2 * threads.LOOK_S <= 1.0
+    assert look_with(2, threads.CHECK_INTERVAL_S / 2) == [], "it looked a moment ago"
+    assert look_with(2, threads.CHECK_INTERVAL_S) == [1]
+    assert look_with(1, threads.CHECK_INTERVAL_S) == [1], "still one"
+    assert look_with(6, threads.CHECK_INTERVAL_S) == [1, 3]
+    assert look_with(64, threads.CHECK_INTERVAL_S) == [1, 3, 4], (
+        "no more than at the start"
+    )
+    assert 2 * threads.CHECK_INTERVAL_S <= 1.0
 
 
 @pytest.mark.skipif(not hasattr(os, "sched_setaffinity"), reason="no Linux")
@@ -205,7 +207,7 @@ def test_cores_are_those_of_any_thread(monkeypatch: pytest.MonkeyPatch) -> None:
     """`taskset -p` without -a moves the first thread only; OpenMP may bind each to a core."""
     for name in threads.BINDS_THREADS:
         monkeypatch.delenv(name, raising=False)
-    monkeypatch.setattr(threads, "_quotas", lambda: iter(()))
+    monkeypatch.setattr(threads, "_read_quotas", lambda: iter(()))
     own = threading.get_native_id()
     cores = {own: {0}, 1: {1, 2}}
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: cores[pid or own])

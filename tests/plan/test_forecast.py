@@ -69,8 +69,8 @@ def halves(llama_checkpoint: tuple[Path, Any], tmp_path: Path) -> Checkpoint:
 
 def let_be_free(monkeypatch: pytest.MonkeyPatch, num_bytes: int, swap: int = 0) -> None:
     """Have so much memory for a run, beside what this process has."""
-    monkeypatch.setattr(machine_facts, "free_bytes", lambda _: num_bytes)
-    monkeypatch.setattr(machine_facts, "free_swap_bytes", lambda: swap)
+    monkeypatch.setattr(machine_facts, "measure_free_bytes", lambda _: num_bytes)
+    monkeypatch.setattr(machine_facts, "measure_free_swap_bytes", lambda: swap)
 
 
 def takes_of(config: EngineConfig, checkpoint: Checkpoint) -> ExpectedBytes:
@@ -243,7 +243,7 @@ def test_mapped_files_can_be_dropped(
     found = takes_of(config, halves)
     assert found.held_weights == joined_bytes(halves) < found.weights
     # This process has run other tests: it may be above 1 GiB.
-    monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
+    monkeypatch.setattr(machine_facts, "measure_process_bytes", lambda: 0)
     let_be_free(monkeypatch, found.weights - 1, swap=GIB)
     assert found.reads_files
     assert (
@@ -275,7 +275,7 @@ def test_mapped_files_leave_room_for_the_cache(
     """`check` called lines out_of_memory that a run answers: it measures what is free
     once it has loaded, and the system counts mapped files as free."""
     config = EngineConfig(model=halves.name, dtype="float16", device="cpu")
-    monkeypatch.setattr(machine_facts, "own_bytes", lambda: 0)
+    monkeypatch.setattr(machine_facts, "measure_process_bytes", lambda: 0)
     found = takes_of(config, halves)
     assert found.mapped == found.weights - joined_bytes(halves) > 0
     free = found.weights - (1 << 10) + RUN_BYTES
@@ -340,7 +340,9 @@ def test_pipelines_of_one_machine_share_its_memory(
 
     """A pipeline alone would fit: two of them were started and met the system's killer."""
     # What this process has depends on the tests before.
-    monkeypatch.setattr("fminfer.plan.machine_facts.own_bytes", lambda: 100 << 20)
+    monkeypatch.setattr(
+        "fminfer.plan.machine_facts.measure_process_bytes", lambda: 100 << 20
+    )
     one = takes_of(SMALL, checkpoint)
     each = one.held_weights + one.libraries
     let_be_free(monkeypatch, 2 * each)  # and what this process has
@@ -441,7 +443,7 @@ def test_swap_that_is_free_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(control_groups, "SYSTEM", tmp_path)
-    assert host_memory.free_swap_bytes() == 0, "no Linux"
+    assert host_memory.measure_free_swap_bytes() == 0, "no Linux"
     (tmp_path / "proc").mkdir()
     (tmp_path / "proc/meminfo").write_text("MemAvailable: 9 kB\nSwapFree:  12 kB\n")
-    assert host_memory.free_swap_bytes() == 12 << 10
+    assert host_memory.measure_free_swap_bytes() == 12 << 10

@@ -144,7 +144,7 @@ def pretended_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
         return any(not isinstance(each, Dense) for each in held.values())
 
     monkeypatch.setattr(planning, "_makes_floats", makes_floats)
-    monkeypatch.setattr(machine_facts, "free_bytes", lambda _: 64 * GIB)
+    monkeypatch.setattr(machine_facts, "measure_free_bytes", lambda _: 64 * GIB)
 
 
 def answers(model: Path, **options: Any) -> tuple[list[Any], Any]:

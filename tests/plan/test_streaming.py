@@ -114,7 +114,7 @@ def test_a_run_knows_its_host_before_it_looks_at_its_gpu(
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 1)
     monkeypatch.setattr(machine_facts, "is_fast_in_bfloat16", lambda device: True)
-    monkeypatch.setattr(machine_facts, "free_host_bytes", lambda: 512 * GB)
+    monkeypatch.setattr(machine_facts, "measure_free_host_bytes", lambda: 512 * GB)
     config = EngineConfig(random_init="llama-70b", device="cuda", offload="cpu")
     plan = plan_ahead(config, open_random_checkpoint("llama-70b"))
     assert (

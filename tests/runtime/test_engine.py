@@ -25,7 +25,7 @@ from fminfer.compute.values.step import Step, StepResult
 from fminfer.core import errors
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import PipelineError, StepLimitError
-from fminfer.machine.device import why_slow
+from fminfer.machine.device import describe_slow_dtype
 from fminfer.models.checkpoint import open_model
 from fminfer.models.layer_source import open_weights
 from fminfer.pipeline.local import LocalPipeline
@@ -261,7 +261,10 @@ def test_16_bits_are_as_near_as_transformers_own(
         scored, drawn = (
             record.to_dict()["result"]["choices"][0] for record in engine.run(rows)
         )
-        assert why_slow(engine.dtype, engine.device) in engine.facts.measured.why_slower
+        assert (
+            describe_slow_dtype(engine.dtype, engine.device)
+            in engine.facts.measured.why_slower
+        )
     assert len(drawn["logprobs"]["tokens"]) == 6 and drawn["finish_reason"] == "length"
     found = torch.tensor(scored["logprobs"]["token_logprobs"][1:])
     exact = logprobs_of(model, ids)

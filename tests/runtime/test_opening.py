@@ -54,10 +54,10 @@ def counted(monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
     monkeypatch.setattr(agreement, "make_plan", plan)
     monkeypatch.setattr(tensor_table, "read_safetensors", read)
     # Other processes of the tests have the memory that is free here.
-    monkeypatch.setattr(machine_facts, "free_bytes", lambda device: 4 * GIB)
-    monkeypatch.setattr(machine_facts, "free_host_bytes", lambda: 4 * GIB)
-    monkeypatch.setattr(machine_facts, "own_bytes", lambda: GIB)
-    monkeypatch.setattr(machine_facts, "free_swap_bytes", lambda: 0)
+    monkeypatch.setattr(machine_facts, "measure_free_bytes", lambda device: 4 * GIB)
+    monkeypatch.setattr(machine_facts, "measure_free_host_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(machine_facts, "measure_process_bytes", lambda: GIB)
+    monkeypatch.setattr(machine_facts, "measure_free_swap_bytes", lambda: 0)
     yield counted
 
 
@@ -133,7 +133,7 @@ def test_a_plan_is_replaced_where_memory_has_moved(
     with fminfer.Engine(device="cpu") as engine:
         plan = engine.pipeline.plan
     assert update_plan(plan) is plan
-    monkeypatch.setattr(machine_facts, "free_bytes", lambda device: 2 * GIB)
+    monkeypatch.setattr(machine_facts, "measure_free_bytes", lambda device: 2 * GIB)
     assert update_plan(plan).machine.free == 2 * GIB
     assert len(counted.plans) == 2
 

@@ -23,12 +23,12 @@ from fminfer.core.messages import (
     make_memory_table,
 )
 from fminfer.machine import host_memory
-from fminfer.machine.device import measure_peak
-from fminfer.machine.host_memory import peak_host_bytes, touching_memory
+from fminfer.machine.device import measure_peak_memory
+from fminfer.machine.host_memory import measure_peak_host_bytes, touching_memory
 from fminfer.pipeline import watch
 from fminfer.pipeline.store import Store, StoreHolder
 from fminfer.pipeline.watch import Watch
-from fminfer.plan.machine_facts import own_bytes
+from fminfer.plan.machine_facts import measure_process_bytes
 from tests.forked import run_forked
 
 SECRET = "of these tests"
@@ -79,13 +79,14 @@ def test_a_table_tells_all_ranks() -> None:
 
 def test_a_peak_begins_with_the_process() -> None:
     """The system's older count begins with what the process had that started this one."""
-    code = "from fminfer.machine.host_memory import peak_host_bytes; print(peak_host_bytes())"
+    module = "fminfer.machine.host_memory"
+    code = f"from {module} import measure_peak_host_bytes as peak; print(peak())"
     large = bytearray(300 * MIB)
     done = subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, check=True
     )
     assert len(large) > 2 * int(done.stdout) > MIB
-    assert measure_peak().host_bytes >= len(large)
+    assert measure_peak_memory().host_bytes >= len(large)
 
 
 def test_memory_that_is_touched_ahead_is_no_peak(
@@ -93,13 +94,13 @@ def test_memory_that_is_touched_ahead_is_no_peak(
 ) -> None:
     """The run's own work needs less, but its peak would have been this."""
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    monkeypatch.setattr(host_memory, "free_host_bytes", lambda: 4 * GIB)
+    monkeypatch.setattr(host_memory, "measure_free_host_bytes", lambda: 4 * GIB)
     with touching_memory(600 * MIB):
         until_s = time.monotonic() + 20
-        while own_bytes() < 600 * MIB and time.monotonic() < until_s:
+        while measure_process_bytes() < 600 * MIB and time.monotonic() < until_s:
             time.sleep(0.02)
-        during = peak_host_bytes()
-    assert during - peak_host_bytes() > 200 * MIB
+        during = measure_peak_host_bytes()
+    assert during - measure_peak_host_bytes() > 200 * MIB
 
 
 @pytest.fixture
@@ -139,9 +140,9 @@ def test_rank_0_hears_the_last_words_of_all(
 def test_a_gpus_peaks(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "max_memory_reserved", lambda device: 12345)
     monkeypatch.setattr(torch.cuda, "max_memory_allocated", lambda device: 1234)
-    peak = measure_peak(torch.device("cuda"))
+    peak = measure_peak_memory(torch.device("cuda"))
     assert (peak.gpu_bytes, peak.gpu_reserved_bytes) == (1234, 12345)
-    assert measure_peak().gpu_bytes == 0 < measure_peak().host_bytes
+    assert measure_peak_memory().gpu_bytes == 0 < measure_peak_memory().host_bytes
 
 
 def test_forecasts_count_the_kv_cache_that_was_used() -> None:

@@ -23,7 +23,7 @@ from fminfer.server import http
 
 def run_http(engine, settings, stopper, *_):
     told = []
-    with stopper.telling(told.append):
+    with stopper.forwarding_stop(told.append):
         engine.add({"prompt": "Question: How do you go from the den to the porch?\\nAnswer:",
                     "max_tokens": 6, "temperature": 0})
         events = []

@@ -13,7 +13,7 @@ from fminfer.compute.attention.paged_attention import AttentionKernel, PlainAtte
 from fminfer.compute.attention.scoring import AttentionCall, Scoring
 from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.step import Rows
-from fminfer.machine.host_memory import use_small_pages
+from fminfer.machine.host_memory import advise_small_pages
 
 
 class KvCache:
@@ -51,7 +51,7 @@ class KvCache:
         self.num_blocks = num_blocks
         self.layers = [(each[0], each[-1]) for each in self._kv]
         if self.device.type == "cpu":
-            use_small_pages(self._kv.data_ptr(), self._kv.nbytes)
+            advise_small_pages(self._kv.data_ptr(), self._kv.nbytes)
 
     def make_cross_attention(
         self, rows: Rows, kept: np.ndarray | None

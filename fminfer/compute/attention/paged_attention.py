@@ -17,7 +17,7 @@ import torch
 
 from fminfer.compute.attention.scoring import AttentionCall, Scoring, weigh_values
 from fminfer.compute.values.step import Column, Rows, join_ranges
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 
 MIN_ROWS = 4  # fewer rows gain too little from one product
 SHARED_KEYS = 512  # shared keys in one product of decode rows
@@ -130,7 +130,9 @@ def _lay_out_decode_rows(
     is_own = places >= num_shared[row_of_block]
     columns = (rows.blocks(block_size), row_of_block, places * block_size)
     own_columns = (column[is_own].astype(np.int64) for column in columns)
-    positions, blocks, row_of_own, start = send([rows.positions, *own_columns], device)
+    positions, blocks, row_of_own, start = send_columns(
+        [rows.positions, *own_columns], device
+    )
     alone = SeenBlocks(row_of_own[:, None], blocks[:, None], start)
     return DecodeRows(
         first, positions, [alone, *_split_shared_runs(runs, rows, block_size, device)]
@@ -147,7 +149,7 @@ def _split_shared_runs(
         for start in range(run.start, run.end, size):
             blocks = table[start : min(start + size, run.end)].astype(np.int64)
             columns = run.rows, blocks, np.array([start * block_size])
-            sharing, sent, starts = send(columns, device)
+            sharing, sent, starts = send_columns(columns, device)
             yield SeenBlocks(sharing[None], sent[None], starts)
 
 
@@ -349,7 +351,7 @@ class PlainAttention(AttentionKernel):
                 lengths, firsts, positions, tables, strict=False
             )
         ]
-        blocks, places = send(
+        blocks, places = send_columns(
             np.divmod(rows.key_places(block_size), block_size), device
         )
         decode = None

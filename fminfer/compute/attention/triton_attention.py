@@ -21,7 +21,7 @@ from fminfer.compute.kernels.triton_kernels import (
     store_kernel,
 )
 from fminfer.compute.values.step import Rows, join_ranges
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 
 NO_WINDOW = 2**31 - 1
 # of a program: what small GPUs have; what ours use, at most
@@ -183,7 +183,7 @@ class TritonAttention(AttentionKernel):
             rows.blocks(block_size),
             rows.key_places(block_size),
         )
-        first, second, *others = send(
+        first, second, *others = send_columns(
             [each.astype(np.int32) for each in columns], self.device
         )
         return TileRows(first.view(-1, 5), second.view(-1, 5), *others)

@@ -23,7 +23,7 @@ from typing import IO
 
 from fminfer.compute.kernels.calls import Library
 from fminfer.machine import processor
-from fminfer.machine.user_cache import cache_folder
+from fminfer.machine.user_cache import make_cache_folder
 
 SOURCES = Path(__file__).parent
 FLAGS = ["-std=gnu++17", "-O3", "-fno-math-errno", "-fno-trapping-math", "-pthread"]
@@ -49,7 +49,7 @@ class KernelBuild:
         if compiler is None:
             self.error = "there is no C++ compiler; install g++, or set CXX to one"
             return
-        folder = cache_folder()
+        folder = make_cache_folder()
         if folder is None:
             self._own_folder = tempfile.TemporaryDirectory(prefix="fminfer-")
             folder = Path(self._own_folder.name)
@@ -68,7 +68,14 @@ class KernelBuild:
         # open until the build ends
         self._compiler_output: IO[bytes] = tempfile.TemporaryFile()  # noqa: SIM115
         self._started_s = time.monotonic()
-        flags = [*FLAGS, *processor.compiler_flags(), "-shared", "-fPIC", "-o", name]
+        flags = [
+            *FLAGS,
+            *processor.choose_compiler_flags(),
+            "-shared",
+            "-fPIC",
+            "-o",
+            name,
+        ]
         sources = map(str, sorted(SOURCES.glob("*.cpp")))
         try:
             self._process = _run_compiler(
@@ -220,7 +227,7 @@ def _make_build_key(compiler: list[str]) -> str:
         *compiler,
         _read_compiler_version(compiler),
         platform.machine(),
-        processor.describe(),
+        processor.describe_processor(),
     ]
     return hashlib.sha256(b"\0".join([*sources, *map(os.fsencode, parts)])).hexdigest()[
         :24

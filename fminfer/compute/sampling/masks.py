@@ -12,7 +12,7 @@ from torch.nn.utils.rnn import pad_sequence
 
 from fminfer.compute.values.step import Step, unpack_masks
 from fminfer.core.messages import Mask
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 
 # What each byte of a mask leaves of 8 logits, as the most that they may be. On the CPU,
 # numpy takes a tenth of torch's time for this: its one thread waits for no other.
@@ -207,8 +207,8 @@ class StepEdits:
         floats = (
             each[edits] for each in (step.edit_bias, step.edit_factor, step.edit_minus)
         )
-        of_edits, ids, of_banned, banned_ids, mask_of, bias, factor, minus = send(
-            [*sent, *floats], self._device
+        of_edits, ids, of_banned, banned_ids, mask_of, bias, factor, minus = (
+            send_columns([*sent, *floats], self._device)
         )
         masks = None if self._masks is None else replace(self._masks, mask_of=mask_of)
         changes = (of_edits, ids, bias, factor, minus, of_banned, banned_ids)

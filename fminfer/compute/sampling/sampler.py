@@ -16,7 +16,7 @@ import torch
 
 from fminfer.compute.sampling.masks import LogitEditTensors, MaskTensors, find_likeliest
 from fminfer.compute.values.step import DRAW, TokenLogprobs
-from fminfer.machine.device import send
+from fminfer.machine.device import send_columns
 
 # Factors and shifts of lowbias32, found by search for a mixer of 32 bits that has little bias:
 # Wellons 2018, https://nullprogram.com/blog/2018/07/31/. As signed numbers, which torch has.
@@ -144,7 +144,7 @@ class SamplingTensors:
         """Put some draws, (rows,) of `DRAW`, on a device."""
         columns = [draws[name].copy() for name in _LARGE_FIRST]
         tensors: dict[str, Any] = dict(
-            zip(_LARGE_FIRST, send(columns, device), strict=True)
+            zip(_LARGE_FIRST, send_columns(columns, device), strict=True)
         )
         on_host = (
             None if device.type == "cpu" else cls.from_draws(draws, torch.device("cpu"))
@@ -169,7 +169,7 @@ class SamplingTensors:
 
 
 _DRAWN_BY = tuple(each.name for each in fields(SamplingTensors) if not each.kw_only)
-# as `send` asks
+# as `send_columns` asks
 _LARGE_FIRST = sorted(_DRAWN_BY, key=lambda name: -DRAW[name].itemsize)
 
 

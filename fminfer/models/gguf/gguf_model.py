@@ -17,7 +17,7 @@ from pathlib import Path
 from fminfer.compute.values.spec import Model
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import broken_file_error
-from fminfer.machine.user_cache import cache_folder
+from fminfer.machine.user_cache import make_cache_folder
 from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
@@ -284,7 +284,7 @@ def cache_small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:
         else gguf_tokenizer.write_generation_config
     )
     try:
-        cache = cache_folder()
+        cache = make_cache_folder()
         if cache is None:
             cache = Path(tempfile.mkdtemp(prefix="fminfer-"))
             atexit.register(shutil.rmtree, cache, ignore_errors=True)

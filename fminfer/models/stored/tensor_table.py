@@ -22,7 +22,7 @@ from fminfer.core.impostors import (
     is_gguf,
     naming_broken_files,
 )
-from fminfer.machine.host_memory import read_mapped
+from fminfer.machine.host_memory import read_mapped_bytes
 from fminfer.models.stored.direct_reads import (
     FileStamp,
     LentBuffer,
@@ -286,7 +286,7 @@ class TensorFiles:
             address = torch.frombuffer(
                 self._map_file(span.file), dtype=torch.uint8
             ).data_ptr()
-            fetch = partial(read_mapped, address + span.first, size)
+            fetch = partial(read_mapped_bytes, address + span.first, size)
         return PartToRead(size, fetch)
 
     def _view_tensor(self, tensor: StoredTensor) -> torch.Tensor:

@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 
 from fminfer.core.config import EngineConfig
-from fminfer.machine.liveness import every, wait_until
+from fminfer.machine.liveness import start_repeating, wait_until
 from fminfer.machine.stopper import WARNINGS, Stopper
 from fminfer.pipeline.ranks import RankPlace, Spread
 from fminfer.runtime.launch.role import ChildOptions, Role, Task
@@ -189,7 +189,7 @@ def end_after(parent: int) -> None:
             time.sleep(OUTLIVE_S)
             os._exit(1)
 
-    every(1.0, end_orphan, "parent", end=threading.Event())  # for ever
+    start_repeating(1.0, end_orphan, "parent", end=threading.Event())  # for ever
 
 
 def end_parent(parent: int, wait_s: float) -> None:

@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 
 from fminfer.core.errors import PipelineError, UsageError
-from fminfer.machine.device import free_bytes, memory_name
+from fminfer.machine.device import make_memory_name, measure_free_bytes
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.models.fingerprint import name_different_files
 from fminfer.pipeline.group import Group
@@ -135,7 +135,7 @@ def _explain_missing_cache(plan: RunPlan, num_tokens: int) -> str:
     except Exception as error:
         if not is_out_of_memory(error):
             raise
-        return str(cache_error(plan, num_tokens, free_bytes(plan.device)))
+        return str(cache_error(plan, num_tokens, measure_free_bytes(plan.device)))
     return ""
 
 
@@ -151,7 +151,7 @@ def compare_weights(group: Group, mine: dict[str, str]) -> None:
 
 def connect_gpus(group: Group, device: torch.device) -> dist.ProcessGroup | None:
     """Return NCCL's group if each rank has a GPU of its own, which is when it works."""
-    names = group.gather("device", memory_name(device, socket.gethostname()))
+    names = group.gather("device", make_memory_name(device, socket.gethostname()))
     if any(name.endswith("/cpu") for name in names) or len(set(names)) < len(names):
         return None
     gpus: dist.ProcessGroup = dist.new_group(backend="nccl")
@@ -198,7 +198,9 @@ def count_blocks(plan: RunPlan, group: Group | None = None) -> int:
     budget = plan.config.budget
     if budget is None:
         gather(group, "loaded", True)  # every rank's weights are in memory
-        free = free_bytes(plan.device) // count_sharers(plan.config, plan.machine)
+        free = measure_free_bytes(plan.device) // count_sharers(
+            plan.config, plan.machine
+        )
         budget = fit_kv_tokens(plan, _gather_rooms(plan, group, "memory", free))
     return -(-budget // plan.config.block_size)
 
@@ -208,6 +210,6 @@ def _gather_rooms(
 ) -> list[RankRoom]:
     """Return what each rank needs and has, of which this one has so many bytes free."""
     mine = find_room(
-        plan, plan.this_rank, memory_name(plan.device, socket.gethostname()), free
+        plan, plan.this_rank, make_memory_name(plan.device, socket.gethostname()), free
     )
     return [RankRoom(**each) for each in gather(group, name, asdict(mine))]

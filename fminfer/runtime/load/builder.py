@@ -19,7 +19,7 @@ from fminfer.forward.registry import open_registry
 from fminfer.forward.stage import Stage, StageKernels
 from fminfer.forward.transformer import Transformer
 from fminfer.forward.whole_layers import WholeLayers
-from fminfer.machine.device import free_bytes, measure_peak, use_device
+from fminfer.machine.device import measure_free_bytes, measure_peak_memory, use_device
 from fminfer.machine.out_of_memory import is_out_of_memory
 from fminfer.machine.threads import ThreadCount
 from fminfer.models.fingerprint import digest_weight_files
@@ -199,7 +199,7 @@ def build_stage(loaded: LoadedPart) -> Stage:
             raise
         plan = loaded.plan
         raise cache_error(
-            plan, plan.num_kv_tokens, free_bytes(loaded.device)
+            plan, plan.num_kv_tokens, measure_free_bytes(loaded.device)
         ) from error
 
 
@@ -249,7 +249,7 @@ def build(
     """
     plan = settle_plan(plan, group, spread)
     if group is not None:
-        group.watch.measure = partial(measure_peak, plan.device)
+        group.watch.measure = partial(measure_peak_memory, plan.device)
     loaded = load_part(plan, group, on_progress)
     on_loaded(loaded.file_digests)
     num_tokens = count_blocks(loaded.plan, group) * plan.config.block_size

@@ -17,9 +17,9 @@ from fminfer.engine.start import RequestStarter
 from fminfer.forward.stage import Stage
 from fminfer.machine.device import (
     end_openmp_threads,
-    free_bytes,
-    give_back_freed,
-    measure_peak,
+    measure_free_bytes,
+    measure_peak_memory,
+    trim_memory,
     use_device,
 )
 from fminfer.models.layer_source import OnProgress
@@ -136,7 +136,7 @@ class OnePipeline:
     def memory(self) -> list[RankMemory]:
         """The peak of each rank so far, as it last reported it, beside its forecast."""
         plan = self.plan
-        peaks = {0: measure_peak(plan.device)}
+        peaks = {0: measure_peak_memory(plan.device)}
         if self._watch is not None:
             peaks |= self._watch.find_peaks()
         used = plan.used_kv_tokens(self.core.stats.max_kv_tokens)
@@ -181,7 +181,7 @@ class OnePipeline:
         self._measured = self.measured
         self._stage.free()
         self._stage = self._stream = self.graphs = None
-        give_back_freed(self.plan.device)
+        trim_memory(self.plan.device)
         if group is None:
             return
         group.watch.stop()
@@ -193,7 +193,7 @@ class OnePipeline:
 def _find_max_read(loaded: LoadedPart) -> int:
     """Return how many tokens an encoder reads at once, at most, by the memory that is left."""
     plan = loaded.plan
-    left = free_bytes(loaded.device)
+    left = measure_free_bytes(loaded.device)
     if loaded.device.type == "cpu":  # a GPU's KV cache has its memory already
         left -= plan.num_kv_tokens * plan.this_rank.takes.kv_token
     return plan.most_read(left)
