@@ -758,7 +758,7 @@ def test_models_are_tried_only_with_what_their_layers_have() -> None:
     tried: list[tuple[bool, ...]] = []
 
     class Kernel:
-        def plan(self, rows: Any, block_size: int) -> str:
+        def lay_out(self, rows: Any, block_size: int) -> str:
             return "of this kernel"
 
         def __call__(self, call: AttentionCall) -> Any:
