@@ -27,9 +27,9 @@ class TritonPartKernels(PartKernels):
     def __init__(self, device: torch.device) -> None:
         self.device = device
 
-    def can_norm(self, how: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
+    def can_norm(self, spec: Norm, weight: Tensor | None, bias: Tensor | None) -> bool:
         """Tell whether it computes such a norm: an RMSNorm with a weight."""
-        return how.is_rms and weight is not None and weight.dim() == 1 and bias is None
+        return spec.is_rms and weight is not None and weight.dim() == 1 and bias is None
 
     def run_norm(
         self, x: Tensor, norm: NormWeights, out: Tensor, added: Sum | None
