@@ -359,7 +359,7 @@ def load_network(folder: Path, part: Part | None = None) -> Transformer:
         seed=1,
     )
     bodies = PartBuilder(plain_registry(), checkpoint.context_length)
-    return Transformer(checkpoint.model, tensors, bodies=bodies)
+    return Transformer(checkpoint.model, tensors, builder=bodies)
 
 
 def triton_device() -> torch.device:

@@ -60,7 +60,7 @@ def prepare(fields: Fields, kind: str = "") -> None:
     """Do all that happens to a request before an engine has it."""
     with suppress(RequestError):
         prepared = intake(kind).prepare(intake(kind).parse(fields))
-        RequestStarter(tokenizer(), frozenset(), seed=0).start(0, prepared)
+        RequestStarter(tokenizer(), frozenset(), seed=0).start_request(0, prepared)
 
 
 def open_line(raw: bytes) -> None:

@@ -260,9 +260,9 @@ def test_a_stream_that_begins_anew_repeats_no_call() -> None:
     deltas = [event for event in events if isinstance(event, Delta)]
     for cut in range(len(deltas)):
         heard = StreamPosition()
-        sent = [heard.take(delta) for delta in deltas[:cut]]
+        sent = [heard.cut_repeated(delta) for delta in deltas[:cut]]
         heard.begin_anew()
-        sent += [heard.take(delta) for delta in deltas]
+        sent += [heard.cut_repeated(delta) for delta in deltas]
         check_stream([*(each for each in sent if each is not None), events[-1]], 0)
 
 

@@ -31,7 +31,7 @@ def kept_records(output: Path) -> set[bytes]:
     """Return the records of the whole rows of a journal."""
     with journal_path(output).open("rb") as file:
         rows = [parse_row(line) for line in file]
-    return {row.record for row in rows if row is not None and not row.is_retryable}
+    return {row.record for row in rows if row is not None and not row.is_ours}
 
 
 class WrongError(Exception):

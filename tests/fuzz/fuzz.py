@@ -169,14 +169,14 @@ def check_journal(folder: Path, source: random.Random) -> None:
     except UsageError:
         return  # the head was hit
     written = {row.to_line() for row in rows}
-    assert {row.to_line() for row in journal.rows()} <= written, (
+    assert {row.to_line() for row in journal.read_rows()} <= written, (
         "a row that nobody wrote"
     )
     added = Row(1000, False, (1, 0, 1), 5, b'{"n":1000}')
     journal.append(added)
     journal.close()
     journal = Journal(output, {"the model": "a"})
-    assert added in list(journal.rows()), "what is written after damage is lost"
+    assert added in list(journal.read_rows()), "what is written after damage is lost"
     journal.close()
 
 

@@ -332,7 +332,7 @@ def test_several_pipelines_share_the_rows() -> None:
     two = TimeLeft(num_stages=2)
     for _ in range(4):
         stats.num_steps += 10
-        one.add(1.0, stats, 0, 80)
-        two.add(0.5, stats, 0, 40)
+        one.add_steps(1.0, stats, 0, 80)
+        two.add_steps(0.5, stats, 0, 40)
     told = [each.predict_all_s(Told(stats, drawing(100)), 8) for each in (one, two)]
     assert told == [pytest.approx(10.0), pytest.approx(10.0)]

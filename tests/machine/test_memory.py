@@ -104,7 +104,7 @@ def test_steps_in_parts_give_the_same(
 ) -> None:
     """Memory for 5 tokens at most, found out in the middle of the run."""
     whole = answers(engine, rows)
-    run_part = Stage._run_part
+    run_part = Stage._compute_part
     sizes = list[int]()
 
     def run_few(self: Stage, *step: Any) -> torch.Tensor:
@@ -114,7 +114,7 @@ def test_steps_in_parts_give_the_same(
             raise FULL
         return run_part(self, *step)
 
-    monkeypatch.setattr(Stage, "_run_part", run_few)
+    monkeypatch.setattr(Stage, "_compute_part", run_few)
     other = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", chunk_size=64)
     parts = answers(other, rows)
     other.close()

@@ -133,7 +133,7 @@ def test_builds_for_each_processor_are_kept_apart(
     keys = set()
     for name in ("native", *LEVELS):
         monkeypatch.setenv("FMINFER_CPU", name)
-        keys.add(kernel_build._build_key(compiler))
+        keys.add(kernel_build._make_build_key(compiler))
     assert len(keys) == 1 + len(LEVELS)
     assert list(choose_compiler_flags()) == ["-march=x86-64-v4", "-mavx512bf16"]
 

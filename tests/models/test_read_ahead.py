@@ -110,7 +110,7 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     Transformer(
         checkpoint.model,
         tensors,
-        bodies=PartBuilder(
+        builder=PartBuilder(
             Unpacked("off", None, torch.float32, torch.device("cpu")), 64
         ),
         join=count_others,

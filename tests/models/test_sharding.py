@@ -392,7 +392,7 @@ def compute(
     tokens = None if share is None else share.tokens[share.shard]
     own = model if share is None else share.model
     bodies = PartBuilder(plain_registry(), 64)
-    network = Transformer(own, source, bodies=bodies, shards=shards, tokens=tokens)
+    network = Transformer(own, source, builder=bodies, shards=shards, tokens=tokens)
     cache = KvCache(
         [layer.attention for layer in own.layers],
         num_blocks=2,

@@ -433,7 +433,7 @@ def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
     for _ in range(2):
         pipeline.submit(step)
     pipeline._results.get()  # … and the interrupt comes here
-    dropping = threading.Thread(target=pipeline.drop, daemon=True)
+    dropping = threading.Thread(target=pipeline.drop_steps, daemon=True)
     dropping.start()
     dropping.join(timeout=30)
     assert not dropping.is_alive() and pipeline.num_in_flight == 0
@@ -442,7 +442,7 @@ def test_an_interrupt_between_a_result_and_its_counting_hangs_nothing() -> None:
         "what was dropped is not mistaken for the next result"
     )
     pipeline.close()
-    pipeline.drop()
+    pipeline.drop_steps()
 
 
 def test_a_pipeline_that_has_ended_takes_no_step() -> None:

@@ -118,7 +118,7 @@ def test_a_packed_head_is_kept_once(
     assert is_tied == (name == "gemma2")
     embed = entry["embed.weight"].plain
     head = outside["head.weight"].plain
-    network = Transformer(checkpoint.model, source, bodies=packing_bodies())
+    network = Transformer(checkpoint.model, source, builder=packing_bodies())
     assert network.head is not None and network.head.packed is not None
     assert network.head.packed.parts[0].format == Dense(torch.bfloat16)
     looked_up_in = getattr(network._look_up, "__self__", None)

@@ -142,7 +142,7 @@ def test_a_piece_with_a_broken_character_and_plain_letters() -> None:
 
 def choice(token_format: Any, line: dict[str, Any], script: bytes) -> dict[str, Any]:
     bench = Bench(script)
-    bench.loop._form = AnswerStyle(bench.tokenizer, token_format)
+    bench.loop._style = AnswerStyle(bench.tokenizer, token_format)
     (record,) = bench.run_lines([Line(0, 1, json.dumps(line).encode())])
     assert record.error is None and record.result is not None
     found: dict[str, Any] = record.result["choices"][0]
