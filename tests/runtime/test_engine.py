@@ -208,7 +208,7 @@ def test_a_nan_score_is_shared_with_nobody(
         draws.logprobs[ids == 77] = float("nan")
         return draws
 
-    monkeypatch.setattr("fminfer.forward.stage.score", score_damaged)
+    monkeypatch.setattr("fminfer.forward.stage.score_tokens", score_damaged)
     engine = fminfer.Engine(str(llama_checkpoint[0]), dtype="float32", kernels="off")
     asked = {
         "prompt": [5, 77, *range(30)],
