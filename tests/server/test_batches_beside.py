@@ -4,12 +4,9 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 
-import fminfer
 from tests.server.batch_calls import (
     Clock,
     create,
@@ -18,23 +15,15 @@ from tests.server.batch_calls import (
     wait_for_end,
     wait_until,
 )
-from tests.server.running import Running, running, until
+from tests.server.running import Running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(
+    engine={"max_rows": 4}, has_state=True, is_fresh=True, queue_size=6
+)
 
 LIVE = {"prompt": [40, 41, 42], "max_tokens": 3, "ignore_eos": True}
 NUM_WAITING = 40  # lines of a batch that are read
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def server(engine: fminfer.Engine, tmp_path: Path) -> Iterator[Running]:
-    with running(engine, state=tmp_path / "state", queue_size=6) as server:
-        yield server
 
 
 def has_begun(batch: dict[str, object]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gzip
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -26,21 +25,11 @@ from tests.server.batch_calls import (
     wait_until,
 )
 from tests.server.running import Running, running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"max_rows": 4}, has_state=True, is_fresh=True)
 
 NUM_LINES = 40
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def server(engine: fminfer.Engine, tmp_path: Path) -> Iterator[Running]:
-    with running(engine, state=tmp_path / "state") as server:
-        yield server
 
 
 def has_some(batch: dict[str, object]) -> bool:

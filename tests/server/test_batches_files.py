@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import json
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -26,17 +25,13 @@ from tests.server.batch_calls import (
     wait_until,
 )
 from tests.server.running import Answer, Running, running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"max_rows": 4})
 
 A = {"Authorization": "Bearer a"}
 B = {"Authorization": "Bearer b"}
 HOUR = 3600
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
 
 
 def page(

@@ -4,7 +4,6 @@ machine."""
 from __future__ import annotations
 
 import stat
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -14,22 +13,13 @@ from fminfer.core.errors import UsageError
 from fminfer.server.batches.state_folder import ID, StateFolder, make_random_id
 from tests.server.batch_calls import batch_line, create, get, long_lines, upload
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
 
 KEYS = ("key-of-a", "key-of-b")
+pytestmark = needs_server(
+    engine={"max_rows": 4}, has_state=True, is_fresh=True, api_keys=KEYS
+)
 A, B = ({"Authorization": f"Bearer {key}"} for key in KEYS)
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def server(engine: fminfer.Engine, tmp_path: Path) -> Iterator[Running]:
-    with running(engine, state=tmp_path / "state", api_keys=KEYS) as server:
-        yield server
 
 
 def test_each_key_has_its_own(server: Running, tmp_path: Path) -> None:

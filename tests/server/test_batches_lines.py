@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import gzip
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -26,35 +26,14 @@ from tests.server.batch_calls import (
     wait_until,
 )
 from tests.server.running import Running, running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(
+    engine={"max_rows": 4}, has_state=True, max_upload_bytes=100_000
+)
+FEW_LINES = needs_server(engine={"max_rows": 4}, has_state=True, max_batch_lines=8)
 
 WISH = {"input_file_id": "x", "endpoint": COMPLETIONS, "completion_window": "24h"}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(
-    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    state = tmp_path_factory.mktemp("lines") / "state"
-    with running(engine, state=state, max_upload_bytes=100_000) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def small_server(
-    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    """A server whose files have few lines."""
-    with running(
-        engine, state=tmp_path_factory.mktemp("small") / "state", max_batch_lines=8
-    ) as server:
-        yield server
 
 
 def error_of(record: dict[str, Any]) -> dict[str, Any]:
@@ -168,6 +147,7 @@ def test_a_file_without_lines_fails(server: Running, data: bytes) -> None:
     assert error["code"] == "empty_file"
 
 
+@FEW_LINES
 @pytest.mark.parametrize(
     "pack", [gzip.compress, lambda data: b"[" + data.replace(b"\n", b",") + b"]"]
 )
@@ -394,16 +374,18 @@ def test_without_a_state_folder(engine: fminfer.Engine) -> None:
             assert answer.status == 404 and "--state FOLDER" in answer.error["message"]
 
 
+@FEW_LINES
 @pytest.mark.parametrize("lines", [[b""] * 10, [b"1"] * 9, [b"1"] * 8 + [b"1\n1"]])
-def test_a_file_has_so_many_lines(small_server: Running, lines: list[bytes]) -> None:
+def test_a_file_has_so_many_lines(server: Running, lines: list[bytes]) -> None:
     """60,000 lines of two bytes became 25 MB on the disk."""
-    assert try_upload(small_server, b"\n".join(lines[:8])).status == 200
-    answer = try_upload(small_server, b"\n".join(lines))
+    assert try_upload(server, b"\n".join(lines[:8])).status == 200
+    answer = try_upload(server, b"\n".join(lines))
     assert answer.status == 413 and answer.error["code"] == "file_too_large"
     assert "8 lines" in answer.error["message"]
     assert "--max-batch-lines" in answer.error["message"]
 
 
+@FEW_LINES
 @pytest.mark.parametrize(
     "pack",
     [
@@ -414,10 +396,9 @@ def test_a_file_has_so_many_lines(small_server: Running, lines: list[bytes]) -> 
 )
 @pytest.mark.parametrize("num_lines", [8, 3000])
 def test_a_packed_file_has_so_many_lines(
-    small_server: Running, pack: Callable[[int], bytes], num_lines: int
+    server: Running, pack: Callable[[int], bytes], num_lines: int
 ) -> None:
     """132 bytes of gzip became 49,000 lines, and 7 MB on the disk; a megabyte, any number."""
-    server = small_server
     sent = try_upload(server, pack(num_lines))
     answer = server.post("/v1/batches", WISH | {"input_file_id": sent.json["id"]})
     batch = wait_for_end(server, answer.json)

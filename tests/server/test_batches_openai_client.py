@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import re
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -17,34 +16,14 @@ import fminfer
 from tests.conftest import run_files
 from tests.server.answers import rounded
 from tests.server.batch_calls import CHAT, COMPLETIONS, batch_line
-from tests.server.running import Running, running
+from tests.server.running import Running
+from tests.server.server_needs import needs_server
 from tests.server.test_chat_over_http import CHATS
 from tests.server.test_completions import REQUESTS
 
+pytestmark = needs_server(engine={"max_rows": 16}, has_state=True)
+
 OVER = ("completed", "failed", "expired", "cancelled")
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=16)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(
-    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    with running(engine, state=tmp_path_factory.mktemp("openai") / "state") as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 def wait(client: openai.OpenAI, batch: Batch) -> Batch:

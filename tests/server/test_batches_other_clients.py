@@ -6,24 +6,16 @@ import json
 import shutil
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-import fminfer
 from tests.server.batch_calls import COMPLETIONS, batch_line, wait_for_end
-from tests.server.running import Running, running
+from tests.server.running import Running
+from tests.server.server_needs import needs_server
 
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32", max_rows=8)
-    state = tmp_path_factory.mktemp("others") / "state"
-    with running(engine, state=state) as server:
-        yield server
-    engine.close()
+pytestmark = needs_server(engine={"max_rows": 8}, has_state=True)
 
 
 def test_litellm(litellm: Any, server: Running, tmp_path: Path) -> None:

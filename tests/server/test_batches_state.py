@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import os
 import secrets
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -30,13 +29,9 @@ from tests.server.batch_calls import (
     wait_until,
 )
 from tests.server.running import running, until
+from tests.server.server_needs import needs_server
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
+pytestmark = needs_server(engine={"max_rows": 4})
 
 
 def some_done(found: dict[str, object]) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import errno
 import os
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -28,23 +27,17 @@ from tests.server.batch_calls import (
     wait_until,
 )
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
 
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
+pytestmark = needs_server(engine={"max_rows": 4}, has_state=True, is_fresh=True)
+QUICK = pytest.mark.usefixtures("quick_looks")
 
 
 @pytest.fixture
-def server(
-    engine: fminfer.Engine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Running]:
+def quick_looks(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The server looks soon again, for work and after trouble."""
     monkeypatch.setattr(batch_work, "RETRY_S", 0.2)
     monkeypatch.setattr(batch_work, "LOOK_S", 0.1)
-    with running(engine, state=tmp_path / "state") as server:
-        yield server
 
 
 class FullDisk:
@@ -63,6 +56,7 @@ class FullDisk:
         return self._write(*arguments)
 
 
+@QUICK
 @pytest.mark.parametrize(
     ("number", "code", "told"),
     [
@@ -97,6 +91,7 @@ def test_a_disk_that_fails_pauses_a_batch(
     assert len(texts_of(server, batch)) == 30
 
 
+@QUICK
 def test_a_disk_that_is_full_when_the_output_is_written(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -118,6 +113,7 @@ def test_a_disk_that_is_full_when_the_output_is_written(
     assert len(written) == 2 and [*texts_of(server, batch)] == ["a"]
 
 
+@QUICK
 def test_a_batch_whose_end_cannot_be_written_can_be_cancelled(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -142,6 +138,7 @@ def test_a_batch_whose_end_cannot_be_written_can_be_cancelled(
     assert server.call("DELETE", f"/v1/files/{output['id']}").status == 200
 
 
+@QUICK
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_a_batch_that_cannot_tell_its_trouble_goes_on_later(
     server: Running, monkeypatch: pytest.MonkeyPatch
@@ -181,6 +178,7 @@ def test_the_log_level_holds_for_batches(
     )
 
 
+@QUICK
 def test_a_full_disk_at_an_upload(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -204,6 +202,7 @@ def test_a_full_disk_at_an_upload(
     )
 
 
+@QUICK
 def test_a_status_that_cannot_be_read_back_pauses_a_batch(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -216,6 +215,7 @@ def test_a_status_that_cannot_be_read_back_pauses_a_batch(
     assert wait_for_end(server, batch)["status"] == "completed"
 
 
+@QUICK
 def test_a_full_disk_at_creation(
     server: Running, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -280,6 +280,7 @@ def test_another_model_pauses_a_batch_until_the_old_one_is_back(
         assert len(texts_of(server, first)) == 60
 
 
+@QUICK
 def test_a_fault_of_ours_pauses_one_batch(
     server: Running, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
@@ -357,6 +358,7 @@ def test_an_engine_that_fails_keeps_the_batch(
         assert len(texts_of(server, batch)) == 60
 
 
+@QUICK
 def test_an_output_that_was_changed_is_not_sent(
     server: Running, tmp_path: Path
 ) -> None:

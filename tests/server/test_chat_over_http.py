@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +10,9 @@ import pytest
 import fminfer
 from tests.server.answers import answer_file, assert_equal, join_chat
 from tests.server.running import Running, running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(served_model_names=("rooms", "other"))
 
 URL = "/v1/chat/completions"
 QUESTION = "How do you go from the porch to the den?"
@@ -58,19 +60,6 @@ CHATS: list[dict[str, Any]] = [
         "top_logprobs": 2,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine, served_model_names=("rooms", "other")) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

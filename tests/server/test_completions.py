@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +13,9 @@ import fminfer
 from fminfer.models.known_sizes import DEMO_MODEL
 from tests.server.answers import answer_file, assert_equal, join
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"max_rows": 64})
 
 QUESTION = "Question: How do you go from the porch to the den?\nAnswer:"
 REQUESTS: list[dict[str, Any]] = [
@@ -79,19 +81,6 @@ REQUESTS: list[dict[str, Any]] = [
         "echo": True,
     },
 ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=64)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine) as server:
-        yield server
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import enum
 import json
 import threading
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -21,6 +20,9 @@ from fminfer.text.limited_process import LimitedPool
 from tests.server.batch_calls import CHAT, batch_line
 from tests.server.reciting import save_reciting
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"max_rows": 8}, has_state=True)
 
 TALK: list[Any] = [
     {"role": "user", "content": "How do you go from the den to the porch?"}
@@ -70,31 +72,6 @@ SCHEMA: dict[str, Any] = {
     "json_schema": {"name": "Route", "schema": Route.model_json_schema()},
 }
 ASKED: dict[str, Any] = {"model": "demo", "messages": TALK, "max_tokens": 300}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(
-    engine: fminfer.Engine, tmp_path_factory: pytest.TempPathFactory
-) -> Iterator[Running]:
-    with running(
-        engine, state=tmp_path_factory.mktemp("constrained") / "state"
-    ) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 @pytest.mark.parametrize("temperature", [0, 1.5])

@@ -9,7 +9,6 @@ import socket
 import threading
 import time
 import tracemalloc
-from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -22,6 +21,16 @@ from fminfer.server.dispatcher import TOKENIZERS
 from fminfer.server.http_errors import shutting_down_error
 from fminfer.server.settings import ServerSettings
 from tests.server.running import WAIT_S, Answer, Running, running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"max_rows": 4})
+LOCKED = needs_server(
+    engine={"max_rows": 4},
+    api_keys=("k1", "k2"),
+    allowed_origins=("https://a.example",),
+)
+KEYLESS = needs_server(engine={"max_rows": 4}, allowed_origins=("https://a.example",))
+WITH_STATE = needs_server(engine={"max_rows": 4}, has_state=True)
 
 LONG = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True}
 WRONG_CHAT = (
@@ -46,87 +55,74 @@ GUARDED = (
 )
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def locked() -> Iterator[Running]:  # an engine of its own: one thread steps each
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    with running(
-        engine, api_keys=("k1", "k2"), allowed_origins=("https://a.example",)
-    ) as server:
-        yield server
-    engine.close()
-
-
+@LOCKED
 @pytest.mark.parametrize(("method", "path"), GUARDED)
 def test_routes_that_compute_or_tell_need_a_key(
-    locked: Running, method: str, path: str
+    server: Running, method: str, path: str
 ) -> None:
     for headers in ({}, {"Authorization": "Bearer k3"}, {"Authorization": "k1"}):
-        answer = locked.call(method, path, {}, headers)
+        answer = server.call(method, path, {}, headers)
         assert answer.status == 401 and answer.headers["www-authenticate"] == "Bearer"
         assert answer.error["code"] == "invalid_api_key"
-    assert locked.call(method, path, SHORT, KEY).status != 401
+    assert server.call(method, path, SHORT, KEY).status != 401
 
 
-def test_health_and_the_page_need_no_key(locked: Running) -> None:
+@LOCKED
+def test_health_and_the_page_need_no_key(server: Running) -> None:
     for path in ("/health", "/", "/docs", "/openapi.json", "/page/page.js"):
-        assert locked.get(path).status == 200
+        assert server.get(path).status == 200
 
 
+@LOCKED
 def test_pages_of_other_origins_cannot_call_unless_they_may(
-    locked: Running, engine: fminfer.Engine
+    server: Running, engine: fminfer.Engine
 ) -> None:
     foreign = "https://b.example"
-    own = f"http://{locked.address[0]}:{locked.address[1]}"
+    own = f"http://{server.address[0]}:{server.address[1]}"
     for origin, status in ((foreign, 403), ("https://a.example", 200), (own, 200)):
-        answer = locked.post("/v1/completions", SHORT, KEY | {"Origin": origin})
+        answer = server.post("/v1/completions", SHORT, KEY | {"Origin": origin})
         assert answer.status == status
         has_leave = "access-control-allow-origin" in answer.headers
         assert has_leave == (origin == "https://a.example")
     # as <img src> of another site asks for it
     picture = KEY | {"Sec-Fetch-Site": "cross-site"}
-    assert locked.get("/run/a", picture).status == 403
-    assert locked.get("/", picture).status == 200
-    assert locked.get("/run/a", KEY | {"Sec-Fetch-Site": "same-origin"}).status == 200
+    assert server.get("/run/a", picture).status == 403
+    assert server.get("/", picture).status == 200
+    assert server.get("/run/a", KEY | {"Sec-Fetch-Site": "same-origin"}).status == 200
     assert (
-        locked.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status
+        server.post("/v1/completions", SHORT, KEY | {"Origin": "http://["}).status
         == 403
     )
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    assert locked.call("OPTIONS", "/v1/completions", None, asked).status == 200
-    with running(engine) as server:
-        assert server.post("/v1/completions", SHORT, {"Origin": foreign}).status == 403
-        assert "access-control-allow-origin" not in server.get("/health").headers
+    assert server.call("OPTIONS", "/v1/completions", None, asked).status == 200
+    with running(engine) as other:
+        assert other.post("/v1/completions", SHORT, {"Origin": foreign}).status == 403
+        assert "access-control-allow-origin" not in other.get("/health").headers
 
 
+@LOCKED
 def test_a_named_pages_preflight_may_ask_for_this_machine(
-    locked: Running, engine: fminfer.Engine
+    server: Running, engine: fminfer.Engine
 ) -> None:
     """Chrome asks so before a public page calls localhost, and was refused by a new default."""
     named = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
     private = {"Access-Control-Request-Private-Network": "true"}
-    answer = locked.call("OPTIONS", "/v1/chat/completions", None, named | private)
+    answer = server.call("OPTIONS", "/v1/chat/completions", None, named | private)
     assert answer.status == 200
     assert answer.headers["access-control-allow-private-network"] == "true"
     assert answer.headers["access-control-allow-origin"] == "https://a.example"
-    plain = locked.call("OPTIONS", "/v1/files", None, named)
+    plain = server.call("OPTIONS", "/v1/files", None, named)
     assert (
         plain.status == 200
         and "access-control-allow-private-network" not in plain.headers
     )
     foreign = named | {"Origin": "https://b.example"}
     assert (
-        locked.call("OPTIONS", "/v1/completions", None, foreign | private).status == 400
+        server.call("OPTIONS", "/v1/completions", None, foreign | private).status == 400
     )
-    with running(engine, allowed_origins=("*",)) as server:
-        assert server.call("OPTIONS", "/v1/completions", None, named).status == 200
-        refused = server.call("OPTIONS", "/v1/completions", None, named | private)
+    with running(engine, allowed_origins=("*",)) as other:
+        assert other.call("OPTIONS", "/v1/completions", None, named).status == 200
+        refused = other.call("OPTIONS", "/v1/completions", None, named | private)
         assert refused.status == 400
         assert "access-control-allow-private-network" not in refused.headers
 
@@ -184,16 +180,9 @@ def ask_host(server: Running, host: str | None, head: str, *more: str) -> Answer
     return answer
 
 
-@pytest.fixture(scope="module")
-def keyless() -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    with running(engine, allowed_origins=("https://a.example",)) as server:
-        yield server
-    engine.close()
-
-
+@KEYLESS
 @pytest.mark.parametrize("host", FOREIGN)
-def test_a_page_whose_name_leads_here_cannot_call(keyless: Running, host: str) -> None:
+def test_a_page_whose_name_leads_here_cannot_call(server: Running, host: str) -> None:
     """Such a page (DNS rebinding) was taken for ours: its Origin was compared with its
     own Host."""
     own = (
@@ -201,54 +190,54 @@ def test_a_page_whose_name_leads_here_cannot_call(keyless: Running, host: str) -
         "Sec-Fetch-Site: same-origin",
         "X-Forwarded-Host: localhost",
     )
-    answer = ask_host(keyless, host, "GET /v1/models HTTP/1.1", *own)
+    answer = ask_host(server, host, "GET /v1/models HTTP/1.1", *own)
     assert answer.status == 403 and answer.error["code"] == "host_not_allowed"
     assert "--allow-host" in answer.error["message"] and answer.headers["x-request-id"]
 
 
+@KEYLESS
 @pytest.mark.parametrize("host", LOOPBACK)
-def test_this_machine_may_call_by_each_of_its_names(
-    keyless: Running, host: str
-) -> None:
-    assert ask_host(keyless, host, "GET /v1/models HTTP/1.1").status == 200
-    origin = "Origin: http://" + host.format(port=keyless.address[1])
-    assert ask_host(keyless, host, "GET /v1/models HTTP/1.1", origin).status == 200
+def test_this_machine_may_call_by_each_of_its_names(server: Running, host: str) -> None:
+    assert ask_host(server, host, "GET /v1/models HTTP/1.1").status == 200
+    origin = "Origin: http://" + host.format(port=server.address[1])
+    assert ask_host(server, host, "GET /v1/models HTTP/1.1", origin).status == 200
 
 
+@KEYLESS
 @pytest.mark.parametrize(
     "path", ["/", "/health", "/docs", "/page/page.js", "/openapi.json", "/no"]
 )
 @pytest.mark.parametrize("method", ["GET", "HEAD", "POST", "OPTIONS", "DELETE", "BREW"])
 def test_a_foreign_host_is_refused_on_every_route(
-    keyless: Running, method: str, path: str
+    server: Running, method: str, path: str
 ) -> None:
     """Preflights, too: their answer would let the page of an allowed origin call."""
     preflight = ("Origin: https://a.example", "Access-Control-Request-Method: POST")
     head = f"{method} {path} HTTP/1.1"
-    answer = ask_host(keyless, "evil.example", head, *preflight, "Content-Length: 0")
+    answer = ask_host(server, "evil.example", head, *preflight, "Content-Length: 0")
     assert answer.status == 403 and "access-control-allow-origin" not in answer.headers
     assert (
-        ask_host(keyless, "localhost", head, *preflight, "Content-Length: 0").status
+        ask_host(server, "localhost", head, *preflight, "Content-Length: 0").status
         != 403
     )
 
 
-def test_the_host_of_a_whole_address_counts_too(keyless: Running) -> None:
+@KEYLESS
+def test_the_host_of_a_whole_address_counts_too(server: Running) -> None:
     for target, host, status in (
         ("http://evil.example/v1/models", "localhost", 403),
         ("HTTP://localhost@evil.example/health", "localhost", 403),
         ("http://localhost/v1/models", "evil.example", 403),
         ("http://localhost/v1/models", "localhost", 200),
     ):
-        assert ask_host(keyless, host, f"GET {target} HTTP/1.1").status == status
-    assert ask_host(keyless, None, "GET http://evil.example/ HTTP/1.0").status == 403
-    assert ask_host(keyless, None, "GET /v1/models HTTP/1.0").status == 200, (
-        "no browser"
-    )
+        assert ask_host(server, host, f"GET {target} HTTP/1.1").status == status
+    assert ask_host(server, None, "GET http://evil.example/ HTTP/1.0").status == 403
+    assert ask_host(server, None, "GET /v1/models HTTP/1.0").status == 200, "no browser"
 
 
+@KEYLESS
 def test_each_of_two_requests_on_one_connection_names_its_host(
-    keyless: Running,
+    server: Running,
 ) -> None:
     head = b"GET /v1/models HTTP/1.1\r\nHost: %s\r\n"
     two = (
@@ -257,16 +246,17 @@ def test_each_of_two_requests_on_one_connection_names_its_host(
         + head % b"evil.example"
         + b"Connection: close\r\n\r\n"
     )
-    connection = keyless.send_raw(two)
+    connection = server.send_raw(two)
     received = b""
     while piece := connection.recv(65536):
         received += piece
     assert re.findall(rb"HTTP/1.1 (\d+)", received) == [b"200", b"403"]
 
 
+@KEYLESS
 @pytest.mark.parametrize("path", ["/run/a", "/run_gpt/a", "/run/a/"])
 def test_a_picture_on_a_page_elsewhere_computes_nothing(
-    keyless: Running, path: str
+    server: Running, path: str
 ) -> None:
     """Browsers name its site to https and localhost alone, not to [::ffff:127.0.0.1] or
     a LAN."""
@@ -283,11 +273,11 @@ def test_a_picture_on_a_page_elsewhere_computes_nothing(
             (powershell, 200),
         ):
             head = f"{method} {path} HTTP/1.1"
-            answer = ask_host(keyless, "[::ffff:7f00:1]:{port}", head, *headers)
+            answer = ask_host(server, "[::ffff:7f00:1]:{port}", head, *headers)
             assert answer.status == status, headers
     for path in ("/", "/stats"):
         assert (
-            ask_host(keyless, "localhost", f"GET {path} HTTP/1.1", *browser).status
+            ask_host(server, "localhost", f"GET {path} HTTP/1.1", *browser).status
             == 200
         )
 
@@ -363,17 +353,18 @@ def test_a_machines_own_name_may_be_its_loopback(
     assert ServerSettings("::ffff:127.0.0.1").is_loopback
 
 
-def test_a_request_keeps_its_id(locked: Running) -> None:
+@LOCKED
+def test_a_request_keeps_its_id(server: Running) -> None:
     assert (
-        locked.get("/health", {"x-request-id": "abc-1"}).headers["x-request-id"]
+        server.get("/health", {"x-request-id": "abc-1"}).headers["x-request-id"]
         == "abc-1"
     )
     made = {
-        locked.get("/health", {"x-request-id": wrong}).headers["x-request-id"]
+        server.get("/health", {"x-request-id": wrong}).headers["x-request-id"]
         for wrong in ("", "a b", "x" * 200)
     }
     assert len(made) == 3 and all(len(each) == 32 for each in made)
-    assert locked.get("/nothing", KEY).headers["x-request-id"]
+    assert server.get("/nothing", KEY).headers["x-request-id"]
 
 
 def test_a_full_queue_says_when_to_come_back(engine: fminfer.Engine) -> None:
@@ -466,14 +457,6 @@ def test_routes_and_methods_that_are_not_there(engine: fminfer.Engine) -> None:
         assert server.get("/run/a?max_seq_length=x").error["param"] == "max_seq_length"
 
 
-@pytest.fixture(scope="module")
-def keeper(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    with running(engine, state=tmp_path_factory.mktemp("doors") / "state") as server:
-        yield server
-    engine.close()
-
-
 GETS = (
     "/v1/models",
     "/v1/models/fminfer-demo",
@@ -484,57 +467,63 @@ GETS = (
 )
 
 
+@WITH_STATE
 @pytest.mark.parametrize(
     "path", [*GETS, "/version", "/metrics", "/run/a", "/docs", "/", "/page/page.js"]
 )
-def test_every_get_has_its_head(keeper: Running, path: str) -> None:
+def test_every_get_has_its_head(server: Running, path: str) -> None:
     """Only /health and the page had: proxies and monitors that ask by HEAD got a 405."""
-    answer = keeper.get(path)
-    head = keeper.call("HEAD", path)
+    answer = server.get(path)
+    head = server.call("HEAD", path)
     assert (head.status, head.body) == (answer.status, b"") and answer.body
     assert head.headers["content-type"] == answer.headers["content-type"]
-    assert keeper.call("HEAD", "/v1/completions").status == 405
+    assert server.call("HEAD", "/v1/completions").status == 405
 
 
+@WITH_STATE
 @pytest.mark.parametrize("path", [*GETS, "/version", "/openapi.json"])
 def test_a_slash_at_the_end_of_a_path_is_passed_over(
-    keeper: Running, path: str
+    server: Running, path: str
 ) -> None:
-    assert keeper.get(path + "/").status == 200
+    assert server.get(path + "/").status == 200
 
 
-def test_a_slash_at_the_end_of_a_posts_path(keeper: Running) -> None:
-    assert keeper.post("/v1/completions/", SHORT).status == 200
-    assert keeper.post("/tokenize/", {"prompt": "a"}).status == 200
+@WITH_STATE
+def test_a_slash_at_the_end_of_a_posts_path(server: Running) -> None:
+    assert server.post("/v1/completions/", SHORT).status == 200
+    assert server.post("/tokenize/", {"prompt": "a"}).status == 200
     for path in ("/v1/completions//", "//v1/completions", "/v1//completions/"):
-        assert keeper.post(path, SHORT).status == 200, "a base URL ended with a slash"
-    assert keeper.get("/run/a/").json[0].startswith("a/"), "there it is the text's"
-    docs = keeper.get("/docs/")  # whose addresses are relative
+        assert server.post(path, SHORT).status == 200, "a base URL ended with a slash"
+    assert server.get("/run/a/").json[0].startswith("a/"), "there it is the text's"
+    docs = server.get("/docs/")  # whose addresses are relative
     assert (docs.status, docs.headers["location"]) == (307, "../docs")
 
 
+@WITH_STATE
 @pytest.mark.parametrize("coding", ["gzip", "GZIP", "deflate, gzip", "br", "zstd"])
-def test_a_compressed_body_is_told(keeper: Running, coding: str) -> None:
+def test_a_compressed_body_is_told(server: Running, coding: str) -> None:
     """The message was that byte 1 was no UTF-8."""
     for path in ("/v1/completions", "/v1/files"):
-        answer = keeper.post(path, gzip.compress(b"{}"), {"Content-Encoding": coding})
+        answer = server.post(path, gzip.compress(b"{}"), {"Content-Encoding": coding})
         assert (
             answer.status == 415 and "send it uncompressed" in answer.error["message"]
         )
         assert answer.headers["accept-encoding"] == "identity"
     assert (
-        keeper.post(
+        server.post(
             "/tokenize", {"prompt": "a"}, {"Content-Encoding": "identity"}
         ).status
         == 200
     )
 
 
-def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None:
-    assert keeper.post("/v1/completions", b'\xef\xbb\xbf{"prompt": "a"}').status == 200
-    assert keeper.post("/v1/completions", b'{"prompt": "a"}\xef\xbb\xbf').status == 400
+@WITH_STATE
+def test_a_byte_order_mark_before_a_body_is_passed_over(server: Running) -> None:
+    assert server.post("/v1/completions", b'\xef\xbb\xbf{"prompt": "a"}').status == 200
+    assert server.post("/v1/completions", b'{"prompt": "a"}\xef\xbb\xbf').status == 400
 
 
+@WITH_STATE
 @pytest.mark.parametrize(
     ("path", "told"),
     [
@@ -568,23 +557,24 @@ def test_a_byte_order_mark_before_a_body_is_passed_over(keeper: Running) -> None
 )
 @pytest.mark.parametrize("method", ["GET", "POST", "DELETE", "PATCH"])
 def test_what_is_not_there_is_told_with_what_is(
-    keeper: Running, method: str, path: str, told: str
+    server: Running, method: str, path: str, told: str
 ) -> None:
     """A wrong base_url is the first thing that goes wrong with a client, and got a bare 404."""
-    answer = keeper.call(method, path, {})
+    answer = server.call(method, path, {})
     assert answer.status == 404 and answer.error["code"] == "unknown_url"
     message = answer.error["message"]
     assert told in message and message.endswith("/docs lists what there is")
     if "base_url" in told:
-        assert f" {keeper.url}/v1. " in message
+        assert f" {server.url}/v1. " in message
 
 
-def test_a_path_of_many_parts_costs_nothing(keeper: Running) -> None:
+@WITH_STATE
+def test_a_path_of_many_parts_costs_nothing(server: Running) -> None:
     """One of 60,000 bytes took 10 s of the event loop and 2.5 GB: each of its ends was
     written."""
     tracemalloc.start()
     try:
-        assert keeper.get("/" + "a/" * 5000).error["code"] == "unknown_url"
+        assert server.get("/" + "a/" * 5000).error["code"] == "unknown_url"
         assert tracemalloc.get_traced_memory()[1] < 10 * 2**20
     finally:
         tracemalloc.stop()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -12,45 +11,48 @@ import openai
 import pytest
 from jsonschema import Draft202012Validator
 
-import fminfer
 from fminfer.server.batches import batch_request
-from tests.server.running import Running, running, until
+from tests.server.running import Running, until
+from tests.server.server_needs import needs_server
 from tests.vector_models import mean_vectors, save_bert
 
 TEXTS = ["w1 w2", "w3", "w4 w5 w6"]
 
 
+pytestmark = needs_server(model="embedding_model", has_state=True, api_keys=("k1",))
+SCORES = needs_server(model="scoring_model")
+
+
 @pytest.fixture(scope="module")
-def embedding(
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[tuple[Running, Any]]:
-    """Give a server of a model that embeds, and what transformers says of TEXTS."""
+def bert(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+    """Give the folder of a model that embeds, and what transformers says of TEXTS."""
     folder = tmp_path_factory.mktemp("bert")
-    expected = mean_vectors(*save_bert(folder), TEXTS)
-    with fminfer.Engine(str(folder), dtype="float32") as engine:
-        state = tmp_path_factory.mktemp("state") / "state"
-        with running(engine, api_keys=("k1",), state=state) as server:
-            yield server, expected
+    return folder, mean_vectors(*save_bert(folder), TEXTS)
 
 
 @pytest.fixture(scope="module")
-def scoring(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
+def embedding_model(bert: tuple[Path, Any]) -> Path:
+    return bert[0]
+
+
+@pytest.fixture(scope="module")
+def expected(bert: tuple[Path, Any]) -> Any:
+    return bert[1]
+
+
+@pytest.fixture(scope="module")
+def scoring_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("scores")
     save_bert(folder, num_labels=1)
-    with (
-        fminfer.Engine(str(folder), dtype="float32") as engine,
-        running(engine) as server,
-    ):
-        yield server
+    return folder
 
 
 def connect(server: Running) -> openai.OpenAI:
     return openai.OpenAI(base_url=f"{server.url}/v1", api_key="k1", max_retries=0)
 
 
-def test_openais_client(embedding: tuple[Running, Any]) -> None:
+def test_openais_client(server: Running, expected: Any) -> None:
     """It asks for base64, and turns that into numbers itself."""
-    server, expected = embedding
     with connect(server) as client:
         found = client.embeddings.create(model="mine", input=TEXTS)
         np.testing.assert_allclose(
@@ -73,34 +75,36 @@ def test_openais_client(embedding: tuple[Running, Any]) -> None:
         assert caught.value.status_code == 400
 
 
-def test_litellm(
-    litellm: Any, embedding: tuple[Running, Any], scoring: Running
-) -> None:
-    server, expected = embedding
+def test_litellms_vectors(litellm: Any, server: Running, expected: Any) -> None:
     to_server = {"api_base": f"{server.url}/v1", "api_key": "k1"}
     for provider in ("openai", "hosted_vllm"):
         found = litellm.embedding(f"{provider}/mine", input=TEXTS, **to_server)
         told = [each["embedding"] for each in found.data]
         np.testing.assert_allclose(told, expected, atol=1e-4)
-    direct = scoring.post("/v1/rerank", {"query": "w1", "documents": TEXTS}).json
+
+
+@SCORES
+def test_litellms_ranking(litellm: Any, server: Running) -> None:
+    direct = server.post("/v1/rerank", {"query": "w1", "documents": TEXTS}).json
     found = litellm.rerank(
-        "hosted_vllm/mine", query="w1", documents=TEXTS, top_n=2, api_base=scoring.url
+        "hosted_vllm/mine", query="w1", documents=TEXTS, top_n=2, api_base=server.url
     )
     assert [each["index"] for each in found.results] == [
         each["index"] for each in direct["results"][:2]
     ]
 
 
+@SCORES
 @pytest.mark.parametrize(
     "path", ["/v1/rerank", "/rerank", "/v2/rerank", "/v1/score", "/score"]
 )
-def test_answers_are_what_the_document_says(scoring: Running, path: str) -> None:
+def test_answers_are_what_the_document_says(server: Running, path: str) -> None:
     asked = {"query": "w1", "documents": TEXTS}
     if path.endswith("score"):
         asked = {"text_1": "w1", "text_2": TEXTS}
-    found = scoring.post(path, asked)
+    found = server.post(path, asked)
     assert found.status == 200
-    operation = scoring.get("/openapi.json").json["paths"][path]["post"]
+    operation = server.get("/openapi.json").json["paths"][path]["post"]
     told = operation["responses"]["200"]["content"]["application/json"]["schema"]
     Draft202012Validator(told).validate(found.json)
     body = operation["requestBody"]["content"]["application/json"]["schema"]
@@ -108,23 +112,23 @@ def test_answers_are_what_the_document_says(scoring: Running, path: str) -> None
     assert len(found.json.get("results") or found.json["data"]) == 3
 
 
-def test_classes(scoring: Running) -> None:
-    found = scoring.post("/classify", {"input": TEXTS}).json
+@SCORES
+def test_classes(server: Running) -> None:
+    found = server.post("/classify", {"input": TEXTS}).json
     assert [each["num_classes"] for each in found["data"]] == [1, 1, 1]
     assert (
-        scoring.post("/v1/embeddings", {"input": "w1"})
+        server.post("/v1/embeddings", {"input": "w1"})
         .error["message"]
         .endswith("/v1/classify")
     )
 
 
 def test_a_batch(
-    embedding: tuple[Running, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    server: Running, expected: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """It takes at most so many inputs, as OpenAI's; a line beyond them is refused by itself."""
     assert batch_request.MAX_INPUTS == 50_000
     monkeypatch.setattr(batch_request, "MAX_INPUTS", 50)
-    server, expected = embedding
     bodies: list[Any] = [{"input": TEXTS}, {"input": ["w1"] * 16}]
     bodies += 4 * [{"input": ["w2"] * 12}]
     lines = [
@@ -164,8 +168,7 @@ def test_a_batch(
     assert len(answers) == 4 and len(errors) == 2 and "more than 50 inputs" in errors[0]
 
 
-def test_other_routes_of_such_a_model(embedding: tuple[Running, Any]) -> None:
-    server, _ = embedding
+def test_other_routes_of_such_a_model(server: Running) -> None:
     keys = {"Authorization": "Bearer k1"}
     assert server.post("/tokenize", {"prompt": "w1 w2"}, headers=keys).json[
         "tokens"

@@ -8,7 +8,6 @@ import os
 import signal
 import socket
 import time
-from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
 from typing import Any
@@ -50,21 +49,6 @@ LONG = {
     "stream": True,
     "logprobs": 5,
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:  # an engine of its own: one thread steps each
-    engine = fminfer.Engine(dtype="float32")
-    with running(engine) as server:
-        yield server
-    engine.close()
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +21,10 @@ from tests.server.batch_calls import (
     wait_for_end,
 )
 from tests.server.running import Running, running
+from tests.server.server_needs import needs_server
 from tests.vector_models import save_bert
+
+pytestmark = needs_server(engine={"max_rows": 64}, has_state=True)
 
 QUESTION = "How do you go from the porch to the den?"
 BODIES: dict[Endpoint, dict[str, Any]] = {
@@ -53,14 +55,6 @@ def wish_of(each: Field) -> dict[str, Any]:
     """Return a request's field with a value that no field takes, of the type of a wish."""
     values: dict[type | None, object] = {list: [WISH], str: "wish"}
     return {each.name: values.get(each.only, WISH)}
-
-
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32", max_rows=64)
-    with running(engine, state=tmp_path_factory.mktemp("state") / "kept") as server:
-        yield server
-    engine.close()
 
 
 @pytest.mark.parametrize("path", [COMPLETIONS, CHAT, "/generation", "/tokenize"])

@@ -10,7 +10,6 @@ import resource
 import socket
 import threading
 import time
-from collections.abc import Iterator
 from heapq import nsmallest
 from typing import Any
 
@@ -20,22 +19,14 @@ import fminfer
 from fminfer.runtime.bars import say
 from fminfer.server.connections import find_max_connections, raise_file_limit
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(
+    engine={"max_rows": 4}, is_fresh=True, log_level="warning", is_quiet=False
+)
 
 SHORT = {"prompt": [5] * 20, "max_tokens": 2, "ignore_eos": True}
 SURROGATE = "\ud800"
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine, log_level="warning", is_quiet=False) as server:
-        yield server
 
 
 def test_an_unknown_name_cannot_break_or_forge_the_log(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from itertools import pairwise
 from typing import Any
 
@@ -10,8 +9,7 @@ import lm_eval
 import pytest
 from lm_eval.tasks import TaskManager
 
-import fminfer
-import fminfer.integrations.lm_eval  # registers the model
+import fminfer.integrations.lm_eval  # noqa: F401, registers the model
 from fminfer.models.checkpoint import DEMO_MODEL
 from tests.conftest import more
 from tests.integrations.lm_eval_tasks import (
@@ -23,7 +21,10 @@ from tests.integrations.lm_eval_tasks import (
     responses,
     task,
 )
-from tests.server.running import Running, running
+from tests.server.running import Running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"kernels": "off"})
 
 TOLERANCE = 1e-4
 CLIENTS_LENGTH = 1024
@@ -59,14 +60,6 @@ def scored_tasks() -> list[dict[str, Any]]:
 
 def chat_tasks(doc_to_text: str) -> list[dict[str, Any]]:
     return [generation_task("chat", WAYS, **GREEDY) | {"doc_to_text": doc_to_text}]
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32", kernels="off")
-    with running(engine) as server:
-        yield server
-    engine.close()
 
 
 def evaluate_over(

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 import time
 from collections import Counter
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -18,7 +17,10 @@ from fminfer.core.messages import MemoryPeak, RankMemory
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.stats import EngineState, EngineStats
 from fminfer.server.metrics import Metrics
+from tests.server.server_needs import needs_server
 from tests.streams import events_of
+
+pytestmark = needs_server(engine={"max_rows": 4})
 
 PROMPT = list(range(40, 80))
 Samples = dict[str, float]
@@ -40,13 +42,6 @@ def read(metrics: Metrics) -> Samples:
             assert sample.name + told not in found
             found[sample.name + told] = sample.value
     return found
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=4)
-    yield engine
-    engine.close()
 
 
 class Still:

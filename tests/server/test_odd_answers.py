@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
 import fminfer
 from tests.server.running import running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(engine={"check_model": True})
 
 PROMPTS: dict[str, Any] = {
     "prompt": [[5, 6, 7], [8, 9]],
@@ -22,13 +24,6 @@ CHAT = {
     "n": 2,
     "seed": 1,
 }
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", check_model=True)
-    yield engine
-    engine.close()
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-import fminfer
 from tests.server.answers import answer_file, assert_equal, join, join_chat
-from tests.server.running import Running, running
+from tests.server.running import Running
 from tests.server.test_chat_over_http import CHATS
 from tests.server.test_completions import REQUESTS
 
@@ -34,33 +32,12 @@ EXTENSIONS = (  # what the client has no argument for
 
 
 @pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
 def file_answers() -> dict[tuple[str, int], dict[str, Any]]:
     """What the requests have as answers in a Batch file."""
     bodies = answer_file(
         [(url, URLS[url][place]) for url, place in CASES], dtype="float32"
     )
     return dict(zip(CASES, bodies, strict=True))
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 def arguments(case: tuple[str, int]) -> dict[str, Any]:
@@ -210,16 +187,17 @@ def test_the_stream_helper_for_chat(
         assert choice["finish_reason"] == expected["finish_reason"]
 
 
-def test_models(client: openai.OpenAI, engine: fminfer.Engine) -> None:
+def test_models(client: openai.OpenAI, server: Running) -> None:
     (listed,) = client.models.list()
     found = client.models.retrieve(listed.id)
-    assert found == listed and found.id == engine.model_name
+    assert found == listed and found.id == server.engine.model_name
     assert found.model_extra is not None and found.model_extra["max_model_len"] == 1024
     with pytest.raises(openai.NotFoundError) as caught:
         client.models.retrieve("gpt/5")
     assert caught.value.code == "model_not_found"
-    assert f"there is no model gpt/5; this server has {engine.model_name}" in str(
-        caught.value
+    assert (
+        f"there is no model gpt/5; this server has {server.engine.model_name}"
+        in str(caught.value)
     )
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import socket
-from collections.abc import Iterator
 from typing import Any
 
 import openai
@@ -13,40 +12,17 @@ import pytest
 import fminfer
 from fminfer.server.http_errors import HttpError
 from tests.server.running import Running, running, until
+from tests.server.server_needs import needs_server
 from tests.server.test_completions import QUESTION
 
+STRICT = needs_server(engine={"max_rows": 2, "check_model": True})
+
 LONG = {"prompt": QUESTION, "max_tokens": 900, "extra_body": {"ignore_eos": True}}
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
-def strict_engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=2, check_model=True)
-    yield engine
-    engine.close()
 
 
 def connect(server: Running, **options: Any) -> openai.OpenAI:
     options = {"api_key": "none", "max_retries": 0} | options
     return openai.OpenAI(base_url=f"{server.url}/v1", **options)
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with connect(server) as client:
-        yield client
 
 
 def test_wrong_requests_are_bad_requests(client: openai.OpenAI) -> None:
@@ -67,12 +43,13 @@ def test_wrong_requests_are_bad_requests(client: openai.OpenAI) -> None:
         client.embeddings.create(model="demo", input="a")
 
 
+@STRICT
 def test_keys_and_models_that_a_server_does_not_have(
-    strict_engine: fminfer.Engine,
+    engine: fminfer.Engine,
 ) -> None:
     short: dict[str, Any] = {"prompt": "a", "max_tokens": 1}
     options: dict[str, Any] = {"api_keys": ("k1",), "served_model_names": ("rooms",)}
-    with running(strict_engine, **options) as server:
+    with running(engine, **options) as server:
         with (
             connect(server, api_key="k2") as client,
             pytest.raises(openai.AuthenticationError),
@@ -90,24 +67,23 @@ def test_keys_and_models_that_a_server_does_not_have(
             )
 
 
+@STRICT
 def test_a_full_queue_is_a_rate_limit_that_clients_wait_for(
-    strict_engine: fminfer.Engine,
+    engine: fminfer.Engine,
 ) -> None:
     long = {"prompt": [5] * 20, "max_tokens": 900, "ignore_eos": True, "n": 2}
-    with running(strict_engine, queue_size=1) as server:
+    with running(engine, queue_size=1) as server:
         connections = [server.start_post("/v1/completions", long)]
-        until(lambda: strict_engine.state.num_running == 2, "all rows are taken")
+        until(lambda: engine.state.num_running == 2, "all rows are taken")
         connections.append(server.start_post("/v1/completions", long))
         until(lambda: server.thread.service.dispatcher.num_waiting == 1, "one waits")
         with connect(server) as client, pytest.raises(openai.RateLimitError) as caught:
-            client.completions.create(model=strict_engine.model_name, prompt="a")
+            client.completions.create(model=engine.model_name, prompt="a")
         assert caught.value.code == "queue_full"
         assert caught.value.response.headers["retry-after"] == "1"
         _close_later(server, connections)
         with connect(server, max_retries=3) as client:
-            found = client.completions.create(
-                model=strict_engine.model_name, prompt="a"
-            )
+            found = client.completions.create(model=engine.model_name, prompt="a")
         assert found.choices
         until(server.is_idle, "all is free")
 
@@ -122,13 +98,14 @@ def _close_later(server: Running, connections: list[socket.socket]) -> None:
     )
 
 
-def test_a_server_that_ends_is_a_503(strict_engine: fminfer.Engine) -> None:
-    with running(strict_engine) as server, connect(server) as client:
+@STRICT
+def test_a_server_that_ends_is_a_503(engine: fminfer.Engine) -> None:
+    with running(engine) as server, connect(server) as client:
         server.thread.service.dispatcher.close(
             HttpError(503, "the server is shutting down")
         )
         with pytest.raises(openai.InternalServerError, match="shutting down") as caught:
-            client.completions.create(model=strict_engine.model_name, prompt="a")
+            client.completions.create(model=engine.model_name, prompt="a")
         assert caught.value.status_code == 503 and caught.value.type == "server_error"
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from functools import cache
 from typing import Any
 
 import pytest
@@ -11,23 +11,22 @@ from hypothesis import HealthCheck, given, settings
 from schemathesis import GenerationMode
 from schemathesis.checks import not_a_server_error
 
-import fminfer
 from tests.conftest import IS_ALL
-from tests.server.running import Running, running
+from tests.server.running import Running
+from tests.server.server_needs import needs_server
+
+# Few tokens of context: random requests ask for as many as they may.
+pytestmark = needs_server(engine={"max_model_len": 64, "max_rows": 16}, has_state=True)
 
 
-@pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    # Few tokens of context: random requests ask for as many as they may.
-    engine = fminfer.Engine(dtype="float32", max_model_len=64, max_rows=16)
-    with running(engine, state=tmp_path_factory.mktemp("openapi") / "state") as server:
-        yield server
-    engine.close()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def document(server: Running) -> Any:
-    return schemathesis.openapi.from_url(f"{server.url}/openapi.json")
+    return load_document(f"{server.url}/openapi.json")
+
+
+@cache
+def load_document(url: str) -> Any:
+    return schemathesis.openapi.from_url(url)
 
 
 ROUTES = (

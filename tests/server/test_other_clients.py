@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
-from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import instructor
@@ -13,31 +13,20 @@ import pydantic
 import pytest
 from instructor.core import InstructorRetryException
 
-import fminfer
 from tests.server.answers import answer_file, rounded
 from tests.server.reciting import save_reciting
-from tests.server.running import Running, running, until
+from tests.server.running import Running, until
+from tests.server.server_needs import needs_server
 from tests.server.test_chat_over_http import CHATS
 from tests.server.test_completions import QUESTION, REQUESTS
+
+pytestmark = needs_server(engine={"max_rows": 8}, api_keys=("k1",))
 
 CHAT = CHATS[2]
 COMPLETION = REQUESTS[2]  # both with a seed and several choices
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=8)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def server(engine: fminfer.Engine) -> Iterator[Running]:
-    with running(engine, api_keys=("k1",)) as server:
-        yield server
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def to_server(server: Running) -> dict[str, Any]:
     """Arguments of LiteLLM's functions that name the server."""
     return {
@@ -195,20 +184,17 @@ TEMPLATE = """
 """
 
 
-@pytest.fixture(scope="module")
-def reciting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Running]:
-    folder = save_reciting(tmp_path_factory.mktemp("reciting"), TEXTS, TEMPLATE)
-    engine = fminfer.Engine(str(folder), dtype="float32")
-    with running(engine) as server:
-        yield server
-    engine.close()
+RECITES = needs_server(model="reciting_model")
 
 
 @pytest.fixture(scope="module")
-def reader(reciting: Running) -> Iterator[Any]:
-    client = openai.OpenAI(base_url=f"{reciting.url}/v1", api_key="none", max_retries=0)
-    with client:
-        yield instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
+def reciting_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return save_reciting(tmp_path_factory.mktemp("reciting"), TEXTS, TEMPLATE)
+
+
+@pytest.fixture
+def reader(client: openai.OpenAI) -> Any:
+    return instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
 
 
 def asked(content: str) -> dict[str, Any]:
@@ -220,6 +206,7 @@ def asked(content: str) -> dict[str, Any]:
     }
 
 
+@RECITES
 def test_instructor_reads_json_in_markdown(reader: Any) -> None:
     found, raw = reader.create_with_completion(**asked("Ann is 34."))
     assert found.model_dump() == ANN
@@ -228,6 +215,7 @@ def test_instructor_reads_json_in_markdown(reader: Any) -> None:
     )
 
 
+@RECITES
 def test_instructor_asks_again_until_it_is_valid(reader: Any) -> None:
     found = reader.create(**asked("Bob is old."), max_retries=2)
     assert found.model_dump() == {"name": "Bob III", "age": 15, "rooms": []}
@@ -235,16 +223,18 @@ def test_instructor_asks_again_until_it_is_valid(reader: Any) -> None:
         reader.create(**asked("Bob is old."), max_retries=1)
 
 
+@RECITES
 def test_instructor_reads_parts_of_a_stream(reader: Any) -> None:
     parts = list(reader.create_partial(**asked("Ann is 34.")))
     assert len(parts) > 3 and parts[0].age is None
     assert parts[-1].model_dump() == ANN
 
 
-def test_instructor_with_asyncio(reciting: Running) -> None:
+@RECITES
+def test_instructor_with_asyncio(server: Running) -> None:
     async def ask() -> Person:
         async with openai.AsyncOpenAI(
-            base_url=f"{reciting.url}/v1", api_key="none"
+            base_url=f"{server.url}/v1", api_key="none"
         ) as client:
             reader: Any = instructor.from_openai(client, mode=instructor.Mode.MD_JSON)
             found: Person = await reader.create(**asked("Ann is 34."))

@@ -9,28 +9,15 @@ from urllib.parse import urljoin
 
 import pytest
 
-import fminfer
 from tests.browser import Browser
 from tests.fakes.serving import Fake
 from tests.server.page import Page, needs_browser
-from tests.server.running import Running, running, until
+from tests.server.running import Running, until
+from tests.server.server_needs import needs_server
 
-pytestmark = needs_browser
+pytestmark = [needs_browser, needs_server(is_fresh=True)]
 QUESTION = "How do you go from the moon to the sea?"
 BABBLE = {"max_tokens": 80, "temperature": 2, "seed": 2}  # with pieces of characters
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32")
-    yield engine
-    engine.close()
-
-
-@pytest.fixture
-def server(engine: fminfer.Engine, request: pytest.FixtureRequest) -> Iterator[Running]:
-    with running(engine, **getattr(request, "param", {})) as server:
-        yield server
 
 
 @pytest.fixture
@@ -84,7 +71,7 @@ def test_stop_frees_what_the_answer_held(page: Page, server: Running) -> None:
     until(server.is_idle, "the answer's blocks are free")
 
 
-@pytest.mark.parametrize("server", [{"api_keys": ("sesame",)}], indirect=True)
+@needs_server(is_fresh=True, api_keys=("sesame",))
 def test_the_page_and_the_docs_work_with_a_key(page: Page, server: Running) -> None:
     browser = page.browser
     browser.type("#key", "sesame")

@@ -22,7 +22,10 @@ from fminfer.plan.planning import plan_ahead
 from tests.server.answers import join, join_chat
 from tests.server.reciting import save_reciting
 from tests.server.running import Answer, Running, running, until
+from tests.server.server_needs import needs_server
 from tests.server.test_tools_over_http import TEMPLATE, TEXTS, TOOLS
+
+pytestmark = needs_server(engine={"max_rows": 2})
 
 COMPLETIONS = "/v1/completions"
 CHAT = "/v1/chat/completions"
@@ -56,13 +59,6 @@ CALLS: list[tuple[str, dict[str, Any]]] = [
     )
     for name, n in (("one", 1), ("two", 2))
 ]
-
-
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=2)
-    yield engine
-    engine.close()
 
 
 @contextmanager

@@ -22,7 +22,10 @@ from fminfer.core.errors import RequestError
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.server import batch_routes, compat, model_routes, schemas
+from tests.server.server_needs import needs_server
 from tests.streams import events_of
+
+pytestmark = needs_server(engine={"max_rows": 128})
 
 Fields = dict[str, Any]
 OF_THE_SERVER = ("stream", "stream_options")  # which it reads itself
@@ -78,14 +81,7 @@ VALUES: list[Any] = [
 ]
 
 
-@pytest.fixture(scope="module")
-def engine() -> Iterator[fminfer.Engine]:
-    engine = fminfer.Engine(dtype="float32", max_rows=128)
-    yield engine
-    engine.close()
-
-
-@pytest.fixture(scope="module")
+@pytest.fixture
 def limits(engine: fminfer.Engine) -> RequestLimits:
     return engine.intake.limits
 

@@ -5,16 +5,14 @@ from __future__ import annotations
 import json
 import shutil
 import subprocess
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
 import pytest
 
-import fminfer
 from tests.server.answers import answer_file
-from tests.server.running import Running, running
+from tests.server.running import Running
 
 pytestmark = pytest.mark.skipif(
     shutil.which("curl") is None, reason="curl is not installed"
@@ -45,14 +43,6 @@ FILE: dict[str, dict[str, Any]] = {
     "several": {"prompt": QUANTUM, "max_tokens": 10, "seed": 3, "n": 2, "top_p": 0.8},
     "whole": echoed(QUESTION, 4, seed=3),
 }
-
-
-@pytest.fixture(scope="module")
-def server() -> Iterator[Running]:
-    engine = fminfer.Engine(dtype="float32")
-    with running(engine) as server:
-        yield server
-    engine.close()
 
 
 @pytest.fixture(scope="module")

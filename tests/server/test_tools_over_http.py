@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
 from typing import Any
 
 import openai
 import pytest
 
-import fminfer
 from tests.server.answers import answer_file, join_chat, rounded
 from tests.server.reciting import save_reciting
-from tests.server.running import Running, running
+from tests.server.server_needs import needs_server
+
+pytestmark = needs_server(model="folder")
 
 CALL = '{"name": "find_way", "arguments": {"start": "porch", "end": "den"}}'
 OTHER = '{"name": "list_rooms", "arguments": {}}'
@@ -93,22 +93,6 @@ CHATS: list[dict[str, Any]] = [
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> str:
     return str(save_reciting(tmp_path_factory.mktemp("reciting"), TEXTS, TEMPLATE))
-
-
-@pytest.fixture(scope="module")
-def server(folder: str) -> Iterator[Running]:
-    engine = fminfer.Engine(folder, dtype="float32")
-    with running(engine) as server:
-        yield server
-    engine.close()
-
-
-@pytest.fixture(scope="module")
-def client(server: Running) -> Iterator[openai.OpenAI]:
-    with openai.OpenAI(
-        base_url=f"{server.url}/v1", api_key="none", max_retries=0
-    ) as client:
-        yield client
 
 
 @pytest.fixture(scope="module")
