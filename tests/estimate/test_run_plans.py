@@ -6,6 +6,7 @@ import json
 import random
 import re
 import shutil
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,17 @@ from fminfer.cli.app import main
 from fminfer.core.config import EngineConfig, GroupSizes
 from fminfer.estimate.cost_model import COSTS, CostModel, find_costs_path, write_costs
 from fminfer.estimate.measured_roofs import measure_roofs
-from fminfer.estimate.run_plans import find_spreads
+from fminfer.estimate.run_plans import (
+    MOST_ROWS,
+    PlannedRun,
+    PlanReport,
+    find_spreads,
+    plan_runs,
+)
 from fminfer.models.checkpoint import open_model
 from fminfer.models.known_sizes import DEMO_MODEL
-from fminfer.plan.planning import plan_ahead
+from fminfer.plan.machine_facts import Machine
+from fminfer.plan.planning import make_plan, plan_ahead
 from fminfer.plan.roofs import KINDS, Roofs
 
 NODE = ["--device-kind", "a100-80gb", "--num-devices", "8"]
@@ -338,3 +346,81 @@ def test_offload_off_and_a_wide_tp_are_kept(rows: Path) -> None:
     wide = check(rows, *words, "--num-devices", "2", "--tp", "4")
     assert wide.exit_code == 2 and "no way uses 2 devices" in wide.output
     assert "counts a token for each byte" in streamed.output
+
+
+def test_the_fastest_run_comes_first_and_those_that_do_not_fit_last() -> None:
+    """Loading counts as well. What does not fit is tried with streamed layers."""
+    asked: list[EngineConfig] = []
+
+    def plan_one(config: EngineConfig) -> PlannedRun:
+        asked.append(config)
+        if config.quantize is None and config.offload == "off":
+            return PlannedRun(config, why_not="it does not fit: rank 0")
+        load_s = 100.0 if config.quantize == "int8" else 0.0
+        return PlannedRun(config, load_s=load_s, run_s=10.0 * config.num_stages)
+
+    config = EngineConfig(random_init="llama-160m")
+    found = plan_runs(config, roofs_of(2), plan_one, kept=())
+    assert [(run.config.num_stages, run.config.quantize) for run in found] == [
+        (1, None),
+        (1, "int4"),
+        (1, None),
+        (1, "int4"),
+        (2, None),
+        (2, "int4"),
+        (1, "int8"),
+        (1, "int8"),
+        (2, "int8"),
+        *[(1, None), (2, None), (1, None)],
+    ]
+    assert [bool(run.why_not) for run in found] == [False] * 9 + [True] * 3
+    assert [run.config.offload for run in found if run.config.quantize is None] == (
+        ["auto"] * 3 + ["off"] * 3
+    )
+    kept = plan_runs(config, roofs_of(2), plan_one, kept=("offload",))
+    assert len(kept) == 9 and all(run.config.offload == "off" for run in kept)
+
+    asked.clear()
+    quantized = EngineConfig(random_init="llama-160m", quantize="int4")
+    plan_runs(quantized, roofs_of(2), plan_one, kept=())
+    assert {each.quantize for each in asked} == {"int4"} and len(asked) == 3
+
+
+def test_the_flags_of_a_planned_run_give_its_config() -> None:
+    config = EngineConfig(
+        random_init="llama-8b",
+        data_group_size=2,
+        pipeline_group_size=3,
+        tensor_parallel_size=4,
+        quantize="int8",
+        offload="auto",
+    )
+    assert PlannedRun(config).flags == (
+        "--data-group-size 2 --pipeline-group-size 3 --tp 4 --quantize int8 --offload auto"
+    )
+    plain = PlannedRun(EngineConfig(random_init="llama-8b"))
+    assert (plain.flags, plain.name) == ("", "one process, without flags")
+    assert (plain.rank_bytes, plain.streamed) == (0, [])
+    assert plain.to_dict() == {"flags": "", "why_not": ""}
+
+
+def test_of_many_plans_a_few_are_shown_unless_all_are_asked_for() -> None:
+    config = EngineConfig(random_init="llama-160m", dtype="float32", device="cpu")
+    plan = make_plan(config, open_model(config), Machine(free=8 << 30))
+    fits = PlannedRun(config, plan, load_s=1.0, run_s=2.0, ms_token=3.0, bound="disk")
+    short = replace(fits, why_not="it does not fit: rank 0 would take 9 GiB")
+    report = PlanReport("h200", [fits] * (MOST_ROWS + 2) + [short] * 3, roofs_of(8))
+
+    few = report.to_text()
+    assert few.count(" disk") - few.count("disk 7.0") == MOST_ROWS
+    assert "… and 2 more that fit; --all shows them" in few
+    assert "not       3 ways: it does not fit" in few and "9 GiB" not in few
+    whole = report.to_text(is_all=True)
+    assert "more that fit" not in whole and whole.count("would take 9 GiB") == 3
+    assert "fastest   one process, without flags" in few and "nearest" not in few
+
+    assert len(report.fitting) == MOST_ROWS + 2
+    runs = report.to_dict()["runs"]
+    assert len(runs) == MOST_ROWS + 5 and runs[0]["run_s"] == 2.0
+    assert runs[0]["kv_tokens"] == plan.num_kv_tokens > 0
+    assert runs[0]["rank_bytes"] == plan.own.takes.total(0)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import math
-from dataclasses import replace
+from dataclasses import fields, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,6 +17,7 @@ from fminfer.models.checkpoint import open_model
 from fminfer.plan.expected_bytes import GRAPH_LAYER_BYTES
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.pass_time import (
+    LEAST_RATES,
     START_S,
     StepLoad,
     describe_passes,
@@ -373,3 +374,69 @@ def test_no_step_of_a_slow_machine_is_taken_for_one_that_hangs() -> None:
     assert limit_step(plan) > 2 * 70e9 * plan.sizes.chunk_size / 20e9, (
         "a core of 20 GFLOP/s"
     )
+
+
+@pytest.mark.parametrize(
+    ("size", "options"),
+    [
+        ("llama-8b", {}),
+        ("llama-8b", {"quantize": "int4"}),
+        ("llama-70b", {"offload": "auto"}),
+        ("llama-8b", {"tensor_parallel_size": 2, "pipeline_group_size": 2}),
+        ("deepseek-v3", {"offload": "disk"}),
+    ],
+    ids=str,
+)
+@pytest.mark.parametrize("field", [field.name for field in fields(StepLoad)])
+def test_a_step_with_more_to_do_never_takes_less(
+    size: str, options: dict[str, Any], field: str
+) -> None:
+    """Each part of its time is positive or nothing, and grows or stays."""
+    roofs = replace(A100, num_devices=4)
+    plan = plan_of(size, roofs, **options)
+    work = measure_rank(plan, plan.ranks[-1])  # which has the head
+    load = StepLoad(2048, 16, 10_000, 4_000_000, 16)
+    before = time_step(plan, work, load, roofs)
+    assert all(seconds >= 0 for seconds in before.values())
+    for factor in (2, 3, 10):
+        more = replace(load, **{field: factor * getattr(load, field)})
+        after = time_step(plan, work, more, roofs)
+        assert all(after[name] >= seconds for name, seconds in before.items()), factor
+        assert sum(after.values()) > sum(before.values())
+        before = after
+
+
+def test_the_seconds_of_equal_and_of_other_steps_add_up() -> None:
+    for options in ({}, {"pipeline_group_size": 4}, {"offload": "disk"}):
+        plan = plan_of("llama-8b", A100, **options)
+        first = (decode(64, 100), 5.0)
+        second = (StepLoad(2048, 0, 2048, 2048 * 1024, 1), 3.0)
+        one, two, both, thrice = (
+            predict_run(plan, loads, 64, A100)[0]
+            for loads in ([first], [second], [first, second], [(first[0], 15.0)])
+        )
+        assert both == pytest.approx(one + two) and thrice == pytest.approx(3 * one)
+        assert one > 0 and two > 0
+        assert predict_run(plan, [], 64, A100) == (0, "")
+
+
+def test_loading_never_takes_less_of_a_larger_model_or_from_a_slower_disk() -> None:
+    sizes = ("llama-160m", "llama-8b", "llama-70b", "llama-405b")
+    times = [predict_load(plan_of(size, H200), H200) for size in sizes]
+    assert times == sorted(times) and times[0] > START_S
+    plan = plan_of("llama-70b", H200)
+    slow = replace(H200, disk_rate=H200.disk_rate / 10, host_rate=1e15)
+    read_s = predict_load(plan, replace(H200, host_rate=1e15)) - START_S
+    assert predict_load(plan, slow) - START_S == pytest.approx(10 * read_s)
+    assert read_s == pytest.approx(2 * 70.55e9 / 7e9, rel=0.01)
+
+
+def test_the_limit_of_a_step_grows_with_its_tokens() -> None:
+    """By the arithmetic of the tokens that are added, at the slowest rate that works."""
+    limits = [
+        limit_step(plan_of("llama-8b", H200, chunk_size=n)) for n in (1024, 2048, 8192)
+    ]
+    assert limits == sorted(limits)
+    added = 2.0 * 8.03e9 * 6144 / LEAST_RATES["cuda"]
+    assert limits[2] - limits[1] == pytest.approx(added, rel=0.01)
+    assert limit_step(plan_of("llama-8b", H200, offload="disk")) - limits[0] > 1000
