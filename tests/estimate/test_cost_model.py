@@ -23,9 +23,9 @@ from fminfer.estimate.cost_model import (
     CostModel,
     StepWork,
     fit,
-    keep_costs,
     load_costs,
     no_counts,
+    write_costs,
 )
 
 PRICES = CostModel(tuple(float(2**n) for n in range(len(COSTS))), 0.0)
@@ -126,12 +126,12 @@ def test_a_whole_run_takes_the_median_of_those_measured() -> None:
 def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     costs = replace(PRICES, error=0.25, whole_runs=(1.5, 0.75))
-    keep_costs(path, costs, "a model")
+    write_costs(path, costs, "a model")
     assert load_costs(path) == costs
     found = json.loads(path.read_text())
     assert found["model"] == "a model" and [*found["seconds"]] == [*COSTS]
     with pytest.raises(UsageError, match="cannot be kept"):
-        keep_costs(tmp_path / "nowhere" / "costs.json", costs, "a model")
+        write_costs(tmp_path / "nowhere" / "costs.json", costs, "a model")
 
 
 @pytest.mark.parametrize("name", ["seconds", "whole_runs", "median_error"])
@@ -139,7 +139,7 @@ def test_costs_are_read_as_they_were_written(tmp_path: Path) -> None:
 def test_damaged_costs_are_none(name: str, value: object, tmp_path: Path) -> None:
     path = tmp_path / "costs.json"
     assert load_costs(path) is None
-    keep_costs(path, PRICES, "a model")
+    write_costs(path, PRICES, "a model")
     path.write_text(json.dumps(json.loads(path.read_text()) | {name: value}))
     assert load_costs(path) is None
 

@@ -423,4 +423,4 @@ def test_of_many_plans_a_few_are_shown_unless_all_are_asked_for() -> None:
     runs = report.to_dict()["runs"]
     assert len(runs) == MOST_ROWS + 5 and runs[0]["run_s"] == 2.0
     assert runs[0]["kv_tokens"] == plan.num_kv_tokens > 0
-    assert runs[0]["rank_bytes"] == plan.own.takes.total(0)
+    assert runs[0]["rank_bytes"] == plan.this_rank.takes.total(0)

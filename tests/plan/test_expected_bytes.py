@@ -56,18 +56,18 @@ def loaded_bytes(plan: RunPlan, rank: RankPlan) -> int:
         share=rank.share,
     )
     for number in source.numbers:
-        source.layer(number)
-    source.exit(source.entry())
+        source.load_layer(number)
+    source.load_exit(source.load_entry())
     return source.num_bytes
 
 
 @pytest.mark.parametrize("options", FORMATS, ids=str)
 def test_an_engine_holds_what_was_expected(options: dict[str, Any]) -> None:
     """Weights and a token of KV cache, to the byte."""
-    takes = plan_demo(**options).own.takes
+    takes = plan_demo(**options).this_rank.takes
     with fminfer.Engine(kernels="off", device="cpu", budget=64, **options) as engine:
         facts = engine.facts
-    assert takes.weights == takes.held_weights + takes.mapped == facts.weight_bytes
+    assert takes.weights == takes.held_weights + takes.mapped == facts.measured.weight_bytes
     assert takes.kv_token == facts.kv_bytes_per_token
 
 
@@ -84,7 +84,8 @@ def test_each_rank_loads_what_was_expected_of_it(
 
 def test_fewer_bits_never_take_more() -> None:
     sizes = {
-        str(options): plan_demo(**options).own.takes.weights for options in FORMATS
+        str(options): plan_demo(**options).this_rank.takes.weights
+        for options in FORMATS
     }
     float32, bfloat16, int8, int4, *narrow = sizes.values()
     assert float32 == 2 * bfloat16
@@ -120,7 +121,7 @@ def test_more_ranks_never_take_more_on_each(checkpoint: Checkpoint) -> None:
 
 
 def test_a_process_takes_more_with_each_token_of_its_cache() -> None:
-    takes = plan_demo(dtype="float32").own.takes
+    takes = plan_demo(dtype="float32").this_rank.takes
     sizes = [takes.total(count) for count in (0, 1, 32, 1000)]
     assert [b - a for a, b in pairwise(sizes)] == [
         count * takes.kv_token for count in (1, 31, 968)
@@ -134,7 +135,7 @@ def test_a_larger_step_needs_more_room_for_its_work(checkpoint: Checkpoint) -> N
     takes = [
         make_plan(
             replace(config, chunk_size=size), checkpoint, Machine(free=64 * GIB)
-        ).own.takes
+        ).this_rank.takes
         for size in sizes
     ]
     for (size, few), (larger, many) in pairwise(zip(sizes, takes, strict=True)):
@@ -148,7 +149,7 @@ def test_a_cache_of_16_bits_takes_half(checkpoint: Checkpoint) -> None:
             config_of(random_init="llama-160m", dtype="float32", kv_dtype=kv_dtype),
             checkpoint,
             Machine(free=64 * GIB),
-        ).own.takes
+        ).this_rank.takes
         for kv_dtype in ("float32", "bfloat16")
     )
     assert wide.kv_token == 2 * narrow.kv_token > 0
@@ -159,8 +160,8 @@ def test_a_cache_of_16_bits_takes_half(checkpoint: Checkpoint) -> None:
 def test_a_layer_takes_its_part_of_the_weights(options: dict[str, Any]) -> None:
     """A shard holds half of what is cut; a matrix cut by its inputs is read whole."""
     plan = plan_demo(**options)
-    layers = [layer_bytes(plan, None, n) for n in plan.own.part.layer_numbers]
-    assert 0 < sum(layer.held for layer in layers) < plan.own.takes.weights
+    layers = [layer_bytes(plan, None, n) for n in plan.this_rank.part.layer_numbers]
+    assert 0 < sum(layer.held for layer in layers) < plan.this_rank.takes.weights
     assert all(layer.read == layer.whole for layer in layers)
 
     halves = plan_demo(num_shards=2, **options)

@@ -20,15 +20,15 @@ from fminfer.plan.run_plan import RunPlan
 from fminfer.plan.shortage import (
     CPU_SHARE,
     auto_budget,
+    cache_error,
     count_kv_tokens,
     find_rank_shortage,
     find_room,
     fit_kv_tokens,
-    no_cache,
 )
 
 GIB = 1 << 30
-OWN_BYTES = 100 << 20  # of this process, in a machine that is made up
+PROCESS_BYTES = 100 << 20  # of this process, in a machine that is made up
 NUM_PARAMETERS = 162_417_408  # of llama-160m
 KV_NUMBERS = 12 * 2 * 768  # keys and values of one of its tokens
 ON_CPU = EngineConfig(
@@ -44,7 +44,7 @@ def checkpoint() -> Checkpoint:
 
 def machine_with(room: int, **facts: Any) -> Machine:
     """Return a machine whose processes have so much memory, with what this one has of it."""
-    return Machine(free=room - OWN_BYTES, own=OWN_BYTES, **facts)
+    return Machine(free=room - PROCESS_BYTES, process_bytes=PROCESS_BYTES, **facts)
 
 
 def planned_gpu(room: int, **facts: Any) -> Machine:
@@ -53,7 +53,7 @@ def planned_gpu(room: int, **facts: Any) -> Machine:
 
 def least_room(plan_in: Callable[[int], RunPlan]) -> int:
     """Return the least memory with which nothing is short."""
-    sizes = range(OWN_BYTES, 64 * GIB)
+    sizes = range(PROCESS_BYTES, 64 * GIB)
     return sizes[bisect_left(sizes, True, key=lambda n: not plan_in(n).shortage)]
 
 
@@ -97,7 +97,7 @@ def test_a_cpu_needs_its_weights_a_block_and_libraries(checkpoint: Checkpoint) -
         )
 
     tables = 2 * 4 * 32 * checkpoint.context_length  # cosines and sines
-    libraries = OWN_BYTES + RUN_BYTES + tables
+    libraries = PROCESS_BYTES + RUN_BYTES + tables
     model = 4 * NUM_PARAMETERS + 32 * 4 * KV_NUMBERS
     assert least() == libraries + model
     assert least(num_stages=2, local_size=2) == 2 * libraries + model
@@ -109,7 +109,7 @@ def test_a_planned_gpu_needs_a_step_and_its_libraries_too(
     checkpoint: Checkpoint,
 ) -> None:
     least = least_room(lambda room: make_plan(ON_GPU, checkpoint, planned_gpu(room)))
-    takes = make_plan(ON_GPU, checkpoint, planned_gpu(least)).own.takes
+    takes = make_plan(ON_GPU, checkpoint, planned_gpu(least)).this_rank.takes
     tables = 2 * 4 * 32 * checkpoint.context_length
     model = 4 * NUM_PARAMETERS + 32 * 4 * KV_NUMBERS
     assert least == GPU_CONTEXT + GPU_RESERVE + tables + takes.work + model
@@ -141,7 +141,7 @@ def test_each_remedy_of_a_cpu_lets_the_run_fit(
 
 def test_only_remedies_that_are_left_are_named(checkpoint: Checkpoint) -> None:
     """Nobody is told to use what the run uses already."""
-    machine = machine_with(OWN_BYTES + (80 << 20))
+    machine = machine_with(PROCESS_BYTES + (80 << 20))
 
     def flags(**options: Any) -> list[str]:
         said = make_plan(replace(ON_CPU, **options), checkpoint, machine).shortage
@@ -226,14 +226,14 @@ def test_more_memory_never_gives_less_cache_and_more_tokens_never_need_less(
 def test_the_cache_of_a_plan_fits_beside_the_rest(checkpoint: Checkpoint) -> None:
     """A block more would be more than the part that the cache may take."""
     plan = make_plan(ON_CPU, checkpoint, machine_with(4 * GIB))
-    takes = plan.own.takes
+    takes = plan.this_rank.takes
     left = plan.room_bytes - takes.libraries - takes.weights
     most = int(left * CPU_SHARE) // takes.kv_token
     assert most <= plan.num_kv_tokens < most + plan.config.block_size
     assert count_kv_tokens(plan) == plan.num_kv_tokens
 
     on_gpu = make_plan(ON_GPU, checkpoint, planned_gpu(7 * GIB))
-    takes = on_gpu.own.takes
+    takes = on_gpu.this_rank.takes
     spare = on_gpu.room_bytes - takes.total(on_gpu.num_kv_tokens)
     assert -on_gpu.config.block_size * takes.kv_token < spare < takes.kv_token
     given = replace(plan, config=replace(plan.config, budget=1000))
@@ -290,6 +290,6 @@ def test_a_cache_without_memory_is_told_with_its_size(
 ) -> None:
     config = replace(ON_CPU, kv_dtype=kv_dtype)
     plan = make_plan(config, checkpoint, machine_with(4 * GIB))
-    said = str(no_cache(plan, 51_200, 2 * GIB))
+    said = str(cache_error(plan, 51_200, 2 * GIB))
     assert f"51200 tokens takes {gib} GiB" in said and "2.0 GiB are free" in said
     assert ("--kv-dtype bfloat16" in said) == is_narrower
