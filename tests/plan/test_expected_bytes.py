@@ -67,7 +67,11 @@ def test_an_engine_holds_what_was_expected(options: dict[str, Any]) -> None:
     takes = plan_demo(**options).this_rank.takes
     with fminfer.Engine(kernels="off", device="cpu", budget=64, **options) as engine:
         facts = engine.facts
-    assert takes.weights == takes.held_weights + takes.mapped == facts.measured.weight_bytes
+    assert (
+        takes.weights
+        == takes.held_weights + takes.mapped
+        == facts.measured.weight_bytes
+    )
     assert takes.kv_token == facts.kv_bytes_per_token
 
 
