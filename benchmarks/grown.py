@@ -27,7 +27,7 @@ from typing import Any, Literal
 import click
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.contract.record import Record
 from fminfer.files.status_file import read_status
 from fminfer.job.journaled_input import JournaledInput
@@ -107,7 +107,7 @@ def write_answers(
     for line in file.read_lines(lambda line: None):
         if before is not None:
             file.add(before)
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         before = Record(line, envelope, result_of(shape, line.number), None, 90, 0, 4)
     assert before is not None, "the file has lines"
     if is_whole:

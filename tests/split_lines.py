@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.contract.record import Record
 from fminfer.contract.request import parse_request
 from fminfer.core.errors import RequestError
@@ -48,7 +48,7 @@ def answer_part(part: Path) -> None:
     )
     file.begin()
     for line in file.read_lines(lambda _: None):
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         try:
             if envelope.error is not None:
                 raise envelope.error

@@ -18,7 +18,7 @@ from typing import Generic, TypeVar
 
 from fminfer.answers.answer_store import AnswerStore
 from fminfer.answers.cache_place import CachePlace
-from fminfer.contract.json_object import dump, load
+from fminfer.contract.json_object import dump_json, parse_json
 from fminfer.core.bounded_cache import BoundedCache
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.noise import digest_meaning
@@ -139,7 +139,7 @@ class AnswerIndex:
             self.num_found += value is not None
         if value is None:
             return None
-        choices, usage = load(value)
+        choices, usage = parse_json(value)
         return copy_answer(Finished(NO_REQUEST, choices, usage, {}, prepared.kind))
 
     def add(self, prepared: PreparedRequest, answer: Finished) -> None:
@@ -149,7 +149,7 @@ class AnswerIndex:
             return
         key, value = (
             make_answer_key(prepared, self._terms),
-            dump([answer.choices, answer.usage]),
+            dump_json([answer.choices, answer.usage]),
         )
         self._recent.add(key, value, is_by_chance=is_by_chance)
         if self._store is not None and not is_by_chance:

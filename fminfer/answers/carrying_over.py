@@ -21,8 +21,13 @@ from fminfer.answers.earlier_answers import (
     PacedProgress,
 )
 from fminfer.answers.line_counter import LineCounter
-from fminfer.contract.envelope import Envelope, Line, open_envelope
-from fminfer.contract.record import Answered, load_record, make_id, make_key
+from fminfer.contract.envelope import Envelope, Line, parse_envelope
+from fminfer.contract.record import (
+    AnsweredRecord,
+    make_line_id,
+    make_record_key,
+    parse_record,
+)
 from fminfer.core.errors import RequestError, UsageError, line_error
 from fminfer.files.claims import Claims
 from fminfer.files.completed import (
@@ -233,12 +238,12 @@ def _carry_rows(
         if is_beyond and num_unasked is None:
             num_unasked = earlier.num_left_out
 
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         repeat = _count_equal_lines(line, envelope, counter)
         answer = None
         key = b""
         if not isinstance(repeat, RequestError):
-            key = make_key(envelope, repeat)
+            key = make_record_key(envelope, repeat)
             answer = earlier.find(line, envelope, key)
         elif repeat.code == "duplicate_custom_id":  # it depends on another line
             carried.repeats = None
@@ -307,7 +312,7 @@ def _read_output_rows(
     answer = next(answers, None)
     error = next(errors, None)
     for line in read_lines(source, 0, limit=completed.limit):
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         crc = zlib.crc32(line.raw)
         repeat = 0 if counter is None else _count_equal_lines(line, envelope, counter)
         if error is not None and _is_error_of(error, line, envelope):
@@ -315,7 +320,7 @@ def _read_output_rows(
             error = next(errors, None)
         elif answer is not None and _is_answer_to(answer, line, envelope):
             try:
-                tokens = Answered(answer, load_record(answer)).tokens
+                tokens = AnsweredRecord(answer, parse_record(answer)).tokens
             except ValueError as damage:
                 raise changed_error("an answer has no usage") from damage
             num_equal = 0 if isinstance(repeat, RequestError) else repeat
@@ -325,7 +330,7 @@ def _read_output_rows(
                 tokens=tokens,
                 input_crc=crc,
                 record=answer,
-                key=b"" if counter is None else make_key(envelope, num_equal),
+                key=b"" if counter is None else make_record_key(envelope, num_equal),
                 vector=b"" if vectors is None else vectors.read(line.number),
             )
             answer = next(answers, None)
@@ -350,4 +355,4 @@ def _is_answer_to(record: bytes, line: Line, envelope: Envelope) -> bool:
 
 def _has_line_id(record: bytes, line: Line, envelope: Envelope) -> bool:
     match = BATCH_RECORD.match(record)
-    return match is not None and match[1] == make_id(line, envelope).encode()
+    return match is not None and match[1] == make_line_id(line, envelope).encode()

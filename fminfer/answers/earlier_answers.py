@@ -12,13 +12,13 @@ import numpy as np
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.envelope import MAX_QUOTED_BYTES, Envelope, Line
 from fminfer.contract.record import (
-    Answered,
-    is_batch,
-    load_record,
-    make_key,
-    read_key,
-    read_request,
-    readdress,
+    AnsweredRecord,
+    find_record_key,
+    find_request_bytes,
+    is_batch_record,
+    make_record_key,
+    parse_record,
+    readdress_record,
 )
 from fminfer.core.errors import RequestError, UsageError, line_error
 from fminfer.files.completed import is_retryable, read_records
@@ -90,7 +90,7 @@ class PacedProgress:
 
 
 class EarlierAnswers:
-    """Answers by the keys of their requests (`contract.record.make_key`)."""
+    """Answers by the keys of their requests (`contract.record.make_record_key`)."""
 
     def __init__(
         self, path: Path, file: BinaryIO, input_was: str, progress: PacedProgress
@@ -113,7 +113,7 @@ class EarlierAnswers:
         """Answers that no line has asked for."""
         return self._index.count_unused() + self.num_unsure
 
-    def find(self, line: Line, envelope: Envelope, key: bytes) -> Answered | None:
+    def find(self, line: Line, envelope: Envelope, key: bytes) -> AnsweredRecord | None:
         """Return the record that a line gets; None: it has no answer yet."""
         place = self._index.find(key)
         if place is None:
@@ -123,7 +123,7 @@ class EarlierAnswers:
         written = self._file.readline()
         self._place = place + len(written)
         try:
-            return readdress(self._extract_record(written), line, envelope, key)
+            return readdress_record(self._extract_record(written), line, envelope, key)
         except (ValueError, KeyError) as error:
             raise self._damaged_error(f"{error}, at byte {place}") from error
 
@@ -184,7 +184,7 @@ class OutputAnswers(EarlierAnswers):
 
     def _note_failed_line(self, record: bytes, counter: LineCounter) -> None:
         """Note a line that was counted, and has no answer: its place is not known."""
-        request = None if is_batch(record) else load_record(record)["request"]
+        request = None if is_batch_record(record) else parse_record(record)["request"]
         if isinstance(request, dict):
             counter.count_request(request, times=UNSURE)
         elif isinstance(request, str):  # only its beginning is quoted
@@ -193,19 +193,19 @@ class OutputAnswers(EarlierAnswers):
             self._has_unknown = True
 
     def _find_key(self, record: bytes, counter: LineCounter) -> bytes | None:
-        if is_batch(record):
+        if is_batch_record(record):
             self._has_unknown = True
-            if (key := read_key(record)) is None:
+            if (key := find_record_key(record)) is None:
                 raise ValueError(
                     "a Batch record of an older version does not tell its request"
                 )
             return key
-        request = read_request(record)
-        repeat = counter.count_request(load_record(request))
+        request = find_request_bytes(record)
+        repeat = counter.count_request(parse_record(request))
         is_long = self._has_long_unknown and len(request) > MAX_QUOTED_BYTES
         if repeat is not None and (repeat >= UNSURE or self._has_unknown or is_long):
             return None
-        return make_key(Envelope("bare", request), repeat or 0)
+        return make_record_key(Envelope("bare", request), repeat or 0)
 
 
 class JournalAnswers(EarlierAnswers):

@@ -10,15 +10,15 @@ import orjson
 
 from fminfer.answers.seen_counts import SeenCounts
 from fminfer.contract.chat import ChatRequest, parse_chat
-from fminfer.contract.endpoints import OF_DRAWS, Endpoint, tell_endpoint
+from fminfer.contract.endpoints import DRAWING_ENDPOINTS, Endpoint, choose_endpoint
 from fminfer.contract.envelope import (
     Envelope,
     Line,
-    open_envelope,
+    check_model_name,
+    parse_envelope,
     read_clock,
-    refuse_other_model,
 )
-from fminfer.contract.fields import show
+from fminfer.contract.fields import describe_value
 from fminfer.contract.request import Request, parse_request
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError, line_error
@@ -142,7 +142,7 @@ class LineCounter:
     def count_answered(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it."""
         try:
-            self.count(line, open_envelope(line))
+            self.count(line, parse_envelope(line))
         except Exception as error:  # that run has told what is wrong with it
             line_error(error, f"line {line.number}")
 
@@ -173,7 +173,8 @@ class LineCounter:
         if name is not None and self._custom_ids.add_text(name):
             raise RequestError(
                 "duplicate_custom_id",
-                f"custom_id {show(name)} of line {line.number} is also an earlier line's; "
+                f"custom_id {describe_value(name)} of line {line.number} is also an "
+                "earlier line's; "
                 "each line of a file needs one of its own. Change or remove one of the two",
                 "custom_id",
             )
@@ -188,7 +189,7 @@ class LineCounter:
 
     def _check_model(self, envelope: Envelope) -> None:
         if (names := self._intake.limits.model_names) is not None:
-            refuse_other_model(envelope.fields, names)
+            check_model_name(envelope.fields, names)
 
 
 class EqualLines:
@@ -200,9 +201,9 @@ class EqualLines:
 
     def count(self, line: Line, envelope: Envelope) -> int:
         """Return how many came before a line."""
-        endpoint = envelope.endpoint or tell_endpoint(envelope.fields)
+        endpoint = envelope.endpoint or choose_endpoint(envelope.fields)
         # A run refuses it before it counts, or chance has no part in its answer.
-        if envelope.error is not None or endpoint not in OF_DRAWS:
+        if envelope.error is not None or endpoint not in DRAWING_ENDPOINTS:
             return 0
         try:
             meaning = self._meanings.find(envelope.fields, endpoint, "")

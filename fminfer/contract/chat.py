@@ -7,17 +7,17 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from typing import Any
 
-from fminfer.contract.chat_messages import read_messages, read_tools
+from fminfer.contract.chat_messages import parse_messages, parse_tools
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.fields import INT64, is_integral
-from fminfer.contract.prompts import check_choices, describe_foreign
-from fminfer.contract.read_fields import read_fields
+from fminfer.contract.prompts import check_choices, describe_foreign_field
+from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.request import DEFAULTS, SamplingParams, make_params
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import RequestError
 
 # What a template is rendered with, by its name or by that of what renders it.
-_TEMPLATE_OWN = frozenset(
+_TEMPLATE_NAMES = frozenset(
     {
         "messages",
         "tools",
@@ -46,7 +46,9 @@ class ChatRequest:
     warnings: tuple[RowWarning, ...] = ()
 
 
-def overwrite(fields: Mapping[str, Any], args: Mapping[str, Any]) -> dict[str, Any]:
+def overwrite_fields(
+    fields: Mapping[str, Any], args: Mapping[str, Any]
+) -> dict[str, Any]:
     """Return a chat request's fields with others in their place, which have
     completions' names."""
     found = {**fields, **args}
@@ -78,29 +80,29 @@ def parse_chat(
         max_new_tokens: the most tokens of an answer whose request does not say.
     """
     if fields.get("messages") is None:
-        raise _missing(fields)
-    found, warnings = read_fields(
+        raise _missing_messages_error(fields)
+    found, warnings = parse_fields(
         fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict
     )
-    tools = read_tools(found.get("tools"))
+    tools = parse_tools(found.get("tools"))
     if found.get("tool_choice") == "none":
         tools = []
-    warnings += _warn_of_strict(tools)
+    warnings += _make_strict_warnings(tools)
     if tools and find_constraint(found) is not None:
         warnings.append(
             RowWarning("tools cannot be called by an answer that is constrained")
         )
-    max_tokens = _max_tokens(found)
+    max_tokens = _parse_max_tokens(found)
     most = max_new_tokens if max_tokens is None else max_tokens
-    found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _logprobs(found)}
+    found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _parse_logprobs(found)}
     params = replace(make_params(found, defaults, most), add_special_tokens=False)
     check_choices(1, params.n, params.best_of)
     continues = found.get("continue_final_message", False)
     return ChatRequest(
-        read_messages(fields["messages"], continues=continues),
+        parse_messages(fields["messages"], continues=continues),
         tools,
-        _template_args(found),
-        _adds_generation_prompt(found, continues=continues),
+        _parse_template_args(found),
+        _parse_generation_prompt(found, continues=continues),
         continues,
         params,
         fills_context=max_tokens is None,
@@ -109,18 +111,18 @@ def parse_chat(
     )
 
 
-def _missing(fields: Mapping[str, Any]) -> RequestError:
+def _missing_messages_error(fields: Mapping[str, Any]) -> RequestError:
     found = "null" if "messages" in fields else "absent"
     instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
     return RequestError(
         "missing_prompt",
         f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
-        f"{instead}{describe_foreign(fields)}",
+        f"{instead}{describe_foreign_field(fields)}",
         "messages",
     )
 
 
-def _max_tokens(found: Mapping[str, Any]) -> int | None:
+def _parse_max_tokens(found: Mapping[str, Any]) -> int | None:
     old = found.get("max_tokens")
     new = found.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
@@ -133,7 +135,7 @@ def _max_tokens(found: Mapping[str, Any]) -> int | None:
     return old if new is None else new
 
 
-def _logprobs(found: Mapping[str, Any]) -> int | None:
+def _parse_logprobs(found: Mapping[str, Any]) -> int | None:
     """Return how many alternatives are told of each token; None: no logprobs."""
     num_top: int = found.get("top_logprobs", 0)
     if found.get("logprobs"):
@@ -147,7 +149,7 @@ def _logprobs(found: Mapping[str, Any]) -> int | None:
     return None
 
 
-def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
+def _make_strict_warnings(tools: list[dict[str, Any]]) -> list[RowWarning]:
     if not any(tool["function"].get("strict") for tool in tools):
         return []
     return [
@@ -157,7 +159,7 @@ def _warn_of_strict(tools: list[dict[str, Any]]) -> list[RowWarning]:
     ]
 
 
-def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bool:
+def _parse_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bool:
     adds: bool = found.get("add_generation_prompt", not continues)
     if adds and continues:
         raise RequestError(
@@ -169,9 +171,9 @@ def _adds_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> boo
     return adds
 
 
-def _template_args(found: Mapping[str, Any]) -> dict[str, Any]:
+def _parse_template_args(found: Mapping[str, Any]) -> dict[str, Any]:
     args: dict[str, Any] = found.get("chat_template_kwargs", {})
-    for name in sorted(args.keys() & _TEMPLATE_OWN):
+    for name in sorted(args.keys() & _TEMPLATE_NAMES):
         raise RequestError(
             "unsupported_parameter",
             f"chat_template_kwargs sets {name}, which the template gets from the "

@@ -12,52 +12,69 @@ from fminfer.contract.fields import (
     Schema,
     allow_null,
     check_type,
-    list_of,
-    object_of,
-    show,
-    whole,
-    wrong_type,
+    describe_value,
+    make_full_object_schema,
+    make_list_schema,
+    make_object_schema,
+    wrong_type_error,
 )
-from fminfer.contract.prompts import MEDIA, refuse_keys
+from fminfer.contract.prompts import MEDIA, check_unsupported_keys
 from fminfer.core.errors import RequestError
 
 ROLES = ("system", "developer", "user", "assistant", "tool", "function")
 # an answer may be empty, a question may not
 MAY_LACK_CONTENT = ("assistant", "tool", "function")
 _CALL_ID = "call{:05}"  # of an old call; some templates want nine letters or digits
-_PART = whole(type={"const": "text"}, text=TEXT)
-_REFUSAL = whole(type={"const": "refusal"}, refusal=TEXT)
+_PART = make_full_object_schema(type={"const": "text"}, text=TEXT)
+_REFUSAL = make_full_object_schema(type={"const": "refusal"}, refusal=TEXT)
 _ARGUMENTS: Schema = {
     "anyOf": [{"type": "object"}, NULL, TEXT],
     "description": "An object, or what the model wrote, broken or not.",
 }
-_CALLED = object_of({"name": TEXT, "arguments": _ARGUMENTS}, "name")
-_CALLS = {"tool_calls": list_of(whole(function=_CALLED)), "function_call": _CALLED}
-_PAST: Schema = {"anyOf": [TEXT, NULL, list_of({"anyOf": [_PART, _REFUSAL]})]}
-_FOUND: Schema = {"anyOf": [TEXT, NULL, list_of(_PART)]}
-_ASKED: Schema = {"anyOf": [TEXT, list_of(_PART) | {"minItems": 1}]}
+_FUNCTION_CALL = make_object_schema({"name": TEXT, "arguments": _ARGUMENTS}, "name")
+_CALLS = {
+    "tool_calls": make_list_schema(make_full_object_schema(function=_FUNCTION_CALL)),
+    "function_call": _FUNCTION_CALL,
+}
+_ANSWER_CONTENT: Schema = {
+    "anyOf": [TEXT, NULL, make_list_schema({"anyOf": [_PART, _REFUSAL]})]
+}
+_TOOL_CONTENT: Schema = {"anyOf": [TEXT, NULL, make_list_schema(_PART)]}
+_QUESTION_CONTENT: Schema = {"anyOf": [TEXT, make_list_schema(_PART) | {"minItems": 1}]}
 _TEXT_ALONE: Schema = {key: {"enum": [None, "", [], {}]} for key in MEDIA}
-_OLD: Schema = _TEXT_ALONE | {"function_call": NULL, "audio": NULL}
-_USERS: Schema = {"enum": [role for role in ROLES if role not in MAY_LACK_CONTENT]}
-_TOOLS: Schema = {"enum": [role for role in MAY_LACK_CONTENT if role != "assistant"]}
+_NO_CALLS: Schema = _TEXT_ALONE | {"function_call": NULL, "audio": NULL}
+_QUESTION_ROLES: Schema = {
+    "enum": [role for role in ROLES if role not in MAY_LACK_CONTENT]
+}
+_TOOL_ROLES: Schema = {
+    "enum": [role for role in MAY_LACK_CONTENT if role != "assistant"]
+}
 _MESSAGE: Schema = {
     "anyOf": [
-        object_of({"role": _USERS, "content": _ASKED} | _OLD, "role", "content"),
-        object_of(
-            {"role": {"const": "assistant"}, "content": _PAST}
+        make_object_schema(
+            {"role": _QUESTION_ROLES, "content": _QUESTION_CONTENT} | _NO_CALLS,
+            "role",
+            "content",
+        ),
+        make_object_schema(
+            {"role": {"const": "assistant"}, "content": _ANSWER_CONTENT}
             | _TEXT_ALONE
             | {name: allow_null(each) for name, each in _CALLS.items()},
             "role",
         ),
-        object_of({"role": _TOOLS, "content": _FOUND} | _OLD, "role"),
+        make_object_schema(
+            {"role": _TOOL_ROLES, "content": _TOOL_CONTENT} | _NO_CALLS, "role"
+        ),
     ]
 }
-MESSAGES: Schema = list_of(_MESSAGE) | {"minItems": 1}
+MESSAGES: Schema = make_list_schema(_MESSAGE) | {"minItems": 1}
 _FUNCTION = {"name": SOME_TEXT, "description": {}, "parameters": {}, "strict": {}}
-TOOLS = list_of(
-    whole(type={"const": "function"}, function=object_of(_FUNCTION, "name"))
+TOOLS = make_list_schema(
+    make_full_object_schema(
+        type={"const": "function"}, function=make_object_schema(_FUNCTION, "name")
+    )
 )
-_OF_LAST = MEDIA | dict.fromkeys(
+_LAST_MESSAGE_REMEDIES = MEDIA | dict.fromkeys(
     ("prefix", "partial"),
     'to go on with that message, give "continue_final_message": true and '
     '"add_generation_prompt": false beside messages',
@@ -65,7 +82,7 @@ _OF_LAST = MEDIA | dict.fromkeys(
 _TEXT_ONLY = "only text is read: give a string, or parts of type text"
 
 
-def read_messages(value: object, *, continues: bool = False) -> list[dict[str, Any]]:
+def parse_messages(value: object, *, continues: bool = False) -> list[dict[str, Any]]:
     """Return messages as they were sent, without nulls; each call has a type and arguments.
 
     Contents are strings or lists of text parts. Arguments are objects, or what a model wrote,
@@ -79,12 +96,14 @@ def read_messages(value: object, *, continues: bool = False) -> list[dict[str, A
         )
     last = len(messages) - 1
     return [
-        _read_message(each, place, MEDIA if continues or place < last else _OF_LAST)
+        _parse_message(
+            each, place, MEDIA if continues or place < last else _LAST_MESSAGE_REMEDIES
+        )
         for place, each in enumerate(messages)
     ]
 
 
-def read_tools(value: object) -> list[dict[str, Any]]:
+def parse_tools(value: object) -> list[dict[str, Any]]:
     given = [] if value is None else value
     tools = check_type("tools", given, list, "a list of tools or null")
     for place, tool in enumerate(tools):
@@ -105,7 +124,7 @@ def count_chars(messages: object) -> int:
     return num_chars
 
 
-def _read_message(
+def _parse_message(
     value: object, place: int, remedies: dict[str, str]
 ) -> dict[str, Any]:
     name = f"messages[{place}]"
@@ -113,27 +132,30 @@ def _read_message(
     given = check_type(name, value, dict, example)
     role = given.get("role")
     if role not in ROLES:
-        found = show(role) if "role" in given else "absent"
+        found = describe_value(role) if "role" in given else "absent"
         told = f"{name}.role is {found}; it must be one of {', '.join(ROLES)}"
         raise RequestError("out_of_range", told, f"{name}.role")
-    refuse_keys(given, name, remedies)
+    check_unsupported_keys(given, name, remedies)
     message = {field: each for field, each in given.items() if each is not None}
     for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
         if role != "assistant" and field in message:
-            told = f"{name}.{field} is {show(message[field])}, which is not read; give {instead}"
+            told = (
+                f"{name}.{field} is {describe_value(message[field])}, which is not read; "
+                f"give {instead}"
+            )
             raise RequestError("unsupported_parameter", told, f"{name}.{field}")
     # the old form of tool, which answers the call just before it
     if role == "function":
         message = (
             {"tool_call_id": _CALL_ID.format(place - 1)} | message | {"role": "tool"}
         )
-    calls = _read_past(message, place) if role == "assistant" else []
+    calls = _parse_past_calls(message, place) if role == "assistant" else []
     message.pop("tool_calls", None)
     if calls:
         message["tool_calls"] = calls
     lacks_content = message.get("content") in (None, [])
     if not (lacks_content and role in MAY_LACK_CONTENT):
-        message["content"] = _read_content(message, name)
+        message["content"] = _parse_content(message, name)
     elif calls:
         message.pop("content", None)
     else:
@@ -141,29 +163,29 @@ def _read_message(
     return message
 
 
-def _read_past(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
+def _parse_past_calls(message: dict[str, Any], place: int) -> list[dict[str, Any]]:
     """Return the calls of an assistant's message, and let its content be what was said."""
     name = f"messages[{place}]"
     old = message.get("function_call")
     given = message.get("tool_calls", [])
     check_type(f"{name}.tool_calls", given, list, "a list of calls or null")
     calls = [
-        _read_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)
+        _parse_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)
     ]
     if old is not None and not calls:
         name = f"{name}.function_call"
         if not isinstance(old, dict) or not isinstance(old.get("name"), str):
-            raise wrong_type(
+            raise wrong_type_error(
                 name, old, "an object with the name and arguments of a function"
             )
         del message["function_call"]
-        calls = [_read_call({"id": _CALL_ID.format(place), "function": old}, name)]
+        calls = [_parse_call({"id": _CALL_ID.format(place), "function": old}, name)]
     if message.get("content") in (None, []) and isinstance(message.get("refusal"), str):
         message["content"] = message.pop("refusal")
     return calls
 
 
-def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, Any]]:
+def _parse_content(message: dict[str, Any], name: str) -> str | list[dict[str, Any]]:
     content = message.get("content")
     name = f"{name}.content"
     if isinstance(content, str):
@@ -182,36 +204,38 @@ def _read_content(message: dict[str, Any], name: str) -> str | list[dict[str, An
         )
     is_past = message["role"] == "assistant"
     return [
-        _read_part(each, f"{name}[{i}]", is_past=is_past)
+        _parse_part(each, f"{name}[{i}]", is_past=is_past)
         for i, each in enumerate(parts)
     ]
 
 
-def _read_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
+def _parse_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
     part = check_type(
         name, value, dict, 'an object, such as {"type": "text", "text": "Hello"}'
     )
     if is_past and part.get("type") == "refusal":
         part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
-        told = f"{name} is a part of type {show(part.get('type'))}; {_TEXT_ONLY}"
+        told = (
+            f"{name} is a part of type {describe_value(part.get('type'))}; {_TEXT_ONLY}"
+        )
         raise RequestError("unsupported_parameter", told, name)
     check_type(f"{name}.text", part.get("text"), str, "a string")
-    refuse_keys(part, name, MEDIA)
+    check_unsupported_keys(part, name, MEDIA)
     # A template may ask whether a part has an "image": tables have a column of nulls for it.
     return {key: each for key, each in part.items() if each is not None}
 
 
-def _read_call(call: object, name: str) -> dict[str, Any]:
+def _parse_call(call: object, name: str) -> dict[str, Any]:
     function = call.get("function") if isinstance(call, dict) else None
     if not isinstance(call, dict) or not isinstance(function, dict):
-        raise wrong_type(name, call, 'an object with a "function"')
+        raise wrong_type_error(name, call, 'an object with a "function"')
     name = f"{name}.function"
     check_type(f"{name}.name", function.get("name"), str, "a string")
     arguments = {} if function.get("arguments") in (None, "") else function["arguments"]
     if not isinstance(arguments, str | dict):
         allowed = "an object, or a string as the model wrote it"
-        raise wrong_type(f"{name}.arguments", arguments, allowed)
+        raise wrong_type_error(f"{name}.arguments", arguments, allowed)
     written = function | {"arguments": arguments}
     # The names stay in their order, in which a template may write them.
     return call | {"type": call.get("type") or "function", "function": written}
@@ -222,7 +246,7 @@ def _check_tool(value: object, name: str) -> None:
     tool = check_type(name, value, dict, example)
     if tool.get("type") != "function":
         told = (
-            f"{name}.type is {show(tool.get('type'))}; only tools of type "
+            f"{name}.type is {describe_value(tool.get('type'))}; only tools of type "
             '"function" are known'
         )
         raise RequestError("unsupported_parameter", told, f"{name}.type")
@@ -231,4 +255,4 @@ def _check_tool(value: object, name: str) -> None:
         name, tool.get("function"), dict, "an object with a name and parameters"
     )
     if not check_type(f"{name}.name", function.get("name"), str, "a string, not empty"):
-        raise wrong_type(f"{name}.name", "", "a string, not empty")
+        raise wrong_type_error(f"{name}.name", "", "a string, not empty")

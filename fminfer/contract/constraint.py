@@ -22,14 +22,14 @@ from fminfer.contract.fields import (
     Field,
     Kind,
     Schema,
-    an_object,
-    list_of,
-    of_type,
-    one_of,
-    out_of_range,
-    show,
-    strings,
-    wrong_type,
+    describe_value,
+    make_enum_kind,
+    make_list_schema,
+    make_object_kind,
+    make_strings_kind,
+    make_type_kind,
+    out_of_range_error,
+    wrong_type_error,
 )
 from fminfer.contract.prompts import check_text
 from fminfer.core.config import Constraint, ConstraintKind
@@ -69,21 +69,21 @@ def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
                 "complete. Remove one of the two",
                 "ignore_eos",
             )
-        return _intern(_with_whitespace(constraint, whitespace, WHITE_SPACE))
+        return _intern_constraint(_set_whitespace(constraint, whitespace, WHITE_SPACE))
     if whitespace:
-        raise out_of_range(
+        raise out_of_range_error(
             WHITE_SPACE, whitespace, "null without a JSON schema beside it"
         )
     return None
 
 
 @lru_cache(32)  # texts of at most `MAX_BYTES` each
-def _intern(constraint: Constraint) -> Constraint:
+def _intern_constraint(constraint: Constraint) -> Constraint:
     """Return one object for equal constraints: lines mostly repeat theirs."""
     return constraint
 
 
-def _with_whitespace(
+def _set_whitespace(
     constraint: Constraint, whitespace: str | None, name: str
 ) -> Constraint:
     if not whitespace:
@@ -99,31 +99,33 @@ def _with_whitespace(
     return replace(constraint, whitespace=whitespace)
 
 
-def _read_json(name: str, value: Any, most: int) -> Constraint:
+def _parse_json_schema(name: str, value: Any, most: int) -> Constraint:
     """Read a schema: an object, true, or its text."""
     schema = value
     if isinstance(value, str):
         try:
             schema = orjson.loads(check_text(value, name))
         except orjson.JSONDecodeError as error:
-            raise out_of_range(
+            raise out_of_range_error(
                 name, value, f"a JSON Schema, and it is no JSON: {error}"
             ) from None
     if schema is False:
-        raise out_of_range(
+        raise out_of_range_error(
             name, value, "a schema that something fits; false allows nothing"
         )
     if schema is not True and not isinstance(schema, dict):
-        raise wrong_type(name, value, "a JSON Schema, which is an object, or its text")
+        raise wrong_type_error(
+            name, value, "a JSON Schema, which is an object, or its text"
+        )
     if _depth_of(schema) > MAX_DEPTH:
-        raise out_of_range(name, value, f"nested at most {MAX_DEPTH} deep")
+        raise out_of_range_error(name, value, f"nested at most {MAX_DEPTH} deep")
     try:
-        text = _dump({} if schema is True else schema)
+        text = _dump_json({} if schema is True else schema)
     except ValueError:
-        raise out_of_range(
+        raise out_of_range_error(
             name, value, "without numbers that fit no double (1e400)"
         ) from None
-    return _make("json", text, name)
+    return _make_constraint("json", text, name)
 
 
 def _depth_of(value: Any) -> int:
@@ -141,31 +143,31 @@ def _depth_of(value: Any) -> int:
     return depth
 
 
-def _read_text(name: str, value: Any) -> str:
+def _parse_text(name: str, value: Any) -> str:
     if not isinstance(value, str) or not value:
-        raise wrong_type(name, value, "a string that is not empty")
+        raise wrong_type_error(name, value, "a string that is not empty")
     return value
 
 
-def _read_choice(name: str, value: Any, most: int) -> Constraint:
-    choices = strings(one=False).read(name, value, most)
+def _parse_choices(name: str, value: Any, most: int) -> Constraint:
+    choices = make_strings_kind(one=False).parse(name, value, most)
     if not 1 <= len(choices) <= MAX_CHOICES:
         found = f"{name} has {len(choices):,} choices; it must have"
         raise RequestError("out_of_range", f"{found} from 1 to {MAX_CHOICES:,}", name)
-    return _make("choice", _dump(choices), name)
+    return _make_constraint("choice", _dump_json(choices), name)
 
 
-def _read_true(name: str, value: Any, most: int) -> Constraint:
+def _parse_json_object(name: str, value: Any, most: int) -> Constraint:
     if value is not True:
-        raise wrong_type(name, value, "true or null")
+        raise wrong_type_error(name, value, "true or null")
     return _ANY_OBJECT
 
 
-def _dump(value: object) -> str:
+def _dump_json(value: object) -> str:
     return json.dumps(value, ensure_ascii=False, allow_nan=False, separators=(",", ":"))
 
 
-def _make(kind: ConstraintKind, text: str, name: str) -> Constraint:
+def _make_constraint(kind: ConstraintKind, text: str, name: str) -> Constraint:
     """Return a constraint whose text is not too long, and has no half of a surrogate pair."""
     most = MAX_REGEX_BYTES if kind == "regex" else MAX_BYTES
     size = len(check_text(text, name).encode())
@@ -175,25 +177,27 @@ def _make(kind: ConstraintKind, text: str, name: str) -> Constraint:
     return Constraint(kind, text)
 
 
-def _read_response_format(name: str, value: Any, most: int) -> Constraint | None:
+def _parse_response_format(name: str, value: Any, most: int) -> Constraint | None:
     """Read OpenAI's field; llama.cpp and others put the schema beside the type."""
     kind = value.get("type") if isinstance(value, dict) else "text"
     if not isinstance(kind, str) or kind not in _FORMATS:
-        told = ", ".join(map(show, _FORMATS))
+        told = ", ".join(map(describe_value, _FORMATS))
         raise RequestError(
             "unsupported_parameter",
-            f"{name} has the type {show(kind)}; it must be one of {told}. For a regex, "
+            f"{name} has the type {describe_value(kind)}; it must be one of {told}. "
+            "For a regex, "
             "choices or a grammar, give structured_outputs",
             name,
         )
     if kind != "json_schema" and isinstance(value, dict) and value.get("json_schema"):
         raise RequestError(
             "unsupported_parameter",
-            f"{name} has json_schema and the type {show(kind)}, which does not read it. Write "
+            f"{name} has json_schema and the type {describe_value(kind)}, which does "
+            "not read it. Write "
             '"type": "json_schema"',
             name,
         )
-    found = _FORMATS[kind].read(name, value, most)
+    found = _FORMATS[kind].parse(name, value, most)
     if len(found) == 3:
         text = f"{name} has json_schema and schema; keep one of the two"
         raise RequestError("out_of_range", text, name)
@@ -203,63 +207,63 @@ def _read_response_format(name: str, value: Any, most: int) -> Constraint | None
     return _ANY_OBJECT if constraint is None and kind == "json_object" else constraint
 
 
-def _read_structured_outputs(name: str, value: Any, most: int) -> Constraint:
-    found = _ANY_WAY.read(name, value, most)
+def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
+    found = _ANY_WAY.parse(name, value, most)
     ways = [way for way in _WAYS if way in found]
     if len(ways) != 1:
-        raise out_of_range(name, value, f"an object with {_ONE_WAY}")
+        raise out_of_range_error(name, value, f"an object with {_ONE_WAY}")
     if found.get("disable_additional_properties"):
         text = f"{name}.disable_additional_properties is true, and this version cannot do that"
         remedy = 'Write "additionalProperties": false into the schema'
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     constraint: Constraint = found[ways[0]]
     if found.get("disable_any_whitespace"):
-        constraint = _with_whitespace(
+        constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"
         )
     pattern = found.get("whitespace_pattern")
-    return _with_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
+    return _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
 
 
-def _read_whitespace(name: str, value: Any, most: int) -> str:
+def _parse_whitespace(name: str, value: Any, most: int) -> str:
     """Read a regex of white space; its `\\s` is that of JSON, and not all of Unicode's."""
-    pattern = _read_text(name, value)
+    pattern = _parse_text(name, value)
     if len(pattern) > MAX_REGEX_BYTES or not re.search(_SPACES, pattern):
         allowed = (
             "a regex of spaces, \\n, \\t, \\r and \\s alone, of at most "
             f"{MAX_REGEX_BYTES:,}"
         )
-        raise out_of_range(name, value, f"{allowed} characters, such as [ \\n]?")
+        raise out_of_range_error(name, value, f"{allowed} characters, such as [ \\n]?")
     return pattern.replace(r"\s", r"[ \t\n\r]")
 
 
-def _of_text(kind: ConstraintKind, told: str) -> Kind:
-    def read(name: str, value: Any, most: int) -> Constraint:
-        return _make(kind, _read_text(name, value), name)
+def _make_text_kind(kind: ConstraintKind, told: str) -> Kind:
+    def parse(name: str, value: Any, most: int) -> Constraint:
+        return _make_constraint(kind, _parse_text(name, value), name)
 
-    return Kind(read, SOME_TEXT, told)
+    return Kind(parse, SOME_TEXT, told)
 
 
-def _or_empty(kind: Kind) -> Kind:
+def _allow_empty(kind: Kind) -> Kind:
     """Return a kind that takes "" for no wish, as some tools write it."""
 
-    def read(name: str, value: Any, most: int) -> Any:
-        return None if value == "" else kind.read(name, value, most)
+    def parse(name: str, value: Any, most: int) -> Any:
+        return None if value == "" else kind.parse(name, value, most)
 
-    return Kind(read, {"anyOf": [kind.schema(0), {"enum": [""]}]}, kind.told)
-
-
-def _format(kind: str, kinds: Mapping[str, Kind], *required: str) -> Kind:
-    return an_object({"type": one_of(kind), **kinds}, "type", *required)
+    return Kind(parse, {"anyOf": [kind.schema(0), {"enum": [""]}]}, kind.told)
 
 
-def _any_of(*kinds: Kind) -> Schema:
+def _make_format_kind(kind: str, kinds: Mapping[str, Kind], *required: str) -> Kind:
+    return make_object_kind({"type": make_enum_kind(kind), **kinds}, "type", *required)
+
+
+def _make_any_schema(*kinds: Kind) -> Schema:
     return {"anyOf": [kind.schema(0) for kind in kinds]}
 
 
 _ANY_OBJECT = Constraint("json", '{"type":"object"}')
-_SWITCH = of_type(bool, "true, false or null", SWITCH)
-_TEXT = of_type(str, "a string or null", TEXT)
+_SWITCH = make_type_kind(bool, "true, false or null", SWITCH)
+_TEXT = make_type_kind(str, "a string or null", TEXT)
 _SCHEMA: Schema = {
     "anyOf": [
         {"type": "object"},
@@ -267,14 +271,14 @@ _SCHEMA: Schema = {
         TEXT | {"pattern": r"^\s*(\{|true)"},
     ]
 }
-_CHOICES = list_of(SOME_TEXT) | {"minItems": 1, "maxItems": MAX_CHOICES}
-_WHITE = Kind(_read_whitespace, TEXT | {"pattern": _SPACES}, "a regex of white space")
+_CHOICES = make_list_schema(SOME_TEXT) | {"minItems": 1, "maxItems": MAX_CHOICES}
+_WHITE = Kind(_parse_whitespace, TEXT | {"pattern": _SPACES}, "a regex of white space")
 _WAYS = {
-    "json": Kind(_read_json, _SCHEMA, "a JSON Schema"),
-    "regex": _of_text("regex", "a regex"),
-    "choice": Kind(_read_choice, _CHOICES, "strings"),
-    "grammar": _of_text("grammar", "Lark or GBNF"),
-    "json_object": Kind(_read_true, {"enum": [True]}, "true"),
+    "json": Kind(_parse_json_schema, _SCHEMA, "a JSON Schema"),
+    "regex": _make_text_kind("regex", "a regex"),
+    "choice": Kind(_parse_choices, _CHOICES, "strings"),
+    "grammar": _make_text_kind("grammar", "Lark or GBNF"),
+    "json_object": Kind(_parse_json_object, {"enum": [True]}, "true"),
 }
 _BESIDE_WAYS = {
     "disable_any_whitespace": _SWITCH,
@@ -282,65 +286,69 @@ _BESIDE_WAYS = {
     "disable_additional_properties": _SWITCH,
     "disable_fallback": _SWITCH,  # there is nothing to fall back on
 }
-_ANY_WAY = an_object(_WAYS | _BESIDE_WAYS)
+_ANY_WAY = make_object_kind(_WAYS | _BESIDE_WAYS)
 _ONE_WAY = f"exactly one of {', '.join(_WAYS)}"
-_STRUCTURED = _any_of(
-    *(an_object({way: _WAYS[way]} | _BESIDE_WAYS, way) for way in _WAYS)
+_STRUCTURED = _make_any_schema(
+    *(make_object_kind({way: _WAYS[way]} | _BESIDE_WAYS, way) for way in _WAYS)
 )
 _BARE = {"schema": _WAYS["json"]}
 _NAMED = {
-    "json_schema": an_object(
+    "json_schema": make_object_kind(
         _BARE | {"name": _TEXT, "strict": _SWITCH, "description": _TEXT}, "schema"
     )
 }
 _FORMATS = {  # by their type; a schema stands in one of two places
-    "text": _format("text", {}),
-    "json_object": _format("json_object", _BARE),
-    "json_schema": _format("json_schema", _BARE | _NAMED),
+    "text": _make_format_kind("text", {}),
+    "json_object": _make_format_kind("json_object", _BARE),
+    "json_schema": _make_format_kind("json_schema", _BARE | _NAMED),
 }
-_FORMAT = _any_of(
+_FORMAT = _make_any_schema(
     _FORMATS["text"],
     _FORMATS["json_object"],
-    _format("json_schema", _BARE, *_BARE),
-    _format("json_schema", _NAMED, *_NAMED),
+    _make_format_kind("json_schema", _BARE, *_BARE),
+    _make_format_kind("json_schema", _NAMED, *_NAMED),
 )
 _FIELDS = (
     Field(
         "response_format",
-        Kind(_read_response_format, _FORMAT, "an object"),
+        Kind(_parse_response_format, _FORMAT, "an object"),
         "OpenAI's way to ask for JSON: `text`, `json_object`, or `json_schema` with a schema, "
         "`strict` or not.",
     ),
     Field(
         "structured_outputs",
-        _or_empty(Kind(_read_structured_outputs, _STRUCTURED, "an object")),
+        _allow_empty(Kind(_parse_structured_outputs, _STRUCTURED, "an object")),
         f"vLLM's way: {_ONE_WAY}; further `whitespace_pattern`, `disable_any_whitespace`.",
     ),
     Field(
         "guided_json",
-        _or_empty(_WAYS["json"]),
+        _allow_empty(_WAYS["json"]),
         "An older name of `structured_outputs.json`.",
     ),
-    Field("guided_regex", _or_empty(_WAYS["regex"]), "Of `structured_outputs.regex`."),
     Field(
-        "guided_choice", _or_empty(_WAYS["choice"]), "Of `structured_outputs.choice`."
+        "guided_regex", _allow_empty(_WAYS["regex"]), "Of `structured_outputs.regex`."
+    ),
+    Field(
+        "guided_choice",
+        _allow_empty(_WAYS["choice"]),
+        "Of `structured_outputs.choice`.",
     ),
     Field(
         "guided_grammar",
-        _or_empty(_WAYS["grammar"]),
+        _allow_empty(_WAYS["grammar"]),
         "Of `structured_outputs.grammar`.",
     ),
     Field(
-        WHITE_SPACE, _or_empty(_WHITE), "Of `structured_outputs.whitespace_pattern`."
+        WHITE_SPACE, _allow_empty(_WHITE), "Of `structured_outputs.whitespace_pattern`."
     ),
     Field(
         "json_schema",
-        _or_empty(_WAYS["json"]),
+        _allow_empty(_WAYS["json"]),
         "llama.cpp's name of `structured_outputs.json`.",
     ),
     Field(
         "grammar",
-        _or_empty(_WAYS["grammar"]),
+        _allow_empty(_WAYS["grammar"]),
         "llama.cpp's name of `structured_outputs.grammar`.",
     ),
 )

@@ -27,9 +27,12 @@ ALL_URLS: dict[str, Endpoint] = URLS | {
     "/v2/rerank": "rerank",
     "/classify": "classify",
 }
-OF_DRAWS = ("completions", "chat")  # the others are of models that give vectors
+DRAWING_ENDPOINTS = (
+    "completions",
+    "chat",
+)  # the others are of models that give vectors
 # What is asked, by the first of these fields that a request has.
-_ASKED: dict[str, Endpoint] = {
+_ENDPOINT_OF_FIELD: dict[str, Endpoint] = {
     "prompt": "completions",
     "messages": "chat",
     "input": "embeddings",
@@ -39,24 +42,25 @@ _ASKED: dict[str, Endpoint] = {
 }
 
 
-def find_asked(fields: Mapping[str, Any]) -> Endpoint | None:
+def find_endpoint(fields: Mapping[str, Any]) -> Endpoint | None:
     """Return the endpoint that a request's fields are of; None: nothing is asked."""
     return next(
-        (of for name, of in _ASKED.items() if fields.get(name) is not None), None
+        (of for name, of in _ENDPOINT_OF_FIELD.items() if fields.get(name) is not None),
+        None,
     )
 
 
-def tell_endpoint(fields: Mapping[str, Any]) -> Endpoint:
+def choose_endpoint(fields: Mapping[str, Any]) -> Endpoint:
     """Return the endpoint of a request that does not say otherwise which one it is for."""
-    return find_asked(fields) or "completions"
+    return find_endpoint(fields) or "completions"
 
 
 def endpoint_of(url: object) -> Endpoint | None:
     """Return the endpoint of a Batch line's url; None: there is none."""
-    return ALL_URLS.get(without_spare_slashes(url)) if isinstance(url, str) else None
+    return ALL_URLS.get(remove_spare_slashes(url)) if isinstance(url, str) else None
 
 
-def without_spare_slashes(path: str) -> str:
+def remove_spare_slashes(path: str) -> str:
     """Return a path with single slashes, and none at its end: `/v1/score` for `//v1/score/`.
 
     Double slashes come of a base URL that ends with one.

@@ -13,17 +13,17 @@ from typing import Any, Literal
 
 import orjson
 
-from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_asked
-from fminfer.contract.fields import show, wrong_type
+from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_endpoint
+from fminfer.contract.fields import describe_value, wrong_type_error
 from fminfer.contract.json_object import (
     JsonMember,
-    dump,
+    dump_json,
     find_members,
-    load_object,
-    on_one_line,
+    join_lines,
+    parse_object,
 )
-from fminfer.contract.prompts import describe_foreign
-from fminfer.contract.read_fields import find_names_beside, unknown_names
+from fminfer.contract.prompts import describe_foreign_field
+from fminfer.contract.read_fields import find_params_beside, find_unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.errors import RequestError
 
@@ -62,7 +62,7 @@ def read_clock() -> str:
     return datetime.now().astimezone().isoformat(timespec="seconds")
 
 
-def as_line(number: int, request: object) -> Line:
+def make_line(number: int, request: object) -> Line:
     """Return a request as an input line. A wrong one fails alone."""
     if not isinstance(request, Mapping):
         fault = f"request {number} is a {type(request).__name__}; give a dict or a text"
@@ -104,7 +104,7 @@ class Envelope:
         return str(json.loads(self.custom_id.decode())) if "\\" in text else text
 
 
-def open_envelope(line: Line) -> Envelope:
+def parse_envelope(line: Line) -> Envelope:
     """Tell a line's shape and take its request out; what is wrong stands in `error`."""
     raw = line.raw.strip()
     try:
@@ -112,18 +112,18 @@ def open_envelope(line: Line) -> Envelope:
             raise RequestError("out_of_range", line.fault)
         if line.damage or line.fault:
             raise RequestError("invalid_json", line.damage or line.fault)
-        fields = load_object(raw)
+        fields = parse_object(raw)
     except RequestError as error:
         is_json = error.code == "not_an_object"
         return Envelope(
-            "bare", on_one_line(raw) if is_json else as_text(raw), error=error
+            "bare", join_lines(raw) if is_json else quote_text(raw), error=error
         )
-    raw = on_one_line(raw)
-    shape = tell_shape(fields)
+    raw = join_lines(raw)
+    shape = find_shape(fields)
     if shape == "wrapped":
-        return _open_wrapped(raw, fields)
+        return _parse_wrapped_line(raw, fields)
     if shape == "batch":
-        return _open_batch(raw, fields, line.number)
+        return _parse_batch_line(raw, fields, line.number)
     if shape == "bare":
         return Envelope("bare", raw, fields)
     told = (
@@ -139,11 +139,11 @@ def find_custom_id(line: Line, envelope: Envelope) -> bytes:
     if envelope.shape != "batch":
         # of brackets in brackets
         with contextlib.suppress(RequestError, RecursionError):
-            return dump(load_object(line.raw.strip()).get("custom_id"))
+            return dump_json(parse_object(line.raw.strip()).get("custom_id"))
     return envelope.custom_id
 
 
-def tell_shape(fields: dict[str, Any]) -> Shape | None:
+def find_shape(fields: dict[str, Any]) -> Shape | None:
     """Return a line's shape; None: it holds two requests.
 
     An object in `request` or `body` is the request, whatever columns stand beside it. A null is
@@ -154,7 +154,7 @@ def tell_shape(fields: dict[str, Any]) -> Shape | None:
     )
     if is_wrapped or is_batch:
         return None if is_wrapped and is_batch else "wrapped" if is_wrapped else "batch"
-    if find_asked(fields) is not None:
+    if find_endpoint(fields) is not None:
         return "bare"
     if fields.get("request") is not None:
         return "wrapped"
@@ -163,7 +163,7 @@ def tell_shape(fields: dict[str, Any]) -> Shape | None:
     )
 
 
-def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
+def check_model_name(fields: dict[str, Any], names: Collection[str]) -> None:
     for name in ("model", "engine"):
         asked = fields.get(name)
         if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
@@ -180,31 +180,31 @@ def refuse_other_model(fields: dict[str, Any], names: Collection[str]) -> None:
                 remedy = "line's model; or --model-name demo, if the demo model is to answer it"
             raise RequestError(
                 "unsupported_parameter",
-                f"{name} is {show(asked)}, and {known}{remedy}",
+                f"{name} is {describe_value(asked)}, and {known}{remedy}",
                 name,
             )
 
 
-def as_text(raw: bytes) -> bytes:
+def quote_text(raw: bytes) -> bytes:
     """Return bytes that are no JSON as a JSON string, to be shown; of many the first ones."""
     raw = raw.strip()
     if len(raw) > MAX_QUOTED_BYTES:
-        return _beginning(raw)
-    return dump(raw.decode("utf-8", errors="replace"))
+        return _quote_beginning(raw)
+    return dump_json(raw.decode("utf-8", errors="replace"))
 
 
-def quote(value: bytes) -> bytes:
+def quote_json(value: bytes) -> bytes:
     """Return a JSON value as an error record shows it: whole, or as a string of its
     beginning."""
-    return value if len(value) <= MAX_QUOTED_BYTES else _beginning(value)
+    return value if len(value) <= MAX_QUOTED_BYTES else _quote_beginning(value)
 
 
-def _beginning(raw: bytes) -> bytes:
+def _quote_beginning(raw: bytes) -> bytes:
     text = raw[:QUOTED_BYTES].decode("utf-8", errors="replace")
-    return dump(f"{text}… ({len(raw):,} bytes in all)")
+    return dump_json(f"{text}… ({len(raw):,} bytes in all)")
 
 
-def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
+def _parse_wrapped_line(raw: bytes, fields: dict[str, Any]) -> Envelope:
     members = find_members(raw)
     others = {
         name: member.key + b":" + member.value
@@ -214,11 +214,13 @@ def _open_wrapped(raw: bytes, fields: dict[str, Any]) -> Envelope:
     request = fields["request"]
     error = None
     if not isinstance(request, dict):
-        error = wrong_type("request", request, "an object with the request's fields")
+        error = wrong_type_error(
+            "request", request, "an object with the request's fields"
+        )
         request = {}
     kind = "the line's own result is left out, and the new one stands in its place"
     warnings = [RowWarning(kind)] if "result" in fields else []
-    if beside := find_names_beside(fields, request):
+    if beside := find_params_beside(fields, request):
         warnings.append(
             RowWarning(
                 "parameters that stand beside request have no effect", tuple(beside)
@@ -247,11 +249,11 @@ def _find_batch_members(raw: bytes) -> tuple[bytes, bytes]:
     return members.get("custom_id", absent).value, members.get("body", absent).value
 
 
-def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
+def _parse_batch_line(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
     custom_id, body = _find_batch_members(raw)
-    error = _what_is_wrong(fields, number)
+    error = _batch_line_error(fields, number)
     warnings: tuple[RowWarning, ...] = ()
-    unknown = unknown_names(fields, BATCH_KEYS)
+    unknown = find_unknown_names(fields, BATCH_KEYS)
     if unknown:
         names = tuple(map(cut_name, unknown[: MAX_NAMES + 1]))
         warnings = (
@@ -268,24 +270,26 @@ def _open_batch(raw: bytes, fields: dict[str, Any], number: int) -> Envelope:
     )
 
 
-def _what_is_wrong(fields: dict[str, Any], number: int) -> RequestError | None:
+def _batch_line_error(fields: dict[str, Any], number: int) -> RequestError | None:
     """Check a Batch line's own fields, its body left out."""
     for name, allowed, kind in (
         ("custom_id", "a string, by which the answer is found", str),
         ("body", "an object with the request's fields", dict),
     ):
         if not isinstance(fields.get(name), kind):
-            found = show(fields[name]) if name in fields else "absent"
+            found = describe_value(fields[name]) if name in fields else "absent"
             told = f"{name} of line {number} is {found}; it must be {allowed}"
-            return RequestError("invalid_type", told + describe_foreign(fields), name)
+            return RequestError(
+                "invalid_type", told + describe_foreign_field(fields), name
+            )
     has_url = endpoint_of(fields.get("url")) is not None
     for name, values, is_right in (
         ("method", ("POST",), fields.get("method") == "POST"),
         ("url", tuple(URLS), has_url),
     ):
         if not is_right:
-            found = show(fields[name]) if name in fields else "absent"
-            told = f"{name} is {found}; it must be {' or '.join(map(show, values))}"
+            found = describe_value(fields[name]) if name in fields else "absent"
+            told = f"{name} is {found}; it must be {' or '.join(map(describe_value, values))}"
             remedy = "Write that, or take the line out"
             return RequestError("unsupported_parameter", f"{told}. {remedy}", name)
     return None

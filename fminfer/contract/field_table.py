@@ -24,23 +24,23 @@ from fminfer.contract.fields import (
     Kind,
     Limit,
     Schema,
-    also,
-    an_object,
-    as_it_is,
-    biases,
-    in_order,
-    integer,
+    allow_values,
+    describe_value,
     is_integral,
-    list_of_ids,
-    number,
-    of_type,
-    one_of,
-    show,
-    strings,
-    token_ids,
-    wrong_type,
+    make_biases_kind,
+    make_enum_kind,
+    make_integer_kind,
+    make_number_kind,
+    make_object_kind,
+    make_sorted_kind,
+    make_strings_kind,
+    make_token_ids_kind,
+    make_token_ids_schema,
+    make_type_kind,
+    make_unchecked_kind,
+    wrong_type_error,
 )
-from fminfer.contract.refused_fields import REFUSED, recorded
+from fminfer.contract.refused_fields import REFUSED, make_recorded_fields
 from fminfer.core.errors import RequestError
 
 MAX_CANDIDATES = 128  # n and best_of
@@ -49,32 +49,33 @@ MAX_REPETITION = 1000  # beyond it, or one over it, float32 logits lose their or
 MAX_NAME_CHARS = 256  # of a model's name: each chunk of a stream repeats it
 
 
-def _read_chat_logprobs(name: str, value: Any, most: int) -> bool:
+def _parse_chat_logprobs(name: str, value: Any, most: int) -> bool:
     if is_integral(value):
         raise RequestError(
             "invalid_type",
-            f"{name} is {show(value)}; in chat it is true, false or null. Write "
-            f'"logprobs": true, "top_logprobs": {show(value)}',
+            f"{name} is {describe_value(value)}; in chat it is true, false or null. Write "
+            f'"logprobs": true, "top_logprobs": {describe_value(value)}',
             name,
         )
-    return bool(_SWITCH.read(name, value, most))
+    return bool(_SWITCH.parse(name, value, most))
 
 
-def _read_tool_choice(name: str, value: Any, most: int) -> str:
+def _parse_tool_choice(name: str, value: Any, most: int) -> str:
     if value == "required" or (
         isinstance(value, dict) and value.get("type") not in ("auto", "none")
     ):
         raise RequestError(
             "unsupported_parameter",
-            f"{name} is {show(value)}, which forces a call, and this version cannot do "
+            f"{name} is {describe_value(value)}, which forces a call, and this version "
+            "cannot do "
             "that. Set "
             'it to "auto" or "none", or ask for JSON by response_format',
             name,
         )
-    return str(_CHOICE.read(name, value, most))
+    return str(_CHOICE.parse(name, value, most))
 
 
-def _fields(
+def _make_fields(
     kind: Kind,
     limit: Limit = "",
     default: object = None,
@@ -86,55 +87,57 @@ def _fields(
         yield Field(name, kind, text, limit, default=default, column=column)
 
 
-def _read_stream_options(name: str, value: Any, most: int) -> str:
+def _parse_stream_options(name: str, value: Any, most: int) -> str:
     """Return which chunks of a stream tell the usage: "each", the "last", or "" for none."""
-    options = _STREAM_OPTIONS.read(name, value, most)
+    options = _STREAM_OPTIONS.parse(name, value, most)
     if not options.get("include_usage"):
         return ""
     return "each" if options.get("continuous_usage_stats") else "last"
 
 
-_ANY = as_it_is(ANYTHING)
-_SWITCH = of_type(bool, "true, false or null", SWITCH, "true, false")
-_OBJECT = of_type(dict, "an object or null", {"type": "object"}, "an object")
-_TEXT = of_type(str, "a string or null", TEXT, "a string")
-_STREAM_OPTIONS = an_object(
+_ANY = make_unchecked_kind(ANYTHING)
+_SWITCH = make_type_kind(bool, "true, false or null", SWITCH, "true, false")
+_OBJECT = make_type_kind(dict, "an object or null", {"type": "object"}, "an object")
+_TEXT = make_type_kind(str, "a string or null", TEXT, "a string")
+_STREAM_OPTIONS = make_object_kind(
     dict.fromkeys(
         ("include_usage", "continuous_usage_stats", "include_obfuscation"), _SWITCH
     )
 )
-_COUNT = integer(0)
-_TOP_K = also(_COUNT, "≥ 0; -1", (-1, 0))
-_CUT = also(integer(1), "≥ 1; -1", (-1, -1))
-_SIDE = one_of("left", "right")
-_CHOICE = one_of("auto", "none")
+_COUNT = make_integer_kind(0)
+_TOP_K = allow_values(_COUNT, "≥ 0; -1", (-1, 0))
+_CUT = allow_values(make_integer_kind(1), "≥ 1; -1", (-1, -1))
+_SIDE = make_enum_kind("left", "right")
+_CHOICE = make_enum_kind("auto", "none")
 _MODEL: Schema = {
     "anyOf": [{"type": "string", "maxLength": MAX_NAME_CHARS}, {"not": TEXT}]
 }
 
 
-def _prompts(most: int) -> Schema:
-    ids = list_of_ids(most, 1)
+def _make_prompts_schema(most: int) -> Schema:
+    ids = make_token_ids_schema(most, 1)
     return {"anyOf": [TEXT, TEXTS, ids, {"type": "array", "items": ids, "minItems": 1}]}
 
 
-def _read_text_or_ids(name: str, value: Any, most: int) -> str | tuple[int, ...]:
+def _parse_text_or_ids(name: str, value: Any, most: int) -> str | tuple[int, ...]:
     if isinstance(value, str):
         return value
     if isinstance(value, list) and all(map(is_integral, value)):
         return tuple(int(item) for item in value)
-    raise wrong_type(name, value, "a string, a list of token ids or null")
+    raise wrong_type_error(name, value, "a string, a list of token ids or null")
 
 
-def _text_or_ids(most: int) -> Schema:
-    return {"anyOf": [TEXT, list_of_ids(most)]}
+def _make_text_or_ids_schema(most: int) -> Schema:
+    return {"anyOf": [TEXT, make_token_ids_schema(most)]}
 
 
 # What is asked; `split` puts requests that differ in nothing else into one part.
 _PROMPT = Field(
     "prompt",
     Kind(
-        _ANY.read, _prompts, "string, list of strings, token ids, list of lists of ids"
+        _ANY.parse,
+        _make_prompts_schema,
+        "string, list of strings, token ids, list of lists of ids",
     ),
     'Ids are used as they are, no BOS added; `""` starts from BOS (EOS if there is none).',
     "vocab",
@@ -142,7 +145,7 @@ _PROMPT = Field(
 )
 _DECODER_PROMPT = Field(
     "decoder_prompt",
-    Kind(_read_text_or_ids, _text_or_ids, "string, token ids"),
+    Kind(_parse_text_or_ids, _make_text_or_ids_schema, "string, token ids"),
     "Of a model with an encoder: what its decoder goes on from, behind the token that it begins "
     "with. With echo it is scored. `prompt` is what the encoder reads.",
     "vocab",
@@ -150,12 +153,12 @@ _DECODER_PROMPT = Field(
 _INPUT = replace(
     _PROMPT, name="input", help="Each text, or list of ids, gets a vector."
 )
-_TEXTS = as_it_is({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
+_TEXTS = make_unchecked_kind({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
 _COMPARED = (
-    *_fields(
+    *_make_fields(
         replace(_TEXTS, told="a string"), query="What documents are compared with."
     ),
-    *_fields(
+    *_make_fields(
         _TEXTS,
         documents="What query, or each of queries, is compared with.",
         queries="vLLM's newer name of text_1.",
@@ -165,20 +168,24 @@ _COMPARED = (
 )
 _MESSAGES = Field(
     "messages",
-    as_it_is(MESSAGES, "at least one"),
+    make_unchecked_kind(MESSAGES, "at least one"),
     "The conversation so far. The model's chat template makes a prompt of it.",
     is_required=True,
 )
 _TOOLS = Field(
-    "tools", as_it_is(TOOLS, "functions"), "What the model may call, for the template."
+    "tools",
+    make_unchecked_kind(TOOLS, "functions"),
+    "What the model may call, for the template.",
 )
 # What decides which token a draw takes, beside the logits and the seed.
 _DRAWS = (
-    *_fields(
-        number(0, 2), column="f4", temperature="0 = argmax, ties to the lowest id."
+    *_make_fields(
+        make_number_kind(0, 2),
+        column="f4",
+        temperature="0 = argmax, ties to the lowest id.",
     ),
-    *_fields(
-        number(0, 1),
+    *_make_fields(
+        make_number_kind(0, 1),
         column="f4",
         top_p="Smallest set of that mass, at least one token; 0 = greedy.",
         min_p=(
@@ -186,83 +193,97 @@ _DRAWS = (
             "and top_k."
         ),
     ),
-    *_fields(_TOP_K, column="i8", top_k="Only the k likeliest; 0 or -1 = off."),
-    *_fields(
-        number(-2, 2),
+    *_make_fields(_TOP_K, column="i8", top_k="Only the k likeliest; 0 or -1 = off."),
+    *_make_fields(
+        make_number_kind(-2, 2),
         frequency_penalty="logit − penalty · how often the token was drawn.",
         presence_penalty="logit − penalty, of tokens that were drawn.",
     ),
-    *_fields(
-        number(1 / MAX_REPETITION, MAX_REPETITION),
+    *_make_fields(
+        make_number_kind(1 / MAX_REPETITION, MAX_REPETITION),
         repetition_penalty="Logits of prompt and drawn tokens: above 0 divided by it, others "
         "multiplied.",
     ),
-    *_fields(biases(MAX_BIAS), logit_bias="Added to the logit; affects greedy, too."),
-    *_fields(
-        in_order(token_ids(1)),
+    *_make_fields(
+        make_biases_kind(MAX_BIAS),
+        logit_bias="Added to the logit; affects greedy, too.",
+    ),
+    *_make_fields(
+        make_sorted_kind(make_token_ids_kind(1)),
         "vocab",
         allowed_token_ids="No other token is drawn, EOS neither unless it is listed.",
     ),
-    *_fields(
-        in_order(strings(one=True)),
+    *_make_fields(
+        make_sorted_kind(make_strings_kind(one=True)),
         bad_words="Their tokens, also those behind a space, are never drawn to the end.",
     ),
 )
 _RECORDED = (
-    Field("model", as_it_is(_MODEL), "`--check-model` compares it.", fate="recorded"),
+    Field(
+        "model",
+        make_unchecked_kind(_MODEL),
+        "`--check-model` compares it.",
+        fate="recorded",
+    ),
     Field("engine", _ANY, "An older name of model, compared as well.", fate="recorded"),
-    *recorded(
+    *make_recorded_fields(
         "request_type", "user", "store", "metadata", "service_tier", "prediction"
     ),
-    *recorded(
+    *make_recorded_fields(
         "safety_identifier", "prompt_cache_key", "prompt_cache_retention", "request_id"
     ),
-    *recorded(
+    *make_recorded_fields(
         "prompt_cache_options", "session_id", "priority", "cache_salt", "cache_prompt"
     ),
-    *recorded("guided_decoding_backend", "stream_interval", "return_mm_kwargs"),
-    *recorded("keep_alive", "timeout", "extra_headers", "extra_query", "use_cache"),
-    *recorded("batch_size"),
+    *make_recorded_fields(
+        "guided_decoding_backend", "stream_interval", "return_mm_kwargs"
+    ),
+    *make_recorded_fields(
+        "keep_alive", "timeout", "extra_headers", "extra_query", "use_cache"
+    ),
+    *make_recorded_fields("batch_size"),
     # Of samplers that are refused unless they are off.
-    *recorded("mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"),
-    *recorded(
+    *make_recorded_fields(
+        "mirostat_tau", "mirostat_eta", "xtc_threshold", "dynatemp_exponent"
+    ),
+    *make_recorded_fields(
         "dry_base", "dry_allowed_length", "dry_sequence_breakers", "dry_penalty_last_n"
     ),
-    *recorded("smoothing_curve", "timings_per_token"),
+    *make_recorded_fields("smoothing_curve", "timings_per_token"),
 )
-_OF_BOTH = (
+_GENERATION_FIELDS = (
     *_DRAWS,
     *_RECORDED,
-    *_fields(integer(1, MAX_CANDIDATES), n="Choices for each prompt."),
-    *_fields(
-        strings(one=True),
+    *_make_fields(make_integer_kind(1, MAX_CANDIDATES), n="Choices for each prompt."),
+    *_make_fields(
+        make_strings_kind(one=True),
         stop="Cut at the earliest match. An empty string by itself: none.",
     ),
-    *_fields(
-        token_ids(),
+    *_make_fields(
+        make_token_ids_kind(),
         "vocab",
         stop_token_ids="Each ends a choice, as EOS does; ignore_eos does not ignore them.",
     ),
-    *_fields(
+    *_make_fields(
         _COUNT,
         "context",
         min_tokens="At most max_tokens. EOS (also under ignore_eos) and stop tokens cannot be "
         "drawn before it; a stop string that is complete by then never stops.",
     ),
-    *_fields(
+    *_make_fields(
         _CUT,
         truncate_prompt_tokens="Keep so many tokens of a longer prompt; -1: what the context "
         "leaves beside max_tokens.",
     ),
-    *_fields(
+    *_make_fields(
         _SIDE,
         truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
-    *_fields(
-        integer(-INT64),
+    *_make_fields(
+        make_integer_kind(-INT64),
         seed="The same seed draws the same text. Default: the run's `--seed`.",
     ),
-    *_fields(
+    *_make_fields(
         _SWITCH,
         ignore_eos="Go on to max_tokens.",
         include_stop_str_in_output="The stop string or stop token stays in text and arrays.",
@@ -279,7 +300,7 @@ _OF_BOTH = (
     ),
     Field(
         "stream_options",
-        Kind(_read_stream_options, _STREAM_OPTIONS.form),
+        Kind(_parse_stream_options, _STREAM_OPTIONS.form),
         "`include_usage`: the last event tells the usage, and with "
         "`continuous_usage_stats` each "
         "one. `include_obfuscation` changes nothing. In a file only {} passes.",
@@ -288,38 +309,38 @@ _OF_BOTH = (
     ),
     *CONSTRAINTS.values(),
 )
-_OF_COMPLETIONS = (
+_COMPLETIONS_FIELDS = (
     _PROMPT,
     _DECODER_PROMPT,
-    *_fields(
+    *_make_fields(
         _COUNT,
         "context",
         max_tokens="Tokens to draw at most. Prompt and max_tokens must fit the model's context.",
     ),
-    *_fields(
-        integer(0, MAX_CANDIDATES),
+    *_make_fields(
+        make_integer_kind(0, MAX_CANDIDATES),
         best_of="Draw so many, return the n of highest mean logprob. Default: n; below "
         "n it counts "
         "as n, with a warning.",
     ),
-    *_fields(
-        also(_COUNT, "≥ 0; true, false", (False, None), (True, 1)),
+    *_make_fields(
+        allow_values(_COUNT, "≥ 0; true, false", (False, None), (True, 1)),
         "logprobs",
         logprobs=(
             "Each token's logprob, and so many alternatives; true = 1, null or false: "
             "none."
         ),
     ),
-    *_fields(
-        also(_SWITCH, "true, false; 0, 1", (0, False), (1, True)),
+    *_make_fields(
+        allow_values(_SWITCH, "true, false; 0, 1", (0, False), (1, True)),
         echo="The prompt first, in text and in logprobs.",
     ),
-    *_fields(_SWITCH, add_special_tokens="false: no BOS before a string prompt."),
+    *_make_fields(_SWITCH, add_special_tokens="false: no BOS before a string prompt."),
 )
-_OF_CHAT = (
+_CHAT_FIELDS = (
     _MESSAGES,
     _TOOLS,
-    *_fields(
+    *_make_fields(
         _COUNT,
         "context",
         max_tokens="Tokens to draw at most. Default: the rest of the context. It is "
@@ -327,12 +348,12 @@ _OF_CHAT = (
         "KV cache or the limit of logprobs allows less, with a warning.",
         max_completion_tokens="The newer name of max_tokens; two different values are refused.",
     ),
-    *_fields(
-        replace(_SWITCH, read=_read_chat_logprobs),
+    *_make_fields(
+        replace(_SWITCH, parse=_parse_chat_logprobs),
         default=False,
         logprobs="Tell the logprob of each token.",
     ),
-    *_fields(
+    *_make_fields(
         _COUNT,
         "logprobs",
         0,
@@ -341,11 +362,11 @@ _OF_CHAT = (
             "true`."
         ),
     ),
-    *_fields(
-        replace(_CHOICE, read=_read_tool_choice),
+    *_make_fields(
+        replace(_CHOICE, parse=_parse_tool_choice),
         tool_choice='"none" keeps the tools from the template. Default: "auto".',
     ),
-    *_fields(
+    *_make_fields(
         _SWITCH,
         default=True,
         parallel_tool_calls="false: the message ends with its first call.",
@@ -353,89 +374,95 @@ _OF_CHAT = (
             "Begin the assistant's message; false with continue_final_message."
         ),
     ),
-    *_fields(
+    *_make_fields(
         _SWITCH, default=False, continue_final_message="Go on with the last message."
     ),
-    *_fields(
+    *_make_fields(
         _OBJECT,
         chat_template_kwargs="Further variables of the template, none of its own as `messages`.",
     ),
-    *_fields(_TEXT, reasoning_effort="A variable of the template."),
+    *_make_fields(_TEXT, reasoning_effort="A variable of the template."),
 )
 
 
-_OF_VECTORS = (
+_VECTOR_FIELDS = (
     *_RECORDED,
-    *_fields(
+    *_make_fields(
         _TEXT,
         prompt_name="The name of one of the model's own prompts. It stands before each "
         "text, and "
         "before the first text of a pair. Token ids take none. Default: the model's default "
         "prompt, if it has one.",
     ),
-    *_fields(_SWITCH, add_special_tokens="false: no special tokens around a text."),
-    *_fields(
+    *_make_fields(
+        _SWITCH, add_special_tokens="false: no special tokens around a text."
+    ),
+    *_make_fields(
         _CUT,
         truncate_prompt_tokens="Keep so many tokens of a longer text, its special tokens among "
         "them; -1: what the model reads.",
     ),
-    *_fields(
+    *_make_fields(
         _SIDE,
         default="right",
         truncation_side='Where truncate_prompt_tokens cuts; "right" keeps the first tokens.',
     ),
 )
-_OF_EMBEDDINGS = (
+_EMBEDDINGS_FIELDS = (
     _INPUT,
-    *_OF_VECTORS,
-    *_fields(
-        integer(1),
+    *_VECTOR_FIELDS,
+    *_make_fields(
+        make_integer_kind(1),
         dimensions="Keep the first so many numbers; the model's vectors of length 1 get that "
         "length again.",
     ),
-    *_fields(
-        one_of("float", "base64"),
+    *_make_fields(
+        make_enum_kind("float", "base64"),
         default="float",
         encoding_format='"base64": the bytes of float32 numbers, little-endian.',
     ),
-    *_fields(
+    *_make_fields(
         _SWITCH,
         normalize="true: each vector has the length 1. Default: as the model says.",
     ),
 )
-_OF_SCORES = (
-    *_OF_VECTORS,
-    *_fields(
+_SCORE_FIELDS = (
+    *_VECTOR_FIELDS,
+    *_make_fields(
         _SWITCH,
         default=True,
         use_activation="false: scores and classes are logits. Embedding models refuse it.",
     ),
 )
 _RERANKED = tuple(each for each in _COMPARED if each.name in ("query", "documents"))
-_OF_RERANK = (
+_RERANK_FIELDS = (
     *(replace(each, is_required=True) for each in _RERANKED),
-    *_OF_SCORES,
-    *_fields(integer(0), top_n="Tell only the best so many. 0, or default: all."),
-    *_fields(_SWITCH, default=True, return_documents="false: leave the documents out."),
+    *_SCORE_FIELDS,
+    *_make_fields(
+        make_integer_kind(0), top_n="Tell only the best so many. 0, or default: all."
+    ),
+    *_make_fields(
+        _SWITCH, default=True, return_documents="false: leave the documents out."
+    ),
 )
 
 
-def _by_name(*rows: Field) -> dict[str, Field]:
+def _index_fields(*rows: Field) -> dict[str, Field]:
     found = {each.name: each for each in rows}
     assert len(found) == len(rows), "each name has one meaning"
     return found
 
 
 _ACTED_ON: dict[Endpoint, tuple[Field, ...]] = {
-    "completions": (*_OF_COMPLETIONS, *_OF_BOTH),
-    "chat": (*_OF_CHAT, *_OF_BOTH),
-    "embeddings": _OF_EMBEDDINGS,
-    "score": (*(each for each in _COMPARED if each.name != "query"), *_OF_SCORES),
-    "rerank": _OF_RERANK,
-    "classify": (_INPUT, *_OF_SCORES),
+    "completions": (*_COMPLETIONS_FIELDS, *_GENERATION_FIELDS),
+    "chat": (*_CHAT_FIELDS, *_GENERATION_FIELDS),
+    "embeddings": _EMBEDDINGS_FIELDS,
+    "score": (*(each for each in _COMPARED if each.name != "query"), *_SCORE_FIELDS),
+    "rerank": _RERANK_FIELDS,
+    "classify": (_INPUT, *_SCORE_FIELDS),
 }
 FIELDS = {
-    endpoint: _by_name(*rows, *REFUSED[endpoint])
+    endpoint: _index_fields(*rows, *REFUSED[endpoint])
     for endpoint, rows in _ACTED_ON.items()
 }
 DRAW_FIELDS = tuple(each.name for each in _DRAWS)
@@ -443,7 +470,7 @@ COLUMNS = {
     each.name: each.column for each in _DRAWS if each.column
 }  # of `compute.step.DRAW`, with their types
 # What may differ between requests of one part of `split`: it changes no draw.
-_OF_LINES = (
+_LINE_FIELDS = (
     _PROMPT,
     _DECODER_PROMPT,
     _MESSAGES,
@@ -453,4 +480,4 @@ _OF_LINES = (
     *CONSTRAINTS.values(),
     *_RECORDED,
 )
-FIELDS_OF_LINES = frozenset(each.name for each in _OF_LINES)
+LINE_FIELDS = frozenset(each.name for each in _LINE_FIELDS)

@@ -26,13 +26,13 @@ class Kind:
     """What values a field may have, beside null.
 
     Args:
-        read: takes its name, a value and the largest number that a run allows. It returns what
+        parse: takes its name, a value and the largest number that a run allows. It returns what
             Python uses, or raises a RequestError.
         form: the JSON Schema, or a function that takes that number and returns it.
         told: the values in a table of the docs; "": any.
     """
 
-    read: Callable[[str, Any, int], Any]
+    parse: Callable[[str, Any, int], Any]
     form: Schema | Callable[[int], Schema]
     told: str = ""
 
@@ -92,37 +92,39 @@ class Field:
         return found if self.is_required else allow_null(found)
 
 
-def as_it_is(schema: Schema, told: str = "") -> Kind:
+def make_unchecked_kind(schema: Schema, told: str = "") -> Kind:
     """Return a kind whose values are checked elsewhere, or not at all."""
     return Kind(lambda name, value, most: value, schema, told)
 
 
-def number(low: float, high: float) -> Kind:
+def make_number_kind(low: float, high: float) -> Kind:
     """Return the kind of numbers within limits, which are read as floats."""
 
-    def read(name: str, value: Any, most: int) -> float:
+    def parse(name: str, value: Any, most: int) -> float:
         if isinstance(value, bool) or not isinstance(value, int | float):
-            raise wrong_type(name, value, "a number or null")
+            raise wrong_type_error(name, value, "a number or null")
         if not (low <= value <= high) or math.isnan(value):
-            raise out_of_range(name, value, f"from {low} to {high}")
+            raise out_of_range_error(name, value, f"from {low} to {high}")
         return float(value)
 
     return Kind(
-        read, {"type": "number", "minimum": low, "maximum": high}, f"{low} … {high}"
+        parse, {"type": "number", "minimum": low, "maximum": high}, f"{low} … {high}"
     )
 
 
-def integer(low: int, high: int = INT64 - 1) -> Kind:
+def make_integer_kind(low: int, high: int = INT64 - 1) -> Kind:
     """Return the kind of integers within limits; 2.0 is one, true is none."""
 
-    def read(name: str, value: Any, most: int) -> int:
+    def parse(name: str, value: Any, most: int) -> int:
         if not is_integral(value):
-            raise wrong_type(name, value, "an integer or null")
+            raise wrong_type_error(name, value, "an integer or null")
         # The parser rounds integers beyond 64 bits: one just below -2^63 becomes the
         # float -2^63.
         is_rounded = isinstance(value, float) and value == -INT64
         if is_rounded or not low <= value <= min(high, most):
-            raise out_of_range(name, value, _broken_limit(value, low, min(high, most)))
+            raise out_of_range_error(
+                name, value, _describe_broken_limit(value, low, min(high, most))
+            )
         return int(value)
 
     told = (
@@ -133,21 +135,21 @@ def integer(low: int, high: int = INT64 - 1) -> Kind:
         else "int64"
     )
     return Kind(
-        read,
+        parse,
         lambda most: {"type": "integer", "minimum": low, "maximum": min(high, most)},
         told,
     )
 
 
-def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
+def allow_values(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
     """Return a kind that takes more values of JSON: pairs of one, and as what it is read."""
 
-    def read(name: str, value: Any, most: int) -> Any:
+    def parse(name: str, value: Any, most: int) -> Any:
         for one, meant in values:
             if is_same(value, one):
                 return meant
         try:
-            return kind.read(name, value, most)
+            return kind.parse(name, value, most)
         except RequestError as error:
             others = ", ".join(json.dumps(one) for one, _ in values)
             raise RequestError(
@@ -155,49 +157,50 @@ def also(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
             ) from None
 
     more: Schema = {"enum": [one for one, _ in values]}
-    return Kind(read, lambda most: {"anyOf": [kind.schema(most), more]}, told)
+    return Kind(parse, lambda most: {"anyOf": [kind.schema(most), more]}, told)
 
 
-def in_order(kind: Kind) -> Kind:
+def make_sorted_kind(kind: Kind) -> Kind:
     """Return a kind of lists whose order has no meaning, and is put right."""
     return replace(
-        kind, read=lambda name, value, most: tuple(sorted(kind.read(name, value, most)))
+        kind,
+        parse=lambda name, value, most: tuple(sorted(kind.parse(name, value, most))),
     )
 
 
-def of_type(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
-    def read(name: str, value: Any, most: int) -> Any:
+def make_type_kind(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
+    def parse(name: str, value: Any, most: int) -> Any:
         return check_type(name, value, kind, allowed)
 
-    return Kind(read, schema, told)
+    return Kind(parse, schema, told)
 
 
-def one_of(*values: str) -> Kind:
+def make_enum_kind(*values: str) -> Kind:
     told = ", ".join(json.dumps(value) for value in values)
 
-    def read(name: str, value: Any, most: int) -> str:
+    def parse(name: str, value: Any, most: int) -> str:
         if value not in values or not isinstance(value, str):
-            raise out_of_range(name, value, f"one of {told}")
+            raise out_of_range_error(name, value, f"one of {told}")
         return value
 
-    return Kind(read, {"enum": list(values)}, told)
+    return Kind(parse, {"enum": list(values)}, told)
 
 
-def strings(*, one: bool) -> Kind:
+def make_strings_kind(*, one: bool) -> Kind:
     """Return the kind of lists of strings, none of them empty; equal ones are read once.
 
     With `one` a string by itself may stand for its list, and an empty one for none.
     """
     allowed = "a string, a list of strings or null" if one else "a list of strings"
 
-    def read(name: str, value: Any, most: int) -> tuple[str, ...]:
+    def parse(name: str, value: Any, most: int) -> tuple[str, ...]:
         found = [value] if one and isinstance(value, str) else value
         if found == [""] and one:
             found = []
         if not isinstance(found, list) or not all(
             isinstance(text, str) for text in found
         ):
-            raise wrong_type(name, value, allowed)
+            raise wrong_type_error(name, value, allowed)
         if "" in found:
             raise RequestError(
                 "out_of_range", f"{name} holds an empty string; remove it", name
@@ -206,39 +209,39 @@ def strings(*, one: bool) -> Kind:
 
     texts: Schema = {"type": "array", "items": SOME_TEXT}
     schema: Schema = {"anyOf": [SOME_TEXT, texts, {"enum": ["", [""]]}]}
-    return Kind(read, schema if one else texts, allowed)
+    return Kind(parse, schema if one else texts, allowed)
 
 
-def token_ids(least: int = 0) -> Kind:
+def make_token_ids_kind(least: int = 0) -> Kind:
     """Return the kind of lists of at least so many of the model's ids; equal ones are
     read once."""
 
-    def read(name: str, value: Any, most: int) -> tuple[int, ...]:
+    def parse(name: str, value: Any, most: int) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(is_integral(item) for item in value):
-            raise wrong_type(name, value, "a list of token ids or null")
+            raise wrong_type_error(name, value, "a list of token ids or null")
         if len(value) < least:
             raise RequestError(
                 "out_of_range", f"{name} is an empty list; give an id", name
             )
         return tuple(dict.fromkeys(int(item) for item in value))
 
-    return Kind(read, lambda most: list_of_ids(most, least), "token ids")
+    return Kind(parse, lambda most: make_token_ids_schema(most, least), "token ids")
 
 
-def list_of_ids(most: int, least: int = 0) -> Schema:
+def make_token_ids_schema(most: int, least: int = 0) -> Schema:
     """Return the schema of a list of token ids, at least so many of them."""
     items = {"type": "integer", "minimum": 0, "maximum": most}
     return {"type": "array", "items": items, "minItems": least}
 
 
-def biases(limit: float) -> Kind:
+def make_biases_kind(limit: float) -> Kind:
     """Return the kind of objects of token ids, written as strings, to numbers within ±limit."""
     allowed = (
         f"an object of token ids to numbers from {-limit} to {limit}, such as "
         f'{{"50256": -100}}'
     )
 
-    def read(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
+    def parse(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
         check_type(name, value, dict, allowed)
         found: dict[int, float] = {}
         spellings: dict[int, str] = {}
@@ -246,7 +249,7 @@ def biases(limit: float) -> Kind:
             if not (key.isascii() and key.isdigit() and len(key) < 20):
                 raise RequestError(
                     "invalid_type",
-                    f"{name} has the key {show(key)}; it must be {allowed}",
+                    f"{name} has the key {describe_value(key)}; it must be {allowed}",
                     name,
                 )
             token_id = int(key)
@@ -258,34 +261,40 @@ def biases(limit: float) -> Kind:
                     name,
                 )
             if isinstance(bias, bool) or not isinstance(bias, int | float):
-                raise wrong_type(
+                raise wrong_type_error(
                     f"{name}[{key}]", bias, f"a number from {-limit} to {limit}"
                 )
-            found[token_id] = number(-limit, limit).read(f"{name}[{key}]", bias, most)
+            found[token_id] = make_number_kind(-limit, limit).parse(
+                f"{name}[{key}]", bias, most
+            )
             spellings[token_id] = key
         return tuple(found.items())
 
     schema: Schema = {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,19}$"},
-        "additionalProperties": number(-limit, limit).schema(0),
+        "additionalProperties": make_number_kind(-limit, limit).schema(0),
     }
-    return Kind(read, schema, f'`{{"id": {-limit} … {limit}}}`')
+    return Kind(parse, schema, f'`{{"id": {-limit} … {limit}}}`')
 
 
-def an_object(kinds: Mapping[str, Kind], *required: str) -> Kind:
+def make_object_kind(kinds: Mapping[str, Kind], *required: str) -> Kind:
     """Return the kind of objects whose keys are these, and others only if they are null."""
 
-    def read(name: str, value: Any, most: int) -> dict[str, Any]:
+    def parse(name: str, value: Any, most: int) -> dict[str, Any]:
         check_type(name, value, dict, "an object or null")
         found = {key: each for key, each in value.items() if each is not None}
         for key, each in found.items():
             if key not in kinds:
-                text = f"{name} has {show(key)}; it may have {', '.join(kinds)}"
-                raise RequestError(
-                    "unsupported_parameter", f"{text}. Leave {show(key)} out", name
+                text = (
+                    f"{name} has {describe_value(key)}; it may have {', '.join(kinds)}"
                 )
-            found[key] = kinds[key].read(f"{name}.{key}", each, most)
+                raise RequestError(
+                    "unsupported_parameter",
+                    f"{text}. Leave {describe_value(key)} out",
+                    name,
+                )
+            found[key] = kinds[key].parse(f"{name}.{key}", each, most)
         for key in required:
             if key not in found:
                 raise RequestError(
@@ -297,21 +306,21 @@ def an_object(kinds: Mapping[str, Kind], *required: str) -> Kind:
     optional = {
         name: allow_null(properties[name]) for name in kinds if name not in required
     }
-    schema = object_of(properties | optional, *required) | {
+    schema = make_object_schema(properties | optional, *required) | {
         "additionalProperties": NULL
     }
-    return Kind(read, schema, "an object")
+    return Kind(parse, schema, "an object")
 
 
-def object_of(properties: dict[str, Schema], *required: str) -> Schema:
+def make_object_schema(properties: dict[str, Schema], *required: str) -> Schema:
     return {"type": "object", "properties": properties, "required": list(required)}
 
 
-def whole(**properties: Schema) -> Schema:
-    return object_of(properties, *properties)
+def make_full_object_schema(**properties: Schema) -> Schema:
+    return make_object_schema(properties, *properties)
 
 
-def list_of(items: Schema) -> Schema:
+def make_list_schema(items: Schema) -> Schema:
     return {"type": "array", "items": items}
 
 
@@ -326,7 +335,7 @@ def allow_null(schema: Schema) -> Schema:
     return schema | {"type": [schema["type"], "null"]}
 
 
-def _broken_limit(value: float, low: int, high: int) -> str:
+def _describe_broken_limit(value: float, low: int, high: int) -> str:
     """Name both limits, or of a 64-bit range the one that a value breaks."""
     if high < INT64 - 1:
         return f"from {low} to {high}"
@@ -348,25 +357,27 @@ def is_integral(value: object) -> bool:
 def check_type(name: str, value: Any, kind: type[T], allowed: str) -> T:
     """Return a value that has a type of Python; refuse another."""
     if not isinstance(value, kind):
-        raise wrong_type(name, value, allowed)
+        raise wrong_type_error(name, value, allowed)
     return value
 
 
-def wrong_type(name: str, value: object, allowed: str) -> RequestError:
-    kind = json_type(value)
+def wrong_type_error(name: str, value: object, allowed: str) -> RequestError:
+    kind = describe_json_type(value)
     what = "" if value is None else f", {'an' if kind == 'object' else 'a'} {kind}"
     return RequestError(
-        "invalid_type", f"{name} is {show(value)}{what}; it must be {allowed}", name
+        "invalid_type",
+        f"{name} is {describe_value(value)}{what}; it must be {allowed}",
+        name,
     )
 
 
-def out_of_range(name: str, value: object, allowed: str) -> RequestError:
+def out_of_range_error(name: str, value: object, allowed: str) -> RequestError:
     return RequestError(
-        "out_of_range", f"{name} is {show(value)}; it must be {allowed}", name
+        "out_of_range", f"{name} is {describe_value(value)}; it must be {allowed}", name
     )
 
 
-def json_type(value: object) -> str:
+def describe_json_type(value: object) -> str:
     names = {
         dict: "object",
         list: "list",
@@ -377,9 +388,9 @@ def json_type(value: object) -> str:
     return names.get(type(value), "number")
 
 
-def show(value: object) -> str:
+def describe_value(value: object) -> str:
     try:
         text = json.dumps(value)
     except RecursionError:
-        return f"a {json_type(value)} nested too deep to show"
+        return f"a {describe_json_type(value)} nested too deep to show"
     return text if len(text) <= 60 else text[:57] + "…"

@@ -10,7 +10,7 @@ from typing import Any
 
 import orjson
 
-from fminfer.contract.fields import json_type
+from fminfer.contract.fields import describe_json_type
 from fminfer.core.errors import RequestError
 
 LINE = "the line"  # what of a file is parsed
@@ -25,7 +25,7 @@ _QUOTE_OR_BRACKET = re.compile(r'["\[\]{}]')
 _LINE_BREAK = re.compile(rb"[\r\n][ \t\r\n]*")
 
 
-def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
+def parse_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
     """Return the object that a text of JSON holds, or refuse the text by the name `what`."""
     try:
         raw.decode("utf-8")
@@ -38,17 +38,17 @@ def load_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
     try:
         value = orjson.loads(raw)
     except orjson.JSONDecodeError as error:
-        value = _load_leniently(raw, error, what)
+        value = _parse_leniently(raw, error, what)
     if not isinstance(value, dict):
         raise RequestError(
             "not_an_object",
-            f"{what} holds a JSON {json_type(value)}; a request is a JSON object, "
+            f"{what} holds a JSON {describe_json_type(value)}; a request is a JSON object, "
             'such as {"prompt": "Hello", "max_tokens": 5}',
         )
     return value
 
 
-def dump(value: object) -> bytes:
+def dump_json(value: object) -> bytes:
     """Return a value, with arrays of numpy, as JSON that every reader takes for one line.
 
     Half a surrogate pair, which a request may hold, stays what it is.
@@ -65,8 +65,8 @@ def dump(value: object) -> bytes:
     return data
 
 
-def load(data: bytes) -> Any:
-    """Return a value of JSON as `dump` writes it: also one with half a surrogate pair.
+def parse_json(data: bytes) -> Any:
+    """Return a value of JSON as `dump_json` writes it: also one with half a surrogate pair.
 
     It raises a ValueError for all others, such as one that is nested too deep to be read.
     """
@@ -77,7 +77,7 @@ def load(data: bytes) -> Any:
     raise ValueError("the JSON is nested too deep")
 
 
-def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:
+def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:
     """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
 
     def refuse_constant(name: str) -> None:
@@ -91,11 +91,11 @@ def _load_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any
         raise RequestError(
             "invalid_json",
             f"{what} is not JSON: {error.msg} at character {error.pos + 1}. "
-            f"{_remedy(raw, what)}",
+            f"{_describe_remedy(raw, what)}",
         ) from None
 
 
-def _remedy(raw: bytes, what: str) -> str:
+def _describe_remedy(raw: bytes, what: str) -> str:
     if not raw.strip():
         return "It is empty; send a JSON object"
     if raw[-1:] == b"}" and raw[:-1].rstrip()[-1:] == b",":
@@ -130,19 +130,19 @@ def find_members(raw: bytes) -> dict[str, JsonMember]:
     """
     text = raw.decode()
     members = dict[str, JsonMember]()
-    place = _skip(_GAP, text, text.index("{") + 1)
+    place = _skip_pattern(_GAP, text, text.index("{") + 1)
     while text[place] != "}":
         name, key_end = _DECODER.raw_decode(text, place)
-        start = _skip(_GAP, text, key_end)
-        end = _value_end(text, start)
+        start = _skip_pattern(_GAP, text, key_end)
+        end = _find_value_end(text, start)
         members[name] = JsonMember(
             text[place:key_end].encode(), text[start:end].encode()
         )
-        place = _skip(_GAP, text, end)
+        place = _skip_pattern(_GAP, text, end)
     return members
 
 
-def on_one_line(raw: bytes) -> bytes:
+def join_lines(raw: bytes) -> bytes:
     """Leave out line breaks and the white space after them.
 
     JSON has neither inside strings, so they stand between tokens, which need no space there.
@@ -150,16 +150,16 @@ def on_one_line(raw: bytes) -> bytes:
     return _LINE_BREAK.sub(b"", raw) if b"\n" in raw or b"\r" in raw else raw
 
 
-def _skip(pattern: re.Pattern[str], text: str, place: int) -> int:
+def _skip_pattern(pattern: re.Pattern[str], text: str, place: int) -> int:
     match = pattern.match(text, place)
     return place if match is None else match.end()
 
 
-def _value_end(text: str, place: int) -> int:
+def _find_value_end(text: str, place: int) -> int:
     """Return the place behind a value; brackets are counted, as a parser has a greatest
     depth."""
     if text[place] not in '"[{':
-        return _skip(_SCALAR, text, place)
+        return _skip_pattern(_SCALAR, text, place)
     depth = 0
     while True:
         if text[place] == '"':

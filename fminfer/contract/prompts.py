@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 from difflib import get_close_matches
 from typing import Any
 
-from fminfer.contract.fields import is_integral, show, wrong_type
+from fminfer.contract.fields import describe_value, is_integral, wrong_type_error
 from fminfer.core.errors import RequestError
 
 # Of all prompts of a line together. A choice takes some kilobytes before its first token.
@@ -43,11 +43,13 @@ _FOREIGN = {
 }
 
 
-def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | list[int]]:
+def parse_prompts(
+    obj: Mapping[str, Any], name: str = "prompt"
+) -> list[str | list[int]]:
     """Return the prompts of a request, at least one, from the field of that name."""
     value = obj.get(name)
     if value is None:
-        raise _missing(obj, name)
+        raise _missing_prompt_error(obj, name)
     if obj.get("messages") is not None:
         raise RequestError(
             "unsupported_parameter",
@@ -60,14 +62,14 @@ def read_prompts(obj: Mapping[str, Any], name: str = "prompt") -> list[str | lis
         raise RequestError(
             "out_of_range", f"{name} is an empty list; give a prompt", name
         )
-    if _is_all(value, lambda v: isinstance(v, str)):
+    if _is_list_of(value, lambda v: isinstance(v, str)):
         return [check_text(text, name) for text in value]
-    if _is_all(value, is_integral):
-        return [_token_ids(value, name)]
-    if _is_all(value, lambda ids: _is_all(ids, is_integral)):
-        return [_token_ids(ids, name) for ids in value]
+    if _is_list_of(value, is_integral):
+        return [_parse_token_ids(value, name)]
+    if _is_list_of(value, lambda ids: _is_list_of(ids, is_integral)):
+        return [_parse_token_ids(ids, name) for ids in value]
     allowed = "a string, a list of strings, a list of token ids, or a list of lists of token ids"
-    raise wrong_type(name, value, allowed)
+    raise wrong_type_error(name, value, allowed)
 
 
 def check_choices(
@@ -92,7 +94,7 @@ def check_choices(
     )
 
 
-def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
+def check_logprob_count(num_tokens: int, num_choices: int, logprobs: int) -> None:
     """Refuse more logprobs than one line may ask for.
 
     `num_tokens` are those of one choice of each prompt.
@@ -111,7 +113,7 @@ def check_entries(num_tokens: int, num_choices: int, logprobs: int) -> None:
     )
 
 
-def describe_foreign(fields: Mapping[str, Any]) -> str:
+def describe_foreign_field(fields: Mapping[str, Any]) -> str:
     """Say what another service's field is called here; "": there is none."""
     return next(
         (
@@ -123,7 +125,7 @@ def describe_foreign(fields: Mapping[str, Any]) -> str:
     )
 
 
-def refuse_keys(
+def check_unsupported_keys(
     fields: Mapping[str, Any], name: str, remedies: Mapping[str, str]
 ) -> None:
     """Refuse keys of a message or a document, unless they hold nothing, by their remedies."""
@@ -131,12 +133,12 @@ def refuse_keys(
         if fields[key]:
             raise RequestError(
                 "unsupported_parameter",
-                f"{name}.{key} is {show(fields[key])}; {remedies[key]}",
+                f"{name}.{key} is {describe_value(fields[key])}; {remedies[key]}",
                 f"{name}.{key}",
             )
 
 
-def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
+def _missing_prompt_error(obj: Mapping[str, Any], name: str) -> RequestError:
     if name == "prompt" and obj.get("messages") is not None:
         return RequestError(
             "missing_prompt",
@@ -147,20 +149,21 @@ def _missing(obj: Mapping[str, Any], name: str) -> RequestError:
     found = "null" if name in obj else "absent"
     alike = get_close_matches(name, obj.keys() - {name}, 1, 0.75)
     from_start = ' ("" generates from the start)' if name == "prompt" else ""
-    meant = f" (is {show(alike[0])} meant to be it?)" if alike else ""
+    meant = f" (is {describe_value(alike[0])} meant to be it?)" if alike else ""
     return RequestError(
         "missing_prompt",
         f"{name} is {found}{meant}; give a string, a list of strings, token ids, or a list of "
-        f"lists of token ids{from_start}{describe_foreign(obj) if name == 'prompt' else ''}",
+        "lists of token "
+        f"ids{from_start}{describe_foreign_field(obj) if name == 'prompt' else ''}",
         name,
     )
 
 
-def _is_all(value: Any, test: Callable[[Any], bool]) -> bool:
+def _is_list_of(value: Any, test: Callable[[Any], bool]) -> bool:
     return isinstance(value, list) and all(test(item) for item in value)
 
 
-def _token_ids(ids: list[Any], name: str) -> list[int]:
+def _parse_token_ids(ids: list[Any], name: str) -> list[int]:
     if not ids:
         raise RequestError(
             "out_of_range",

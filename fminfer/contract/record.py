@@ -16,9 +16,9 @@ from fminfer.contract.envelope import (
     Envelope,
     Line,
     find_custom_id,
-    quote,
+    quote_json,
 )
-from fminfer.contract.json_object import dump, find_members, load
+from fminfer.contract.json_object import dump_json, find_members, parse_json
 from fminfer.core.errors import RequestError
 
 _START = b'{"request":'
@@ -82,7 +82,7 @@ class Record:
     @property
     def key(self) -> bytes:
         """Return what records of one request, with the same draws, have in common."""
-        return make_key(self.envelope, self.repeat)
+        return make_record_key(self.envelope, self.repeat)
 
     def to_json(self) -> bytes:
         """Return the output line in the shape of the input line, without a newline."""
@@ -92,7 +92,7 @@ class Record:
             return self._to_error_json(self.error)
         members = [
             b'"request":' + self.envelope.request,
-            b'"result":' + dump(self.result),
+            b'"result":' + dump_json(self.result),
             *self.envelope.others.values(),
         ]
         return b"{" + b",".join(members) + b"}"
@@ -101,11 +101,11 @@ class Record:
         own = {
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
-            "error": b'"error":' + dump(_describe(error)),
+            "error": b'"error":' + dump_json(_describe_error(error)),
             "retryable": b'"retryable":true'
             if error.is_retryable
             else b'"retryable":false',
-            "request": b'"request":' + quote(self.envelope.request),
+            "request": b'"request":' + quote_json(self.envelope.request),
         }
         # A wrapped line's rest comes last. Of names that are in both the record's own
         # counts, but for custom_id, by which the line may be known.
@@ -113,7 +113,7 @@ class Record:
             if name not in own or name == "custom_id":
                 is_long = len(member) > MAX_QUOTED_BYTES
                 own[name] = (
-                    json.dumps(name).encode() + b":" + quote(member)
+                    json.dumps(name).encode() + b":" + quote_json(member)
                     if is_long
                     else member
                 )
@@ -121,14 +121,14 @@ class Record:
 
     def _to_batch_json(self) -> bytes:
         """Write the line of an OpenAI Batch output file, or of its error file."""
-        line_id = make_id(self.line, self.envelope)
+        line_id = make_line_id(self.line, self.envelope)
         request_id = make_request_id(self.key, line_id)
         status = 200
         body = self.result
         custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
             status = 500 if self.error.is_retryable else 400
-            told = _describe(self.error)
+            told = _describe_error(self.error)
             if self.is_of_batch and custom_id == b"null":  # nothing else names the line
                 told["message"] = f"line {self.line.number}: {self.error.message}"
             body = {"error": told}
@@ -136,7 +136,7 @@ class Record:
         members = [
             b'"id":"batch_req_' + line_id.encode() + b'"',
             b'"custom_id":' + custom_id,
-            b'"response":' + dump(response),
+            b'"response":' + dump_json(response),
             b'"error":null',
             *(
                 [b'"line":%d' % self.line.number]
@@ -147,16 +147,16 @@ class Record:
         return b"{" + b",".join(members) + b"}"
 
     def to_dict(self) -> dict[str, Any]:
-        return load_record(self.to_json())
+        return parse_record(self.to_json())
 
 
-def make_id(line: Line, envelope: Envelope) -> str:
+def make_line_id(line: Line, envelope: Envelope) -> str:
     """Return 32 hex digits for a line, the same whenever it is answered."""
     parts = (b"%d" % line.number, envelope.custom_id, envelope.request)
     return hashlib.blake2b(b"\n".join(parts), digest_size=16).hexdigest()
 
 
-def make_key(envelope: Envelope, repeat: int) -> bytes:
+def make_record_key(envelope: Envelope, repeat: int) -> bytes:
     """Return 16 bytes for a request, the form of its answer, and the draws that it takes.
 
     Lines of one key have one answer, whatever else stands in them. `repeat` counts
@@ -174,7 +174,7 @@ def make_request_id(key: bytes, line_id: str) -> str:
     return f"req_{key.hex()}{line_id[:16]}"
 
 
-def _describe(error: RequestError) -> dict[str, str | None]:
+def _describe_error(error: RequestError) -> dict[str, str | None]:
     return {
         "message": error.message,
         "type": error.type,
@@ -184,7 +184,7 @@ def _describe(error: RequestError) -> dict[str, str | None]:
 
 
 @dataclass(slots=True, frozen=True)
-class Answered:
+class AnsweredRecord:
     """A record without an error, in any of the shapes."""
 
     record: bytes
@@ -206,11 +206,11 @@ class Answered:
             raise ValueError("an answer has no usage") from error
 
 
-def is_batch(record: bytes) -> bool:
+def is_batch_record(record: bytes) -> bool:
     return record.startswith(_BATCH_START)
 
 
-def read_key(record: bytes) -> bytes | None:
+def find_record_key(record: bytes) -> bytes | None:
     """Return the key in an answered Batch record; None: an older version wrote it, or nobody."""
     match = _match_answer(record)
     return None if match is None else bytes.fromhex(match[1].decode())
@@ -219,18 +219,20 @@ def read_key(record: bytes) -> bytes | None:
 def _match_answer(record: bytes) -> re.Match[bytes] | None:
     """Match what stands behind a Batch record's `custom_id`, which holds no bare quotes."""
     place = record.find(_RESPONSE)
-    return _ANSWER.match(record, place) if is_batch(record) and place > 0 else None
+    return (
+        _ANSWER.match(record, place) if is_batch_record(record) and place > 0 else None
+    )
 
 
-def load_record(record: bytes) -> dict[str, Any]:
+def parse_record(record: bytes) -> dict[str, Any]:
     """Return a record as Python values; it raises a ValueError for what is no object of JSON."""
-    fields = load(record)
+    fields = parse_json(record)
     if not isinstance(fields, dict):
         raise ValueError("a record is no object")
     return fields
 
 
-def read_request(record: bytes) -> bytes:
+def find_request_bytes(record: bytes) -> bytes:
     """Return the bytes of the request in a record that is none of a Batch line."""
     # a string has no bare quote
     if record.startswith(_START) and record.count(_RESULT) == 1:
@@ -239,35 +241,37 @@ def read_request(record: bytes) -> bytes:
     return members["request"].value if "request" in members else b""
 
 
-def readdress(record: bytes, line: Line, envelope: Envelope, key: bytes) -> Answered:
+def readdress_record(
+    record: bytes, line: Line, envelope: Envelope, key: bytes
+) -> AnsweredRecord:
     """Return the record that a line gets by the answer in another record of its key.
 
     Raises:
         ValueError: it is not a record of that key.
     """
     if envelope.shape == "batch":
-        return _readdress_batch(record, line, envelope, key)
+        return _readdress_batch_record(record, line, envelope, key)
     start = _START + envelope.request + _RESULT
     end = b"".join(b"," + other for other in envelope.others.values()) + b"}"
     if not record.startswith(start):
         raise ValueError("a record is of another request")
     result = record[len(start) : -len(end)] if record.endswith(end) else b""
     try:
-        return Answered(record, {"result": orjson.loads(result)})
+        return AnsweredRecord(record, {"result": orjson.loads(result)})
     except (
         ValueError
     ):  # what stands around the request is not the same, or surrogates are in it
         result = find_members(record)["result"].value
-        return Answered(start + result + end, {"result": json.loads(result)})
+        return AnsweredRecord(start + result + end, {"result": json.loads(result)})
 
 
-def _readdress_batch(
+def _readdress_batch_record(
     record: bytes, line: Line, envelope: Envelope, key: bytes
-) -> Answered:
+) -> AnsweredRecord:
     match = _match_answer(record)
     if match is None or match[1] != key.hex().encode():
         raise ValueError("a record is of another request")
-    line_id = make_id(line, envelope)
+    line_id = make_line_id(line, envelope)
     start = b'{"id":"batch_req_%s","custom_id":%s,"response":{"status_code":200,' % (
         line_id.encode(),
         envelope.custom_id,
@@ -279,4 +283,4 @@ def _readdress_batch(
         line_id.encode(),
     )
     moved = start + body + record[match.end() :]
-    return Answered(moved, load_record(moved))
+    return AnsweredRecord(moved, parse_record(moved))

@@ -11,9 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.fields import ANYTHING, Field, as_it_is
+from fminfer.contract.fields import ANYTHING, Field, make_unchecked_kind
 
-_ANY = as_it_is(ANYTHING)
+_ANY = make_unchecked_kind(ANYTHING)
 
 
 def _refused(
@@ -36,7 +36,7 @@ def _refused(
         )
 
 
-def recorded(*names: str) -> Iterator[Field]:
+def make_recorded_fields(*names: str) -> Iterator[Field]:
     """Yield fields that are for the service that stores, routes or bills a request."""
     for name in names:
         yield Field(name, _ANY, "Changes no answer.", fate="recorded")
@@ -57,7 +57,7 @@ _GREEDY = 'For the likeliest tokens, give "temperature": 0'
 _START = "decoder_prompt begins an answer"
 _END = "ignore_eos, stop and stop_token_ids say where an answer ends"
 # Of completions and chat alike.
-_OF_DRAWS = (
+_DRAW_FIELDS = (
     *_refused(
         "structured_outputs takes json, regex, choice or grammar",
         [""],
@@ -313,8 +313,8 @@ _OF_DRAWS = (
     *_refused("", [{}], "structured_output", ours="structured_outputs"),
 )
 _IN_CHAT = "It belongs to chat: give messages in place of prompt"
-_IN_COMPLETIONS = (
-    *_OF_DRAWS,
+_COMPLETIONS_FIELDS = (
+    *_DRAW_FIELDS,
     *_refused(_IN_CHAT, [], "messages", "reasoning_effort"),
     *_refused(_IN_CHAT, [[]], "tools", "functions"),
     *_refused(_IN_CHAT, ["none", "auto"], "tool_choice"),
@@ -330,8 +330,8 @@ _IN_COMPLETIONS = (
     *_refused("", [True], "add_bos_token", ours="add_special_tokens"),
 )
 _IN_PROMPT = "The prompt of a chat request is its messages"
-_IN_CHATS = (
-    *_OF_DRAWS,
+_CHAT_FIELDS = (
+    *_DRAW_FIELDS,
     *_refused(_IN_PROMPT, [], "prompt", "inputs", "input_ids", "prompt_token_ids"),
     *_refused(
         "An answer in chat is a message; /v1/completions has echo", [False, 0], "echo"
@@ -348,7 +348,7 @@ _PROMPTS = "prompt_name names one of the model's own prompts; or write it into t
 _CUT = "truncate_prompt_tokens cuts each text"
 _NUMBERS = 'Numbers are float32; "encoding_format": "base64" makes them smaller'
 # Of embeddings, scores, rankings and classes alike.
-_OF_VECTORS = (
+_VECTOR_FIELDS = (
     *_refused(_PROMPTS, [""], "prompt", "input_type", "text_type", "task", "task_type"),
     *_refused(
         _PROMPTS, [""], "instruction", "instruct", "instructions", "query_instruction"
@@ -483,10 +483,10 @@ _NOT_RANKED = (
 )
 _COMPARED = ("text_1", "text_2", "queries", "data_1", "data_2")
 REFUSED: dict[Endpoint, tuple[Field, ...]] = {
-    "completions": _IN_COMPLETIONS,
-    "chat": _IN_CHATS,
+    "completions": _COMPLETIONS_FIELDS,
+    "chat": _CHAT_FIELDS,
     "embeddings": (
-        *_OF_VECTORS,
+        *_VECTOR_FIELDS,
         *_NOT_RANKED,
         *_refused(_IN_RERANK, [0], "top_k"),
         *_refused(_IN_RERANK, [], "documents"),
@@ -497,7 +497,7 @@ REFUSED: dict[Endpoint, tuple[Field, ...]] = {
         *_refused('"normalize": true is what 2 is in llama.cpp', [], "embd_normalize"),
     ),
     "score": (
-        *_OF_VECTORS,
+        *_VECTOR_FIELDS,
         *_NOT_EMBEDDED,
         *_NOT_RANKED,
         *_refused(_IN_RERANK, [0], "top_k"),
@@ -508,7 +508,7 @@ REFUSED: dict[Endpoint, tuple[Field, ...]] = {
         *_refused("", [], "data_2", ours="text_2"),
     ),
     "rerank": (
-        *_OF_VECTORS,
+        *_VECTOR_FIELDS,
         *_NOT_EMBEDDED,
         *_refused("Give query and documents", [], "input", "inputs", "input_ids"),
         *_refused(_IN_SCORE, [], *_COMPARED),
@@ -517,7 +517,7 @@ REFUSED: dict[Endpoint, tuple[Field, ...]] = {
         *_refused("", [True], "return_text", "return_input", ours="return_documents"),
     ),
     "classify": (
-        *_OF_VECTORS,
+        *_VECTOR_FIELDS,
         *_NOT_EMBEDDED,
         *_NOT_RANKED,
         *_refused("Each class has its probability", [0], "top_k"),

@@ -10,9 +10,9 @@ from typing import Any, Literal, get_args
 
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.fields import out_of_range
-from fminfer.contract.prompts import check_choices, read_prompts
-from fminfer.contract.read_fields import read_fields
+from fminfer.contract.fields import out_of_range_error
+from fminfer.contract.prompts import check_choices, parse_prompts
+from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import Constraint, KnownParser
 from fminfer.core.errors import RequestError
@@ -80,7 +80,7 @@ class SamplingParams:
             self.repetition_penalty,
         ) != (0, 0, 1)
 
-    def num_to_feed(self, num_prompt_tokens: int) -> int:
+    def count_fed_tokens(self, num_prompt_tokens: int) -> int:
         """Prompt tokens the model must see; one that is only scored is never fed."""
         if self.max_tokens > 0:
             return num_prompt_tokens
@@ -101,7 +101,7 @@ RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a
 
 
 @dataclass(slots=True, frozen=True)
-class VectorFacts:
+class VectorSpec:
     """What a model's vectors are, and what requests for them may ask."""
 
     size: int  # numbers of a vector
@@ -125,7 +125,7 @@ class VectorFacts:
 class VectorWish:
     """What is made of the vectors of a request's prompts."""
 
-    facts: VectorFacts = field(repr=False)  # the same for all requests of a model
+    facts: VectorSpec = field(repr=False)  # the same for all requests of a model
     prefix: str = ""  # before each text, or before a pair
     dimensions: int | None = None  # keep the first so many numbers
     is_normalized: bool = False  # to length 1
@@ -167,8 +167,8 @@ def parse_request(
 
     `defaults` are what a field that is absent or null means.
     """
-    prompts = read_prompts(fields)
-    found, warnings = read_fields(
+    prompts = parse_prompts(fields)
+    found, warnings = parse_fields(
         fields, "completions", max_logprobs=max_logprobs, is_strict=is_strict
     )
     n = found.get("n", DEFAULTS.n)
@@ -176,7 +176,7 @@ def parse_request(
     if best_of is not None and best_of < n:
         if is_strict:
             allowed = f"at least n, which is {n}; without --strict it is taken as {n}"
-            raise out_of_range("best_of", best_of, allowed)
+            raise out_of_range_error("best_of", best_of, allowed)
         values = (f"best_of {best_of} with n {n}",)
         warnings.append(RowWarning("best_of is below n and is taken as n", values))
     found["best_of"] = max(n, best_of or 0)
@@ -201,7 +201,7 @@ def make_params(
         found.get("truncation_side") == "right"
         and "truncate_prompt_tokens" not in found
     ):
-        raise out_of_range(
+        raise out_of_range_error(
             "truncation_side", "right", "null without truncate_prompt_tokens"
         )
     own = {name: found[name] for name in found.keys() & _PARAMS}

@@ -19,7 +19,7 @@ class RowWarning:
     names: tuple[str, ...] = ()
 
     def __str__(self) -> str:
-        return _told(self.kind, self.names)
+        return _describe_warning(self.kind, self.names)
 
 
 @dataclass(slots=True)
@@ -52,7 +52,7 @@ class WarningCounts:
             is_full = len(fitting) < len(new) and not count.has_more
             count.has_more |= is_full
         told = fitting + ["others, which are not named"] * is_full
-        return _told(warning.kind, told) if told or is_new else ""
+        return _describe_warning(warning.kind, told) if told or is_new else ""
 
     def clear(self) -> None:
         self.kinds.clear()
@@ -60,12 +60,13 @@ class WarningCounts:
     def to_dict(self) -> dict[str, int]:
         """Return the number of lines by the text of their warning."""
         return {
-            _told(kind, count.names) + " and others" * count.has_more: count.num_rows
+            _describe_warning(kind, count.names)
+            + " and others" * count.has_more: count.num_rows
             for kind, count in self.kinds.items()
         }
 
 
-def _told(kind: str, names: list[str] | tuple[str, ...]) -> str:
+def _describe_warning(kind: str, names: list[str] | tuple[str, ...]) -> str:
     """Write a warning with the names that belong to it, on one line."""
     shown = (
         make_printable(name).replace("\n", r"\n").replace("\t", r"\t") for name in names

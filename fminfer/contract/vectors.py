@@ -6,44 +6,46 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint
-from fminfer.contract.fields import show, wrong_type
+from fminfer.contract.endpoints import DRAWING_ENDPOINTS, URL_OF, Endpoint
+from fminfer.contract.fields import describe_value, wrong_type_error
 from fminfer.contract.prompts import (
     MEDIA,
     check_choices,
     check_text,
-    read_prompts,
-    refuse_keys,
+    check_unsupported_keys,
+    parse_prompts,
 )
-from fminfer.contract.read_fields import read_fields
-from fminfer.contract.request import Request, SamplingParams, VectorFacts, VectorWish
+from fminfer.contract.read_fields import parse_fields
+from fminfer.contract.request import Request, SamplingParams, VectorSpec, VectorWish
 from fminfer.core.errors import RequestError
 
 # Of requests that draw nothing. A text that is too long keeps its beginning.
 POOLED = SamplingParams(max_tokens=0, temperature=0.0, truncation_side="right")
 _PARAMS = ("add_special_tokens", "truncate_prompt_tokens", "truncation_side")
-_OF_DOCUMENTS = MEDIA | {"audio": MEDIA["images"]}
+_DOCUMENT_REMEDIES = MEDIA | {"audio": MEDIA["images"]}
 _ONE_OR_MANY = "a string, or a list of strings"
 
 
 def parse_vectors(
     fields: Mapping[str, Any],
     endpoint: Endpoint,
-    facts: VectorFacts,
+    facts: VectorSpec,
     *,
     is_strict: bool,
 ) -> Request:
     """Check one request for vectors, or for what is made of them."""
-    check_model(endpoint, facts)
-    found, warnings = read_fields(fields, endpoint, max_logprobs=0, is_strict=is_strict)
-    firsts, seconds, names = _read_texts(fields, endpoint)
+    check_endpoint(endpoint, facts)
+    found, warnings = parse_fields(
+        fields, endpoint, max_logprobs=0, is_strict=is_strict
+    )
+    firsts, seconds, names = _parse_texts(fields, endpoint)
     wish = VectorWish(
         facts,
-        prefix=_find_prefix(found.get("prompt_name"), firsts, facts),
-        dimensions=_check_dimensions(found.get("dimensions"), facts),
-        is_normalized=_check_normalize(found.get("normalize"), facts),
+        prefix=_parse_prompt_name(found.get("prompt_name"), firsts, facts),
+        dimensions=_parse_dimensions(found.get("dimensions"), facts),
+        is_normalized=_parse_normalize(found.get("normalize"), facts),
         is_base64=found.get("encoding_format") == "base64",
-        is_raw=_check_activation(found.get("use_activation"), facts),
+        is_raw=_parse_use_activation(found.get("use_activation"), facts),
         seconds=tuple(seconds),
         top_n=found.get("top_n"),
         returns_documents=found.get("return_documents", True),
@@ -54,24 +56,24 @@ def parse_vectors(
     return Request(firsts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 
 
-def check_model(endpoint: Endpoint, facts: VectorFacts | None) -> None:
+def check_endpoint(endpoint: Endpoint, facts: VectorSpec | None) -> None:
     """Refuse an endpoint that a model cannot answer; one without `facts` generates text."""
-    if needed := _what_is_needed(endpoint, facts):
+    if needed := _describe_need(endpoint, facts):
         told = f"{URL_OF[endpoint]} needs a model that {needed}"
         raise RequestError("unsupported_parameter", told)
 
 
-def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
+def _describe_need(endpoint: Endpoint, facts: VectorSpec | None) -> str:
     """Say what a model must do for an endpoint, and what to ask this one; "": it does so."""
     if facts is None:
         needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
-        is_drawn = endpoint in OF_DRAWS
+        is_drawn = endpoint in DRAWING_ENDPOINTS
         return (
             ""
             if is_drawn
             else f"{needs}, and this one generates text. Ask /v1/completions"
         )
-    if endpoint in OF_DRAWS:
+    if endpoint in DRAWING_ENDPOINTS:
         if not facts.is_scored:
             return "generates text, and this one gives vectors. Ask /v1/embeddings"
         urls = "/v1/classify, /v1/score or /v1/rerank"
@@ -87,19 +89,19 @@ def _what_is_needed(endpoint: Endpoint, facts: VectorFacts | None) -> str:
     return ""
 
 
-def _read_texts(
+def _parse_texts(
     fields: Mapping[str, Any], endpoint: Endpoint
 ) -> tuple[list[str | list[int]], list[str], tuple[str, str]]:
     """Return the prompts, the texts to compare them with, and the names of both fields."""
     if endpoint in ("embeddings", "classify"):
-        prompts = read_prompts(fields, "input")
+        prompts = parse_prompts(fields, "input")
         check_choices(len(prompts), 1, 1, "input")
         return prompts, [], ("input", "")
     names = ("query", "documents")
     if endpoint == "score":
-        first = _choose_name(fields, "text_1", "queries")
-        names = first, _choose_name(fields, "text_2", "documents")
-    firsts, seconds = (_read_strings(fields, name) for name in names)
+        first = _choose_field_name(fields, "text_1", "queries")
+        names = first, _choose_field_name(fields, "text_2", "documents")
+    firsts, seconds = (_parse_strings(fields, name) for name in names)
     if len(firsts) != 1 and (len(firsts) != len(seconds) or endpoint == "rerank"):
         raise RequestError(
             "out_of_range",
@@ -111,7 +113,7 @@ def _read_texts(
     return [*firsts], seconds, names
 
 
-def _choose_name(fields: Mapping[str, Any], *names: str) -> str:
+def _choose_field_name(fields: Mapping[str, Any], *names: str) -> str:
     """Return which of names of one meaning a request has, or the first; refuse several."""
     present = [name for name in names if fields.get(name) is not None]
     if len(present) > 1:
@@ -123,7 +125,7 @@ def _choose_name(fields: Mapping[str, Any], *names: str) -> str:
     return present[0] if present else names[0]
 
 
-def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
+def _parse_strings(fields: Mapping[str, Any], name: str) -> list[str]:
     """Return a text, or several; a document of Cohere's form may be an object with its text."""
     value = fields.get(name)
     if value is None:
@@ -136,15 +138,15 @@ def _read_strings(fields: Mapping[str, Any], name: str) -> list[str]:
         )
     given = value if isinstance(value, list) else [value]
     for document in (each for each in given if isinstance(each, dict)):
-        refuse_keys(document, name, _OF_DOCUMENTS)
+        check_unsupported_keys(document, name, _DOCUMENT_REMEDIES)
     found = [each.get("text") if isinstance(each, dict) else each for each in given]
     texts = [check_text(text, name) for text in found if isinstance(text, str)]
     if not texts or len(texts) < len(found):
-        raise wrong_type(name, value, _ONE_OR_MANY)
+        raise wrong_type_error(name, value, _ONE_OR_MANY)
     return texts
 
 
-def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
+def _parse_dimensions(dimensions: int | None, facts: VectorSpec) -> int | None:
     if dimensions is not None and dimensions > facts.size:
         raise RequestError(
             "out_of_range",
@@ -155,7 +157,7 @@ def _check_dimensions(dimensions: int | None, facts: VectorFacts) -> int | None:
     return None if dimensions == facts.size else dimensions
 
 
-def _check_normalize(value: bool | None, facts: VectorFacts) -> bool:
+def _parse_normalize(value: bool | None, facts: VectorSpec) -> bool:
     """Tell whether vectors are scaled to length 1."""
     if value is False and facts.is_normalized:
         raise RequestError(
@@ -167,7 +169,7 @@ def _check_normalize(value: bool | None, facts: VectorFacts) -> bool:
     return facts.is_normalized if value is None else value
 
 
-def _check_activation(value: bool | None, facts: VectorFacts) -> bool:
+def _parse_use_activation(value: bool | None, facts: VectorSpec) -> bool:
     """Tell whether scores are to stay logits."""
     if value is False and not facts.is_scored:
         raise RequestError(
@@ -179,15 +181,16 @@ def _check_activation(value: bool | None, facts: VectorFacts) -> bool:
     return value is False
 
 
-def _find_prefix(
-    name: str | None, prompts: list[str | list[int]], facts: VectorFacts
+def _parse_prompt_name(
+    name: str | None, prompts: list[str | list[int]], facts: VectorSpec
 ) -> str:
     """Return the model's prompt of a name, or its default one; "": there is none."""
     if name is not None and name not in facts.prompts:
-        known = ", ".join(map(show, facts.prompts)) or "none"
+        known = ", ".join(map(describe_value, facts.prompts)) or "none"
         raise RequestError(
             "out_of_range",
-            f"prompt_name is {show(name)}; this model has {known}. Leave it out, or write the "
+            f"prompt_name is {describe_value(name)}; this model has {known}. Leave it "
+            "out, or write the "
             "prompt into the text",
             "prompt_name",
         )
@@ -197,7 +200,8 @@ def _find_prefix(
     if prefix and any(isinstance(each, list) for each in prompts):
         raise RequestError(
             "unsupported_parameter",
-            f"prompt_name is {show(name)} and input holds token ids, which are read as they are"
+            f"prompt_name is {describe_value(name)} and input holds token ids, which "
+            "are read as they are"
             ". Give texts, or put the prompt's ids in front and remove prompt_name",
             "prompt_name",
         )

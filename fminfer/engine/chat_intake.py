@@ -7,7 +7,7 @@ from dataclasses import dataclass, replace
 
 from fminfer.contract.chat import ChatRequest
 from fminfer.contract.prompts import check_text
-from fminfer.contract.read_fields import guess
+from fminfer.contract.read_fields import describe_guess
 from fminfer.contract.request import Request
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
 from fminfer.core.config import KnownParser, ToolCallParser
@@ -156,7 +156,7 @@ def _find_unread_names(
         yield RowWarning(
             "the chat template does not read these variables, which have no effect",
             tuple(
-                name + guess(name, read)
+                name + describe_guess(name, read)
                 for name in map(cut_name, unread[: MAX_NAMES + 1])
             ),
         )

@@ -9,12 +9,12 @@ from dataclasses import dataclass, replace
 from itertools import chain
 from typing import Any
 
-from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
+from fminfer.contract.chat import ChatRequest, overwrite_fields, parse_chat
 from fminfer.contract.constraint import CONSTRAINTS
-from fminfer.contract.endpoints import Endpoint, tell_endpoint
-from fminfer.contract.fields import INT64, out_of_range
-from fminfer.contract.prompts import check_entries, check_text
-from fminfer.contract.read_fields import guess
+from fminfer.contract.endpoints import Endpoint, choose_endpoint
+from fminfer.contract.fields import INT64, out_of_range_error
+from fminfer.contract.prompts import check_logprob_count, check_text
+from fminfer.contract.read_fields import describe_guess
 from fminfer.contract.request import (
     DEFAULTS,
     RAW_TOKENS,
@@ -23,7 +23,7 @@ from fminfer.contract.request import (
     parse_request,
 )
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
-from fminfer.contract.vectors import check_model
+from fminfer.contract.vectors import check_endpoint
 from fminfer.core.errors import RequestError, UncompiledError
 from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
 from fminfer.engine.noise import digest_meaning
@@ -122,8 +122,8 @@ class Intake:
         """
         if self._vectors is not None:
             return self._vectors.parse(fields, endpoint)
-        endpoint = endpoint or tell_endpoint(fields)
-        check_model(endpoint, self.limits.vectors)
+        endpoint = endpoint or choose_endpoint(fields)
+        check_endpoint(endpoint, self.limits.vectors)
         is_chat = endpoint == "chat"
         request = (
             self._parse_chat(fields, clock)
@@ -178,7 +178,7 @@ class Intake:
             )
         if names := grammar.unknown[:MAX_NAMES]:
             hints = tuple(
-                name + guess(name, KNOWN_KEYS) for name in map(cut_name, names)
+                name + describe_guess(name, KNOWN_KEYS) for name in map(cut_name, names)
             )
             yield RowWarning("unknown keywords of JSON schemas have no effect", hints)
         if params.max_tokens < grammar.shortest:
@@ -232,7 +232,7 @@ class Intake:
             for fields, endpoint, clock in requests:
                 # such as a RecursionError of JSON; `parse` says it
                 with suppress(Exception):
-                    if (endpoint or tell_endpoint(fields)) == "chat":
+                    if (endpoint or choose_endpoint(fields)) == "chat":
                         begun = self._begin_chat(fields, clock)
                         message = json.dumps(begun[2].message)
                         self._begun_chats[id(fields)] = begun
@@ -252,7 +252,7 @@ class Intake:
         if not self.tokenizer.has_words:
             raise no_tokenizer_error("messages are text", "messages")
         chat = parse_chat(
-            overwrite(fields, limits.config.request_args or {}),
+            overwrite_fields(fields, limits.config.request_args or {}),
             max_logprobs=limits.config.max_logprobs,
             is_strict=limits.config.strict,
             defaults=limits.defaults,
@@ -348,7 +348,7 @@ class Intake:
             if texts and not self.tokenizer.has_words:
                 raise no_tokenizer_error(f"{name} is text", name)
             if len(texts) > most or sum(map(len, texts)) > MAX_CHARS:
-                raise out_of_range(
+                raise out_of_range_error(
                     name,
                     [*texts],
                     f"at most {most:,} texts of {MAX_CHARS:,} characters in all",
@@ -363,12 +363,12 @@ class Intake:
             check_text(word, "bad_words")
         words = self.tokenizer.spell_all(params.bad_words)
         if not all(words):
-            raise out_of_range(
+            raise out_of_range_error(
                 "bad_words", [*params.bad_words], "strings that have tokens"
             )
         check_ids(chain(*chain(*words)), size, "bad_words", MORE_TOKENS)
         if len({ids[-1] for ids in chain(*words)} | self.limits.eos_ids) >= size:
-            raise out_of_range(
+            raise out_of_range_error(
                 "bad_words", [*params.bad_words], "fewer: they can ban every token"
             )
         bans = make_bans(params, self.tokenizer, self.limits.eos_ids)
@@ -381,7 +381,9 @@ def _check_logprobs(prompts: list[EncodedPrompt], params: SamplingParams) -> Non
         return
     scored = sum(len(prompt.ids) for prompt in prompts) if params.echo else 0
     num_tokens = scored + params.max_tokens * len(prompts)
-    check_entries(num_tokens, max(params.n, params.num_candidates), params.logprobs)
+    check_logprob_count(
+        num_tokens, max(params.n, params.num_candidates), params.logprobs
+    )
 
 
 def make_text_request(
@@ -394,7 +396,9 @@ def make_text_request(
     if not {"temperature", "top_p", "top_k", "n", "best_of"} & {*fields}:
         fields["temperature"] = 0
     if as_chat:
-        return overwrite({"messages": [{"role": "user", "content": text}]}, fields)
+        return overwrite_fields(
+            {"messages": [{"role": "user", "content": text}]}, fields
+        )
     most = fields.get("best_of") or fields.get("n") or 1
     return {
         "prompt": text,

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 
 from fminfer.contract.prompts import MAX_ENTRIES, check_text
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.config import EngineConfig, OnTooLong
 from fminfer.core.errors import RequestError
@@ -69,7 +69,7 @@ class RequestLimits:
     chat_template: str | None = None  # in place of the model's own
     # What a decoder begins with, behind an encoder; None: there is no encoder.
     start_ids: tuple[int, ...] | None = None
-    vectors: VectorFacts | None = None  # what the model gives; None: it generates text
+    vectors: VectorSpec | None = None  # what the model gives; None: it generates text
     source_length: int = 0  # tokens that an encoder before a decoder reads, at most
 
 

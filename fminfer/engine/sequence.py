@@ -196,7 +196,7 @@ class PromptState:
         """Tokens the model must see before the next draw; one only scored is never fed."""
         if self.ids_to_refeed:
             return len(self.ids_to_refeed)
-        return self.params.num_to_feed(len(self.ids))
+        return self.params.count_fed_tokens(len(self.ids))
 
     @property
     def num_unfed(self) -> int:

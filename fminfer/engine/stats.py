@@ -106,7 +106,9 @@ class EngineStats:
         for place, prompt in enumerate(prepared.prompts):
             num_tokens = len(prompt.ids)
             num_to_feed = (
-                num_tokens if prepared.is_pooled else params.num_to_feed(num_tokens)
+                num_tokens
+                if prepared.is_pooled
+                else params.count_fed_tokens(num_tokens)
             )
             if num_to_feed and prepared.sources:
                 num_to_feed += len(prepared.sources[place].ids)

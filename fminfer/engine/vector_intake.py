@@ -8,9 +8,9 @@ from dataclasses import replace
 from functools import partial
 from typing import Any, cast
 
-from fminfer.contract.endpoints import Endpoint, find_asked
+from fminfer.contract.endpoints import Endpoint, find_endpoint
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.request import Request, VectorFacts
+from fminfer.contract.request import Request, VectorSpec
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.contract.vectors import parse_vectors
 from fminfer.core.errors import CheckpointError, RequestError
@@ -60,7 +60,7 @@ class VectorIntake:
         self,
         tokenizer: Tokenizer,
         limits: RequestLimits,
-        facts: VectorFacts,
+        facts: VectorSpec,
         warn: Callable[[RowWarning], object],
     ) -> None:
         if tokenizer.backend is None:
@@ -92,7 +92,7 @@ class VectorIntake:
 
         Without an endpoint of its path, its fields say which it is for.
         """
-        endpoint = path_endpoint or find_asked(fields) or "embeddings"
+        endpoint = path_endpoint or find_endpoint(fields) or "embeddings"
         if path_endpoint is None and endpoint == "embeddings" and self._facts.is_scored:
             endpoint = "classify"
         supported = {

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fminfer.contract.record import is_batch, load_record
+from fminfer.contract.record import is_batch_record, parse_record
 from fminfer.core.errors import RETRYABLE, UsageError
 from fminfer.files.disk import raising_disk_errors
 from fminfer.files.journal import journal_path
@@ -192,16 +192,18 @@ def _describe_change(then: Seal | None, now: Seal | None) -> str:
 def is_retryable(record: bytes) -> bool:
     """Tell whether another run may answer the line of an error record."""
     try:
-        fields = load_record(record)
+        fields = parse_record(record)
         error = (
-            fields["response"]["body"]["error"] if is_batch(record) else fields["error"]
+            fields["response"]["body"]["error"]
+            if is_batch_record(record)
+            else fields["error"]
         )
         return error["code"] in RETRYABLE
     except (ValueError, KeyError, TypeError):
         return False
 
 
-# Begins a Batch record; its digits are the line's, by `contract.record.make_id`.
+# Begins a Batch record; its digits are the line's, by `contract.record.make_line_id`.
 BATCH_RECORD = re.compile(rb'\{"id":"batch_req_([0-9a-f]{32})"')
 
 

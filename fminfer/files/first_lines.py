@@ -7,7 +7,7 @@ from itertools import islice
 from pathlib import Path
 from typing import Literal
 
-from fminfer.contract.record import load_record
+from fminfer.contract.record import parse_record
 from fminfer.core.errors import FminferError
 from fminfer.files.line_reader import read_first_bytes, read_lines
 from fminfer.files.streams import (
@@ -64,7 +64,7 @@ def _classify_file(path: Path, changed_at: int) -> tuple[Kind, str]:
     kind: Kind = ""
     for number, line in enumerate(islice(read_lines(path, 0), NUM_LOOKED_AT)):
         try:
-            fields = load_record(line.raw)
+            fields = parse_record(line.raw)
         except ValueError:
             continue
         if number == 0 and _is_record(fields):

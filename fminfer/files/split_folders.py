@@ -7,7 +7,7 @@ from array import array
 from functools import lru_cache
 from pathlib import Path
 
-from fminfer.contract.json_object import load
+from fminfer.contract.json_object import parse_json
 from fminfer.core.errors import UsageError
 from fminfer.files.streams import (
     MANIFEST,
@@ -58,7 +58,7 @@ def _read_entry_places(manifest: Path, changed_at: int) -> dict[str, int]:
     with manifest.open("rb") as file:
         for line in file:
             if match := _NUM_EQUAL.match(line):
-                places[str(load(match[1]))] = place
+                places[str(parse_json(match[1]))] = place
             place += len(line)
     return places
 
@@ -69,7 +69,7 @@ def _read_num_equal(
 ) -> array[int] | None:
     with manifest.open("rb") as file:
         file.seek(place)
-        entry = load(file.readline().rstrip(b",\n"))
+        entry = parse_json(file.readline().rstrip(b",\n"))
     return (
         array("I", entry[NUM_EQUAL]) if entry["digest"] == digest_file(path) else None
     )

@@ -30,7 +30,7 @@ import torch
 from ray.data.expressions import monotonically_increasing_id
 
 from fminfer.answers.line_counter import EqualLines
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.core.config import make_config
 from fminfer.core.errors import UsageError
 from fminfer.files.input_folders import find_inputs
@@ -277,7 +277,7 @@ def _read_files(batch: pyarrow.Table) -> Iterator[pyarrow.Table]:
         equal = EqualLines()
         rows = []
         for line in read_file(Path(path), 0):
-            num_equal = equal.count(line, open_envelope(line))
+            num_equal = equal.count(line, parse_envelope(line))
             damage = line.damage or line.fault
             row = (path, line.number, line.raw, damage, line.is_cut, num_equal)
             rows.append(dict(zip(LINES.names, row, strict=True)))

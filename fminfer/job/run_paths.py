@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.answers.cache_place import CachePlace
-from fminfer.contract.envelope import open_envelope, refuse_other_model
+from fminfer.contract.envelope import check_model_name, parse_envelope
 from fminfer.contract.request import RAW_TOKENS
 from fminfer.core.config import ModelOptions
 from fminfer.core.errors import RequestError, UsageError
@@ -273,9 +273,9 @@ def _names_demo_model(path: Path) -> bool:
     # of a file that cannot be read: the run says so
     with suppress(UsageError, OSError):
         for line in read_lines(path, 0, limit=MOST_LOOKED_AT):
-            items = open_envelope(line).fields.items()
+            items = parse_envelope(line).fields.items()
             fields = {name: value for name, value in items if isinstance(value, str)}
-            refuse_other_model(fields, DEMO_NAMES)
+            check_model_name(fields, DEMO_NAMES)
             if fields.get("model") or fields.get("engine"):
                 return True
     return False

@@ -15,7 +15,7 @@ from typing_extensions import Self
 
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.record import Record
-from fminfer.contract.vectors import check_model
+from fminfer.contract.vectors import check_endpoint
 from fminfer.core.config import EngineConfig, make_config
 from fminfer.core.errors import UsageError
 from fminfer.core.messages import RankMemory
@@ -228,7 +228,7 @@ class Engine:
             raise TypeError(
                 "embed takes a list of texts, and this is one text; give [text]"
             )
-        check_model("embeddings", self.intake.limits.vectors)
+        check_endpoint("embeddings", self.intake.limits.vectors)
         fields = {
             "dimensions": dimensions,
             "prompt_name": prompt_name,

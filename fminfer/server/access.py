@@ -13,8 +13,8 @@ from starlette.datastructures import Headers, MutableHeaders
 from starlette.middleware.cors import CORSMiddleware
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from fminfer.contract.endpoints import without_spare_slashes
-from fminfer.contract.fields import show
+from fminfer.contract.endpoints import remove_spare_slashes
+from fminfer.contract.fields import describe_value
 from fminfer.server.http_errors import HttpError, make_error_response
 from fminfer.server.service import Service
 from fminfer.server.settings import ServerSettings, is_loopback_name, parse_host
@@ -211,7 +211,7 @@ def _normalize_request(scope: Scope) -> Scope:
     if path.startswith(MODELS):
         path = path.removesuffix("/")
     elif not path.startswith(WITH_SLASH):
-        path = without_spare_slashes(path)
+        path = remove_spare_slashes(path)
     method = "GET" if scope["method"] == "HEAD" else scope["method"]
     return {**scope, "method": method, "path": path}
 
@@ -220,7 +220,7 @@ def _respond_to_foreign_host(host: str) -> ASGIApp:
     return make_error_response(
         HttpError(
             403,
-            f"the request was sent to the host {show(host)}, which is not known to be "
+            f"the request was sent to the host {describe_value(host)}, which is not known to be "
             "this server; call it by localhost or 127.0.0.1, or start it with "
             "--allow-host and that name",
             code="host_not_allowed",

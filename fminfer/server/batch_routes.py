@@ -18,11 +18,11 @@ from fminfer.contract.fields import (
     TEXT,
     Schema,
     allow_null,
-    list_of,
-    object_of,
-    whole,
+    make_full_object_schema,
+    make_list_schema,
+    make_object_schema,
 )
-from fminfer.contract.vectors import check_model
+from fminfer.contract.vectors import check_endpoint
 from fminfer.server.batch_service import BatchService
 from fminfer.server.batches.batch_request import (
     ANCHORS,
@@ -49,7 +49,7 @@ from fminfer.server.service import Service, make_json_response
 
 BYTES: Schema = {"type": "string", "format": "binary"}
 UPLOAD = extend_schema(
-    whole(
+    make_full_object_schema(
         file=BYTES
         | {"description": "JSON lines, each with custom_id, method, url and body."},
         purpose={"enum": [PURPOSE]},
@@ -61,7 +61,7 @@ UPLOAD = extend_schema(
     },
 ) | {"additionalProperties": False}
 FILE = extend_schema(
-    whole(
+    make_full_object_schema(
         id=TEXT, object={"const": "file"}, bytes=COUNT, created_at=COUNT, filename=TEXT
     ),
     expires_at=allow_null(COUNT),
@@ -69,8 +69,8 @@ FILE = extend_schema(
     status={"const": "processed"},
     status_details=NULL,
 )
-DELETED = whole(id=TEXT, object={"const": "file"}, deleted=SWITCH)
-ERROR_OF_BATCH = object_of(
+DELETED = make_full_object_schema(id=TEXT, object={"const": "file"}, deleted=SWITCH)
+ERROR_OF_BATCH = make_object_schema(
     {
         "code": TEXT,
         "message": TEXT,
@@ -79,25 +79,31 @@ ERROR_OF_BATCH = object_of(
     }
 )
 USAGE = extend_schema(
-    whole(input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT),
-    input_tokens_details=object_of({"cached_tokens": COUNT}),
-    output_tokens_details=object_of({"reasoning_tokens": COUNT}),
+    make_full_object_schema(
+        input_tokens=COUNT, output_tokens=COUNT, total_tokens=COUNT
+    ),
+    input_tokens_details=make_object_schema({"cached_tokens": COUNT}),
+    output_tokens_details=make_object_schema({"reasoning_tokens": COUNT}),
 )
 BATCH = extend_schema(
-    whole(
+    make_full_object_schema(
         id=TEXT,
         object={"const": "batch"},
         endpoint={"enum": list(ENDPOINTS)},
         status={"enum": list(get_args(BatchStatus))},
         created_at=COUNT,
-        request_counts=whole(total=COUNT, completed=COUNT, failed=COUNT),
+        request_counts=make_full_object_schema(
+            total=COUNT, completed=COUNT, failed=COUNT
+        ),
     ),
     **dict.fromkeys(("model", "input_file_id", "completion_window"), TEXT),
     **dict.fromkeys(("output_file_id", "error_file_id"), allow_null(TEXT)),
     **dict.fromkeys(TIMES, allow_null(COUNT)),
     metadata=allow_null(METADATA),
     errors=allow_null(
-        object_of({"object": {"const": "list"}, "data": list_of(ERROR_OF_BATCH)})
+        make_object_schema(
+            {"object": {"const": "list"}, "data": make_list_schema(ERROR_OF_BATCH)}
+        )
     ),
     usage=USAGE,
 )
@@ -105,7 +111,9 @@ BATCH = extend_schema(
 
 def make_page_schema(items: Schema) -> Schema:
     """Return the schema of a page of a list."""
-    page = whole(object={"const": "list"}, data=list_of(items), has_more=SWITCH)
+    page = make_full_object_schema(
+        object={"const": "list"}, data=make_list_schema(items), has_more=SWITCH
+    )
     return extend_schema(page, first_id=allow_null(TEXT), last_id=allow_null(TEXT))
 
 
@@ -223,7 +231,7 @@ class _BatchRoutes:
         batches, owner = _require_batches(self._batches, request)
         batch_request = parse_batch(await self._service.bodies.read(request))
         vectors = self._service.engine.intake.limits.vectors
-        check_model(URLS[batch_request.endpoint], vectors)
+        check_endpoint(URLS[batch_request.endpoint], vectors)
         batch = await asyncio.to_thread(batches.create_batch, batch_request, owner)
         return make_json_response(batches.describe(batch))
 

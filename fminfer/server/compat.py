@@ -20,12 +20,12 @@ from fminfer.contract.fields import (
     Field,
     Schema,
     allow_null,
-    as_it_is,
-    object_of,
-    whole,
-    wrong_type,
+    make_full_object_schema,
+    make_object_schema,
+    make_unchecked_kind,
+    wrong_type_error,
 )
-from fminfer.contract.read_fields import refuse_others
+from fminfer.contract.read_fields import check_no_other_fields
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import with_noun
 from fminfer.engine.engine_core import Finished
@@ -126,7 +126,9 @@ def make_old_routes(service: Service) -> APIRouter:
     router.post(
         "/generation",
         **document_route(
-            whole(text=TEXT), "The text.", body=make_generation_request_schema(limits)
+            make_full_object_schema(text=TEXT),
+            "The text.",
+            body=make_generation_request_schema(limits),
         ),
     )(routes.generation)
     for path in ("/run_{name}/{text:text}", "/run/{text:text}"):
@@ -189,7 +191,7 @@ def _translate_generation_request(fields: dict[str, Any]) -> dict[str, Any]:
                 name,
             )
     if not isinstance(fields.get("prompt"), str):
-        raise wrong_type("prompt", fields.get("prompt"), "a string")
+        raise wrong_type_error("prompt", fields.get("prompt"), "a string")
     request = {**fields, "echo": True}
     limits = (
         request.pop("max_new_tokens", None),
@@ -204,10 +206,10 @@ def _translate_generation_request(fields: dict[str, Any]) -> dict[str, Any]:
 
 def _translate_latency_request(fields: dict[str, Any]) -> dict[str, Any]:
     """Return the completions request that one of the latency server means."""
-    refuse_others(fields, ("inputs", "parameters"), "POST /")
+    check_no_other_fields(fields, ("inputs", "parameters"), "POST /")
     parameters = {} if fields.get("parameters") is None else fields["parameters"]
     if not isinstance(parameters, dict):
-        raise wrong_type("parameters", parameters, "an object or null")
+        raise wrong_type_error("parameters", parameters, "an object or null")
     for name in parameters:
         if name not in LATENCY:
             raise RequestError(
@@ -225,7 +227,7 @@ def _translate_latency_request(fields: dict[str, Any]) -> dict[str, Any]:
             request[ours] = value
     do_sample = parameters.get("do_sample")
     if not isinstance(do_sample, bool | None):
-        raise wrong_type("do_sample", do_sample, "true, false or null")
+        raise wrong_type_error("do_sample", do_sample, "true, false or null")
     if do_sample is False:
         request["temperature"] = 0
     return request
@@ -244,14 +246,19 @@ def make_generation_request_schema(limits: RequestLimits) -> Schema:
         and name not in COMPLETIONS_ONLY
     ]
     fields = (
-        Field("prompt", as_it_is(TEXT), "The text to go on with.", is_required=True),
+        Field(
+            "prompt",
+            make_unchecked_kind(TEXT),
+            "The text to go on with.",
+            is_required=True,
+        ),
         replace(of_chat["max_tokens"], name="max_new_tokens", default=NEW_TOKENS),
         replace(
             of_chat["max_tokens"], help="The same, where max_new_tokens is absent."
         ),
         *both,
         *(
-            Field(name, as_it_is(NULL), "It has no place in this answer.")
+            Field(name, make_unchecked_kind(NULL), "It has no place in this answer.")
             for name in COMPLETIONS_ONLY
         ),
     )
@@ -277,8 +284,8 @@ def make_latency_request_schema(limits: RequestLimits) -> Schema:
     inputs = known["prompt"].schema(limits.vocab_size - 1) | {
         "description": "One text or several."
     }
-    of_parameters = object_of(parameters) | {"additionalProperties": False}
-    return object_of(
+    of_parameters = make_object_schema(parameters) | {"additionalProperties": False}
+    return make_object_schema(
         {"inputs": inputs, "parameters": allow_null(of_parameters)}, "inputs"
     ) | {
         "examples": [

@@ -17,7 +17,7 @@ from typing import Any
 import h11
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
-from fminfer.contract.json_object import dump
+from fminfer.contract.json_object import dump_json
 from fminfer.core.errors import UsageError
 from fminfer.server.http_errors import JSON, HttpError, describe_error
 from fminfer.server.settings import ServerSettings
@@ -152,7 +152,7 @@ class Connection(H11Protocol):
             )
             for event in (
                 head,
-                h11.Data(dump(describe_error(error))),
+                h11.Data(dump_json(describe_error(error))),
                 h11.EndOfMessage(),
             ):
                 self.transport.write(self.conn.send(event))

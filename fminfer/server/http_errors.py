@@ -7,7 +7,7 @@ from typing import Any
 
 from starlette.responses import Response
 
-from fminfer.contract.json_object import dump
+from fminfer.contract.json_object import dump_json
 from fminfer.core.errors import FminferError, RequestError
 
 JSON = "application/json"
@@ -73,5 +73,5 @@ def describe_error(error: HttpError) -> dict[str, Any]:
 def make_error_response(error: HttpError) -> Response:
     """Return the response that an error becomes."""
     return Response(
-        dump(describe_error(error)), error.status, dict(error.headers or {}), JSON
+        dump_json(describe_error(error)), error.status, dict(error.headers or {}), JSON
     )

@@ -17,13 +17,13 @@ from fminfer.contract.fields import (
     Field,
     Schema,
     allow_null,
-    as_it_is,
-    list_of,
-    list_of_ids,
-    whole,
-    wrong_type,
+    make_full_object_schema,
+    make_list_schema,
+    make_token_ids_schema,
+    make_unchecked_kind,
+    wrong_type_error,
 )
-from fminfer.contract.read_fields import refuse_others
+from fminfer.contract.read_fields import check_no_other_fields
 from fminfer.core.errors import RequestError
 from fminfer.core.version import __version__
 from fminfer.engine.prompt_fit import RequestLimits
@@ -39,11 +39,11 @@ from fminfer.server.schemas import (
 from fminfer.server.service import Service, make_json_response
 
 TOKENIZED = extend_schema(
-    whole(count=COUNT, max_model_len=COUNT, tokens=IDS),
-    token_strs=allow_null(list_of(TEXT)),
+    make_full_object_schema(count=COUNT, max_model_len=COUNT, tokens=IDS),
+    token_strs=allow_null(make_list_schema(TEXT)),
 )
 _FIGURE: Schema = {"type": "number", "minimum": 0}
-STATS = whole(
+STATS = make_full_object_schema(
     model=TEXT,
     num_running=COUNT,
     num_waiting=COUNT,
@@ -86,7 +86,9 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
     @router.post(
         "/detokenize",
         **document_route(
-            whole(prompt=TEXT), "The text.", body=make_detokenize_request_schema(limits)
+            make_full_object_schema(prompt=TEXT),
+            "The text.",
+            body=make_detokenize_request_schema(limits),
         ),
     )
     async def detokenize(request: Request) -> Response:
@@ -102,14 +104,20 @@ def _add_token_routes(router: APIRouter, service: Service) -> None:
 
 def _add_state_routes(router: APIRouter, service: Service) -> None:
     @router.get(
-        "/version", **document_route(whole(version=TEXT), "The version.", errors=[401])
+        "/version",
+        **document_route(
+            make_full_object_schema(version=TEXT), "The version.", errors=[401]
+        ),
     )
     async def version() -> Response:
         """Return the version of fminfer."""
         return make_json_response({"version": __version__})
 
     @router.get(
-        "/health", **document_route(whole(status=TEXT), "It answers.", errors=[503])
+        "/health",
+        **document_route(
+            make_full_object_schema(status=TEXT), "It answers.", errors=[503]
+        ),
     )
     async def health() -> Response:
         """Return 200 while requests are taken, 503 otherwise."""
@@ -168,10 +176,10 @@ def _answer_tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]
 
 def _answer_detokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]:
     """Answer a request as vLLM's /detokenize does."""
-    refuse_others(fields, ("tokens",), "/detokenize")
+    check_no_other_fields(fields, ("tokens",), "/detokenize")
     ids = fields.get("tokens")
     if not isinstance(ids, list):
-        raise wrong_type("tokens", ids, "a list of token ids")
+        raise wrong_type_error("tokens", ids, "a list of token ids")
     if not ids:
         return {"prompt": ""}
     prompt_ids = _tokenize_prompt(service, {"prompt": ids}, "tokens")
@@ -212,12 +220,12 @@ def make_tokenize_request_schema(limits: RequestLimits) -> Schema:
     known = FIELDS["chat"]
     words = Field(
         "return_token_strs",
-        as_it_is(SWITCH),
+        make_unchecked_kind(SWITCH),
         "Add the spelling of each token.",
         default=False,
     )
     prompt = Field(
-        "prompt", as_it_is(TEXT), "The text to go on with.", is_required=True
+        "prompt", make_unchecked_kind(TEXT), "The text to go on with.", is_required=True
     )
     special = FIELDS["completions"]["add_special_tokens"]
     names = ("messages", "tools", "chat_template_kwargs", "add_generation_prompt")
@@ -236,7 +244,7 @@ def make_tokenize_request_schema(limits: RequestLimits) -> Schema:
 
 def make_detokenize_request_schema(limits: RequestLimits) -> Schema:
     """Return the schema of a request to `/detokenize`."""
-    ids = as_it_is(list_of_ids(limits.vocab_size - 1))
+    ids = make_unchecked_kind(make_token_ids_schema(limits.vocab_size - 1))
     tokens = Field("tokens", ids, "Ids of the model's tokens.", is_required=True)
     fields = (tokens, FIELDS["chat"]["model"])
     return make_fields_schema("Token ids.", fields, limits, {"tokens": [1, 2, 3]})

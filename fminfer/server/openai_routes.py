@@ -13,9 +13,15 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from fminfer.contract.endpoints import ALL_URLS, OF_DRAWS, Endpoint
+from fminfer.contract.endpoints import ALL_URLS, DRAWING_ENDPOINTS, Endpoint
 from fminfer.contract.field_table import FIELDS
-from fminfer.contract.fields import NULL, SWITCH, TEXT, list_of, whole
+from fminfer.contract.fields import (
+    NULL,
+    SWITCH,
+    TEXT,
+    make_full_object_schema,
+    make_list_schema,
+)
 from fminfer.engine.engine_core import Delta, Event, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.vector_answer import make_answer_head
@@ -33,7 +39,7 @@ from fminfer.server.service import Service, make_json_response
 
 _CONTEXT = COUNT | {"description": "Most tokens of prompt and answer."}
 _MODEL = extend_schema(
-    whole(
+    make_full_object_schema(
         id=TEXT,
         object={"const": "model"},
         created=COUNT,
@@ -44,7 +50,9 @@ _MODEL = extend_schema(
     parent=NULL,
     has_chat_template=SWITCH,
 )
-_MODELS = whole(object={"const": "list"}, data=list_of(_MODEL))
+_MODELS = make_full_object_schema(
+    object={"const": "list"}, data=make_list_schema(_MODEL)
+)
 
 
 @dataclass(slots=True)
@@ -178,7 +186,7 @@ def _add_endpoint(
     described = document_route(
         about.answer, "The answer.", body=body, chunk=about.chunk
     )
-    draws = endpoint in OF_DRAWS
+    draws = endpoint in DRAWING_ENDPOINTS
     tag = "OpenAI API" if draws else "Vectors and scores"
     # of generated clients
     name = path.removeprefix("/v1/").replace("/", "_") if draws else path
@@ -220,7 +228,7 @@ async def _answer_request(
     """Answer a request, whole or as a stream."""
     fields = await service.bodies.read(request)
     is_streamed, usage = (
-        _pop_stream_fields(fields) if endpoint in OF_DRAWS else (False, "")
+        _pop_stream_fields(fields) if endpoint in DRAWING_ENDPOINTS else (False, "")
     )
     service.check_model(fields.get("model"))
     asking = service.dispatcher.add_request(
@@ -248,7 +256,7 @@ def _pop_stream_fields(fields: dict[str, Any]) -> tuple[bool, str]:
     for name in ("stream", "stream_options"):
         value = fields.pop(name, None)
         if value is not None:
-            values[name] = FIELDS["chat"][name].kind.read(name, value, 0)
+            values[name] = FIELDS["chat"][name].kind.parse(name, value, 0)
     return values.get("stream", False), values.get("stream_options", "")
 
 

@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 from starlette.responses import Response
 from starlette.types import Receive, Scope, Send
 
-from fminfer.contract.json_object import dump
+from fminfer.contract.json_object import dump_json
 from fminfer.engine.engine_core import Delta, Event, Failed, Finished
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.server.http_errors import (
@@ -189,7 +189,7 @@ async def run_while_connected(
 
 def format_event(value: object) -> bytes:
     """Return a JSON value as a server-sent event."""
-    return b"data: " + dump(value) + b"\n\n"
+    return b"data: " + dump_json(value) + b"\n\n"
 
 
 def _send_body(send: Send, body: bytes, *, is_last: bool = False) -> Awaitable[None]:

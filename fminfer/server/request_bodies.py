@@ -18,8 +18,8 @@ from python_multipart.exceptions import FormParserError
 from python_multipart.multipart import MultipartParser, parse_options_header
 from starlette.requests import ClientDisconnect, Request
 
-from fminfer.contract.fields import show
-from fminfer.contract.json_object import load_object
+from fminfer.contract.fields import describe_value
+from fminfer.contract.json_object import parse_object
 from fminfer.core.quantities import describe_bytes
 from fminfer.files.disk import write_all
 from fminfer.files.line_reader import UTF8_BOM
@@ -203,7 +203,8 @@ class UploadForm:
         self._name = name = _decode_text(options.get(b"name", b""))
         if name not in ("file", "purpose", *LIFE):
             raise _form_error(
-                f"{show(name)} is no field of an upload here; there are file, purpose, "
+                f"{describe_value(name)} is no field of an upload here; there are "
+                "file, purpose, "
                 f"{' and '.join(LIFE)}. Leave it out",
                 name[:64],
                 "unsupported_parameter",
@@ -232,7 +233,7 @@ class UploadForm:
         self._value.clear()
         if self._name == "purpose" and value != PURPOSE:
             raise _form_error(
-                f'purpose is {show(value)}; it must be "{PURPOSE}"',
+                f'purpose is {describe_value(value)}; it must be "{PURPOSE}"',
                 "purpose",
                 "out_of_range",
             )
@@ -383,7 +384,7 @@ def is_large(request: Request) -> bool:
 
 
 def _parse_object(body: bytes) -> dict[str, Any]:
-    return load_object(body.removeprefix(UTF8_BOM).strip(), "the body")
+    return parse_object(body.removeprefix(UTF8_BOM).strip(), "the body")
 
 
 def _decode_text(raw: bytes | bytearray) -> str:

@@ -15,9 +15,9 @@ from fminfer.contract.fields import (
     Field,
     Schema,
     allow_null,
-    list_of,
-    object_of,
-    whole,
+    make_full_object_schema,
+    make_list_schema,
+    make_object_schema,
 )
 from fminfer.engine.prompt_fit import RequestLimits
 from fminfer.engine.sequence import FinishReason
@@ -55,16 +55,20 @@ def extend_schema(schema: Schema, **properties: Schema) -> Schema:
 
 COUNT: Schema = {"type": "integer", "minimum": 0}
 NUMBER: Schema = {"type": "number"}
-IDS = list_of(COUNT)
+IDS = make_list_schema(COUNT)
 _MESSAGE = TEXT | {"description": "What was found, what is allowed, what to do."}
 _PARAM = allow_null(TEXT) | {"description": "The field that is wrong."}
-ERROR = whole(
-    error=whole(message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT))
+ERROR = make_full_object_schema(
+    error=make_full_object_schema(
+        message=_MESSAGE, type=TEXT, param=_PARAM, code=allow_null(TEXT)
+    )
 )
 _USAGE = extend_schema(
-    whole(prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT),
+    make_full_object_schema(
+        prompt_tokens=COUNT, completion_tokens=COUNT, total_tokens=COUNT
+    ),
     prompt_tokens_details=allow_null(
-        object_of({"cached_tokens": COUNT, "truncated_tokens": COUNT})
+        make_object_schema({"cached_tokens": COUNT, "truncated_tokens": COUNT})
     ),
 )
 _REASONS = get_args(FinishReason)
@@ -80,69 +84,87 @@ _AT_TIMES: dict[str, Schema] = {
     "prompt_token_ids": IDS,
     "token_ids": IDS,
 }
-_LOGPROBS = whole(
-    tokens=list_of(TEXT),
-    token_logprobs=list_of(allow_null(NUMBER)),
+_LOGPROBS = make_full_object_schema(
+    tokens=make_list_schema(TEXT),
+    token_logprobs=make_list_schema(allow_null(NUMBER)),
     top_logprobs=allow_null(
-        list_of(allow_null({"type": "object", "additionalProperties": NUMBER}))
+        make_list_schema(allow_null({"type": "object", "additionalProperties": NUMBER}))
     ),
     text_offset=IDS,
 )
 _TOKEN = {"token": TEXT, "logprob": NUMBER, "bytes": allow_null(IDS)}
 _CHAT_LOGPROBS = extend_schema(
-    whole(content=list_of(whole(**_TOKEN, top_logprobs=list_of(whole(**_TOKEN))))),
+    make_full_object_schema(
+        content=make_list_schema(
+            make_full_object_schema(
+                **_TOKEN,
+                top_logprobs=make_list_schema(make_full_object_schema(**_TOKEN)),
+            )
+        )
+    ),
     refusal=NULL,
 )
-_CALL = whole(
-    id=TEXT, type={"const": "function"}, function=whole(name=TEXT, arguments=TEXT)
+_CALL = make_full_object_schema(
+    id=TEXT,
+    type={"const": "function"},
+    function=make_full_object_schema(name=TEXT, arguments=TEXT),
 )
 
 
 def _make_text_choice_schema(reason: Schema) -> Schema:
-    choice = whole(
+    choice = make_full_object_schema(
         text=TEXT, index=COUNT, logprobs=allow_null(_LOGPROBS), finish_reason=reason
     )
     return extend_schema(choice, **_AT_TIMES)
 
 
 def _make_chat_choice_schema(name: str, content: Schema, reason: Schema) -> Schema:
-    choice = whole(**{name: content}, index=COUNT, finish_reason=reason)
+    choice = make_full_object_schema(
+        **{name: content}, index=COUNT, finish_reason=reason
+    )
     return extend_schema(choice, **_AT_TIMES, logprobs=allow_null(_CHAT_LOGPROBS))
 
 
 def _make_answer_schema(kind: str, **rest: Schema) -> Schema:
-    return whole(id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, **rest)
+    return make_full_object_schema(
+        id=TEXT, object={"const": kind}, created=COUNT, model=TEXT, **rest
+    )
 
 
 def _make_chunk_schema(kind: str, choice: Schema) -> Schema:
     return extend_schema(
-        _make_answer_schema(kind, choices=list_of(choice)), usage=allow_null(_USAGE)
+        _make_answer_schema(kind, choices=make_list_schema(choice)),
+        usage=allow_null(_USAGE),
     )
 
 
 def _make_list_schema(entry: Schema, name: str = "data") -> Schema:
-    usage = whole(prompt_tokens=COUNT, total_tokens=COUNT)
-    return _make_answer_schema("list", **{name: list_of(entry)}, usage=usage)
+    usage = make_full_object_schema(prompt_tokens=COUNT, total_tokens=COUNT)
+    return _make_answer_schema("list", **{name: make_list_schema(entry)}, usage=usage)
 
 
 _CHAT_MESSAGE = extend_schema(
-    whole(role=_ASSISTANT, content=allow_null(TEXT)),
+    make_full_object_schema(role=_ASSISTANT, content=allow_null(TEXT)),
     refusal=NULL,
-    tool_calls=list_of(_CALL),
+    tool_calls=make_list_schema(_CALL),
 )
-_CHAT_DELTA = object_of(
+_CHAT_DELTA = make_object_schema(
     {
         "role": _ASSISTANT,
         "content": allow_null(TEXT),
-        "tool_calls": list_of(extend_schema(_CALL, index=COUNT)),
+        "tool_calls": make_list_schema(extend_schema(_CALL, index=COUNT)),
     }
 )
 COMPLETION = _make_answer_schema(
-    "text_completion", choices=list_of(_make_text_choice_schema(_REASON)), usage=_USAGE
+    "text_completion",
+    choices=make_list_schema(_make_text_choice_schema(_REASON)),
+    usage=_USAGE,
 )
 CHAT_COMPLETION = _make_answer_schema(
     "chat.completion",
-    choices=list_of(_make_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)),
+    choices=make_list_schema(
+        _make_chat_choice_schema("message", _CHAT_MESSAGE, _CHAT_REASON)
+    ),
     usage=_USAGE,
 )
 
@@ -179,25 +201,29 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         "Return the vectors of texts",
         {"input": ["one text", "another"]},
         _make_list_schema(
-            whole(
+            make_full_object_schema(
                 object={"const": "embedding"},
                 index=COUNT,
-                embedding={"anyOf": [list_of(NUMBER), TEXT]},
+                embedding={"anyOf": [make_list_schema(NUMBER), TEXT]},
             )
         ),
     ),
     "score": EndpointDocs(
         "Score pairs of texts",
         {"text_1": "a question", "text_2": ["an answer", "another"]},
-        _make_list_schema(whole(index=COUNT, object={"const": "score"}, score=NUMBER)),
+        _make_list_schema(
+            make_full_object_schema(
+                index=COUNT, object={"const": "score"}, score=NUMBER
+            )
+        ),
     ),
     "rerank": EndpointDocs(
         "Order documents by how well they fit a query",
         {"query": "a question", "documents": ["an answer", "another"], "top_n": 1},
         _make_list_schema(
             extend_schema(
-                whole(index=COUNT, relevance_score=NUMBER),
-                document=object_of({"text": TEXT}),
+                make_full_object_schema(index=COUNT, relevance_score=NUMBER),
+                document=make_object_schema({"text": TEXT}),
             ),
             "results",
         ),
@@ -206,10 +232,10 @@ ENDPOINT_DOCS: dict[Endpoint, EndpointDocs] = {
         "Tell the classes of texts",
         {"input": "a text"},
         _make_list_schema(
-            whole(
+            make_full_object_schema(
                 index=COUNT,
                 label=allow_null(TEXT),
-                probs=list_of(NUMBER),
+                probs=make_list_schema(NUMBER),
                 num_classes=COUNT,
             )
         ),
@@ -242,7 +268,7 @@ def make_fields_schema(
 ) -> Schema:
     """Return the JSON Schema of a request's object; a strict one has no other fields."""
     fields = tuple(fields)
-    return object_of(
+    return make_object_schema(
         {field.name: make_field_schema(field, limits) for field in fields},
         *(field.name for field in fields if field.is_required),
     ) | {

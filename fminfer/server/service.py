@@ -12,8 +12,8 @@ import click
 from starlette.responses import Response
 
 from fminfer.contract.field_table import MAX_NAME_CHARS
-from fminfer.contract.fields import show
-from fminfer.contract.json_object import dump
+from fminfer.contract.fields import describe_value
+from fminfer.contract.json_object import dump_json
 from fminfer.core.errors import make_printable
 from fminfer.runtime.engine_api import Engine
 from fminfer.server.dispatcher import Dispatcher
@@ -83,7 +83,7 @@ class Service:
         ):
             raise HttpError(
                 404,
-                f"model is {show(name)}, and this server has "
+                f"model is {describe_value(name)}, and this server has "
                 f"{' or '.join(self.names)}; ask for that, or start the server without "
                 "--check-model",
                 code="model_not_found",
@@ -98,4 +98,4 @@ class Service:
 
 def make_json_response(value: object) -> Response:
     """Return a response of JSON."""
-    return Response(dump(value), media_type=JSON)
+    return Response(dump_json(value), media_type=JSON)

@@ -6,14 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 from fminfer.contract.chat_messages import count_chars
-from fminfer.contract.endpoints import Endpoint, tell_endpoint
-from fminfer.contract.field_table import FIELDS, FIELDS_OF_LINES
+from fminfer.contract.endpoints import Endpoint, choose_endpoint
+from fminfer.contract.field_table import FIELDS, LINE_FIELDS
 from fminfer.contract.fields import is_integral
-from fminfer.contract.json_object import dump
+from fminfer.contract.json_object import dump_json
 from fminfer.contract.request import DEFAULTS
 
 # What a group's lines may differ in: nothing of it changes how tokens are drawn.
-NO_HYPERPARAMETERS = FIELDS_OF_LINES - {"model", "engine"} | {"custom_id", "id"}
+NO_HYPERPARAMETERS = LINE_FIELDS - {"model", "engine"} | {"custom_id", "id"}
 # of an answer in chat that may fill the context: about what models then write
 CHAT_TOKENS = 512
 CHARS_PER_TOKEN = 4  # of English text, about
@@ -59,7 +59,7 @@ class Groups:
             rest = {
                 name: fields[name] for name in fields if name not in NO_HYPERPARAMETERS
             }
-            spelling = tell_endpoint(fields), dump(rest)
+            spelling = choose_endpoint(fields), dump_json(rest)
             number = self._by_spelling.get(spelling)
             if number is None:
                 number = self._by_spelling[spelling] = self._find_group(fields)
@@ -72,9 +72,9 @@ class Groups:
         named = (fields.get(name) for name in ("engine", "model"))
         engine = next((name for name in named if isinstance(name, str) and name), None)
         group = RequestGroup(
-            engine, find_hyperparameters(fields), tell_endpoint(fields)
+            engine, find_hyperparameters(fields), choose_endpoint(fields)
         )
-        key = (group.engine, group.endpoint, dump(group.hyperparameters))
+        key = (group.engine, group.endpoint, dump_json(group.hyperparameters))
         number = self._by_key.setdefault(key, len(self.seen))
         if number == len(self.seen):
             self.seen.append(group)
@@ -84,8 +84,8 @@ class Groups:
 def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
     """Return hyperparameters so that equal ones look equal, less those that change nothing."""
     hyperparameters = {}
-    table = FIELDS[tell_endpoint(fields)]
-    for name in sorted(fields.keys() - FIELDS_OF_LINES - NO_HYPERPARAMETERS):
+    table = FIELDS[choose_endpoint(fields)]
+    for name in sorted(fields.keys() - LINE_FIELDS - NO_HYPERPARAMETERS):
         value = _make_plain(fields[name])
         if name == "stop":
             value = _make_plain_stops(value)
@@ -99,9 +99,9 @@ def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
 
 def estimate_length(fields: dict[str, Any]) -> int:
     """Estimate the characters of a request's prompts or messages; a token id counts as four."""
-    if tell_endpoint(fields) == "chat":
+    if choose_endpoint(fields) == "chat":
         return min(count_chars(fields["messages"]), MAX_LENGTH)
-    names = ("prompt",) if tell_endpoint(fields) == "completions" else _TEXTS
+    names = ("prompt",) if choose_endpoint(fields) == "completions" else _TEXTS
     return min(sum(_count_prompt_chars(fields.get(name)) for name in names), MAX_LENGTH)
 
 
@@ -110,7 +110,7 @@ def find_most_varied(groups: list[RequestGroup]) -> tuple[str, int]:
     values: dict[str, set[bytes]] = {}
     for group in groups:
         for name, value in group.hyperparameters.items():
-            values.setdefault(name, set()).add(dump(value))
+            values.setdefault(name, set()).add(dump_json(value))
     counts = {name: len(distinct) for name, distinct in values.items()} or {
         "engine": len(groups)
     }

@@ -25,7 +25,7 @@ from typing import Any, NoReturn
 import numpy as np
 import numpy.typing as npt
 
-from fminfer.contract.json_object import dump, load
+from fminfer.contract.json_object import dump_json, parse_json
 from fminfer.core.errors import UsageError
 from fminfer.files.disk import replacing_file
 from fminfer.files.split_folders import NUM_EQUAL
@@ -150,9 +150,9 @@ def write_manifest(
             check.update(text)
             file.write(text)
 
-        write(dump(head)[:-1] + b"," + _HEAD_END)
+        write(dump_json(head)[:-1] + b"," + _HEAD_END)
         for number, entry in enumerate(parts if unfinished is None else unfinished):
-            write((b",\n" if number else b"\n") + dump(entry))
+            write((b",\n" if number else b"\n") + dump_json(entry))
         write(b"\n")
         file.write(_END + b'"%s"}\n' % check.hexdigest().encode())
 
@@ -300,7 +300,7 @@ class _ManifestReader:
 
     def _parse_json(self, text: bytes) -> Any:
         try:
-            return load(text)
+            return parse_json(text)
         except (ValueError, RecursionError):
             self._raise_damage("it is not JSON as fminfer split writes it")
 

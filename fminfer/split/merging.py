@@ -16,8 +16,8 @@ from pathlib import Path
 import numpy as np
 import numpy.typing as npt
 
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.record import make_id
+from fminfer.contract.envelope import parse_envelope
+from fminfer.contract.record import make_line_id
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.claims import claiming_output
@@ -120,7 +120,7 @@ def _read_ids(path: Path, part: SplitPart) -> Iterator[tuple[int, bytes]]:
             "without it; split the file again"
         )
     for row, line in enumerate(read_lines(path, 0)):
-        yield row, make_id(line, open_envelope(line)).encode()
+        yield row, make_line_id(line, parse_envelope(line)).encode()
 
 
 def _read_records(path: Path) -> Iterator[bytes]:

@@ -22,9 +22,9 @@ import numpy.typing as npt
 
 from fminfer.answers.line_counter import EqualLines
 from fminfer.answers.seen_counts import SeenCounts
-from fminfer.contract.envelope import Line, open_envelope
-from fminfer.contract.fields import show
-from fminfer.contract.json_object import on_one_line
+from fminfer.contract.envelope import Line, parse_envelope
+from fminfer.contract.fields import describe_value
+from fminfer.contract.json_object import join_lines
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.claims import claiming_output
@@ -106,7 +106,7 @@ def build_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
     ):
         while len(index) < line.number - 1:
             index.add(end)  # blank lines between
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         if envelope.error is not None:
             index.num_bad += 1
         name = envelope.custom_id_text
@@ -114,7 +114,7 @@ def build_index(path: Path, copy: Path, groups: Groups) -> LineIndex:
         is_double = name is not None and bool(ids.add_text(name))
         index.num_doubles += is_double
         if is_double and index.num_doubles <= MAX_DOUBLES:
-            index.doubles.append(f"{show(name)} of line {line.number}")
+            index.doubles.append(f"{describe_value(name)} of line {line.number}")
         num_equal = 0 if is_double else equal.count(line, envelope)
         index.add(start, groups.add(fields), estimate_length(fields), num_equal)
         end = stop
@@ -167,8 +167,8 @@ def _join_line(line: Line) -> bytes:
     """Return a line's bytes; a value that is spread over lines, as a run would write it."""
     if b"\n" not in line.raw:
         return line.raw
-    if open_envelope(line).error is None:
-        return on_one_line(line.raw.strip())
+    if parse_envelope(line).error is None:
+        return join_lines(line.raw.strip())
     # What is no request must not become one where its pieces meet.
     return line.raw.strip().replace(b"\r", b" ").replace(b"\n", b" ")
 

@@ -24,7 +24,7 @@ from fminfer.answers.answer_index import (
 from fminfer.answers.cache_place import CachePlace
 from fminfer.contract.envelope import Line
 from fminfer.contract.record import Record
-from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.sequence import PreparedRequest
@@ -54,7 +54,7 @@ OTHER_PROMPT: dict[str, Any] = {
 }
 OTHER_PREPARED: dict[str, Any] = {
     **{"kind": "chat", "tool_parser": "hermes", "keeps_one_call": True},
-    **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorFacts(8))},
+    **{"sources": [PROMPT], "num_start": 1, "vectors": VectorWish(VectorSpec(8))},
 }
 QUESTION = "Question: How do you go from the den to the porch?\nAnswer:"
 CHAT = {

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fminfer.answers.earlier_answers import JournalAnswers, OutputAnswers, PacedProgress
-from fminfer.contract.envelope import MAX_QUOTED_BYTES, Line, open_envelope
-from fminfer.contract.record import Record, make_key
+from fminfer.contract.envelope import MAX_QUOTED_BYTES, Line, parse_envelope
+from fminfer.contract.record import Record, make_record_key
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.journal_rows import Row, make_head_line
 from fminfer.files.ordered_output import errors_path
@@ -44,17 +44,17 @@ def test_beside_a_long_line_that_failed_only_long_ones_are_unsure(
     assert len(line.raw) == size
     error = RequestError("out_of_memory", "it failed")
     errors_path(output).write_bytes(
-        Record(failed, open_envelope(failed), error=error).to_json()
+        Record(failed, parse_envelope(failed), error=error).to_json()
     )
     result = {"choices": [], "usage": {}}
     output.write_bytes(
-        Record(line, open_envelope(line), result=result).to_json() + b"\n"
+        Record(line, parse_envelope(line), result=result).to_json() + b"\n"
     )
     with output.open("rb") as file:
         found: Any = OutputAnswers(output, file, "", PACE, OneOfEach())  # type: ignore[arg-type]
         assert (found.num_answers, found.num_unsure) == (1, size > MAX_QUOTED_BYTES)
-        envelope = open_envelope(line)
-        assert bool(found.find(line, envelope, make_key(envelope, 0))) == (
+        envelope = parse_envelope(line)
+        assert bool(found.find(line, envelope, make_record_key(envelope, 0))) == (
             not found.num_unsure
         )
         assert found.num_left_out == found.num_unsure
@@ -65,8 +65,8 @@ def test_an_answer_that_changes_meanwhile_is_refused_with_its_place(
 ) -> None:
     journal = tmp_path / "journal"
     line = line_of(20)
-    envelope = open_envelope(line)
-    key = make_key(envelope, 0)
+    envelope = parse_envelope(line)
+    key = make_record_key(envelope, 0)
     record = Record(line, envelope, result={"choices": [], "usage": {}}).to_json()
     head = make_head_line({})
     row = Row(1, False, (1, 0, 1), 7, record, key=key).to_line()

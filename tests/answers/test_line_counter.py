@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 
 from fminfer.answers.line_counter import EqualLines
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 
 
 def test_a_line_that_is_refused_is_no_equal_of_one_with_the_default() -> None:
@@ -21,7 +21,7 @@ def test_a_line_that_is_refused_is_no_equal_of_one_with_the_default() -> None:
     found = []
     for number, raw in enumerate(lines, 1):
         line = Line(0, number, raw)
-        found.append(equal.count(line, open_envelope(line)))
+        found.append(equal.count(line, parse_envelope(line)))
     assert found[1:] == [0, 1, 2]
 
 
@@ -44,5 +44,5 @@ def test_equal_chats_are_counted_by_all_that_a_template_sees() -> None:
     found = []
     for number, fields in enumerate(asked, 1):
         line = Line(0, number, json.dumps(fields).encode())
-        found.append(equal.count(line, open_envelope(line)))
+        found.append(equal.count(line, parse_envelope(line)))
     assert found == [0, 1, 0, 0, 2, 0]

@@ -6,9 +6,9 @@ from typing import Any, get_args
 
 import pytest
 
-from fminfer.contract.chat import ChatRequest, overwrite, parse_chat
-from fminfer.contract.endpoints import tell_endpoint
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.chat import ChatRequest, overwrite_fields, parse_chat
+from fminfer.contract.endpoints import choose_endpoint
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.fields import INT64
 from fminfer.contract.request import DEFAULTS
 from fminfer.core.errors import ErrorCode, RequestError
@@ -391,13 +391,13 @@ def test_messages_that_are_none(messages: object) -> None:
 
 def test_which_endpoint_a_request_is_for() -> None:
     for fields in ({"messages": []}, {"messages": [], "prompt": None}):
-        assert tell_endpoint(fields) == "chat"
+        assert choose_endpoint(fields) == "chat"
     for fields in (
         {"prompt": "x"},
         {"messages": [], "prompt": "x"},
         {"messages": None},
     ):
-        assert tell_endpoint(fields) == "completions"
+        assert choose_endpoint(fields) == "completions"
     asked = {
         "input": "embeddings",
         "query": "rerank",
@@ -405,7 +405,7 @@ def test_which_endpoint_a_request_is_for() -> None:
         "queries": "score",
     }
     for name, endpoint in asked.items():
-        assert tell_endpoint({name: "x", "documents": ["y"]}) == endpoint
+        assert choose_endpoint({name: "x", "documents": ["y"]}) == endpoint
 
 
 def test_shapes_of_chat_lines() -> None:
@@ -420,7 +420,7 @@ def test_shapes_of_chat_lines() -> None:
         (head + chat + b"}", "batch", "chat"),
         (head.replace(b"/chat", b"") + chat + b"}", "batch", "completions"),
     ):
-        envelope = open_envelope(Line(0, 1, line))
+        envelope = parse_envelope(Line(0, 1, line))
         assert (envelope.shape, envelope.endpoint, envelope.error) == (
             shape,
             says,
@@ -436,10 +436,10 @@ def test_arguments_of_the_command_line_take_the_place_of_chats_own() -> None:
         "logprobs": False,
         "temperature": 1,
     }
-    found = overwrite(fields, {"max_tokens": 3, "temperature": 0, "logprobs": 2})
+    found = overwrite_fields(fields, {"max_tokens": 3, "temperature": 0, "logprobs": 2})
     params = parse_chat(found, max_logprobs=5).params
     assert (params.max_tokens, params.temperature, params.logprobs) == (3, 0, 2)
-    assert overwrite(fields, {}) == fields
+    assert overwrite_fields(fields, {}) == fields
 
 
 def test_defaults_of_a_model() -> None:

@@ -6,12 +6,12 @@ import json
 
 import pytest
 
-from fminfer.contract.chat_messages import read_messages
+from fminfer.contract.chat_messages import parse_messages
 from fminfer.core.errors import RequestError
 
 
 def read(call: dict[str, object]) -> dict[str, object]:
-    (message,) = read_messages([{"role": "assistant", "tool_calls": [call]}])
+    (message,) = parse_messages([{"role": "assistant", "tool_calls": [call]}])
     found: dict[str, object] = message["tool_calls"][0]
     return found
 

@@ -11,10 +11,10 @@ from typing import get_args
 import pytest
 from jsonschema import Draft202012Validator
 
-from fminfer.contract.endpoints import OF_DRAWS, URL_OF, Endpoint, endpoint_of
+from fminfer.contract.endpoints import DRAWING_ENDPOINTS, URL_OF, Endpoint, endpoint_of
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
-from fminfer.contract.read_fields import find_field, plain_name, read_fields
+from fminfer.contract.read_fields import find_field, normalize_name, parse_fields
 from fminfer.contract.refused_fields import REFUSED
 from fminfer.contract.request import DEFAULTS, parse_request
 from fminfer.core.errors import RequestError
@@ -97,7 +97,7 @@ def test_the_url_that_a_message_names_is_taken(endpoint: Endpoint) -> None:
 def test_no_endpoint_begins_with_an_empty_list(endpoint: Endpoint) -> None:
     """Scores and rankings began with a handful of names, so that other wishes were dropped."""
     table = FIELDS[endpoint]
-    names = MISPLACED if endpoint in OF_DRAWS else OF_VECTORS
+    names = MISPLACED if endpoint in DRAWING_ENDPOINTS else OF_VECTORS
     assert not set(names.split()) - table.keys()
     refused = {name for name, each in table.items() if each.fate == "refused"}
     assert len(refused) > 100 and refused == {each.name for each in REFUSED[endpoint]}
@@ -106,7 +106,7 @@ def test_no_endpoint_begins_with_an_empty_list(endpoint: Endpoint) -> None:
 
 def test_endpoints_of_a_kind_know_the_same_names() -> None:
     """A field of one endpoint, such as `top_n`, is a wish on the other ones as well."""
-    vectors = [each for each in get_args(Endpoint) if each not in OF_DRAWS]
+    vectors = [each for each in get_args(Endpoint) if each not in DRAWING_ENDPOINTS]
     assert len(vectors) > 3
     for endpoint in vectors:
         assert FIELDS[endpoint].keys() == FIELDS["embeddings"].keys()
@@ -138,13 +138,13 @@ def test_a_field_in_any_spelling_is_no_unknown_name(
             else {"a": [{}]}
         }
         if each.fate == "recorded":
-            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
+            assert parse_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
                 {},
                 [],
             )
             continue
         with pytest.raises(RequestError) as caught:
-            read_fields(fields, endpoint, max_logprobs=5, is_strict=False)
+            parse_fields(fields, endpoint, max_logprobs=5, is_strict=False)
         assert (caught.value.code, caught.value.param) == (
             "unsupported_parameter",
             spelling,
@@ -155,7 +155,7 @@ def test_a_field_in_any_spelling_is_no_unknown_name(
         num_refused += 1
         for value in (None, *each.neutral):
             fields = {spelling: value}
-            assert read_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
+            assert parse_fields(fields, endpoint, max_logprobs=5, is_strict=True) == (
                 {},
                 [],
             )
@@ -164,7 +164,7 @@ def test_a_field_in_any_spelling_is_no_unknown_name(
 
 def test_no_two_fields_differ_in_spelling_alone() -> None:
     for table in FIELDS.values():
-        assert len({plain_name(name) for name in table}) == len(table)
+        assert len({normalize_name(name) for name in table}) == len(table)
 
 
 def test_another_spelling_of_do_sample_may_be_false_without_sampling() -> None:
@@ -203,10 +203,12 @@ def test_a_column_of_data_stays_and_is_named(
     endpoint: Endpoint, name: str, data: object, wish: object
 ) -> None:
     """Data in `options` or `text` passed without the warning that any other column gets."""
-    _, (warning,) = read_fields({name: data}, endpoint, max_logprobs=5, is_strict=False)
+    _, (warning,) = parse_fields(
+        {name: data}, endpoint, max_logprobs=5, is_strict=False
+    )
     assert warning.names == (name,) or warning.names[0].startswith(f"{name} (")
     with pytest.raises(RequestError) as caught:
-        read_fields({name: wish}, endpoint, max_logprobs=5, is_strict=False)
+        parse_fields({name: wish}, endpoint, max_logprobs=5, is_strict=False)
     assert caught.value.param == name
 
 
@@ -234,7 +236,7 @@ returnDocuments taskType embeddingTypes outputDimensionality
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
 def test_newer_wishes_of_other_services_are_refused(endpoint: Endpoint) -> None:
     """They were answered as if they were not there, with a line in the log at most."""
-    names = NEWER_WISHES if endpoint in OF_DRAWS else NEWER_WISHES_OF_VECTORS
+    names = NEWER_WISHES if endpoint in DRAWING_ENDPOINTS else NEWER_WISHES_OF_VECTORS
     for name in names.split():
         known = find_field(name, endpoint)
         assert known is not None, name
@@ -242,7 +244,7 @@ def test_newer_wishes_of_other_services_are_refused(endpoint: Endpoint) -> None:
         if known.fate != "acted on":
             value = {list: ["x"], str: "x"}.get(known.only, {"a": 1})  # type: ignore[arg-type]
             with pytest.raises(RequestError) as caught:
-                read_fields({name: value}, endpoint, max_logprobs=5, is_strict=False)
+                parse_fields({name: value}, endpoint, max_logprobs=5, is_strict=False)
             assert caught.value.param == name
 
 
@@ -255,7 +257,7 @@ def test_what_a_refusal_of_vectors_says() -> None:
         ("embeddings", "dims", 3, "calls that dimensions"),
     ):
         with pytest.raises(RequestError, match=remedy):
-            read_fields({name: value}, endpoint, max_logprobs=0, is_strict=False)
+            parse_fields({name: value}, endpoint, max_logprobs=0, is_strict=False)
 
 
 @pytest.mark.parametrize("value", ["A or B", ["A", "B"], 3, True])

@@ -17,8 +17,8 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Line, find_custom_id, open_envelope
-from fminfer.contract.request import VectorFacts
+from fminfer.contract.envelope import Line, find_custom_id, parse_envelope
+from fminfer.contract.request import VectorSpec
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import RequestError
 from fminfer.engine.intake import Intake
@@ -47,7 +47,7 @@ def tokenizer() -> Tokenizer:
 
 @cache
 def intake(kind: str = "") -> Intake:
-    facts = {"vectors": VectorFacts(8), "scores": VectorFacts(1, is_scored=True)}.get(
+    facts = {"vectors": VectorSpec(8), "scores": VectorSpec(1, is_scored=True)}.get(
         kind
     )
     config = EngineConfig(on_too_long="truncate-left" if kind == "cut" else "error")
@@ -65,7 +65,7 @@ def prepare(fields: Fields, kind: str = "") -> None:
 
 def open_line(raw: bytes) -> None:
     line = Line(0, 1, raw)
-    envelope = open_envelope(line)
+    envelope = parse_envelope(line)
     find_custom_id(line, envelope)
     with suppress(RequestError):
         prepare(envelope.fields)

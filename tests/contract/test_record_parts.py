@@ -10,18 +10,18 @@ import pytest
 from fminfer.contract.envelope import (
     Envelope,
     Line,
-    as_text,
     find_custom_id,
-    open_envelope,
+    parse_envelope,
+    quote_text,
 )
 from fminfer.contract.record import (
     Choice,
     Record,
-    is_batch,
-    make_key,
-    read_key,
-    read_request,
-    readdress,
+    find_record_key,
+    find_request_bytes,
+    is_batch_record,
+    make_record_key,
+    readdress_record,
 )
 from fminfer.core.errors import RequestError
 
@@ -49,7 +49,7 @@ def batch(custom_id: str, body: bytes = BODY) -> bytes:
 
 
 def record_of(line: Line, repeat: int = 0, text: str = "t") -> bytes:
-    envelope = open_envelope(line)
+    envelope = parse_envelope(line)
     result: dict[str, Any] = {"choices": [{"text": text}], "usage": USAGE}
     result = HEAD | result if envelope.shape == "batch" else result
     return Record(line, envelope, result, repeat=repeat).to_json()
@@ -75,21 +75,21 @@ def test_an_answer_moves_to_another_line(kind: str, text: str) -> None:
         line_of(number, raw) for number, raw in zip((3, 8), LINES[kind], strict=True)
     )
     record = record_of(old, 2, text)
-    envelope = open_envelope(new)
-    key = make_key(envelope, 2)
-    assert key == make_key(open_envelope(old), 2)
-    if is_batch(record):
-        assert read_key(record) == key
+    envelope = parse_envelope(new)
+    key = make_record_key(envelope, 2)
+    assert key == make_record_key(parse_envelope(old), 2)
+    if is_batch_record(record):
+        assert find_record_key(record) == key
     else:
-        assert read_request(record) == BODY
-    moved = readdress(record, new, envelope, key)
+        assert find_request_bytes(record) == BODY
+    moved = readdress_record(record, new, envelope, key)
     assert moved.tokens == (5, 2, 3)
     expected = json.loads(record_of(new, 2, text))
     if kind == "batch":
         line_id = expected["id"].removeprefix("batch_req_")
         expected["response"]["body"]["id"] = f"cmpl-{line_id}"
     assert json.loads(moved.record) == expected
-    again = readdress(moved.record, new, envelope, key)
+    again = readdress_record(moved.record, new, envelope, key)
     assert again.record == moved.record
 
 
@@ -101,21 +101,25 @@ def test_an_answer_to_another_request_is_refused(kind: str) -> None:
         old = batch("c", old)
         other = batch("c", other)
     line = line_of(1, other)
-    envelope = open_envelope(line)
-    assert make_key(envelope, 0) != make_key(open_envelope(line_of(1, old)), 0)
+    envelope = parse_envelope(line)
+    assert make_record_key(envelope, 0) != make_record_key(
+        parse_envelope(line_of(1, old)), 0
+    )
     with pytest.raises(ValueError, match="another request"):
-        readdress(record_of(line_of(1, old)), line, envelope, make_key(envelope, 0))
+        readdress_record(
+            record_of(line_of(1, old)), line, envelope, make_record_key(envelope, 0)
+        )
 
 
 def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
     chat = batch("c").replace(b"/v1/completions", b"/v1/chat/completions")
     keys = {
-        make_key(open_envelope(line_of(1, raw)), repeat)
+        make_record_key(parse_envelope(line_of(1, raw)), repeat)
         for raw in (BODY, batch("c"), chat)
         for repeat in (0, 1)
     }
     assert len(keys) == 6
-    assert make_key(open_envelope(line_of(9, batch("d"))), 0) in keys, (
+    assert make_record_key(parse_envelope(line_of(9, batch("d"))), 0) in keys, (
         "whatever its custom_id"
     )
 
@@ -133,7 +137,7 @@ def test_keys_tell_forms_draws_and_endpoints_apart() -> None:
 )
 def test_keys_stay_those_of_earlier_versions(raw: bytes, key: str) -> None:
     """Journals and kept answers hold them."""
-    assert make_key(open_envelope(line_of(1, raw)), 1).hex() == key
+    assert make_record_key(parse_envelope(line_of(1, raw)), 1).hex() == key
 
 
 @pytest.mark.parametrize(
@@ -148,14 +152,14 @@ def test_keys_stay_those_of_earlier_versions(raw: bytes, key: str) -> None:
 )
 def test_a_custom_id_is_found_in_any_shape(raw: bytes, custom_id: bytes) -> None:
     line = line_of(1, raw)
-    found = find_custom_id(line, open_envelope(line))
+    found = find_custom_id(line, parse_envelope(line))
     assert json.loads(found) == json.loads(custom_id)
 
 
 def test_a_record_without_a_request_has_none() -> None:
-    assert read_request(b'{"result":{}}') == b""
+    assert find_request_bytes(b'{"result":{}}') == b""
     assert (
-        read_request(b'{"a":1,"request":{"prompt":"x"},"result":{}}')
+        find_request_bytes(b'{"a":1,"request":{"prompt":"x"},"result":{}}')
         == b'{"prompt":"x"}'
     )
 
@@ -177,7 +181,7 @@ def test_a_record_of_an_older_version_has_no_key() -> None:
     record = record_of(line_of(1, batch("c")))
     found = json.loads(record)
     found["response"]["request_id"] = found["response"]["request_id"][:36]
-    assert read_key(json.dumps(found, separators=(",", ":")).encode()) is None
+    assert find_record_key(json.dumps(found, separators=(",", ":")).encode()) is None
 
 
 ENDS = "a\u2028b\u2029c\x85d\x0b\x0c\x1c\x1d\x1e’\u00c5"
@@ -193,7 +197,7 @@ def test_a_record_is_one_line_for_every_reader(raw: bytes) -> None:
     assert result["choices"][0]["text"] == ENDS
     line = line_of(1, f"no JSON {ENDS}".encode())
     error = RequestError("invalid_json", f"it was {ENDS}")
-    refused = Record(line, Envelope("bare", as_text(line.raw)), error=error)
+    refused = Record(line, Envelope("bare", quote_text(line.raw)), error=error)
     shown = refused.to_json().decode()
     assert shown.splitlines() == [shown]
     assert json.loads(shown)["request"] == f"no JSON {ENDS}"

@@ -8,7 +8,7 @@ from typing import get_args
 import pytest
 
 from fminfer.contract.chat import parse_chat
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.prompts import MAX_CHOICES
 from fminfer.contract.request import Request, SamplingParams
@@ -17,7 +17,7 @@ from fminfer.core.errors import ErrorCode, RequestError
 
 
 def parse_request(raw: bytes, *, max_logprobs: int, is_strict: bool = False) -> Request:
-    envelope = open_envelope(Line(0, 1, raw))
+    envelope = parse_envelope(Line(0, 1, raw))
     if envelope.error is not None:
         raise envelope.error
     return check_fields(envelope.fields, max_logprobs=max_logprobs, is_strict=is_strict)
@@ -315,14 +315,15 @@ def test_what_is_drawn_by_chance_and_what_is_fed() -> None:
         found = params(seed=1, **greedy)
         assert not found.is_random and not found.is_by_chance and found.own_seed is None
     assert [
-        params(max_tokens=most, echo=True, logprobs=1).num_to_feed(5) for most in (1, 0)
+        params(max_tokens=most, echo=True, logprobs=1).count_fed_tokens(5)
+        for most in (1, 0)
     ] == [
         5,
         4,
     ]
     assert (
-        params(max_tokens=0).num_to_feed(5)
-        == params(max_tokens=0, echo=True).num_to_feed(5)
+        params(max_tokens=0).count_fed_tokens(5)
+        == params(max_tokens=0, echo=True).count_fed_tokens(5)
         == 0
     )
     assert not params().has_penalties and params(presence_penalty=0.5).has_penalties

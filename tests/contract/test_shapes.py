@@ -10,7 +10,7 @@ from typing import Any, get_args
 import openai.types
 import pytest
 
-from fminfer.contract.envelope import Line, as_line, open_envelope
+from fminfer.contract.envelope import Line, make_line, parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError
 from tests.engine.test_contract import Bench
@@ -175,12 +175,12 @@ def test_a_request_that_is_no_object_is_named() -> None:
 def test_what_a_program_gives_and_is_no_request_fails_alone(
     request_: Any, fault: str
 ) -> None:
-    line = as_line(3, request_)
+    line = make_line(3, request_)
     assert (line.source, line.number, line.raw) == (0, 3, repr(request_).encode())
     assert fault in line.fault and not line.damage
-    assert as_line(4, {"prompt": "é"}) == Line(0, 4, b'{"prompt": "\\u00e9"}')
+    assert make_line(4, {"prompt": "é"}) == Line(0, 4, b'{"prompt": "\\u00e9"}')
     with pytest.raises(RequestError, match=fault):
-        raise open_envelope(line).error or AssertionError
+        raise parse_envelope(line).error or AssertionError
 
 
 def test_a_batch_line_gives_what_openai_gives() -> None:
@@ -527,7 +527,7 @@ def test_the_shape_is_told_line_by_line() -> None:
         b"[]",
         b"{}",
     ]
-    shapes = [open_envelope(Line(0, 1, raw)).shape for raw in raws]
+    shapes = [parse_envelope(Line(0, 1, raw)).shape for raw in raws]
     assert shapes == ["bare", "wrapped", "batch", "bare", "bare"]
 
 
@@ -535,7 +535,7 @@ def test_the_examples_are_of_all_shapes() -> None:
     folder = Path(__file__).parent.parent.parent / "examples" / "queries"
     for name, shape in [("plain", "bare"), ("wrapped", "wrapped"), ("batch", "batch")]:
         lines = (folder / f"{name}.jsonl").read_bytes().splitlines()
-        assert {open_envelope(Line(0, 1, line)).shape for line in lines} == {shape}
+        assert {parse_envelope(Line(0, 1, line)).shape for line in lines} == {shape}
 
 
 @pytest.mark.parametrize(
@@ -591,7 +591,7 @@ def test_parameters_beside_a_request_are_named() -> None:
     run({"request": request} | columns | {"temperature": 0}, bench=bench)
     assert not bench.intake.warnings.to_dict()
     chat = {"messages": [{"role": "user", "content": "x"}]}
-    envelope = open_envelope(
+    envelope = parse_envelope(
         Line(
             0,
             1,

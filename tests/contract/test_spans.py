@@ -15,7 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fminfer.contract.json_object import find_members, on_one_line
+from fminfer.contract.json_object import find_members, join_lines
 from fminfer.core.errors import DamagedInputError
 from fminfer.files.json_values import split_values
 from tests.conftest import num_examples
@@ -50,14 +50,14 @@ def test_members_are_those_that_json_finds(value: dict[str, Any], indent: Any) -
 @given(VALUES, INDENTS)
 def test_one_line_holds_the_same_value(value: Any, indent: Any) -> None:
     raw = json.dumps(value, indent=indent).replace("\n", "\r\n").encode()
-    line = on_one_line(raw)
+    line = join_lines(raw)
     assert json.loads(line) == value
     assert b"\n" not in line and b"\r" not in line
 
 
 def test_only_line_breaks_and_indents_are_left_out() -> None:
     assert (
-        on_one_line(b'{\n  "a" : "x  y",\r\n\t"b": [1,  2]\r}')
+        join_lines(b'{\n  "a" : "x  y",\r\n\t"b": [1,  2]\r}')
         == b'{"a" : "x  y","b": [1,  2]}'
     )
 

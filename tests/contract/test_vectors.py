@@ -7,23 +7,23 @@ from typing import Any
 import pytest
 
 from fminfer.contract.endpoints import Endpoint
-from fminfer.contract.request import Request, VectorFacts
-from fminfer.contract.vectors import check_model, parse_vectors
+from fminfer.contract.request import Request, VectorSpec
+from fminfer.contract.vectors import check_endpoint, parse_vectors
 from fminfer.core.errors import RequestError
 
-EMBEDDER = VectorFacts(8, prompts={"query": "Q: ", "none": ""}, default_prompt="query")
-RANKER = VectorFacts(1, is_scored=True)
-CLASSIFIER = VectorFacts(3, is_scored=True)
+EMBEDDER = VectorSpec(8, prompts={"query": "Q: ", "none": ""}, default_prompt="query")
+RANKER = VectorSpec(1, is_scored=True)
+CLASSIFIER = VectorSpec(3, is_scored=True)
 PAIR: dict[str, Any] = {"text_1": "a", "text_2": "b"}
 RANKED: dict[str, Any] = {"query": "a", "documents": ["b", "c"]}
 
 
-def parse(endpoint: Endpoint, facts: VectorFacts = EMBEDDER, **fields: Any) -> Request:
+def parse(endpoint: Endpoint, facts: VectorSpec = EMBEDDER, **fields: Any) -> Request:
     return parse_vectors(fields, endpoint, facts, is_strict=False)
 
 
 def refused(
-    endpoint: Endpoint, facts: VectorFacts = EMBEDDER, **fields: Any
+    endpoint: Endpoint, facts: VectorSpec = EMBEDDER, **fields: Any
 ) -> RequestError:
     with pytest.raises(RequestError) as caught:
         parse(endpoint, facts, **fields)
@@ -32,7 +32,7 @@ def refused(
 
 @pytest.mark.parametrize("facts", [None, EMBEDDER, RANKER, CLASSIFIER])
 def test_a_model_answers_its_own_endpoints_and_names_them_for_others(
-    facts: VectorFacts | None,
+    facts: VectorSpec | None,
 ) -> None:
     drawn = {"completions": "/v1/completions", "chat": "/v1/completions"}
     compared = {"score": "/v1/score", "rerank": "/v1/rerank"}
@@ -53,12 +53,12 @@ def test_a_model_answers_its_own_endpoints_and_names_them_for_others(
     ]
     for endpoint in endpoints:
         if endpoint in served:
-            check_model(endpoint, facts)
+            check_endpoint(endpoint, facts)
             continue
         with pytest.raises(
             RequestError, match=r"needs a model that \w+.* this one .*Ask "
         ) as caught:
-            check_model(endpoint, facts)
+            check_endpoint(endpoint, facts)
         assert caught.value.code == "unsupported_parameter"
         assert any(url in caught.value.message for url in served.values())
 
@@ -89,7 +89,7 @@ def test_texts_and_names_of_each_endpoint() -> None:
 
 
 def test_a_model_without_settings_of_its_own() -> None:
-    facts = VectorFacts(8)
+    facts = VectorSpec(8)
     assert (facts.odds, facts.similarity, facts.labels) == ("softmax", "cosine", ())
     assert not facts.is_normalized and not facts.is_scored and not facts.has_types
     assert not parse("embeddings", facts, input="a").params.is_by_chance
@@ -126,7 +126,7 @@ def test_fields_say_what_is_made_of_vectors() -> None:
 def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> None:
     wish = parse("embeddings", input="a", prompt_name=name).vectors
     assert wish is not None and wish.prefix == prefix
-    assert parse("embeddings", VectorFacts(8), input="a").vectors.prefix == ""  # type: ignore[union-attr]
+    assert parse("embeddings", VectorSpec(8), input="a").vectors.prefix == ""  # type: ignore[union-attr]
 
 
 @pytest.mark.parametrize(
@@ -200,7 +200,7 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
         ),
         (
             "embeddings",
-            VectorFacts(8, is_normalized=True),
+            VectorSpec(8, is_normalized=True),
             {"normalize": False},
             "unsupported_parameter",
             "normalize",
@@ -224,7 +224,7 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
         ),
         (
             "embeddings",
-            VectorFacts(8),
+            VectorSpec(8),
             {"prompt_name": "x"},
             "out_of_range",
             "prompt_name",
@@ -243,7 +243,7 @@ def test_a_models_prompt_stands_before_texts(name: str | None, prefix: str) -> N
 )
 def test_each_refusal_names_its_field(
     endpoint: Endpoint,
-    facts: VectorFacts,
+    facts: VectorSpec,
     fields: Any,
     code: str,
     param: str,

@@ -28,7 +28,7 @@ import click
 import numpy as np
 
 from fminfer.contract.field_table import COLUMNS
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts, VectorWish
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec, VectorWish
 from fminfer.core.errors import FminferError, RequestError, StepLimitError
 from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.engine.answer import AnswerStyle
@@ -177,7 +177,7 @@ class Expected:
         scores = list[int]()
         for candidate in range(params.num_candidates):
             model = ModelAlone(self._num_stages, memory)
-            num_fed = params.num_to_feed(len(prompt.ids))
+            num_fed = params.count_fed_tokens(len(prompt.ids))
             seen = [
                 model.feed(NAN if each == BAD else each)
                 for each in prompt.ids[:num_fed]
@@ -623,7 +623,7 @@ class Simulation:
         )
         if self.kind == "pooled":
             prepared = replace(
-                prepared, kind="embeddings", vectors=VectorWish(VectorFacts(2))
+                prepared, kind="embeddings", vectors=VectorWish(VectorSpec(2))
             )
         elif self.kind == "both":
             starts = [
@@ -717,7 +717,7 @@ class Simulation:
         size = self.block_size
         most = 0
         for place, prompt in enumerate(prepared.prompts):
-            num_to_feed = params.num_to_feed(len(prompt.ids))
+            num_to_feed = params.count_fed_tokens(len(prompt.ids))
             if num_to_feed == 0 or prepared.is_pooled:
                 continue
             own = (

@@ -26,7 +26,7 @@ from unittest import mock
 
 import orjson
 
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, OutputError, StoppedError, UsageError
 from fminfer.files import claims, disk, ordered_output
@@ -83,7 +83,7 @@ class Host:
                     # other's rows.
                     by = "x" * self.world.rng.randint(0, 9)
                     result = {"said": line.number, "by": by, "choices": []}
-                    file.add(Record(line, open_envelope(line), result=result))
+                    file.add(Record(line, parse_envelope(line), result=result))
             except UsageError as error:
                 files.abandon_file(file, error)
             file.abandon(StoppedError("the end"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.files.first_lines import classify_lines
 from fminfer.files.line_reader import identify_input, read_lines
 
@@ -48,7 +48,7 @@ def test_a_broken_line_costs_little_time(
     classify_lines(path)
     identify_input(path)
     lines = list(read_lines(path, 0))
-    is_wrong = [open_envelope(line).error is not None for line in lines]
+    is_wrong = [parse_envelope(line).error is not None for line in lines]
 
     assert time.process_time() - start_s < LEAST_S
     assert lines[0].raw == lines[-1].raw == GOOD.strip() and not (

@@ -18,7 +18,7 @@ import transformers
 
 import fminfer
 from fminfer.answers.answer_index import make_answer_key
-from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
+from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.core.option import options_of
 from fminfer.engine.noise import describe_params, make_draw_key
@@ -311,7 +311,7 @@ def test_the_text_of_params_is_what_it_was() -> None:
 
 
 def test_keys_of_kept_answers_are_what_they_were() -> None:
-    facts = VectorFacts(8)
+    facts = VectorSpec(8)
     wish = VectorWish(facts, "p", 4, True, True, True, ("b",), 1, False)
     prepared = {
         "plain": PreparedRequest(PARAMS, [PROMPT]),

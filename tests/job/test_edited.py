@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
@@ -50,7 +50,7 @@ def opened(path: Path) -> JournaledInput:
 
 
 def answer(file: JournaledInput, line: Line) -> None:
-    file.add(Record(line, open_envelope(line), {"answer": line.number}))
+    file.add(Record(line, parse_envelope(line), {"answer": line.number}))
 
 
 def answer_all(file: JournaledInput) -> None:

@@ -20,7 +20,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.cli.app import main
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.core.errors import StoppedError, UsageError
 from fminfer.files.completed import is_complete
 from fminfer.files.journal import journal_path
@@ -733,7 +733,7 @@ def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
     for number, raw in enumerate([body, b"{no", b'{"prompt": 1, "top_p": 7}', body], 1):
         counter.count_answered(Line(0, number, raw))
     line = Line(0, 5, body)
-    assert counter.count(line, open_envelope(line)) == 2
+    assert counter.count(line, parse_envelope(line)) == 2
 
 
 def test_a_run_that_begins_anew_in_between(

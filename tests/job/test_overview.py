@@ -10,7 +10,7 @@ import pytest
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import RequestError, StoppedError
 from fminfer.files.status_file import status_path
@@ -49,7 +49,10 @@ def answer(file: JournaledInput, num: int, num_bad: int = 0) -> None:
             )
             file.add(
                 Record(
-                    line, open_envelope(line), result=None if error else {}, error=error
+                    line,
+                    parse_envelope(line),
+                    result=None if error else {},
+                    error=error,
                 )
             )
     file.status._write()
@@ -139,7 +142,9 @@ def test_rows_that_came_after_the_last_status_count(folder: Path) -> None:
     for line in (next(lines), next(lines)):
         error = RequestError("out_of_range", "too much") if line.number == 4 else None
         file.add(
-            Record(line, open_envelope(line), result=None if error else {}, error=error)
+            Record(
+                line, parse_envelope(line), result=None if error else {}, error=error
+            )
         )
     path.write_bytes(before)
     (overview,) = find_overviews(folder)

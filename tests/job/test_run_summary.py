@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import RequestError
 from fminfer.engine.stats import EngineStats, StageStats
@@ -158,7 +158,7 @@ def test_every_line(tmp_path: Path) -> None:
 def test_records_are_counted_by_their_codes() -> None:
     summary = summary_of()
     line = Line(0, 1, b'{"prompt": "a"}')
-    envelope = open_envelope(line)
+    envelope = parse_envelope(line)
     for code in ("invalid_json", "out_of_memory", "invalid_json"):
         error = RequestError(code, "it failed")  # type: ignore[arg-type]
         summary.count_record(Record(line, envelope, error=error))

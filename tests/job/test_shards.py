@@ -19,7 +19,7 @@ import pytest
 
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import open_envelope
+from fminfer.contract.envelope import parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import InUseError, RequestError, StoppedError, UsageError
 from fminfer.files import claims as claims_module
@@ -63,7 +63,7 @@ def write_shards(folder: Path, num: int, num_lines: int = 3) -> list[Path]:
 
 def answer(file: JournaledInput) -> None:
     for line in file.read_lines(lambda line: None):
-        file.add(Record(line, open_envelope(line), result={"said": line.number}))
+        file.add(Record(line, parse_envelope(line), result={"said": line.number}))
 
 
 def open_first(folder: Path) -> JournaledInput:
@@ -256,7 +256,7 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     write_shards(tmp_path / "in", 1)
     first = open_first(tmp_path / "in")
     lines = list(first.read_lines(lambda line: None))
-    first.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    first.add(Record(lines[0], parse_envelope(lines[0]), result={"said": 1}))
     assert first.hold.claim is not None and first.journal is not None
     sleeper = first.hold.claim.path
     os.utime(sleeper, (time.time() - 2 * STALE_S,) * 2)
@@ -269,7 +269,7 @@ def test_rows_that_come_after_a_take_over_are_not_written(tmp_path: Path) -> Non
     before = second.output.read_bytes()
     first.hold.claim._beat_s -= 2 * TRUSTED_S
     for line in lines[1:]:
-        first.add(Record(line, open_envelope(line), result={"said": "late"}))
+        first.add(Record(line, parse_envelope(line), result={"said": "late"}))
     assert first.is_lost and first.is_settled and not first.is_finished
     assert second.is_finished and second.output.read_bytes() == before
     assert b"late" not in before and before.count(b"\n") == 3
@@ -298,7 +298,7 @@ def test_a_file_that_was_lost_is_taken_again_when_it_comes_free(
     first = open_next(turns)
     lines = list(first.read_lines(lambda line: None))
     lose(first)
-    record = Record(lines[0], open_envelope(lines[0]), result={"said": 1})
+    record = Record(lines[0], parse_envelope(lines[0]), result={"said": 1})
     assert not first.add(record) and first.is_lost
     again = open_next(turns)
     assert again.path == first.path and again is not first
@@ -319,12 +319,12 @@ def test_each_file_that_was_lost_is_taken_again(
     two = open_next(turns)
     lines = [list(file.read_lines(lambda line: None)) for file in (one, two)]
     lose(one)
-    one.add(Record(lines[0][0], open_envelope(lines[0][0]), result={"said": 1}))
+    one.add(Record(lines[0][0], parse_envelope(lines[0][0]), result={"said": 1}))
     again = open_next(turns)
     assert again.path == paths[0]
     mine.abandon_file(again, UsageError("it was changed"))
     lose(two)
-    two.add(Record(lines[1][0], open_envelope(lines[1][0]), result={"said": 1}))
+    two.add(Record(lines[1][0], parse_envelope(lines[1][0]), result={"said": 1}))
     assert open_next(turns).path == paths[1]
 
 
@@ -339,7 +339,7 @@ def take_over(file: JournaledInput, *, fails: bool = False) -> JournaledInput:
         for line in other.read_lines(lambda line: None):
             error = RequestError("out_of_range", "no") if fails else None
             result = None if fails else {"said": line.number}
-            other.add(Record(line, open_envelope(line), result=result, error=error))
+            other.add(Record(line, parse_envelope(line), result=result, error=error))
     assert other.is_finished
     return other
 
@@ -376,10 +376,10 @@ def test_a_named_file_that_another_run_has_completed_is_done(
     (file,) = files.files
     assert isinstance(file, JournaledInput)
     lines = list(file.read_lines(lambda line: None))
-    assert file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    assert file.add(Record(lines[0], parse_envelope(lines[0]), result={"said": 1}))
     take_over(file, fails=fails)
     assert not file.add(
-        Record(lines[1], open_envelope(lines[1]), result={"said": "late"})
+        Record(lines[1], parse_envelope(lines[1]), result={"said": "late"})
     )
     files.check_none_lost()
     summary = run_job(
@@ -409,10 +409,10 @@ def test_rows_of_a_file_that_another_run_has_completed_are_counted_once(
     file = open_next(turns)
     lines = list(file.read_lines(lambda line: None))
     for line in lines[:2]:
-        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+        assert file.add(Record(line, parse_envelope(line), result={"said": 1}))
     take_over(file)
     assert not file.add(
-        Record(lines[2], open_envelope(lines[2]), result={"said": "late"})
+        Record(lines[2], parse_envelope(lines[2]), result={"said": "late"})
     )
     for other in turns:
         if other is not None:
@@ -434,15 +434,15 @@ def test_rows_of_a_file_that_is_taken_again_are_counted_once(
     file = open_next(turns)
     lines = list(file.read_lines(lambda line: None))
     for line in lines[:2]:
-        assert file.add(Record(line, open_envelope(line), result={"said": 1}))
+        assert file.add(Record(line, parse_envelope(line), result={"said": 1}))
     lose(file)
     assert not file.add(
-        Record(lines[2], open_envelope(lines[2]), result={"said": "late"})
+        Record(lines[2], parse_envelope(lines[2]), result={"said": "late"})
     )
     other = open_first(tmp_path / "in")  # it answers one, and ends
     line = next(other.read_lines(lambda line: None))
     assert line.number == 3 and other.add(
-        Record(line, open_envelope(line), result={"said": 1})
+        Record(line, parse_envelope(line), result={"said": 1})
     )
     other.abandon(StoppedError("Interrupted."))
     again = open_next(turns)
@@ -464,7 +464,7 @@ def test_a_named_file_that_was_lost_is_told(tmp_path: Path) -> None:
     assert isinstance(file, JournaledInput)
     lines = list(file.read_lines(lambda line: None))
     lose(file)
-    file.add(Record(lines[0], open_envelope(lines[0]), result={"said": 1}))
+    file.add(Record(lines[0], parse_envelope(lines[0]), result={"said": 1}))
     with pytest.raises(InUseError, match="taken over"):
         files.check_none_lost()
 
@@ -612,7 +612,7 @@ def test_errors_of_complete_files_are_counted(tmp_path: Path) -> None:
     file = open_first(tmp_path / "in")
     for line in file.read_lines(lambda line: None):
         file.add(
-            Record(line, open_envelope(line), error=RequestError("out_of_range", "no"))
+            Record(line, parse_envelope(line), error=RequestError("out_of_range", "no"))
         )
     again = share(tmp_path / "in")
     assert not again.scan() and again.kept == RowCounts(3, 3)

@@ -16,7 +16,7 @@ import pytest
 
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import ErrorCode, RequestError, UsageError
 from fminfer.files.claims import Claims, read_claims
@@ -56,7 +56,7 @@ LASTING: dict[int, ErrorCode] = {5: "invalid_json", 7: "out_of_range"}
 def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
     if line.number in codes:
         error = RequestError(codes[line.number], "it failed")
-        return Record(line, open_envelope(line), error=error)
+        return Record(line, parse_envelope(line), error=error)
     details = {"cached_tokens": 1}
     usage = {
         "prompt_tokens": 3,
@@ -66,7 +66,7 @@ def record_of(line: Line, codes: dict[int, ErrorCode]) -> Record:
     result = {"choices": [], "said": line.number, "usage": usage}
     return Record(
         line,
-        open_envelope(line),
+        parse_envelope(line),
         result=result,
         num_prompt_tokens=3,
         num_cached_tokens=1,

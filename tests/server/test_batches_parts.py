@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fminfer.contract.endpoints import EMBEDDINGS
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.core.errors import FminferError, RequestError, UsageError
 from fminfer.server.batches import batch_ends, batch_request, stored_files
 from fminfer.server.batches.batch_ends import ChangedError, find_trouble
@@ -103,7 +103,7 @@ def test_what_a_batch_needs() -> None:
 
 def envelope_of(url: str, body: Any) -> Any:
     fields = {"custom_id": "a", "method": "POST", "url": url, "body": body}
-    return open_envelope(Line(0, 1, json.dumps(fields).encode()))
+    return parse_envelope(Line(0, 1, json.dumps(fields).encode()))
 
 
 def test_inputs_of_embeddings_are_bounded_together(
@@ -128,7 +128,7 @@ def test_lines_of_another_kind_are_refused() -> None:
 
     check = make_line_check("/v1/completions", check_model)
     check(envelope_of("/v1/completions", {"model": "m"}))
-    bare = open_envelope(Line(0, 1, b'{"prompt": "a"}'))
+    bare = parse_envelope(Line(0, 1, b'{"prompt": "a"}'))
     for envelope, param, said in (
         (bare, None, "no request of a batch"),
         (

@@ -62,7 +62,7 @@ def test_a_large_body_is_parsed_beside_the_event_loop(
     async def stream() -> Any:
         yield b"x" * size
 
-    monkeypatch.setattr(request_bodies, "load_object", load)
+    monkeypatch.setattr(request_bodies, "parse_object", load)
     request: Any = SimpleNamespace(headers={}, scope={"state": {}}, stream=stream)
     found = asyncio.run(BodyReader(1 << 20).read(request))
     assert found == {"size": size}

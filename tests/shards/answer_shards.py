@@ -12,7 +12,7 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from fminfer.answers.carrying_over import RunTerms
-from fminfer.contract.envelope import Line, open_envelope
+from fminfer.contract.envelope import Line, parse_envelope
 from fminfer.contract.record import Record
 from fminfer.core.errors import StoppedError
 from fminfer.files.input_folders import find_inputs
@@ -43,7 +43,7 @@ def answer_all(file: JournaledInput, lines: Iterable[Line] | None = None) -> Non
     for line in lines or file.read_lines(lambda line: None):
         file.add(
             Record(
-                line, open_envelope(line), result={"choices": [], "said": line.number}
+                line, parse_envelope(line), result={"choices": [], "said": line.number}
             )
         )
 
@@ -59,7 +59,7 @@ def main(folder: Path, log: Path) -> None:
             for line in file.read_lines(lambda line: None):
                 time.sleep(random.uniform(0, PAUSE_S))
                 file.add(
-                    Record(line, open_envelope(line), result={"said": line.number})
+                    Record(line, parse_envelope(line), result={"said": line.number})
                 )
                 if not file.is_lost:
                     notes.write(f"{file.path.name} {line.number}\n")

@@ -16,8 +16,8 @@ import pytest
 from click.testing import CliRunner
 
 from fminfer.cli.app import main
-from fminfer.contract.envelope import Line, open_envelope
-from fminfer.contract.record import make_id
+from fminfer.contract.envelope import Line, parse_envelope
+from fminfer.contract.record import make_line_id
 from fminfer.core.errors import FminferError, InUseError, OutputError, UsageError
 from fminfer.files.claims import claiming_output
 from fminfer.files.input_folders import find_inputs
@@ -70,10 +70,10 @@ def member(record: bytes, name: bytes) -> bytes:
 
 def check_error(record: bytes, line: Line, own_line: int) -> None:
     """See that an error is its line's own, but for the number."""
-    envelope = open_envelope(line)
+    envelope = parse_envelope(line)
     assert json.loads(record)["line"] == line.number
     if envelope.shape == "batch":
-        own = make_id(Line(0, own_line, line.raw), envelope)
+        own = make_line_id(Line(0, own_line, line.raw), envelope)
         assert json.loads(record)["id"] == f"batch_req_{own}"
     else:
         assert member(record, b"request").startswith(envelope.request)
@@ -102,8 +102,10 @@ def test_round_trip(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     num_answers = 0
     num_errors = 0
     for line in read_lines(source, 0):
-        envelope = open_envelope(line)
-        own_id = make_id(Line(0, own_lines[line.number], line.raw), envelope).encode()
+        envelope = parse_envelope(line)
+        own_id = make_line_id(
+            Line(0, own_lines[line.number], line.raw), envelope
+        ).encode()
         is_error = error.startswith(
             (b'{"line":%d,' % line.number, b'{"id":"batch_req_' + own_id)
         )

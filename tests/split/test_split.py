@@ -21,7 +21,7 @@ from hypothesis import strategies as st
 
 from fminfer.cli.app import main
 from fminfer.contract.envelope import Line
-from fminfer.contract.field_table import FIELDS_OF_LINES
+from fminfer.contract.field_table import LINE_FIELDS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.errors import DamagedInputError, FminferError, OutputError, UsageError
 from fminfer.files.claims import remove_all_claims
@@ -116,9 +116,7 @@ def test_equal_hyperparameters(one: dict[str, Any], other: dict[str, Any]) -> No
 
 
 # A constraint is made of several fields, which are of lines.
-OF_PARTS = (
-    {each.name for each in fields(SamplingParams)} - FIELDS_OF_LINES - {"constraint"}
-)
+OF_PARTS = {each.name for each in fields(SamplingParams)} - LINE_FIELDS - {"constraint"}
 
 
 @pytest.mark.parametrize("name", sorted(OF_PARTS))

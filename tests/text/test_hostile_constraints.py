@@ -134,7 +134,10 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(
     assert 1 <= len(one._found._entries) == one._num_nodes < 12
     for number in range(100):
         read({"guided_grammar": f"{number}" + "a" * 200_000})
-    assert contract._intern.cache_info().currsize * contract.MAX_BYTES <= 8 << 20
+    assert (
+        contract._intern_constraint.cache_info().currsize * contract.MAX_BYTES
+        <= 8 << 20
+    )
 
 
 def test_the_memory_of_a_grammar_is_bounded() -> None:

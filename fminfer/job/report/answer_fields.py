@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from fminfer.contract.record import load_record
+from fminfer.contract.record import parse_record
 from fminfer.job.report.plain_text import make_visible
 
 # What a record raises that has the names of a record, and other values.
@@ -42,7 +42,7 @@ class AnswerFields:
 def read_answer(raw: bytes) -> AnswerFields | None:
     """Read a record of an output or of an errors file; None: it is none."""
     try:
-        fields = load_record(raw)
+        fields = parse_record(raw)
     except (ValueError, RecursionError):
         return None
     if "response" in fields:

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from fminfer.contract.envelope import open_envelope
-from fminfer.contract.record import make_id
+from fminfer.contract.envelope import parse_envelope
+from fminfer.contract.record import make_line_id
 from fminfer.core.errors import FminferError, OutputError
 from fminfer.core.quantities import with_noun
 from fminfer.files.disk import replacing_file
@@ -135,6 +135,6 @@ def _read_requests(
             raise OutOfTimeError(
                 "to read the input takes too long; fminfer report does it"
             )
-        envelope = open_envelope(line)
+        envelope = parse_envelope(line)
         if envelope.shape == "batch":
-            yield ID + make_id(line, envelope), line.number, envelope.fields
+            yield ID + make_line_id(line, envelope), line.number, envelope.fields

@@ -11,8 +11,8 @@ import numpy as np
 
 from fminfer.answers.answer_index import make_answer_key
 from fminfer.answers.line_counter import LineCounter
-from fminfer.contract.envelope import Envelope, Line, as_text, open_envelope
-from fminfer.contract.record import Record, make_id
+from fminfer.contract.envelope import Envelope, Line, parse_envelope, quote_text
+from fminfer.contract.record import Record, make_line_id
 from fminfer.contract.request import SamplingParams
 from fminfer.contract.row_warnings import RowWarning
 from fminfer.core.errors import line_error
@@ -145,10 +145,10 @@ class LineIntake:
 def _open_envelope(line: Line) -> Envelope:
     """Return a line's envelope, also of one that cannot be opened."""
     try:
-        return open_envelope(line)
+        return parse_envelope(line)
     except Exception as error:
         return Envelope(
-            "bare", as_text(line.raw), error=line_error(error, f"line {line.number}")
+            "bare", quote_text(line.raw), error=line_error(error, f"line {line.number}")
         )
 
 
@@ -187,7 +187,7 @@ class RecordForm:
         if envelope.shape == "batch":
             model = envelope.fields.get("model")
             name = model if isinstance(model, str) and model else self.model_name
-            request_id = make_id(line, envelope)
+            request_id = make_line_id(line, envelope)
             head = make_answer_head(
                 request.prepared.kind, request_id, self.created, name
             )

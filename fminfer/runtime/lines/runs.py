@@ -9,7 +9,7 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from typing import Any
 
 from fminfer.answers.answer_index import AnswerIndex
-from fminfer.contract.envelope import Envelope, Line, as_line
+from fminfer.contract.envelope import Envelope, Line, make_line
 from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.engine.engine_core import EngineCore, Event
@@ -111,7 +111,7 @@ class Runs:
     ) -> Generator[Record, None, None]:
         """Answer requests and lines, as `Engine.run` does."""
         lines = (
-            request if isinstance(request, Line) else as_line(number, request)
+            request if isinstance(request, Line) else make_line(number, request)
             for number, request in enumerate(requests, start=1)
         )
         yield from self.start(read_ahead).run(lines)

@@ -14,8 +14,8 @@ import torch
 
 from fminfer.answers.line_counter import LineCounter
 from fminfer.contract.field_table import COLUMNS, FIELDS
-from fminfer.contract.fields import INT64, integer
-from fminfer.contract.request import DEFAULTS, SamplingParams, VectorFacts
+from fminfer.contract.fields import INT64, make_integer_kind
+from fminfer.contract.request import DEFAULTS, SamplingParams, VectorSpec
 from fminfer.core.config import (
     EngineConfig,
     MemoryOptions,
@@ -211,7 +211,7 @@ def make_nan_explanation(
     return explain
 
 
-def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
+def find_vectors(checkpoint: Checkpoint) -> VectorSpec | None:
     """Return what a model's vectors are; None: it generates text."""
     encoder = checkpoint.model.encoder
     if encoder is None or encoder.pooling is None:
@@ -219,7 +219,7 @@ def find_vectors(checkpoint: Checkpoint) -> VectorFacts | None:
     pooling = encoder.pooling
     sentence = checkpoint.sentence or SentenceFolder(pooling)
     labels = getattr(checkpoint.config, "id2label", None) or {}
-    return VectorFacts(
+    return VectorSpec(
         pooling.readings[-1].size if pooling.readings else checkpoint.model.hidden_size,
         pooling.is_scored,
         pooling.is_scored and _are_scores_logits(checkpoint),
@@ -281,11 +281,11 @@ def _find_defaults(
             "leave the flag out"
         )
     kinds = {name: FIELDS["completions"][name].kind for name in OF_MODELS}
-    kinds["max_new_tokens"] = integer(1)
+    kinds["max_new_tokens"] = make_integer_kind(1)
     stated = {name: checkpoint.generation_fields.get(name) for name in kinds}
     try:
         defaults = {
-            name: kinds[name].read(name, value, INT64 - 1)
+            name: kinds[name].parse(name, value, INT64 - 1)
             for name, value in stated.items()
             if value is not None
         }

@@ -8,8 +8,8 @@ from dataclasses import dataclass, field, fields, is_dataclass
 from multiprocessing.connection import Connection
 from typing import Any, Literal
 
-from fminfer.contract.json_object import dump, load
-from fminfer.contract.request import SamplingParams, VectorFacts, VectorWish
+from fminfer.contract.json_object import dump_json, parse_json
+from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import MemoryPeak, RankMemory
@@ -77,7 +77,7 @@ _CLASSES = {
         SamplingParams,
         EncodedPrompt,
         VectorWish,
-        VectorFacts,
+        VectorSpec,
         Constraint,
         Delta,
         Finished,
@@ -110,7 +110,7 @@ def encode(what: object) -> bytes:
     """Return a message's bytes."""
     parts: list[bytes] = []
     value = _plain(what, parts)
-    head = dump([value, [len(part) for part in parts]])
+    head = dump_json([value, [len(part) for part in parts]])
     return b"".join((struct.pack("<I", len(head)), head, *parts))
 
 
@@ -118,7 +118,7 @@ def decode(data: bytes) -> Any:
     """Return what `encode` was given."""
     (size,) = struct.unpack_from("<I", data)
     start = 4 + size
-    value, sizes = load(data[4:start])
+    value, sizes = parse_json(data[4:start])
     parts = []
     for length in sizes:
         parts.append(data[start : start + length])
@@ -142,7 +142,7 @@ def _plain(value: object, parts: list[bytes]) -> object:
         and len(value) > 8
         and all(type(each) is int for each in value)
     ):
-        parts.append(dump(value))  # token ids
+        parts.append(dump_json(value))  # token ids
         return ["json", len(parts) - 1]
     if isinstance(value, list | tuple):
         kind = "list" if isinstance(value, list) else "tuple"
@@ -153,7 +153,7 @@ def _plain(value: object, parts: list[bytes]) -> object:
                 "dict",
                 [[name, _plain(each, parts)] for name, each in value.items()],
             ]
-        parts.append(dump(value))  # an answer, or counts: JSON already
+        parts.append(dump_json(value))  # an answer, or counts: JSON already
         return ["json", len(parts) - 1]
     name = type(value).__name__
     assert is_dataclass(value) and name in _CLASSES, f"{name} does not travel"
@@ -174,7 +174,7 @@ def _restored(value: Any, parts: list[bytes]) -> Any:
         case "bytes":
             return parts[rest[0]]
         case "json":
-            return load(parts[rest[0]])
+            return parse_json(parts[rest[0]])
         case "error":
             return RequestError(*rest)
         case "dict":

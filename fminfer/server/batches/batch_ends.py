@@ -7,9 +7,9 @@ from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
 
-from fminfer.contract.envelope import Line, find_custom_id, open_envelope
-from fminfer.contract.json_object import dump
-from fminfer.contract.record import make_id
+from fminfer.contract.envelope import Line, find_custom_id, parse_envelope
+from fminfer.contract.json_object import dump_json
+from fminfer.contract.record import make_line_id
 from fminfer.core.errors import FminferError, InUseError, MachineError, UsageError
 from fminfer.files.disk import NEW, DiskFault, find_disk_fault, path_beside
 from fminfer.files.journal import Journal, find_fingerprint, journal_path
@@ -107,14 +107,14 @@ def _make_expired_record(line: Line) -> bytes:
 
     A line without a custom_id has none (b""): it would name nothing, and be far longer.
     """
-    envelope = open_envelope(line)
+    envelope = parse_envelope(line)
     custom_id = find_custom_id(line, envelope)
     if custom_id == b"null":
         return b""
     return b'{"id":"batch_req_%s","custom_id":%s,"response":null,"error":%s}' % (
-        make_id(line, envelope).encode(),
+        make_line_id(line, envelope).encode(),
         custom_id,
-        dump(EXPIRED),
+        dump_json(EXPIRED),
     )
 
 

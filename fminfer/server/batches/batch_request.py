@@ -7,20 +7,20 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import Any, Literal, NamedTuple
 
-from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS, without_spare_slashes
+from fminfer.contract.endpoints import EMBEDDINGS, URL_OF, URLS, remove_spare_slashes
 from fminfer.contract.envelope import Envelope
 from fminfer.contract.fields import (
     TEXT,
     Field,
     Kind,
     Schema,
-    integer,
+    describe_value,
     is_integral,
-    of_type,
-    one_of,
-    out_of_range,
-    show,
-    whole,
+    make_enum_kind,
+    make_full_object_schema,
+    make_integer_kind,
+    make_type_kind,
+    out_of_range_error,
 )
 from fminfer.core.errors import FminferError, RequestError
 
@@ -48,8 +48,10 @@ METADATA: Schema = {
     "additionalProperties": {"type": "string", "maxLength": MOST_VALUE_CHARS},
 }
 ANCHORS: Schema = {"const": ANCHOR}
-SECONDS = integer(LEAST_LIFE_S, MOST_LIFE_S).schema(MOST_LIFE_S)
-LIFE: Schema = whole(anchor=ANCHORS, seconds=SECONDS) | {"additionalProperties": False}
+SECONDS = make_integer_kind(LEAST_LIFE_S, MOST_LIFE_S).schema(MOST_LIFE_S)
+LIFE: Schema = make_full_object_schema(anchor=ANCHORS, seconds=SECONDS) | {
+    "additionalProperties": False
+}
 
 
 class Window(NamedTuple):
@@ -81,7 +83,7 @@ def parse_life(name: str, value: Any, most: int = MOST_LIFE_S) -> int:
             and LEAST_LIFE_S <= seconds <= most
         ):
             return int(seconds)
-    raise out_of_range(
+    raise out_of_range_error(
         name,
         value,
         f'an object with the anchor "{ANCHOR}" and the seconds from {LEAST_LIFE_S:,} to '
@@ -94,7 +96,7 @@ def _parse_window(name: str, value: Any, most: int) -> Window:
         seconds = int(value[:-1]) * UNITS_S[value[-1]]
         if seconds <= MOST_WINDOW_S:
             return Window(value, seconds)
-    raise out_of_range(
+    raise out_of_range_error(
         name, value, 'a whole duration up to 366 days, such as "24h", "90m" or "7d"'
     )
 
@@ -110,7 +112,7 @@ def _parse_metadata(name: str, value: Any, most: int) -> dict[str, str]:
         }
         if not wrong_pairs:
             return value
-    raise out_of_range(
+    raise out_of_range_error(
         name,
         wrong_pairs,
         f"null or an object of up to {MOST_PAIRS} strings, of up to {MOST_VALUE_CHARS} "
@@ -119,13 +121,13 @@ def _parse_metadata(name: str, value: Any, most: int) -> dict[str, str]:
 
 
 def _parse_endpoint(name: str, value: Any, most: int) -> Any:
-    url = without_spare_slashes(value) if isinstance(value, str) else value
-    return _URL.read(name, url, most)
+    url = remove_spare_slashes(value) if isinstance(value, str) else value
+    return _URL.parse(name, url, most)
 
 
-_URL = one_of(*ENDPOINTS)
+_URL = make_enum_kind(*ENDPOINTS)
 _ENDPOINT = Kind(_parse_endpoint, _URL.schema)
-_ID = of_type(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
+_ID = make_type_kind(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
 _WINDOW = Kind(_parse_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
 _TOO_LATE = (
     "24h, 90m, 7d, up to 366 days. A line that is not answered by then gets an error."
@@ -150,7 +152,7 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     for name in sorted(fields.keys() - table.keys()):
         raise RequestError(
             "unsupported_parameter",
-            f"{show(name)} is no field of a batch here; there are {', '.join(table)}. "
+            f"{describe_value(name)} is no field of a batch here; there are {', '.join(table)}. "
             "Leave it out",
             name[:64],
         )
@@ -158,7 +160,7 @@ def parse_batch(fields: Mapping[str, Any]) -> BatchRequest:
     for name, field in table.items():
         value = fields.get(name)
         if value is not None:
-            values[name] = field.kind.read(name, value, MOST_LIFE_S)
+            values[name] = field.kind.parse(name, value, MOST_LIFE_S)
         elif field.is_required:
             is_null = "null" if name in fields else "absent"
             raise RequestError(
