@@ -12,7 +12,7 @@ import torch
 import fminfer
 from fminfer.core.config import EngineConfig
 from fminfer.models.checkpoint import Checkpoint, open_model
-from fminfer.models.layer_source import open_weights
+from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.plan.expected_bytes import layer_bytes
 from fminfer.plan.machine_facts import Machine
 from fminfer.plan.planning import make_plan
@@ -45,9 +45,8 @@ def plan_demo(num_stages: int = 1, num_shards: int = 1, **options: Any) -> RunPl
     return make_plan(config, open_model(config), machine)
 
 
-def loaded_bytes(plan: RunPlan, rank: RankPlan) -> int:
-    """Load a rank's weights, and return the bytes that they take."""
-    source = open_weights(
+def open_source(plan: RunPlan, rank: RankPlan) -> LayerSource:
+    return open_weights(
         plan.checkpoint,
         rank.part,
         holding=plan.holding,
@@ -55,6 +54,11 @@ def loaded_bytes(plan: RunPlan, rank: RankPlan) -> int:
         seed=1,
         share=rank.share,
     )
+
+
+def loaded_bytes(plan: RunPlan, rank: RankPlan) -> int:
+    """Load a rank's weights, and return the bytes that they take."""
+    source = open_source(plan, rank)
     for number in source.numbers:
         source.load_layer(number)
     source.load_exit(source.load_entry())
@@ -165,7 +169,10 @@ def test_a_layer_takes_its_part_of_the_weights(options: dict[str, Any]) -> None:
     """A shard holds half of what is cut; a matrix cut by its inputs is read whole."""
     plan = plan_demo(**options)
     layers = [layer_bytes(plan, None, n) for n in plan.this_rank.part.layer_numbers]
-    assert 0 < sum(layer.held for layer in layers) < plan.this_rank.takes.weights
+    source = open_source(plan, plan.this_rank)
+    for number, layer in enumerate(layers):
+        weights = source.load_layer(number)
+        assert layer.held == sum(weight.num_bytes for weight in weights.values())
     assert all(layer.read == layer.whole for layer in layers)
 
     halves = plan_demo(num_shards=2, **options)
