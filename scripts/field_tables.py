@@ -55,11 +55,11 @@ def default_of(each: Field) -> str:
 
 def values_of(each: Field) -> str:
     """Return the values of a field, as Markdown."""
-    told = each.kind.told
+    values_text = each.kind.values_text
     return (
-        told.replace("≥ 0", "0 … `--max-logprobs`")
+        values_text.replace("≥ 0", "0 … `--max-logprobs`")
         if each.limit == "logprobs"
-        else told
+        else values_text
     )
 
 

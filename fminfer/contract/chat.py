@@ -1,5 +1,7 @@
-"""The fields of a chat request, checked; its template is rendered later (contract,
-section 12)."""
+"""Checks the fields of a chat request (contract, section 12).
+
+Its template is rendered later.
+"""
 
 from __future__ import annotations
 
@@ -49,20 +51,22 @@ class ChatRequest:
 def overwrite_fields(
     fields: Mapping[str, Any], args: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a chat request's fields with others in their place, which have
-    completions' names."""
-    found = {**fields, **args}
-    same = {
+    """Return a chat request's fields with `args` over them.
+
+    `args` have the names of completions.
+    """
+    merged = {**fields, **args}
+    synonyms = {
         "max_tokens": "max_completion_tokens",
         "max_completion_tokens": "max_tokens",
     }
-    for other in {same[name] for name in same if name in args} - args.keys():
-        found.pop(other, None)
+    for other in {synonyms[name] for name in synonyms if name in args} - args.keys():
+        merged.pop(other, None)
     if is_integral(args.get("logprobs")):
-        found |= {"logprobs": True, "top_logprobs": args["logprobs"]}
+        merged |= {"logprobs": True, "top_logprobs": args["logprobs"]}
     elif "logprobs" in args and "top_logprobs" not in args and not args["logprobs"]:
-        found.pop("top_logprobs", None)
-    return found
+        merged.pop("top_logprobs", None)
+    return merged
 
 
 def parse_chat(
@@ -81,50 +85,53 @@ def parse_chat(
     """
     if fields.get("messages") is None:
         raise _missing_messages_error(fields)
-    found, warnings = parse_fields(
+    values, warnings = parse_fields(
         fields, "chat", max_logprobs=max_logprobs, is_strict=is_strict
     )
-    tools = parse_tools(found.get("tools"))
-    if found.get("tool_choice") == "none":
+    tools = parse_tools(values.get("tools"))
+    if values.get("tool_choice") == "none":
         tools = []
     warnings += _make_strict_warnings(tools)
-    if tools and find_constraint(found) is not None:
+    if tools and find_constraint(values) is not None:
         warnings.append(
             RowWarning("tools cannot be called by an answer that is constrained")
         )
-    max_tokens = _parse_max_tokens(found)
+    max_tokens = _parse_max_tokens(values)
     most = max_new_tokens if max_tokens is None else max_tokens
-    found |= {"best_of": found.get("n", DEFAULTS.n), "logprobs": _parse_logprobs(found)}
-    params = replace(make_params(found, defaults, most), add_special_tokens=False)
+    values |= {
+        "best_of": values.get("n", DEFAULTS.n),
+        "logprobs": _parse_logprobs(values),
+    }
+    params = replace(make_params(values, defaults, most), add_special_tokens=False)
     check_choices(1, params.n, params.best_of)
-    continues = found.get("continue_final_message", False)
+    continues = values.get("continue_final_message", False)
     return ChatRequest(
         parse_messages(fields["messages"], continues=continues),
         tools,
-        _parse_template_args(found),
-        _parse_generation_prompt(found, continues=continues),
+        _parse_template_args(values),
+        _parse_generation_prompt(values, continues=continues),
         continues,
         params,
         fills_context=max_tokens is None,
-        keeps_one_call=not found.get("parallel_tool_calls", True),
+        keeps_one_call=not values.get("parallel_tool_calls", True),
         warnings=tuple(warnings),
     )
 
 
 def _missing_messages_error(fields: Mapping[str, Any]) -> RequestError:
-    found = "null" if "messages" in fields else "absent"
+    state = "null" if "messages" in fields else "absent"
     instead = "; /v1/completions answers prompts" if "prompt" in fields else ""
     return RequestError(
         "missing_prompt",
-        f'messages is {found}; give a list such as [{{"role": "user", "content": "Hello"}}]'
+        f'messages is {state}; give a list such as [{{"role": "user", "content": "Hello"}}]'
         f"{instead}{describe_foreign_field(fields)}",
         "messages",
     )
 
 
-def _parse_max_tokens(found: Mapping[str, Any]) -> int | None:
-    old = found.get("max_tokens")
-    new = found.get("max_completion_tokens")
+def _parse_max_tokens(values: Mapping[str, Any]) -> int | None:
+    old = values.get("max_tokens")
+    new = values.get("max_completion_tokens")
     if old is not None and new is not None and old != new:
         raise RequestError(
             "out_of_range",
@@ -135,10 +142,10 @@ def _parse_max_tokens(found: Mapping[str, Any]) -> int | None:
     return old if new is None else new
 
 
-def _parse_logprobs(found: Mapping[str, Any]) -> int | None:
+def _parse_logprobs(values: Mapping[str, Any]) -> int | None:
     """Return how many alternatives are told of each token; None: no logprobs."""
-    num_top: int = found.get("top_logprobs", 0)
-    if found.get("logprobs"):
+    num_top: int = values.get("top_logprobs", 0)
+    if values.get("logprobs"):
         return num_top
     if num_top:
         raise RequestError(
@@ -159,8 +166,8 @@ def _make_strict_warnings(tools: list[dict[str, Any]]) -> list[RowWarning]:
     ]
 
 
-def _parse_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bool:
-    adds: bool = found.get("add_generation_prompt", not continues)
+def _parse_generation_prompt(values: Mapping[str, Any], *, continues: bool) -> bool:
+    adds: bool = values.get("add_generation_prompt", not continues)
     if adds and continues:
         raise RequestError(
             "out_of_range",
@@ -171,8 +178,8 @@ def _parse_generation_prompt(found: Mapping[str, Any], *, continues: bool) -> bo
     return adds
 
 
-def _parse_template_args(found: Mapping[str, Any]) -> dict[str, Any]:
-    args: dict[str, Any] = found.get("chat_template_kwargs", {})
+def _parse_template_args(values: Mapping[str, Any]) -> dict[str, Any]:
+    args: dict[str, Any] = values.get("chat_template_kwargs", {})
     for name in sorted(args.keys() & _TEMPLATE_NAMES):
         raise RequestError(
             "unsupported_parameter",
@@ -180,5 +187,5 @@ def _parse_template_args(found: Mapping[str, Any]) -> dict[str, Any]:
             "request itself; remove it there",
             "chat_template_kwargs",
         )
-    effort = found.get("reasoning_effort")
+    effort = values.get("reasoning_effort")
     return args if effort is None else {"reasoning_effort": effort} | args

@@ -1,5 +1,7 @@
-"""Reads the messages and tools of a chat request; `ChatTemplate` gives them a
-template's forms."""
+"""Parses the messages and tools of a chat request.
+
+`ChatTemplate` turns them into a template's forms.
+"""
 
 from __future__ import annotations
 
@@ -104,8 +106,8 @@ def parse_messages(value: object, *, continues: bool = False) -> list[dict[str, 
 
 
 def parse_tools(value: object) -> list[dict[str, Any]]:
-    given = [] if value is None else value
-    tools = check_type("tools", given, list, "a list of tools or null")
+    items = [] if value is None else value
+    tools = check_type("tools", items, list, "a list of tools or null")
     for place, tool in enumerate(tools):
         _check_tool(tool, f"tools[{place}]")
     return tools
@@ -129,21 +131,21 @@ def _parse_message(
 ) -> dict[str, Any]:
     name = f"messages[{place}]"
     example = 'an object, such as {"role": "user", "content": "Hello"}'
-    given = check_type(name, value, dict, example)
-    role = given.get("role")
+    fields = check_type(name, value, dict, example)
+    role = fields.get("role")
     if role not in ROLES:
-        found = describe_value(role) if "role" in given else "absent"
-        told = f"{name}.role is {found}; it must be one of {', '.join(ROLES)}"
-        raise RequestError("out_of_range", told, f"{name}.role")
-    check_unsupported_keys(given, name, remedies)
-    message = {field: each for field, each in given.items() if each is not None}
+        shown_role = describe_value(role) if "role" in fields else "absent"
+        text = f"{name}.role is {shown_role}; it must be one of {', '.join(ROLES)}"
+        raise RequestError("out_of_range", text, f"{name}.role")
+    check_unsupported_keys(fields, name, remedies)
+    message = {field: each for field, each in fields.items() if each is not None}
     for field, instead in (("function_call", "tool_calls"), ("audio", "content")):
         if role != "assistant" and field in message:
-            told = (
+            text = (
                 f"{name}.{field} is {describe_value(message[field])}, which is not read; "
                 f"give {instead}"
             )
-            raise RequestError("unsupported_parameter", told, f"{name}.{field}")
+            raise RequestError("unsupported_parameter", text, f"{name}.{field}")
     # the old form of tool, which answers the call just before it
     if role == "function":
         message = (
@@ -167,10 +169,11 @@ def _parse_past_calls(message: dict[str, Any], place: int) -> list[dict[str, Any
     """Return the calls of an assistant's message, and let its content be what was said."""
     name = f"messages[{place}]"
     old = message.get("function_call")
-    given = message.get("tool_calls", [])
-    check_type(f"{name}.tool_calls", given, list, "a list of calls or null")
+    sent_calls = message.get("tool_calls", [])
+    check_type(f"{name}.tool_calls", sent_calls, list, "a list of calls or null")
     calls = [
-        _parse_call(call, f"{name}.tool_calls[{i}]") for i, call in enumerate(given)
+        _parse_call(call, f"{name}.tool_calls[{i}]")
+        for i, call in enumerate(sent_calls)
     ]
     if old is not None and not calls:
         name = f"{name}.function_call"
@@ -216,10 +219,10 @@ def _parse_part(value: object, name: str, *, is_past: bool) -> dict[str, Any]:
     if is_past and part.get("type") == "refusal":
         part = {"type": "text", "text": part.get("refusal")}
     if part.get("type") != "text":
-        told = (
+        text = (
             f"{name} is a part of type {describe_value(part.get('type'))}; {_TEXT_ONLY}"
         )
-        raise RequestError("unsupported_parameter", told, name)
+        raise RequestError("unsupported_parameter", text, name)
     check_type(f"{name}.text", part.get("text"), str, "a string")
     check_unsupported_keys(part, name, MEDIA)
     # A template may ask whether a part has an "image": tables have a column of nulls for it.
@@ -245,11 +248,11 @@ def _check_tool(value: object, name: str) -> None:
     example = 'an object, such as {"type": "function", "function": {…}}'
     tool = check_type(name, value, dict, example)
     if tool.get("type") != "function":
-        told = (
+        text = (
             f"{name}.type is {describe_value(tool.get('type'))}; only tools of type "
             '"function" are known'
         )
-        raise RequestError("unsupported_parameter", told, f"{name}.type")
+        raise RequestError("unsupported_parameter", text, f"{name}.type")
     name = f"{name}.function"
     function = check_type(
         name, tool.get("function"), dict, "an object with a name and parameters"

@@ -46,14 +46,14 @@ _SPACE = r"[ \t\n\r]|\\[sntr]|\\x(?:20|09|0[aAdD])"
 _SPACES = rf"^(?:{_SPACE}|[()|?*+]|\(\?:|\[(?:{_SPACE})+\]|\{{[0-9]{{1,4}}(,[0-9]{{0,4}})?\}})+$"
 
 
-def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
+def find_constraint(values: Mapping[str, Any]) -> Constraint | None:
     """Return the constraint of a request's fields as they were read; None: it has none."""
     named = {
-        name: found[name]
+        name: values[name]
         for name in CONSTRAINTS
-        if name != WHITE_SPACE and found.get(name)
+        if name != WHITE_SPACE and values.get(name)
     }
-    whitespace = found.get(WHITE_SPACE)
+    whitespace = values.get(WHITE_SPACE)
     if len(named) > 1:
         first, second, *_ = named
         raise RequestError(
@@ -62,7 +62,7 @@ def find_constraint(found: Mapping[str, Any]) -> Constraint | None:
             second,
         )
     for name, constraint in named.items():
-        if found.get("ignore_eos"):
+        if values.get("ignore_eos"):
             raise RequestError(
                 "out_of_range",
                 f"ignore_eos is true, and an answer under {name} ends where it is "
@@ -100,7 +100,7 @@ def _set_whitespace(
 
 
 def _parse_json_schema(name: str, value: Any, most: int) -> Constraint:
-    """Read a schema: an object, true, or its text."""
+    """Parse a schema: an object, true, or its text."""
     schema = value
     if isinstance(value, str):
         try:
@@ -150,10 +150,10 @@ def _parse_text(name: str, value: Any) -> str:
 
 
 def _parse_choices(name: str, value: Any, most: int) -> Constraint:
-    choices = make_strings_kind(one=False).parse(name, value, most)
+    choices = make_strings_kind(allows_one=False).parse(name, value, most)
     if not 1 <= len(choices) <= MAX_CHOICES:
-        found = f"{name} has {len(choices):,} choices; it must have"
-        raise RequestError("out_of_range", f"{found} from 1 to {MAX_CHOICES:,}", name)
+        text = f"{name} has {len(choices):,} choices; it must have"
+        raise RequestError("out_of_range", f"{text} from 1 to {MAX_CHOICES:,}", name)
     return _make_constraint("choice", _dump_json(choices), name)
 
 
@@ -172,19 +172,19 @@ def _make_constraint(kind: ConstraintKind, text: str, name: str) -> Constraint:
     most = MAX_REGEX_BYTES if kind == "regex" else MAX_BYTES
     size = len(check_text(text, name).encode())
     if size > most:
-        told = f"{name} has {size:,} bytes; at most {most:,} may be. Shorten it"
-        raise RequestError("out_of_range", told, name)
+        message = f"{name} has {size:,} bytes; at most {most:,} may be. Shorten it"
+        raise RequestError("out_of_range", message, name)
     return Constraint(kind, text)
 
 
 def _parse_response_format(name: str, value: Any, most: int) -> Constraint | None:
-    """Read OpenAI's field; llama.cpp and others put the schema beside the type."""
+    """Parse OpenAI's field; llama.cpp and others put the schema beside the type."""
     kind = value.get("type") if isinstance(value, dict) else "text"
     if not isinstance(kind, str) or kind not in _FORMATS:
-        told = ", ".join(map(describe_value, _FORMATS))
+        known_types = ", ".join(map(describe_value, _FORMATS))
         raise RequestError(
             "unsupported_parameter",
-            f"{name} has the type {describe_value(kind)}; it must be one of {told}. "
+            f"{name} has the type {describe_value(kind)}; it must be one of {known_types}. "
             "For a regex, "
             "choices or a grammar, give structured_outputs",
             name,
@@ -197,36 +197,36 @@ def _parse_response_format(name: str, value: Any, most: int) -> Constraint | Non
             '"type": "json_schema"',
             name,
         )
-    found = _FORMATS[kind].parse(name, value, most)
-    if len(found) == 3:
+    values = _FORMATS[kind].parse(name, value, most)
+    if len(values) == 3:
         text = f"{name} has json_schema and schema; keep one of the two"
         raise RequestError("out_of_range", text, name)
-    if kind == "json_schema" and len(found) == 1:
+    if kind == "json_schema" and len(values) == 1:
         raise RequestError("out_of_range", f"{name} has no schema; give one", name)
-    constraint: Constraint | None = found.get("json_schema", found).get("schema")
+    constraint: Constraint | None = values.get("json_schema", values).get("schema")
     return _ANY_OBJECT if constraint is None and kind == "json_object" else constraint
 
 
 def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
-    found = _ANY_WAY.parse(name, value, most)
-    ways = [way for way in _WAYS if way in found]
+    values = _ANY_WAY.parse(name, value, most)
+    ways = [way for way in _WAYS if way in values]
     if len(ways) != 1:
         raise out_of_range_error(name, value, f"an object with {_ONE_WAY}")
-    if found.get("disable_additional_properties"):
+    if values.get("disable_additional_properties"):
         text = f"{name}.disable_additional_properties is true, and this version cannot do that"
         remedy = 'Write "additionalProperties": false into the schema'
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
-    constraint: Constraint = found[ways[0]]
-    if found.get("disable_any_whitespace"):
+    constraint: Constraint = values[ways[0]]
+    if values.get("disable_any_whitespace"):
         constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"
         )
-    pattern = found.get("whitespace_pattern")
+    pattern = values.get("whitespace_pattern")
     return _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
 
 
 def _parse_whitespace(name: str, value: Any, most: int) -> str:
-    """Read a regex of white space; its `\\s` is that of JSON, and not all of Unicode's."""
+    """Parse a regex of white space; its `\\s` is that of JSON, and not all of Unicode's."""
     pattern = _parse_text(name, value)
     if len(pattern) > MAX_REGEX_BYTES or not re.search(_SPACES, pattern):
         allowed = (
@@ -237,11 +237,11 @@ def _parse_whitespace(name: str, value: Any, most: int) -> str:
     return pattern.replace(r"\s", r"[ \t\n\r]")
 
 
-def _make_text_kind(kind: ConstraintKind, told: str) -> Kind:
+def _make_text_kind(kind: ConstraintKind, values_text: str) -> Kind:
     def parse(name: str, value: Any, most: int) -> Constraint:
         return _make_constraint(kind, _parse_text(name, value), name)
 
-    return Kind(parse, SOME_TEXT, told)
+    return Kind(parse, SOME_TEXT, values_text)
 
 
 def _allow_empty(kind: Kind) -> Kind:
@@ -250,7 +250,7 @@ def _allow_empty(kind: Kind) -> Kind:
     def parse(name: str, value: Any, most: int) -> Any:
         return None if value == "" else kind.parse(name, value, most)
 
-    return Kind(parse, {"anyOf": [kind.schema(0), {"enum": [""]}]}, kind.told)
+    return Kind(parse, {"anyOf": [kind.schema(0), {"enum": [""]}]}, kind.values_text)
 
 
 def _make_format_kind(kind: str, kinds: Mapping[str, Kind], *required: str) -> Kind:

@@ -1,5 +1,7 @@
-"""Lines of an input, in three shapes: the request in one, and what stands around it
-(section 1)."""
+"""Lines of an input, in three shapes (contract, section 1).
+
+A line holds a request, and what stands around it.
+"""
 
 from __future__ import annotations
 
@@ -96,8 +98,10 @@ class Envelope:
 
     @property
     def custom_id_text(self) -> str | None:
-        """Return a Batch line's custom_id if it is a text; one text can be written in
-        many ways."""
+        """Return a Batch line's custom_id if it is a text.
+
+        One text can be written in many ways.
+        """
         if self.shape != "batch" or not self.custom_id.startswith(b'"'):
             return None
         text = self.custom_id[1:-1].decode()
@@ -105,7 +109,7 @@ class Envelope:
 
 
 def parse_envelope(line: Line) -> Envelope:
-    """Tell a line's shape and take its request out; what is wrong stands in `error`."""
+    """Parse a line into its shape and its request; what is wrong stands in `error`."""
     raw = line.raw.strip()
     try:
         if line.is_cut:
@@ -126,11 +130,11 @@ def parse_envelope(line: Line) -> Envelope:
         return _parse_batch_line(raw, fields, line.number)
     if shape == "bare":
         return Envelope("bare", raw, fields)
-    told = (
+    text = (
         "request and body are both objects, and a line has one request. Rename the one "
         "that is "
     )
-    two = RequestError("unsupported_parameter", f"{told}only a column", "body")
+    two = RequestError("unsupported_parameter", f"{text}only a column", "body")
     return Envelope("bare", raw, error=two)
 
 
@@ -165,8 +169,8 @@ def find_shape(fields: dict[str, Any]) -> Shape | None:
 
 def check_model_name(fields: dict[str, Any], names: Collection[str]) -> None:
     for name in ("model", "engine"):
-        asked = fields.get(name)
-        if asked not in (None, "") and not (isinstance(asked, str) and asked in names):
+        model = fields.get(name)
+        if model not in (None, "") and not (isinstance(model, str) and model in names):
             known = (
                 f"the model of this run is {' or '.join(sorted(names))}; give the "
                 "line's own "
@@ -180,7 +184,7 @@ def check_model_name(fields: dict[str, Any], names: Collection[str]) -> None:
                 remedy = "line's model; or --model-name demo, if the demo model is to answer it"
             raise RequestError(
                 "unsupported_parameter",
-                f"{name} is {describe_value(asked)}, and {known}{remedy}",
+                f"{name} is {describe_value(model)}, and {known}{remedy}",
                 name,
             )
 
@@ -194,8 +198,10 @@ def quote_text(raw: bytes) -> bytes:
 
 
 def quote_json(value: bytes) -> bytes:
-    """Return a JSON value as an error record shows it: whole, or as a string of its
-    beginning."""
+    """Return a JSON value as an error record shows it.
+
+    A long one becomes a string of its beginning.
+    """
     return value if len(value) <= MAX_QUOTED_BYTES else _quote_beginning(value)
 
 
@@ -277,10 +283,10 @@ def _batch_line_error(fields: dict[str, Any], number: int) -> RequestError | Non
         ("body", "an object with the request's fields", dict),
     ):
         if not isinstance(fields.get(name), kind):
-            found = describe_value(fields[name]) if name in fields else "absent"
-            told = f"{name} of line {number} is {found}; it must be {allowed}"
+            shown_value = describe_value(fields[name]) if name in fields else "absent"
+            text = f"{name} of line {number} is {shown_value}; it must be {allowed}"
             return RequestError(
-                "invalid_type", told + describe_foreign_field(fields), name
+                "invalid_type", text + describe_foreign_field(fields), name
             )
     has_url = endpoint_of(fields.get("url")) is not None
     for name, values, is_right in (
@@ -288,8 +294,9 @@ def _batch_line_error(fields: dict[str, Any], number: int) -> RequestError | Non
         ("url", tuple(URLS), has_url),
     ):
         if not is_right:
-            found = describe_value(fields[name]) if name in fields else "absent"
-            told = f"{name} is {found}; it must be {' or '.join(map(describe_value, values))}"
+            shown_value = describe_value(fields[name]) if name in fields else "absent"
+            allowed = " or ".join(map(describe_value, values))
+            text = f"{name} is {shown_value}; it must be {allowed}"
             remedy = "Write that, or take the line out"
-            return RequestError("unsupported_parameter", f"{told}. {remedy}", name)
+            return RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     return None

@@ -156,7 +156,8 @@ _INPUT = replace(
 _TEXTS = make_unchecked_kind({"anyOf": [TEXT, TEXTS]}, "a string, a list of strings")
 _COMPARED = (
     *_make_fields(
-        replace(_TEXTS, told="a string"), query="What documents are compared with."
+        replace(_TEXTS, values_text="a string"),
+        query="What documents are compared with.",
     ),
     *_make_fields(
         _TEXTS,
@@ -214,7 +215,7 @@ _DRAWS = (
         allowed_token_ids="No other token is drawn, EOS neither unless it is listed.",
     ),
     *_make_fields(
-        make_sorted_kind(make_strings_kind(one=True)),
+        make_sorted_kind(make_strings_kind(allows_one=True)),
         bad_words="Their tokens, also those behind a space, are never drawn to the end.",
     ),
 )
@@ -256,7 +257,7 @@ _GENERATION_FIELDS = (
     *_RECORDED,
     *_make_fields(make_integer_kind(1, MAX_CANDIDATES), n="Choices for each prompt."),
     *_make_fields(
-        make_strings_kind(one=True),
+        make_strings_kind(allows_one=True),
         stop="Cut at the earliest match. An empty string by itself: none.",
     ),
     *_make_fields(
@@ -448,9 +449,9 @@ _RERANK_FIELDS = (
 
 
 def _index_fields(*rows: Field) -> dict[str, Field]:
-    found = {each.name: each for each in rows}
-    assert len(found) == len(rows), "each name has one meaning"
-    return found
+    fields_by_name = {each.name: each for each in rows}
+    assert len(fields_by_name) == len(rows), "each name has one meaning"
+    return fields_by_name
 
 
 _ACTED_ON: dict[Endpoint, tuple[Field, ...]] = {

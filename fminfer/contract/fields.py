@@ -29,12 +29,12 @@ class Kind:
         parse: takes its name, a value and the largest number that a run allows. It returns what
             Python uses, or raises a RequestError.
         form: the JSON Schema, or a function that takes that number and returns it.
-        told: the values in a table of the docs; "": any.
+        values_text: the values in a table of the docs; "": any.
     """
 
     parse: Callable[[str, Any, int], Any]
     form: Schema | Callable[[int], Schema]
-    told: str = ""
+    values_text: str = ""
 
     def schema(self, most: int) -> Schema:
         return self.form(most) if callable(self.form) else self.form
@@ -88,13 +88,13 @@ class Field:
             }
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
-        found = self.kind.schema(most)
-        return found if self.is_required else allow_null(found)
+        schema = self.kind.schema(most)
+        return schema if self.is_required else allow_null(schema)
 
 
-def make_unchecked_kind(schema: Schema, told: str = "") -> Kind:
+def make_unchecked_kind(schema: Schema, values_text: str = "") -> Kind:
     """Return a kind whose values are checked elsewhere, or not at all."""
-    return Kind(lambda name, value, most: value, schema, told)
+    return Kind(lambda name, value, most: value, schema, values_text)
 
 
 def make_number_kind(low: float, high: float) -> Kind:
@@ -127,7 +127,7 @@ def make_integer_kind(low: int, high: int = INT64 - 1) -> Kind:
             )
         return int(value)
 
-    told = (
+    values_text = (
         f"{low} … {high}"
         if high < INT64 - 1
         else f"≥ {low}"
@@ -137,27 +137,27 @@ def make_integer_kind(low: int, high: int = INT64 - 1) -> Kind:
     return Kind(
         parse,
         lambda most: {"type": "integer", "minimum": low, "maximum": min(high, most)},
-        told,
+        values_text,
     )
 
 
-def allow_values(kind: Kind, told: str, *values: tuple[object, object]) -> Kind:
+def allow_values(kind: Kind, values_text: str, *values: tuple[object, object]) -> Kind:
     """Return a kind that takes more values of JSON: pairs of one, and as what it is read."""
 
     def parse(name: str, value: Any, most: int) -> Any:
-        for one, meant in values:
-            if is_same(value, one):
-                return meant
+        for spelling, meaning in values:
+            if is_same(value, spelling):
+                return meaning
         try:
             return kind.parse(name, value, most)
         except RequestError as error:
-            others = ", ".join(json.dumps(one) for one, _ in values)
+            others = ", ".join(json.dumps(spelling) for spelling, _ in values)
             raise RequestError(
                 error.code, f"{error.message}, or {others}", name
             ) from None
 
-    more: Schema = {"enum": [one for one, _ in values]}
-    return Kind(parse, lambda most: {"anyOf": [kind.schema(most), more]}, told)
+    more: Schema = {"enum": [spelling for spelling, _ in values]}
+    return Kind(parse, lambda most: {"anyOf": [kind.schema(most), more]}, values_text)
 
 
 def make_sorted_kind(kind: Kind) -> Kind:
@@ -168,53 +168,56 @@ def make_sorted_kind(kind: Kind) -> Kind:
     )
 
 
-def make_type_kind(kind: type, allowed: str, schema: Schema, told: str = "") -> Kind:
+def make_type_kind(
+    kind: type, allowed: str, schema: Schema, values_text: str = ""
+) -> Kind:
     def parse(name: str, value: Any, most: int) -> Any:
         return check_type(name, value, kind, allowed)
 
-    return Kind(parse, schema, told)
+    return Kind(parse, schema, values_text)
 
 
 def make_enum_kind(*values: str) -> Kind:
-    told = ", ".join(json.dumps(value) for value in values)
+    values_text = ", ".join(json.dumps(value) for value in values)
 
     def parse(name: str, value: Any, most: int) -> str:
         if value not in values or not isinstance(value, str):
-            raise out_of_range_error(name, value, f"one of {told}")
+            raise out_of_range_error(name, value, f"one of {values_text}")
         return value
 
-    return Kind(parse, {"enum": list(values)}, told)
+    return Kind(parse, {"enum": list(values)}, values_text)
 
 
-def make_strings_kind(*, one: bool) -> Kind:
+def make_strings_kind(*, allows_one: bool) -> Kind:
     """Return the kind of lists of strings, none of them empty; equal ones are read once.
 
-    With `one` a string by itself may stand for its list, and an empty one for none.
+    With `allows_one` a string by itself may stand for its list, and an empty one for none.
     """
-    allowed = "a string, a list of strings or null" if one else "a list of strings"
+    allowed = (
+        "a string, a list of strings or null" if allows_one else "a list of strings"
+    )
 
     def parse(name: str, value: Any, most: int) -> tuple[str, ...]:
-        found = [value] if one and isinstance(value, str) else value
-        if found == [""] and one:
-            found = []
-        if not isinstance(found, list) or not all(
-            isinstance(text, str) for text in found
+        items = [value] if allows_one and isinstance(value, str) else value
+        if items == [""] and allows_one:
+            items = []
+        if not isinstance(items, list) or not all(
+            isinstance(text, str) for text in items
         ):
             raise wrong_type_error(name, value, allowed)
-        if "" in found:
+        if "" in items:
             raise RequestError(
                 "out_of_range", f"{name} holds an empty string; remove it", name
             )
-        return tuple(dict.fromkeys(found))
+        return tuple(dict.fromkeys(items))
 
     texts: Schema = {"type": "array", "items": SOME_TEXT}
     schema: Schema = {"anyOf": [SOME_TEXT, texts, {"enum": ["", [""]]}]}
-    return Kind(parse, schema if one else texts, allowed)
+    return Kind(parse, schema if allows_one else texts, allowed)
 
 
 def make_token_ids_kind(least: int = 0) -> Kind:
-    """Return the kind of lists of at least so many of the model's ids; equal ones are
-    read once."""
+    """Return the kind of lists of token ids, `least` at least; equal ids count once."""
 
     def parse(name: str, value: Any, most: int) -> tuple[int, ...]:
         if not isinstance(value, list) or not all(is_integral(item) for item in value):
@@ -243,7 +246,7 @@ def make_biases_kind(limit: float) -> Kind:
 
     def parse(name: str, value: Any, most: int) -> tuple[tuple[int, float], ...]:
         check_type(name, value, dict, allowed)
-        found: dict[int, float] = {}
+        bias_by_id: dict[int, float] = {}
         spellings: dict[int, str] = {}
         for key, bias in value.items():
             if not (key.isascii() and key.isdigit() and len(key) < 20):
@@ -253,7 +256,7 @@ def make_biases_kind(limit: float) -> Kind:
                     name,
                 )
             token_id = int(key)
-            if token_id in found:
+            if token_id in bias_by_id:
                 raise RequestError(
                     "out_of_range",
                     f'{name} names token {token_id} twice, as "{spellings[token_id]}" and as '
@@ -264,11 +267,11 @@ def make_biases_kind(limit: float) -> Kind:
                 raise wrong_type_error(
                     f"{name}[{key}]", bias, f"a number from {-limit} to {limit}"
                 )
-            found[token_id] = make_number_kind(-limit, limit).parse(
+            bias_by_id[token_id] = make_number_kind(-limit, limit).parse(
                 f"{name}[{key}]", bias, most
             )
             spellings[token_id] = key
-        return tuple(found.items())
+        return tuple(bias_by_id.items())
 
     schema: Schema = {
         "type": "object",
@@ -283,8 +286,8 @@ def make_object_kind(kinds: Mapping[str, Kind], *required: str) -> Kind:
 
     def parse(name: str, value: Any, most: int) -> dict[str, Any]:
         check_type(name, value, dict, "an object or null")
-        found = {key: each for key, each in value.items() if each is not None}
-        for key, each in found.items():
+        members = {key: each for key, each in value.items() if each is not None}
+        for key, each in members.items():
             if key not in kinds:
                 text = (
                     f"{name} has {describe_value(key)}; it may have {', '.join(kinds)}"
@@ -294,13 +297,13 @@ def make_object_kind(kinds: Mapping[str, Kind], *required: str) -> Kind:
                     f"{text}. Leave {describe_value(key)} out",
                     name,
                 )
-            found[key] = kinds[key].parse(f"{name}.{key}", each, most)
+            members[key] = kinds[key].parse(f"{name}.{key}", each, most)
         for key in required:
-            if key not in found:
+            if key not in members:
                 raise RequestError(
                     "out_of_range", f"{name} has no {key}; give one", name
                 )
-        return found
+        return members
 
     properties = {name: kind.schema(0) for name, kind in kinds.items()}
     optional = {
@@ -355,7 +358,7 @@ def is_integral(value: object) -> bool:
 
 
 def check_type(name: str, value: Any, kind: type[T], allowed: str) -> T:
-    """Return a value that has a type of Python; refuse another."""
+    """Return a value that has a type of Python; raise an error for another."""
     if not isinstance(value, kind):
         raise wrong_type_error(name, value, allowed)
     return value

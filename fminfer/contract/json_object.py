@@ -156,8 +156,10 @@ def _skip_pattern(pattern: re.Pattern[str], text: str, place: int) -> int:
 
 
 def _find_value_end(text: str, place: int) -> int:
-    """Return the place behind a value; brackets are counted, as a parser has a greatest
-    depth."""
+    """Return the place behind a value.
+
+    It counts brackets, because a parser has a greatest depth.
+    """
     if text[place] not in '"[{':
         return _skip_pattern(_SCALAR, text, place)
     depth = 0

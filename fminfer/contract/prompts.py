@@ -1,4 +1,4 @@
-"""Reads a request's prompts: text or token ids, one or many."""
+"""Parses a request's prompts: text or token ids, one or many."""
 
 from __future__ import annotations
 
@@ -75,7 +75,7 @@ def parse_prompts(
 def check_choices(
     num_prompts: int, n: int, best_of: int, source: str = "prompt"
 ) -> None:
-    """Refuse more choices, or candidates for them, than one line may have."""
+    """Raise an error if a line has more choices or candidates than it may have."""
     num_choices = num_prompts * max(n, best_of)
     if num_choices <= MAX_CHOICES:
         return
@@ -95,7 +95,7 @@ def check_choices(
 
 
 def check_logprob_count(num_tokens: int, num_choices: int, logprobs: int) -> None:
-    """Refuse more logprobs than one line may ask for.
+    """Raise an error if a line asks for more logprobs than it may.
 
     `num_tokens` are those of one choice of each prompt.
     """
@@ -128,7 +128,7 @@ def describe_foreign_field(fields: Mapping[str, Any]) -> str:
 def check_unsupported_keys(
     fields: Mapping[str, Any], name: str, remedies: Mapping[str, str]
 ) -> None:
-    """Refuse keys of a message or a document, unless they hold nothing, by their remedies."""
+    """Raise an error if a message or document has a value for a key of `remedies`."""
     for key in remedies.keys() & fields.keys():
         if fields[key]:
             raise RequestError(
@@ -146,13 +146,13 @@ def _missing_prompt_error(obj: Mapping[str, Any], name: str) -> RequestError:
             "prompts; send it to /v1/chat/completions",
             "messages",
         )
-    found = "null" if name in obj else "absent"
+    state = "null" if name in obj else "absent"
     alike = get_close_matches(name, obj.keys() - {name}, 1, 0.75)
     from_start = ' ("" generates from the start)' if name == "prompt" else ""
     meant = f" (is {describe_value(alike[0])} meant to be it?)" if alike else ""
     return RequestError(
         "missing_prompt",
-        f"{name} is {found}{meant}; give a string, a list of strings, token ids, or a list of "
+        f"{name} is {state}{meant}; give a string, a list of strings, token ids, or a list of "
         "lists of token "
         f"ids{from_start}{describe_foreign_field(obj) if name == 'prompt' else ''}",
         name,
@@ -174,7 +174,7 @@ def _parse_token_ids(ids: list[Any], name: str) -> list[int]:
 
 
 def check_text(text: str, name: str = "prompt") -> str:
-    """Return a text that has a UTF-8 form; refuse half a surrogate pair."""
+    """Return a text that has a UTF-8 form; raise an error for half a surrogate pair."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError as error:

@@ -1,4 +1,7 @@
-"""Reads a request's fields by the table; refuses or names those that nobody acts on."""
+"""Parses a request's fields by the table.
+
+Unsupported fields are errors, unknown ones are warnings.
+"""
 
 from __future__ import annotations
 
@@ -31,7 +34,7 @@ def parse_fields(
 
     A null always means the default. With `is_strict` a name that is unknown is an error.
     """
-    found: dict[str, Any] = {}
+    values: dict[str, Any] = {}
     unknown: list[str] = []
     for name, value in fields.items():
         if value is None:
@@ -41,14 +44,14 @@ def parse_fields(
             unknown.append(name)
         elif each.fate == "acted on":
             most = max_logprobs if each.limit == "logprobs" else INT64 - 1
-            found[name] = each.kind.parse(name, value, most)
+            values[name] = each.kind.parse(name, value, most)
         elif each.fate != "recorded" and not each.accepts(value):
             _check_unsupported_value(
                 each, value, is_greedy=fields.get("temperature") == 0
             )
     if not unknown:
-        return found, []
-    return found, [
+        return values, []
+    return values, [
         _make_unknown_warning(fields, sorted(unknown), endpoint, is_strict=is_strict)
     ]
 
@@ -109,7 +112,7 @@ def find_params_beside(
 def check_no_other_fields(
     fields: Mapping[str, Any], known: Collection[str], where: str
 ) -> None:
-    """Refuse fields that an older route does not read; one that changes no answer passes."""
+    """Raise an error for fields that an older route does not read, but for recorded ones."""
     recorded = {
         name for name, each in FIELDS["chat"].items() if each.fate == "recorded"
     }
@@ -159,7 +162,7 @@ def _make_unknown_warning(
 
 
 def _check_unsupported_value(each: Field, value: object, *, is_greedy: bool) -> None:
-    """Refuse what this version cannot do; without sampling, `do_sample` may be false."""
+    """Raise an error for what this version cannot do; a greedy `do_sample` may be false."""
     if normalize_name(each.name) == "dosample" and value is False and is_greedy:
         return
     text = f"{each.name} is {describe_value(value)}, and this version cannot do that"

@@ -66,8 +66,11 @@ class Record:
 
     @property
     def choices(self) -> list[Choice]:
-        """The answers, as many as the request has asked for; where there is none, raise
-        `error`."""
+        """The answers, as many as the request has asked for.
+
+        Raises:
+            RequestError: the record holds this error and no answer.
+        """
         if self.error is not None:
             # one that is kept would keep the frames that it passed
             raise copy(self.error)
@@ -98,7 +101,7 @@ class Record:
         return b"{" + b",".join(members) + b"}"
 
     def _to_error_json(self, error: RequestError) -> bytes:
-        own = {
+        members = {
             "line": b'"line":%d' % self.line.number,
             "custom_id": b'"custom_id":null',
             "error": b'"error":' + dump_json(_describe_error(error)),
@@ -110,14 +113,14 @@ class Record:
         # A wrapped line's rest comes last. Of names that are in both the record's own
         # counts, but for custom_id, by which the line may be known.
         for name, member in self.envelope.others.items():
-            if name not in own or name == "custom_id":
+            if name not in members or name == "custom_id":
                 is_long = len(member) > MAX_QUOTED_BYTES
-                own[name] = (
+                members[name] = (
                     json.dumps(name).encode() + b":" + quote_json(member)
                     if is_long
                     else member
                 )
-        return b"{" + b",".join(own.values()) + b"}"
+        return b"{" + b",".join(members.values()) + b"}"
 
     def _to_batch_json(self) -> bytes:
         """Write the line of an OpenAI Batch output file, or of its error file."""
@@ -128,10 +131,12 @@ class Record:
         custom_id = find_custom_id(self.line, self.envelope)
         if self.error is not None:
             status = 500 if self.error.is_retryable else 400
-            told = _describe_error(self.error)
+            description = _describe_error(self.error)
             if self.is_of_batch and custom_id == b"null":  # nothing else names the line
-                told["message"] = f"line {self.line.number}: {self.error.message}"
-            body = {"error": told}
+                description["message"] = (
+                    f"line {self.line.number}: {self.error.message}"
+                )
+            body = {"error": description}
         response = {"status_code": status, "request_id": request_id, "body": body}
         members = [
             b'"id":"batch_req_' + line_id.encode() + b'"',

@@ -1,5 +1,4 @@
-"""The fields of a request become a Request, or a RequestError that says what is wrong
-with it."""
+"""Turns the fields of a request into a Request, or raises what is wrong with it."""
 
 from __future__ import annotations
 
@@ -168,28 +167,30 @@ def parse_request(
     `defaults` are what a field that is absent or null means.
     """
     prompts = parse_prompts(fields)
-    found, warnings = parse_fields(
+    values, warnings = parse_fields(
         fields, "completions", max_logprobs=max_logprobs, is_strict=is_strict
     )
-    n = found.get("n", DEFAULTS.n)
-    best_of = found.get("best_of")
+    n = values.get("n", DEFAULTS.n)
+    best_of = values.get("best_of")
     if best_of is not None and best_of < n:
         if is_strict:
             allowed = f"at least n, which is {n}; without --strict it is taken as {n}"
             raise out_of_range_error("best_of", best_of, allowed)
-        values = (f"best_of {best_of} with n {n}",)
-        warnings.append(RowWarning("best_of is below n and is taken as n", values))
-    found["best_of"] = max(n, best_of or 0)
-    params = make_params(found, defaults, found.get("max_tokens", DEFAULTS.max_tokens))
+        shown = (f"best_of {best_of} with n {n}",)
+        warnings.append(RowWarning("best_of is below n and is taken as n", shown))
+    values["best_of"] = max(n, best_of or 0)
+    params = make_params(
+        values, defaults, values.get("max_tokens", DEFAULTS.max_tokens)
+    )
     check_choices(len(prompts), n, params.best_of)
     return Request(prompts=prompts, params=params, warnings=tuple(warnings))
 
 
 def make_params(
-    found: Mapping[str, Any], defaults: SamplingParams, max_tokens: int
+    values: Mapping[str, Any], defaults: SamplingParams, max_tokens: int
 ) -> SamplingParams:
     """Return the sampling params of a request's fields as they were read."""
-    min_tokens = found.get("min_tokens", DEFAULTS.min_tokens)
+    min_tokens = values.get("min_tokens", DEFAULTS.min_tokens)
     if min_tokens > max_tokens:
         raise RequestError(
             "out_of_range",
@@ -198,12 +199,12 @@ def make_params(
             "min_tokens",
         )
     if (
-        found.get("truncation_side") == "right"
-        and "truncate_prompt_tokens" not in found
+        values.get("truncation_side") == "right"
+        and "truncate_prompt_tokens" not in values
     ):
         raise out_of_range_error(
             "truncation_side", "right", "null without truncate_prompt_tokens"
         )
-    own = {name: found[name] for name in found.keys() & _PARAMS}
-    own |= {"max_tokens": max_tokens, "constraint": find_constraint(found)}
-    return replace(defaults, **own)
+    changes = {name: values[name] for name in values.keys() & _PARAMS}
+    changes |= {"max_tokens": max_tokens, "constraint": find_constraint(values)}
+    return replace(defaults, **changes)

@@ -51,8 +51,10 @@ class WarningCounts:
             count.names += fitting
             is_full = len(fitting) < len(new) and not count.has_more
             count.has_more |= is_full
-        told = fitting + ["others, which are not named"] * is_full
-        return _describe_warning(warning.kind, told) if told or is_new else ""
+        listed = list(fitting)
+        if is_full:
+            listed.append("others, which are not named")
+        return _describe_warning(warning.kind, listed) if listed or is_new else ""
 
     def clear(self) -> None:
         self.kinds.clear()
@@ -60,10 +62,15 @@ class WarningCounts:
     def to_dict(self) -> dict[str, int]:
         """Return the number of lines by the text of their warning."""
         return {
-            _describe_warning(kind, count.names)
-            + " and others" * count.has_more: count.num_rows
+            _describe_count(kind, count): count.num_rows
             for kind, count in self.kinds.items()
         }
+
+
+def _describe_count(kind: str, count: KindCount) -> str:
+    """Write a kind of warning with the names of all its lines."""
+    text = _describe_warning(kind, count.names)
+    return f"{text} and others" if count.has_more else text
 
 
 def _describe_warning(kind: str, names: list[str] | tuple[str, ...]) -> str:

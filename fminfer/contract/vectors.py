@@ -29,43 +29,43 @@ _ONE_OR_MANY = "a string, or a list of strings"
 def parse_vectors(
     fields: Mapping[str, Any],
     endpoint: Endpoint,
-    facts: VectorSpec,
+    spec: VectorSpec,
     *,
     is_strict: bool,
 ) -> Request:
     """Check one request for vectors, or for what is made of them."""
-    check_endpoint(endpoint, facts)
-    found, warnings = parse_fields(
+    check_endpoint(endpoint, spec)
+    values, warnings = parse_fields(
         fields, endpoint, max_logprobs=0, is_strict=is_strict
     )
     firsts, seconds, names = _parse_texts(fields, endpoint)
     wish = VectorWish(
-        facts,
-        prefix=_parse_prompt_name(found.get("prompt_name"), firsts, facts),
-        dimensions=_parse_dimensions(found.get("dimensions"), facts),
-        is_normalized=_parse_normalize(found.get("normalize"), facts),
-        is_base64=found.get("encoding_format") == "base64",
-        is_raw=_parse_use_activation(found.get("use_activation"), facts),
+        spec,
+        prefix=_parse_prompt_name(values.get("prompt_name"), firsts, spec),
+        dimensions=_parse_dimensions(values.get("dimensions"), spec),
+        is_normalized=_parse_normalize(values.get("normalize"), spec),
+        is_base64=values.get("encoding_format") == "base64",
+        is_raw=_parse_use_activation(values.get("use_activation"), spec),
         seconds=tuple(seconds),
-        top_n=found.get("top_n"),
-        returns_documents=found.get("return_documents", True),
+        top_n=values.get("top_n"),
+        returns_documents=values.get("return_documents", True),
         names=names,
     )
-    own = {name: found[name] for name in _PARAMS if name in found}
-    params = replace(POOLED, **own) if own else POOLED
+    changes = {name: values[name] for name in _PARAMS if name in values}
+    params = replace(POOLED, **changes) if changes else POOLED
     return Request(firsts, params, tuple(warnings), endpoint=endpoint, vectors=wish)
 
 
-def check_endpoint(endpoint: Endpoint, facts: VectorSpec | None) -> None:
-    """Refuse an endpoint that a model cannot answer; one without `facts` generates text."""
-    if needed := _describe_need(endpoint, facts):
-        told = f"{URL_OF[endpoint]} needs a model that {needed}"
-        raise RequestError("unsupported_parameter", told)
+def check_endpoint(endpoint: Endpoint, spec: VectorSpec | None) -> None:
+    """Raise an error if a model cannot answer an endpoint; without `spec` it draws text."""
+    if needed := _describe_need(endpoint, spec):
+        text = f"{URL_OF[endpoint]} needs a model that {needed}"
+        raise RequestError("unsupported_parameter", text)
 
 
-def _describe_need(endpoint: Endpoint, facts: VectorSpec | None) -> str:
+def _describe_need(endpoint: Endpoint, spec: VectorSpec | None) -> str:
     """Say what a model must do for an endpoint, and what to ask this one; "": it does so."""
-    if facts is None:
+    if spec is None:
         needs = "gives embeddings" if endpoint == "embeddings" else "scores texts"
         is_drawn = endpoint in DRAWING_ENDPOINTS
         return (
@@ -74,17 +74,17 @@ def _describe_need(endpoint: Endpoint, facts: VectorSpec | None) -> str:
             else f"{needs}, and this one generates text. Ask /v1/completions"
         )
     if endpoint in DRAWING_ENDPOINTS:
-        if not facts.is_scored:
+        if not spec.is_scored:
             return "generates text, and this one gives vectors. Ask /v1/embeddings"
         urls = "/v1/classify, /v1/score or /v1/rerank"
         return f"generates text, and this one scores texts. Ask {urls}"
-    if endpoint == "embeddings" and facts.is_scored:
+    if endpoint == "embeddings" and spec.is_scored:
         return "gives embeddings, and this one scores. Ask /v1/score, /v1/rerank or /v1/classify"
-    if endpoint == "classify" and not facts.is_scored:
+    if endpoint == "classify" and not spec.is_scored:
         return "has classes, and this one gives embeddings. Ask /v1/embeddings"
-    if endpoint in ("score", "rerank") and facts.is_scored and facts.size > 1:
+    if endpoint in ("score", "rerank") and spec.is_scored and spec.size > 1:
         return (
-            f"gives one score, and this one has {facts.size} classes. Ask /v1/classify"
+            f"gives one score, and this one has {spec.size} classes. Ask /v1/classify"
         )
     return ""
 
@@ -103,10 +103,12 @@ def _parse_texts(
         names = first, _choose_field_name(fields, "text_2", "documents")
     firsts, seconds = (_parse_strings(fields, name) for name in names)
     if len(firsts) != 1 and (len(firsts) != len(seconds) or endpoint == "rerank"):
+        remedy = "give one, which is compared with all"
+        if endpoint == "score":
+            remedy += ", or as many"
         raise RequestError(
             "out_of_range",
-            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; give "
-            "one, which is compared with all" + ", or as many" * (endpoint == "score"),
+            f"{names[0]} holds {len(firsts)} texts and {names[1]} {len(seconds)}; {remedy}",
             names[0],
         )
     check_choices(len(seconds), 1, 1, names[1])
@@ -114,7 +116,7 @@ def _parse_texts(
 
 
 def _choose_field_name(fields: Mapping[str, Any], *names: str) -> str:
-    """Return which of names of one meaning a request has, or the first; refuse several."""
+    """Return which name of one meaning a request has, or the first; several are an error."""
     present = [name for name in names if fields.get(name) is not None]
     if len(present) > 1:
         raise RequestError(
@@ -136,42 +138,42 @@ def _parse_strings(fields: Mapping[str, Any], name: str) -> list[str]:
         raise RequestError(
             "out_of_range", f"{name} is an empty list; give a text", name
         )
-    given = value if isinstance(value, list) else [value]
-    for document in (each for each in given if isinstance(each, dict)):
+    documents = value if isinstance(value, list) else [value]
+    for document in (each for each in documents if isinstance(each, dict)):
         check_unsupported_keys(document, name, _DOCUMENT_REMEDIES)
-    found = [each.get("text") if isinstance(each, dict) else each for each in given]
-    texts = [check_text(text, name) for text in found if isinstance(text, str)]
-    if not texts or len(texts) < len(found):
+    items = [each.get("text") if isinstance(each, dict) else each for each in documents]
+    texts = [check_text(text, name) for text in items if isinstance(text, str)]
+    if not texts or len(texts) < len(items):
         raise wrong_type_error(name, value, _ONE_OR_MANY)
     return texts
 
 
-def _parse_dimensions(dimensions: int | None, facts: VectorSpec) -> int | None:
-    if dimensions is not None and dimensions > facts.size:
+def _parse_dimensions(dimensions: int | None, spec: VectorSpec) -> int | None:
+    if dimensions is not None and dimensions > spec.size:
         raise RequestError(
             "out_of_range",
-            f"dimensions is {dimensions}; this model's vectors have {facts.size} "
+            f"dimensions is {dimensions}; this model's vectors have {spec.size} "
             "numbers. Give at most so many",
             "dimensions",
         )
-    return None if dimensions == facts.size else dimensions
+    return None if dimensions == spec.size else dimensions
 
 
-def _parse_normalize(value: bool | None, facts: VectorSpec) -> bool:
-    """Tell whether vectors are scaled to length 1."""
-    if value is False and facts.is_normalized:
+def _parse_normalize(value: bool | None, spec: VectorSpec) -> bool:
+    """Return whether vectors are scaled to length 1."""
+    if value is False and spec.is_normalized:
         raise RequestError(
             "unsupported_parameter",
             "normalize is false, and this model itself gives its vectors the length 1. Remove "
             "normalize, or remove Normalize from a copy's modules.json",
             "normalize",
         )
-    return facts.is_normalized if value is None else value
+    return spec.is_normalized if value is None else value
 
 
-def _parse_use_activation(value: bool | None, facts: VectorSpec) -> bool:
-    """Tell whether scores are to stay logits."""
-    if value is False and not facts.is_scored:
+def _parse_use_activation(value: bool | None, spec: VectorSpec) -> bool:
+    """Return whether scores are to stay logits."""
+    if value is False and not spec.is_scored:
         raise RequestError(
             "unsupported_parameter",
             "use_activation is false, and this model has no logits: its scores compare vectors. "
@@ -182,11 +184,11 @@ def _parse_use_activation(value: bool | None, facts: VectorSpec) -> bool:
 
 
 def _parse_prompt_name(
-    name: str | None, prompts: list[str | list[int]], facts: VectorSpec
+    name: str | None, prompts: list[str | list[int]], spec: VectorSpec
 ) -> str:
     """Return the model's prompt of a name, or its default one; "": there is none."""
-    if name is not None and name not in facts.prompts:
-        known = ", ".join(map(describe_value, facts.prompts)) or "none"
+    if name is not None and name not in spec.prompts:
+        known = ", ".join(map(describe_value, spec.prompts)) or "none"
         raise RequestError(
             "out_of_range",
             f"prompt_name is {describe_value(name)}; this model has {known}. Leave it "
@@ -195,8 +197,8 @@ def _parse_prompt_name(
             "prompt_name",
         )
     if name is None:
-        return facts.prompts.get(facts.default_prompt or "", "")
-    prefix = facts.prompts[name]
+        return spec.prompts.get(spec.default_prompt or "", "")
+    prefix = spec.prompts[name]
     if prefix and any(isinstance(each, list) for each in prompts):
         raise RequestError(
             "unsupported_parameter",

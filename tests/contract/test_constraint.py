@@ -179,7 +179,7 @@ def long(size: int) -> Fields:
 
 def test_the_docs_say_what_each_field_may_be() -> None:
     for name, each in CONSTRAINTS.items():
-        assert each.kind.told, name
+        assert each.kind.values_text, name
     assert find_constraint(dict.fromkeys(CONSTRAINTS)) is None
 
 
