@@ -69,7 +69,7 @@ def follow(grammar: Grammar, text: str) -> list[float]:
         if not matcher.mask.bits[token_id // 8] >> token_id % 8 & 1:
             break  # an instance in another order
         start = time.perf_counter()
-        matcher.take(token_id)
+        matcher.advance(token_id)
         assert matcher.mask.bits
         times.append(time.perf_counter() - start)
     return times

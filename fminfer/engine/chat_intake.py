@@ -84,7 +84,7 @@ class ChatIntake:
         params = chat.params
         if (
             parser == "hermes"
-            and self.template.tokenizer.special_id(HERMES_OPENING) is not None
+            and self.template.tokenizer.find_special_id(HERMES_OPENING) is not None
         ):
             # the text would lose its calls
             params = replace(params, skip_special_tokens=False)

@@ -158,7 +158,7 @@ class Intake:
         if params.constraint is None:
             return
         grammars = find_grammars(self.tokenizer, limits.vocab_size, limits.eos_ids)
-        if not compiles and not grammars.has(params.constraint):
+        if not compiles and not grammars.has_compiled(params.constraint):
             raise UncompiledError("the constraint is not compiled yet")
         try:
             grammar = grammars.find(params.constraint)
@@ -171,17 +171,17 @@ class Intake:
             and bans.narrow_mask(grammar.first.mask, bans.find_banned(0, [])).few == ()
         ):
             raise no_token_error(0)
-        if params.min_tokens > grammar.shortest:
+        if params.min_tokens > grammar.num_shortest:
             yield RowWarning(
                 "min_tokens lengthens constrained answers only as far as the constraint allows, "
                 "so that some may be shorter"
             )
-        if names := grammar.unknown[:MAX_NAMES]:
+        if names := grammar.unknown_keywords[:MAX_NAMES]:
             hints = tuple(
                 name + describe_guess(name, KNOWN_KEYS) for name in map(cut_name, names)
             )
             yield RowWarning("unknown keywords of JSON schemas have no effect", hints)
-        if params.max_tokens < grammar.shortest:
+        if params.max_tokens < grammar.num_shortest:
             yield RowWarning(
                 "max_tokens is below what the shortest constrained answer takes, so "
                 "that answers are cut off"

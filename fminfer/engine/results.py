@@ -116,7 +116,7 @@ def _prepare_next_draw(sequence: Sequence, scheduler: Scheduler) -> None:
     max_unfed = min(MAX_UNFED, scheduler.shape.chunk_size)  # in one step
     needs_logprobs = params.logprobs is not None or params.best_of > params.n
     while sequence.finish_reason is None:
-        matcher.take(sequence.tokens[-1].token_id)
+        matcher.advance(sequence.tokens[-1].token_id)
         sequence.update_mask()
         few = sequence.mask.few if sequence.mask is not None else None
         if (
@@ -128,7 +128,7 @@ def _prepare_next_draw(sequence: Sequence, scheduler: Scheduler) -> None:
             return
         append_token(sequence, TokenReport(few[0], 0.0))
     if sequence.finish_reason == "length":
-        matcher.take(sequence.tokens[-1].token_id)
+        matcher.advance(sequence.tokens[-1].token_id)
         sequence.is_cut_off = not matcher.is_complete
 
 

@@ -96,7 +96,7 @@ def find_stop_tokens(
     Texts leave special tokens out, so that a stop string which spells one is found by its id.
     """
     strings = params.stop if params.skip_special_tokens else ()
-    ids = {tokenizer.special_id(stop): stop for stop in strings}
+    ids = {tokenizer.find_special_id(stop): stop for stop in strings}
     spelled = {token_id: stop for token_id, stop in ids.items() if token_id is not None}
     return spelled | {token_id: token_id for token_id in params.stop_token_ids}
 

@@ -37,7 +37,7 @@ def convert_gbnf(text: str) -> str:
     Raises:
         ValueError: the text is not GBNF; the message names the line.
     """
-    rules = _parse(text)
+    rules = _parse_rules(text)
     refs = {
         name: {part[1:] for part in parts if part.startswith("@")}
         for name, parts in rules.items()
@@ -60,14 +60,14 @@ def convert_gbnf(text: str) -> str:
     )
 
 
-def blame_rule(text: str, fault: str) -> str:
+def add_rule_name(text: str, fault: str) -> str:
     """Return a fault of the converted grammar with the name of the GBNF's rule."""
-    names = [*_parse(text)]
+    names = [*_parse_rules(text)]
     match = _PLACE.match(fault)
     return fault if match is None else f"rule '{names[int(match[1]) - 1]}': {match[2]}"
 
 
-def _parse(text: str) -> dict[str, list[str]]:
+def _parse_rules(text: str) -> dict[str, list[str]]:
     """Return the parts of each rule in Lark; names of rules begin with `@`."""
     rules: dict[str, list[str]] = {}
     parts: list[str] = []
@@ -80,7 +80,7 @@ def _parse(text: str) -> dict[str, list[str]]:
             if match["head"]:
                 parts = rules[match["head"]] = []
             elif not match["space"]:
-                parts.append(_convert(str(match.lastgroup), match[0]))
+                parts.append(_convert_token(str(match.lastgroup), match[0]))
             position = match.end()
     except ValueError as error:
         line = text.count("\n", 0, position) + 1
@@ -89,11 +89,11 @@ def _parse(text: str) -> dict[str, list[str]]:
     return rules
 
 
-def _convert(kind: str, token: str) -> str:
+def _convert_token(kind: str, token: str) -> str:
     """Return a token of GBNF in Lark."""
     if kind == "text":
         letters = _LETTER.findall(token[1:-1])
-        return json.dumps("".join(map(_decode, letters)), ensure_ascii=False)
+        return json.dumps("".join(map(_decode_atom, letters)), ensure_ascii=False)
     if kind == "letters":
         sign = "^" if token.startswith("[^") else ""
         return f"/[{sign}{_RANGE.sub(_convert_range, token[1 + len(sign) : -1])}]/"
@@ -103,10 +103,12 @@ def _convert(kind: str, token: str) -> str:
 
 
 def _convert_range(match: re.Match[str]) -> str:
-    return "-".join(rf"\x{{{ord(_decode(atom)):x}}}" for atom in match.groups() if atom)
+    return "-".join(
+        rf"\x{{{ord(_decode_atom(atom)):x}}}" for atom in match.groups() if atom
+    )
 
 
-def _decode(atom: str) -> str:
+def _decode_atom(atom: str) -> str:
     """Return the character that an atom spells, perhaps as an escape."""
     if len(atom) > 3 and atom[1] in "xuU" and atom[2] != "{":
         character = chr(int(atom[2:], 16))

@@ -14,10 +14,10 @@ from fminfer.text.gguf_vocabulary import (
     Json,
     Metadata,
     StoredVocabulary,
-    byte_level,
-    find_cuts,
-    scored_merges,
-    unigram,
+    build_byte_level,
+    build_scored_merges,
+    build_unigram,
+    require_cuts,
 )
 
 KINDS = ("gpt2", "llama", "t5")  # of tokenizer.ggml.model
@@ -55,29 +55,31 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     vocabulary = StoredVocabulary.read(metadata)
     kind = vocabulary.find("model")
     if kind not in KINDS:
-        what = (
+        fault = (
             "no tokenizer"
             if kind in (None, "none", "no_vocab")
             else f"one of the kind {kind!r}"
         )
         raise CheckpointError(
-            f"the GGUF file holds {what}, and only {', '.join(KINDS)} are read. Name the folder "
-            "or hub id of the original model by --tokenizer"
+            f"the GGUF file holds {fault}, and only {', '.join(KINDS)} are read. Name the "
+            "folder or hub id of the original model by --tokenizer"
         )
-    cuts = find_cuts(vocabulary.find("pre")) if kind == "gpt2" else None
-    vocabulary.refuse_broken()
+    cuts = require_cuts(vocabulary.find("pre")) if kind == "gpt2" else None
+    vocabulary.check_counts()
     if cuts is not None:
-        backend, pieces = byte_level(vocabulary, cuts)
+        backend, pieces = build_byte_level(vocabulary, cuts)
     else:
-        backend, pieces = (scored_merges if kind == "llama" else unigram)(vocabulary)
+        backend, pieces = (build_scored_merges if kind == "llama" else build_unigram)(
+            vocabulary
+        )
     adds_bos = kind == "llama" if cuts is None else cuts.adds_bos
     before = (
-        vocabulary.special("bos")
+        vocabulary.find_special_token("bos")
         if vocabulary.find("add_bos_token", adds_bos)
         else None
     )
     behind = (
-        vocabulary.special("eos")
+        vocabulary.find_special_token("eos")
         if vocabulary.find("add_eos_token", kind == "t5")
         else None
     )
@@ -93,37 +95,44 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
         first, first + second, special_ids
     )
     content: dict[str, Any] = json.loads(backend.to_str())
-    content["added_tokens"] = vocabulary.added_tokens()
+    content["added_tokens"] = vocabulary.make_added_tokens()
     content["model"] |= pieces
     adds = {"add_bos_token": before is not None, "add_eos_token": behind is not None}
-    _write(folder / "tokenizer.json", content)
-    _write(folder / "tokenizer_config.json", _without_none(_config(vocabulary) | adds))
+    _write_json(folder / "tokenizer.json", content)
+    _write_json(
+        folder / "tokenizer_config.json",
+        _drop_none_values(_make_config(vocabulary) | adds),
+    )
     write_generation_config(metadata, folder)
 
 
 def write_generation_config(metadata: Metadata, folder: Path) -> None:
     """Write generation_config.json, which needs no tokenizer of a kind that is read."""
     vocabulary = StoredVocabulary.read(metadata)
-    template = "".join(_templates(metadata).values())
+    template = "".join(_find_templates(metadata).values())
     ends = _TURN_ENDS if "<|return|>" in template else (*_TURN_ENDS, _END)
-    eos = [vocabulary.special_id(name) for name in ("eos", "eot", "eom")]
+    eos = [vocabulary.find_special_id(name) for name in ("eos", "eot", "eom")]
     eos += [vocabulary.ids.get(end) for end in ends if end in template]
     fields = {
         name: metadata.get(f"general.sampling.{key}") for name, key in _SAMPLING.items()
     } | {
-        "bos_token_id": vocabulary.special_id("bos"),
+        "bos_token_id": vocabulary.find_special_id("bos"),
         # An id that is no token is written all the same: loading then says so.
-        "eos_token_id": [each for each in dict.fromkeys(eos) if each is not None]
+        "eos_token_id": [
+            token_id for token_id in dict.fromkeys(eos) if token_id is not None
+        ]
         or vocabulary.find("eos_token_id"),
-        "pad_token_id": vocabulary.special_id("padding"),
+        "pad_token_id": vocabulary.find_special_id("padding"),
     }
-    _write(folder / "generation_config.json", _without_none(fields))
+    _write_json(folder / "generation_config.json", _drop_none_values(fields))
 
 
-def _config(vocabulary: StoredVocabulary) -> Json:
-    templates = _templates(vocabulary.metadata)
+def _make_config(vocabulary: StoredVocabulary) -> Json:
+    templates = _find_templates(vocabulary.metadata)
     several = [{"name": name, "template": each} for name, each in templates.items()]
-    return {key: vocabulary.special(name) for key, name in _SPECIALS.items()} | {
+    return {
+        key: vocabulary.find_special_token(name) for key, name in _SPECIALS.items()
+    } | {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "clean_up_tokenization_spaces": False,
         "chat_template": templates["default"]
@@ -132,7 +141,7 @@ def _config(vocabulary: StoredVocabulary) -> Json:
     }
 
 
-def _templates(metadata: Metadata) -> dict[str, str]:
+def _find_templates(metadata: Metadata) -> dict[str, str]:
     """Return the chat templates by their names; the one without a name is "default"."""
     return {
         key.removeprefix(TEMPLATE).removeprefix(".") or "default": text
@@ -141,9 +150,9 @@ def _templates(metadata: Metadata) -> dict[str, str]:
     }
 
 
-def _without_none(fields: Json) -> Json:
+def _drop_none_values(fields: Json) -> Json:
     return {name: value for name, value in fields.items() if value is not None}
 
 
-def _write(path: Path, content: Json) -> None:
+def _write_json(path: Path, content: Json) -> None:
     path.write_text(json.dumps(content, ensure_ascii=False), encoding="utf-8")

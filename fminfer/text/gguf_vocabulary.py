@@ -15,7 +15,7 @@ from fminfer.core.errors import CheckpointError
 
 Metadata = Mapping[str, object]
 Json = dict[str, object]
-OWN = "tokenizer.ggml."  # what the keys of a tokenizer begin with
+KEY_PREFIX = "tokenizer.ggml."  # what the keys of a tokenizer begin with
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
@@ -47,8 +47,8 @@ class StoredVocabulary:
     def read(cls, metadata: Metadata) -> StoredVocabulary:
         """Read the vocabulary of a header, which may be broken or empty."""
         tokens, types, scores = (
-            list(found)
-            if isinstance(found := metadata.get(f"{OWN}{key}"), list)
+            list(values)
+            if isinstance(values := metadata.get(f"{KEY_PREFIX}{key}"), list)
             else []
             for key in ("tokens", "token_type", "scores")
         )
@@ -60,19 +60,19 @@ class StoredVocabulary:
                 pieces[token_id] = None
         return cls(metadata, pieces, types, scores)
 
-    def refuse_broken(self) -> None:
+    def check_counts(self) -> None:
         """Refuse a vocabulary that has no piece, or fewer types or scores than pieces."""
-        num = len(self.pieces)
-        if not num or min(len(self.types), len(self.scores)) < num:
+        num_pieces = len(self.pieces)
+        if not num_pieces or min(len(self.types), len(self.scores)) < num_pieces:
             raise CheckpointError(
-                f"the GGUF file has {num} tokens, {len(self.types)} types and "
+                f"the GGUF file has {num_pieces} tokens, {len(self.types)} types and "
                 f"{len(self.scores)} scores of tokens: it is broken; fetch it again, "
                 "or name a tokenizer by --tokenizer"
             )
 
     def find(self, key: str, default: Any = None) -> Any:
         """Return what the file says of its tokenizer."""
-        return self.metadata.get(f"{OWN}{key}", default)
+        return self.metadata.get(f"{KEY_PREFIX}{key}", default)
 
     @property
     def kind(self) -> str:
@@ -89,19 +89,21 @@ class StoredVocabulary:
         """Whether a text gets a space before it."""
         return bool(self.find("add_space_prefix", self.kind == "llama"))
 
-    def special_id(self, name: str) -> int | None:
+    def find_special_id(self, name: str) -> int | None:
         """Return the id of a special token, such as "bos"; None: there is none."""
-        found = self.find(f"{name}_token_id", _USUAL_IDS.get(self.kind, {}).get(name))
-        is_one = isinstance(found, int) and 0 <= found < len(self.pieces)
-        return found if is_one and self.pieces[found] is not None else None
+        token_id = self.find(
+            f"{name}_token_id", _USUAL_IDS.get(self.kind, {}).get(name)
+        )
+        is_token = isinstance(token_id, int) and 0 <= token_id < len(self.pieces)
+        return token_id if is_token and self.pieces[token_id] is not None else None
 
-    def special(self, name: str) -> str | None:
+    def find_special_token(self, name: str) -> str | None:
         """Return a special token; None: there is none."""
-        token_id = self.special_id(name)
+        token_id = self.find_special_id(name)
         return None if token_id is None else self.pieces[token_id]
 
-    def added_tokens(self) -> list[Json]:
-        """Return the `added_tokens` of tokenizer.json: what is found in a text before
+    def make_added_tokens(self) -> list[Json]:
+        """Return the `make_added_tokens` of tokenizer.json: what is found in a text before
         all else."""
         arch = self.metadata.get("general.architecture")
         swallows_spaces = self.kind == "llama" and arch == "phi3"
@@ -120,7 +122,7 @@ class StoredVocabulary:
         ]
 
 
-Step = str | pre_tokenizers.PreTokenizer  # a regex: each match is a piece of its own
+CutStep = str | pre_tokenizers.PreTokenizer  # a regex: each match is a piece of its own
 
 
 @dataclass(slots=True, frozen=True)
@@ -128,7 +130,7 @@ class Cuts:
     """A row of the table: what happens to a text before the merges, and what goes with that."""
 
     names: str  # of `tokenizer.ggml.pre`, between spaces
-    steps: tuple[Step, ...]
+    steps: tuple[CutStep, ...]
     normalizer: normalizers.Normalizer | None = None  # what text goes through first
     # a word of the vocabulary is one token, whatever its merges
     ignores_merges: bool = False
@@ -147,10 +149,10 @@ class Cuts:
         )
 
 
-def find_cuts(name: object) -> Cuts:
+def require_cuts(name: object) -> Cuts:
     """Return the row of a name; another one is refused."""
     by_name = {each: row for row in _ROWS for each in row.names.split()}
-    if (found := by_name.get(str(name))) is None:
+    if (cuts := by_name.get(str(name))) is None:
         known = ", ".join(sorted(by_name))
         what = (
             "has no tokenizer.ggml.pre"
@@ -162,7 +164,7 @@ def find_cuts(name: object) -> Cuts:
             "words. Name the folder or hub id of the original model by --tokenizer. "
             f"Known are {known}"
         )
-    return found
+    return cuts
 
 
 _NFC = normalizers.NFC()
@@ -177,12 +179,12 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"  # one sign before a word belongs to it
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
 
-def _words(number: str, word: str = r"\p{L}+", signs: str = _SIGNS) -> str:
+def _make_word_regex(number: str, word: str = r"\p{L}+", signs: str = _SIGNS) -> str:
     """Return the regex of the GPT-4 tokenizer's words, with variants of its parts."""
     return f"{_CONTRACTIONS}|{_LEAD}{word}|{number}|{signs}|{_SPACES}"
 
 
-def _cased_words(number: str, ending: str) -> str:
+def _make_cased_word_regex(number: str, ending: str) -> str:
     """Return the regex of the GPT-4o tokenizer's words, which capitals begin."""
     upper = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
     lower = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -204,12 +206,12 @@ _DEEPSEEK_WORDS = (
     r"|[^\r\n\p{L}\p{P}\p{S}]?[\p{L}\p{M}]+| ?[\p{P}\p{S}]+[\r\n]*"
     f"|{_SPACES}"
 )
-_GPT4 = (_words(_UP_TO_3), _BYTES)
-_GPT4O = (_cased_words(_UP_TO_3, f"{_CONTRACTIONS}?"), _BYTES)
-_TEKKEN = (_cased_words(r"\p{N}", ""), _BYTES)
-_QWEN2 = (_words(r"\p{N}"), _BYTES)
+_GPT4 = (_make_word_regex(_UP_TO_3), _BYTES)
+_GPT4O = (_make_cased_word_regex(_UP_TO_3, f"{_CONTRACTIONS}?"), _BYTES)
+_TEKKEN = (_make_cased_word_regex(r"\p{N}", ""), _BYTES)
+_QWEN2 = (_make_word_regex(r"\p{N}"), _BYTES)
 _QWEN35 = (
-    _words(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    _make_word_regex(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
     _BYTES,
 )
 _WIDE_SIGNS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
@@ -234,11 +236,16 @@ _ROWS = (
     ),
     Cuts("glm4 glm5", _GPT4, ignores_merges=True),
     Cuts("dbrx smaug-bpe chatglm-bpe", _GPT4),
-    Cuts("minicpm5", (_UP_TO_3, _words(r"\p{N}+"), _BYTES), ignores_merges=True),
+    Cuts(
+        "minicpm5", (_UP_TO_3, _make_word_regex(r"\p{N}+"), _BYTES), ignores_merges=True
+    ),
     Cuts("qwen2 deepseek-r1-qwen megrez stablelm2 hunyuan", _QWEN2, _NFC),
     Cuts("qwen35", _QWEN35, _NFC),
     Cuts("solar-open grok-2", _QWEN2),
-    Cuts("seed-coder", (_words(r"\p{N}", signs=r" ?[^\s\p{L}\p{N}\r\n]+"), _BYTES)),
+    Cuts(
+        "seed-coder",
+        (_make_word_regex(r"\p{N}", signs=r" ?[^\s\p{L}\p{N}\r\n]+"), _BYTES),
+    ),
     Cuts("gpt-4o llama4 kanana2 minimax-m2", _GPT4O),
     Cuts("tekken", _TEKKEN, ignores_merges=True, adds_bos=True),
     Cuts("gpt-2 phi-2 jais mellum gigachat trillion granite-docling", (_GPT2,)),
@@ -262,7 +269,7 @@ _ROWS = (
 SPACE = "▁"  # sentencepiece's sign for one
 
 
-def byte_level(
+def build_byte_level(
     vocabulary: StoredVocabulary, cuts: Cuts
 ) -> tuple[BackendTokenizer, Json]:
     """Make GPT-2's kind: pieces of bytes, merged in an order that the file has."""
@@ -281,7 +288,7 @@ def byte_level(
     return backend, {"vocab": ids, "merges": merges}
 
 
-def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
+def build_scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
     """Make sentencepiece's BPE: of all neighbours those merge first whose piece scores best.
 
     As in Llama 2's tokenizer.json, each stretch of text between special tokens gets a space.
@@ -294,12 +301,12 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
     merges = generate_merges(
         ids, {piece: vocabulary.scores[i] for piece, i in ids.items()}
     )
-    unknown = vocabulary.special("unknown")
+    unknown = vocabulary.find_special_token("unknown")
     has_bytes = BYTE in vocabulary.types
     backend = BackendTokenizer(
         models.BPE(unk_token=unknown, fuse_unk=True, byte_fallback=has_bytes)
     )
-    backend.normalizer = _spaces(leads=leads)
+    backend.normalizer = _make_space_normalizer(leads=leads)
     strips = [decoders.Strip(" ", left=1)] if leads else []
     backend.decoder = decoders.Sequence(
         [
@@ -312,11 +319,11 @@ def scored_merges(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
     return backend, {"vocab": ids, "merges": merges}
 
 
-def unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
+def build_unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
     """Make sentencepiece's Unigram, T5's kind: the pieces with the best sum of scores."""
     named = (piece or f"[PAD{i}]" for i, piece in enumerate(vocabulary.pieces))
     scored = list(zip(named, vocabulary.scores, strict=False))
-    unknown = vocabulary.special_id("unknown")
+    unknown = vocabulary.find_special_id("unknown")
     has_bytes = BYTE in vocabulary.types
     backend = BackendTokenizer(models.Unigram(scored, unknown, has_bytes))
     leads = vocabulary.leads_with_space
@@ -333,14 +340,14 @@ def unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]:
     else:
         if drops_spaces:
             steps.append(normalizers.Replace(Regex(r"\A +| +\z| +(?= )"), ""))
-        steps.append(_spaces(leads=leads))
+        steps.append(_make_space_normalizer(leads=leads))
     backend.normalizer = normalizers.Sequence(steps)
     fallback = [decoders.ByteFallback()] if has_bytes else []
     backend.decoder = decoders.Sequence([*fallback, decoders.Metaspace(SPACE, scheme)])
     return backend, {}
 
 
-def _spaces(*, leads: bool) -> normalizers.Normalizer:
+def _make_space_normalizer(*, leads: bool) -> normalizers.Normalizer:
     """Write spaces by their sign, and `leads`: one more before the text."""
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if leads else []
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

@@ -9,8 +9,8 @@ from typing import Any
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.text.gbnf import convert_gbnf, is_gbnf
-from fminfer.text.json_schemas import Branches, has_end
-from fminfer.text.patterns import plain_lark, plain_regex
+from fminfer.text.json_schemas import UnionRewriter, has_finite_value
+from fminfer.text.patterns import rewrite_lark, rewrite_regex
 from fminfer.text.plain_schemas import count_digits, parse_schema
 
 # Between tokens of JSON: a space, or a line break and its indent. Small models go on and on with
@@ -49,8 +49,8 @@ def write_grammar(constraint: Constraint) -> str:
     text = constraint.text
     if constraint.kind == "json":
         schema = parse_schema(text)
-        _refuse_inexact(schema, "")
-        if not has_end(schema):
+        _check_exact(schema, "")
+        if not has_finite_value(schema):
             raise ValueError(
                 "no finite value fits it. Take a property that leads back to the schema out of "
                 '"required", or allow null or an empty list there'
@@ -63,21 +63,21 @@ def write_grammar(constraint: Constraint) -> str:
         options["whitespace_flexible"] = constraint.whitespace != "none"
         if options["whitespace_flexible"]:
             options["whitespace_pattern"] = constraint.whitespace or WHITE_SPACE
-        text = json.dumps(Branches(schema).join(schema), ensure_ascii=False)
+        text = json.dumps(UnionRewriter(schema).rewrite(schema), ensure_ascii=False)
         return LLMatcher.grammar_from_json_schema(text, overrides=options)
     if constraint.kind == "regex":  # with \d and \w as in JSON Schema: of ASCII
-        return _from_lark(f"start: /{regex_to_lark(plain_regex(text), 'dw')}/")
+        return _convert_lark(f"start: /{regex_to_lark(rewrite_regex(text), 'dw')}/")
     if constraint.kind == "choice":
         words = (json.dumps(choice, ensure_ascii=False) for choice in json.loads(text))
         # One token of the grammar: of thousands of rules, too many would be open at once.
-        return _from_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
+        return _convert_lark("start: CHOICE\nCHOICE: " + " | ".join(words))
     if IGNORED_HEAT.search(text):
         raise ValueError(
             "the temperature of a rule has no effect here. Give the request's"
         )
     if HIDDEN_KEYS.search(text):
         raise ValueError("lenient in its JSON hides keywords. Leave it out")
-    return _from_lark(convert_gbnf(text) if is_gbnf(text) else plain_lark(text))
+    return _convert_lark(convert_gbnf(text) if is_gbnf(text) else rewrite_lark(text))
 
 
 def write_number_bound(constraint: Constraint) -> str:
@@ -89,33 +89,33 @@ def write_number_bound(constraint: Constraint) -> str:
     whole, total = count_digits(parse_schema(constraint.text))
     small = "(?:[0-9]{1,2}|1[0-9]{2}|2[0-8][0-9])"  # times 10^19 it is finite
     large = "(?:[0-9]{1,2}|[12][0-9]{2}|30[0-7])"  # times 10 it is
-    zero = rf"0(?:\.0{{1,5}}|{_fraction(total, zeros='0{0,5}')})"
-    one = rf"(?:{zero}|[1-9]{_fraction(total - 1)})(?:[eE][+-]?{large})?"
+    zero = rf"0(?:\.0{{1,5}}|{_make_fraction_regex(total, zeros='0{0,5}')})"
+    one = rf"(?:{zero}|[1-9]{_make_fraction_regex(total - 1)})(?:[eE][+-]?{large})?"
     longer = "|".join(
-        rf"[1-9][0-9]{{{size - 1}}}{_fraction(total - size)}"
+        rf"[1-9][0-9]{{{size - 1}}}{_make_fraction_regex(total - size)}"
         for size in range(2, whole + 1)
     )
     number = rf"-?(?:{one}|(?:{longer})(?:[eE][+-]?{small})?)"
     other = r'[^"0-9.+eE-]|true|false|"(?:[^"\\]|\\.)*"'
     json_text = rf"(?s:(?:{other}|{number}[,\]}}\x20\t\r\n])*(?:{number})?)"
-    return _from_lark(f"start: /{json_text}/")
+    return _convert_lark(f"start: /{json_text}/")
 
 
-def _from_lark(text: str) -> str:
+def _convert_lark(text: str) -> str:
     from llguidance import LLMatcher
 
     # its lexer lacks DELETE
     return LLMatcher.grammar_from_lark(text.replace("\x7f", r"\u007f"))
 
 
-def _fraction(most: int, zeros: str = "") -> str:
+def _make_fraction_regex(most: int, zeros: str = "") -> str:
     """Return a regex of an optional fraction with at most `most` digits after `zeros`."""
     if most < 2:  # behind "12.", 1 to 9 are above 12, which may be the most
         return ""
     return rf"(?:\.{zeros}(?:[0-9]{{1,{most - 1}}}|[0-9]{{{most - 1}}}[1-9]))?"
 
 
-def _refuse_inexact(value: Any, key: str) -> None:
+def _check_exact(value: Any, key: str) -> None:
     """Raise a ValueError for what llguidance takes and does not hold answers to."""
     if isinstance(value, dict):
         least = value.get("minProperties")
@@ -131,14 +131,14 @@ def _refuse_inexact(value: Any, key: str) -> None:
                 'Set "additionalProperties" to false, without "patternProperties"'
             )
         for name, inner in value.items():
-            _refuse_inexact(inner, name)
+            _check_exact(inner, name)
     elif isinstance(value, list):
         for inner in value:
-            _refuse_inexact(inner, key)
+            _check_exact(inner, key)
     elif (
         isinstance(value, int | float)
         and abs(value) > MOST_EXACT
-        and not _is_held(value, key)
+        and not _is_safely_rounded(value, key)
     ):
         raise ValueError(
             f"{value} under {json.dumps(key)} is beyond 2^53, and would be rounded. "
@@ -146,7 +146,7 @@ def _refuse_inexact(value: Any, key: str) -> None:
         )
 
 
-def _is_held(number: float, key: str) -> bool:
+def _is_safely_rounded(number: float, key: str) -> bool:
     """Tell whether rounding lets nothing through; a bound may become narrower."""
     if isinstance(number, float) or key in NO_RULES:
         return key in (*UPPER, *LOWER, *NO_RULES)
@@ -157,11 +157,11 @@ def _is_held(number: float, key: str) -> bool:
     return rounded >= number if key in LOWER else rounded == number
 
 
-def refuse(constraint: Constraint, fault: str) -> RequestError:
+def constraint_error(constraint: Constraint, fault: str) -> RequestError:
     """Return the error of a constraint that cannot be had."""
     names = {"json": "the JSON schema", "choice": "the choices"}
     name = names.get(constraint.kind, f"the {constraint.kind}")
-    fault = tidy(fault)
+    fault = tidy_fault(fault)
     if fault.startswith("Unimplemented keys: "):
         keys = fault.removeprefix("Unimplemented keys: ").strip("[]")
         fault = f"it has {keys}, to which answers cannot be held. Leave that out"
@@ -173,7 +173,7 @@ def refuse(constraint: Constraint, fault: str) -> RequestError:
     )
 
 
-def tidy(fault: str) -> str:
+def tidy_fault(fault: str) -> str:
     """Return a fault on one line, without llguidance's internals."""
     for sign, plain in _PLAIN.items():
         if sign in fault:

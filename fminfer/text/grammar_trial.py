@@ -14,9 +14,13 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.config import Constraint
-from fminfer.text.gbnf import blame_rule, is_gbnf
-from fminfer.text.grammar_forms import tidy, write_grammar, write_number_bound
-from fminfer.text.json_schemas import MAX_SHORTEST, find_shortest, find_unknown
+from fminfer.text.gbnf import add_rule_name, is_gbnf
+from fminfer.text.grammar_forms import tidy_fault, write_grammar, write_number_bound
+from fminfer.text.json_schemas import (
+    MAX_SHORTEST,
+    find_shortest_text,
+    find_unknown_keywords,
+)
 from fminfer.text.limited_process import Work
 from fminfer.text.plain_schemas import parse_schema
 
@@ -32,7 +36,7 @@ LIMITS: dict[str, Any] = {
 }
 
 
-class _Bytes:
+class _ByteTokenizer:
     """A tokenizer of the 256 bytes, as llguidance's `TokenizerWrapper` takes one."""
 
     eos_token_id = EOS
@@ -47,16 +51,16 @@ class _Bytes:
 
 
 def build_trial() -> Work:
-    """Return what `read_constraint` does with a message."""
+    """Return what `try_constraint` does with a message."""
     from llguidance import LLTokenizer
     from llguidance._tokenizer import TokenizerWrapper
 
     return partial(
-        read_constraint, LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=EOS + 1)
+        try_constraint, LLTokenizer(TokenizerWrapper(_ByteTokenizer()), n_vocab=EOS + 1)
     )
 
 
-def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
+def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     """Return a constraint's grammars, unknown keywords, short answers, and memory in bytes.
 
     One of the short answers is the shortest. The memory is that of the first grammar.
@@ -68,21 +72,23 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     unknown: list[str] = []
     shortest: list[str | None] = []
     if constraint.kind == "json":
-        unknown = sorted(find_unknown(json.loads(constraint.text)))
+        unknown = sorted(find_unknown_keywords(json.loads(constraint.text)))
     grammars = [write_grammar(constraint)]
     if constraint.kind == "json":
         grammars.append(write_number_bound(constraint))
-        shortest = [find_shortest(parse_schema(constraint.text))]
+        shortest = [find_shortest_text(parse_schema(constraint.text))]
     elif constraint.kind == "choice":
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]
 
-    before = _own_bytes()
-    fault, _matcher = _try(tokenizer, grammars[0])  # alive while its memory is counted
-    num_bytes = max(0, _own_bytes() - before)  # less, if pages were taken from it
+    before = _measure_memory()
+    fault, _matcher = _try_grammar(
+        tokenizer, grammars[0]
+    )  # alive while its memory is counted
+    num_bytes = max(0, _measure_memory() - before)  # less, if pages were taken from it
     if constraint.kind == "grammar" and is_gbnf(constraint.text):
-        fault = blame_rule(constraint.text, fault)
+        fault = add_rule_name(constraint.text, fault)
     if fault:
-        raise ValueError(tidy(fault))
+        raise ValueError(tidy_fault(fault))
     if num_bytes > MOST_BYTES:
         raise ValueError(
             f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB is "
@@ -92,7 +98,7 @@ def read_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
     return [grammars, unknown, shortest, num_bytes]
 
 
-def _own_bytes() -> int:
+def _measure_memory() -> int:
     """Return the memory that this process has, without what it freed."""
     ctypes.CDLL(None).malloc_trim(0)
     return int(Path("/proc/self/statm").read_text().split()[1]) * os.sysconf(
@@ -100,7 +106,7 @@ def _own_bytes() -> int:
     )
 
 
-def _try(tokenizer: Any, text: str) -> tuple[str, Any]:
+def _try_grammar(tokenizer: Any, text: str) -> tuple[str, Any]:
     """Return what is wrong with a grammar of llguidance ("": nothing), and its matcher."""
     from llguidance import LLMatcher, LLParserLimits
 

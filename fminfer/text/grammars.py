@@ -12,7 +12,7 @@ from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask, make_mask
-from fminfer.text.grammar_forms import refuse, tidy
+from fminfer.text.grammar_forms import constraint_error, tidy_fault
 from fminfer.text.grammar_trial import LIMITS, build_trial
 from fminfer.text.limited_process import LimitedPool, LimitError
 from fminfer.text.tokenizer import Tokenizer
@@ -37,7 +37,7 @@ class Vocabulary:
             lacks = (
                 "EOS, which ends such answers" if tokenizer.has_words else "tokenizer"
             )
-            raise _refuse_all(f"this run has no {lacks}")
+            raise _no_constraints_error(f"this run has no {lacks}")
         self._tokenizer = tokenizer
         self.eos_token_id = min(eos_ids)
         self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
@@ -57,7 +57,7 @@ class Vocabulary:
         # some put a space before a text, and take it off
         text = tokenizer.decode(ids).lstrip(" ")
         if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
-            raise _refuse_all(
+            raise _no_constraints_error(
                 "the texts of this model's tokenizer are not its tokens' bytes, as in WordPiece"
             )
 
@@ -72,9 +72,9 @@ class Vocabulary:
             has_all = all(token_id < len(self.tokens) for token_id in ids)
             if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
                 return ids
-        return self._cut(data)
+        return self._tokenize_greedily(data)
 
-    def _cut(self, data: bytes) -> list[int]:
+    def _tokenize_greedily(self, data: bytes) -> list[int]:
         """Take the longest token each time, as far as there are tokens."""
         ids: list[int] = []
         start = 0
@@ -116,20 +116,22 @@ class Grammar:
         self.roots = roots
         self.grammars = grammars  # which count the masks that are kept
         # tokens of the shortest answer, without EOS; 0: not known
-        self.shortest = shortest
-        self.unknown: tuple[str, ...] = ()  # keywords of a schema that mean nothing
+        self.num_shortest = shortest
+        self.unknown_keywords: tuple[
+            str, ...
+        ] = ()  # keywords of a schema that mean nothing
         self.num_bytes = 0  # of its memory
         self.num_nodes = 1
         self.is_kept = False
         self.spare_s = SPARE_SECONDS
-        self.first = _Node(grammars.mask_of(roots))
+        self.first = _Node(grammars.compute_mask(roots))
 
     def check_time(self, spent_s: float) -> None:
         """Raise a RequestError if masks take so long that other requests would wait for them."""
         allowed_s = MASK_SECONDS + TOKEN_SECONDS * len(self.grammars.vocabulary.tokens)
         self.spare_s += min(allowed_s - spent_s, SPARE_SECONDS - self.spare_s)
         if self.spare_s < 0:
-            raise _refuse_here(
+            raise _too_complex_error(
                 f"a token takes more than {allowed_s * 1000:.0f} ms of computing, in the mean"
             )
 
@@ -149,7 +151,7 @@ class Matcher:
         self._node: _Node | None = grammar.first
         self._mask: Mask | None = grammar.first.mask
         self._matchers: list[Any] = []  # of llguidance
-        self._untold: list[int] = []  # tokens that they have not consumed yet
+        self._pending_ids: list[int] = []  # tokens that they have not consumed yet
         self._newest_id = 0
 
     @property
@@ -161,22 +163,22 @@ class Matcher:
         """
         if self._mask is None:
             start_s = time.thread_time()
-            matchers = self._follow()
+            matchers = self._advance_matchers()
             grammars = self._grammar.grammars
             if grammars.vocabulary.tokens[self._newest_id][-1:] not in NUMBER_BYTES:
                 matchers = matchers[:1]  # outside numbers, the second one allows all
-            self._mask = grammars.mask_of(matchers)
+            self._mask = grammars.compute_mask(matchers)
             self._grammar.check_time(time.thread_time() - start_s)
         return self._mask
 
     @property
     def is_complete(self) -> bool:
         """Whether the answer may end here."""
-        return all(matcher.is_accepting() for matcher in self._follow())
+        return all(matcher.is_accepting() for matcher in self._advance_matchers())
 
-    def take(self, token_id: int) -> None:
+    def advance(self, token_id: int) -> None:
         """Go on behind a token that the mask allowed; never EOS."""
-        self._untold.append(token_id)
+        self._pending_ids.append(token_id)
         self._newest_id = token_id
         node = self._node
         grammar = self._grammar
@@ -188,30 +190,30 @@ class Matcher:
         if self._node is None and grammar.grammars.has_room(grammar):
             self._node = node.next[token_id] = _Node(self.mask)
 
-    def _follow(self) -> list[Any]:
+    def _advance_matchers(self) -> list[Any]:
         """Return the matchers after all tokens of the sequence."""
         if not self._matchers:
             self._matchers = [root.deep_copy() for root in self._grammar.roots]
         for matcher in self._matchers:
-            if self._untold:
-                matcher.consume_tokens(self._untold)
+            if self._pending_ids:
+                matcher.consume_tokens(self._pending_ids)
             # its mask would be EOS alone, and JSON would end in silence
             if matcher.is_error():
-                raise _refuse_here(matcher.get_error())
-        self._untold = []
+                raise _too_complex_error(matcher.get_error())
+        self._pending_ids = []
         return self._matchers
 
 
-def _refuse_all(why: str) -> RequestError:
-    told = f"the answer is constrained, and {why}; ask without a constraint"
-    return RequestError("unsupported_parameter", told)
+def _no_constraints_error(reason: str) -> RequestError:
+    message = f"the answer is constrained, and {reason}; ask without a constraint"
+    return RequestError("unsupported_parameter", message)
 
 
-def _refuse_here(text: str) -> RequestError:
+def _too_complex_error(text: str) -> RequestError:
     return RequestError(
         "unsupported_parameter",
-        f"the constraint is too complex for the answer that was begun: {tidy(text)}. Make it "
-        "simpler",
+        f"the constraint is too complex for the answer that was begun: {tidy_fault(text)}. Make "
+        "it simpler",
     )
 
 
@@ -225,10 +227,12 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_ids = eos_ids
         self._lock = threading.Lock()  # of counts of masks
-        self._found: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
+        self._compiled: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
             MAX_KEPT, MAX_KEPT_BYTES
         )
-        self._turns: dict[Constraint, threading.Lock] = {}  # of those being compiled
+        self._compile_locks: dict[
+            Constraint, threading.Lock
+        ] = {}  # of those being compiled
         self._num_nodes = 0
 
     def find(self, constraint: Constraint) -> Grammar:
@@ -237,21 +241,21 @@ class Grammars:
         Raises:
             RequestError: there is none; it names what cannot be had.
         """
-        found = self._found.get(constraint)
-        if found is None:
-            with self._turns.setdefault(constraint, threading.Lock()):
+        compiled = self._compiled.get(constraint)
+        if compiled is None:
+            with self._compile_locks.setdefault(constraint, threading.Lock()):
                 # Another thread may have compiled it meanwhile.
-                found = self._found.get(constraint) or self._compile_and_keep(
+                compiled = self._compiled.get(constraint) or self._compile_into_cache(
                     constraint
                 )
-            self._turns.pop(constraint, None)
-        if isinstance(found, RequestError):
-            raise RequestError(found.code, found.message, found.param)
-        return found
+            self._compile_locks.pop(constraint, None)
+        if isinstance(compiled, RequestError):
+            raise RequestError(compiled.code, compiled.message, compiled.param)
+        return compiled
 
-    def has(self, constraint: Constraint) -> bool:
+    def has_compiled(self, constraint: Constraint) -> bool:
         """Tell whether `find` knows a constraint already."""
-        return constraint in self._found
+        return constraint in self._compiled
 
     def has_room(self, grammar: Grammar) -> bool:
         """Tell whether one more mask can be kept, and count it."""
@@ -262,7 +266,7 @@ class Grammars:
             grammar.num_nodes += 1
             return True
 
-    def mask_of(self, matchers: list[Any]) -> Mask:
+    def compute_mask(self, matchers: list[Any]) -> Mask:
         """Return the tokens that all given matchers allow.
 
         Raises:
@@ -275,53 +279,59 @@ class Grammars:
             bits = ctypes.create_string_buffer(num_bytes)
             matcher.unsafe_compute_mask_ptr(ctypes.addressof(bits), num_words * 4)
             if matcher.is_error():
-                raise _refuse_here(matcher.get_error())
+                raise _too_complex_error(matcher.get_error())
             allowed &= int.from_bytes(bits.raw, "little")
         return make_mask(allowed.to_bytes(num_bytes, "little"))
 
-    def _compile_and_keep(self, constraint: Constraint) -> Grammar | RequestError:
+    def _compile_into_cache(self, constraint: Constraint) -> Grammar | RequestError:
         try:
-            found: Grammar | RequestError = self._compile(constraint)
+            compiled: Grammar | RequestError = self._compile(constraint)
         except RequestError as error:
-            found = error.with_traceback(None)
+            compiled = error.with_traceback(None)
         size = BYTES_A_CHARACTER * (len(constraint.text) + 1000) + getattr(
-            found, "num_bytes", 0
+            compiled, "num_bytes", 0
         )
         with self._lock:
-            for each in (found, *self._found.put(constraint, found, size)):
-                if isinstance(each, Grammar):
-                    each.is_kept = each is found
+            for kept in (compiled, *self._compiled.put(constraint, compiled, size)):
+                if isinstance(kept, Grammar):
+                    kept.is_kept = kept is compiled
                     self._num_nodes += (
-                        each.num_nodes if each.is_kept else -each.num_nodes
+                        kept.num_nodes if kept.is_kept else -kept.num_nodes
                     )
-        return found
+        return compiled
 
     def _compile(self, constraint: Constraint) -> Grammar:
         # loaded where a request asks for it
         from llguidance import LLMatcher, LLParserLimits
 
-        words = self.vocabulary
+        vocabulary = self.vocabulary
         try:
             texts, unknown, shortest, num_bytes = TRIALS.ask(
                 [constraint.kind, constraint.text, constraint.whitespace]
             )
         except LimitError as error:
-            raise refuse(constraint, f"{error} to compile. Make it simpler") from None
+            raise constraint_error(
+                constraint, f"{error} to compile. Make it simpler"
+            ) from None
         except ValueError as error:
-            raise refuse(constraint, str(error)) from None
+            raise constraint_error(constraint, str(error)) from None
 
         limits = LLParserLimits(**LIMITS)
         roots = [
             LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts
         ]
         try:
-            grammar = Grammar(roots, self, _count_shortest(shortest, words, roots[0]))
+            grammar = Grammar(
+                roots, self, _count_shortest_tokens(shortest, vocabulary, roots[0])
+            )
         except RequestError:  # its first mask
-            raise refuse(constraint, roots[0].get_error()) from None
-        grammar.unknown = tuple(unknown)
+            raise constraint_error(constraint, roots[0].get_error()) from None
+        grammar.unknown_keywords = tuple(unknown)
         grammar.num_bytes = num_bytes
         if grammar.first.mask.few == ():
-            raise refuse(constraint, "no token of this model can begin an answer")
+            raise constraint_error(
+                constraint, "no token of this model can begin an answer"
+            )
         return grammar
 
     @cached_property
@@ -348,9 +358,9 @@ def find_grammars(
     return Grammars(tokenizer, vocab_size, eos_ids)
 
 
-def _count_shortest(texts: list[str], words: Vocabulary, root: Any) -> int:
+def _count_shortest_tokens(texts: list[str], vocabulary: Vocabulary, root: Any) -> int:
     """Return how many tokens the shortest of some answers takes; 0: that is not known."""
-    for ids in sorted(map(words, texts), key=len):
+    for ids in sorted(map(vocabulary, texts), key=len):
         matcher = root.deep_copy()
         if matcher.consume_tokens(ids) and matcher.is_accepting():
             return len(ids)

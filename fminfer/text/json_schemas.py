@@ -95,7 +95,7 @@ _RULES = frozenset(
 KNOWN_KEYS = ANNOTATIONS | _RULES
 
 
-def find_unknown(schema: Any) -> set[str]:
+def find_unknown_keywords(schema: Any) -> set[str]:
     """Return a schema's unknown keywords, such as misspelled ones, and unknown formats.
 
     Raises:
@@ -104,10 +104,10 @@ def find_unknown(schema: Any) -> set[str]:
     names: set[str] = set()
     grouped: set[int] = set()  # an entry of $defs may be a group of schemas
 
-    def look(each: Any) -> Any:
-        if isinstance(each, dict):
-            unknown = each.keys() - KNOWN_KEYS
-            for places in (each.get("$defs"), each.get("definitions")):
+    def visit(part: Any) -> Any:
+        if isinstance(part, dict):
+            unknown = part.keys() - KNOWN_KEYS
+            for places in (part.get("$defs"), part.get("definitions")):
                 grouped.update(
                     map(id, places.values() if isinstance(places, dict) else ())
                 )
@@ -115,18 +115,18 @@ def find_unknown(schema: Any) -> set[str]:
             odd = {
                 n
                 for n in unknown
-                if n[:2] != "x-" and (each is schema or isinstance(each[n], dict))
+                if n[:2] != "x-" and (part is schema or isinstance(part[n], dict))
             }
-            if odd and not each.keys() & _RULES and id(each) not in grouped:
-                raise _wordless_error(each, min(odd))
-            form = each.get("format")
+            if odd and not part.keys() & _RULES and id(part) not in grouped:
+                raise _wordless_error(part, min(odd))
+            form = part.get("format")
             if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:
                 names.add(f'the format "{form}"')
             names.update(unknown)
-            change_parts(each, look)
-        return each
+            change_parts(part, visit)
+        return part
 
-    look(schema)
+    visit(schema)
     return names
 
 
@@ -157,36 +157,36 @@ def change_parts(
     return changed
 
 
-class Branches:
+class UnionRewriter:
     """Rewrites a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
         self._root = root
 
-    def join(self, schema: Any) -> Any:
+    def rewrite(self, schema: Any) -> Any:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
-        if not isinstance(schema, dict) or self._has_own_place(schema):
+        if not isinstance(schema, dict) or self._has_own_references(schema):
             return schema
-        found = change_parts(schema, self.join)
+        rewritten = change_parts(schema, self.rewrite)
         branches = schema.get("oneOf")
         if (
             isinstance(branches, list)
             and "anyOf" not in schema
-            and self._exclude(branches)
+            and self._are_exclusive(branches)
         ):
             # for which llguidance would look into each branch
-            found.pop("discriminator", None)
+            rewritten.pop("discriminator", None)
             return {
                 "anyOf" if key == "oneOf" else key: value
-                for key, value in found.items()
+                for key, value in rewritten.items()
             }
-        return found
+        return rewritten
 
-    def _has_own_place(self, schema: dict[str, Any]) -> bool:
+    def _has_own_references(self, schema: dict[str, Any]) -> bool:
         """Tell whether references inside a schema are not those of the whole one."""
         return schema is not self._root and "$id" in schema
 
-    def _exclude(self, branches: list[Any]) -> bool:
+    def _are_exclusive(self, branches: list[Any]) -> bool:
         """Tell whether nothing fits two of some schemas, as far as that is easy to see."""
         pairs = combinations(branches, 2)
         return len(branches) <= 100 and all(
@@ -194,8 +194,8 @@ class Branches:
         )
 
     def _are_apart(self, first: Any, second: Any, depth: int = 0) -> bool:
-        one = self._resolve(first)
-        other = self._resolve(second)
+        one = self._resolve_references(first)
+        other = self._resolve_references(second)
         values = _values_of(one)
         others = _values_of(other)
         if values is not None and others is not None:
@@ -207,31 +207,31 @@ class Branches:
         ones, seconds = (each.get("properties") for each in (one, other))
         if not isinstance(ones, dict) or not isinstance(seconds, dict):
             return False
-        required = {*_names(one)} & {*_names(other)}
+        required = {*_find_required_names(one)} & {*_find_required_names(other)}
         return any(
             self._are_apart(ones.get(n), seconds.get(n), depth + 1) for n in required
         )
 
-    def _resolve(self, schema: Any) -> dict[str, Any]:
+    def _resolve_references(self, schema: Any) -> dict[str, Any]:
         """Follow references that stand alone; {}: to nothing."""
         for _ in range(10):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = look_up(str(schema["$ref"]), self._root)
+            schema = find_reference(str(schema["$ref"]), self._root)
         if (
             not isinstance(schema, dict)
             or "$ref" in schema
-            or self._has_own_place(schema)
+            or self._has_own_references(schema)
         ):
             return {}
         return schema
 
 
-def _names(schema: dict[str, Any]) -> list[str]:
-    found = schema.get("required", [])
+def _find_required_names(schema: dict[str, Any]) -> list[str]:
+    names = schema.get("required", [])
     return (
-        [each for each in found if isinstance(each, str)]
-        if isinstance(found, list)
+        [each for each in names if isinstance(each, str)]
+        if isinstance(names, list)
         else []
     )
 
@@ -260,34 +260,36 @@ def _values_of(schema: dict[str, Any]) -> frozenset[str] | None:
     if not isinstance(values, list):
         return None
     # Equal numbers are written alike: 1.0 is 1.
-    return frozenset(json.dumps(_plain(value), sort_keys=True) for value in values)
+    return frozenset(
+        json.dumps(_normalize_numbers(value), sort_keys=True) for value in values
+    )
 
 
-def _plain(value: Any) -> Any:
+def _normalize_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_plain(each) for each in value]
+        return [_normalize_numbers(each) for each in value]
     if isinstance(value, dict):
-        return {name: _plain(each) for name, each in value.items()}
+        return {name: _normalize_numbers(each) for name, each in value.items()}
     return value
 
 
-def find_shortest(schema: Any) -> str | None:
+def find_shortest_text(schema: Any) -> str | None:
     """Return a short text that a schema allows; None: it is long, or none was found."""
-    text = _Shortest(schema).find_settled()
+    text = _ShortestTexts(schema).find_root_text()
     return text if text is not None and len(text) < MAX_SHORTEST else None
 
 
-def has_end(schema: Any) -> bool:
+def has_finite_value(schema: Any) -> bool:
     """Tell whether a finite value may fit a schema. False is proven, True is not."""
     try:
-        return _Shortest(schema).find_settled() is not None
+        return _ShortestTexts(schema).find_root_text() is not None
     except (AttributeError, TypeError):  # llguidance names what has the wrong type
         return True
 
 
-class _Shortest:
+class _ShortestTexts:
     """Finds a short text for parts of a schema, whose references are looked up in `root`."""
 
     def __init__(self, root: Any) -> None:
@@ -296,17 +298,17 @@ class _Shortest:
         self._seen: set[int] = set()  # schemas in this round
         self._depth = 0
 
-    def find_settled(self) -> str | None:
+    def find_root_text(self) -> str | None:
         """Return a text of the root; None: each one would have to contain another."""
         for _ in range(MAX_ROUNDS):
             num_known = len(self._texts)
             self._seen.clear()
-            text = self.find(self._root)
+            text = self.find_text(self._root)
             if text is not None or len(self._texts) == num_known:
                 return text
         return _LONG
 
-    def find(self, schema: Any) -> str | None:
+    def find_text(self, schema: Any) -> str | None:
         """Return a text; None: this round has found none yet."""
         if not isinstance(schema, dict):
             return None if schema is False else "0"
@@ -316,38 +318,46 @@ class _Shortest:
         if key not in self._seen and key not in self._texts:
             self._seen.add(key)
             self._depth += 1
-            text = self._find_inside(schema)
+            text = self._find_schema_text(schema)
             self._depth -= 1
             if text is not None:
                 self._texts[key] = text
         return self._texts.get(key)
 
-    def _find_inside(self, schema: dict[str, Any]) -> str | None:
-        needed = [look_up(str(schema["$ref"]), self._root)] if "$ref" in schema else []
+    def _find_schema_text(self, schema: dict[str, Any]) -> str | None:
+        needed = (
+            [find_reference(str(schema["$ref"]), self._root)]
+            if "$ref" in schema
+            else []
+        )
         kinds: Any = schema.get("type", "integer")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        texts = [self.find(each) for each in needed]
+        texts = [self.find_text(each) for each in needed]
         for part in schema.get("allOf", []):
             is_beside = "type" in schema and {*part} <= _BESIDE_TYPE
             texts.append(
-                self._find_of_kinds(kinds, part) if is_beside else self.find(part)
+                self._find_text_of_types(kinds, part)
+                if is_beside
+                else self.find_text(part)
             )
         if needed or None in texts:
             return None if None in texts else texts[0]
         values = [schema["const"]] if "const" in schema else schema.get("enum", [])
         others: Any = schema.get("anyOf") or schema.get("oneOf") or []
-        texts = [*map(compact, values), *map(self.find, others)]
+        texts = [*map(compact_json, values), *map(self.find_text, others)]
         if texts:
             return min(
                 (text for text in texts if text is not None), key=len, default=None
             )
-        return self._find_of_kinds(kinds, schema)
+        return self._find_text_of_types(kinds, schema)
 
-    def _find_of_kinds(self, kinds: list[str], schema: dict[str, Any]) -> str | None:
-        texts = [self._find_of_kind(kind, schema) for kind in kinds]
+    def _find_text_of_types(
+        self, kinds: list[str], schema: dict[str, Any]
+    ) -> str | None:
+        texts = [self._find_text_of_type(kind, schema) for kind in kinds]
         return min((text for text in texts if text is not None), key=len, default=None)
 
-    def _find_of_kind(self, kind: str, schema: dict[str, Any]) -> str | None:
+    def _find_text_of_type(self, kind: str, schema: dict[str, Any]) -> str | None:
         if kind == "object":
             properties = schema.get("properties", {})
             names = schema.get("required", [])
@@ -359,10 +369,10 @@ class _Shortest:
             for name in filter(
                 wanted.__contains__, dict.fromkeys([*properties, *names])
             ):
-                value = self.find(properties.get(name, other))
+                value = self.find_text(properties.get(name, other))
                 if value is None:
                     return None
-                parts = f"{parts},{compact(name)}:{value}"[
+                parts = f"{parts},{compact_json(name)}:{value}"[
                     :MAX_SHORTEST
                 ]  # a cut one is too long anyway
             return "{" + parts[1:] + "}"
@@ -371,18 +381,18 @@ class _Shortest:
             items = schema.get("items", True)
             first = items if isinstance(items, list) else schema.get("prefixItems", [])
             other = schema.get("additionalItems", True) if items is first else items
-            texts = [self.find(each) for each in first[:least]]
+            texts = [self.find_text(each) for each in first[:least]]
             if least > len(first):
-                texts += [self.find(other)] * min(least - len(first), MAX_SHORTEST)
+                texts += [self.find_text(other)] * min(least - len(first), MAX_SHORTEST)
             if None in texts or sum(len(text or "") for text in texts) > MAX_SHORTEST:
                 return None if None in texts else _LONG
             return f"[{','.join(text or '' for text in texts)}]"
         if kind == "string":
-            return compact("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
+            return compact_json("a" * min(schema.get("minLength", 0), MAX_SHORTEST))
         return {"boolean": "true", "null": "null"}.get(kind, "0")
 
 
-def look_up(reference: str, root: Any) -> Any:
+def find_reference(reference: str, root: Any) -> Any:
     """Return the schema at a reference; None: there is none, or only llguidance can resolve it.
 
     llguidance resolves an `$anchor`, another document, and escaped names.
@@ -394,5 +404,5 @@ def look_up(reference: str, root: Any) -> Any:
     return root
 
 
-def compact(value: Any) -> str:
+def compact_json(value: Any) -> str:
     return json.dumps(value, ensure_ascii=False, separators=(",", ":"))

@@ -57,7 +57,7 @@ class LimitedPool:
         self._build = build.__module__
         settings = [self._build, build.__qualname__, seconds, sys.path]
         self._command = [sys.executable, __file__, json.dumps(settings)]
-        self._open()
+        self._reset_processes()
 
     def ask(self, message: Any) -> Any:
         """Return the answer to a message.
@@ -79,14 +79,14 @@ class LimitedPool:
         The process works on each message while the next one is made. An error of `ask` stands in
         place of an answer. A message that ends the process is the last one.
         """
-        if self._owner != os.getpid():  # a fork, which has its parent's pipes
-            self._open()
+        if self._owner_pid != os.getpid():  # a fork, which has its parent's pipes
+            self._reset_processes()
         process = self._free.get()
         is_kept = False
         try:
             if process is None or process.poll() is not None:
-                process = self._start()
-            lines, num_sent = _exchange(process, messages)
+                process = self._start_process()
+            lines, num_sent = _exchange_lines(process, messages)
             is_kept = len(lines) == num_sent
             if not is_kept:
                 process.wait()
@@ -113,14 +113,14 @@ class LimitedPool:
             )
         return answers
 
-    def _open(self) -> None:
-        self._owner = os.getpid()
+    def _reset_processes(self) -> None:
+        self._owner_pid = os.getpid()
         # The last that was put is taken first; None stands for a process that is not started.
         self._free: queue.LifoQueue[subprocess.Popen[bytes] | None] = queue.LifoQueue()
         for _ in range(self._num_processes):
             self._free.put(None)
 
-    def _start(self) -> subprocess.Popen[bytes]:
+    def _start_process(self) -> subprocess.Popen[bytes]:
         return subprocess.Popen(
             self._command,
             stdin=subprocess.PIPE,
@@ -130,7 +130,7 @@ class LimitedPool:
         )
 
 
-def _exchange(
+def _exchange_lines(
     process: subprocess.Popen[bytes], messages: Iterable[str]
 ) -> tuple[list[bytes], int]:
     """Return the lines that answer messages, and how many were sent; fewer: the process ended.
@@ -161,7 +161,7 @@ def _read_answer(line: bytes) -> Any:
     return ValueError(fault) if fault else answer
 
 
-def _serve(work: Work, seconds: float) -> None:
+def _answer_lines(work: Work, seconds: float) -> None:
     """Answer each line of stdin. Signals of the two timers end the process."""
     for kind, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
@@ -200,4 +200,4 @@ def _answer_line(work: Work, line: bytes) -> bytes:
 
 if __name__ == "__main__":
     module, name, seconds, sys.path = json.loads(sys.argv[1])
-    _serve(getattr(importlib.import_module(module), name)(), seconds)
+    _answer_lines(getattr(importlib.import_module(module), name)(), seconds)

@@ -21,25 +21,25 @@ _LARK = re.compile(r'"(?:\\.|[^"\\\n])*"?|//[^\n]*|#[^\n]*|/((?:\\.|[^/\\\n])+)(
 _EMPTY = {"[^]": r"[\x00-\x{10FFFF}]", "[]": r"[^\x00-\x{10FFFF}]"}
 
 
-def plain_pattern(pattern: str) -> str:
+def rewrite_pattern(pattern: str) -> str:
     """Return an ECMA 262 regex in the syntax of Rust's crate."""
-    return _ECMA.sub(_rewrite, pattern)
+    return _ECMA.sub(_rewrite_class, pattern)
 
 
-def plain_regex(regex: str) -> str:
+def rewrite_regex(regex: str) -> str:
     """Return a regex without set operators in its classes."""
-    return _PYTHON.sub(_rewrite, regex)
+    return _PYTHON.sub(_rewrite_class, regex)
 
 
-def plain_lark(text: str) -> str:
+def rewrite_lark(text: str) -> str:
     """Return a Lark grammar whose regexes have no set operators."""
     return _LARK.sub(
-        lambda match: f"/{plain_regex(match[1])}{match[2]}" if match[1] else match[0],
+        lambda match: f"/{rewrite_regex(match[1])}{match[2]}" if match[1] else match[0],
         text,
     )
 
 
-def _rewrite(match: re.Match[str]) -> str:
+def _rewrite_class(match: re.Match[str]) -> str:
     if match.lastindex == 3:
         return r"[^\n\r\u2028\u2029]"  # ECMA's dot
     if not match[2]:  # [^] is any character, and [] is none

@@ -12,8 +12,8 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact
-from fminfer.text.patterns import plain_pattern
+from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact_json
+from fminfer.text.patterns import rewrite_pattern
 from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 
 # Keywords, and the values in JSON with which they ask for nothing.
@@ -48,25 +48,25 @@ def parse_schema(text: str) -> Any:
         ValueError: a keyword's value has the wrong type.
     """
     try:
-        return plain_schema(json.loads(text))
+        return rewrite_schema(json.loads(text))
     except (AttributeError, TypeError, OverflowError):
         raise ValueError("one of its keywords has a value of the wrong type") from None
 
 
-def plain_schema(schema: Any) -> Any:
+def rewrite_schema(schema: Any) -> Any:
     """Return a schema that allows the same values, or slightly fewer."""
     if isinstance(schema, list):
-        return [plain_schema(each) for each in schema]
+        return [rewrite_schema(each) for each in schema]
     if not isinstance(schema, dict):
         return schema
-    plain = {
-        key: value for key, value in schema.items() if not _asks_nothing(key, value)
-    }
+    plain = {key: value for key, value in schema.items() if not _is_neutral(key, value)}
     for rewrite in _REWRITES:
         rewrite(plain)
-    plain = change_parts(plain, plain_schema)
+    plain = change_parts(plain, rewrite_schema)
     # Also targets of references such as "#/components/schemas/Pet".
-    return plain | {key: plain_schema(plain[key]) for key in plain.keys() - KNOWN_KEYS}
+    return plain | {
+        key: rewrite_schema(plain[key]) for key in plain.keys() - KNOWN_KEYS
+    }
 
 
 def count_digits(schema: Any) -> tuple[int, int]:
@@ -84,10 +84,10 @@ def count_digits(schema: Any) -> tuple[int, int]:
     return min(max(MAX_DIGITS, whole + 1), MOST_WHOLE), max(most, total)
 
 
-def _asks_nothing(key: str, value: Any) -> bool:
+def _is_neutral(key: str, value: Any) -> bool:
     if value is None:
         return key not in _VALUES
-    return key in _NEUTRAL and compact(value) in _NEUTRAL[key]
+    return key in _NEUTRAL and compact_json(value) in _NEUTRAL[key]
 
 
 def _allow_null(schema: dict[str, Any]) -> None:
@@ -108,14 +108,14 @@ def _replace_format(schema: dict[str, Any]) -> None:
 
 def _replace_patterns(schema: dict[str, Any]) -> None:
     if isinstance(pattern := schema.get("pattern"), str):
-        schema["pattern"] = plain_pattern(pattern)
+        schema["pattern"] = rewrite_pattern(pattern)
     if isinstance(patterns := schema.get("patternProperties"), dict):
         schema["patternProperties"] = {
-            plain_pattern(key): patterns[key] for key in patterns
+            rewrite_pattern(key): patterns[key] for key in patterns
         }
 
 
-def _list_names(schema: dict[str, Any]) -> None:
+def _list_property_names(schema: dict[str, Any]) -> None:
     """Rewrite `propertyNames` with an enum as properties, so that no name is repeated."""
     names = schema.get("propertyNames") or {}
     if (
@@ -132,7 +132,7 @@ def _list_names(schema: dict[str, Any]) -> None:
         del schema["propertyNames"]
 
 
-def _close_counted(schema: dict[str, Any]) -> None:
+def _close_counted_objects(schema: dict[str, Any]) -> None:
     """Forbid free keys where llguidance cannot count keys beside them."""
     is_counted = {"minProperties", "maxProperties"} & schema.keys()
     if is_counted and {*schema.get("properties", ())} - {*schema.get("required", ())}:
@@ -165,7 +165,7 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
                 schema[name] = sign * MOST_BOUND
 
 
-def _exclude_whole(schema: dict[str, Any]) -> None:
+def _move_exclusive_bounds(schema: dict[str, Any]) -> None:
     """Move a whole exclusive bound a little: llguidance takes 0 as above 0, if 0.5 is
     the maximum.
 
@@ -189,8 +189,8 @@ _REWRITES: tuple[Callable[[dict[str, Any]], None], ...] = (
     _allow_null,
     _replace_format,
     _replace_patterns,
-    _list_names,
-    _close_counted,
+    _list_property_names,
+    _close_counted_objects,
     _bound_numbers,
-    _exclude_whole,
+    _move_exclusive_bounds,
 )

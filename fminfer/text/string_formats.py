@@ -29,26 +29,28 @@ _A = "[a-zA-Z0-9!#$%&'*+/=?^_`{|}~-]"
 _HEX = "[0-9a-fA-F]"
 
 
-def _whole(pattern: str, **others: Any) -> dict[str, Any]:
+def _make_pattern(pattern: str, **others: Any) -> dict[str, Any]:
     return {"pattern": f"^(?:{pattern})$", **others}
 
 
 # What replaces each format. An empty entry asks for nothing more.
 FORMATS: dict[str, dict[str, Any]] = {
-    "date": _whole(_DATE),
-    "time": _whole(_TIME),
-    "date-time": _whole(f"{_DATE}[tT]{_TIME}"),
-    "duration": _whole(f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_N}W)"),
-    "email": _whole(
+    "date": _make_pattern(_DATE),
+    "time": _make_pattern(_TIME),
+    "date-time": _make_pattern(f"{_DATE}[tT]{_TIME}"),
+    "duration": _make_pattern(f"P(?:{_DAYS}(?:{_HOURS})?|{_HOURS}|{_N}W)"),
+    "email": _make_pattern(
         rf"(?:{_A}{{1,64}}|{_A}{{1,20}}(?:\.{_A}{{1,20}}){{1,2}}"
         rf"|{_A}{{1,12}}(?:\.{_A}{{1,12}}){{3,4}})"
         rf"@(?:{_HOST}|\[{_BYTE}(?:\.{_BYTE}){{3}}\])"
     ),
-    "hostname": _whole(_HOST, maxLength=253),
-    "byte": _whole("(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"),
+    "hostname": _make_pattern(_HOST, maxLength=253),
+    "byte": _make_pattern(
+        "(?:[A-Za-z0-9+/]{4})*(?:[A-Za-z0-9+/]{2}==|[A-Za-z0-9+/]{3}=)?"
+    ),
     "double": {},  # as all numbers here
     **{
-        f"uuid{version}": _whole(
+        f"uuid{version}": _make_pattern(
             f"{_HEX}{{8}}-{_HEX}{{4}}-{version}{_HEX}{{3}}-[89abAB]{_HEX}{{3}}-{_HEX}{{12}}"
         )
         for version in range(1, 9)

@@ -102,7 +102,7 @@ class Tokenizer:
         front = whole.index(bare[0]) if bare else len(whole)
         return whole[:front], whole[front + len(bare) :]
 
-    def special_id(self, text: str) -> int | None:
+    def find_special_id(self, text: str) -> int | None:
         """Return the special token of this spelling; None: there is none."""
         return self._special_by_piece.get(text)
 

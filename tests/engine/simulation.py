@@ -89,7 +89,7 @@ class ToyMatcher:
             pack_token_ids({EOS, *range(3, 40)} if seen % 9 == 7 else range(1, 127), 16)
         )
 
-    def take(self, token_id: int) -> None:
+    def advance(self, token_id: int) -> None:
         assert has_bit(self.mask, token_id) and token_id != EOS
         self._seen = hash((self._seen, token_id))
 
@@ -243,7 +243,7 @@ class Expected:
             if not choice.is_sound or self._ends(choice, ends, matcher is not None):
                 break
             if matcher is not None:
-                matcher.take(token_id)
+                matcher.advance(token_id)
             seen.append(model.feed(NAN if token_id == BAD else token_id))
         return choice
 

@@ -26,7 +26,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.stored.gguf_file import read_gguf
 from fminfer.text.chat_template import ChatTemplate
 from fminfer.text.gguf_tokenizer import write_tokenizer_files
-from fminfer.text.gguf_vocabulary import find_cuts
+from fminfer.text.gguf_vocabulary import require_cuts
 from fminfer.text.tokenizer import Tokenizer
 
 NORMAL = 1
@@ -208,7 +208,9 @@ def test_text_is_cut_as_the_models_own_tokenizer_json_has_it(
     name: str, text: str, pieces: list[str]
 ) -> None:
     decoder = decoders.ByteLevel()
-    found = [piece for piece, _ in find_cuts(name).pre_tokenizer.pre_tokenize_str(text)]
+    found = [
+        piece for piece, _ in require_cuts(name).pre_tokenizer.pre_tokenize_str(text)
+    ]
     assert [decoder.decode([piece]) for piece in found] == pieces
 
 
@@ -504,7 +506,7 @@ def test_what_cannot_be_read_is_refused_by_name(
 
 
 def test_text_is_composed_where_the_tokenizer_does_so(tmp_path: Path) -> None:
-    assert isinstance(find_cuts("qwen2").normalizer, normalizers.NFC)
-    assert find_cuts("llama-bpe").normalizer is None
+    assert isinstance(require_cuts("qwen2").normalizer, normalizers.NFC)
+    assert require_cuts("llama-bpe").normalizer is None
     tokenizer = load(byte_metadata("qwen2"), tmp_path)
     assert tokenizer._ids("cafe\u0301", False) == tokenizer._ids("café", False)

@@ -99,6 +99,6 @@ def test_a_machine_that_starts_no_process_is_told_of(
     def start() -> None:
         raise OSError(errno.EMFILE, "Too many open files")
 
-    monkeypatch.setattr(pool, "_start", start)
+    monkeypatch.setattr(pool, "_start_process", start)
     with pytest.raises(MachineError, match=r"line 1 was prepared.*Too many open"):
         read(intake, chat("a"))

@@ -21,7 +21,7 @@ from fminfer.core.errors import RequestError
 from fminfer.text import grammars
 from fminfer.text.grammar_forms import write_grammar
 from fminfer.text.grammars import Grammar, Grammars, Vocabulary
-from fminfer.text.json_schemas import Branches, find_shortest
+from fminfer.text.json_schemas import UnionRewriter, find_shortest_text
 from fminfer.text.tokenizer import NoTokenizer, Tokenizer
 from tests.conftest import IS_ALL
 from tests.text.test_tokenizer import byte_level, sentencepiece_tokenizer
@@ -98,7 +98,7 @@ def follow(grammar: Grammar, ids: list[int]) -> bool:
         bits = matcher.mask.bits
         if not bits[token_id // 8] >> token_id % 8 & 1:
             return False
-        matcher.take(token_id)
+        matcher.advance(token_id)
     return matcher.is_complete
 
 
@@ -139,7 +139,7 @@ def test_what_is_no_text_is_never_allowed(tokenizer: Tokenizer) -> None:
         assert allowed & tokenizer.special_ids == (
             set() if is_first else {tokenizer.eos_id}
         )
-        matcher.take(ids_of(grammar, "a")[0])
+        matcher.advance(ids_of(grammar, "a")[0])
 
 
 def test_tokenizers_and_models_that_cannot_be_constrained_are_told() -> None:
@@ -277,7 +277,7 @@ def test_the_shortest_answer(constraint: Constraint, text: str | None) -> None:
     except RequestError:
         assert text is None
         return
-    assert grammar.shortest == (len(ids_of(grammar, text)) if text else 0)
+    assert grammar.num_shortest == (len(ids_of(grammar, text)) if text else 0)
 
 
 def test_sequences_share_masks_until_there_are_too_many(
@@ -291,8 +291,8 @@ def test_sequences_share_masks_until_there_are_too_many(
     for place, token_id in enumerate(ids):
         assert first.mask == second.mask
         assert (first.mask is second.mask) is (place < 6)
-        first.take(token_id)
-        second.take(token_id)
+        first.advance(token_id)
+        second.advance(token_id)
     assert first.is_complete and second.is_complete
 
 
@@ -308,10 +308,10 @@ def test_grammars_that_are_not_used_any_more_leave(
         grammar.grammars.find(Constraint("regex", f"[ab]+{number}"))
         with pytest.raises(RequestError):
             grammar.grammars.find(Constraint("regex", f"({number}"))
-    assert len(grammar.grammars._found._entries) == 3
+    assert len(grammar.grammars._compiled._entries) == 3
     kept = [
         each
-        for each, _ in grammar.grammars._found._entries.values()
+        for each, _ in grammar.grammars._compiled._entries.values()
         if isinstance(each, Grammar)
     ]
     assert grammar.grammars._num_nodes == sum(each.num_nodes for each in kept)
@@ -325,7 +325,7 @@ def test_a_shortest_answer_is_never_built_at_length() -> None:
     items = {"type": "array", "minItems": 20_000, "items": {"$ref": "#/d"}}
     for schema in (items, {"type": "object", "properties": many, "required": [*many]}):
         tracemalloc.start()
-        assert find_shortest(schema | {"d": long}) is None
+        assert find_shortest_text(schema | {"d": long}) is None
         assert tracemalloc.get_traced_memory()[1] < 10 << 20
         tracemalloc.stop()
 
@@ -336,7 +336,7 @@ def test_thousands_of_choices_are_compiled_at_once() -> None:
     compile_for(byte_level(), Constraint("choice", '["a"]'))
     start = time.thread_time()
     grammar = compile_for(byte_level(), Constraint("choice", json.dumps(choices)))
-    assert grammar.shortest == 1 and time.thread_time() - start < 1.2
+    assert grammar.num_shortest == 1 and time.thread_time() - start < 1.2
 
 
 def test_masks_of_grammars_that_left_are_not_counted(
@@ -348,13 +348,13 @@ def test_masks_of_grammars_that_left_are_not_counted(
     places = grammar.grammars
     matcher = grammar.start()
     for number in range(3):
-        places._compile_and_keep(Constraint("regex", "c"))
+        places._compile_into_cache(Constraint("regex", "c"))
         places.find(Constraint("regex", f"[ab]+{number}"))
     for token_id in ids_of(grammar, "abab"):
-        matcher.take(token_id)
+        matcher.advance(token_id)
         assert matcher.mask == grammar.first.mask or matcher.is_complete
     kept = [
-        each for each, _ in places._found._entries.values() if isinstance(each, Grammar)
+        each for each, _ in places._compiled._entries.values() if isinstance(each, Grammar)
     ]
     assert places._num_nodes == sum(each.num_nodes for each in kept)
 
@@ -367,14 +367,14 @@ def write_longest(schema: Any, first: str, most: int = 60, begun: str = "") -> s
     favoured = ids_of(grammar, first)[0]
     text = begun.encode()
     for token_id in ids_of(grammar, begun):
-        matcher.take(token_id)
+        matcher.advance(token_id)
     while len(text) < most:
         bits = matcher.mask.bits
         ids = [i for i in range(len(bits) * 8) if bits[i // 8] >> i % 8 & 1]
         ids = [each for each in ids if each != tokenizer.eos_id]
         if not ids:
             break
-        matcher.take(favoured if favoured in ids else ids[0])
+        matcher.advance(favoured if favoured in ids else ids[0])
         text += grammar.grammars.vocabulary.tokens[
             favoured if favoured in ids else ids[0]
         ]
@@ -622,7 +622,7 @@ def test_real_schemas(name: str, compiled: int, lost: int) -> None:
             for token_id in ids_of(
                 grammar, json.dumps(test["data"], ensure_ascii=False)
             ):
-                matcher.take(token_id)
+                matcher.advance(token_id)
             try:
                 is_accepted = matcher.is_complete
             except RequestError:
@@ -661,7 +661,7 @@ def test_one_of_branches_that_exclude_each_other(
     """Only a proof makes `oneOf` an `anyOf`: else what fits two branches would be accepted."""
     inner = {"items": {"oneOf": branches, "title": "T"}, "const": {"oneOf": [1]}}
     schema = {"$defs": {"d": kinds("d"), "more": {"anyOf": [inner]}}}
-    found = Branches(schema).join(schema)["$defs"]["more"]["anyOf"][0]
+    found = UnionRewriter(schema).rewrite(schema)["$defs"]["more"]["anyOf"][0]
     assert list(found["items"]) == ["anyOf" if is_joined else "oneOf", "title"]
     assert found["const"] == {"oneOf": [1]}, "a value, not a schema"
 
@@ -691,7 +691,7 @@ def test_blank_lines_of_a_grammar_take_no_time() -> None:
 def test_odd_values_that_llguidance_passes_over(key: str, odd: Any) -> None:
     """`"definitions": 5` was an internal error, and `examples` beyond 2^53 were refused."""
     schema = {"type": "object", "default": 2**70, "examples": [2**70], key: odd}
-    assert compile_for(byte_level(), as_json(schema)).unknown == ()
+    assert compile_for(byte_level(), as_json(schema)).unknown_keywords == ()
 
 
 def test_one_of_in_places_of_their_own_stays() -> None:
@@ -700,19 +700,19 @@ def test_one_of_in_places_of_their_own_stays() -> None:
         "oneOf": [kinds("a"), kinds("b")],
         "discriminator": {"propertyName": "kind"},
     }
-    assert list(Branches(union | {"$id": "x"}).join(union | {"$id": "x"})) == [
+    assert list(UnionRewriter(union | {"$id": "x"}).rewrite(union | {"$id": "x"})) == [
         "oneOf",
         "discriminator",
         "$id",
     ]
-    assert list(Branches(union).join(union)) == ["anyOf"]
+    assert list(UnionRewriter(union).rewrite(union)) == ["anyOf"]
     for name in ("foo", "/$defs/a%62", "/$defs/a~1b"):
         both = [{"$ref": f"#{name}"}, {"type": "integer", "minimum": 1}]
         most = {"$anchor": "foo", "type": "integer", "maximum": 5}
         places = {"oneOf": both, "type": "null", "$defs": {"a/b": most, "ab": most}}
-        assert "oneOf" in Branches(places).join(places), "3 fits both"
+        assert "oneOf" in UnionRewriter(places).rewrite(places), "3 fits both"
     circle = {
         "$defs": {"c": {"$ref": "#/$defs/c"}},
         "oneOf": [{"$ref": "#/$defs/c"}, kinds("a")],
     }
-    assert "oneOf" in Branches(circle).join(circle)
+    assert "oneOf" in UnionRewriter(circle).rewrite(circle)

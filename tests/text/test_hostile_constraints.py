@@ -58,7 +58,7 @@ def write(grammar: Grammar, most: int) -> None:
         )
         if not bits:
             return
-        matcher.take((bits & -bits).bit_length() - 1)
+        matcher.advance((bits & -bits).bit_length() - 1)
 
 
 @pytest.mark.parametrize("name", [name for name in HOSTILE if EVERY or name in SAMPLE])
@@ -118,7 +118,7 @@ def test_equal_constraints_at_once_are_compiled_once(
 
 def test_proofs_of_practice_are_not_refused() -> None:
     """100 branches with 150 values each are 2 million comparisons of values."""
-    assert places().find(read({"guided_json": one_of_enums(50, 20)})).shortest
+    assert places().find(read({"guided_json": one_of_enums(50, 20)})).num_shortest
 
 
 def test_what_is_kept_of_constraints_is_bounded_in_bytes(
@@ -130,8 +130,8 @@ def test_what_is_kept_of_constraints_is_bounded_in_bytes(
     one = Grammars(tokenizer, 310, frozenset({tokenizer.eos_id or 0}))
     for number in range(12):
         one.find(Constraint("choice", f'["{number}{"a" * 20_000}"]'))
-        assert one._found.num_bytes <= 10 << 20
-    assert 1 <= len(one._found._entries) == one._num_nodes < 12
+        assert one._compiled.num_bytes <= 10 << 20
+    assert 1 <= len(one._compiled._entries) == one._num_nodes < 12
     for number in range(100):
         read({"guided_grammar": f"{number}" + "a" * 200_000})
     assert (

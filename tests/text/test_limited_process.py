@@ -126,7 +126,7 @@ def test_small_pipes_hold_nobody_up(
     pool: LimitedPool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A user of many pipes gets small ones: both sides waited for each other, without end."""
-    start = pool._start
+    start = pool._start_process
 
     def start_narrow() -> subprocess.Popen[bytes]:
         process = start()
@@ -134,7 +134,7 @@ def test_small_pipes_hold_nobody_up(
             fcntl.fcntl(pipe, fcntl.F_SETPIPE_SZ, 4096)  # type: ignore[arg-type]
         return process
 
-    monkeypatch.setattr(pool, "_start", start_narrow)
+    monkeypatch.setattr(pool, "_start_process", start_narrow)
     messages = iter([json.dumps(["grow", 3000 + n]) for n in range(40)] * 40)
     found: list[str] = []
     asking = threading.Thread(
@@ -175,7 +175,7 @@ def test_an_interrupted_call_leaves_no_answer_for_the_next(
         raise KeyboardInterrupt
 
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(limited_process, "_exchange", interrupt)
+        patch.setattr(limited_process, "_exchange_lines", interrupt)
         pool.ask(["echo", 2])
     found = pool.ask(["echo", 3])
     assert found[1] == 3 and found[0] != pid

@@ -12,7 +12,7 @@ from llguidance._tokenizer import TokenizerWrapper
 
 from fminfer.core.config import Constraint
 from fminfer.text.grammar_forms import write_grammar
-from fminfer.text.grammar_trial import _Bytes
+from fminfer.text.grammar_trial import _ByteTokenizer
 
 
 def branch(kind: Any, **others: Any) -> dict[str, Any]:
@@ -29,7 +29,7 @@ def one_of(first: Any, second: Any, **others: Any) -> dict[str, Any]:
 
 def matcher_of(schema: Any) -> Any:
     """Return a matcher over bytes."""
-    words = LLTokenizer(TokenizerWrapper(_Bytes()), n_vocab=257)
+    words = LLTokenizer(TokenizerWrapper(_ByteTokenizer()), n_vocab=257)
     text = json.dumps(schema)
     grammar = write_grammar(Constraint("json", text, whitespace="none"))
     return LLMatcher(words, grammar, log_level=0)

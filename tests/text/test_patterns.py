@@ -12,7 +12,7 @@ import pytest
 
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.text.patterns import plain_lark, plain_pattern, plain_regex
+from fminfer.text.patterns import rewrite_lark, rewrite_pattern, rewrite_regex
 from tests.text.test_grammars import as_json, compile_for, follow, ids_of
 from tests.text.test_tokenizer import byte_level
 
@@ -86,10 +86,10 @@ def test_ecma_has_empty_classes_and_a_dot_without_line_ends() -> None:
 def test_strings_and_comments_of_lark_stay() -> None:
     text = 'start: "[&&]" /[a&&b]/ // of [&&]\n# and [--]\nA: /x\\/[~~]/i'
     expected = text.replace("[a&&b]", r"[a\&\&b]").replace("/[~~]", r"/[\~\~]")
-    assert plain_lark(text) == expected
+    assert rewrite_lark(text) == expected
 
 
-@pytest.mark.parametrize("rewrite", [plain_pattern, plain_regex, plain_lark])
+@pytest.mark.parametrize("rewrite", [rewrite_pattern, rewrite_regex, rewrite_lark])
 @pytest.mark.parametrize(
     "part", ["[", "[^", "\\", "[\\", '"\\', "/\\", "[a-", "\\p{", "//", "[]"]
 )

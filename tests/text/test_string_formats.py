@@ -49,7 +49,7 @@ def draw(schema: Any, rng: random.Random) -> str | None:
             return text.decode()
         token_id = rng.choice([each for each in ids if each != tokenizer.eos_id])
         text += grammar.grammars.vocabulary.tokens[token_id]
-        matcher.take(token_id)
+        matcher.advance(token_id)
     return None
 
 
@@ -128,5 +128,5 @@ def test_times_end(form: str) -> None:
         bits = matcher.mask.bits
         ids = [i for i in range(len(bits) * 8) if bits[i // 8] >> i % 8 & 1]
         text += grammar.grammars.vocabulary.tokens[zero if zero in ids else ids[0]]
-        matcher.take(zero if zero in ids else ids[0])
+        matcher.advance(zero if zero in ids else ids[0])
         assert len(text) <= BOUNDED[form], text

@@ -32,7 +32,7 @@ from fminfer.cli.app import main
 from fminfer.core.errors import CheckpointError
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.text.gguf_tokenizer import write_tokenizer_files
-from fminfer.text.gguf_vocabulary import find_cuts
+from fminfer.text.gguf_vocabulary import require_cuts
 from fminfer.text.tokenizer import Tokenizer
 from tests.conftest import IS_ALL
 
@@ -152,7 +152,7 @@ def shapes() -> Iterator[tuple[str, str, Any, Any, Any]]:
         kind = type(backend.model).__name__
         yield label, kind, backend.normalizer, backend.pre_tokenizer, backend.decoder
     for name in CUTS.split():
-        cuts = find_cuts(name)
+        cuts = require_cuts(name)
         yield name, "BPE", cuts.normalizer, cuts.pre_tokenizer, decoders.ByteLevel()
     prepends = [normalizers.Prepend("▁"), normalizers.Replace(" ", "▁")]
     joins = [decoders.Replace("▁", " "), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
