@@ -456,10 +456,10 @@ def run_files(
 
 def save_byte_tokenizer(folder: Path) -> None:
     """Save a tokenizer of the 256 bytes as a checkpoint's own."""
-    from fminfer.text.tokenizer import _byte_tokenizer
+    from fminfer.text.tokenizer import _build_byte_tokenizer
 
     transformers.PreTrainedTokenizerFast(
-        tokenizer_object=_byte_tokenizer()
+        tokenizer_object=_build_byte_tokenizer()
     ).save_pretrained(folder)
 
 

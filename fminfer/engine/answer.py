@@ -286,7 +286,7 @@ def _make_logprobs(
         return None
     num_start = prepared.num_start  # of no request: not returned, but before the rest
     drawn = (token.token_id for token in sequence.tokens)
-    first = spelling.find_first(
+    first = spelling.find_first_text(
         chain(prompt.ids, drawn), skip_special_tokens=params.skip_special_tokens
     )
     first -= num_start if with_prompt else len(prompt.ids) + start
@@ -312,7 +312,7 @@ def _make_logprobs(
     ]
     return {
         "tokens": [
-            spelling.spell(token_id, is_first=place == first)
+            spelling.spell_token(token_id, is_first=place == first)
             for place, token_id in enumerate(ids)
         ],
         "token_logprobs": [
@@ -328,7 +328,7 @@ def _make_chat_entry(
 ) -> dict[str, Any]:
     def entry(token_id: int, logprob: float) -> dict[str, Any]:
         return {
-            "token": spelling.spell(token_id, is_first=is_first),
+            "token": spelling.spell_token(token_id, is_first=is_first),
             "logprob": _clamp_logprob(logprob),
             "bytes": list(spelling.spell_bytes(token_id, is_first=is_first)),
         }
@@ -349,7 +349,7 @@ def _make_alternatives(
     alternatives: dict[str, float] = {}
     for token_id, logprob in pairs:
         alternatives.setdefault(
-            spelling.spell(token_id, is_first=is_first), _clamp_logprob(logprob)
+            spelling.spell_token(token_id, is_first=is_first), _clamp_logprob(logprob)
         )
     return alternatives
 

@@ -51,7 +51,7 @@ class ChatIntake:
 
     def begin_render(self, chat: ChatRequest, clock: str) -> RenderCall:
         """Return the call of the template for a chat, at the time of `clock`."""
-        return self.template.begin(
+        return self.template.make_call(
             chat.messages,
             chat.tools,
             adds_generation_prompt=chat.adds_generation_prompt,
@@ -62,7 +62,7 @@ class ChatIntake:
 
     def render(self, chat: ChatRequest, call: RenderCall) -> Request:
         """Return the request of a chat, with the prompt that the template writes."""
-        rendered = self.template.finish(call)
+        rendered = self.template.finish_call(call)
         if not rendered.text:
             raise RequestError(
                 "missing_prompt",
@@ -73,7 +73,7 @@ class ChatIntake:
         parser: KnownParser | None = None
         if has_calls:
             if self.tool_call_parser == "auto":
-                parser = find_parser(self.template.find_text(has_tools=True) or "")
+                parser = find_parser(self.template.find_template(has_tools=True) or "")
             elif self.tool_call_parser != "none":
                 parser = self.tool_call_parser
         warnings = (
@@ -108,7 +108,7 @@ class ChatIntake:
     ) -> list[RowWarning]:
         """Return warnings of what a request wants, and the template or the run cannot do."""
         warnings = []
-        text = self.template.find_text(has_tools=bool(chat.tools)) or ""
+        text = self.template.find_template(has_tools=bool(chat.tools)) or ""
         if has_calls and parser is None and self.tool_call_parser == "auto":
             warnings.append(
                 RowWarning(

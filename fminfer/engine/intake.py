@@ -100,7 +100,7 @@ class Intake:
     @property
     def has_chat_template(self) -> bool:
         """Whether messages can become a prompt."""
-        text = self.chat_template.find_text(has_tools=False)
+        text = self.chat_template.find_template(has_tools=False)
         return self.tokenizer.has_words and text is not None
 
     def parse(
@@ -240,7 +240,7 @@ class Intake:
 
         if self.tokenizer.has_words and self._vectors is None:
             with suppress(OSError):  # no process can run here, as `parse` says, too
-                self.chat_template.ask_ahead(begin_renders())
+                self.chat_template.ask_calls_ahead(begin_renders())
 
     def _parse_chat(self, fields: Mapping[str, Any], clock: str) -> Request:
         begun = self._begun_chats.pop(id(fields), None)
@@ -361,7 +361,7 @@ class Intake:
         check_ids(params.allowed_token_ids, size, "allowed_token_ids", hint)
         for word in params.bad_words:
             check_text(word, "bad_words")
-        words = self.tokenizer.spell_all(params.bad_words)
+        words = self.tokenizer.spell_words(params.bad_words)
         if not all(words):
             raise out_of_range_error(
                 "bad_words", [*params.bad_words], "strings that have tokens"

@@ -187,7 +187,7 @@ class PromptFit:
         """Check that a text can fit before it is tokenized, which takes 300 times its size."""
         if len(prompt) <= MAX_COUNTED_CHARS:  # the error then has the exact number
             return
-        least = self.tokenizer.least_tokens(prompt)
+        least = self.tokenizer.count_least_tokens(prompt)
         if least <= self._max_prompt_tokens:
             return
         if self.on_too_long == "error" and self.params.truncate_prompt_tokens is None:

@@ -107,5 +107,5 @@ def make_bans(
     """Make the bans of a request's sequences, EOS also under `ignore_eos`; None: no bans."""
     if not (params.min_tokens or params.allowed_token_ids or params.bad_words):
         return None
-    words = [*chain(*tokenizer.spell_all(params.bad_words))]
+    words = [*chain(*tokenizer.spell_words(params.bad_words))]
     return Bans(params, eos_ids, words, frozenset(find_stop_tokens(params, tokenizer)))

@@ -23,7 +23,7 @@ from fminfer.engine.prompt_fit import (
 )
 from fminfer.engine.sequence import AnswerKind, PreparedRequest
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.pairs import as_prompt, cut_encoding, lower_texts
+from fminfer.text.pairs import cut_encoding, lower_texts, make_text_prompt
 from fminfer.text.tokenizer import PANICS, Tokenizer
 
 Text = str | tuple[str, str]  # or a pair of texts
@@ -222,5 +222,5 @@ class VectorIntake:
         has_types = self._facts.has_types
         cut = partial(cut_encoding, encoding, has_types=has_types)
         return replace(fit, cut=cut).cut_to_fit(
-            as_prompt(encoding, has_types=has_types)
+            make_text_prompt(encoding, has_types=has_types)
         )

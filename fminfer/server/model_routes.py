@@ -164,7 +164,9 @@ def _answer_tokenize(service: Service, fields: dict[str, Any]) -> dict[str, Any]
     with_words = fields.pop("return_token_strs", None)
     ids = _tokenize_prompt(service, fields, "prompt")
     words = (
-        [engine.tokenizer.piece(token_id) for token_id in ids] if with_words else None
+        [engine.tokenizer.piece_of_token(token_id) for token_id in ids]
+        if with_words
+        else None
     )
     return {
         "count": len(ids),

@@ -49,18 +49,18 @@ class ChatTemplate:
 
     def __init__(self, tokenizer: Tokenizer, text: str | None = None) -> None:
         self.tokenizer = tokenizer
-        self._given = text
+        self._override = text
         hf = tokenizer.hf
         self._special_tokens: dict[str, Any] = (
             {} if hf is None else hf.special_tokens_map
         )
-        self._names: dict[str, str] = {}  # of templates by their text
+        self._template_names: dict[str, str] = {}  # of templates by their text
 
     def check(self) -> None:
         """Raise a UsageError if the given template has an error of syntax, or takes too long."""
         remedy = "Mend the file, or leave out the flag to take the model's own template"
         try:
-            _ask(self.begin([{"role": "user", "content": ""}], []))
+            _ask_renderer(self.make_call([{"role": "user", "content": ""}], []))
         except LimitError as error:
             raise UsageError(
                 f"--chat-template: with one message, {error}. {remedy}"
@@ -71,10 +71,10 @@ class ChatTemplate:
                     f"--chat-template has an error in {error}. {remedy}"
                 ) from None
 
-    def find_text(self, *, has_tools: bool) -> str | None:
+    def find_template(self, *, has_tools: bool) -> str | None:
         """Return the template, which may be another for requests with tools; None: none."""
-        if self._given is not None:
-            return self._given
+        if self._override is not None:
+            return self._override
         if self.tokenizer.hf is None:
             return None
         try:
@@ -84,7 +84,7 @@ class ChatTemplate:
         except ValueError:  # none, or several and none of them the default
             return None
 
-    def begin(
+    def make_call(
         self,
         messages: list[ChatMessage],
         tools: list[ChatMessage],
@@ -94,7 +94,7 @@ class ChatTemplate:
         args: dict[str, Any] | None = None,
         clock: str = "",
     ) -> RenderCall:
-        """Return the call that `finish` makes a prompt of.
+        """Return the call that `finish_call` makes a prompt of.
 
         Args:
             args: further variables of the template.
@@ -103,7 +103,7 @@ class ChatTemplate:
         Raises:
             RequestError: there is no template.
         """
-        text = self.find_text(has_tools=bool(tools))
+        text = self.find_template(has_tools=bool(tools))
         if text is None:
             raise RequestError(
                 "unsupported_parameter",
@@ -112,11 +112,13 @@ class ChatTemplate:
                 "messages",
             )
         template = [text, self._special_tokens]
-        if text not in self._names:
-            self._names[text] = blake2b(json.dumps(template).encode()).hexdigest()
+        if text not in self._template_names:
+            self._template_names[text] = blake2b(
+                json.dumps(template).encode()
+            ).hexdigest()
         message = {
-            "name": self._names[text],
-            "messages": _with_known_roles(text, messages),
+            "name": self._template_names[text],
+            "messages": _replace_unknown_roles(text, messages),
             "tools": tools,
             "args": args or {},
             "begins": adds_generation_prompt,
@@ -128,10 +130,10 @@ class ChatTemplate:
     def render(
         self, messages: list[ChatMessage], tools: list[ChatMessage], **settings: Any
     ) -> RenderedChat:
-        """Return the prompt of messages; `begin` and `finish` in one."""
-        return self.finish(self.begin(messages, tools, **settings))
+        """Return the prompt of messages; `make_call` and `finish_call` in one."""
+        return self.finish_call(self.make_call(messages, tools, **settings))
 
-    def ask_ahead(self, calls: Iterator[tuple[RenderCall, str]]) -> None:
+    def ask_calls_ahead(self, calls: Iterator[tuple[RenderCall, str]]) -> None:
         """Get the replies to the first of some calls, while the next ones are made.
 
         Args:
@@ -150,20 +152,26 @@ class ChatTemplate:
         for call, reply in zip(sent, _RENDERERS.ask_all(write()), strict=False):
             call.reply = reply
 
-    def finish(self, call: RenderCall) -> RenderedChat:
+    def finish_call(self, call: RenderCall) -> RenderedChat:
         """Return the prompt of a call.
 
         Raises:
             RequestError: the template refuses these messages, or takes too long.
         """
         try:
-            reply = _ask(call)
+            reply = _ask_renderer(call)
         except (TypeError, ValueError, RecursionError) as error:  # also of JSON
             messages = call.message["messages"]
-            bare = [
-                place for place, each in enumerate(messages) if not each.get("content")
+            empty_messages = [
+                index
+                for index, message in enumerate(messages)
+                if not message.get("content")
             ]
-            hint = f"; messages[{bare[0]}] has no content" if bare else ""
+            hint = (
+                f"; messages[{empty_messages[0]}] has no content"
+                if empty_messages
+                else ""
+            )
             raise RequestError(
                 "unsupported_parameter",
                 f"the chat template cannot write these messages ({error}{hint}). "
@@ -175,7 +183,7 @@ class ChatTemplate:
         )
 
 
-def _ask(call: RenderCall) -> dict[str, Any]:
+def _ask_renderer(call: RenderCall) -> dict[str, Any]:
     """Return what a limited process answers, or raise its error."""
     reply = _RENDERERS.ask(call.message) if call.reply is None else call.reply
     if reply is None:  # the process does not know the template
@@ -185,9 +193,8 @@ def _ask(call: RenderCall) -> dict[str, Any]:
     return dict(reply)
 
 
-def _with_known_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
-    """Return messages of the role system in place of developer, if a template has not
-    that one."""
+def _replace_unknown_roles(text: str, messages: list[ChatMessage]) -> list[ChatMessage]:
+    """Return messages with the role system for developer, if the template lacks that role."""
     if _DEVELOPER.search(text):
         return messages
     return [

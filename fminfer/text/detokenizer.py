@@ -56,7 +56,7 @@ class Detokenizer:
         self._ids = list(shown)[::-1]  # the window
         self._num_settled = len(self._ids)  # ids of the window whose text is wholly out
         text = self._decode(self._ids)
-        self._text_out = text if is_whole_text else without_broken_end(text)
+        self._text_out = text if is_whole_text else drop_broken_end(text)
         self._num_held = len(text) - len(self._text_out)  # U+FFFD behind it
         # U+FFFD that the prompt's text shows already, and how many of them came out again.
         self._num_of_prompt = self._num_held
@@ -72,9 +72,9 @@ class Detokenizer:
         return self._token_starts.num_open
 
     def add(self, token_id: int) -> str:
-        """Take the next id and return the text that is now certain."""
+        """Add the next id and return the text that is now certain."""
         if not self._has_text(token_id):
-            self._find_starts("", is_inside=False)
+            self._update_starts("", is_inside=False)
             return ""
         num_before = len(self._text_out) + self._num_held
         self._ids.append(token_id)
@@ -82,27 +82,25 @@ class Detokenizer:
         is_inside = self._num_held > 0 and self._is_inside(
             token_id, len(text) - num_before
         )
-        certain = without_broken_end(text)
+        certain = drop_broken_end(text)
         new = certain[len(self._text_out) :]
         self._text_out += new
         self._num_held = len(text) - len(self._text_out)
         if new and certain == text:
-            self._slide(self._num_settled)
+            self._slide_window(self._num_settled)
         elif (
             len(self._ids) > self._num_settled + CONTEXT_IDS
         ):  # bytes and bytes, no character
-            self._slide(len(self._ids) - CONTEXT_IDS)
-        shown = self._without_broken_prompt(new)
-        self._find_starts(new, is_inside=is_inside)
+            self._slide_window(len(self._ids) - CONTEXT_IDS)
+        shown = self._drop_broken_prompt(new)
+        self._update_starts(new, is_inside=is_inside)
         return shown
 
     def flush(self) -> str:
         """Return what was held back; an unfinished character becomes U+FFFD."""
-        return self._without_broken_prompt(
-            self._decode(self._ids)[len(self._text_out) :]
-        )
+        return self._drop_broken_prompt(self._decode(self._ids)[len(self._text_out) :])
 
-    def _slide(self, num_dropped: int) -> None:
+    def _slide_window(self, num_dropped: int) -> None:
         """Forget the window's first ids."""
         self._ids = self._ids[num_dropped:]
         self._num_settled = len(self._ids)
@@ -118,7 +116,7 @@ class Detokenizer:
         alone = self._decode([token_id])
         return alone.startswith(BROKEN) and num_more < len(alone)
 
-    def _find_starts(self, new: str, *, is_inside: bool) -> None:
+    def _update_starts(self, new: str, *, is_inside: bool) -> None:
         starts = self._token_starts.add(new, self._num_held, is_inside=is_inside)
         num_left_out = self._num_left_out + min(self._num_of_prompt, self._num_held)
         self.starts = (
@@ -127,7 +125,7 @@ class Detokenizer:
             else starts
         )
 
-    def _without_broken_prompt(self, new: str) -> str:
+    def _drop_broken_prompt(self, new: str) -> str:
         """Leave out what the prompt's text shows already: broken bytes that no id made whole."""
         if not (self._num_of_prompt and new):
             return new
@@ -140,7 +138,7 @@ class Detokenizer:
         return new[num_left_out:]
 
 
-def without_broken_end(text: str) -> str:
+def drop_broken_end(text: str) -> str:
     """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
     if not text.endswith(BROKEN):
         return text
@@ -150,22 +148,28 @@ def without_broken_end(text: str) -> str:
 
 @dataclass(slots=True)
 class _OpenStart:
-    """A token's start, which is `place` plus as many of `num_held` U+FFFD as stay such."""
+    """A token's start, which is `num_certain` plus as many of `num_held` U+FFFD as stay such."""
 
-    place: int  # code points that were certain before it
+    num_certain: int  # code points that were certain before it
     num_held: int
     is_inside: bool  # its first byte belongs to the last of them
-    since: str = ""  # what became certain since
+    text_since: str = ""  # what became certain since
 
     @property
     def is_settled(self) -> bool:
-        return len(self.since) >= self.num_held or self.since.strip(BROKEN) != ""
+        return (
+            len(self.text_since) >= self.num_held or self.text_since.strip(BROKEN) != ""
+        )
 
-    def find(self, num_held: int) -> int:
+    def find_start(self, num_held: int) -> int:
         """Return the start, if the text ends in so many U+FFFD that are held back now."""
-        text = self.since + BROKEN * num_held
+        text = self.text_since + BROKEN * num_held
         num_equal = min(self.num_held, len(text) - len(text.lstrip(BROKEN)))
-        return self.place + num_equal - (self.is_inside and num_equal == self.num_held)
+        return (
+            self.num_certain
+            + num_equal
+            - (self.is_inside and num_equal == self.num_held)
+        )
 
 
 class TokenStarts:
@@ -182,11 +186,11 @@ class TokenStarts:
 
     @property
     def num_open(self) -> int:
-        """Tokens whose place is open."""
+        """How many tokens have an open start."""
         return len(self._open)
 
     def add(self, new: str, num_held: int, *, is_inside: bool) -> list[int]:
-        """Take the next token; return where it and those before it start whose place is open.
+        """Add the next token; return its start, and those before it that are open.
 
         Args:
             new: what is certain with it.
@@ -197,8 +201,8 @@ class TokenStarts:
         if self._num_held or self._open:
             self._open.append(_OpenStart(self._num_certain, self._num_held, is_inside))
             for token in self._open:
-                token.since += new
-            starts = [token.find(num_held) for token in self._open]
+                token.text_since += new
+            starts = [token.find_start(num_held) for token in self._open]
             self._open = [token for token in self._open if not token.is_settled]
         self._num_certain += len(new)
         self._num_held = num_held

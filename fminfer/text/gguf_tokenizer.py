@@ -1,5 +1,4 @@
-"""Writes the tokenizer of a GGUF file as the files of transformers that it was
-converted from."""
+"""Writes the tokenizer of a GGUF file as the transformers files that it came from."""
 
 from __future__ import annotations
 

@@ -52,7 +52,7 @@ class StoredVocabulary:
             else []
             for key in ("tokens", "token_type", "scores")
         )
-        pieces = [each if isinstance(each, str) else None for each in tokens]
+        pieces = [token if isinstance(token, str) else None for token in tokens]
         types = types or [NORMAL] * len(pieces)
         scores = scores or [0.0] * len(pieces)
         for token_id, (piece, kind) in enumerate(zip(pieces, types, strict=False)):
@@ -61,7 +61,7 @@ class StoredVocabulary:
         return cls(metadata, pieces, types, scores)
 
     def check_counts(self) -> None:
-        """Refuse a vocabulary that has no piece, or fewer types or scores than pieces."""
+        """Raise a CheckpointError for no piece, or fewer types or scores than pieces."""
         num_pieces = len(self.pieces)
         if not num_pieces or min(len(self.types), len(self.scores)) < num_pieces:
             raise CheckpointError(
@@ -103,8 +103,7 @@ class StoredVocabulary:
         return None if token_id is None else self.pieces[token_id]
 
     def make_added_tokens(self) -> list[Json]:
-        """Return the `make_added_tokens` of tokenizer.json: what is found in a text before
-        all else."""
+        """Return the `added_tokens` of tokenizer.json, which a text is searched for first."""
         arch = self.metadata.get("general.architecture")
         swallows_spaces = self.kind == "llama" and arch == "phi3"
         return [
@@ -150,8 +149,8 @@ class Cuts:
 
 
 def require_cuts(name: object) -> Cuts:
-    """Return the row of a name; another one is refused."""
-    by_name = {each: row for row in _ROWS for each in row.names.split()}
+    """Return the row of a name, or raise a CheckpointError."""
+    by_name = {row_name: row for row in _ROWS for row_name in row.names.split()}
     if (cuts := by_name.get(str(name))) is None:
         known = ", ".join(sorted(by_name))
         what = (
@@ -277,7 +276,7 @@ def build_byte_level(
     merges = [
         [left, right]
         for left, _, right in (
-            str(each).partition(" ") for each in vocabulary.find("merges", [])
+            str(merge).partition(" ") for merge in vocabulary.find("merges", [])
         )
         if left in ids and right in ids and left + right in ids
     ]
@@ -348,6 +347,6 @@ def build_unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
 
 
 def _make_space_normalizer(*, leads: bool) -> normalizers.Normalizer:
-    """Write spaces by their sign, and `leads`: one more before the text."""
+    """Return what writes spaces by their sign; `leads`: one more before the text."""
     steps: list[normalizers.Normalizer] = [normalizers.Prepend(SPACE)] if leads else []
     return normalizers.Sequence([*steps, normalizers.Replace(" ", SPACE)])

@@ -94,7 +94,7 @@ def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
             f"it takes {num_bytes >> 20} MB of memory; at most {MOST_BYTES >> 20} MB is "
             "allowed. Make it simpler"
         )
-    shortest = [each for each in shortest if each and len(each) < MAX_SHORTEST]
+    shortest = [text for text in shortest if text and len(text) < MAX_SHORTEST]
     return [grammars, unknown, shortest, num_bytes]
 
 

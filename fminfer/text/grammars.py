@@ -42,7 +42,7 @@ class Vocabulary:
         self.eos_token_id = min(eos_ids)
         self.special_token_ids = sorted(tokenizer.special_ids | eos_ids)
         self.tokens = [
-            tokenizer.token_bytes(token_id)
+            tokenizer.bytes_of_token(token_id)
             if tokenizer.has_text(token_id, skip_special_tokens=False)
             else b""
             for token_id in range(vocab_size)
@@ -53,10 +53,10 @@ class Vocabulary:
         }
         self._longest = max(map(len, self._ids))
         usable = {*self._ids.values()}
-        ids = [each for each in tokenizer.encode(PROBE).ids if each in usable]
+        ids = [i for i in tokenizer.encode(PROBE).ids if i in usable]
         # some put a space before a text, and take it off
         text = tokenizer.decode(ids).lstrip(" ")
-        if b"".join(self.tokens[each] for each in ids).lstrip(b" ") != text.encode():
+        if b"".join(self.tokens[i] for i in ids).lstrip(b" ") != text.encode():
             raise _no_constraints_error(
                 "the texts of this model's tokenizer are not its tokens' bytes, as in WordPiece"
             )
@@ -75,7 +75,7 @@ class Vocabulary:
         return self._tokenize_greedily(data)
 
     def _tokenize_greedily(self, data: bytes) -> list[int]:
-        """Take the longest token each time, as far as there are tokens."""
+        """Return the longest token each time, as long as there is one."""
         ids: list[int] = []
         start = 0
         while start < len(data):

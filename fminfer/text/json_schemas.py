@@ -149,9 +149,9 @@ def change_parts(
     changed = dict(schema)
     for key, value in schema.items():
         if key in _MAPS and isinstance(value, dict):
-            changed[key] = {name: change(each) for name, each in value.items()}
+            changed[key] = {name: change(part) for name, part in value.items()}
         elif key in _LISTS + _SINGLE and isinstance(value, list):
-            changed[key] = [change(each) for each in value]
+            changed[key] = [change(part) for part in value]
         elif key in _SINGLE:
             changed[key] = change(value)
     return changed
@@ -230,7 +230,7 @@ class UnionRewriter:
 def _find_required_names(schema: dict[str, Any]) -> list[str]:
     names = schema.get("required", [])
     return (
-        [each for each in names if isinstance(each, str)]
+        [name for name in names if isinstance(name, str)]
         if isinstance(names, list)
         else []
     )
@@ -269,9 +269,9 @@ def _normalize_numbers(value: Any) -> Any:
     if isinstance(value, float) and value.is_integer():
         return int(value)
     if isinstance(value, list):
-        return [_normalize_numbers(each) for each in value]
+        return [_normalize_numbers(item) for item in value]
     if isinstance(value, dict):
-        return {name: _normalize_numbers(each) for name, each in value.items()}
+        return {name: _normalize_numbers(item) for name, item in value.items()}
     return value
 
 
@@ -332,7 +332,7 @@ class _ShortestTexts:
         )
         kinds: Any = schema.get("type", "integer")
         kinds = kinds if isinstance(kinds, list) else [kinds]
-        texts = [self.find_text(each) for each in needed]
+        texts = [self.find_text(target) for target in needed]
         for part in schema.get("allOf", []):
             is_beside = "type" in schema and {*part} <= _BESIDE_TYPE
             texts.append(
@@ -381,7 +381,7 @@ class _ShortestTexts:
             items = schema.get("items", True)
             first = items if isinstance(items, list) else schema.get("prefixItems", [])
             other = schema.get("additionalItems", True) if items is first else items
-            texts = [self.find_text(each) for each in first[:least]]
+            texts = [self.find_text(item) for item in first[:least]]
             if least > len(first):
                 texts += [self.find_text(other)] * min(least - len(first), MAX_SHORTEST)
             if None in texts or sum(len(text or "") for text in texts) > MAX_SHORTEST:

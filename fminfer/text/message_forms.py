@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
-from fminfer.text.tool_calls import load_object
+from fminfer.text.tool_calls import parse_object
 
 ChatMessage = dict[str, Any]
 Render = Callable[[list[ChatMessage]], str]
@@ -50,12 +50,13 @@ class Turn:
     is_empty: bool  # "" stands beside calls, which counts as no content
 
     @staticmethod
-    def of(message: ChatMessage) -> Turn:
+    def from_message(message: ChatMessage) -> Turn:
         """Return the turn of a message."""
         content = message.get("content")
-        sent = message.get("tool_calls", ())
+        sent_calls = message.get("tool_calls", ())
         calls = tuple(
-            _find_object(each["function"]["arguments"]) is not None for each in sent
+            _find_object(call["function"]["arguments"]) is not None
+            for call in sent_calls
         )
         is_empty = content == "" and len(calls) > 0
         num_parts = None if content is None or is_empty else 0
@@ -63,11 +64,11 @@ class Turn:
             num_parts = len(content)
         return Turn(message["role"], num_parts, calls, is_empty)
 
-    def probe(self, number: int) -> ChatMessage:
+    def make_probe(self, number: int) -> ChatMessage:
         """Return a message of this structure, with texts that are easy to find in a prompt."""
         message: ChatMessage = {"role": self.role}
         if self.num_parts is not None:
-            texts = self.texts(number)
+            texts = self.make_texts(number)
             parts = [{"type": "text", "text": text} for text in texts]
             message["content"] = parts if self.num_parts else texts[0]
         if self.calls:
@@ -75,15 +76,15 @@ class Turn:
                 {
                     "id": _ID,
                     "type": "function",
-                    "function": {"name": "probe", "arguments": each},
+                    "function": {"name": "probe", "arguments": arguments},
                 }
-                for each in self.arguments(number)
+                for arguments in self.make_arguments(number)
             ]
         if self.role == "tool":
             message |= {"tool_call_id": _ID, "name": "probe"}
         return message
 
-    def texts(self, number: int) -> list[str]:
+    def make_texts(self, number: int) -> list[str]:
         """Return the texts of a probe's content.
 
         Digits survive a template that trims spaces or changes case.
@@ -93,7 +94,7 @@ class Turn:
             for part in range(max(1, self.num_parts or 0))
         ]
 
-    def arguments(self, number: int) -> list[ChatMessage | str]:
+    def make_arguments(self, number: int) -> list[ChatMessage | str]:
         """Return the arguments of a probe's calls: objects with a text, or a text alone."""
         texts = f"28642{number:05}90753", f"28641{number:05}90753"
         return [
@@ -109,8 +110,10 @@ class Forms:
     arguments: ArgumentForm = "objects"  # of calls
     lacking: Lacking = "absent"  # the content beside calls
     # roles whose strings become lists of one part
-    of_one_part: frozenset[str] = frozenset()
-    of_parts: frozenset[str] = frozenset()  # roles whose lists stay; others' are joined
+    one_part_roles: frozenset[str] = frozenset()
+    list_roles: frozenset[str] = (
+        frozenset()
+    )  # roles whose lists stay; others' are joined
     losses: tuple[str, ...] = ()  # what the prompt lacks all the same, for people
 
     def convert(self, message: ChatMessage) -> ChatMessage:
@@ -125,10 +128,10 @@ class Forms:
                 message = {
                     name: value for name, value in message.items() if name != "content"
                 }
-        elif isinstance(content, list) and role not in self.of_parts:
+        elif isinstance(content, list) and role not in self.list_roles:
             content = "\n".join(part["text"] for part in content)
         if isinstance(content, str):
-            is_part = role in self.of_one_part
+            is_part = role in self.one_part_roles
             changed["content"] = (
                 [{"type": "text", "text": content}] if is_part else content
             )
@@ -142,22 +145,24 @@ class Forms:
         arguments = self.convert_arguments(call["function"]["arguments"])
         return call | {"function": call["function"] | {"arguments": arguments}}
 
-    def convert_arguments(self, sent: ChatMessage | str) -> ChatMessage | str:
+    def convert_arguments(self, arguments: ChatMessage | str) -> ChatMessage | str:
         """Return a call's arguments in these forms."""
         if self.arguments == "JSON":
             return (
-                sent if isinstance(sent, str) else json.dumps(sent, ensure_ascii=False)
+                arguments
+                if isinstance(arguments, str)
+                else json.dumps(arguments, ensure_ascii=False)
             )
-        found = _find_object(sent)
-        if found is None and self.arguments == "only objects":
-            return {"arguments": sent}
-        return sent if found is None else found
+        parsed = _find_object(arguments)
+        if parsed is None and self.arguments == "only objects":
+            return {"arguments": arguments}
+        return arguments if parsed is None else parsed
 
 
 def _find_object(arguments: ChatMessage | str) -> ChatMessage | None:
     """Return the object that arguments are, or hold as JSON; None: they hold none."""
     try:
-        return load_object(arguments) if isinstance(arguments, str) else arguments
+        return parse_object(arguments) if isinstance(arguments, str) else arguments
     except (ValueError, RecursionError):
         return None
 
@@ -169,43 +174,47 @@ def find_forms(turns: Sequence[Turn], render: Render) -> Forms:
     where each of their texts arrives, and are joined elsewhere.
     """
     probe = _Probe(turns, render)
-    forms = _find_forms_of_calls(turns, probe)
-    seen = dict.fromkeys(turn.role for turn in turns if turn.num_parts is not None)
-    for role in seen:
-        in_parts = replace(forms, of_one_part=forms.of_one_part | {role})
-        if probe.arriving(forms, role) < probe.arriving(in_parts, role):
+    forms = _find_call_forms(turns, probe)
+    roles = dict.fromkeys(turn.role for turn in turns if turn.num_parts is not None)
+    for role in roles:
+        in_parts = replace(forms, one_part_roles=forms.one_part_roles | {role})
+        if probe.find_arriving_turns(forms, role) < probe.find_arriving_turns(
+            in_parts, role
+        ):
             forms = in_parts
     # so are roles of which nothing can be seen
-    if seen and forms.of_one_part >= seen.keys():
-        forms = replace(forms, of_one_part=frozenset(turn.role for turn in turns))
+    if roles and forms.one_part_roles >= roles.keys():
+        forms = replace(forms, one_part_roles=frozenset(turn.role for turn in turns))
     for role in dict.fromkeys(turn.role for turn in turns if turn.num_parts):
-        kept = replace(forms, of_parts=forms.of_parts | {role})
-        if probe.arriving(kept) >= probe.arriving(forms):
-            forms = kept
+        with_lists = replace(forms, list_roles=forms.list_roles | {role})
+        if probe.find_arriving_turns(with_lists) >= probe.find_arriving_turns(forms):
+            forms = with_lists
     return replace(forms, losses=tuple(_find_losses(turns, probe, forms)))
 
 
 def _find_losses(turns: Sequence[Turn], probe: _Probe, forms: Forms) -> Iterator[str]:
-    if probe.write(forms) is None:  # refused: nothing is lost in silence
+    if probe.write_prompt(forms) is None:  # refused: nothing is lost in silence
         return
     if probe.count_turns_with_calls(forms) < sum(bool(turn.calls) for turn in turns):
         yield "the chat template leaves out tool calls of messages"
-    if any(turn.num_parts is not None for turn in turns) and not probe.arriving(forms):
+    if any(
+        turn.num_parts is not None for turn in turns
+    ) and not probe.find_arriving_turns(forms):
         yield "the chat template writes no text of the messages"
 
 
-def _find_forms_of_calls(turns: Sequence[Turn], probe: _Probe) -> Forms:
+def _find_call_forms(turns: Sequence[Turn], probe: _Probe) -> Forms:
     """Return the forms in which most turns have their calls; of equals the first one tried."""
     num_calling = sum(bool(turn.calls) for turn in turns)
-    is_sent = any(turn.is_empty for turn in turns)
+    is_empty_sent = any(turn.is_empty for turn in turns)
     lackings: tuple[Lacking, ...] = (
-        ("empty", "absent", "null") if is_sent else ("absent", "null", "empty")
+        ("empty", "absent", "null") if is_empty_sent else ("absent", "null", "empty")
     )
     best = Forms(lacking=lackings[0])
     most = -1
     for roles in (frozenset[str](), frozenset(turn.role for turn in turns)):
         for arguments, lacking in product(ARGUMENT_FORMS, lackings):
-            forms = Forms(arguments, lacking, of_one_part=roles)
+            forms = Forms(arguments, lacking, one_part_roles=roles)
             num_written = probe.count_turns_with_calls(forms)
             # calls would be left out
             is_loss = lacking != lackings[0] and not num_written
@@ -225,10 +234,10 @@ class _Probe:
     def __init__(self, turns: Sequence[Turn], render: Render) -> None:
         self._turns = turns
         self._render = render
-        self._messages = [turn.probe(number) for number, turn in enumerate(turns)]
+        self._messages = [turn.make_probe(number) for number, turn in enumerate(turns)]
         self._written: dict[Forms, str | None] = {}
 
-    def write(self, forms: Forms) -> str | None:
+    def write_prompt(self, forms: Forms) -> str | None:
         """Return the prompt; None: the template refuses such messages."""
         if forms not in self._written:
             try:
@@ -245,19 +254,19 @@ class _Probe:
         for number, message in enumerate(messages):
             if isinstance(content := message.get("content"), list):
                 message["content"] = [
-                    part | {_key_of_list(number): 0} for part in content
+                    part | {_make_list_key(number): 0} for part in content
                 ]
         return messages
 
-    def arriving(self, forms: Forms, role: str | None = None) -> set[int]:
+    def find_arriving_turns(self, forms: Forms, role: str | None = None) -> set[int]:
         """Return the numbers of the turns, of one role if given, whose texts all arrive."""
-        marks = set(_MARKS.findall(self.write(forms) or ""))
+        marks = set(_MARKS.findall(self.write_prompt(forms) or ""))
         return {
             number
             for number, turn in enumerate(self._turns)
             if turn.num_parts is not None and role in (None, turn.role)
-            if _key_of_list(number) not in marks
-            and marks.issuperset(turn.texts(number))
+            if _make_list_key(number) not in marks
+            and marks.issuperset(turn.make_texts(number))
         }
 
     def count_turns_with_calls(self, forms: Forms) -> int:
@@ -265,32 +274,32 @@ class _Probe:
 
         It is -1 if the template refuses the messages, or writes a null as a word.
         """
-        text = self.write(forms)
+        text = self.write_prompt(forms)
         if text is None or (forms.lacking == "null" and self._writes_null(forms, text)):
             return -1
         marks = {*_ARGUMENTS.findall(text), *_OBJECTS.findall(text)}
         count = 0
         for number, turn in enumerate(self._turns):
             count += bool(turn.calls) and all(
-                _is_written(marks, sent, forms) for sent in turn.arguments(number)
+                _is_written(marks, sent, forms) for sent in turn.make_arguments(number)
             )
         return count
 
     def _writes_null(self, forms: Forms, text: str) -> bool:
-        empty = self.write(replace(forms, lacking="empty"))
+        empty = self.write_prompt(replace(forms, lacking="empty"))
         return empty is not None and any(
             text.count(w) > empty.count(w) for w in ("None", "null")
         )
 
 
-def _is_written(marks: set[str], sent: ChatMessage | str, forms: Forms) -> bool:
+def _is_written(marks: set[str], arguments: ChatMessage | str, forms: Forms) -> bool:
     """Tell whether arguments are among a prompt's marks, and not as Python writes objects."""
-    given = forms.convert_arguments(sent)
-    wanted = str(sent["value"] if isinstance(sent, dict) else sent)
-    if isinstance(given, str):
-        return (given if forms.arguments == "JSON" else wanted) in marks
-    return wanted in marks and str(given) not in marks
+    converted = forms.convert_arguments(arguments)
+    wanted = str(arguments["value"] if isinstance(arguments, dict) else arguments)
+    if isinstance(converted, str):
+        return (converted if forms.arguments == "JSON" else wanted) in marks
+    return wanted in marks and str(converted) not in marks
 
 
-def _key_of_list(number: int) -> str:
+def _make_list_key(number: int) -> str:
     return f"46120{number:05}95837"

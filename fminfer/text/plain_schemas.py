@@ -56,7 +56,7 @@ def parse_schema(text: str) -> Any:
 def rewrite_schema(schema: Any) -> Any:
     """Return a schema that allows the same values, or slightly fewer."""
     if isinstance(schema, list):
-        return [rewrite_schema(each) for each in schema]
+        return [rewrite_schema(item) for item in schema]
     if not isinstance(schema, dict):
         return schema
     plain = {key: value for key, value in schema.items() if not _is_neutral(key, value)}
@@ -166,10 +166,9 @@ def _bound_numbers(schema: dict[str, Any]) -> None:
 
 
 def _move_exclusive_bounds(schema: dict[str, Any]) -> None:
-    """Move a whole exclusive bound a little: llguidance takes 0 as above 0, if 0.5 is
-    the maximum.
+    """Move whole exclusive bounds a little, if the other bound is less than 1 away.
 
-    This is done only if the other bound is less than 1 away.
+    llguidance takes 0 as above 0, if 0.5 is the maximum.
     """
     others = {
         "minimum": ("exclusiveMinimum", "maximum", "exclusiveMaximum"),

@@ -21,23 +21,22 @@ def follow_model_file(backend: BackendTokenizer, folder: Path) -> None:
     shift them bring rules of their own.
     """
     for file in sorted(folder.glob("*.model")):
-        model = _read(file)
+        model = _read_model(file)
         if model is not None and all(
             backend.id_to_token(token_id) == piece.piece
             for token_id, piece in enumerate(model.pieces)
         ):
-            backend.normalizer = _normalizer(model.normalizer_spec)
+            backend.normalizer = _make_normalizer(model.normalizer_spec)
             # The model itself finds the words; a split before it could only do harm.
             backend.pre_tokenizer = None
 
 
-def _read(file: Path) -> Any | None:
-    """Return the model, or None: other things than sentencepiece's are called
-    tokenizer.model."""
+def _read_model(file: Path) -> Any | None:
+    """Return a sentencepiece model; None: the file is something else of that name."""
     # Imported only where a folder has such a file; neither has types.
-    format_of: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
+    model_format: Any = importlib.import_module("sentencepiece.sentencepiece_model_pb2")
     protobuf: Any = importlib.import_module("google.protobuf.message")
-    model = format_of.ModelProto()
+    model = model_format.ModelProto()
     try:
         model.ParseFromString(file.read_bytes())
     except protobuf.DecodeError:
@@ -45,7 +44,7 @@ def _read(file: Path) -> Any | None:
     return model if model.pieces else None
 
 
-def _normalizer(spec: Any) -> normalizers.Normalizer:
+def _make_normalizer(spec: Any) -> normalizers.Normalizer:
     """Do what sentencepiece's normalizer.cc does, in its order."""
     steps: list[normalizers.Normalizer] = []
     if spec.precompiled_charsmap:

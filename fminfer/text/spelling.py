@@ -1,5 +1,4 @@
-"""How the logprobs arrays spell a token: by its vocabulary piece, or by the text it
-stands for."""
+"""How the logprobs arrays spell a token: by its vocabulary piece, or by its text."""
 
 from __future__ import annotations
 
@@ -23,7 +22,7 @@ class Spelling:
         self._is_text = is_text
         self._bytes: dict[int, bytes] = {}
 
-    def spell(self, token_id: int, *, is_first: bool = False) -> str:
+    def spell_token(self, token_id: int, *, is_first: bool = False) -> str:
         """Return a token's spelling.
 
         Args:
@@ -31,25 +30,25 @@ class Spelling:
                 manner leave out the space that the first token begins with.
         """
         if not self._is_text:
-            return self._tokenizer.piece(token_id)
-        return _show(self.spell_bytes(token_id, is_first=is_first))
+            return self._tokenizer.piece_of_token(token_id)
+        return _show_bytes(self.spell_bytes(token_id, is_first=is_first))
 
     def spell_bytes(self, token_id: int, *, is_first: bool = False) -> bytes:
         """Return what a token stands for, in UTF-8; it may be a piece of a character."""
         if token_id not in self._bytes:
-            self._bytes[token_id] = self._tokenizer.token_bytes(token_id)
-        found = self._bytes[token_id]
-        if is_first and found.startswith(b" "):
-            shown = self._tokenizer.decode([token_id]).encode()
-            return shown if shown == found[1:] else found
-        return found
+            self._bytes[token_id] = self._tokenizer.bytes_of_token(token_id)
+        token = self._bytes[token_id]
+        if is_first and token.startswith(b" "):
+            decoded = self._tokenizer.decode([token_id]).encode()
+            return decoded if decoded == token[1:] else token
+        return token
 
     @property
     def has_words(self) -> bool:
         """Whether tokens have texts at all."""
         return self._tokenizer.has_words
 
-    def find_first(self, ids: Iterable[int], *, skip_special_tokens: bool) -> int:
+    def find_first_text(self, ids: Iterable[int], *, skip_special_tokens: bool) -> int:
         """Return the place of the first id that is text, -1 if none is; behind a BOS it is 1."""
         special_ids = (
             self._tokenizer.special_ids if skip_special_tokens else frozenset()
@@ -59,7 +58,7 @@ class Spelling:
         )
 
 
-def _show(token: bytes) -> str:
+def _show_bytes(token: bytes) -> str:
     try:
         return token.decode("utf-8")
     except UnicodeDecodeError:

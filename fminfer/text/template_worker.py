@@ -41,14 +41,14 @@ class RenderedTemplate:
         return sorted(self._library._get_template_variables(self._text))
 
     def render(self, message: dict[str, Any]) -> dict[str, Any]:
-        """Answer a message that `ChatTemplate.begin` made."""
+        """Answer a message that `ChatTemplate.make_call` made."""
         self._clock = message["clock"]
         messages: list[ChatMessage] = message["messages"]
         args: dict[str, Any] = message["args"]
         forms = self._find_forms(messages, message["tools"], args)
-        rendered = self._apply(
+        rendered = self._render_messages(
             message["tools"],
-            [forms.convert(each) for each in messages],
+            [forms.convert(chat_message) for chat_message in messages],
             add_generation_prompt=message["begins"],
             continue_final_message=message["continues"],
             **args,
@@ -63,18 +63,22 @@ class RenderedTemplate:
         args: dict[str, Any],
     ) -> Forms:
         """Return the forms in which the template reads messages of this structure."""
-        turns = tuple(map(Turn.of, messages))
-        described = repr(turns) + (json.dumps([tools, args]) if tools or args else "")
-        key = blake2b(described.encode(errors="surrogatepass"), digest_size=16).digest()
+        turns = tuple(map(Turn.from_message, messages))
+        description = repr(turns) + (json.dumps([tools, args]) if tools or args else "")
+        key = blake2b(
+            description.encode(errors="surrogatepass"), digest_size=16
+        ).digest()
         forms = self._forms.get(key)
         if forms is None:
             begins = messages[-1]["role"] != "assistant"
-            render = partial(self._apply, tools, add_generation_prompt=begins, **args)
+            render = partial(
+                self._render_messages, tools, add_generation_prompt=begins, **args
+            )
             forms = find_forms(turns, render)
-            self._forms.put(key, forms, len(described))
+            self._forms.put(key, forms, len(description))
         return forms
 
-    def _apply(
+    def _render_messages(
         self, tools: list[ChatMessage], messages: list[ChatMessage], **args: Any
     ) -> str:
         # apply_chat_template would drop nulls, and some templates test for them.

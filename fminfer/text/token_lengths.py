@@ -14,7 +14,7 @@ from tokenizers import Tokenizer as BackendTokenizer
 NORMAL_FORMS_SHRINK = 12
 NORMAL_FORMS = frozenset({"NFC", "NFD", "NFKC", "NFKD"})
 # What these leave of a text is all of it; other normalizers and splitters may drop white space.
-KEEPS_ALL = frozenset(
+LOSSLESS_PARTS = frozenset(
     {"Sequence", "Prepend", "ByteLevel", "Split", "Digits", "Metaspace", "Punctuation"}
 )
 
@@ -28,7 +28,7 @@ class LongestToken:
     is_exact: bool
 
 
-def find_longest(
+def find_longest_token(
     backend: BackendTokenizer, added: Iterable[Any], *, has_all_bytes: bool
 ) -> LongestToken | None:
     """Return the longest token; None: a token may stand for a text of any length.
@@ -43,18 +43,19 @@ def find_longest(
     num_bytes = max(
         len(piece.encode()) for piece in backend.get_vocab(with_added_tokens=True)
     )
-    parts = [*_parts(backend.normalizer), *_parts(backend.pre_tokenizer)]
+    parts = [*_list_parts(backend.normalizer), *_list_parts(backend.pre_tokenizer)]
     if any(
-        part["type"] in NORMAL_FORMS or part["type"] not in KEEPS_ALL for part in parts
+        part["type"] in NORMAL_FORMS or part["type"] not in LOSSLESS_PARTS
+        for part in parts
     ):
         num_bytes *= NORMAL_FORMS_SHRINK
     takes_spaces = any(token.lstrip or token.rstrip for token in added)
     return LongestToken(
-        num_bytes, is_exact=not takes_spaces and all(map(_keeps_all, parts))
+        num_bytes, is_exact=not takes_spaces and all(map(_is_lossless, parts))
     )
 
 
-def least_tokens(text: str, longest: LongestToken | None) -> int:
+def count_least_tokens(text: str, longest: LongestToken | None) -> int:
     """Return a number of tokens that a text certainly has."""
     if longest is None:
         return 0
@@ -62,23 +63,23 @@ def least_tokens(text: str, longest: LongestToken | None) -> int:
     return -(-length // longest.num_bytes)
 
 
-def _parts(component: Any) -> Iterator[dict[str, Any]]:
+def _list_parts(component: Any) -> Iterator[dict[str, Any]]:
     """Yield what a normalizer or pre-tokenizer is made of."""
     if component is None:
         return
-    left = [json.loads(component.__getstate__())]
-    while left:
-        part = left.pop()
+    waiting = [json.loads(component.__getstate__())]
+    while waiting:
+        part = waiting.pop()
         yield part
-        left += [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
+        waiting += [*part.get("normalizers", ()), *part.get("pretokenizers", ())]
 
 
-def _keeps_all(part: dict[str, Any]) -> bool:
+def _is_lossless(part: dict[str, Any]) -> bool:
     """Tell whether all bytes of a text are left, in whatever form."""
     if part["type"] == "Replace":
         pattern = part["pattern"].get("String")
         return pattern is not None and len(pattern.encode()) <= len(
             part["content"].encode()
         )
-    kept = KEEPS_ALL | NORMAL_FORMS
+    kept = LOSSLESS_PARTS | NORMAL_FORMS
     return part["type"] in kept and part.get("behavior") not in ("Removed", "removed")

@@ -17,11 +17,17 @@ from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.errors import RequestError
 from fminfer.text.detokenizer import BROKEN, Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.token_lengths import LongestToken, find_longest, least_tokens
+from fminfer.text.token_lengths import (
+    LongestToken,
+    count_least_tokens,
+    find_longest_token,
+)
 from fminfer.text.tokenizer_folder import BYT5, read_tokenizer
 
 MAX_KEPT_BYTES = 16 << 20  # of the words of whole requests
-NUM_BYTES = 64  # for a character of them, with its ids; the largest request fits
+BYTES_A_CHARACTER = (
+    64  # for a character of them, with its ids; the largest request fits
+)
 
 
 class _Panics(AbstractContextManager[object], ContextDecorator):
@@ -53,15 +59,19 @@ class Tokenizer:
 
     def __init__(self, hf: Any | None) -> None:
         backend = (
-            _byte_tokenizer() if hf is None else getattr(hf, "backend_tokenizer", None)
+            _build_byte_tokenizer()
+            if hf is None
+            else getattr(hf, "backend_tokenizer", None)
         )
         self.hf = hf
-        self._spelled: BoundedCache[
+        self._word_spellings: BoundedCache[
             tuple[str, ...], tuple[frozenset[tuple[int, ...]], ...]
         ] = BoundedCache(16, MAX_KEPT_BYTES)
         # None: it is sentencepiece's own
         self.backend: BackendTokenizer | None = backend
-        self._bytes = _bytes_of_byt5(hf) if backend is None else _byte_fallback(backend)
+        self._bytes = (
+            _map_byt5_bytes(hf) if backend is None else _map_fallback_bytes(backend)
+        )
         self.bos_id: int | None = None if hf is None else hf.bos_token_id
         self.eos_id: int | None = None if hf is None else hf.eos_token_id
         added = {} if hf is None else hf.added_tokens_decoder
@@ -70,7 +80,7 @@ class Tokenizer:
         if hf is not None and backend is None:  # ByT5's EOS is not marked
             self.special_ids |= {*hf.all_special_ids}
         self._is_plain = backend is not None and (
-            hf is None or _encodes_plainly(hf, backend)
+            hf is None or _is_plain_encoder(hf, backend)
         )
         decoder = None if backend is None else backend.decoder
         self._is_byte_level = (
@@ -78,9 +88,8 @@ class Tokenizer:
         )
 
     @property
-    def num_trained(self) -> int:
-        """The size of its vocabulary without added tokens, for which a model may have
-        no rows."""
+    def num_trained_tokens(self) -> int:
+        """The number of its tokens, without added ones: a model may have no rows for these."""
         if self.backend is not None:
             return self.backend.get_vocab_size(with_added_tokens=False)
         assert self.hf is not None
@@ -91,14 +100,14 @@ class Tokenizer:
         """The spelling of BOS if a prompt that begins with it gets two; else None."""
         if self.bos_id is None or not self.has_words:
             return None
-        bos = self.piece(self.bos_id)
+        bos = self.piece_of_token(self.bos_id)
         return bos if self.encode(bos).ids[:2] == [self.bos_id] * 2 else None
 
     @cached_property
     def added_ids(self) -> tuple[list[int], list[int]]:
         """The special tokens that are added before each text and after it."""
-        bare = self._ids("a", False)
-        whole = self._ids("a", True)
+        bare = self._encode_ids("a", False)
+        whole = self._encode_ids("a", True)
         front = whole.index(bare[0]) if bare else len(whole)
         return whole[:front], whole[front + len(bare) :]
 
@@ -110,21 +119,25 @@ class Tokenizer:
         """Tell whether no answer has a text: a special token is in it, with others beside."""
         return (
             text not in self._special_by_piece
-            and self._any_special.search(text) is not None
+            and self._special_pattern.search(text) is not None
         )
 
     @cached_property
-    def _any_special(self) -> re.Pattern[str]:
+    def _special_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special_by_piece)) or "(?!)")
 
     @cached_property
     def _special_by_piece(self) -> dict[str, int]:
-        return {self.piece(token_id): token_id for token_id in self.special_ids}
+        return {
+            self.piece_of_token(token_id): token_id for token_id in self.special_ids
+        }
 
     @classmethod
     def load(cls, folder: Path, config: Any | None = None) -> Tokenizer:
-        """Load the tokenizer of a folder. The model's config tells its kind if the
-        folder has none.
+        """Load the tokenizer of a folder.
+
+        Args:
+            config: the model's. It tells the tokenizer's kind if the folder has no config.
 
         Raises:
             CheckpointError: the folder has no tokenizer that transformers can read.
@@ -141,7 +154,7 @@ class Tokenizer:
 
         Of no ids it makes BOS, or EOS where there is no BOS; none if the tokenizer has neither.
         """
-        ids = self._ids(text, add_special_tokens)
+        ids = self._encode_ids(text, add_special_tokens)
         if not ids:
             start = self.bos_id if self.bos_id is not None else self.eos_id
             return (
@@ -150,40 +163,44 @@ class Tokenizer:
                 else EncodedPrompt([], text, [])
             )
         offsets = (
-            self._text_offsets(text, ids, add_special_tokens) if with_offsets else []
+            self._find_text_offsets(text, ids, add_special_tokens)
+            if with_offsets
+            else []
         )
         return EncodedPrompt(ids, text, offsets)
 
     @PANICS
-    def _ids(self, text: str, add_special_tokens: bool) -> list[int]:
+    def _encode_ids(self, text: str, add_special_tokens: bool) -> list[int]:
         if self._is_plain and self.backend is not None:
-            own = self.backend.encode_batch_fast(
+            encodings = self.backend.encode_batch_fast(
                 [text], add_special_tokens=add_special_tokens
             )
-            return own[0].ids
+            return encodings[0].ids
         assert self.hf is not None
         return list(self.hf(text, add_special_tokens=add_special_tokens)["input_ids"])
 
-    def spell_all(
+    def spell_words(
         self, words: tuple[str, ...]
     ) -> tuple[frozenset[tuple[int, ...]], ...]:
-        """Return `spell` of each word. Recent ones are kept: each request asks three times."""
-        spelled = self._spelled.get(words) if words else ()
+        """Return `spell_word` of each word. Recent ones are kept: a request asks three times."""
+        spelled = self._word_spellings.get(words) if words else ()
         if spelled is None:
-            spelled = tuple(map(self.spell, words))
-            self._spelled.put(words, spelled, NUM_BYTES * sum(map(len, words)))
+            spelled = tuple(map(self.spell_word, words))
+            self._word_spellings.put(
+                words, spelled, BYTES_A_CHARACTER * sum(map(len, words))
+            )
         return spelled
 
-    def spell(self, word: str) -> frozenset[tuple[int, ...]]:
+    def spell_word(self, word: str) -> frozenset[tuple[int, ...]]:
         """Return the ids of a word at the start of a text, and of one behind a space."""
         word = word.lstrip() or word  # white space has itself
         return frozenset(
-            tuple(self._ids(form, False)) for form in (word, f" {word}")
+            tuple(self._encode_ids(form, False)) for form in (word, f" {word}")
         ) - {()}
 
-    def least_tokens(self, text: str) -> int:
+    def count_least_tokens(self, text: str) -> int:
         """Return a number of tokens that a text certainly has; it costs no tokenizing."""
-        return least_tokens(text, self._longest)
+        return count_least_tokens(text, self._longest)
 
     @cached_property
     def _longest(self) -> LongestToken | None:
@@ -193,7 +210,7 @@ class Tokenizer:
             return None
         has_all_bytes = self._is_byte_level or len(self._bytes) == 256
         added = self.hf.added_tokens_decoder.values()
-        return find_longest(self.backend, added, has_all_bytes=has_all_bytes)
+        return find_longest_token(self.backend, added, has_all_bytes=has_all_bytes)
 
     def describe_ids(
         self,
@@ -206,10 +223,10 @@ class Tokenizer:
         offsets: list[int] = []
         text = self.decode(ids, skip_special_tokens=skip_special_tokens)
         if with_offsets:
-            offsets, text = self._detokenized_offsets(ids, skip_special_tokens)
+            offsets, text = self._find_detokenized_offsets(ids, skip_special_tokens)
         return EncodedPrompt(ids, text, offsets)
 
-    def piece(self, token_id: int) -> str:
+    def piece_of_token(self, token_id: int) -> str:
         """Return the vocabulary's spelling of an id, such as `Ġnorth` or `▁north`."""
         if self.backend is not None:
             piece = self.backend.id_to_token(token_id)
@@ -220,14 +237,14 @@ class Tokenizer:
         # Checkpoints pad their vocabulary: such ids can be sampled but have no spelling.
         return piece if piece is not None else f"<|id:{token_id}|>"
 
-    def token_bytes(self, token_id: int) -> bytes:
+    def bytes_of_token(self, token_id: int) -> bytes:
         """Return what an id stands for, in UTF-8; it may be a piece of a character."""
-        piece = self.piece(token_id)
+        piece = self.piece_of_token(token_id)
         if token_id in self._added_ids:
             return piece.encode()
         if self._is_byte_level:
             return b"".join(
-                _bytes_by_spelling().get(sign, sign.encode()) for sign in piece
+                _make_byte_alphabet().get(sign, sign.encode()) for sign in piece
             )
         if token_id in self._bytes:
             return bytes([self._bytes[token_id]])
@@ -268,7 +285,7 @@ class Tokenizer:
         pieces: list[str] = []
         for is_bytes, run in groupby(shown, self._bytes.__contains__):
             if not is_bytes:
-                pieces += map(self.piece, run)
+                pieces += map(self.piece_of_token, run)
                 continue
             raw = bytes(self._bytes[token_id] for token_id in run)
             for char in raw.decode("utf-8", "surrogateescape"):
@@ -281,12 +298,12 @@ class Tokenizer:
         return str(backend.decoder.decode(pieces))
 
     @PANICS
-    def _text_offsets(
+    def _find_text_offsets(
         self, text: str, ids: list[int], add_special_tokens: bool
     ) -> list[int]:
         """Offsets of a string prompt's ids: from the tokenizer, gaps given to the next token."""
         if self.backend is None:
-            return self._detokenized_offsets(ids)[0]
+            return self._find_detokenized_offsets(ids)[0]
         encoding = self.backend.encode(text, add_special_tokens=add_special_tokens)
         spans = list(zip(encoding.offsets, encoding.special_tokens_mask, strict=True))
         # Some tokenizers trim white space off their offsets, and tokens of nothing else vanish;
@@ -294,7 +311,7 @@ class Tokenizer:
         if encoding.ids != ids or any(
             a == b for (a, b), is_special in spans if not is_special
         ):
-            return self._detokenized_offsets(ids)[0]
+            return self._find_detokenized_offsets(ids)[0]
         offsets = []
         last_end = 0
         for (start, end), is_special in spans:
@@ -304,7 +321,7 @@ class Tokenizer:
             last_end = max(end, last_end)
         return offsets
 
-    def _detokenized_offsets(
+    def _find_detokenized_offsets(
         self, ids: list[int], skip_special_tokens: bool = True
     ) -> tuple[list[int], str]:
         detokenizer = Detokenizer(self, [], skip_special_tokens=skip_special_tokens)
@@ -317,19 +334,19 @@ class Tokenizer:
         return offsets, "".join(parts)
 
 
-def _encodes_plainly(hf: Any, backend: BackendTokenizer) -> bool:
+def _is_plain_encoder(hf: Any, backend: BackendTokenizer) -> bool:
     """Tell whether transformers' tokenizer only calls its backend, which alone is quicker."""
     backend.no_truncation()  # as transformers sets it for each text
     backend.no_padding()
     backend.encode_special_tokens = hf.split_special_tokens
     methods = (type(hf).__call__, type(hf)._encode_plus)
     return all(
-        each.__module__.startswith("transformers.tokenization_utils_")
-        for each in methods
+        method.__module__.startswith("transformers.tokenization_utils_")
+        for method in methods
     )
 
 
-def _bytes_of_byt5(hf: Any) -> dict[int, int]:
+def _map_byt5_bytes(hf: Any) -> dict[int, int]:
     """Return id -> byte of ByT5's tokenizer; nothing for others."""
     if type(hf).__name__ != BYT5:
         return {}
@@ -337,7 +354,7 @@ def _bytes_of_byt5(hf: Any) -> dict[int, int]:
 
 
 @PANICS
-def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
+def _map_fallback_bytes(backend: BackendTokenizer) -> dict[int, int]:
     """Return id -> byte of a tokenizer whose decoder reads `<0x41>` as a byte; else nothing."""
     if backend.decoder is None or backend.decoder.decode(["<0x41>"]) != "A":
         return {}
@@ -345,9 +362,9 @@ def _byte_fallback(backend: BackendTokenizer) -> dict[int, int]:
     return {token_id: byte for token_id, byte in ids.items() if token_id is not None}
 
 
-def _byte_tokenizer() -> BackendTokenizer:
+def _build_byte_tokenizer() -> BackendTokenizer:
     """Build a tokenizer of the 256 bytes, id = byte."""
-    vocab = {spelling: byte[0] for spelling, byte in _bytes_by_spelling().items()}
+    vocab = {spelling: byte[0] for spelling, byte in _make_byte_alphabet().items()}
     tokenizer = BackendTokenizer(models.BPE(vocab=vocab, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(
         add_prefix_space=False, use_regex=False
@@ -357,7 +374,7 @@ def _byte_tokenizer() -> BackendTokenizer:
 
 
 @cache
-def _bytes_by_spelling() -> dict[str, bytes]:
+def _make_byte_alphabet() -> dict[str, bytes]:
     """Return GPT-2's byte alphabet: printable bytes stand for themselves, others from U+0100."""
     printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = [byte for byte in range(256) if byte not in printable]
@@ -382,11 +399,11 @@ class NoTokenizer(Tokenizer):
     ) -> EncodedPrompt:
         raise AssertionError("text was to be tokenized without a tokenizer")
 
-    def piece(self, token_id: int) -> str:
+    def piece_of_token(self, token_id: int) -> str:
         return f"token_id:{token_id}"
 
-    def token_bytes(self, token_id: int) -> bytes:
-        return self.piece(token_id).encode()
+    def bytes_of_token(self, token_id: int) -> bytes:
+        return self.piece_of_token(token_id).encode()
 
     def decode(self, ids: Iterable[int], *, skip_special_tokens: bool = True) -> str:
         return ""

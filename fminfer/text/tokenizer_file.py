@@ -26,7 +26,7 @@ _CHANGING = re.compile(
 )
 # characters or tokens of one character; published files make three or four
 MOST_GROWTH = 64
-BESIDE = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
+OTHER_FILES = ("tokenizer_config.json", "special_tokens_map.json", "added_tokens.json")
 _FLAGS = ("single_word", "lstrip", "rstrip", "normalized", "special")
 # Text that published tokenizers cut in different ways.
 _PROBE = (
@@ -52,11 +52,11 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
     from transformers import PreTrainedTokenizerFast
 
     others: list[AddedToken] = [*hf.added_tokens_decoder.values()]
-    before = _try_out(hf.backend_tokenizer)
+    before = _encode_probe(hf.backend_tokenizer)
     if type(hf).__init__ is not PreTrainedTokenizerFast.__init__:  # it is built anew
-        _put_in(hf, _load_file(file), others, file)
+        _replace_backend(hf, _load_file(file), others, file)
     _flag_added_tokens(hf.backend_tokenizer, others, file)
-    if _try_out(hf.backend_tokenizer) == before:
+    if _encode_probe(hf.backend_tokenizer) == before:
         return ""
     return (
         f"{file} makes other tokens than the class {type(hf).__name__} that the files beside it "
@@ -64,8 +64,8 @@ def follow_tokenizer_file(hf: Any, file: Path) -> str:
     )
 
 
-def refuse_growth(file: Path) -> None:
-    """Refuse a tokenizer.json with a part that makes a text many times as long.
+def check_growth(file: Path) -> None:
+    """Raise if a part of a tokenizer.json makes a text many times as long.
 
     Thirty replacements of `a` by `aa` make gigabytes of any request.
 
@@ -103,7 +103,7 @@ def _find_growth(part: Any) -> float:
     return 1.0
 
 
-def _try_out(backend: BackendTokenizer) -> tuple[list[str], str]:
+def _encode_probe(backend: BackendTokenizer) -> tuple[list[str], str]:
     """Return the tokens of the probe and their text; or no tokens and the error."""
     backend.no_padding()  # a file may ask for a billion tokens
     # the first text, without a space at its end, shows what makes Rust's code panic
@@ -132,7 +132,7 @@ def _read_added_tokens(file: Path) -> list[dict[str, Any]]:
     return entries
 
 
-def _put_in(
+def _replace_backend(
     hf: Any, stored: BackendTokenizer, others: list[AddedToken], file: Path
 ) -> None:
     """Make `hf` use the file's tokenizer, with added tokens that other files name.
@@ -141,8 +141,8 @@ def _put_in(
     keeps all of its tokens: they are the languages.
     """
     language = getattr(hf, "src_lang", None)
-    beside = (file.with_name(name) for name in BESIDE)
-    texts = [each.read_text("utf-8") for each in beside if each.exists()]
+    beside = (file.with_name(name) for name in OTHER_FILES)
+    texts = [path.read_text("utf-8") for path in beside if path.exists()]
 
     def is_named(name: str) -> bool:
         is_kept = language is not None or stored.token_to_id(name) is not None
@@ -150,7 +150,7 @@ def _put_in(
             f'"{name}"' in text or json.dumps(name) in text for text in texts
         )
 
-    _refuse_other_owners(hf, stored, file)
+    _check_id_owners(hf, stored, file)
     stored.add_tokens([token for token in others if is_named(token.content)])
     stored.encode_special_tokens = hf.backend_tokenizer.encode_special_tokens
     hf._tokenizer = stored
@@ -162,8 +162,8 @@ def _put_in(
         hf.src_lang = language
 
 
-def _refuse_other_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
-    """Refuse a folder if another file gives an id of tokenizer.json to another token."""
+def _check_id_owners(hf: Any, stored: BackendTokenizer, file: Path) -> None:
+    """Raise if another file gives an id of tokenizer.json to another token."""
     num_trained = stored.get_vocab_size(with_added_tokens=False)
     for token_id, token in hf.init_kwargs["added_tokens_decoder"].items():
         owner = stored.id_to_token(token_id)

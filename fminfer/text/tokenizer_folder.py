@@ -14,7 +14,7 @@ from fminfer.core.impostors import (
     naming_broken_files,
 )
 from fminfer.text.sentencepieces import follow_model_file
-from fminfer.text.tokenizer_file import BESIDE, follow_tokenizer_file, refuse_growth
+from fminfer.text.tokenizer_file import OTHER_FILES, check_growth, follow_tokenizer_file
 
 # where models that read images, too, kept theirs
 LEGACY_TEMPLATE = "chat_template.json"
@@ -34,25 +34,25 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
         CheckpointError: the folder has no tokenizer that transformers can read.
     """
     check_plain_files(folder)
-    has_file = any(is_vocabulary(file.name) for file in folder.iterdir())
-    if not has_file and (name := _find_class(folder)) != BYT5:
-        of_class = f" of its class {name}" if name else ""
+    has_file = any(is_vocabulary_file(file.name) for file in folder.iterdir())
+    if not has_file and (name := _find_class_name(folder)) != BYT5:
+        class_words = f" of its class {name}" if name else ""
         raise CheckpointError(
-            f"{folder} has no tokenizer{of_class} (tokenizer.json, tokenizer.model or the "
+            f"{folder} has no tokenizer{class_words} (tokenizer.json, tokenizer.model or the "
             f"like; only {BYT5} needs none). Put the model's own there; or name a folder or "
             "hub id that has it by --tokenizer; or, if all prompts are token ids, give "
             "--skip-tokenizer-init, with which answers have token ids and no text"
         )
     for file in folder.iterdir():
-        if is_vocabulary(file.name) or file.name == "tokenizer_config.json":
+        if is_vocabulary_file(file.name) or file.name == "tokenizer_config.json":
             check_no_impostor(file)
         if file.name == "tokenizer.json":
             with naming_broken_files(file):
-                refuse_growth(file)
+                check_growth(file)
     if (folder / "config.json").exists() or (folder / "tokenizer_config.json").exists():
         config = None
 
-    hf, note = _load_class(folder, config)
+    hf, note = _load_tokenizer(folder, config)
     if (backend := getattr(hf, "backend_tokenizer", None)) is not None:
         file = folder / "tokenizer.json"
         if file.exists():
@@ -65,7 +65,7 @@ def read_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     return hf, note
 
 
-def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
+def _load_tokenizer(folder: Path, config: Any | None) -> tuple[Any, str]:
     """Return transformers' tokenizer of a folder, and what is to be told of it.
 
     A tokenizer.json says all that a class can say, so it does without one that cannot be made.
@@ -80,21 +80,21 @@ def _load_class(folder: Path, config: Any | None) -> tuple[Any, str]:
         raise
     except Exception as error:  # classes that do not fit their file raise anything
         fault = error
-    _refuse_cut_files(folder)
+    _check_whole_files(folder)
     if not (folder / "tokenizer.json").exists():
         raise CheckpointError(f"{folder} has no usable tokenizer: {fault}") from fault
-    why = " ".join(str(fault).split())[:MAX_FAULT]
+    reason = " ".join(str(fault).split())[:MAX_FAULT]
     with naming_broken_files(
         f"{folder / 'tokenizer.json'}, or a file of the tokenizer beside it,"
     ):
         hf = PreTrainedTokenizerFast.from_pretrained(folder)
     return (
         hf,
-        f"{folder}: tokenizer.json is used without its class, which cannot be made ({why})",
+        f"{folder}: tokenizer.json is used without its class, which cannot be made ({reason})",
     )
 
 
-def _find_class(folder: Path) -> str | None:
+def _find_class_name(folder: Path) -> str | None:
     """Return the class of a tokenizer that a folder's configs name."""
     for name in ("tokenizer_config.json", "config.json"):
         with suppress(OSError, ValueError, KeyError, TypeError, RecursionError):
@@ -102,18 +102,18 @@ def _find_class(folder: Path) -> str | None:
     return None
 
 
-def _refuse_cut_files(folder: Path) -> None:
+def _check_whole_files(folder: Path) -> None:
     """Raise a CheckpointError that names a file of broken JSON, as one whose download broke off.
 
     It is asked once loading has failed: to parse 30 MB twice would slow every start.
     """
     for file in sorted(folder.glob("*.json")):
-        if is_vocabulary(file.name) or file.name in BESIDE:
+        if is_vocabulary_file(file.name) or file.name in OTHER_FILES:
             with naming_broken_files(file):
                 json.loads(file.read_bytes())
 
 
-def is_vocabulary(file_name: str) -> bool:
+def is_vocabulary_file(file_name: str) -> bool:
     """Tell whether a file of this name may hold a tokenizer's vocabulary."""
     return file_name in VOCABULARIES or file_name.endswith((".model", ".tiktoken"))
 

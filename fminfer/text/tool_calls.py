@@ -1,5 +1,4 @@
-"""Tool calls in the text of a chat model: Hermes' tags and Llama 3's JSON, whole or as
-it streams.
+"""Reads tool calls in a chat model's text, whole or streamed: Hermes' tags, Llama 3's JSON.
 
     reader = ToolCallReader("hermes")
     content, calls = reader.feed(piece)  # for each piece, as it comes
@@ -48,17 +47,17 @@ class ToolCall:
     arguments: str
 
 
-def read_call(text: str) -> ToolCall | None:
+def parse_call(text: str) -> ToolCall | None:
     """Read `{"name": …, "arguments": {…}}`, or with "parameters"; None is no valid call.
 
     Arguments that are a string with a JSON object in it stay as they are.
     """
     try:
-        call = load_object(text)
+        call = parse_object(text)
         name = call["name"]
         arguments = call.get("arguments", call.get("parameters"))
         if isinstance(arguments, str):
-            load_object(arguments)
+            parse_object(arguments)
         elif isinstance(arguments, dict):
             arguments = json.dumps(arguments, ensure_ascii=False, allow_nan=False)
         else:
@@ -71,16 +70,20 @@ def read_call(text: str) -> ToolCall | None:
     return ToolCall(name, arguments)
 
 
-def load_object(text: str) -> dict[str, object]:
-    """Return the JSON object that a text is; raise ValueError or RecursionError if it
-    is none."""
-    value = json.loads(text, parse_constant=_refuse_constant)
+def parse_object(text: str) -> dict[str, object]:
+    """Return the JSON object that a text is.
+
+    Raises:
+        ValueError: it is none, or has NaN or Infinity.
+        RecursionError: it is nested too deep.
+    """
+    value = json.loads(text, parse_constant=_reject_constant)
     if not isinstance(value, dict):
         raise ValueError("no object")
     return value
 
 
-def _refuse_constant(name: str) -> None:
+def _reject_constant(name: str) -> None:
     raise ValueError(f"{name} is no JSON")
 
 
@@ -118,14 +121,14 @@ class ToolCallReader:
             self._text = text
             self._at = 0
             next(self._reading)
-        return self._take()
+        return self._pop_results()
 
     def finish(self) -> tuple[str, list[ToolCall]]:
         """Return the rest, once the text has ended."""
         if self._call:
             self._end_call()
-        self._release()
-        return self._take()
+        self._release_held()
+        return self._pop_results()
 
     def _read_hermes(self) -> Reading[None]:
         """Read `<tool_call>{"name": …, "arguments": {…}}</tool_call>`, anywhere in the text.
@@ -135,14 +138,14 @@ class ToolCallReader:
         while True:
             yield from self._read_content()
             if (yield from self._hold_tag(HERMES_OPENING)):
-                yield from self._pass(WHITE, self._held)
+                yield from self._read_pattern(WHITE, self._held)
                 if (yield from self._hold_call()):
-                    yield from self._pass(WHITE, self._held)
+                    yield from self._read_pattern(WHITE, self._held)
                     if (yield from self._hold_tag(HERMES_CLOSING)):
                         self._end_call()
-                        yield from self._pass(WHITE, [])
+                        yield from self._read_pattern(WHITE, [])
                         continue
-            self._fail()
+            self._fail_call()
 
     def _read_llama3(self) -> Reading[None]:
         """Read `{"name": …, "parameters": {…}}`, maybe after `<|python_tag|>`, one or several.
@@ -151,18 +154,18 @@ class ToolCallReader:
         is no call on, all is content.
         """
         while True:
-            yield from self._pass(WHITE, self._held)
+            yield from self._read_pattern(WHITE, self._held)
             if self._text[self._at] == PYTHON_TAG[0]:
                 if not (yield from self._hold_tag(PYTHON_TAG)):
                     break
             elif (yield from self._hold_call()):
                 self._end_call()
-                yield from self._pass(SEPARATORS, [])
+                yield from self._read_pattern(SEPARATORS, [])
             else:
                 break
-        self._fail()
+        self._fail_call()
         while True:
-            self._release()
+            self._release_held()
             self._content.append(self._text[self._at :])
             yield
 
@@ -174,7 +177,7 @@ class ToolCallReader:
             self._at += len(text)
             content = text.rstrip(WHITE_SPACE)
             if content:
-                self._release()
+                self._release_held()
                 self._content.append(content)
             self._held.append(text[len(content) :])
             if tag >= 0:
@@ -184,9 +187,9 @@ class ToolCallReader:
     def _hold_tag(self, tag: str) -> Reading[bool]:
         """Hold a tag; False: something else is there."""
         for character in tag:
-            if (yield from self._peek()) != character:
+            if (yield from self._peek_character()) != character:
                 return False
-            self._hold_one()
+            self._hold_character()
         return True
 
     def _hold_call(self) -> Reading[bool]:
@@ -194,60 +197,60 @@ class ToolCallReader:
         first = len(self._held)  # of the object's pieces
         depth = 0
         is_in_string = False
-        if (yield from self._peek()) != "{":
+        if (yield from self._peek_character()) != "{":
             return False
         while True:
-            yield from self._pass(
+            yield from self._read_pattern(
                 INSIDE_STRING if is_in_string else OUTSIDE_STRINGS, self._held
             )
             character = self._text[self._at]
             if character == '"':
                 is_in_string = not is_in_string
             elif character == "\\" and is_in_string:
-                self._hold_one()
-                yield from self._peek()  # the escaped character, whatever it is
+                self._hold_character()
+                yield from self._peek_character()  # the escaped character, whatever it is
             elif character in "{}" and not is_in_string:
                 depth += 1 if character == "{" else -1
             else:
                 return False
-            self._hold_one()
+            self._hold_character()
             if depth == 0:
-                self._call = read_call("".join(self._held[first:]))
+                self._call = parse_call("".join(self._held[first:]))
                 return self._call is not None
 
-    def _peek(self) -> Reading[str]:
+    def _peek_character(self) -> Reading[str]:
         """Return the next character, once it is there."""
         while self._at == len(self._text):
             yield
         return self._text[self._at]
 
-    def _hold_one(self) -> None:
+    def _hold_character(self) -> None:
         self._held.append(self._text[self._at])
         self._at += 1
 
-    def _pass(self, pattern: re.Pattern[str], held: list[str]) -> Reading[None]:
+    def _read_pattern(self, pattern: re.Pattern[str], held: list[str]) -> Reading[None]:
         """Read what a pattern matches, up to a character that it does not match."""
         while True:
-            found = pattern.match(self._text, self._at)
-            assert found, "the pattern matches the empty text, too"
-            held.append(found[0])
-            self._at = found.end()
+            match = pattern.match(self._text, self._at)
+            assert match, "the pattern matches the empty text, too"
+            held.append(match[0])
+            self._at = match.end()
             if self._at < len(self._text):
                 return
             yield
 
-    def _take(self) -> tuple[str, list[ToolCall]]:
+    def _pop_results(self) -> tuple[str, list[ToolCall]]:
         content = "".join(self._content)
         calls = self._calls
         self._content = []
         self._calls = []
         return content, calls
 
-    def _release(self) -> None:
+    def _release_held(self) -> None:
         self._content += self._held
         self._held = []
 
-    def _fail(self) -> None:
+    def _fail_call(self) -> None:
         """Hold on to the white space at the end only: a call may follow."""
         self._call = None
         text = "".join(self._held)

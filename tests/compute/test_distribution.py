@@ -269,7 +269,9 @@ def test_draws_through_the_engine(llama_checkpoint: tuple[Path, Any]) -> None:
         "ignore_eos": True,
     }
     engine = fminfer.Engine(str(folder), dtype="float32", kernels="off")
-    ids_of = {engine.tokenizer.piece(i): i for i in range(model.config.vocab_size)}
+    ids_of = {
+        engine.tokenizer.piece_of_token(i): i for i in range(model.config.vocab_size)
+    }
     drawn = [
         ids_of[choice["logprobs"]["tokens"][0]]
         for record in engine.run([request] * 40)

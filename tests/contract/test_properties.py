@@ -17,7 +17,7 @@ import fminfer
 from fminfer.contract.envelope import Line
 from fminfer.contract.request import SamplingParams
 from fminfer.files.line_reader import read_lines
-from fminfer.text.tokenizer import _bytes_by_spelling
+from fminfer.text.tokenizer import _make_byte_alphabet
 from tests.conftest import num_examples
 
 # Emoji (with joiners and skin tones), CJK, combining marks, control characters, what tokenizers
@@ -131,7 +131,7 @@ def check_text(
     pieces = [
         b""
         if token == "<|endoftext|>"
-        else b"".join(map(_bytes_by_spelling().__getitem__, token))
+        else b"".join(map(_make_byte_alphabet().__getitem__, token))
         for token in tokens
     ]
     joined = b"".join(pieces)

@@ -169,7 +169,7 @@ def test_byte_level_ids_and_text_are_those_of_transformers(
     own.add_tokens([AddedToken("<|x|>", special=True, normalized=False)])
     for text in [*TEXTS, "a<|x|> b<|x|><|x"]:
         ids = own(text)["input_ids"]
-        assert tokenizer._ids(text, False) == ids, text
+        assert tokenizer._encode_ids(text, False) == ids, text
         plain = own.backend_tokenizer.decode(ids, skip_special_tokens=False)
         assert tokenizer.decode(ids, skip_special_tokens=False) == plain
 
@@ -223,7 +223,7 @@ def test_a_word_of_the_vocabulary_needs_no_merges_where_the_tokenizer_says_so(
         metadata["tokenizer.ggml.tokens"].append("zyxwv")
         metadata["tokenizer.ggml.token_type"].append(NORMAL)
         (tmp_path / pre).mkdir()
-        ids[pre] = load(metadata, tmp_path / pre)._ids("zyxwv", False)
+        ids[pre] = load(metadata, tmp_path / pre)._encode_ids("zyxwv", False)
     assert ids["llama-bpe"] == [len(metadata["tokenizer.ggml.tokens"]) - 1]
     assert len(ids["dbrx"]) > 1
 
@@ -252,7 +252,7 @@ def test_scored_merges_give_the_ids_of_sentencepiece(
     tokenizer = load(metadata, tmp_path / "files")
     for text in TEXTS:
         ids = own.encode(text)
-        assert tokenizer._ids(text, False) == ids, text
+        assert tokenizer._encode_ids(text, False) == ids, text
         assert tokenizer.encode(text).ids == [1, *ids]
         assert tokenizer.decode(ids) == own.decode(ids)
 
@@ -296,7 +296,7 @@ def test_gemmas_runs_of_spaces_are_single_tokens(tmp_path: Path) -> None:
     tokenizer = load(metadata, tmp_path / "files")
     for text in [*TEXTS, "<start_of_turn>user\n\n   a  b<start_of_turn>"]:
         expected = own(text, add_special_tokens=False)["input_ids"]
-        assert tokenizer._ids(text, False) == expected, text
+        assert tokenizer._encode_ids(text, False) == expected, text
         assert tokenizer.decode(expected) == own.backend_tokenizer.decode(expected)
 
 
@@ -407,13 +407,17 @@ def test_control_tokens_are_special_and_padding_has_no_text(tmp_path: Path) -> N
     types += [CONTROL, USER_DEFINED, NORMAL, USER_DEFINED, UNUSED, UNKNOWN]
     tokenizer = load(metadata, tmp_path)
     assert tokenizer.special_ids == {first, first + 5}
-    assert tokenizer._ids("<|c|><tool><unk>", False) == [first, first + 1, first + 5]
+    assert tokenizer._encode_ids("<|c|><tool><unk>", False) == [
+        first,
+        first + 1,
+        first + 5,
+    ]
     assert (
         tokenizer.decode([first, first + 1, first + 2, first + 3, first + 4])
         == "<tool>"
     )
-    assert len(tokenizer._ids(f"[PAD{first + 3}]", False)) > 1
-    assert len(tokenizer._ids(f"[PAD{first + 4}]", False)) > 1
+    assert len(tokenizer._encode_ids(f"[PAD{first + 3}]", False)) > 1
+    assert len(tokenizer._encode_ids(f"[PAD{first + 4}]", False)) > 1
 
 
 def test_phi_3_swallows_spaces_behind_special_tokens(tmp_path: Path) -> None:
@@ -429,7 +433,9 @@ def test_phi_3_swallows_spaces_behind_special_tokens(tmp_path: Path) -> None:
         )
         (tmp_path / arch).mkdir()
         metadata = {"general.architecture": arch, **keys}
-        ids[arch] = load(metadata, tmp_path / arch)._ids("<|user|> a<s> a", False)
+        ids[arch] = load(metadata, tmp_path / arch)._encode_ids(
+            "<|user|> a<s> a", False
+        )
     assert ids == {"phi3": [6, 5, 1, 3, 5], "llama": [6, 3, 5, 1, 3, 5]}
 
 
@@ -509,4 +515,6 @@ def test_text_is_composed_where_the_tokenizer_does_so(tmp_path: Path) -> None:
     assert isinstance(require_cuts("qwen2").normalizer, normalizers.NFC)
     assert require_cuts("llama-bpe").normalizer is None
     tokenizer = load(byte_metadata("qwen2"), tmp_path)
-    assert tokenizer._ids("cafe\u0301", False) == tokenizer._ids("café", False)
+    assert tokenizer._encode_ids("cafe\u0301", False) == tokenizer._encode_ids(
+        "café", False
+    )

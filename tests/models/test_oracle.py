@@ -113,7 +113,7 @@ def check_greedy(
     shown = prompt + ids if request["echo"] else ids
     first = 0 if request["echo"] else len(prompt)
     found = result["choices"][0]["logprobs"]
-    assert found["tokens"] == [engine.tokenizer.piece(i) for i in shown]
+    assert found["tokens"] == [engine.tokenizer.piece_of_token(i) for i in shown]
     for place, token_id in enumerate(shown):
         if first + place == 0:
             assert found["token_logprobs"][0] is None
@@ -160,7 +160,7 @@ def check_all(
     engine.close()
     assert sorted(records) == list(range(1, len(requests) + 1))
     assert engine.stats.num_cached_tokens > 100
-    ids_of = {engine.tokenizer.piece(i): i for i in range(VOCAB)}
+    ids_of = {engine.tokenizer.piece_of_token(i): i for i in range(VOCAB)}
     for number, request in enumerate(requests, start=1):
         record = records[number]
         assert record.error is None, record.error
@@ -208,7 +208,7 @@ def test_sampled_logprobs_equal_transformers(
     (record,) = engine.run([request | {"echo": True, "top_k": 50}])
     engine.close()
     assert record.result is not None
-    ids_of = {engine.tokenizer.piece(i): i for i in range(VOCAB)}
+    ids_of = {engine.tokenizer.piece_of_token(i): i for i in range(VOCAB)}
     for choice in record.result["choices"]:
         ids = [ids_of[piece] for piece in choice["logprobs"]["tokens"]]
         with torch.no_grad():

@@ -472,10 +472,10 @@ def test_many_bad_words_are_tokenized_once(
     """Over 4,096 words left the cache before they were asked for again: 3 s for each request."""
     asked = {"bad_words": [f"word {number}" for number in range(5000)], "max_tokens": 1}
     told: Counter[str] = Counter()
-    tokenize = Tokenizer._ids
+    tokenize = Tokenizer._encode_ids
     monkeypatch.setattr(
         Tokenizer,
-        "_ids",
+        "_encode_ids",
         lambda own, text, added: told.update([text]) or tokenize(own, text, added),
     )
     choices(engine, asked, asked | {"max_tokens": 2})

@@ -354,7 +354,9 @@ def test_masks_of_grammars_that_left_are_not_counted(
         matcher.advance(token_id)
         assert matcher.mask == grammar.first.mask or matcher.is_complete
     kept = [
-        each for each, _ in places._compiled._entries.values() if isinstance(each, Grammar)
+        each
+        for each, _ in places._compiled._entries.values()
+        if isinstance(each, Grammar)
     ]
     assert places._num_nodes == sum(each.num_nodes for each in kept)
 

@@ -113,7 +113,7 @@ def test_equal_constraints_at_once_are_compiled_once(
     with ThreadPoolExecutor(8) as threads:
         found = threads.map(places().find, [Constraint("regex", "once|only")] * 8)
         assert len(set(found)) == 1 and len(asked) == 1
-    assert not places()._turns
+    assert not places()._compile_locks
 
 
 def test_proofs_of_practice_are_not_refused() -> None:

@@ -38,7 +38,7 @@ def test_a_text_that_panics_the_tokenizer_is_an_error(tmp_path: Path) -> None:
         with pytest.raises(RequestError, match="tokenizer fails at this text: "):
             tokenizer.encode("panic", with_offsets=with_offsets)
     with pytest.raises(RequestError, match="tokenizer fails at this text"):
-        tokenizer.spell_all(("panic",))
+        tokenizer.spell_words(("panic",))
 
 
 def test_lines_before_and_after_are_answered(tmp_path: Path) -> None:

@@ -12,7 +12,7 @@ import pytest
 import sentencepiece
 import transformers
 
-from fminfer.text.detokenizer import Detokenizer, without_broken_end
+from fminfer.text.detokenizer import Detokenizer, drop_broken_end
 from fminfer.text.sentencepieces import follow_model_file
 from fminfer.text.tokenizer import Tokenizer
 from tests.text.test_tokenizer import byte_level
@@ -142,8 +142,8 @@ def test_text_comes_back(pair: tuple[str, Tokenizer, Any], text: str) -> None:
 def test_pieces_are_the_vocabulary(pair: tuple[str, Tokenizer, Any]) -> None:
     _, tokenizer, own = pair
     for token_id in range(own.get_piece_size()):
-        assert tokenizer.piece(token_id) == own.id_to_piece(token_id)
-    assert tokenizer.piece(5000) == "<|id:5000|>"
+        assert tokenizer.piece_of_token(token_id) == own.id_to_piece(token_id)
+    assert tokenizer.piece_of_token(5000) == "<|id:5000|>"
 
 
 def test_bos_eos_and_extra_ids(pair: tuple[str, Tokenizer, Any]) -> None:
@@ -151,7 +151,7 @@ def test_bos_eos_and_extra_ids(pair: tuple[str, Tokenizer, Any]) -> None:
     if kind == "t5":
         assert (tokenizer.bos_id, tokenizer.eos_id) == (None, 1)
         first = own.get_piece_size()
-        sentinels = {tokenizer.piece(i) for i in range(first, first + 10)}
+        sentinels = {tokenizer.piece_of_token(i) for i in range(first, first + 10)}
         assert sentinels == {f"<extra_id_{i}>" for i in range(10)}
         assert tokenizer.decode([*tokenizer.encode("north").ids, first]) == "north"
     else:
@@ -168,7 +168,7 @@ def test_offsets(pair: tuple[str, Tokenizer, Any], text: str) -> None:
     assert encoded.offsets[0] == 0 and encoded.offsets[-1] <= len(text)
     if kind == "llama":  # what each piece spells stands where it is said to start
         for token_id, offset in zip(encoded.ids[1:], encoded.offsets[1:], strict=True):
-            spelled = tokenizer.piece(token_id).replace("▁", " ")
+            spelled = tokenizer.piece_of_token(token_id).replace("▁", " ")
             if not spelled.startswith("<0x"):
                 assert spelled.strip() == "" or text[offset:].lstrip().startswith(
                     spelled.strip()
@@ -179,7 +179,9 @@ def test_offsets_of_a_known_text(tmp_path: Path) -> None:
     make_folder(tmp_path, "llama")
     tokenizer = Tokenizer.load(tmp_path)
     encoded = tokenizer.encode("The 🙂 garden", with_offsets=True)
-    found = dict(zip(map(tokenizer.piece, encoded.ids), encoded.offsets, strict=True))
+    found = dict(
+        zip(map(tokenizer.piece_of_token, encoded.ids), encoded.offsets, strict=True)
+    )
     assert (
         found["<s>"] == 0
         and found["<0xF0>"] == found["<0x82>"] == 4
@@ -248,7 +250,7 @@ def test_one_by_one_equals_at_once(kind: str, tmp_path: Path) -> None:
         prompt = tokenizer.decode(ids[:cut])
         found = "".join(parts)
         # A character that the prompt left broken is the prompt's, unless it was completed.
-        prompts = (prompt, without_broken_end(prompt))
+        prompts = (prompt, drop_broken_end(prompt))
         assert tokenizer.decode(ids) in [shown + found for shown in prompts]
         assert len(detokenizer._ids) < 40, "the window must not grow for ever"
 
@@ -280,4 +282,4 @@ def test_texts_have_at_least_so_many_tokens(
     """Some of these models merge spaces, drop signs, or have one token for all that is
     unknown."""
     _, tokenizer, _ = pair
-    assert tokenizer.least_tokens(text) <= len(tokenizer.encode(text).ids)
+    assert tokenizer.count_least_tokens(text) <= len(tokenizer.encode(text).ids)

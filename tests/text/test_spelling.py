@@ -73,9 +73,11 @@ def as_bytes(spelling: str) -> bytes:
 
 def join(tokenizer: Tokenizer, ids: list[int]) -> str:
     spelling = Spelling(tokenizer, is_text=True)
-    first = spelling.find_first(ids, skip_special_tokens=True)
+    first = spelling.find_first_text(ids, skip_special_tokens=True)
     shown = [
-        spelling.spell(i, is_first=n == first) for n, i in enumerate(ids) if n >= first
+        spelling.spell_token(i, is_first=n == first)
+        for n, i in enumerate(ids)
+        if n >= first
     ]
     return b"".join(map(as_bytes, shown)).decode()
 
@@ -93,11 +95,11 @@ def test_spellings_of_a_completion_give_its_text(
     """Wherever the prompt ends on a whole character: the completion's leading space is there."""
     ids = tokenizer.encode("a " + text).ids
     spelling = Spelling(tokenizer, is_text=True)
-    first = spelling.find_first(ids, skip_special_tokens=True)
+    first = spelling.find_first_text(ids, skip_special_tokens=True)
     cut = first + 1
     detokenizer = Detokenizer(tokenizer, ids[:cut])
     found = "".join(detokenizer.add(i) for i in ids[cut:]) + detokenizer.flush()
-    joined = b"".join(as_bytes(spelling.spell(i)) for i in ids[cut:])
+    joined = b"".join(as_bytes(spelling.spell_token(i)) for i in ids[cut:])
     assert joined.decode() == found
 
 
@@ -106,38 +108,42 @@ def test_byte_level_spellings() -> None:
     text = Spelling(tokenizer, is_text=True)
     vocab = Spelling(tokenizer, is_text=False)
     ids = tokenizer.encode("The bedroom 🙂").ids
-    assert [vocab.spell(i) for i in ids][:2] == ["The", "Ġbedroom"]
-    assert [text.spell(i) for i in ids] == [
+    assert [vocab.spell_token(i) for i in ids][:2] == ["The", "Ġbedroom"]
+    assert [text.spell_token(i) for i in ids] == [
         "The", " bedroom", " ", "bytes:\\xf0", "bytes:\\x9f", "bytes:\\x99", "bytes:\\x82"
     ]  # fmt: skip
-    assert text.spell(0) == "<eos>", "special tokens are shown by their names"
-    assert text.spell(5000) == vocab.spell(5000) == "<|id:5000|>"
+    assert text.spell_token(0) == "<eos>", "special tokens are shown by their names"
+    assert text.spell_token(5000) == vocab.spell_token(5000) == "<|id:5000|>"
 
 
 def test_sentencepiece_spellings() -> None:
     for strips in (True, False):
         tokenizer = sentencepiece_like(strips=strips)
         spelling = Spelling(tokenizer, is_text=True)
-        ids = {piece: i for i in range(280) if (piece := tokenizer.piece(i))}
-        assert spelling.spell(ids["▁north"]) == " north"
-        assert spelling.spell(ids["▁north"], is_first=True) == (
+        ids = {piece: i for i in range(280) if (piece := tokenizer.piece_of_token(i))}
+        assert spelling.spell_token(ids["▁north"]) == " north"
+        assert spelling.spell_token(ids["▁north"], is_first=True) == (
             "north" if strips else " north"
         )
-        assert spelling.spell(ids["north"], is_first=True) == "north"
-        assert spelling.spell(ids["▁▁"], is_first=True) == (" " if strips else "  ")
-        assert spelling.spell(ids["<0xE2>"]) == "bytes:\\xe2"
-        assert spelling.spell(ids["<0x41>"]) == "A"
-        assert spelling.spell(ids["</s>"]) == "</s>"
-        assert spelling.spell(ids["▁tagĠ"]) == "▁tagĠ", "an added token is its own text"
-        assert spelling.find_first([ids["<s>"], 5], skip_special_tokens=True) == 1
-        assert spelling.find_first([ids["<s>"], 5], skip_special_tokens=False) == 0
+        assert spelling.spell_token(ids["north"], is_first=True) == "north"
+        assert spelling.spell_token(ids["▁▁"], is_first=True) == (
+            " " if strips else "  "
+        )
+        assert spelling.spell_token(ids["<0xE2>"]) == "bytes:\\xe2"
+        assert spelling.spell_token(ids["<0x41>"]) == "A"
+        assert spelling.spell_token(ids["</s>"]) == "</s>"
+        assert spelling.spell_token(ids["▁tagĠ"]) == "▁tagĠ", (
+            "an added token is its own text"
+        )
+        assert spelling.find_first_text([ids["<s>"], 5], skip_special_tokens=True) == 1
+        assert spelling.find_first_text([ids["<s>"], 5], skip_special_tokens=False) == 0
 
 
 def test_a_piece_with_a_broken_character_and_plain_letters() -> None:
     """OpenAI's own form: printable ASCII stays, the other bytes are escaped."""
     tokenizer = Tokenizer(None)
-    tokenizer.token_bytes = lambda token_id: b" a\\\xe2\x80"  # type: ignore[method-assign]
-    assert Spelling(tokenizer, is_text=True).spell(1) == "bytes: a\\x5c\\xe2\\x80"
+    tokenizer.bytes_of_token = lambda token_id: b" a\\\xe2\x80"  # type: ignore[method-assign]
+    assert Spelling(tokenizer, is_text=True).spell_token(1) == "bytes: a\\x5c\\xe2\\x80"
 
 
 def choice(token_format: Any, line: dict[str, Any], script: bytes) -> dict[str, Any]:
@@ -194,7 +200,7 @@ def test_under_echo_the_tokens_begin_with_the_prompt() -> None:
 def test_of_two_ids_with_one_spelling_the_better_stays(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(Tokenizer, "token_bytes", lambda self, token_id: b"same")
+    monkeypatch.setattr(Tokenizer, "bytes_of_token", lambda self, token_id: b"same")
     line = {"prompt": ">", "max_tokens": 1, "temperature": 0, "logprobs": 3}
     found = choice("text", line, b"a")
     assert found["logprobs"]["top_logprobs"] == [{"same": -0.125}]

@@ -64,7 +64,7 @@ def test_byt5_needs_no_vocabulary_file(file: str, tmp_path: Path) -> None:
         assert tokenizer.encode(text).ids == ids
         assert tokenizer.decode(ids) == theirs.decode(ids, skip_special_tokens=True)
     ids = theirs("\u00e9\u6771", add_special_tokens=False).input_ids
-    assert b"".join(map(tokenizer.token_bytes, ids)) == "\u00e9\u6771".encode()
+    assert b"".join(map(tokenizer.bytes_of_token, ids)) == "\u00e9\u6771".encode()
     assert tokenizer.added_ids == ([], [1])
 
     detokenizer = Detokenizer(tokenizer, [])

@@ -50,7 +50,7 @@ def test_a_processors_json_is_not_taken_for_jinja(tmp_path: Path) -> None:
 def test_a_template_beside_the_tokenizer_as_processors_have_it(tmp_path: Path) -> None:
     """transformers gives it to the processor only, and the model seemed to have none."""
     folder = without_template(tmp_path / "model")
-    assert ChatTemplate(Tokenizer.load(folder)).find_text(has_tools=False) is None
+    assert ChatTemplate(Tokenizer.load(folder)).find_template(has_tools=False) is None
     (folder / LEGACY_TEMPLATE).write_text(json.dumps({"chat_template": TEMPLATE}))
     assert ChatTemplate(Tokenizer.load(folder)).render(HELLO, []).text == "<user>Hello"
     (folder / "chat_template.jinja").write_text("own")

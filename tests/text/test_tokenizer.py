@@ -208,7 +208,9 @@ def test_offsets_of_bytes_among_pieces(sentencepiece_tokenizer: Tokenizer) -> No
 def test_leading_space_of_a_completion(sentencepiece_tokenizer: Tokenizer) -> None:
     """Alone, sentencepiece drops the space of `▁no`; after a prompt it must stay."""
     ids = sentencepiece_tokenizer.encode("is north").ids
-    place = [sentencepiece_tokenizer.piece(token_id) for token_id in ids].index("▁no")
+    place = [
+        sentencepiece_tokenizer.piece_of_token(token_id) for token_id in ids
+    ].index("▁no")
     assert sentencepiece_tokenizer.decode(ids[place:]) == "north"
     detokenizer = Detokenizer(sentencepiece_tokenizer, ids[:place])
     assert "".join(detokenizer.add(token_id) for token_id in ids[place:]) == " north"
@@ -240,7 +242,7 @@ def test_offsets_say_where_each_token_starts(tokenizer: Tokenizer, text: str) ->
 def test_offsets_of_a_known_text() -> None:
     tokenizer = byte_level()
     encoded = tokenizer.encode("The bedroom 🙂!", with_offsets=True)
-    pieces = [tokenizer.piece(token_id) for token_id in encoded.ids]
+    pieces = [tokenizer.piece_of_token(token_id) for token_id in encoded.ids]
     assert pieces[:2] == ["The", "Ġbedroom"]
     assert encoded.offsets[:2] == [0, 3], (
         "the space belongs to the token that begins with it"
@@ -252,7 +254,7 @@ def test_offsets_of_a_known_text() -> None:
 def test_ids_without_a_spelling() -> None:
     """Checkpoints pad their vocabulary beyond the tokenizer's; such ids may be drawn."""
     tokenizer = byte_level()
-    assert tokenizer.piece(5000) == "<|id:5000|>"
+    assert tokenizer.piece_of_token(5000) == "<|id:5000|>"
     assert tokenizer.decode([5000]) == ""
 
 

@@ -191,7 +191,9 @@ def differing(folder: Path, texts: list[str]) -> list[tuple[str, list[str], list
         right = stored.encode(text)
         is_same_text = tokenizer.decode(right.ids) == stored.decode(right.ids)
         if right.ids and (ids != right.ids or not is_same_text):
-            found.append((text, [tokenizer.piece(each) for each in ids], right.tokens))
+            found.append(
+                (text, [tokenizer.piece_of_token(each) for each in ids], right.tokens)
+            )
     return found
 
 
@@ -356,7 +358,7 @@ def test_tokens_that_only_the_class_names_are_text(
     backend.add_special_tokens(["<sep>"])
     text = "a<|endoftext|> <|padding|> b<sep>"
     assert tokenizer.encode(text).ids == backend.encode(text).ids
-    assert "<|endoftext|>" not in map(tokenizer.piece, range(1000))
+    assert "<|endoftext|>" not in map(tokenizer.piece_of_token, range(1000))
 
 
 def test_a_class_whose_unknown_token_the_file_lacks_is_followed(tmp_path: Path) -> None:

@@ -108,9 +108,9 @@ def load_tokenizer(config: ModelOptions, checkpoint: Checkpoint) -> Tokenizer:
     if (folder := checkpoint.tokenizer_folder) is not None:
         with naming_broken_files(f"the tokenizer in {folder}"):
             tokenizer = Tokenizer.load(folder, checkpoint.config)
-        if tokenizer.num_trained > num_rows:
+        if tokenizer.num_trained_tokens > num_rows:
             raise CheckpointError(
-                f"the tokenizer in {folder} has {tokenizer.num_trained} tokens, not "
+                f"the tokenizer in {folder} has {tokenizer.num_trained_tokens} tokens, not "
                 f"counting added ones, and the model {num_rows}: it is another "
                 "model's. Name the folder of the model's own by --tokenizer"
             )
