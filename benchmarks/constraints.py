@@ -63,7 +63,7 @@ def main() -> None:
 def follow(grammar: Grammar, text: str) -> list[float]:
     """Return the seconds of each mask on the way through a text."""
     words = grammar.grammars.vocabulary
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     times = []
     for token_id in words(text):
         if not matcher.mask.bits[token_id // 8] >> token_id % 8 & 1:

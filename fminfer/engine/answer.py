@@ -263,7 +263,7 @@ def _count_certain(sequence: Sequence, num_known: int) -> tuple[int, int]:
     num_chars = len(sequence.text) - count_possible_stop_chars(
         sequence.text, params.stop, num_known
     )
-    num_listed = len(sequence.tokens) - detokenizer.num_open
+    num_listed = len(sequence.tokens) - detokenizer.num_open_starts
     if params.stop:  # a stop's cut drops the tokens that start behind it
         while num_listed and sequence.tokens[num_listed - 1].offset >= num_chars:
             num_listed -= 1

@@ -87,7 +87,7 @@ class Intake:
         self.on_warning: Callable[[str], None] = lambda text: None
         self.chat_template = ChatTemplate(tokenizer, limits.chat_template)
         if limits.chat_template is not None:
-            self.chat_template.check()
+            self.chat_template.check_syntax()
         self._chat = ChatIntake(self.chat_template, limits.config.tool_call_parser)
         # by `id` of their fields, which it keeps alive
         self._begun_chats: dict[int, _BegunChat] = {}
@@ -168,7 +168,8 @@ class Intake:
         bans = make_bans(params, self.tokenizer, limits.eos_ids)
         if (
             bans is not None
-            and bans.narrow_mask(grammar.first.mask, bans.find_banned(0, [])).few == ()
+            and bans.narrow_mask(grammar.first_node.mask, bans.find_banned(0, [])).few
+            == ()
         ):
             raise no_token_error(0)
         if params.min_tokens > grammar.num_shortest:

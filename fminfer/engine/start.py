@@ -82,7 +82,7 @@ class RequestStarter:
             if params.logit_bias or params.has_penalties:
                 sequence.edits = LogitEdits(params, encoded.ids)
             if grammar is not None:
-                sequence.matcher = grammar.start()
+                sequence.matcher = grammar.make_matcher()
                 sequence.update_mask()
             prompt.sequences.append(sequence)
         return prompt

@@ -56,7 +56,7 @@ class ChatTemplate:
         )
         self._template_names: dict[str, str] = {}  # of templates by their text
 
-    def check(self) -> None:
+    def check_syntax(self) -> None:
         """Raise a UsageError if the given template has an error of syntax, or takes too long."""
         remedy = "Mend the file, or leave out the flag to take the model's own template"
         try:

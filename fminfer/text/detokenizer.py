@@ -67,9 +67,9 @@ class Detokenizer:
         self.starts: list[int] = []
 
     @property
-    def num_open(self) -> int:
+    def num_open_starts(self) -> int:
         """How many of the newest tokens have a start that may yet change."""
-        return self._token_starts.num_open
+        return self._token_starts.num_open_starts
 
     def add(self, token_id: int) -> str:
         """Add the next id and return the text that is now certain."""
@@ -185,7 +185,7 @@ class TokenStarts:
         self._open: list[_OpenStart] = []
 
     @property
-    def num_open(self) -> int:
+    def num_open_starts(self) -> int:
         """How many tokens have an open start."""
         return len(self._open)
 

@@ -52,7 +52,7 @@ _SAMPLING = {
 def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     """Write tokenizer.json, tokenizer_config.json and generation_config.json."""
     vocabulary = StoredVocabulary.read(metadata)
-    kind = vocabulary.find("model")
+    kind = vocabulary.find_field("model")
     if kind not in KINDS:
         fault = (
             "no tokenizer"
@@ -63,7 +63,7 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
             f"the GGUF file holds {fault}, and only {', '.join(KINDS)} are read. Name the "
             "folder or hub id of the original model by --tokenizer"
         )
-    cuts = require_cuts(vocabulary.find("pre")) if kind == "gpt2" else None
+    cuts = require_cuts(vocabulary.find_field("pre")) if kind == "gpt2" else None
     vocabulary.check_counts()
     if cuts is not None:
         backend, pieces = build_byte_level(vocabulary, cuts)
@@ -74,12 +74,12 @@ def write_tokenizer_files(metadata: Metadata, folder: Path) -> None:
     adds_bos = kind == "llama" if cuts is None else cuts.adds_bos
     before = (
         vocabulary.find_special_token("bos")
-        if vocabulary.find("add_bos_token", adds_bos)
+        if vocabulary.find_field("add_bos_token", adds_bos)
         else None
     )
     behind = (
         vocabulary.find_special_token("eos")
-        if vocabulary.find("add_eos_token", kind == "t5")
+        if vocabulary.find_field("add_eos_token", kind == "t5")
         else None
     )
     first, second = (
@@ -120,7 +120,7 @@ def write_generation_config(metadata: Metadata, folder: Path) -> None:
         "eos_token_id": [
             token_id for token_id in dict.fromkeys(eos) if token_id is not None
         ]
-        or vocabulary.find("eos_token_id"),
+        or vocabulary.find_field("eos_token_id"),
         "pad_token_id": vocabulary.find_special_id("padding"),
     }
     _write_json(folder / "generation_config.json", _drop_none_values(fields))

@@ -70,14 +70,14 @@ class StoredVocabulary:
                 "or name a tokenizer by --tokenizer"
             )
 
-    def find(self, key: str, default: Any = None) -> Any:
+    def find_field(self, key: str, default: Any = None) -> Any:
         """Return what the file says of its tokenizer."""
         return self.metadata.get(f"{KEY_PREFIX}{key}", default)
 
     @property
     def kind(self) -> str:
         """What llama.cpp calls it: "gpt2" is of bytes, "llama" and "t5" are of sentencepiece."""
-        return str(self.find("model"))
+        return str(self.find_field("model"))
 
     @property
     def ids(self) -> dict[str, int]:
@@ -87,11 +87,11 @@ class StoredVocabulary:
     @property
     def leads_with_space(self) -> bool:
         """Whether a text gets a space before it."""
-        return bool(self.find("add_space_prefix", self.kind == "llama"))
+        return bool(self.find_field("add_space_prefix", self.kind == "llama"))
 
     def find_special_id(self, name: str) -> int | None:
         """Return the id of a special token, such as "bos"; None: there is none."""
-        token_id = self.find(
+        token_id = self.find_field(
             f"{name}_token_id", _USUAL_IDS.get(self.kind, {}).get(name)
         )
         is_token = isinstance(token_id, int) and 0 <= token_id < len(self.pieces)
@@ -276,7 +276,7 @@ def build_byte_level(
     merges = [
         [left, right]
         for left, _, right in (
-            str(merge).partition(" ") for merge in vocabulary.find("merges", [])
+            str(merge).partition(" ") for merge in vocabulary.find_field("merges", [])
         )
         if left in ids and right in ids and left + right in ids
     ]
@@ -328,10 +328,10 @@ def build_unigram(vocabulary: StoredVocabulary) -> tuple[BackendTokenizer, Json]
     leads = vocabulary.leads_with_space
     scheme = "always" if leads else "never"
     steps: list[normalizers.Normalizer] = []
-    if charsmap := vocabulary.find("precompiled_charsmap"):
+    if charsmap := vocabulary.find_field("precompiled_charsmap"):
         stored = np.asarray(charsmap, np.int64).astype(np.uint8).tobytes()
         steps.append(normalizers.Precompiled(stored))
-    drops_spaces = bool(vocabulary.find("remove_extra_whitespaces"))
+    drops_spaces = bool(vocabulary.find_field("remove_extra_whitespaces"))
     if drops_spaces and leads:  # in words, as T5's tokenizer.json
         backend.pre_tokenizer = pre_tokenizers.Sequence(
             [pre_tokenizers.WhitespaceSplit(), pre_tokenizers.Metaspace(SPACE, scheme)]

@@ -80,7 +80,7 @@ def write_grammar(constraint: Constraint) -> str:
     return _convert_lark(convert_gbnf(text) if is_gbnf(text) else rewrite_lark(text))
 
 
-def write_number_bound(constraint: Constraint) -> str:
+def write_number_grammar(constraint: Constraint) -> str:
     """Return a grammar of all JSON whose numbers have bounded digits, and are finite doubles.
 
     It is used beside the grammar of a schema, for llguidance lets numbers grow without end. A

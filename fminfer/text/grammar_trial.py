@@ -15,7 +15,7 @@ from typing import Any
 
 from fminfer.core.config import Constraint
 from fminfer.text.gbnf import add_rule_name, is_gbnf
-from fminfer.text.grammar_forms import tidy_fault, write_grammar, write_number_bound
+from fminfer.text.grammar_forms import tidy_fault, write_grammar, write_number_grammar
 from fminfer.text.json_schemas import (
     MAX_SHORTEST,
     find_shortest_text,
@@ -75,7 +75,7 @@ def try_constraint(tokenizer: Any, fields: list[Any]) -> list[Any]:
         unknown = sorted(find_unknown_keywords(json.loads(constraint.text)))
     grammars = [write_grammar(constraint)]
     if constraint.kind == "json":
-        grammars.append(write_number_bound(constraint))
+        grammars.append(write_number_grammar(constraint))
         shortest = [find_shortest_text(parse_schema(constraint.text))]
     elif constraint.kind == "choice":
         shortest = sorted(json.loads(constraint.text), key=len)[:MAX_TRIED]

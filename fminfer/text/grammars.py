@@ -124,7 +124,7 @@ class Grammar:
         self.num_nodes = 1
         self.is_kept = False
         self.spare_s = SPARE_SECONDS
-        self.first = _Node(grammars.compute_mask(roots))
+        self.first_node = _Node(grammars.compute_mask(roots))
 
     def check_time(self, spent_s: float) -> None:
         """Raise a RequestError if masks take so long that other requests would wait for them."""
@@ -135,7 +135,7 @@ class Grammar:
                 f"a token takes more than {allowed_s * 1000:.0f} ms of computing, in the mean"
             )
 
-    def start(self) -> Matcher:
+    def make_matcher(self) -> Matcher:
         """Return a matcher at the beginning."""
         return Matcher(self)
 
@@ -148,8 +148,8 @@ class Matcher:
 
     def __init__(self, grammar: Grammar) -> None:
         self._grammar = grammar
-        self._node: _Node | None = grammar.first
-        self._mask: Mask | None = grammar.first.mask
+        self._node: _Node | None = grammar.first_node
+        self._mask: Mask | None = grammar.first_node.mask
         self._matchers: list[Any] = []  # of llguidance
         self._pending_ids: list[int] = []  # tokens that they have not consumed yet
         self._newest_id = 0
@@ -318,7 +318,8 @@ class Grammars:
 
         limits = LLParserLimits(**LIMITS)
         roots = [
-            LLMatcher(self._index, text, log_level=0, limits=limits) for text in texts
+            LLMatcher(self._token_index, text, log_level=0, limits=limits)
+            for text in texts
         ]
         try:
             grammar = Grammar(
@@ -328,7 +329,7 @@ class Grammars:
             raise constraint_error(constraint, roots[0].get_error()) from None
         grammar.unknown_keywords = tuple(unknown)
         grammar.num_bytes = num_bytes
-        if grammar.first.mask.few == ():
+        if grammar.first_node.mask.few == ():
             raise constraint_error(
                 constraint, "no token of this model can begin an answer"
             )
@@ -340,7 +341,7 @@ class Grammars:
         return Vocabulary(self._tokenizer, self._vocab_size, self._eos_ids)
 
     @cached_property
-    def _index(self) -> Any:
+    def _token_index(self) -> Any:
         """llguidance's index of them."""
         from llguidance import LLTokenizer
         from llguidance._tokenizer import TokenizerWrapper

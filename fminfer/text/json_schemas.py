@@ -118,19 +118,19 @@ def find_unknown_keywords(schema: Any) -> set[str]:
                 if n[:2] != "x-" and (part is schema or isinstance(part[n], dict))
             }
             if odd and not part.keys() & _RULES and id(part) not in grouped:
-                raise _wordless_error(part, min(odd))
+                raise _no_keyword_error(part, min(odd))
             form = part.get("format")
             if isinstance(form, str) and form not in FORMATS.keys() | NATIVE_FORMATS:
                 names.add(f'the format "{form}"')
             names.update(unknown)
-            change_parts(part, visit)
+            change_inner_schemas(part, visit)
         return part
 
     visit(schema)
     return names
 
 
-def _wordless_error(schema: dict[str, Any], name: str) -> ValueError:
+def _no_keyword_error(schema: dict[str, Any], name: str) -> ValueError:
     remedy = 'Put names of properties under "properties"'
     for wrapper in ("schema", "json_schema", "parameters", "input_schema"):
         if wrapper in schema:
@@ -142,7 +142,7 @@ def _wordless_error(schema: dict[str, Any], name: str) -> ValueError:
     )
 
 
-def change_parts(
+def change_inner_schemas(
     schema: dict[str, Any], change: Callable[[Any], Any]
 ) -> dict[str, Any]:
     """Return a schema with the schemas inside it changed."""
@@ -167,7 +167,7 @@ class UnionRewriter:
         """Return a schema that the same texts fit, with fewer `oneOf`."""
         if not isinstance(schema, dict) or self._has_own_references(schema):
             return schema
-        rewritten = change_parts(schema, self.rewrite)
+        rewritten = change_inner_schemas(schema, self.rewrite)
         branches = schema.get("oneOf")
         if (
             isinstance(branches, list)
@@ -217,7 +217,7 @@ class UnionRewriter:
         for _ in range(10):
             if not isinstance(schema, dict) or "$ref" not in schema:
                 break
-            schema = find_reference(str(schema["$ref"]), self._root)
+            schema = find_referenced_schema(str(schema["$ref"]), self._root)
         if (
             not isinstance(schema, dict)
             or "$ref" in schema
@@ -326,7 +326,7 @@ class _ShortestTexts:
 
     def _find_schema_text(self, schema: dict[str, Any]) -> str | None:
         needed = (
-            [find_reference(str(schema["$ref"]), self._root)]
+            [find_referenced_schema(str(schema["$ref"]), self._root)]
             if "$ref" in schema
             else []
         )
@@ -392,7 +392,7 @@ class _ShortestTexts:
         return {"boolean": "true", "null": "null"}.get(kind, "0")
 
 
-def find_reference(reference: str, root: Any) -> Any:
+def find_referenced_schema(reference: str, root: Any) -> Any:
     """Return the schema at a reference; None: there is none, or only llguidance can resolve it.
 
     llguidance resolves an `$anchor`, another document, and escaped names.

@@ -161,7 +161,7 @@ def _read_answer(line: bytes) -> Any:
     return ValueError(fault) if fault else answer
 
 
-def _answer_lines(work: Work, seconds: float) -> None:
+def _serve_lines(work: Work, seconds: float) -> None:
     """Answer each line of stdin. Signals of the two timers end the process."""
     for kind, most in (
         (resource.RLIMIT_AS, MEMORY_BYTES),
@@ -200,4 +200,4 @@ def _answer_line(work: Work, line: bytes) -> bytes:
 
 if __name__ == "__main__":
     module, name, seconds, sys.path = json.loads(sys.argv[1])
-    _answer_lines(getattr(importlib.import_module(module), name)(), seconds)
+    _serve_lines(getattr(importlib.import_module(module), name)(), seconds)

@@ -241,14 +241,14 @@ class _Probe:
         """Return the prompt; None: the template refuses such messages."""
         if forms not in self._written:
             try:
-                self._written[forms] = self._render(self._convert(forms))
+                self._written[forms] = self._render(self._convert_messages(forms))
             except (MemoryError, OSError):
                 raise
             except Exception:  # whatever a template does: it is a program
                 self._written[forms] = None
         return self._written[forms]
 
-    def _convert(self, forms: Forms) -> list[ChatMessage]:
+    def _convert_messages(self, forms: Forms) -> list[ChatMessage]:
         """Return the messages in a form. A part's key shows only if the raw list is written."""
         messages = [forms.convert(message) for message in self._messages]
         for number, message in enumerate(messages):
@@ -281,7 +281,8 @@ class _Probe:
         count = 0
         for number, turn in enumerate(self._turns):
             count += bool(turn.calls) and all(
-                _is_written(marks, sent, forms) for sent in turn.make_arguments(number)
+                _are_arguments_written(marks, sent, forms)
+                for sent in turn.make_arguments(number)
             )
         return count
 
@@ -292,7 +293,9 @@ class _Probe:
         )
 
 
-def _is_written(marks: set[str], arguments: ChatMessage | str, forms: Forms) -> bool:
+def _are_arguments_written(
+    marks: set[str], arguments: ChatMessage | str, forms: Forms
+) -> bool:
     """Tell whether arguments are among a prompt's marks, and not as Python writes objects."""
     converted = forms.convert_arguments(arguments)
     wanted = str(arguments["value"] if isinstance(arguments, dict) else arguments)

@@ -12,7 +12,7 @@ from decimal import Decimal
 from functools import lru_cache
 from typing import Any
 
-from fminfer.text.json_schemas import KNOWN_KEYS, change_parts, compact_json
+from fminfer.text.json_schemas import KNOWN_KEYS, change_inner_schemas, compact_json
 from fminfer.text.patterns import rewrite_pattern
 from fminfer.text.string_formats import FORMATS, NATIVE_FORMATS
 
@@ -62,7 +62,7 @@ def rewrite_schema(schema: Any) -> Any:
     plain = {key: value for key, value in schema.items() if not _is_neutral(key, value)}
     for rewrite in _REWRITES:
         rewrite(plain)
-    plain = change_parts(plain, rewrite_schema)
+    plain = change_inner_schemas(plain, rewrite_schema)
     # Also targets of references such as "#/components/schemas/Pet".
     return plain | {
         key: rewrite_schema(plain[key]) for key in plain.keys() - KNOWN_KEYS

@@ -200,10 +200,10 @@ class Tokenizer:
 
     def count_least_tokens(self, text: str) -> int:
         """Return a number of tokens that a text certainly has; it costs no tokenizing."""
-        return count_least_tokens(text, self._longest)
+        return count_least_tokens(text, self._longest_token)
 
     @cached_property
-    def _longest(self) -> LongestToken | None:
+    def _longest_token(self) -> LongestToken | None:
         if self.hf is None:
             return LongestToken(1, is_exact=True)
         if self.backend is None:

@@ -143,7 +143,7 @@ def test_an_allowed_token_is_the_unconstrained_draw(
     compiled = grammars.find_grammars(
         engine.tokenizer, limits.vocab_size, limits.eos_ids
     )
-    matcher = compiled.find(Constraint("regex", regex)).start()
+    matcher = compiled.find(Constraint("regex", regex)).make_matcher()
     for token_id in ids[:end]:
         matcher.advance(token_id)
     bits = matcher.mask.bits

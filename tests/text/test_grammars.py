@@ -93,7 +93,7 @@ def ids_of(grammar: Grammar, text: str) -> list[int]:
 
 def follow(grammar: Grammar, ids: list[int]) -> bool:
     """Tell whether each token is allowed, and then the end; look at every mask on the way."""
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     for token_id in ids:
         bits = matcher.mask.bits
         if not bits[token_id // 8] >> token_id % 8 & 1:
@@ -130,7 +130,7 @@ def test_what_is_no_text_is_never_allowed(tokenizer: Tokenizer) -> None:
     """Special tokens, and rows of the head that no token belongs to; EOS at an end only."""
     grammar = compile_for(tokenizer, Constraint("regex", "(.|\\n)+"))
     assert tokenizer.backend is not None and tokenizer.eos_id is not None
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     size = tokenizer.backend.get_vocab_size()
     for is_first in (True, False):
         bits = matcher.mask.bits
@@ -286,8 +286,8 @@ def test_sequences_share_masks_until_there_are_too_many(
     monkeypatch.setattr(grammars, "MAX_NODES", 6)
     grammar = compile_for(byte_level(), as_json(SCHEMA))
     ids = ids_of(grammar, '{"name": "a longer text", "long name": null}')
-    first = grammar.start()
-    second = grammar.start()
+    first = grammar.make_matcher()
+    second = grammar.make_matcher()
     for place, token_id in enumerate(ids):
         assert first.mask == second.mask
         assert (first.mask is second.mask) is (place < 6)
@@ -346,13 +346,13 @@ def test_masks_of_grammars_that_left_are_not_counted(
     monkeypatch.setattr(grammars, "MAX_KEPT", 2)
     grammar = compile_for(byte_level(), Constraint("regex", "[ab]+"))
     places = grammar.grammars
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     for number in range(3):
         places._compile_into_cache(Constraint("regex", "c"))
         places.find(Constraint("regex", f"[ab]+{number}"))
     for token_id in ids_of(grammar, "abab"):
         matcher.advance(token_id)
-        assert matcher.mask == grammar.first.mask or matcher.is_complete
+        assert matcher.mask == grammar.first_node.mask or matcher.is_complete
     kept = [
         each
         for each, _ in places._compiled._entries.values()
@@ -365,7 +365,7 @@ def write_longest(schema: Any, first: str, most: int = 60, begun: str = "") -> s
     """Return what is written where one character comes whenever it may, and an end never."""
     tokenizer = byte_level()
     grammar = compile_for(tokenizer, as_json(schema))
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     favoured = ids_of(grammar, first)[0]
     text = begun.encode()
     for token_id in ids_of(grammar, begun):
@@ -499,7 +499,7 @@ def test_schemas_that_nothing_finite_fits(schema: Any, has_end: bool) -> None:
     kind = {} if schema.keys() & {"$ref", "type"} else {"type": "object"}
     both = {"$ref": N, "$defs": {"N": kind | schema, "M": {"$ref": N}}}
     if has_end:
-        assert compile_for(byte_level(), as_json(both)).first.mask.few
+        assert compile_for(byte_level(), as_json(both)).first_node.mask.few
         return
     with pytest.raises(RequestError, match="no finite value fits it"):
         compile_for(byte_level(), as_json(both))
@@ -553,7 +553,7 @@ def test_references_that_only_llguidance_follows(
 def test_schemas_without_a_keyword(schema: Any, told: str) -> None:
     """OpenAI's wrapper, and properties without `properties`, were answered with any JSON."""
     if not told:
-        assert compile_for(byte_level(), as_json(schema)).first.mask.few != ()
+        assert compile_for(byte_level(), as_json(schema)).first_node.mask.few != ()
         return
     with pytest.raises(RequestError, match=told):
         compile_for(byte_level(), as_json(schema))
@@ -620,7 +620,7 @@ def test_real_schemas(name: str, compiled: int, lost: int) -> None:
         num_compiled += 1
         places._num_nodes = grammars.MAX_NODES  # keep no masks: only ends are asked for
         for test in each["tests"]:
-            matcher = grammar.start()
+            matcher = grammar.make_matcher()
             for token_id in ids_of(
                 grammar, json.dumps(test["data"], ensure_ascii=False)
             ):
@@ -678,7 +678,7 @@ def test_one_of_branches_that_exclude_each_other(
 )
 def test_words_of_a_grammar_are_no_options(text: str) -> None:
     """A literal `"lenient"` was taken for an option, and the grammar refused."""
-    assert compile_for(byte_level(), Constraint("grammar", text)).first.mask.few
+    assert compile_for(byte_level(), Constraint("grammar", text)).first_node.mask.few
 
 
 def test_blank_lines_of_a_grammar_take_no_time() -> None:

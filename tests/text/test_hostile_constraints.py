@@ -51,7 +51,7 @@ def read(fields: dict[str, Any]) -> Constraint:
 
 def write(grammar: Grammar, most: int) -> None:
     """Write an answer of the tokens with the lowest ids."""
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     for _ in range(most):
         bits = int.from_bytes(matcher.mask.bits, "little") & ~(
             1 << min(places()._eos_ids)
@@ -85,7 +85,7 @@ def test_other_constraints_do_not_wait() -> None:
         waiting = threads.submit(one.find, slow)
         time.sleep(0.2)
         for number in range(5):
-            assert one.find(Constraint("regex", f"north{number}")).first.mask.few
+            assert one.find(Constraint("regex", f"north{number}")).first_node.mask.few
         assert not waiting.done(), time.monotonic() - start_s
         told = (
             r"^the JSON schema .* it takes more than 2 s, or 2 GB of memory to compile. "

@@ -76,7 +76,7 @@ def test_what_a_client_sends_may_be_the_program() -> None:
 
 def test_a_given_template_without_end_is_refused_at_once(tokenizer: Tokenizer) -> None:
     with pytest.raises(UsageError, match=r"--chat-template: .* takes more than 0\.4 s"):
-        ChatTemplate(tokenizer, LOOP).check()
+        ChatTemplate(tokenizer, LOOP).check_syntax()
 
 
 def test_a_fault_is_quoted_by_its_beginning(tokenizer: Tokenizer) -> None:

@@ -40,7 +40,7 @@ def draw(schema: Any, rng: random.Random) -> str | None:
     """Draw a text by chance, byte by byte; None: it is long."""
     tokenizer = byte_level()
     grammar = compile_for(tokenizer, as_json(schema))
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     text = b""
     for _ in range(90):
         bits = matcher.mask.bits
@@ -121,7 +121,7 @@ def test_times_end(form: str) -> None:
     """Durations and fractions of a second went on until max_tokens, and were no JSON then."""
     grammar = compile_for(byte_level(), as_json({"type": "string", "format": form}))
     tokenizer = byte_level()
-    matcher = grammar.start()
+    matcher = grammar.make_matcher()
     zero = ids_of(grammar, "0")[0]
     text = b""
     while tokenizer.eos_id not in (matcher.mask.few or ()):
