@@ -148,14 +148,14 @@ class CheckReport:
             f"{counts.longest_row:,} of {plan.checkpoint.context_length:,}"
         )
         if counts.num_shared_tokens:
-            part = (
+            the_first = (
                 ""
                 if counts.num_counted_tokens == counts.tokens_to_feed
-                else " of the first"
+                else "the first "
             )
             yield (
-                f"prefix    {counts.num_shared_tokens:,}{part} of {counts.num_counted_tokens:,} "
-                f"prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
+                f"prefix    {counts.num_shared_tokens:,} of {the_first}"
+                f"{counts.num_counted_tokens:,} prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
             )
 
     def _describe_plan(self, columns: int) -> Iterator[str]:

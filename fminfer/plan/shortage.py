@@ -250,7 +250,8 @@ def _describe_device_remedy(plan: RunPlan) -> str:
         way = f"spread it over more: --world-size {num_ranks} or above"
         if num_pipelines > 1:
             way += f" with --data-group-size {num_pipelines}"
-        ways.append(way)
+        if num_stages <= len(plan.checkpoint.model.layers):
+            ways.append(way)
     ways += [f"use {way}" for way in _find_offload_ways(plan)]
     is_planned = plan.machine.device_bytes is not None
     ways.append(

@@ -366,16 +366,16 @@ def test_a_budget_beyond_a_gpus_memory_is_named(
     checkpoint: Checkpoint, facts: Any
 ) -> None:
     """The refusal named --world-size and "plan with more memory" only, and too small a size."""
-    said = gpu_refusal(checkpoint, 1_000_000, **facts)
+    said = gpu_refusal(checkpoint, 300_000, **facts)
     found = re.search(
         r"Use a smaller --budget: without the flag it is ([\d,]+) tokens; or ", said
     )
     assert found is not None, said
     fits = int(found[1].replace(",", ""))
-    assert 10_000 < fits < 1_000_000 and not gpu_refusal(checkpoint, fits - 32, **facts)
+    assert 10_000 < fits < 300_000 and not gpu_refusal(checkpoint, fits - 32, **facts)
     ranks = re.search(r"spread it over more: --world-size (\d+) or above; or ", said)
-    assert ranks is not None and int(ranks[1]) > 20, (
-        "the cache of so many tokens takes 73 GB"
+    assert ranks is not None and int(ranks[1]) > 5, (
+        "the cache of so many tokens takes 22 GB"
     )
     end = "plan with more memory for each" if facts else "use GPUs with more memory"
     assert said.endswith(end)

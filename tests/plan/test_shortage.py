@@ -186,6 +186,15 @@ def test_so_many_ranks_as_a_gpus_message_names_are_enough(
     assert not make_plan(config, model, machine).shortage
 
 
+def test_no_more_ranks_are_named_than_there_are_layers() -> None:
+    """--world-size 175 was named for a model of 30 layers, and refused."""
+    config = EngineConfig(random_init="bloom-7b1", dtype="bfloat16")
+    model = open_model(config, has_weights=False)
+    least = least_room(lambda room: make_plan(config, model, planned_gpu(room)))
+    said = make_plan(config, model, planned_gpu(int(least * 0.3))).shortage
+    assert "--offload" in said and "--world-size" not in said
+
+
 @pytest.mark.parametrize("room_gib", [9, 12, 16])
 def test_offload_lets_a_run_fit_a_gpu(room_gib: int) -> None:
     config = EngineConfig(random_init="bloom-7b1", dtype="bfloat16")
