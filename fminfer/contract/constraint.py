@@ -250,7 +250,9 @@ def _allow_empty(kind: Kind) -> Kind:
     def parse(name: str, value: Any, most: int) -> Any:
         return None if value == "" else kind.parse(name, value, most)
 
-    return Kind(parse, {"anyOf": [kind.schema(0), {"enum": [""]}]}, kind.values_text)
+    return Kind(
+        parse, {"anyOf": [kind.make_schema(0), {"enum": [""]}]}, kind.values_text
+    )
 
 
 def _make_format_kind(kind: str, kinds: Mapping[str, Kind], *required: str) -> Kind:
@@ -258,7 +260,7 @@ def _make_format_kind(kind: str, kinds: Mapping[str, Kind], *required: str) -> K
 
 
 def _make_any_schema(*kinds: Kind) -> Schema:
-    return {"anyOf": [kind.schema(0) for kind in kinds]}
+    return {"anyOf": [kind.make_schema(0) for kind in kinds]}
 
 
 _ANY_OBJECT = Constraint("json", '{"type":"object"}')

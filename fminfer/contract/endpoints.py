@@ -45,7 +45,11 @@ _ENDPOINT_OF_FIELD: dict[str, Endpoint] = {
 def find_endpoint(fields: Mapping[str, Any]) -> Endpoint | None:
     """Return the endpoint that a request's fields are of; None: nothing is asked."""
     return next(
-        (of for name, of in _ENDPOINT_OF_FIELD.items() if fields.get(name) is not None),
+        (
+            endpoint
+            for name, endpoint in _ENDPOINT_OF_FIELD.items()
+            if fields.get(name) is not None
+        ),
         None,
     )
 
@@ -55,7 +59,7 @@ def choose_endpoint(fields: Mapping[str, Any]) -> Endpoint:
     return find_endpoint(fields) or "completions"
 
 
-def endpoint_of(url: object) -> Endpoint | None:
+def find_url_endpoint(url: object) -> Endpoint | None:
     """Return the endpoint of a Batch line's url; None: there is none."""
     return ALL_URLS.get(remove_spare_slashes(url)) if isinstance(url, str) else None
 

@@ -15,7 +15,7 @@ from typing import Any, Literal
 
 import orjson
 
-from fminfer.contract.endpoints import URLS, Endpoint, endpoint_of, find_endpoint
+from fminfer.contract.endpoints import URLS, Endpoint, find_endpoint, find_url_endpoint
 from fminfer.contract.fields import describe_value, wrong_type_error
 from fminfer.contract.json_object import (
     JsonMember,
@@ -272,7 +272,7 @@ def _parse_batch_line(raw: bytes, fields: dict[str, Any], number: int) -> Envelo
         custom_id=custom_id,
         error=error,
         warnings=warnings,
-        endpoint=endpoint_of(fields.get("url")) or "completions",
+        endpoint=find_url_endpoint(fields.get("url")) or "completions",
     )
 
 
@@ -288,7 +288,7 @@ def _batch_line_error(fields: dict[str, Any], number: int) -> RequestError | Non
             return RequestError(
                 "invalid_type", text + describe_foreign_field(fields), name
             )
-    has_url = endpoint_of(fields.get("url")) is not None
+    has_url = find_url_endpoint(fields.get("url")) is not None
     for name, values, is_right in (
         ("method", ("POST",), fields.get("method") == "POST"),
         ("url", tuple(URLS), has_url),

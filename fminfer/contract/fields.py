@@ -36,7 +36,7 @@ class Kind:
     form: Schema | Callable[[int], Schema]
     values_text: str = ""
 
-    def schema(self, most: int) -> Schema:
+    def make_schema(self, most: int) -> Schema:
         return self.form(most) if callable(self.form) else self.form
 
 
@@ -67,16 +67,16 @@ class Field:
     column: str = ""  # numpy's type of its column in a step's draws; "": it has none
 
     def accepts(self, value: object) -> bool:
-        """Tell whether a value of a refused field changes no answer."""
+        """Return whether a value of a refused field changes no answer."""
         if value is None or self.is_data(value):
             return True
         return any(is_same(value, each) for each in self.neutral)
 
     def is_data(self, value: object) -> bool:
-        """Tell whether a value has another type than a wish, as a column of data may have."""
+        """Return whether a value has another type than a wish, as a column of data may have."""
         return self.only is not None and not isinstance(value, self.only)
 
-    def schema(self, most: int = INT64 - 1) -> Schema:
+    def make_schema(self, most: int = INT64 - 1) -> Schema:
         """Return the JSON Schema of its values, whose `limit` allows numbers up to `most`."""
         if self.only is not None:
             names: dict[type, str] = {dict: "object", list: "array", str: "string"}
@@ -88,7 +88,7 @@ class Field:
             }
         if self.fate == "refused":
             return allow_null({"enum": list(self.neutral)}) if self.neutral else NULL
-        schema = self.kind.schema(most)
+        schema = self.kind.make_schema(most)
         return schema if self.is_required else allow_null(schema)
 
 
@@ -157,7 +157,9 @@ def allow_values(kind: Kind, values_text: str, *values: tuple[object, object]) -
             ) from None
 
     more: Schema = {"enum": [spelling for spelling, _ in values]}
-    return Kind(parse, lambda most: {"anyOf": [kind.schema(most), more]}, values_text)
+    return Kind(
+        parse, lambda most: {"anyOf": [kind.make_schema(most), more]}, values_text
+    )
 
 
 def make_sorted_kind(kind: Kind) -> Kind:
@@ -276,7 +278,7 @@ def make_biases_kind(limit: float) -> Kind:
     schema: Schema = {
         "type": "object",
         "propertyNames": {"pattern": "^[0-9]{1,19}$"},
-        "additionalProperties": make_number_kind(-limit, limit).schema(0),
+        "additionalProperties": make_number_kind(-limit, limit).make_schema(0),
     }
     return Kind(parse, schema, f'`{{"id": {-limit} … {limit}}}`')
 
@@ -305,7 +307,7 @@ def make_object_kind(kinds: Mapping[str, Kind], *required: str) -> Kind:
                 )
         return members
 
-    properties = {name: kind.schema(0) for name, kind in kinds.items()}
+    properties = {name: kind.make_schema(0) for name, kind in kinds.items()}
     optional = {
         name: allow_null(properties[name]) for name in kinds if name not in required
     }
@@ -346,12 +348,12 @@ def _describe_broken_limit(value: float, low: int, high: int) -> str:
 
 
 def is_same(value: object, other: object) -> bool:
-    """Tell whether two JSON values are equal; 1.0 is 1, true is not."""
+    """Return whether two JSON values are equal; 1.0 is 1, true is not."""
     return isinstance(value, bool) is isinstance(other, bool) and value == other
 
 
 def is_integral(value: object) -> bool:
-    """Tell whether a JSON value is an integer; 2.0 is one, true is none."""
+    """Return whether a JSON value is an integer; 2.0 is one, true is none."""
     if isinstance(value, float):
         return value.is_integer()
     return isinstance(value, int) and not isinstance(value, bool)

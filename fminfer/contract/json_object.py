@@ -26,7 +26,7 @@ _LINE_BREAK = re.compile(rb"[\r\n][ \t\r\n]*")
 
 
 def parse_object(raw: bytes, what: str = LINE) -> dict[str, Any]:
-    """Return the object that a text of JSON holds, or refuse the text by the name `what`."""
+    """Return the object that a text of JSON holds; errors call the text `what`."""
     try:
         raw.decode("utf-8")
     except UnicodeDecodeError as error:
@@ -80,11 +80,11 @@ def parse_json(data: bytes) -> Any:
 def _parse_leniently(raw: bytes, error: orjson.JSONDecodeError, what: str) -> Any:
     """Accept what JSON allows and orjson refuses (lone surrogates); explain the rest."""
 
-    def refuse_constant(name: str) -> None:
+    def raise_constant_error(name: str) -> None:
         raise RequestError("invalid_json", f"{name} is not JSON; use a number or null")
 
     try:
-        return json.loads(raw.decode(), parse_constant=refuse_constant)
+        return json.loads(raw.decode(), parse_constant=raise_constant_error)
     except RecursionError:
         raise RequestError("invalid_json", "the JSON is nested too deep") from None
     except ValueError:

@@ -57,22 +57,22 @@ class SamplingParams:
 
     @property
     def is_random(self) -> bool:
-        """Tell whether tokens are drawn at random, with a seed or without."""
+        """Return whether tokens are drawn at random, with a seed or without."""
         return self.max_tokens > 0 and not self.is_greedy
 
     @property
-    def own_seed(self) -> int | None:
+    def effective_seed(self) -> int | None:
         """The request's seed, if its answer depends on it."""
         return self.seed if self.is_random else None
 
     @property
     def is_by_chance(self) -> bool:
-        """Tell whether equal requests may have different answers."""
+        """Return whether equal requests may have different answers."""
         return self.is_random and self.seed is None
 
     @property
     def has_penalties(self) -> bool:
-        """Tell whether a drawn token changes the logits of those after it."""
+        """Return whether a drawn token changes the logits of those after it."""
         return (
             self.frequency_penalty,
             self.presence_penalty,

@@ -281,7 +281,7 @@ def make_latency_request_schema(limits: RequestLimits) -> Schema:
     }
     max_tokens = replace(known["max_tokens"], default=LATENCY_TOKENS)
     parameters["max_new_tokens"] = make_field_schema(max_tokens, limits)
-    inputs = known["prompt"].schema(limits.vocab_size - 1) | {
+    inputs = known["prompt"].make_schema(limits.vocab_size - 1) | {
         "description": "One text or several."
     }
     of_parameters = make_object_schema(parameters) | {"additionalProperties": False}

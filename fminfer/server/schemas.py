@@ -305,7 +305,7 @@ def make_field_schema(field: Field, limits: RequestLimits | None) -> Schema:
             if field.ours
             else "Not supported."
         )
-    schema = field.schema(limits_by_name.get(field.limit, INT64 - 1)) | {
+    schema = field.make_schema(limits_by_name.get(field.limit, INT64 - 1)) | {
         "description": description
     }
     return schema if default in (None, ()) else schema | {"default": default}

@@ -82,7 +82,9 @@ def allows(fields: Fields) -> bool:
     tables: tuple[Endpoint, ...] = ("completions", "chat")
     (found,) = {
         all(
-            Draft202012Validator(FIELDS[table][name].schema(INT64 - 1)).is_valid(value)
+            Draft202012Validator(FIELDS[table][name].make_schema(INT64 - 1)).is_valid(
+                value
+            )
             for name, value in fields.items()
         )
         for table in tables

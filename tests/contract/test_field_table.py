@@ -11,7 +11,12 @@ from typing import get_args
 import pytest
 from jsonschema import Draft202012Validator
 
-from fminfer.contract.endpoints import DRAWING_ENDPOINTS, URL_OF, Endpoint, endpoint_of
+from fminfer.contract.endpoints import (
+    DRAWING_ENDPOINTS,
+    URL_OF,
+    Endpoint,
+    find_url_endpoint,
+)
 from fminfer.contract.field_table import FIELDS
 from fminfer.contract.fields import Field
 from fminfer.contract.read_fields import find_field, normalize_name, parse_fields
@@ -89,7 +94,9 @@ system system_instruction text think thinking top_n_sigma typical_p xtc_probabil
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
 def test_the_url_that_a_message_names_is_taken(endpoint: Endpoint) -> None:
     assert (
-        endpoint_of(URL_OF[endpoint]) == endpoint_of(f"{URL_OF[endpoint]}/") == endpoint
+        find_url_endpoint(URL_OF[endpoint])
+        == find_url_endpoint(f"{URL_OF[endpoint]}/")
+        == endpoint
     )
 
 
@@ -291,7 +298,7 @@ def test_the_docs_have_the_table() -> None:
 @pytest.mark.parametrize("endpoint", get_args(Endpoint))
 def test_the_schema_of_each_field_is_one_and_null_passes(endpoint: Endpoint) -> None:
     for name, each in FIELDS[endpoint].items():
-        schema = each.schema(9)
+        schema = each.make_schema(9)
         Draft202012Validator.check_schema(schema)
         if name not in ("prompt", "messages", "input", "query", "documents"):
             assert Draft202012Validator(schema).is_valid(None), name

@@ -310,10 +310,14 @@ def test_greedy_candidates_are_computed_once() -> None:
 
 def test_what_is_drawn_by_chance_and_what_is_fed() -> None:
     assert params().is_by_chance and not params(seed=1).is_by_chance
-    assert params(seed=1).own_seed == 1 and params(top_k=2).is_by_chance
+    assert params(seed=1).effective_seed == 1 and params(top_k=2).is_by_chance
     for greedy in ({"temperature": 0}, {"top_p": 0}, {"top_k": 1}, {"max_tokens": 0}):
         found = params(seed=1, **greedy)
-        assert not found.is_random and not found.is_by_chance and found.own_seed is None
+        assert (
+            not found.is_random
+            and not found.is_by_chance
+            and found.effective_seed is None
+        )
     assert [
         params(max_tokens=most, echo=True, logprobs=1).count_fed_tokens(5)
         for most in (1, 0)

@@ -264,7 +264,7 @@ class LineRunner:
         stats.num_copied_requests += origin == "copied"
         stats.num_kept_requests += origin == "kept"
         if prepared is not None:
-            stats.read.num_seeded += prepared.params.own_seed is not None
+            stats.read.num_seeded += prepared.params.effective_seed is not None
             if origin == "computed":
                 stats.count_request(prepared)
 

@@ -48,7 +48,7 @@ METADATA: Schema = {
     "additionalProperties": {"type": "string", "maxLength": MOST_VALUE_CHARS},
 }
 ANCHORS: Schema = {"const": ANCHOR}
-SECONDS = make_integer_kind(LEAST_LIFE_S, MOST_LIFE_S).schema(MOST_LIFE_S)
+SECONDS = make_integer_kind(LEAST_LIFE_S, MOST_LIFE_S).make_schema(MOST_LIFE_S)
 LIFE: Schema = make_full_object_schema(anchor=ANCHORS, seconds=SECONDS) | {
     "additionalProperties": False
 }
@@ -126,7 +126,7 @@ def _parse_endpoint(name: str, value: Any, most: int) -> Any:
 
 
 _URL = make_enum_kind(*ENDPOINTS)
-_ENDPOINT = Kind(_parse_endpoint, _URL.schema)
+_ENDPOINT = Kind(_parse_endpoint, _URL.make_schema)
 _ID = make_type_kind(str, f"a string, such as {EXAMPLE['input_file_id']}", TEXT)
 _WINDOW = Kind(_parse_window, lambda most: TEXT | {"pattern": f"^{WINDOW_FORM}$"})
 _TOO_LATE = (
