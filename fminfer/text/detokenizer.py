@@ -139,7 +139,7 @@ class Detokenizer:
 
 
 def drop_broken_end(text: str) -> str:
-    """Leave out the U+FFFD at a text's end that further bytes may make a character of."""
+    """Return a text without the U+FFFD at its end that may yet become a character."""
     if not text.endswith(BROKEN):
         return text
     end = text[-MAX_BROKEN:]

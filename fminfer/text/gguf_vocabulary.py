@@ -15,13 +15,14 @@ from fminfer.core.errors import CheckpointError
 
 Metadata = Mapping[str, object]
 Json = dict[str, object]
-KEY_PREFIX = "tokenizer.ggml."  # what the keys of a tokenizer begin with
+KEY_PREFIX = "tokenizer.ggml."  # begins the keys of a tokenizer
+# Types of pieces.
 NORMAL = 1
 UNKNOWN = 2
 CONTROL = 3
 USER_DEFINED = 4
 UNUSED = 5
-BYTE = 6  # types of pieces
+BYTE = 6
 # Ids of special tokens that files of a kind may leave out, as llama.cpp has them.
 _USUAL_IDS = {
     "llama": {"bos": 1, "eos": 2, "unknown": 0},
@@ -71,7 +72,7 @@ class StoredVocabulary:
             )
 
     def find_field(self, key: str, default: Any = None) -> Any:
-        """Return what the file says of its tokenizer."""
+        """Return a field that the file has of its tokenizer."""
         return self.metadata.get(f"{KEY_PREFIX}{key}", default)
 
     @property

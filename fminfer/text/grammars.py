@@ -177,7 +177,7 @@ class Matcher:
         return all(matcher.is_accepting() for matcher in self._advance_matchers())
 
     def advance(self, token_id: int) -> None:
-        """Go on behind a token that the mask allowed; never EOS."""
+        """Follow a token that the mask allowed; never EOS."""
         self._pending_ids.append(token_id)
         self._newest_id = token_id
         node = self._node
@@ -355,7 +355,7 @@ class Grammars:
 def find_grammars(
     tokenizer: Tokenizer, vocab_size: int, eos_ids: frozenset[int]
 ) -> Grammars:
-    """Return the one place where the grammars of a model are compiled and kept."""
+    """Return the only `Grammars` of a model, with all that it compiled."""
     return Grammars(tokenizer, vocab_size, eos_ids)
 
 

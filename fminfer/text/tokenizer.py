@@ -219,7 +219,7 @@ class Tokenizer:
         with_offsets: bool = False,
         skip_special_tokens: bool = True,
     ) -> EncodedPrompt:
-        """Give a prompt of ids its text and, if asked, the offset of each id in it."""
+        """Return a prompt of ids with its text and, if wanted, the offset of each id in it."""
         offsets: list[int] = []
         text = self.decode(ids, skip_special_tokens=skip_special_tokens)
         if with_offsets:

@@ -97,9 +97,12 @@ def find_parser(template: str) -> KnownParser | None:
 
 
 class ToolCallReader:
-    """Takes one choice's text apart into content and tool calls; `keeps_one`: up to the first.
+    """Splits one choice's text into content and tool calls.
 
     White space directly around calls is dropped. What is no valid call is content, verbatim.
+
+    Args:
+        keeps_one: reading stops behind the first call.
     """
 
     def __init__(self, parser: KnownParser, *, keeps_one: bool = False) -> None:
@@ -109,8 +112,8 @@ class ToolCallReader:
         self._calls: list[ToolCall] = []
         self._held: list[str] = []  # what may belong to a call
         self._call: ToolCall | None = None  # a valid one that waits for its closing tag
-        self._text = ""
-        self._at = 0  # the piece that is read, and how far
+        self._text = ""  # the piece that is read
+        self._at = 0  # how far it is read
         self._reading = (
             self._read_hermes() if parser == "hermes" else self._read_llama3()
         )

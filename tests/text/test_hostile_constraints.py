@@ -42,7 +42,7 @@ def places() -> Grammars:
 
 def read(fields: dict[str, Any]) -> Constraint:
     found = {
-        name: CONSTRAINTS[name].kind.read(name, fields[name], 1) for name in fields
+        name: CONSTRAINTS[name].kind.parse(name, fields[name], 1) for name in fields
     }
     constraint = find_constraint(found)
     assert constraint is not None
