@@ -155,7 +155,8 @@ class CheckReport:
             )
             yield (
                 f"prefix    {counts.num_shared_tokens:,} of {the_first}"
-                f"{counts.num_counted_tokens:,} prompt tokens ({counts.shared_share:.0%}) are shared, and computed once"
+                f"{counts.num_counted_tokens:,} prompt tokens "
+                f"({counts.shared_share:.0%}) are shared, and computed once"
             )
 
     def _describe_plan(self, columns: int) -> Iterator[str]:
