@@ -30,7 +30,7 @@ def make_stage(part: LoadedPart, rows: int, tokens: int) -> Stage:
     attention = part.kernels.attention
     graphs = choose_graphs("require", part.network, attention, rows, part.device)
     cache = KvCache(
-        [layer.attention for layer in part.network.own],
+        [layer.attention for layer in part.network.layer_specs],
         num_blocks=rows * -(-tokens // BLOCK),
         block_size=BLOCK,
         dtype=part.plan.kv_dtype,

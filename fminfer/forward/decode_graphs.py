@@ -218,7 +218,7 @@ def choose_graphs(
     device: torch.device,
 ) -> GraphBuilder | None:
     """Return a builder of graphs of decode steps; None: no GPU, plain attention, or experts."""
-    if device.type != "cuda" or kernel is None or not can_capture(network.own):
+    if device.type != "cuda" or kernel is None or not can_capture(network.layer_specs):
         return None
     explain = partial(explain_failure, mode, "CUDA graphs")
     return partial(

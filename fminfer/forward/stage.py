@@ -149,9 +149,9 @@ class Stage:
         self.cache = cache
         # of one layer, which holds the prompts of a step
         self._whole: KvCache | None = None
-        if network.encoder is not None and network.encoder.own:
+        if network.encoder is not None and network.encoder.layer_specs:
             self._whole = KvCache(
-                [network.encoder.own[0].attention],
+                [network.encoder.layer_specs[0].attention],
                 num_blocks=0,
                 block_size=cache.block_size,
                 dtype=network.dtype,
@@ -333,7 +333,9 @@ class Stage:
                 before = hidden[part]
             if self._whole is None:  # none of its layers is here
                 return before
-            attend = self._whole.make_prompt_attention(lengths, len(encoder.own), index)
+            attend = self._whole.make_prompt_attention(
+                lengths, len(encoder.layer_specs), index
+            )
             return encoder.run(
                 before, LayerStep(sent_positions, attend, index, self._network.shards)
             )

@@ -173,16 +173,16 @@ class Transformer:
                 if self.stream is None
                 else StreamedLayers(numbers, kept, self.stream)
             )
-            own = [model.layers[number] for number in numbers]
+            layer_specs = [model.layers[number] for number in numbers]
             exit = self._exit if source.is_last else None
-            return Stack(spec, own, layers, self._entry, exit, builder, name)
+            return Stack(spec, layer_specs, layers, self._entry, exit, builder, name)
 
         cached = [
             number for number in source.numbers if number < model.num_cached_layers
         ]
         self._decoder = build_stack(model, cached)
         self.layers = self._decoder.layers
-        self.own = self._decoder.own
+        self.layer_specs = self._decoder.layer_specs
         self.is_first = source.is_first
         self.encoder: Stack | None = None
         self.pooling: Pooler | None = None
@@ -264,14 +264,14 @@ class Stack:
     def __init__(
         self,
         spec: Model | Encoder,
-        own: list[Layer],
+        layer_specs: list[Layer],
         layers: Iterable[TransformerLayer],
         entry: Weights,
         exit: Weights | None,
         builder: PartBuilder,
         name: str,
     ) -> None:
-        self.own = own
+        self.layer_specs = layer_specs
         self.layers = layers
         self._offset = spec.position_offset
         self._positions = find_plain_tensor(entry, f"{name}positions.weight")
@@ -305,7 +305,7 @@ class Stack:
         step.kept = None
         number = 0
         for layer in self.layers:
-            if number == len(self.own) - 1:
+            if number == len(self.layer_specs) - 1:
                 step.kept = kept
             x, more = layer(x, more, number, step)
             number += 1  # noqa: SIM113  # enumerate would hold it while the next one is made

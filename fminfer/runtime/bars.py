@@ -46,7 +46,7 @@ class LoadingBar:
         self._bar.close()
 
 
-def make_bar(**how: Any) -> Any:
+def make_bar(**options: Any) -> Any:
     """Return a tqdm bar; its library takes a third of the start of commands that show none."""
     from tqdm import tqdm
 
@@ -54,7 +54,7 @@ def make_bar(**how: Any) -> Any:
     size: dict[str, Any] = {"dynamic_ncols": True}
     if not all(_terminal_size()):
         size = {"ncols": num_columns(), "nrows": USUAL_LINES}
-    return tqdm(**how, **size)
+    return tqdm(**options, **size)
 
 
 def num_columns() -> int:

@@ -150,7 +150,7 @@ def make_stage(network: Transformer, kernel: TritonAttention, **how: Any) -> Sta
 
 def make_cache(network: Transformer, kernel: TritonAttention | None) -> KvCache:
     return KvCache(
-        [layer.attention for layer in network.own],
+        [layer.attention for layer in network.layer_specs],
         num_blocks=BLOCKS,
         block_size=BLOCK,
         dtype=torch.float32,
@@ -519,8 +519,8 @@ def watch(family: str, folder: Path, *, captures_all: bool = False) -> bool:
     """Capture a family's step under watch, with the GPU's bodies; False: it is not captured."""
     parts = TritonPartKernels(CPU)
     network, kernel = make_network(family, folder, None, parts, TritonAttention)
-    if not (captures_all or can_capture(network.own)):
-        assert any(isinstance(layer.mlp, Moe) for layer in network.own)
+    if not (captures_all or can_capture(network.layer_specs)):
+        assert any(isinstance(layer.mlp, Moe) for layer in network.layer_specs)
         return False
     graphs = make_stage(network, kernel, capture=Watching).graphs
     assert graphs is not None
@@ -549,7 +549,7 @@ def test_experts_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) 
 def test_nor_does_plain_torch(family: str, tmp_path: Path) -> None:
     """Attention in plain torch looked for blocks that a row sees in part, by `nonzero`."""
     network, _ = make_network(family, tmp_path)
-    if not can_capture(network.own):
+    if not can_capture(network.layer_specs):
         return
     stage = Stage(network, make_cache(network, None))
     stage.cache._kv.zero_()

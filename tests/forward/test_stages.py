@@ -46,7 +46,7 @@ OPTIONS: dict[str, Any] = {
 
 def make_stage(network: Transformer) -> Stage:
     cache = KvCache(
-        [layer.attention for layer in network.own],
+        [layer.attention for layer in network.layer_specs],
         num_blocks=-(-OPTIONS["budget"] // OPTIONS["block_size"]),
         block_size=OPTIONS["block_size"],
         dtype=torch.float32,

@@ -223,7 +223,7 @@ def make_stage(loaded: LoadedPart) -> Stage:
             loaded.device,
         )
     cache = KvCache(
-        [layer.attention for layer in network.own],
+        [layer.attention for layer in network.layer_specs],
         num_blocks=plan.num_kv_tokens // plan.config.block_size,
         block_size=plan.config.block_size,
         dtype=plan.kv_dtype,
