@@ -139,7 +139,7 @@ class LineCounter:
         """Return the time that a chat template reads for a line."""
         return line.clock or self._clock
 
-    def count_answered(self, line: Line) -> None:
+    def add_answered_line(self, line: Line) -> None:
         """Count a line that an earlier run has answered: those after it depend on it."""
         try:
             self.count(line, parse_envelope(line))

@@ -66,7 +66,7 @@ class Field:
     is_required: bool = False
     column: str = ""  # numpy's type of its column in a step's draws; "": it has none
 
-    def accepts(self, value: object) -> bool:
+    def is_neutral_value(self, value: object) -> bool:
         """Return whether a value of a refused field changes no answer."""
         if value is None or self.is_data(value):
             return True

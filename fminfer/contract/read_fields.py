@@ -45,7 +45,7 @@ def parse_fields(
         elif each.fate == "acted on":
             most = max_logprobs if each.limit == "logprobs" else INT64 - 1
             values[name] = each.kind.parse(name, value, most)
-        elif each.fate != "recorded" and not each.accepts(value):
+        elif each.fate != "recorded" and not each.is_neutral_value(value):
             _check_unsupported_value(
                 each, value, is_greedy=fields.get("temperature") == 0
             )

@@ -201,7 +201,7 @@ def read_remaining_lines(
         if file is None:
             yield None
             continue
-        lines = file.read_lines(runner.count_answered)
+        lines = file.read_lines(runner.add_answered_line)
         while True:
             try:
                 with stopper.interrupting_reads():

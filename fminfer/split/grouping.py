@@ -92,7 +92,9 @@ def find_hyperparameters(fields: dict[str, Any]) -> dict[str, Any]:
         elif name == "echo" and is_integral(value) and value in (0, 1):
             value = bool(value)
         field = table.get(name)
-        if value is not None and not (field and field.neutral and field.accepts(value)):
+        if value is not None and not (
+            field and field.neutral and field.is_neutral_value(value)
+        ):
             hyperparameters[name] = value
     return hyperparameters
 

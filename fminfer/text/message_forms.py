@@ -55,7 +55,7 @@ class Turn:
         content = message.get("content")
         sent_calls = message.get("tool_calls", ())
         calls = tuple(
-            _find_object(call["function"]["arguments"]) is not None
+            _find_arguments_object(call["function"]["arguments"]) is not None
             for call in sent_calls
         )
         is_empty = content == "" and len(calls) > 0
@@ -153,13 +153,13 @@ class Forms:
                 if isinstance(arguments, str)
                 else json.dumps(arguments, ensure_ascii=False)
             )
-        parsed = _find_object(arguments)
+        parsed = _find_arguments_object(arguments)
         if parsed is None and self.arguments == "only objects":
             return {"arguments": arguments}
         return arguments if parsed is None else parsed
 
 
-def _find_object(arguments: ChatMessage | str) -> ChatMessage | None:
+def _find_arguments_object(arguments: ChatMessage | str) -> ChatMessage | None:
     """Return the object that arguments are, or hold as JSON; None: they hold none."""
     try:
         return parse_object(arguments) if isinstance(arguments, str) else arguments

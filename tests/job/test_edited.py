@@ -179,7 +179,7 @@ def test_a_file_of_a_folder_edited_while_it_is_read_costs_itself(
         (tmp_path / f"{name}.jsonl").write_bytes(rows(name))
     files = share(tmp_path)
     files.scan()
-    engine: Any = SimpleNamespace(count_answered=lambda line: None)
+    engine: Any = SimpleNamespace(add_answered_line=lambda line: None)
     late = []
     for line in read_remaining_lines(files, engine, Stopper(0.0)):
         if line is None:

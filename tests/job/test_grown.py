@@ -731,7 +731,7 @@ def test_lines_that_are_passed_over_are_counted(counting: CountLines) -> None:
     counter = counting()
     body = json.dumps(HOT | {"prompt": "x"}).encode()
     for number, raw in enumerate([body, b"{no", b'{"prompt": 1, "top_p": 7}', body], 1):
-        counter.count_answered(Line(0, number, raw))
+        counter.add_answered_line(Line(0, number, raw))
     line = Line(0, 5, body)
     assert counter.count(line, parse_envelope(line)) == 2
 

@@ -82,7 +82,7 @@ class LineIntake:
         self._name_line = name_line or (lambda line: f"line {line.number}")
         self._counter = LineCounter(intake, check)
         # lines that are not to be answered again
-        self.count_answered = self._counter.count_answered
+        self.add_answered_line = self._counter.add_answered_line
         # How many lines it opens at once: as many as are tokenized or rendered together.
         self.group_size = MAX_CHATS if intake.limits.vectors is None else MAX_GROUP
 

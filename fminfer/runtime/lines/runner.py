@@ -171,10 +171,10 @@ class LineRunner:
         self._num_window_prompts += request.num_prompts
         self._num_window_tokens += request.num_prompt_tokens
 
-    def count_answered(self, line: Line) -> None:
+    def add_answered_line(self, line: Line) -> None:
         """Take note of a line of this run that is not to be answered again."""
         self._open_read()  # which stand before it
-        self.intake.count_answered(line)
+        self.intake.add_answered_line(line)
 
     def stop(self, grace_s: float) -> None:
         """Take no more lines in; rows that run may go on so long. It may be called at

@@ -186,7 +186,7 @@ class BatchRun:
             lambda line: f"{batch.id}, line {line.number}",
         )
         self._lane = lane
-        lines = file.read_lines(runner.count_answered)
+        lines = file.read_lines(runner.add_answered_line)
         try:
             while runner.has_work:
                 if (ending := self._find_ending()) is not None:
