@@ -98,7 +98,7 @@ class StepClock:
 
 
 def _new_event() -> Event:
-    event: Event = Event(enable_timing=True)  # type: ignore[no-untyped-call]
+    event: Event = torch.cuda.Event(enable_timing=True)  # type: ignore[no-untyped-call]
     return event
 
 

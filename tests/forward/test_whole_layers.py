@@ -291,5 +291,5 @@ def test_without_memory_a_step_is_computed_in_halves(
                 raise RuntimeError("DefaultCPUAllocator: can't allocate memory")
             return take(self, size)
 
-        monkeypatch.setattr(Workspace, "take", take_failing)
+        monkeypatch.setattr(Workspace, "allocate", take_failing)
     assert answers(llama_checkpoint[0]) == (3, expected) and len(failed) == 2

@@ -123,7 +123,7 @@ def test_each_engine_looks_at_its_own_card(monkeypatch: pytest.MonkeyPatch) -> N
         return 10 << 30
 
     for module in ("plan.machine_facts", "runtime.load.agreement"):
-        monkeypatch.setattr(f"fminfer.{module}.free_bytes", free)
+        monkeypatch.setattr(f"fminfer.{module}.measure_free_bytes", free)
     monkeypatch.setattr(
         "fminfer.runtime.load.agreement.make_memory_name", lambda *given: "a card"
     )

@@ -87,7 +87,7 @@ def test_one_layer_is_in_memory_beside_the_packed_ones(
     class Unpacked(Registry):
         """A registry whose products keep no weight, as packed ones do."""
 
-        def product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
+        def choose_product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
             if len(weight.spec.outputs) == 3:  # queries, keys and values
                 joined.append(weakref.ref(weight.plain))
             return lambda x: x

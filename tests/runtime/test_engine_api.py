@@ -146,7 +146,7 @@ def test_an_engine_that_failed_holds_no_weights_once_it_is_closed(
     def fail(self: Any, *_: Any) -> None:
         raise ValueError("no")
 
-    monkeypatch.setattr(KvCache, "plan", fail)
+    monkeypatch.setattr(KvCache, "make_attention", fail)
     with pytest.raises(ValueError, match="no") as error:
         list(engine.run([LONG]))
     engine.close()
