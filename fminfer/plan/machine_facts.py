@@ -96,10 +96,7 @@ def find_machine(
 
 
 def has_moved(planned: Machine, now: Machine) -> bool:
-    """Tell whether a machine has changed since a plan was made for it.
-
-    What this process has grown by since then is not free, but it is the plan's.
-    """
+    """Tell whether a machine, or what this process takes of it, has changed since a plan."""
     as_now = replace(
         planned,
         free=now.free,
@@ -107,17 +104,16 @@ def has_moved(planned: Machine, now: Machine) -> bool:
         swap=now.swap,
         process_bytes=now.process_bytes,
     )
-    if as_now != now:
-        return True
-    before, after = ((m.free, m.host_free, m.swap) for m in (planned, now))
-    grown = max(0, now.process_bytes - planned.process_bytes)
-    return any(map(_differs, before, after, (grown, grown, 0)))
+    before, after = (
+        (m.free, m.host_free, m.swap, m.process_bytes) for m in (planned, now)
+    )
+    return as_now != now or any(map(_differs, before, after))
 
 
-def _differs(before: int | None, after: int | None, grown: int) -> bool:
+def _differs(before: int | None, after: int | None) -> bool:
     if before is None or after is None:
         return before != after
-    return abs(before - grown - after) > max(MOVED_BYTES, before // MOVED_SHARE)
+    return abs(before - after) > max(MOVED_BYTES, before // MOVED_SHARE)
 
 
 def choose_device(

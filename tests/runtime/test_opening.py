@@ -148,15 +148,30 @@ def test_a_plan_is_replaced_where_kernels_cannot_be_had(
     assert len(counted.plans) == 1 + plan.machine.has_library
 
 
-def test_what_a_process_has_grown_by_is_not_lost() -> None:
+def test_what_a_process_has_grown_by_is_counted() -> None:
+    """A plan that was made before the tokenizer was there forecast too little by it."""
     planned = Machine(free=4 * GIB, host_free=4 * GIB, process_bytes=GIB)
-    grown = replace(planned, free=3 * GIB, host_free=3 * GIB, process_bytes=2 * GIB)
-    assert not has_moved(planned, grown)
+    assert has_moved(planned, replace(planned, process_bytes=2 * GIB))
+    assert not has_moved(planned, replace(planned, process_bytes=GIB + (8 << 20)))
     assert not has_moved(planned, replace(planned, free=4 * GIB - (8 << 20)))
     assert has_moved(planned, replace(planned, free=3 * GIB))
     assert has_moved(planned, replace(planned, swap=GIB))
     assert has_moved(planned, replace(planned, rank=1))
     assert has_moved(Machine(), planned)
+
+
+def test_the_last_pipeline_of_a_team_is_not_alone() -> None:
+    """Its process was taken for somebody else's work on this machine."""
+    with fminfer.Engine(device="cpu") as engine:
+        assert engine.facts.is_alone
+        assert not replace(engine.facts, is_team=True).is_alone
+
+
+def test_layers_of_random_weights_are_not_streamed() -> None:
+    """It was told to take another --offload, which was refused as well."""
+    for offload in ("cpu", "disk", "auto"):
+        with pytest.raises(fminfer.UsageError, match="random weights have none"):
+            fminfer.Engine(random_init="opt-125m", offload=offload, device="cpu")
 
 
 def test_properties_copy_nothing_of_the_plan() -> None:
@@ -166,6 +181,7 @@ def test_properties_copy_nothing_of_the_plan() -> None:
         "plan",
         "measured",
         "num_pipelines",
+        "is_team",
     }
     assert not measured & {each.name for each in fields(RunPlan)}
     assert len(inspect.signature(Stage).parameters) == 4

@@ -94,11 +94,6 @@ def settle_plan(
     It is the plan with which its part began, unless that has been replaced.
     """
     config = plan.config
-    if config.offload != "off" and plan.checkpoint.folder is None:
-        raise UsageError(
-            "--offload streams layers from a model's files, and random weights have none. Use "
-            "--model-name, or leave --offload out"
-        )
     plan = update_plan(plan, find_place_of_rank(plan.machine, group, spread))
     shortage = plan.shortage
     if group is not None:  # none reads its weights before all have looked

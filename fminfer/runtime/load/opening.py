@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable
 
 from fminfer.core.config import EngineConfig
+from fminfer.core.errors import UsageError
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.pipeline.group import Group
 from fminfer.pipeline.ranks import ALONE, Spread
@@ -59,6 +60,11 @@ class Opening:
         config = self.config
         spread = self._spread
         checkpoint = (self._checkpoint or open_model(config)).with_weights()
+        if config.offload != "off" and checkpoint.folder is None:
+            raise UsageError(
+                "--offload streams layers from a model's files, and random weights "
+                "have none. Use --model-name, or leave --offload out"
+            )
         place = Machine(
             num_stages=spread.num_stages,
             num_shards=config.tensor_parallel_size,

@@ -37,7 +37,8 @@ class PipelineProperties:
 
     plan: RunPlan
     measured: Measured
-    num_pipelines: int = 1
+    num_pipelines: int = 1  # those that still compute
+    is_team: bool = False  # other processes compute, even if one is left
 
     @property
     def device(self) -> str:
@@ -87,7 +88,7 @@ class PipelineProperties:
     @property
     def is_alone(self) -> bool:
         """Whether one process computes, which is this one."""
-        return self.num_ranks == 1
+        return self.num_ranks == 1 and not self.is_team
 
     @property
     def streaming(self) -> str:

@@ -71,10 +71,10 @@ class Team:
         self._pipelines = start()
         try:
             self._await_loading()
+            self.facts = self._combine(plan)
         except BaseException:
             self.close()
             raise
-        self.facts = self._combine(plan)
 
     def _combine(self, plan: RunPlan) -> PipelineProperties:
         """Return the properties of all pipelines together."""
@@ -92,7 +92,9 @@ class Team:
             why_plain=next(filter(None, why_plain), ""),
             why_slower=next(filter(None, why_slower), ""),
         )
-        return PipelineProperties(plan, measured, num_pipelines=len(loaded))
+        return PipelineProperties(
+            plan, measured, num_pipelines=len(loaded), is_team=True
+        )
 
     @property
     def core(self) -> Team:
