@@ -1,9 +1,8 @@
 """The least time a machine could answer rows in: peers.py's last line.
 
 Every prompt token that no earlier prompt begins with goes through the layers once, at
-the rate of the machine's products; then all rows draw together, and each step takes as
-long as its products or as reading the weights and the rows' keys and values, whichever
-is longer. The head counts where logits are needed. What attention itself computes is
+the rate of the machine's products. Then all rows draw together. A step takes as long as
+its products, or as reading weights, keys and values, whichever is longer. The head counts where logits are needed. What attention itself computes is
 left out, as is all else between products.
 """
 

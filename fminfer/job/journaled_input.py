@@ -35,9 +35,9 @@ from fminfer.files.run_facts import RunHistory, parse_runs
 from fminfer.files.status_file import StatusFile, check_vectors_owned, read_status
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
-# What is to be done with an input before its lines are answered: make its complete
-# output's journal again, carry answers to an earlier form of it over, or nothing; all
-# of them may have their record.
+# What is to be done with an input before its lines are answered. "reopen" makes the
+# journal of its complete output again. "carry over" takes answers to an earlier form of
+# the input. "finished": all lines have their record.
 State = Literal["reopen", "carry over", "answer", "finished"]
 
 

@@ -1,8 +1,8 @@
 """Attention over the paged KV cache, for packed rows of any lengths.
 
-Chunks of prompts (several tokens of one row) are matrix products row by row; decode
-rows (one token each) run together, over the flat list of their blocks, so that no row
-is padded to another.
+Chunks of prompts (several tokens of one row) are matrix products row by row. Decode
+rows (one token each) run together, over the flat list of their blocks. No row is padded
+to another.
 """
 
 from __future__ import annotations
