@@ -2,8 +2,9 @@
 
 Every prompt token that no earlier prompt begins with goes through the layers once, at
 the rate of the machine's products. Then all rows draw together. A step takes as long as
-its products, or as reading weights, keys and values, whichever is longer. The head counts where logits are needed. What attention itself computes is
-left out, as is all else between products.
+its products, or as reading weights, keys and values, whichever is longer. The head
+counts where logits are needed. What attention itself computes is left out, as is all
+else between products.
 """
 
 from __future__ import annotations
