@@ -32,6 +32,8 @@ def check_encoder(setting: Setting, name: str) -> Figures:
     """Compare greedy texts, or vectors."""
     folder = setting.scratch / "encoders" / name
     model = make_encoder(name)
+    if name in PAIRS:
+        model.generation_config.decoder_start_token_id = 0
     model.save_pretrained(folder)
     rng = random.Random(0)
     prompts = [[rng.randrange(3, 200) for _ in range(n)] for n in (1, 16, 33, 60, 100)]

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 import transformers
 
-from benchmarks.gpu import check_encoders, check_streams
+from benchmarks.gpu import check_beside_cpu, check_encoders, check_streams
 from benchmarks.gpu.cases import Case, Figure, Figures, Setting, Skipped, expect
 from benchmarks.gpu.family_answers import (
     NAME,
@@ -52,6 +52,7 @@ def cases(setting: Setting) -> Iterator[Case]:
                 )
     yield from check_encoders.cases(setting)
     yield from check_streams.cases(setting)
+    yield from check_beside_cpu.cases(setting)
 
 
 def check_family(setting: Setting, name: str, dtype: str) -> Figures:

@@ -29,9 +29,14 @@ NUM_REQUESTS = 16
 NUM_BEST = 3
 DIGITS = 6  # of logprobs; they are compared within 1e-4
 MOST_BYTES = 45 << 20
-WHEELS = ("orjson",)  # that a machine with torch and transformers may lack
+WHEELS = ("orjson", "llguidance")  # that a machine with torch and transformers may lack
 # Of Python 3.12 on Linux. pip takes no wheel for a newer glibc from an older name.
-PLATFORMS = ("manylinux_2_28_x86_64", "manylinux_2_17_x86_64", "manylinux2014_x86_64")
+PLATFORMS = (
+    "manylinux_2_31_x86_64",
+    "manylinux_2_28_x86_64",
+    "manylinux_2_17_x86_64",
+    "manylinux2014_x86_64",
+)
 
 
 @dataclass(slots=True, frozen=True)

@@ -29,7 +29,7 @@ NEEDED = {
     "pytest": "pytest",
 }
 CARRY = (
-    "Bring their wheels in P/whl (--prepare P fetches orjson alone). Here: python3 -m "
+    "Bring their wheels in P/whl (--prepare P fetches orjson and llguidance). Here: python3 -m "
     "pip install "
     "--no-index --no-deps --target /tmp/site P/whl/*.whl, and export PYTHONPATH=/tmp/site"
 )
