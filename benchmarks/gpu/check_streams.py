@@ -1,4 +1,4 @@
-"""Of phase 3: layers streamed to the GPU (--offload), beside the whole model."""
+"""Layers streamed to the GPU (--offload): of phase 3 beside the whole model, of phase 6 timed."""
 
 from __future__ import annotations
 
@@ -27,7 +27,6 @@ def cases(setting: Setting) -> Iterator[Case]:
                 f"{name} streamed from {place}",
                 partial(check_family, setting, name, place),
             )
-        yield Case(f"speed from {place}", partial(time_stream, setting, place))
 
 
 def check_family(setting: Setting, name: str, place: str) -> Figures:

@@ -19,7 +19,7 @@ import torch
 import transformers
 from torch.profiler import profile
 
-from benchmarks.gpu import results
+from benchmarks.gpu import check_streams, results
 from benchmarks.gpu.captured_step import time_step
 from benchmarks.gpu.cases import Case, Figures, Setting, expect
 from benchmarks.gpu.profiles import count_work, start_profiler
@@ -234,6 +234,9 @@ def cases(setting: Setting) -> Iterator[Case]:
             case = partial(time_captured, bench, number, tokens)
             yield Case(f"{name} captured {number} x {tokens}", case)
     yield Case("read a checkpoint", partial(read_checkpoint, setting, held))
+    for place in check_streams.PLACES[setting.device]:
+        run = partial(check_streams.time_stream, setting, place)
+        yield Case(f"layers streamed from {place}", run)
 
 
 def time_start(bench: Bench) -> Figures:

@@ -175,13 +175,23 @@ class Stage:
             lengths=np.array([2, 1]),
             token_ids=np.array([0, 0, 0]),
             # a block may hold one token
-            new_blocks=np.array([[0, 0, 0], [0, 1, 0]], np.int32),
+            new_blocks=np.array([[0, 0, 0], [0, 1, 0], [1, 0, 0]], np.int32),
             draws=make_draws([1, 2], temperature=[0, 1]),
             scores=np.zeros(1, SCORE),
         )
         size = (step.num_tokens, self._network.model.hidden_size)
-        before = torch.zeros(size, dtype=self._network.dtype, device=self._device)
-        hidden = self.forward(step, None if self._network.is_first else before)
+        zeros = torch.zeros(size, dtype=self._network.dtype, device=self._device)
+        before = None if self._network.is_first else zeros
+        if self._network.encoder is not None:
+            self.forward(
+                Step(0, lengths=step.lengths, token_ids=step.token_ids), before
+            )
+            # A decoder behind it reads one token of the encoder's, which is all zeros.
+            step.cross_slots = np.array([1, 1], np.int32)
+            step.cross_lengths = np.array([1, 1])
+            step.encoder_output_lengths = np.array([1, 0])
+            step.encoder_output = zeros[0].cpu().view(torch.uint8).numpy()
+        hidden = self.forward(step, before)
         if self._head is not None:
             self.finish(step, hidden)
         if self.graphs is not None:

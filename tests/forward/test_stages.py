@@ -14,6 +14,7 @@ import fminfer
 from fminfer.compute.attention.kv_cache import KvCache
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.values.step import Step, StepResult, StepTrace
+from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, make_parts, split_layers
 from fminfer.forward.stage import Stage
 from fminfer.forward.transformer import Transformer
@@ -22,6 +23,7 @@ from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
+from fminfer.plan.planning import split_model
 from tests.conftest import (
     VOCAB,
     in_turns,
@@ -30,7 +32,9 @@ from tests.conftest import (
     more,
     save_byte_tokenizer,
 )
+from tests.encoder_families import PAIRS, make_encoder
 from tests.models.test_oracle import Request, mixed_requests
+from tests.sequence_models import save_sequence_model
 
 CPU = torch.device("cpu")
 # layers
@@ -106,6 +110,33 @@ def test_a_warmed_up_model_gives_the_same(llama_checkpoint: tuple[Path, Any]) ->
         stage.warm_up()
         assert stage.max_tokens == 0
     check_same(answers(folder, chain), answers(folder, None))
+
+
+@pytest.mark.parametrize("name", sorted(PAIRS))
+def test_a_warmed_up_decoder_behind_an_encoder_gives_the_same(
+    name: str, tmp_path: Path
+) -> None:
+    """It has an encoder output to read, also in the step before any request."""
+    save_sequence_model(name, tmp_path)
+    requests = [
+        {"prompt": [5 + n, 7, 9, 11], "max_tokens": 6, "logprobs": 1} for n in range(3)
+    ]
+    checkpoint = open_checkpoint(str(tmp_path))
+    chain = Chain(tmp_path, split_model(EngineConfig(), checkpoint, 2))
+    for stage in chain.stages:
+        stage.warm_up()
+    check_same(answers(tmp_path, chain, requests), answers(tmp_path, None, requests))
+
+
+def test_a_warmed_up_encoder_gives_the_same(tmp_path: Path) -> None:
+    make_encoder("bert").save_pretrained(tmp_path)
+    options = OPTIONS | {"skip_tokenizer_init": True}
+    with fminfer.Engine(str(tmp_path), **options) as engine:
+        prompts = [[5, 6, 7], [8, 9]]
+        before = engine.embed(prompts)
+        stage: Any = engine.pipeline.stages._run.__self__  # type: ignore[attr-defined]
+        stage.warm_up()
+        assert (engine.embed(prompts) == before).all()
 
 
 @pytest.mark.parametrize(("name", "num_stages"), in_turns((2, 3, 5)))
