@@ -77,7 +77,7 @@ def check_family(setting: Setting, name: str, dtype: str) -> Figures:
         is_mixture = any(isinstance(layer.mlp, Moe) for layer in layers)
         # Mixtures are slower than they could be, and so are some CPUs in 16 bits.
         is_slow = bool(engine.facts.measured.why_slower) and not (
-            is_mixture or setting.is_tiny and dtype != "float32"
+            is_mixture or (setting.is_tiny and dtype != "float32")
         )
         expect(not is_slow, engine.facts.measured.why_slower, figures)
         if dtype == "float32":

@@ -1,4 +1,4 @@
-"""Layers streamed to the GPU (--offload): of phase 3 beside the whole model, of phase 6 timed."""
+"""Layers streamed to the GPU (--offload): phase 3 compares them, and phase 6 takes their time."""
 
 from __future__ import annotations
 
