@@ -1,4 +1,4 @@
-"""Layers streamed to the GPU (--offload): phase 3 compares them, and phase 6 takes their time."""
+"""Layers streamed to the GPU (--offload): compared in phase 3, timed in phase 6."""
 
 from __future__ import annotations
 
