@@ -8,8 +8,9 @@ from functools import partial
 from typing import Any
 
 import torch
+import transformers
 
-from benchmarks.gpu.cases import Case, Figures, Setting, expect
+from benchmarks.gpu.cases import Case, Figures, Setting, Skipped, expect
 from fminfer import Engine
 from tests.encoder_families import ENCODERS, PAIRS, make_encoder
 
@@ -32,6 +33,11 @@ def check_encoder(setting: Setting, name: str) -> Figures:
     """Compare greedy texts, or vectors."""
     folder = setting.scratch / "encoders" / name
     model = make_encoder(name)
+    if name == "umt5":
+        attention = model.decoder.block[0].layer[0].SelfAttention
+        told = f"transformers {transformers.__version__} lets it see later tokens"
+        if not attention.is_causal:
+            raise Skipped(told)
     if name in PAIRS:
         model.generation_config.decoder_start_token_id = 0
     model.save_pretrained(folder)

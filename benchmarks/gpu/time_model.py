@@ -235,8 +235,8 @@ def cases(setting: Setting) -> Iterator[Case]:
             yield Case(f"{name} captured {number} x {tokens}", case)
     yield Case("read a checkpoint", partial(read_checkpoint, setting, held))
     for place in check_streams.PLACES[setting.device]:
-        run = partial(check_streams.time_stream, setting, place)
-        yield Case(f"layers streamed from {place}", run)
+        timed = partial(check_streams.time_stream, setting, place)
+        yield Case(f"layers streamed from {place}", timed)
 
 
 def time_start(bench: Bench) -> Figures:
