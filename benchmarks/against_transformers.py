@@ -98,7 +98,7 @@ def run_fminfer(
         "ready_s": ready_s,
         "peak_mb": peak_mb(),
         "peak_less_weights_mb": extra_mb,
-        "kv_bytes_per_token": engine.facts.kv_bytes_per_token,
+        "kv_bytes_per_token": engine.facts.plan.this_rank.takes.kv_token,
         "saved_tokens": stats.num_counted_cached / passes,
         "savable_tokens": stats.num_counted_shareable / passes,
         "busy_s": sum(stage.busy_s for stage in stats.stages) / passes,

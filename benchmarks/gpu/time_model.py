@@ -339,7 +339,11 @@ def time_run(bench: Bench, run: Run) -> Figures:
     if engine.pipeline.graphs is not None:
         figures["graphs"] = len(engine.pipeline.graphs.graphs)
     # Each step reads weights once, and all keys.
-    keys = run.rows * (run.tokens + run.new_tokens) * engine.facts.kv_bytes_per_token
+    keys = (
+        run.rows
+        * (run.tokens + run.new_tokens)
+        * engine.facts.plan.this_rank.takes.kv_token
+    )
     figures |= results.share_of(path, (used + keys) / step_s, "copy")
     return figures | count_work(watch.profiler, watch.profiled_s, PROFILED_STEPS)
 

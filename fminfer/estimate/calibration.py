@@ -180,7 +180,7 @@ def rounds_of(round_s: float) -> int:
 def _shorten(engine: Engine, trial: MeasuredRun) -> MeasuredRun | None:
     """Return a trial whose rows fit the model's context; None: they do not all run at once."""
     room = engine.context_length - trial.new_tokens
-    if room < 1 or trial.num_rows > engine.facts.max_rows:
+    if room < 1 or trial.num_rows > engine.facts.plan.sizes.max_rows:
         return None
     prompt_tokens = min(trial.prompt_tokens, room)
     size = engine.config.block_size

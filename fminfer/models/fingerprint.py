@@ -164,7 +164,7 @@ def _digest_weight_file(
         digest.update(f"\n{file.name} {file.stat().st_size}\n".encode())
         tensors.seek(first)
         digest.update(tensors.read(last - first))
-        for first, last in dict.fromkeys(stored.spans):
+        for first, last in dict.fromkeys(stored.spans.values()):
             for start in ((first + last - PIECE_BYTES) // 2, last - PIECE_BYTES):
                 start = max(first, start)
                 tensors.seek(start)

@@ -50,6 +50,7 @@ class Machine:
 
 
 ALONE = Machine()  # one process
+MOVING = ("free", "host_free", "swap", "process_bytes")  # fields of bytes
 # Free memory that differs by less is the same: a 256th of it, or 16 MiB.
 MOVED_SHARE = 256
 MOVED_BYTES = 16 << 20
@@ -63,12 +64,10 @@ def find_machine(
     To ask for a GPU's free memory takes some of it, so that only a process that computes does.
     """
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
-    device = choose_device(
-        config, machine := replace(known, num_gpus=num_gpus), known.rank
-    )
-    machine = replace(
-        machine, is_fast_in_bfloat16=(is_fast := is_fast_in_bfloat16(device))
-    )
+    machine = replace(known, num_gpus=num_gpus)
+    device = choose_device(config, machine, known.rank)
+    is_fast = is_fast_in_bfloat16(device)
+    machine = replace(machine, is_fast_in_bfloat16=is_fast)
     if known.device_bytes is None:
         machine = replace(
             machine, host_free=known.host_free or measure_free_host_bytes()
@@ -97,17 +96,10 @@ def find_machine(
 
 def has_moved(planned: Machine, now: Machine) -> bool:
     """Tell whether a machine, or what this process takes of it, has changed since a plan."""
-    as_now = replace(
-        planned,
-        free=now.free,
-        host_free=now.host_free,
-        swap=now.swap,
-        process_bytes=now.process_bytes,
+    sizes = {name: getattr(now, name) for name in MOVING}
+    return replace(planned, **sizes) != now or any(
+        _differs(getattr(planned, name), size) for name, size in sizes.items()
     )
-    before, after = (
-        (m.free, m.host_free, m.swap, m.process_bytes) for m in (planned, now)
-    )
-    return as_now != now or any(map(_differs, before, after))
 
 
 def _differs(before: int | None, after: int | None) -> bool:

@@ -76,7 +76,7 @@ def test_an_engine_holds_what_was_expected(options: dict[str, Any]) -> None:
         == takes.held_weights + takes.mapped
         == facts.measured.weight_bytes
     )
-    assert takes.kv_token == facts.kv_bytes_per_token
+    assert takes.kv_token == facts.plan.this_rank.takes.kv_token
 
 
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2), (2, 2)])

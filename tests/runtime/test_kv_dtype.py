@@ -94,12 +94,12 @@ def test_it_takes_half_the_memory() -> None:
         machine = find_machine(config, Machine(device_bytes=1 << 30))
         found = make_plan(config, open_model(config), machine)
         engine = fminfer.Engine(config)
-        assert engine.facts.kv_bytes_per_token == found.this_rank.takes.kv_token
+        plan = engine.facts.plan
+        assert plan.this_rank.takes.kv_token == found.this_rank.takes.kv_token
         assert engine.dtype == torch.float32
-        assert engine.facts.kv_dtype == (
-            "float32" if kv_dtype == "auto" else "bfloat16"
-        )
-        tokens.append(engine.facts.kv_bytes_per_token)
+        is_as_weights = kv_dtype == "auto"
+        assert plan.kv_dtype == (torch.float32 if is_as_weights else torch.bfloat16)
+        tokens.append(plan.this_rank.takes.kv_token)
         engine.close()
     assert tokens[0] == 2 * tokens[1]
 

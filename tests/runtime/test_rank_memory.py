@@ -153,7 +153,7 @@ def test_forecasts_count_the_kv_cache_that_was_used() -> None:
         used = engine.stats.max_kv_tokens
         assert 32 <= used <= 4 * 32 and used % 32 == 0
         (after,) = engine.memory
-        each = engine.facts.kv_bytes_per_token
+        each = engine.facts.plan.this_rank.takes.kv_token
         assert after.foreseen_bytes - before.foreseen_bytes == used * each
 
 

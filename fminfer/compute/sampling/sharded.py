@@ -166,8 +166,7 @@ class TokenShard(TokenSpan):
 
     def find_likeliest(self, logits: torch.Tensor) -> torch.Tensor:
         places = find_likeliest(logits)[:, None]
-        values = logits.gather(-1, places)
-        return self._find_winners(values, places)
+        return self._find_winners(logits.gather(-1, places), places)
 
     def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
         places = ids - self.local_ids.start

@@ -19,6 +19,7 @@ from fminfer.models.stored.stored_tensors import (
     MOST_HEADER_BYTES,
     StoredFile,
     StoredTensor,
+    make_stored_file,
     plain_strides,
 )
 
@@ -173,7 +174,7 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
         if name in parts:
             raise ValueError(f"tensor {name!r} is there twice")
         parts[name] = replace(part, start=first + part.start)
-    return StoredFile(path, parts, (0, end)), metadata
+    return make_stored_file(path, parts, (0, end)), metadata
 
 
 def _read_tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:

@@ -106,32 +106,28 @@ class JoinedTensor:
 
 @dataclass(slots=True, frozen=True)
 class StoredFile:
-    """What a file holds."""
+    """What a file holds. Types, shapes and spans are of each tensor, by its name."""
 
     path: Path
-    tensors: Mapping[str, StoredTensor]
     header: tuple[int, int]  # the bytes that name its tensors
+    tensors: Mapping[str, StoredTensor]
+    types: Mapping[str, str]
+    shapes: Mapping[str, tuple[int, ...]]
+    spans: Mapping[str, tuple[int, int]]
 
-    @property
-    def types(self) -> dict[str, str]:
-        """The type of each tensor, by its name."""
-        if isinstance(self.tensors, LazyTensors):
-            return self.tensors.types
-        return {name: tensor.dtype for name, tensor in self.tensors.items()}
 
-    @property
-    def shapes(self) -> dict[str, tuple[int, ...]]:
-        """The shape of each tensor, by its name."""
-        if isinstance(self.tensors, LazyTensors):
-            return self.tensors.shapes
-        return {name: tensor.shape for name, tensor in self.tensors.items()}
-
-    @property
-    def spans(self) -> list[tuple[int, int]]:
-        """The bytes of each tensor, in the order of the header."""
-        if isinstance(self.tensors, LazyTensors):
-            return [*self.tensors.spans.values()]
-        return [tensor.span for tensor in self.tensors.values()]
+def make_stored_file(
+    path: Path, tensors: Mapping[str, StoredTensor], header: tuple[int, int]
+) -> StoredFile:
+    """Return a file of the tensors that were made of its header."""
+    return StoredFile(
+        path,
+        header,
+        tensors,
+        types={name: tensor.dtype for name, tensor in tensors.items()},
+        shapes={name: tensor.shape for name, tensor in tensors.items()},
+        spans={name: tensor.span for name, tensor in tensors.items()},
+    )
 
 
 class LazyTensors(Mapping[str, StoredTensor]):
@@ -149,21 +145,21 @@ class LazyTensors(Mapping[str, StoredTensor]):
         spans: dict[str, tuple[int, int]],
     ) -> None:
         self._path = path
-        self.types = types
-        self.shapes = shapes
-        self.spans = spans
+        self._types = types
+        self._shapes = shapes
+        self._spans = spans
 
     def __getitem__(self, name: str) -> StoredTensor:
-        shape = self.shapes[name]
-        start, _ = self.spans[name]
+        shape = self._shapes[name]
+        start, _ = self._spans[name]
         strides = plain_strides(shape)
-        return StoredTensor(self._path, self.types[name], shape, start, strides)
+        return StoredTensor(self._path, self._types[name], shape, start, strides)
 
     def __iter__(self) -> Iterator[str]:
-        return iter(self.types)
+        return iter(self._types)
 
     def __len__(self) -> int:
-        return len(self.types)
+        return len(self._types)
 
 
 def plain_strides(shape: tuple[int, ...]) -> tuple[int, ...]:
@@ -192,17 +188,17 @@ def read_safetensors(path: Path) -> StoredFile:
         # a value takes more memory than its text
         if raw.count(b",") > MOST_HEADER_VALUES:
             raise ValueError(f"it has more than {MOST_HEADER_VALUES} values")
-        sound_tensors = _parse_sound_header(path, raw, start, size)
-        if sound_tensors is not None:
-            return StoredFile(path, sound_tensors, (0, start))
+        sound_file = _parse_sound_header(path, raw, start, size)
+        if sound_file is not None:
+            return sound_file
         tensors = _parse_header(path, raw, start)
     _check_holes(path, tensors, start, size)
-    return StoredFile(path, tensors, (0, start))
+    return make_stored_file(path, tensors, (0, start))
 
 
 def _parse_sound_header(
     path: Path, raw: bytes, start: int, size: int
-) -> LazyTensors | None:
+) -> StoredFile | None:
     """Parse a header all at once if it is sound; None: each entry is to be looked at.
 
     It accepts nothing that `_parse_header` and `_check_holes` refuse. These say what is
@@ -224,13 +220,11 @@ def _parse_sound_header(
             return None
     except (ValueError, TypeError, KeyError, AttributeError):
         return None
-    spans = ((start + first, start + last) for first, last in offsets)
-    return LazyTensors(
-        path,
-        types,
-        {name: tuple(shape) for name, shape in shapes.items()},
-        dict(zip(types, spans, strict=True)),
-    )
+    places = ((start + first, start + last) for first, last in offsets)
+    spans = dict(zip(types, places, strict=True))
+    shapes = {name: tuple(shape) for name, shape in shapes.items()}
+    tensors = LazyTensors(path, types, shapes, spans)
+    return StoredFile(path, (0, start), tensors, types, shapes, spans)
 
 
 def _has_sound_sizes(

@@ -155,9 +155,7 @@ class TensorFiles:
         self.shapes: dict[str, Shape] = {}
         if weights.form == "metaseq":
             for name, tensor in _join_metaseq_parts(files).items():
-                self._homes[name] = tensor
-                self.types[name] = tensor.dtype
-                self.shapes[name] = tensor.shape
+                self._add(name, tensor, tensor.dtype, tensor.shape)
         else:
             self._add_files(folder, weights, files, layer_prefix)
         for start, other in beside.items():
@@ -178,9 +176,7 @@ class TensorFiles:
             )
             prefix = layer_prefix.format(layer[1]) if layer else ""
             elsewhere = {home for home in named if folder / home != file.path}
-            types = file.types
-            shapes = file.shapes
-            for name, dtype in types.items():
+            for name, dtype in file.types.items():
                 if weights.homes.get(name) in elsewhere:
                     continue
                 whole = prefix + name
@@ -192,19 +188,20 @@ class TensorFiles:
                         f"{file.path.name}{'' if layer else index}; take the file away that "
                         "does not belong to the model, or fetch the index"
                     )
-                self._homes[whole] = (
-                    JoinedTensor((file.tensors[name],)) if prefix else file
-                )
-                self.types[whole] = dtype
-                self.shapes[whole] = shapes[name]
+                home = JoinedTensor((file.tensors[name],)) if prefix else file
+                self._add(whole, home, dtype, file.shapes[name])
 
     def _add_folder(self, start: str, other: TensorFiles) -> None:
         """Add the tensors of another folder; their names begin with `start`."""
-        for name in other.types:
-            self._homes[start + name] = other._find_tensor(name)
-            self.types[start + name] = other.types[name]
-            self.shapes[start + name] = other.shapes[name]
+        for name, dtype in other.types.items():
+            home = other._find_tensor(name)
+            self._add(start + name, home, dtype, other.shapes[name])
         self.seen |= other.seen
+
+    def _add(self, name: str, home: Home, dtype: str, shape: Shape) -> None:
+        self._homes[name] = home
+        self.types[name] = dtype
+        self.shapes[name] = shape
 
     def _find_tensor(self, name: str) -> JoinedTensor:
         """Return the parts of a tensor, and where they lie."""

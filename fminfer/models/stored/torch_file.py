@@ -27,6 +27,7 @@ from fminfer.models.stored.stored_tensors import (
     MOST_HEADER_BYTES,
     StoredFile,
     StoredTensor,
+    make_stored_file,
 )
 
 MOST_STEPS = 5_000_000  # 100,000 tensors have about 4 million
@@ -193,7 +194,9 @@ def _read_zip_file(path: Path, file: BinaryIO) -> StoredFile:
             f"a data.pkl of {last - first} bytes; the most are {MOST_HEADER_BYTES}"
         )
     value = _PickleMachine().read_pickle(io.BytesIO(_read_bytes(file, header)))
-    return StoredFile(path, _find_tensors(path, value, bounds, f"{top}data/"), header)
+    return make_stored_file(
+        path, _find_tensors(path, value, bounds, f"{top}data/"), header
+    )
 
 
 def _find_entry_bytes(file: BinaryIO, entry: zipfile.ZipInfo, size: int) -> Bounds:
@@ -236,7 +239,7 @@ def _read_older_file(path: Path, file: BinaryIO) -> StoredFile:
             if end > size:
                 raise ValueError(f"it is cut off: {size} bytes of at least {end}")
             bounds[key] = start, end
-    return StoredFile(path, _find_tensors(path, value, bounds), (0, first))
+    return make_stored_file(path, _find_tensors(path, value, bounds), (0, first))
 
 
 class _PickleMachine:

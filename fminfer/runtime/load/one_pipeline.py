@@ -74,7 +74,6 @@ class OnePipeline:
         config = plan.config
         checkpoint = plan.checkpoint
         num_threads = torch.get_num_threads()
-        num_blocks = plan.num_kv_tokens // config.block_size
         end_openmp_threads()  # steps are another thread's work
         self._group = group
         self._watch = None if group is None else group.watch
@@ -91,11 +90,13 @@ class OnePipeline:
             why.slower,
             disk_speed=0.0 if stream is None else stream.reads.bytes_per_s,
         )
-        eos_ids = find_end_ids(checkpoint, tokenizer)
         self.core = build_loop(
             config,
             RequestStarter(
-                tokenizer, eos_ids, config.seed, checkpoint.config.vocab_size
+                tokenizer,
+                find_end_ids(checkpoint, tokenizer),
+                config.seed,
+                checkpoint.config.vocab_size,
             ),
             self.stages,
             AnswerStyle(
@@ -104,7 +105,7 @@ class OnePipeline:
                 make_nan_explanation(checkpoint, plan.dtype),
             ),
             sizes=plan.sizes,
-            num_blocks=num_blocks,
+            num_blocks=plan.num_kv_tokens // config.block_size,
             num_stages=loaded.part.num_stages,
             most_read=_find_max_read(loaded),
         )

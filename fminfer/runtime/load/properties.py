@@ -51,29 +51,14 @@ class PipelineProperties:
         return name_of(self.plan.dtype)
 
     @property
-    def kv_dtype(self) -> str:
-        """The type of the KV cache."""
-        return name_of(self.plan.kv_dtype)
-
-    @property
     def weight_dtype(self) -> str:
         """The type in which most weights are held."""
         return self.plan.held_in
 
     @property
-    def max_rows(self) -> int:
-        """Most sequences that run at once."""
-        return self.plan.sizes.max_rows
-
-    @property
     def num_kv_blocks(self) -> int:
         """The size of the KV cache; of several, of the smallest."""
         return self.plan.num_kv_tokens // self.plan.config.block_size
-
-    @property
-    def kv_bytes_per_token(self) -> int:
-        """The first rank's part of a token."""
-        return self.plan.this_rank.takes.kv_token
 
     @property
     def num_stages(self) -> int:
