@@ -239,7 +239,7 @@ def test_a_run_is_decided_in_plan_only() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_a_plan_is_made_at_one_place() -> None:
+def test_a_plan_is_made_in_one_module() -> None:
     """Eight places made plans, which could differ: free memory moves, kernels fail to build.
 
     A process makes one as its part of a run begins. One function replaces it.
@@ -253,10 +253,7 @@ def test_a_plan_is_made_at_one_place() -> None:
         if isinstance(node, ast.Call)
         and {getattr(node.func, "id", ""), getattr(node.func, "attr", "")} & makers
     ]
-    assert sorted(sites) == [
-        "fminfer.runtime.load.agreement",
-        "fminfer.runtime.load.opening",
-    ]
+    assert sites == ["fminfer.runtime.load.agreement"] * 2
 
 
 def test_types_are_imported_like_everything_else() -> None:

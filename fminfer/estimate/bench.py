@@ -23,7 +23,7 @@ from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 TOO_SMALL = "the KV cache is too small; raise --budget, or take smaller batches"

@@ -51,8 +51,8 @@ from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
+from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.load.assembly import find_vectors, make_line_counting
-from fminfer.runtime.load.opening import Opening
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 

@@ -29,9 +29,9 @@ from fminfer.plan.run_plan import RunPlan
 from fminfer.runtime.computing import Compute, spread_of, start_computing
 from fminfer.runtime.lines.runner import WINDOW
 from fminfer.runtime.lines.runs import LOOKAHEAD, AnyRequest, Runs
+from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.load.assembly import load_tokenizer, make_intake
 from fminfer.runtime.load.one_pipeline import OnePipeline
-from fminfer.runtime.load.opening import Opening
 from fminfer.runtime.load.properties import PipelineProperties
 
 REPEAT_BITS = 64  # of the random number by which requests without a seed differ

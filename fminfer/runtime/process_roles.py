@@ -24,8 +24,8 @@ from fminfer.runtime.computing import Compute, start_computing
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext, Processes
 from fminfer.runtime.launch.role import Role, Task
+from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.load.one_pipeline import OnePipeline, serve_rank
-from fminfer.runtime.load.opening import Opening
 from fminfer.runtime.team.team_apart import Apart
 from fminfer.runtime.team.team_core import Team
 from fminfer.runtime.team.team_member import serve_pipeline

@@ -24,7 +24,7 @@ from fminfer.runtime.bars import say
 from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.launch.processes import ProcessContext
-from fminfer.runtime.load.opening import Opening
+from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 from fminfer.server.asgi_app import make_app
 from fminfer.server.batch_service import BatchService
