@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from tempfile import mkdtemp
 
 Figure = float | int | str | bool | None
 Figures = dict[str, Figure]
@@ -51,6 +53,17 @@ class Wrong(Exception):
 
 class Skipped(Exception):
     """A case that cannot be tried here, and why."""
+
+
+def save_once(folder: Path, save: Callable[[Path], None]) -> Path:
+    """Save a model into a folder if it is not there; other processes see it whole."""
+    if not folder.exists():
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        draft = Path(mkdtemp(dir=folder.parent))
+        save(draft)
+        with suppress(OSError):  # another process was faster
+            draft.rename(folder)
+    return folder
 
 
 def expect(is_right: bool, text: str, figures: Figures | None = None) -> None:

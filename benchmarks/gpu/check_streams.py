@@ -7,7 +7,7 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from benchmarks.gpu.cases import Case, Figures, Setting, expect
+from benchmarks.gpu.cases import Case, Figures, Setting, expect, save_once
 from fminfer import Engine
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.models.test_oracle import mixed_requests
@@ -31,10 +31,12 @@ def cases(setting: Setting) -> Iterator[Case]:
 
 def check_family(setting: Setting, name: str, place: str) -> Figures:
     """Compare answers, draws included, with those of the whole model."""
-    folder = setting.scratch / "streams" / name
-    if not folder.exists():
+
+    def save(folder: Path) -> None:
         make_model(name).save_pretrained(folder)
         save_byte_tokenizer(folder)
+
+    folder = save_once(setting.scratch / "streams" / name, save)
     whole, streamed = (_answers(setting, folder, offload) for offload in ("off", place))
     worst = 0.0
     for one, other in zip(whole, streamed, strict=True):
@@ -74,13 +76,14 @@ def time_stream(setting: Setting, place: str) -> Figures:
     """Time passes over layers of a 7B model: their GB/s, and how long the GPU waits."""
     from transformers import LlamaConfig, LlamaForCausalLM
 
-    folder = setting.scratch / "streams" / "large"
-    if not folder.exists():
+    def save(folder: Path) -> None:
         sizes = LARGE if setting.device == "cuda" else SMALL
         config = LlamaConfig(
             **sizes, vocab_size=512, num_attention_heads=sizes["hidden_size"] // 32
         )
         LlamaForCausalLM(config).bfloat16().save_pretrained(folder)
+
+    folder = save_once(setting.scratch / "streams" / "large", save)
     how = {"dtype": "bfloat16", "device": setting.device, "skip_tokenizer_init": True}
     engine = Engine(str(folder), offload=place, **how)
     try:

@@ -21,6 +21,7 @@ NEEDED = {
     "safetensors": "safetensors",
     "numpy": "numpy",
     "orjson": "orjson",
+    "llguidance": "llguidance",
     "click": "click",
     "tqdm": "tqdm",
     "jinja2": "jinja2",

@@ -48,7 +48,7 @@ PHASES = (
         110,
         240,
         12,
-        "every family beside transformers, kernels required",
+        "families beside transformers; blocks, GGUF and constraints beside the CPU",
     ),
     Phase(4, "check_draws", 25, 60, 5, "draws and rankings beside the CPU's"),
     Phase(5, "time_kernels", 40, 120, 1, "attention and products at many sizes"),
@@ -58,7 +58,7 @@ PHASES = (
         115,
         240,
         1,
-        "steps of whole models, profiled and captured; loading",
+        "steps of whole models, profiled and captured; loading; streamed layers",
     ),
     Phase(
         7,

@@ -71,12 +71,14 @@ def test_an_engine_holds_what_was_expected(options: dict[str, Any]) -> None:
     takes = plan_demo(**options).this_rank.takes
     with fminfer.Engine(kernels="off", device="cpu", budget=64, **options) as engine:
         facts = engine.facts
+        cache = engine.pipeline.stages._run.__self__.cache  # type: ignore[attr-defined]
+        kv_bytes = cache._kv.nbytes
     assert (
         takes.weights
         == takes.held_weights + takes.mapped
         == facts.measured.weight_bytes
     )
-    assert takes.kv_token == facts.plan.this_rank.takes.kv_token
+    assert kv_bytes == takes.kv_token * facts.plan.num_kv_tokens
 
 
 @pytest.mark.parametrize(("num_stages", "num_shards"), [(1, 1), (2, 1), (1, 2), (2, 2)])
