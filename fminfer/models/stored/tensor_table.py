@@ -176,20 +176,27 @@ class TensorFiles:
             )
             prefix = layer_prefix.format(layer[1]) if layer else ""
             elsewhere = {home for home in named if folder / home != file.path}
-            for name, dtype in file.types.items():
-                if weights.homes.get(name) in elsewhere:
-                    continue
-                whole = prefix + name
-                if whole in self._homes:
-                    first = self._find_tensor(whole).parts[0].file.name
-                    index = f", and no {weights.index} says which one counts"
-                    raise CheckpointError(
-                        f"{folder} holds the tensor {whole!r} twice, in {first} and "
-                        f"{file.path.name}{'' if layer else index}; take the file away that "
-                        "does not belong to the model, or fetch the index"
-                    )
-                home = JoinedTensor((file.tensors[name],)) if prefix else file
-                self._add(whole, home, dtype, file.shapes[name])
+            # a large model has tens of thousands: no function is called for each
+            names = {
+                prefix + name: name
+                for name in file.types
+                if weights.homes.get(name) not in elsewhere
+            }
+            if doubles := names.keys() & self._homes.keys():
+                whole = min(doubles)
+                first = self._find_tensor(whole).parts[0].file.name
+                index = f", and no {weights.index} says which one counts"
+                raise CheckpointError(
+                    f"{folder} holds the tensor {whole!r} twice, in {first} and "
+                    f"{file.path.name}{'' if layer else index}; take the file away that "
+                    "does not belong to the model, or fetch the index"
+                )
+            self._homes |= {
+                whole: JoinedTensor((file.tensors[name],)) if prefix else file
+                for whole, name in names.items()
+            }
+            self.types |= {whole: file.types[name] for whole, name in names.items()}
+            self.shapes |= {whole: file.shapes[name] for whole, name in names.items()}
 
     def _add_folder(self, start: str, other: TensorFiles) -> None:
         """Add the tensors of another folder; their names begin with `start`."""
