@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ctypes
+import math
 import mmap
 import random
 from contextlib import closing
@@ -407,22 +408,24 @@ def check_rows_that_share(
     """Let rows of one token share a prefix, half of them a longer one, beside others without."""
     torch.manual_seed(0)
     kernel, device = make_kernel(body, heads, kv_heads, dim, dtype)
-    free = random.Random(1).sample(range(160), 160)
+    unit = math.lcm(128, block) // block  # blocks of a run are so many, or twice
+    num_blocks = 160 + 3 * unit
+    free = random.Random(1).sample(range(num_blocks), num_blocks)
 
     def take(num: int) -> list[int]:
         return [free.pop() for _ in range(num)]
 
-    all_share = take(3)
-    some_share = take(2)
+    all_share = take(2 * unit)
+    some_share = take(unit)
     rows = [(block, 9, take(3))]  # a chunk: its position, tokens and blocks
     for i in range(num_rows):
         shared = all_share + (some_share if i % 2 else [])
         rows.append((len(shared) * block + (5 * i) % (2 * block), 1, shared + take(2)))
     rows.insert(7, (block + 3, 1, take(2)))
-    rows.append((block + 3, 1, all_share[:1] + take(1)))
+    rows.append((unit * block + 3, 1, all_share[:unit] + take(1)))
     kept = kv_dtype or dtype
     paged = paged_layer(
-        160, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel
+        num_blocks, block, kv_heads, dim, dtype=kept, device=device, kernel=kernel
     )
     paged.keys.fill_(float("nan"))
     paged.values.fill_(float("nan"))
@@ -505,22 +508,20 @@ def test_rows_that_share(
 def test_rows_that_share_ever_more_are_in_few_runs() -> None:
     """Each row a prefix of the next: what is kept of every run would need memory by the
     square."""
-    blocks = list(range(100))
+    blocks = list(range(16 * 80))
     rows = Rows.from_tables(
-        *((n * BLOCK, 1, [*blocks[:n], 100 + n]) for n in range(1, 80))
+        *((16 * n * BLOCK, 1, [*blocks[: 16 * n], 2000 + n]) for n in range(1, 80))
     )
     plan = lay_out_rows(rows, BLOCK)
     assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
-    for _, _, position, _, start, count, own in plan.rows.tolist():
-        places = plan.entries[start : start + count].tolist()
+    members = plan.members.tolist()
+    for row, (_, _, position, _, own) in enumerate(plan.rows.tolist()):
         runs = [
-            run
-            for run in plan.runs.tolist()
-            for p in places
-            if 0 <= p - run[0] < run[1]
+            run for run in plan.runs.tolist() if row in members[run[0] :][: run[1]]
         ]
-        ends = [0] + [end for _, _, _, end in runs]
-        assert [first for _, _, first, _ in runs] == ends[:-1], "one behind the other"
+        ends = [0] + [end for _, _, _, end, _ in runs]
+        assert [first for _, _, first, _, _ in runs] == ends[:-1], "one after the other"
+        assert [before for *_, before in runs] == [*range(len(runs))]
         assert own == ends[-1] <= position
 
 

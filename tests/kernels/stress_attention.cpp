@@ -53,9 +53,9 @@ std::vector<double> attend(const Step& step, const Asked& query, int64_t row, in
 void compare(const Step& step, const Asked& query, const Numbers& out) {
     const Arguments& a = step.arguments;
     for (int64_t r = 0; r < step.num_rows(); r++)
-        for (int64_t t = 0; t < step.rows[7 * r + 1]; t++)
+        for (int64_t t = 0; t < step.rows[5 * r + 1]; t++)
             for (int64_t h = (r + t) % 4; h < a.heads; h += 4) {
-                const int64_t token = step.rows[7 * r] + t, position = step.rows[7 * r + 2] + t;
+                const int64_t token = step.rows[5 * r] + t, position = step.rows[5 * r + 2] + t;
                 const std::vector<double> wanted = attend(step, query, r, token, position, h);
                 for (int64_t d = 0; d < a.head_dim; d++)
                     check(is_near(out.at((token * a.heads + h) * a.head_dim + d), wanted[d], a.type),

@@ -35,8 +35,8 @@ class Step {
     }
     Step(const Step&) = delete;
 
-    int64_t table_of(int64_t row) const { return rows[7 * row + 3]; }
-    int64_t num_rows() const { return int64_t(rows.size()) / 7; }
+    int64_t table_of(int64_t row) const { return rows[5 * row + 3]; }
+    int64_t num_rows() const { return int64_t(rows.size()) / 5; }
 
     // Where in the cache a row's key or value stands.
     int64_t place(int64_t row, int64_t position, int64_t kv_head) const {
@@ -63,7 +63,6 @@ class Step {
         const int64_t shared = random.is_so() ? random.from(1, 2) : 0;  // blocks
         num_blocks = shared + 1;
         std::vector<int64_t> of_run, of_longer_run;
-        std::vector<int64_t> first_entry;
         for (int64_t r = 0; r < num; r++) {
             const int64_t tokens = random.from(0, 2) == 0 ? random.from(2, 50) : 1;
             const bool is_member = shared > 0 && tokens == 1, is_longer = is_member && r % 2 == 0;
@@ -71,7 +70,7 @@ class Step {
             const int64_t position = common * size + random.from(0, 2 * size);
             const int64_t skipped = random.from(0, 3) == 0 ? random.from(0, tokens - 1) : 0;
             rows.insert(rows.end(), {num_tokens + skipped, tokens - skipped, position + skipped,
-                                     int64_t(tables.size()), 0, is_member + is_longer,
+                                     int64_t(tables.size()),
                                      is_member ? common * size : 0});
             if (is_member) of_run.push_back(r);
             if (is_longer) of_longer_run.push_back(r);
@@ -84,20 +83,16 @@ class Step {
             }
             num_tokens += tokens;
         }
-        add_run(of_run, 0, shared * size);
-        add_run(of_longer_run, shared * size, (shared + 1) * size);
-        for (int64_t r = 0; r < num; r++) {
-            rows[7 * r + 4] = int64_t(entries.size());
-            for (size_t m = 0; m < members.size(); m++)
-                if (members[m] == r) entries.push_back(int64_t(m));
-        }
+        add_run(of_run, 0, shared * size, 0);
+        add_run(of_longer_run, shared * size, (shared + 1) * size, 1);
         shuffle_blocks(random);
     }
 
-    void add_run(const std::vector<int64_t>& of_run, int64_t first, int64_t last) {
+    void add_run(const std::vector<int64_t>& of_run, int64_t first, int64_t last,
+                 int64_t before) {
         if (of_run.empty()) return;
         const int64_t num = int64_t(of_run.size());
-        runs.insert(runs.end(), {int64_t(members.size()), num, first, last});
+        runs.insert(runs.end(), {int64_t(members.size()), num, first, last, before});
         members.insert(members.end(), of_run.begin(), of_run.end());
     }
 
@@ -116,7 +111,7 @@ class Step {
         const int64_t count = num_blocks * a.kv_heads * a.block_size * a.head_dim;
         keys = values = Numbers(count, a.kv_type);
         for (int64_t r = 0; r < num_rows(); r++) {
-            const int64_t position = rows[7 * r + 2], odd_head = random.from(0, a.kv_heads - 1);
+            const int64_t position = rows[5 * r + 2], odd_head = random.from(0, a.kv_heads - 1);
             for (int64_t p = 0; p < position; p++)
                 for (int64_t h = 0; h < a.kv_heads; h++) {
                     if (p < first_key(position) && h == odd_head) continue;
@@ -137,17 +132,15 @@ class Step {
         a.tables = tables.data();
         a.runs = runs.data();
         a.members = members.data();
-        a.entries = entries.data();
         a.slopes = slopes.empty() ? nullptr : slopes.data();
         a.sinks = sinks.empty() ? nullptr : sinks.data();
         a.num_rows = num_rows();
-        a.num_runs = int64_t(runs.size()) / 4;
-        a.num_members = int64_t(members.size());
+        a.num_runs = int64_t(runs.size()) / 5;
         a.num_tokens = num_tokens;
     }
 
     int64_t num_tokens = 0, num_blocks = 0;
-    std::vector<int64_t> slots, runs, members, entries;
+    std::vector<int64_t> slots, runs, members;
     std::vector<int32_t> tables;
 };
 

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 from functools import partial
+from operator import itemgetter
 
 import numpy as np
 import torch
@@ -29,7 +31,7 @@ from fminfer.compute.values.step import Column, Rows
 from fminfer.compute.values.weights import KERNEL_TYPES
 
 CACHE_TYPES = KERNEL_TYPES | {torch.float16: 2}
-NO_RUNS = (np.zeros((0, 4), np.int64), np.zeros(0, np.int64), np.zeros(0, np.int64))
+NO_RUNS = (np.zeros((0, 5), np.int64), np.zeros(0, np.int64))
 CPU = torch.device("cpu")
 # Of the largest expected number. 16 bits round weights and results.
 ATTENTION_ERRORS: Limits = {
@@ -41,51 +43,45 @@ ATTENTION_ERRORS: Limits = {
 # heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
 TRIED_KEYS = {"cpu": 67, "cuda": 327}
 TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
-# runs that a row is in, on average: each costs memory, and less and less is left
+# runs that a row is in, on average: threads wait between them, and less and less is left
 MOST_ENTRIES = 4
+PIECE_KEYS = 128  # of halves.h: a run's keys are whole steps of the softmax
 
 
 @dataclass(slots=True, frozen=True)
 class KernelRows:
     """The rows of a step, as the kernel reads them."""
 
-    # (rows, 7) int64: first packed token, tokens, position, start of its table in all
-    # of `tables`, start in `entries`, their number, the first key of no run
+    # (rows, 5) int64: first packed token, tokens, position, start of its table in all
+    # of `tables`, the first key of no run
     rows: torch.Tensor
     tables: torch.Tensor  # (tables, blocks) int32, of `Rows`
     # (tokens,) int64: block * block_size + place, of each token's key
     slots: torch.Tensor
     # Of rows of one token, those that share blocks:
-    # (runs, 4) int64: first in `members`, their number, keys [first, last)
+    # (runs, 5) int64: first in `members`, their number, keys [first, last), and runs
+    # before them in their rows; ascending in the last
     runs: torch.Tensor
-    members: torch.Tensor  # (members,) int64: rows of each run, one run after another
-    # (members,) int64: places in `members` of each row, row by row
-    entries: torch.Tensor
+    members: torch.Tensor  # (members,) int64: rows of each run
     num_tokens: int  # of all rows
 
 
 def lay_out_rows(rows: Rows, block_size: int) -> KernelRows:
     """Lay out a step's rows, in packed order."""
-    table = np.zeros((len(rows), 7), np.int64)
+    table = np.zeros((len(rows), 5), np.int64)
     table[:, 0] = rows.first_tokens
     table[:, 1] = rows.lengths
     table[:, 2] = rows.positions
     table[:, 3] = rows.table_of * np.int64(rows.tables.shape[1])
-    runs, members, entries = NO_RUNS
+    runs, members = NO_RUNS
     if len(rows) >= MIN_ROWS:
-        runs, members, first_alone = _lay_out_runs(rows, block_size)
-        num_entries = np.bincount(members, minlength=len(rows))
-        table[:, 4] = num_entries.cumsum() - num_entries
-        table[:, 5] = num_entries
-        table[:, 6] = first_alone
-        entries = np.argsort(members, kind="stable")
+        runs, members, table[:, 4] = _lay_out_runs(rows, block_size)
     return KernelRows(
         rows=torch.from_numpy(table),
         tables=torch.from_numpy(rows.tables),
         slots=torch.from_numpy(rows.key_places(block_size)),
         runs=torch.from_numpy(runs),
         members=torch.from_numpy(members),
-        entries=torch.from_numpy(entries),
         num_tokens=rows.num_tokens,
     )
 
@@ -113,17 +109,24 @@ def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     runs: list[list[int]] = []
     members = [np.empty(0, np.int64)]
     num_members = 0
+    num_before = np.zeros(len(rows), np.int64)
     first_alone = np.zeros(len(rows), np.int64)
     alone = np.flatnonzero(rows.lengths == 1)
-    for run in find_shared_runs(rows.select(alone), block_size):
+    unit = math.lcm(PIECE_KEYS, block_size) // block_size
+    for run in find_shared_runs(rows.select(alone), block_size, unit):
         if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
             break  # a run comes behind those that it begins with
-        first, last = run.start * block_size, run.end * block_size
-        runs.append([num_members, len(run.rows), first, last])
-        members.append(alone[run.rows])
-        num_members += len(run.rows)
-        first_alone[members[-1]] = np.maximum(first_alone[members[-1]], last)
-    return np.array(runs, np.int64).reshape(-1, 4), np.concatenate(members), first_alone
+        sharing = alone[run.rows]
+        first = run.start * block_size
+        last = run.end * block_size
+        before = int(num_before[sharing[0]])
+        runs.append([num_members, len(sharing), first, last, before])
+        members.append(sharing)
+        num_members += len(sharing)
+        num_before[sharing] += 1
+        first_alone[sharing] = last
+    runs.sort(key=itemgetter(4))
+    return np.array(runs, np.int64).reshape(-1, 5), np.concatenate(members), first_alone
 
 
 def make_step_arguments(
@@ -140,10 +143,8 @@ def make_step_arguments(
         tables=rows.tables.data_ptr(),
         runs=rows.runs.data_ptr(),
         members=rows.members.data_ptr(),
-        entries=rows.entries.data_ptr(),
         num_rows=len(rows.rows),
         num_runs=len(rows.runs),
-        num_members=len(rows.members),
         num_tokens=len(rows.slots),
         heads=heads,
         kv_heads=kv_heads,

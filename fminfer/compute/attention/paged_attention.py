@@ -36,10 +36,11 @@ class SharedRun:
     end: int
 
 
-def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
+def find_shared_runs(rows: Rows, block_size: int, unit: int = 1) -> list[SharedRun]:
     """List runs of equal blocks, from the tables' start on; behind each run, those of its rows.
 
-    A table's last block is its own: it is still being written.
+    They begin and end at multiples of `unit` blocks. A table's last block is its own: it
+    is still being written.
     """
     runs: list[SharedRun] = []
     tables = rows.tables
@@ -47,15 +48,18 @@ def find_shared_runs(rows: Rows, block_size: int) -> list[SharedRun]:
     pending = [(np.arange(len(rows)), 0)]
     while pending:
         places, start = pending.pop()
-        for group in _group_by_block(places[num_full[places] > start], rows, start):
+        behind = start + unit
+        is_long = num_full[places] >= behind
+        for group in _group_by_block(places[is_long], rows, behind - 1):
             table_of = rows.table_of[group]
-            last = int(num_full[group].min())
+            last = int(num_full[group].min()) // unit * unit
             differs = (
                 tables[table_of, start:last] != tables[table_of[0], start:last]
             ).any(0)
-            end = start + int(differs.argmax()) if differs.any() else last
-            runs.append(SharedRun(group, start, end))
-            pending.append((group, end))
+            end = start + int(differs.argmax()) // unit * unit if differs.any() else last
+            if end > start:
+                runs.append(SharedRun(group, start, end))
+                pending.append((group, end))
     return runs
 
 

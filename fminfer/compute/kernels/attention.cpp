@@ -8,9 +8,13 @@
 // one another, so that what rows share is read from the cache nearby. Items of few queries have
 // several KV heads, whose keys in a block lie one behind the other: they are read in that order.
 //
-// Rows of one token that begin with the same blocks, a run, attend to those together: an item is
-// then up to 32 queries of several rows. What it found is kept and put together with what each
-// row's own item finds (Juravsky et al. 2024, "Hydragen"; Ye et al. 2024, cascade inference).
+// Rows of one token that begin with the same blocks, a run, attend to those together (Juravsky et al.
+// 2024, "Hydragen"): an item is then up to 32 queries of several rows. It ends where a step of the
+// softmax does and leaves each row's sums, with which runs inside it and the row's own item go on.
+//
+// So a query's numbers are added up in one order, whatever stands beside it: scores in WIDTH parts
+// (`Tree`), weights and weighted values key by key from the first that is seen, in pieces that begin
+// at fixed places. Tiles have an order of their own, in which few queries are not computed.
 //
 // Bodies: in float32 for all types (attention_floats.h), and in pairs and tiles of bfloat16 on
 // processors that have them (attention_pairs.h). Scores, exponentials and sums are in float32.
@@ -30,7 +34,8 @@
 
 namespace {
 
-constexpr int MOST_ALONE = 3;  // queries of a head that are multiplied one after another
+// Queries of a head that are multiplied one after another, and the same in pairs of bfloat16.
+constexpr int MOST_ALONE = 3, MOST_IN_PAIRS = 8;
 
 // Calls use(a number of the type) for the type of the cache.
 template <typename Use>
@@ -40,19 +45,28 @@ inline void with_type(int64_t type, Use use) {
     use(Float16{});
 }
 
+#ifdef HAS_PAIRS
+// Each of the item's queries by itself: it reads no value that it does not see.
+void attend_singly(const Arguments& a, const Item& item, Space& space) {
+    for (int64_t h = 0; h < item.heads; h++) {
+        Item single = head_of(item, h);
+        for (int64_t q = item.first; q < item.last; q++) {
+            single.first = q;
+            single.last = q + 1;
+            attend_few_in_pairs<0>(a, single, space);
+        }
+    }
+}
+#endif
+
 // Few queries of each of the item's heads.
 void attend_few(const Arguments& a, const Item& item, Space& space) {
 #ifdef HAS_PAIRS
-    if (fits_halves(a)) {
-        if (!hides_odd_value(a, item))
-            return a.head_dim == 64    ? attend_few_in_pairs<64>(a, item, space)
-                   : a.head_dim == 128 ? attend_few_in_pairs<128>(a, item, space)
-                                       : attend_few_in_pairs<0>(a, item, space);
-        // It decides for its own head only: which heads an item has depends on the threads.
-        for (int64_t h = 0; item.heads > 1 && h < item.heads; h++)
-            attend_few(a, head_of(item, h), space);
-        if (item.heads > 1) return;
-    }
+    if (fits_halves(a))
+        return hides_odd_value(a, item) ? attend_singly(a, item, space)
+               : a.head_dim == 64       ? attend_few_in_pairs<64>(a, item, space)
+               : a.head_dim == 128      ? attend_few_in_pairs<128>(a, item, space)
+                                        : attend_few_in_pairs<0>(a, item, space);
 #endif
     with_type(a.kv_type, [&](auto kind) {
         for (int64_t h = 0; h < item.heads; h++)
@@ -76,9 +90,10 @@ void attend_in_halves(const Arguments& a, const Item& item, Space& space) {
 void attend_together(const Arguments& a, const Item& item, Space& space) {
     const int64_t num = item.last - item.first;
 #ifdef HAS_PAIRS
-    if (fits_halves(a) && !hides_odd_value(a, item))
-        return num <= LANES ? attend_in_halves<1>(a, item, space)
-                            : attend_in_halves<2>(a, item, space);
+    if (fits_halves(a))
+        return hides_odd_value(a, item) ? attend_singly(a, item, space)
+               : num <= LANES           ? attend_in_halves<1>(a, item, space)
+                                        : attend_in_halves<2>(a, item, space);
 #endif
     with_type(a.kv_type, [&](auto kind) {
         typedef decltype(kind) T;
@@ -90,10 +105,19 @@ void attend_together(const Arguments& a, const Item& item, Space& space) {
 }
 
 // Whether an item's queries are multiplied one after another, each alone.
-inline bool is_small(const Item& item) { return item.last - item.first <= MOST_ALONE; }
+inline bool is_small(const Arguments& a, const Item& item) {
+    bool is_in_pairs = false;
+#ifdef HAS_PAIRS
+    is_in_pairs = fits_halves(a);
+#endif
+#ifdef HAS_TILES
+    is_in_pairs = is_in_pairs && !may_use_tiles();
+#endif
+    return item.last - item.first <= (is_in_pairs ? MOST_IN_PAIRS : MOST_ALONE);
+}
 
 void attend(const Arguments& a, const Item& item, Space& space) {
-    if (is_small(item)) return attend_few(a, item, space);
+    if (is_small(a, item)) return attend_few(a, item, space);
     attend_together(a, item, space);
 }
 
@@ -124,40 +148,33 @@ void keep_token(const Arguments& a, int64_t token) {
 void attend_all(const Arguments& a) {
     const int64_t group = a.heads / a.kv_heads;
     const int64_t num_runs = a.window > 0 ? 0 : a.num_runs;  // a window hides what is shared
-    enum { OF_RUNS, LARGE, SMALL, KINDS };
-    int64_t ends[KINDS];  // of each kind of items, which are for all heads
-    const auto list = [&](Item* items) {
-        int64_t num = 0;
-        const auto cut = [&](Item item, int64_t num_queries, int kind) {
-            for (item.first = 0; item.first < num_queries; item.first = item.last) {
-                const int64_t left = num_queries - item.first;
-                item.last = item.first + (left < MOST_QUERIES ? left : MOST_QUERIES);
-                if (kind != OF_RUNS && is_small(item) != (kind == SMALL)) continue;
-                if (items != nullptr) items[num] = item;
-                num++;
-            }
-        };
-        for (const int64_t* run = a.runs; run != a.runs + 4 * num_runs; run += 4) {
-            const int64_t* members = a.members + run[0];
-            cut({a.rows + ROW * members[0], 0, 0, 0, run[2], run[3], members}, run[1] * group,
-                OF_RUNS);
-        }
-        ends[OF_RUNS] = num;
-        for (int kind = LARGE; kind <= SMALL; kind++) {
-            for (const int64_t* row = a.rows; row != a.rows + ROW * a.num_rows; row += ROW)
-                cut({row, 0, 0, 0, num_runs ? row[6] : 0, INT64_MAX, nullptr}, row[1] * group,
-                    kind);
-            ends[kind] = num;
+    enum { LARGE, SMALL, KINDS };
+    std::vector<Item> items;  // of runs, large and small ones, each for all heads
+    std::vector<int64_t> levels;  // ends of the runs that may go at once
+    const auto cut = [&](Item item, int64_t num_queries, int kind) {
+        for (item.first = 0; item.first < num_queries; item.first = item.last) {
+            const int64_t left = num_queries - item.first;
+            item.last = item.first + (left < MOST_QUERIES ? left : MOST_QUERIES);
+            if (kind == KINDS || is_small(a, item) == (kind == SMALL)) items.push_back(item);
         }
     };
-    list(nullptr);
-    std::vector<Item> items(ends[SMALL]);
-    list(items.data());
-    const size_t of_runs = sizeof(float) * a.num_members * a.heads * found_size(a);
-    const std::unique_ptr<float, decltype(&std::free)> found(
+    for (const int64_t* run = a.runs; run != a.runs + RUN * num_runs; run += RUN) {
+        if (run != a.runs && run[4] > run[4 - RUN]) levels.push_back(items.size());
+        const int64_t* members = a.members + run[0];
+        cut({a.rows + ROW * members[0], 0, 0, 0, run[2], run[3], members}, run[1] * group, KINDS);
+    }
+    levels.push_back(items.size());
+    int64_t ends[KINDS];
+    for (int kind = LARGE; kind < KINDS; kind++) {
+        for (const int64_t* row = a.rows; row != a.rows + ROW * a.num_rows; row += ROW)
+            cut({row, 0, 0, 0, num_runs ? row[4] : 0, INT64_MAX, nullptr}, row[1] * group, kind);
+        ends[kind] = items.size();
+    }
+    const size_t of_runs = sizeof(float) * a.num_rows * a.heads * state_size(a);
+    const std::unique_ptr<float, decltype(&std::free)> states(
         static_cast<float*>(num_runs ? std::aligned_alloc(64, of_runs) : nullptr), std::free);
-    if (num_runs && !found) throw std::bad_alloc();
-    const int64_t num_large = ends[LARGE] - ends[OF_RUNS];
+    if (num_runs && !states) throw std::bad_alloc();
+    const int64_t num_large = ends[LARGE] - levels.back();
     const int64_t num_small = ends[SMALL] - ends[LARGE];
     // Small items are of as many heads as there is room for and leave each thread something to do.
     int64_t most = 1;
@@ -167,7 +184,7 @@ void attend_all(const Arguments& a) {
     while (parts < a.kv_heads && num_small * parts < 4 * a.num_threads) parts++;
     std::vector<std::unique_ptr<Space>> spaces(a.num_threads);
     const auto attend_heads = [&](Item item, int64_t first, int64_t last, int thread) {
-        if (!spaces[thread]) spaces[thread].reset(new Space(a, found.get()));
+        if (!spaces[thread]) spaces[thread].reset(new Space(a, states.get()));
         item.kv_head = first;
         item.heads = last - first;
         attend(a, item, *spaces[thread]);
@@ -179,12 +196,16 @@ void attend_all(const Arguments& a) {
     for_parts(a.num_threads, a.num_tokens, 8, [&](int64_t first, int64_t last) {
         for (int64_t token = first; token < last; token++) keep_token(a, token);
     });
-    for_pieces(a.num_threads, ends[OF_RUNS] * a.kv_heads, [&](int64_t i, int thread) {
-        attend_by_head(0, ends[OF_RUNS], i, thread);
-    });
+    int64_t first = 0;
+    for (const int64_t end : levels) {
+        const int64_t num = end - first;
+        for_pieces(a.num_threads, num * a.kv_heads,
+                   [&](int64_t i, int thread) { attend_by_head(first, num, i, thread); });
+        first = end;
+    }
     const int64_t of_large = num_large * a.kv_heads;
     for_pieces(a.num_threads, of_large + num_small * parts, [&](int64_t i, int thread) {
-        if (i < of_large) return attend_by_head(ends[OF_RUNS], num_large, i, thread);
+        if (i < of_large) return attend_by_head(first, num_large, i, thread);
         const int64_t part = (i - of_large) % parts;
         attend_heads(items[ends[LARGE] + (i - of_large) / parts], a.kv_heads * part / parts,
                      a.kv_heads * (part + 1) / parts, thread);

@@ -1,8 +1,8 @@
 // Attention in float32, whatever the types of queries and cache: numbers of 16 bits are widened.
 //
-// With one to three queries each key is multiplied lane by lane and summed. More lie side by side
-// in the lanes of vectors, and every key is broadcast. As many sums as registers have room for
-// are in them at a time.
+// With few queries each key is multiplied lane by lane and summed. More lie side by side in the lanes
+// of vectors, and every key is broadcast. As many sums as registers have room for are in them at a
+// time. Either way a score is the sum of WIDTH sums, each of every WIDTH-th dimension.
 #pragma once
 
 #include "softmax.h"
@@ -45,17 +45,20 @@ inline void add_all_values(float* sums, const float* scores, int score_step, con
 template <int J, int V>
 inline void score_some(const float* queries, int step, const float* keys, int width, int dim,
                        float* scores) {
-    Wide score[J][V];
-    for (int j = 0; j < J; j++)
-        for (int v = 0; v < V; v++) score[j][v] = Wide{};
-    for (int d = 0; d < dim; d++) {
-        Wide query[V];
-        for (int v = 0; v < V; v++) query[v] = wide_at(queries + d * step + v * WIDTH);
-        for (int j = 0; j < J; j++)
-            for (int v = 0; v < V; v++) score[j][v] += query[v] * keys[j * width + d];
+    Wide score[J * V];
+    Tree<J * V> tree;
+    for (int i = 0; i < WIDTH; i++) {
+        for (int n = 0; n < J * V; n++) score[n] = Wide{};
+        for (int d = turned(i); d < dim; d += WIDTH) {
+            Wide query[V];
+            for (int v = 0; v < V; v++) query[v] = wide_at(queries + d * step + v * WIDTH);
+            for (int j = 0; j < J; j++)
+                for (int v = 0; v < V; v++) score[j * V + v] += query[v] * keys[j * width + d];
+        }
+        tree.add(i, score);
     }
     for (int j = 0; j < J; j++)
-        for (int v = 0; v < V; v++) put_wide(scores + j * step + v * WIDTH, score[j][v]);
+        for (int v = 0; v < V; v++) put_wide(scores + j * step + v * WIDTH, score[j * V + v]);
 }
 
 // The same of any number of keys: J at a time, then half as many.
@@ -111,7 +114,10 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
         const int64_t place = query_place(a, item, item.first + lane, group);
         for (int d = 0; d < dim; d++) space.queries[d * step + lane] = query_at(a, place + d);
     }
-    std::memset(space.sums, 0, sizeof(float) * width * round_up(num, 4));
+    std::memset(space.sums + num * width, 0, sizeof(float) * width * (round_up(num, 4) - num));
+    for (int r = 0; r < num; r++)
+        begin(a, item, item.first + r, space.sums + r * width, width,
+              softmax.largest[r / WIDTH][r % WIDTH], softmax.total[r / WIDTH][r % WIDTH], space);
     const int64_t end = end_key(a, item, softmax.latest);
     for (int64_t b = first_key(a, item, softmax.earliest) / a.block_size; b * a.block_size < end;
          b++) {
@@ -136,7 +142,7 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
                                   count);
     }
     for (int r = 0; r < num; r++)
-        finish(a, item, item.first + r, space.sums + r * width,
+        finish(a, item, item.first + r, space.sums + r * width, width,
                softmax.largest[r / WIDTH][r % WIDTH], softmax.total[r / WIDTH][r % WIDTH], space);
 }
 
@@ -167,8 +173,8 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     const int dim = int(a.head_dim), width = round_up(dim, LANES);
     for (int d = 0; d < dim; d++) space.queries[d] = query_at(a, place + d);
     for (int d = dim; d < width; d++) space.queries[d] = 0;
-    std::memset(space.sums, 0, sizeof(float) * width);
     SoftmaxAlone softmax(a, item, q);
+    begin(a, item, q, space.sums, width, softmax.largest, softmax.total, space);
     const int64_t first = first_key(a, item, softmax.position);
     const int64_t end = end_key(a, item, softmax.position);
     for (int64_t b = first / a.block_size; b * a.block_size < end; b++) {
@@ -193,7 +199,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
         add_all_values<1>(space.sums, space.scores + seen, 1, values + seen * width, width,
                           count - seen);
     }
-    finish(a, item, q, space.sums, softmax.largest, softmax.sum(), space);
+    finish(a, item, q, space.sums, width, softmax.largest, softmax.total, space);
 }
 
 }  // namespace

@@ -1,5 +1,5 @@
 // Attention in bfloat16, where the processor multiplies pairs or tiles of it (halves.h). Sums are in
-// float32; tiles round exponentials to bfloat16 before they weigh values, as transformers does.
+// float32; exponentials are rounded to bfloat16 before they weigh values, as transformers does.
 #pragma once
 
 #include "softmax.h"
@@ -17,7 +17,7 @@ struct Piece {
     int count = 0;
 
     Piece(const Arguments& a, const Item& item, int64_t start, int64_t end) {
-        count = int(end - start < PIECE_KEYS ? end - start : PIECE_KEYS);
+        count = int(piece_end(start, end) - start);
         for (int g = 0; g * GROUP_KEYS < count; g++, start += GROUP_KEYS) {
             const int64_t block = a.tables[item.row[3] + start / a.block_size];
             const int64_t place = start % a.block_size * a.head_dim;
@@ -28,6 +28,8 @@ struct Piece {
 };
 
 #ifdef HAS_PAIRS
+
+constexpr float TO_POWERS = 1.44269504f;  // log2(e)
 
 // Whether a value of keys [start, end) is infinite or nan.
 bool has_odd_value(const Arguments& a, const Item& item, int64_t start, int64_t end) {
@@ -74,6 +76,19 @@ inline void score_pairs(const uint16_t* query, const uint16_t* keys, int dim, fl
     store(scores, sums_of(sums));
 }
 
+// Turns one query's scores into rounded weights, as `weigh_tile` does, and adds them up.
+inline void weigh_alone(const Arguments& a, SoftmaxAlone& softmax, const float* scores, int count,
+                        uint16_t* weights) {
+    const float scaling = scaling_left(a) * TO_POWERS;
+    const Vec most = all(softmax.largest) * TO_POWERS;
+    for (int j = 0; j < count; j += LANES) {
+        const Vec score = load(scores + j), weight = power_of_two(score * scaling - most);
+        const Vec seen = score == all(LOWEST) ? Vec{} : weight;
+        softmax.total += sum_of(seen);
+        put_halves(weights + j, seen);
+    }
+}
+
 // Few queries of each of several heads, all in bfloat16. The heads' keys in a block lie one behind
 // the other, as do their values, so that a block is read from one end to the other. What comes next
 // is fetched meanwhile. DIM: head_dim, or 0 for any.
@@ -90,14 +105,16 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         const Item of_head = head_of(item, r / num);
         const int64_t q = item.first + r % num;
         softmax[r] = SoftmaxAlone(a, of_head, q);
+        begin(a, of_head, q, space.sums + r * dim, dim, softmax[r].largest, softmax[r].total,
+              space);
         query[r] = static_cast<const uint16_t*>(a.query) + query_place(a, of_head, q, group);
         earliest = softmax[r].position < earliest ? softmax[r].position : earliest;
         latest = softmax[r].position > latest ? softmax[r].position : latest;
     }
-    std::memset(space.sums, 0, sizeof(float) * dim * heads * num);
-    const int64_t end = end_key(a, item, latest);
-    const int64_t first = first_key(a, item, earliest) / GROUP_KEYS * GROUP_KEYS;
-    for (int64_t start = first; start < end; start += PIECE_KEYS) {
+    const int64_t end = end_key(a, item, latest), first = first_key(a, item, earliest);
+    int64_t next_start;
+    for (int64_t start = first / GROUP_KEYS * GROUP_KEYS; start < end; start = next_start) {
+        next_start = piece_end(start, end);
         const Piece piece(a, item, start, end);
         const int chunks = round_up(piece.count, GROUP_KEYS) / GROUP_KEYS * heads;
         const auto chunk = [&](int i) {
@@ -116,13 +133,13 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         }
         for (int r = 0; r < heads * num; r++) {
             float* scores = space.scores + r * PIECE_KEYS;
-            softmax[r].weigh(a, scores, start, piece.count, space.sums + r * dim, dim);
-            for (int j = 0; j < piece.count; j += LANES)
-                store(space.weight_tiles + r * PIECE_KEYS + j, load(scores + j));
+            softmax[r].measure(a, scores, start, piece.count, space.sums + r * dim, dim);
+            weigh_alone(a, softmax[r], scores, piece.count, space.weight_tiles + r * PIECE_KEYS);
         }
         for (int i = 0; i < chunks; i++) {
             const int j = i / heads * GROUP_KEYS, h = i % heads;
             const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
+            const int seen = first > start + j ? int(first - start - j) : 0;
             const uint16_t* values = chunk(chunks + i);
             const uint16_t* next = i + 1 < chunks ? chunk(chunks + i + 1) : values;
             for (int r = h * num; r < (h + 1) * num; r++) {
@@ -130,16 +147,16 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
                 float* sums = space.sums + r * dim;
                 int d = 0;
                 for (; d + 4 * LANES <= dim; d += 4 * LANES)
-                    add_pairs<2>(sums + d, weights, values + d, dim, count, next + d);
+                    add_pairs<2>(sums + d, weights, values + d, dim, seen, count, next + d);
                 for (; d < dim; d += 2 * LANES)
-                    add_pairs<1>(sums + d, weights, values + d, dim, count, next + d);
+                    add_pairs<1>(sums + d, weights, values + d, dim, seen, count, next + d);
             }
         }
     }
     for (int r = 0; r < heads * num; r++) {
-        order_sums(space.sums + r * dim, dim);
-        finish(a, head_of(item, r / num), item.first + r % num, space.sums + r * dim,
-               softmax[r].largest, softmax[r].sum(), space);
+        if (!item.members) order_sums(space.sums + r * dim, dim);
+        finish(a, head_of(item, r / num), item.first + r % num, space.sums + r * dim, dim,
+               softmax[r].largest, softmax[r].total, space);
     }
 }
 
@@ -148,24 +165,28 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
 template <bool IS_MASKED>
 inline void weigh_tile(const float* scores, int step, int count, float scaling, Vec most,
                        uint16_t* tile, Vec& total) {
-    const auto weight_of = [&](int j) {
-        if (j >= count) return Vec{};
-        const Vec score = load(scores + j * step);
-        const Vec weight = power_of_two(score * scaling - most);
-        if (!IS_MASKED) return weight;
-        return score == all(LOWEST) ? Vec{} : weight;
-    };
-    Vec of_even = {}, of_odd = {};
     UVec pairs[PAIRS];
-    for (int p = 0; p < PAIRS; p++) {
-        const Vec low = weight_of(2 * p), high = weight_of(2 * p + 1);
-        of_even += low;
-        of_odd += high;
-        pairs[p] = pairs_of(low, high);
+    Vec weights[LANES];
+    for (int first = 0; first < GROUP_KEYS; first += LANES) {
+        Tree<1> tree;
+        Vec sum;
+        for (int i = 0; i < LANES; i++) {
+            const int j = turned(i);
+            sum = Vec{};
+            if (first + j < count) {
+                const Vec score = load(scores + (first + j) * step);
+                sum = power_of_two(score * scaling - most);
+                if (IS_MASKED) sum = score == all(LOWEST) ? Vec{} : sum;
+            }
+            weights[j] = sum;
+            tree.add(i, &sum);
+        }
+        total += sum;
+        for (int p = 0; p < LANES / 2; p++)
+            pairs[first / 2 + p] = pairs_of(weights[2 * p], weights[2 * p + 1]);
     }
     transpose(pairs);
     std::memcpy(tile, pairs, sizeof pairs);
-    total += of_even + of_odd;
 }
 
 // Makes a tile of weights for each 16 queries and GROUP_KEYS keys of the scores of a piece, 0
@@ -173,13 +194,12 @@ inline void weigh_tile(const float* scores, int step, int count, float scaling, 
 template <int N>
 void weigh_tiles(const Arguments& a, Softmax<N>& softmax, float* scores, int64_t start, int count,
                  float* sums, int num, uint16_t* tiles) {
-    constexpr float to_powers = 1.44269504f;
     const bool is_masked = softmax.hides(a, start, count);
-    const float scaling =
-        softmax.measure(a, scores, start, count, sums, num, int(a.head_dim)) * to_powers;
+    const float scaling = scaling_left(a) * TO_POWERS;
+    softmax.measure(a, scores, start, count, sums, num, int(a.head_dim));
     for (int j = 0; j < count; j += GROUP_KEYS, scores += GROUP_KEYS * N * LANES)
         for (int n = 0; n < N; n++, tiles += TILE) {
-            const Vec most = softmax.largest[n] * to_powers;
+            const Vec most = softmax.largest[n] * TO_POWERS;
             const float* from = scores + n * LANES;
             Vec& total = softmax.total[n];
             if (is_masked)
@@ -211,10 +231,15 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
             transpose(pairs);
             std::memcpy(tiles, pairs, sizeof pairs);
         }
-    std::memset(space.sums, 0, sizeof(float) * dim * N * LANES);
+    std::memset(space.sums + num * dim, 0, sizeof(float) * dim * (N * LANES - num));
+    for (int r = 0; r < num; r++)
+        begin(a, item, item.first + r, space.sums + r * dim, dim,
+              softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
     const int64_t end = end_key(a, item, softmax.latest);
-    const int64_t begin = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
-    for (int64_t start = begin; start < end; start += PIECE_KEYS) {
+    int64_t next;
+    int64_t first = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
+    for (int64_t start = first; start < end; start = next) {
+        next = piece_end(start, end);
         const Piece piece(a, item, start, end);
         for (int g = 0; g * GROUP_KEYS < piece.count; g++)
             Products::template score<N>(space.query_tiles, piece.keys[g], dim,
@@ -226,8 +251,8 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
     }
     Products::end();
     for (int r = 0; r < num; r++) {
-        order_sums(space.sums + r * dim, dim);
-        finish(a, item, item.first + r, space.sums + r * dim,
+        if (!item.members) order_sums(space.sums + r * dim, dim);
+        finish(a, item, item.first + r, space.sums + r * dim, dim,
                softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
     }
 }

@@ -13,17 +13,17 @@
 namespace {
 
 constexpr int MOST_QUERIES = 2 * LANES;
-constexpr int ROW = 7;  // numbers that tell of a row
+constexpr int ROW = 5, RUN = 5;  // numbers that tell of a row, and of a run
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
 
 // What one thread works in.
 struct Space {
     float *queries, *sums, *scores, *keys, *values;
     uint16_t *query_tiles, *weight_tiles, *value_tiles;
-    float* found;  // of all threads: (members, heads, found_size) of runs, or null
+    float* states;  // of all threads: (rows, heads, state_size) behind runs, or null
     void* memory;
 
-    Space(const Arguments& a, float* found) : found(found) {
+    Space(const Arguments& a, float* states) : states(states) {
         const size_t width = round_up(int(a.head_dim), LANES);
         const size_t block = round_up(int(a.block_size), GROUP_KEYS);
         const size_t keys_at_once = block > PIECE_KEYS ? block : PIECE_KEYS;
@@ -73,8 +73,14 @@ inline Item head_of(Item item, int64_t head) {
     return item;
 }
 
-// What is kept of a member's head: sums, then the largest score and the total.
-inline int64_t found_size(const Arguments& a) { return round_up(int(a.head_dim), LANES) + LANES; }
+// What is kept of a row's head: sums, then the largest score and the total.
+inline int64_t state_size(const Arguments& a) { return round_up(int(a.head_dim), LANES) + LANES; }
+
+// The keys of a step of the softmax end at the next whole piece, wherever they start.
+inline int64_t piece_end(int64_t start, int64_t end) {
+    const int64_t whole = (start / PIECE_KEYS + 1) * PIECE_KEYS;
+    return whole < end ? whole : end;
+}
 
 inline int64_t token_of(const Arguments& a, const Item& item, int64_t place) {
     return item.members ? a.rows[item.members[place] * ROW] : item.row[0] + place;
@@ -165,33 +171,38 @@ inline void write_out(const Arguments& a, int64_t token, int64_t head, float* su
         convert(sums, dim, static_cast<float*>(a.out) + place);
 }
 
-// Of a run keeps what an item found of a query. Of a row writes it out, together with what was
-// found of the runs that the row is in.
-inline void finish(const Arguments& a, const Item& item, int64_t q, float* sums, float largest,
-                   float total, const Space& space) {
+// Where a query's state behind runs is kept.
+inline float* state_of(const Arguments& a, const Item& item, int64_t q, const Space& space) {
     const int64_t group = a.heads / a.kv_heads, head = item.kv_head * group + q % group;
-    const int64_t size = found_size(a), width = size - LANES;
-    const auto place_of = [&](int64_t member) {
-        return space.found + (member * a.heads + head) * size;
-    };
-    if (item.members) {
-        float* to = place_of(item.members - a.members + q / group);
-        std::memcpy(to, sums, sizeof(float) * width);
-        to[width] = largest;
-        to[width + 1] = total;
+    const int64_t row = item.members ? item.members[q / group] : (item.row - a.rows) / ROW;
+    return space.states + (row * a.heads + head) * state_size(a);
+}
+
+// Begins a query's sums, (width,): with what the runs before the item have left, or with nothing.
+inline void begin(const Arguments& a, const Item& item, int64_t q, float* sums, int width,
+                  float& largest, float& total, const Space& space) {
+    if (item.start == 0) {
+        std::memset(sums, 0, sizeof(float) * width);
         return;
     }
+    const float* const state = state_of(a, item, q, space);
+    std::memcpy(sums, state, sizeof(float) * width);
+    largest = state[width];
+    total = state[width + 1];
+}
+
+// Keeps a query's sums for what comes behind a run, or writes them out.
+inline void finish(const Arguments& a, const Item& item, int64_t q, float* sums, int width,
+                   float largest, float total, const Space& space) {
+    if (item.members) {
+        float* const state = state_of(a, item, q, space);
+        std::memcpy(state, sums, sizeof(float) * width);
+        state[width] = largest;
+        state[width + 1] = total;
+        return;
+    }
+    const int64_t group = a.heads / a.kv_heads, head = item.kv_head * group + q % group;
     const auto power = [](float x) { return exp_of(Wide{} + x)[0]; };
-    if (space.found)
-        for (int64_t i = 0; i < item.row[5]; i++) {
-            const float* other = place_of(a.entries[item.row[4] + i]);
-            const float most = other[width] > largest ? other[width] : largest;
-            const float by = power(largest - most), of_other = power(other[width] - most);
-            for (int64_t d = 0; d < width; d += WIDTH)
-                put_wide(sums + d, wide_at(sums + d) * by + wide_at(other + d) * of_other);
-            total = total * by + other[width + 1] * of_other;
-            largest = most;
-        }
     if (a.sinks) {
         const float most = a.sinks[head] > largest ? a.sinks[head] : largest;
         const float by = power(largest - most);

@@ -15,16 +15,16 @@ struct Arguments {
     const void* new_values;  // head * new_…_head + token * new_…_token + i
     const int64_t* slots;    // (num_tokens,): block * block_size + place, of each token's key
     const int64_t* rows;     // (num_rows, ROW): first token, tokens, position, start in `tables`,
-                             // start in `entries`, their number, the first key of no run
+                             // the first key of no run
     const int32_t* tables;   // block tables
-    const int64_t* runs;     // (num_runs, 4): first in `members`, their number, keys [first, last)
+    const int64_t* runs;     // (num_runs, RUN): first in `members`, their number, keys
+                             // [first, last), runs before them; ascending in the last
     const int64_t* members;  // rows of each run, one run after another; of one token each
-    const int64_t* entries;  // places in `members` of each row, one row after another
     const float* slopes;     // (heads,) of ALiBi, or null
     const float* sinks;      // (heads,): scores of a key more, which has no value; or null
     const float* relative;   // (heads, 2 * reach + 1): biases by query position - key position,
                              // from -reach to reach; what is farther has that of the end. Or null
-    int64_t num_rows, num_runs, num_members, num_tokens, query_head, query_token;
+    int64_t num_rows, num_runs, num_tokens, query_head, query_token;
     int64_t new_key_head, new_key_token, new_value_head, new_value_token;
     int64_t heads, kv_heads, head_dim, block_size;
     int64_t window;  // keys that a query sees, itself included; 0: all

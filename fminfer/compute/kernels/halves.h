@@ -6,7 +6,7 @@
 // with vectors, where the processor has products of pairs only.
 #pragma once
 
-#include "vectors.h"
+#include "wide.h"
 
 #ifdef __AVX512BF16__
 #define HAS_PAIRS
@@ -83,21 +83,21 @@ inline void order_sums(float* sums, int dim) {
 // compete with those that are being read (an AMD Zen 4: 15 instead of 24 GB/s).
 inline void fetch(const uint16_t* from) { __builtin_prefetch(from, 0, 2); }
 
-// sums += weights times values, of up to GROUP_KEYS keys, 0 behind them. The weights of two keys
+// sums += weights times values, of keys [first, count) of a group. The weights of two keys
 // stand side by side. The sums are not in order, see `order_sums`. As much is fetched at `next`.
 template <int N>
 inline void add_pairs(float* sums, const uint16_t* weights, const uint16_t* values, int dim,
-                      int count, const uint16_t* next) {
+                      int first, int count, const uint16_t* next) {
     Vec sum[2 * N];
     for (int n = 0; n < 2 * N; n++) sum[n] = load(sums + n * LANES);
-    for (int j = 0; j < count; j += 2) {
+    for (int j = first / 2 * 2; j < count; j += 2) {
         const __m512i weight = pair_at(weights + j);
         for (int n = 0; n < N; n++) {
             const int place = j * dim + n * 2 * LANES;
             const uint16_t* from = values + place;
             fetch(next + place);
             fetch(next + place + dim);
-            const __m512i low = bits_at(from);
+            const __m512i low = j >= first ? bits_at(from) : _mm512_setzero_si512();
             const __m512i high = j + 1 < count ? bits_at(from + dim) : _mm512_setzero_si512();
             sum[2 * n] = add_products(sum[2 * n], weight, _mm512_unpacklo_epi16(low, high));
             sum[2 * n + 1] = add_products(sum[2 * n + 1], weight, _mm512_unpackhi_epi16(low, high));
@@ -113,6 +113,12 @@ inline UVec pairs_of(Vec low, Vec high) {
                         0x160006, 0x170007, 0x180008, 0x190009, 0x1A000A, 0x1B000B,
                         0x1C000C, 0x1D000D, 0x1E000E, 0x1F000F};
     return (UVec)_mm512_permutexvar_epi16((__m512i)turns, halves);
+}
+
+// 16 numbers, rounded; subnormal numbers become 0.
+inline void put_halves(uint16_t* to, Vec value) {
+    const __m256i halves = (__m256i)_mm512_cvtneps_pbh((__m512)value);
+    _mm256_storeu_si256(reinterpret_cast<__m256i*>(to), halves);
 }
 
 // Puts 32 values of keys 2 p and 2 p + 1 for all p into two tiles, number by number in turns: the
@@ -150,19 +156,22 @@ struct Vectors {
     static void score(const uint16_t* queries, const uint16_t* keys, int dim, float* scores) {
         constexpr int J = 16 / N;  // keys at a time
         for (int first = 0; first < GROUP_KEYS; first += J) {
-            const uint16_t *key = keys + first * dim, *query = queries;
-            Vec score[J][N] = {};
-            for (int d = 0; d < dim; d += 2 * PAIRS, query += N * TILE)
-                for (int p = 0; p < PAIRS; p++)
+            Vec score[J * N];
+            Tree<J * N> tree;
+            for (int i = 0; i < PAIRS; i++) {
+                const uint16_t* key = keys + first * dim + 2 * turned(i);
+                const uint16_t* query = queries + turned(i) * 2 * LANES;
+                for (int s = 0; s < J * N; s++) score[s] = Vec{};
+                for (int d = 0; d < dim; d += 2 * PAIRS, query += N * TILE)
                     for (int j = 0; j < J; j++) {
-                        const __m512i both = pair_at(key + j * dim + d + 2 * p);
+                        const __m512i both = pair_at(key + j * dim + d);
                         for (int n = 0; n < N; n++)
-                            score[j][n] = add_products(
-                                score[j][n], both, bits_at(query + n * TILE + p * 2 * LANES));
+                            score[j * N + n] = add_products(score[j * N + n], both,
+                                                            bits_at(query + n * TILE));
                     }
-            for (int j = 0; j < J; j++)
-                for (int n = 0; n < N; n++)
-                    store(scores + ((first + j) * N + n) * LANES, score[j][n]);
+                tree.add(i, score);
+            }
+            for (int s = 0; s < J * N; s++) store(scores + (first * N + s) * LANES, score[s]);
         }
     }
 

@@ -1,4 +1,5 @@
-// The softmax over keys that come in pieces, as they are read.
+// The softmax over keys that come in pieces, as they are read: of many queries, one a lane, or of one,
+// with keys in the lanes. Both round alike, at each step, and add up weights in the order of `Tree`.
 #pragma once
 
 #include "attention_work.h"
@@ -19,6 +20,12 @@ inline IWide lanes() {
     for (int lane = 0; lane < WIDTH; lane++) lanes[lane] = lane;
     return lanes;
 }
+
+// Whether scores are more than products to be scaled. What is not bent is scaled as it becomes a weight.
+inline bool is_bent(const Arguments& a) {
+    return a.slopes || a.relative || a.softcap > 0 || !(a.scaling > 0);
+}
+inline float scaling_left(const Arguments& a) { return is_bent(a) ? 1.0f : a.scaling; }
 
 // All that can happen to scores before their exponentials, but for masks.
 inline Wide bend(const Arguments& a, Wide score, Wide slope, IWide distance) {
@@ -79,16 +86,13 @@ struct Softmax {
     }
 
     // Bends the scores, (count, V * WIDTH), of keys at `start` and after if need be, and brings
-    // what was summed before, (num, width), to the measure of their largest. Returns what they
-    // are still to be multiplied by. Hidden ones are LOWEST.
-    float measure(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
-                  int width) {
+    // what was summed before, (num, width), to the measure of their largest. Hidden ones are LOWEST.
+    void measure(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
+                 int width) {
         const bool is_masked = hides(a, start, count);
-        const bool is_bent = a.slopes || a.relative || a.softcap > 0;
-        const bool is_plain = !is_masked && !is_bent && a.scaling > 0;
-        const float scaling = is_plain ? a.scaling : 1.0f;
+        const float scaling = scaling_left(a);
         for (int v = 0; v < V; v++, scores += WIDTH) {
-            if (!is_plain) bend_all(a, scores, start, count, v, is_masked);
+            if (is_masked || is_bent(a)) bend_all(a, scores, start, count, v, is_masked);
             Wide most = lowest();
             for (int j = 0; j < count; j++) {
                 const Wide score = wide_at(scores + j * V * WIDTH);
@@ -107,26 +111,32 @@ struct Softmax {
             largest[v] = most;
             total[v] *= factor;
         }
-        return scaling;
     }
 
     // Turns the scores into weights, and all else as `measure` does.
     void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums, int num,
                int width) {
-        const float scaling = measure(a, scores, start, count, sums, num, width);
+        measure(a, scores, start, count, sums, num, width);
         const bool is_masked = hides(a, start, count);
+        const float scaling = scaling_left(a);
         for (int v = 0; v < V; v++, scores += WIDTH) {
-            const Wide most = largest[v];
-            Wide sum = total[v];
-            for (int j = 0; j < count; j++) {
-                float* place = scores + j * V * WIDTH;
+            const auto weigh_at = [&](float* place) {
                 const Wide score = wide_at(place);
-                Wide weight = exp_of(score * scaling - most);
+                Wide weight = exp_of(score * scaling - largest[v]);
                 if (is_masked) weight = score == lowest() ? Wide{} : weight;
                 put_wide(place, weight);
-                sum += weight;
+                return weight;
+            };
+            for (int first = 0; first < count; first += WIDTH) {
+                Tree<1> tree;
+                Wide weight;
+                for (int i = 0; i < WIDTH; i++) {
+                    const int j = first + turned(i);
+                    weight = j < count ? weigh_at(scores + j * V * WIDTH) : Wide{};
+                    tree.add(i, &weight);
+                }
+                total[v] += weight;
             }
-            total[v] = sum;
         }
     }
 
@@ -145,7 +155,8 @@ struct Softmax {
         for (int j = 0; j < count; j++) {
             float* place = scores + j * V * WIDTH;
             const IWide distance = position[v] - int32_t(start + j);
-            Wide score = bend(a, wide_at(place), slope[v], distance);
+            Wide score = wide_at(place);
+            if (is_bent(a)) score = bend(a, score, slope[v], distance);
             if (a.relative) score += biases(a, v, distance);
             put_wide(place, is_masked ? hide(a, score, distance) : score);
         }
@@ -154,9 +165,8 @@ struct Softmax {
 
 // Of one query, with keys in its lanes.
 struct SoftmaxAlone {
-    float largest = LOWEST, slope;
+    float largest = LOWEST, total = 0, slope;
     const float* table;  // of biases
-    Wide total = {};
     int64_t position;
 
     SoftmaxAlone() = default;
@@ -167,40 +177,46 @@ struct SoftmaxAlone {
         table = table_of(a, item.kv_head * group + q % group);
     }
 
-    // Turns the scores of `count` keys at `start` and after into weights, 0 up to whole lanes, and
-    // brings what was summed before, (width,), to the same measure.
-    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums,
-               int width) {
-        const int padded = round_up(count, WIDTH);
-        Wide highest = Wide{} + largest;
-        for (int j = 0; j < padded; j += WIDTH) {
+    // Bends the scores of `count` keys at `start` and after if need be, and brings what was summed
+    // before, (width,), to the measure of their largest. Those that are hidden, or behind the last
+    // up to whole lanes, are LOWEST.
+    void measure(const Arguments& a, float* scores, int64_t start, int count, float* sums,
+                 int width) {
+        const int64_t behind = start + count - 1;
+        const bool is_masked = behind > position + a.ahead || (a.window > 0 && position - start >= a.window);
+        Wide highest = lowest();
+        for (int j = 0; j < count; j += WIDTH) {
             const IWide distance = int32_t(position - start - j) - lanes();
-            Wide score = bend(a, wide_at(scores + j), Wide{} + slope, distance);
+            Wide score = wide_at(scores + j);
+            if (is_bent(a)) score = bend(a, score, Wide{} + slope, distance);
             for (int lane = 0; a.relative && lane < WIDTH; lane++)
                 score[lane] += bias_at(a, table, distance[lane]);
-            score = hide(a, score, distance);
+            if (is_masked) score = hide(a, score, distance);
             if (j + WIDTH > count) score = lanes() >= count - j ? lowest() : score;
             put_wide(scores + j, score);
             highest = score > highest ? score : highest;
         }
-        const float most = largest_of(highest);
+        const float found = largest_of(highest) * scaling_left(a);
+        const float most = found > largest ? found : largest;
         const float factor = exp_of(Wide{} + (largest - most))[0];
         total *= factor;
         if (factor != 1.0f)
             for (int d = 0; d < width; d += WIDTH) put_wide(sums + d, wide_at(sums + d) * factor);
-        for (int j = 0; j < padded; j += WIDTH) {
-            const Wide score = wide_at(scores + j);
-            const Wide weight = score == lowest() ? Wide{} : exp_of(score - most);
-            put_wide(scores + j, weight);
-            total += weight;
-        }
         largest = most;
     }
 
-    float sum() const {
-        float sum = 0;
-        for (int lane = 0; lane < WIDTH; lane++) sum += total[lane];
-        return sum;
+    // Turns the scores into weights, and all else as `measure` does.
+    void weigh(const Arguments& a, float* scores, int64_t start, int count, float* sums,
+               int width) {
+        measure(a, scores, start, count, sums, width);
+        const float scaling = scaling_left(a);
+        for (int j = 0; j < count; j += WIDTH) {
+            const Wide score = wide_at(scores + j);
+            const Wide weight = exp_of(score * scaling - largest);
+            const Wide seen = score == lowest() ? Wide{} : weight;
+            put_wide(scores + j, seen);
+            total += sum_of(seen);
+        }
     }
 };
 

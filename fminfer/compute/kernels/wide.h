@@ -145,6 +145,42 @@ inline Wide halves_of(Wide a, Wide b, std::index_sequence<LANE...>) {
 #undef PLACE
 }
 
+// The order in which lanes are added up everywhere: 0 and WIDTH / 2 first, then those halfway between,
+// as `sums_of` and `sum_of` do. Of numbers that come one by one, number i is lane turned(i), and what
+// `Tree` adds up is the same to the last bit.
+constexpr int ROUNDS = WIDTH == 16 ? 4 : WIDTH == 8 ? 3 : 2;
+
+constexpr int turned(int place) {
+    int lane = 0;
+    for (int round = 0; round < ROUNDS; round++) lane |= (place >> round & 1) << (ROUNDS - 1 - round);
+    return lane;
+}
+
+// Adds up lanes turned(0) to turned(WIDTH - 1), each of SIZE vectors.
+template <int SIZE>
+struct Tree {
+    Wide waiting[ROUNDS][SIZE];
+
+    // The last lane becomes the sum of all.
+    void add(int place, Wide* lane) {
+        int round = 0;
+        for (; place >> round & 1; round++)
+            for (int i = 0; i < SIZE; i++) lane[i] += waiting[round][i];
+        if (round == ROUNDS) return;
+        for (int i = 0; i < SIZE; i++) waiting[round][i] = lane[i];
+    }
+};
+
+template <int HALF = WIDTH / 2>
+inline float sum_of(Wide value) {
+    constexpr std::make_index_sequence<WIDTH> lanes;
+    value += halves_of<HALF, 1>(value, value, lanes);
+    if constexpr (HALF > 1)
+        return sum_of<HALF / 2>(value);
+    else
+        return value[0];
+}
+
 // Lane j of the result is the sum of sums[j]'s lanes, in rounds that each halve WIDTH sums.
 template <int HALF = WIDTH / 2>
 inline Wide sums_of(Wide* sums) {
