@@ -12,9 +12,9 @@
 // 2024, "Hydragen"): an item is then up to 32 queries of several rows. It ends where a step of the
 // softmax does and leaves each row's sums, with which runs inside it and the row's own item go on.
 //
-// So a query's numbers are added up in one order, whatever stands beside it: scores in WIDTH parts
-// (`Tree`), weights and weighted values key by key from the first that is seen, in pieces that begin
-// at fixed places. Tiles have an order of their own, in which few queries are not computed.
+// So a query's numbers are added up in one order, whatever stands beside it: scores in a few
+// parts, weights and weighted values key by key from the first that is seen, in pieces that begin at
+// fixed places. Tiles have an order of their own, in which few queries are not computed.
 //
 // Bodies: in float32 for all types (attention_floats.h), and in pairs and tiles of bfloat16 on
 // processors that have them (attention_pairs.h). Scores, exponentials and sums are in float32.
@@ -53,7 +53,7 @@ void attend_singly(const Arguments& a, const Item& item, Space& space) {
         for (int64_t q = item.first; q < item.last; q++) {
             single.first = q;
             single.last = q + 1;
-            attend_few_in_pairs<0>(a, single, space);
+            attend_few_in_pairs(a, single, space);
         }
     }
 }
@@ -64,9 +64,7 @@ void attend_few(const Arguments& a, const Item& item, Space& space) {
 #ifdef HAS_PAIRS
     if (fits_halves(a))
         return hides_odd_value(a, item) ? attend_singly(a, item, space)
-               : a.head_dim == 64       ? attend_few_in_pairs<64>(a, item, space)
-               : a.head_dim == 128      ? attend_few_in_pairs<128>(a, item, space)
-                                        : attend_few_in_pairs<0>(a, item, space);
+                                        : attend_few_in_pairs(a, item, space);
 #endif
     with_type(a.kv_type, [&](auto kind) {
         for (int64_t h = 0; h < item.heads; h++)

@@ -2,7 +2,7 @@
 //
 // With few queries each key is multiplied lane by lane and summed. More lie side by side in the lanes
 // of vectors, and every key is broadcast. As many sums as registers have room for are in them at a
-// time. Either way a score is the sum of WIDTH sums, each of every WIDTH-th dimension.
+// time. Either way a score is the sum of PARTS sums, each of every PARTS-th dimension.
 #pragma once
 
 #include "softmax.h"
@@ -12,6 +12,7 @@ namespace {
 // Sums at a time, which leave registers for what is multiplied. Two sums a cycle, ready after
 // four cycles, keep all units busy if there are eight.
 constexpr int SUMS = REGISTERS / 2;
+constexpr int PARTS = WIDTH < 8 ? WIDTH : 8;  // of a score
 
 // sums[r][d ...] += scores[j][r] * values[j][d ...], R queries and V vectors of them at a time.
 template <int R, int V, typename T>
@@ -45,20 +46,21 @@ inline void add_all_values(float* sums, const float* scores, int score_step, con
 template <int J, int V>
 inline void score_some(const float* queries, int step, const float* keys, int width, int dim,
                        float* scores) {
-    Wide score[J * V];
-    Tree<J * V> tree;
-    for (int i = 0; i < WIDTH; i++) {
-        for (int n = 0; n < J * V; n++) score[n] = Wide{};
-        for (int d = turned(i); d < dim; d += WIDTH) {
+    Wide score[J][V] = {};
+    for (int part = 0; part < PARTS; part++) {
+        Wide sum[J][V] = {};
+        for (int d = part; d < dim; d += PARTS) {
             Wide query[V];
-            for (int v = 0; v < V; v++) query[v] = wide_at(queries + d * step + v * WIDTH);
-            for (int j = 0; j < J; j++)
-                for (int v = 0; v < V; v++) score[j * V + v] += query[v] * keys[j * width + d];
+            UNROLLED for (int v = 0; v < V; v++) query[v] = wide_at(queries + d * step + v * WIDTH);
+            UNROLLED for (int j = 0; j < J; j++)
+                UNROLLED for (int v = 0; v < V; v++) sum[j][v] += query[v] * keys[j * width + d];
         }
-        tree.add(i, score);
+        UNROLLED for (int j = 0; j < J; j++)
+            UNROLLED for (int v = 0; v < V; v++) score[j][v] += sum[j][v];
     }
-    for (int j = 0; j < J; j++)
-        for (int v = 0; v < V; v++) put_wide(scores + j * step + v * WIDTH, score[j * V + v]);
+    UNROLLED for (int j = 0; j < J; j++)
+        UNROLLED for (int v = 0; v < V; v++)
+            put_wide(scores + j * step + v * WIDTH, score[j][v]);
 }
 
 // The same of any number of keys: J at a time, then half as many.
@@ -127,7 +129,7 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
         const float* keys = read_floats(a, block_of<T>(a, a.keys, block, item.kv_head), count, width,
                                        space.keys);
         for (int lane = 0; lane < step; lane += S * WIDTH)
-            score_keys<SUMS / S, S>(space.queries + lane, step, keys, width, dim,
+            score_keys<(SUMS / S < 8 ? SUMS / S : 8), S>(space.queries + lane, step, keys, width, dim,
                                     space.scores + lane, count);
         softmax.weigh(a, space.scores, start, count, space.sums, num, width);
         const float* values = read_floats(a, block_of<T>(a, a.values, block, item.kv_head), count,
@@ -152,12 +154,14 @@ inline Wide score_alone(const float* query, const T* keys, int width, int count)
     const T* key[WIDTH];
     for (int lane = 0; lane < WIDTH; lane++)  // those behind the last are the last again
         key[lane] = keys + (lane < count ? lane : count - 1) * width;
-    Wide sums[WIDTH];
-    for (int lane = 0; lane < WIDTH; lane++) sums[lane] = Wide{};
-    for (int d = 0; d < width; d += WIDTH)
-        for (int lane = 0; lane < WIDTH; lane++)
-            sums[lane] += wide_at(query + d) * wide_at(key[lane] + d);
-    return sums_of(sums);
+    Wide sums[PARTS];
+    for (int i = 0; i < PARTS; i++) sums[i] = Wide{};
+    for (int d = 0; d < width; d += PARTS) {
+        const Wide numbers = halves_at(query + d, query + d);
+        for (int i = 0; i < PARTS; i++)
+            sums[i] += numbers * halves_at(key[i] + d, key[i + WIDTH - PARTS] + d);
+    }
+    return sums_of<PARTS>(sums);
 }
 
 // Fetches numbers that are read soon.

@@ -61,19 +61,45 @@ bool hides_odd_value(const Arguments& a, const Item& item) {
     return false;
 }
 
-// The scores of 16 keys, of which those behind the last are not used; as much is fetched at `next`.
-template <int DIM>
-inline void score_pairs(const uint16_t* query, const uint16_t* keys, int dim, float* scores,
-                        const uint16_t* next) {
-    Wide sums[LANES] = {};
-#pragma GCC unroll 16
-    for (int lane = 0; lane < LANES; lane++)
-        for (int d = 0; d < (DIM ? DIM : dim); d += 2 * LANES) {
-            const int place = lane * dim + d;
-            sums[lane] = add_products(sums[lane], bits_at(query + d), bits_at(keys + place));
-            fetch(next + place);
+// The next 4 pairs of four keys.
+inline __m512i four_keys_at(const uint16_t* keys, int step) {
+    const auto part = [&](int key) {
+        return _mm_loadu_si128(reinterpret_cast<const __m128i*>(keys + key * step));
+    };
+    __m512i four = _mm512_inserti32x4(_mm512_castsi128_si512(part(0)), part(1), 1);
+    four = _mm512_inserti32x4(four, part(2), 2);
+    return _mm512_inserti32x4(four, part(3), 3);
+}
+
+// The scores of 16 keys with Q queries, PIECE_KEYS apart. Those behind the last key are not used.
+template <int Q>
+inline void score_pairs(const uint16_t* const* queries, const uint16_t* keys, int dim,
+                        float* scores) {
+    Wide sums[Q][PAIR_PARTS] = {};  // of keys i, i + 4, i + 8 and i + 12
+    for (int d = 0; d < dim; d += 2 * PAIR_PARTS) {
+        __m512i query[Q];
+        UNROLLED for (int q = 0; q < Q; q++)
+            query[q] = _mm512_broadcast_i32x4(
+                _mm_loadu_si128(reinterpret_cast<const __m128i*>(queries[q] + d)));
+        UNROLLED for (int i = 0; i < PAIR_PARTS; i++) {
+            const __m512i four = four_keys_at(keys + i * dim + d, PAIR_PARTS * dim);
+            UNROLLED for (int q = 0; q < Q; q++)
+                sums[q][i] = add_products(sums[q][i], query[q], four);
         }
-    store(scores, sums_of(sums));
+    }
+    for (int q = 0; q < Q; q++)
+        store(scores + q * PIECE_KEYS, sums_of<PAIR_PARTS>(sums[q]));
+}
+
+// The same of any number of queries. As much as the keys is fetched at `next`.
+inline void score_few(const uint16_t* const* queries, int num, const uint16_t* keys, int dim,
+                      float* scores, const uint16_t* next) {
+    for (int i = 0; i < LANES * dim; i += 2 * LANES) fetch(next + i);
+    for (; num >= 4; num -= 4, queries += 4, scores += 4 * PIECE_KEYS)
+        score_pairs<4>(queries, keys, dim, scores);
+    if (num == 3) score_pairs<3>(queries, keys, dim, scores);
+    if (num == 2) score_pairs<2>(queries, keys, dim, scores);
+    if (num == 1) score_pairs<1>(queries, keys, dim, scores);
 }
 
 // Turns one query's scores into rounded weights, as `weigh_tile` does, and adds them up.
@@ -91,11 +117,10 @@ inline void weigh_alone(const Arguments& a, SoftmaxAlone& softmax, const float* 
 
 // Few queries of each of several heads, all in bfloat16. The heads' keys in a block lie one behind
 // the other, as do their values, so that a block is read from one end to the other. What comes next
-// is fetched meanwhile. DIM: head_dim, or 0 for any.
-template <int DIM>
+// is fetched meanwhile.
 void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
     const int64_t group = a.heads / a.kv_heads;
-    const int dim = DIM ? DIM : int(a.head_dim);
+    const int dim = int(a.head_dim);
     const int heads = int(item.heads), num = int(item.last - item.first);
     const int64_t head_size = a.block_size * dim;
     SoftmaxAlone softmax[MOST_QUERIES];
@@ -126,10 +151,9 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
             const int j = i / heads * GROUP_KEYS, h = i % heads;
             const int left = piece.count - j, count = left < GROUP_KEYS ? left : GROUP_KEYS;
             const uint16_t *keys = chunk(i), *next = chunk(i + 1);  // behind the last key: a value
-            for (int r = h * num; r < (h + 1) * num; r++)
-                for (int k = 0; k < count; k += LANES)
-                    score_pairs<DIM>(query[r], keys + k * dim, dim,
-                                     space.scores + r * PIECE_KEYS + j + k, next + k * dim);
+            for (int k = 0; k < count; k += LANES)
+                score_few(query + h * num, num, keys + k * dim, dim,
+                          space.scores + h * num * PIECE_KEYS + j + k, next + k * dim);
         }
         for (int r = 0; r < heads * num; r++) {
             float* scores = space.scores + r * PIECE_KEYS;
@@ -166,22 +190,15 @@ template <bool IS_MASKED>
 inline void weigh_tile(const float* scores, int step, int count, float scaling, Vec most,
                        uint16_t* tile, Vec& total) {
     UVec pairs[PAIRS];
-    Vec weights[LANES];
     for (int first = 0; first < GROUP_KEYS; first += LANES) {
-        Tree<1> tree;
-        Vec sum;
-        for (int i = 0; i < LANES; i++) {
-            const int j = turned(i);
-            sum = Vec{};
-            if (first + j < count) {
-                const Vec score = load(scores + (first + j) * step);
-                sum = power_of_two(score * scaling - most);
-                if (IS_MASKED) sum = score == all(LOWEST) ? Vec{} : sum;
-            }
-            weights[j] = sum;
-            tree.add(i, &sum);
-        }
-        total += sum;
+        Vec weights[LANES];
+        total += tree_of([&](int j) {
+            if (first + j >= count) return weights[j] = Vec{};
+            const Vec score = load(scores + (first + j) * step);
+            const Vec weight = power_of_two(score * scaling - most);
+            if (!IS_MASKED) return weights[j] = weight;
+            return weights[j] = score == all(LOWEST) ? Vec{} : weight;
+        });
         for (int p = 0; p < LANES / 2; p++)
             pairs[first / 2 + p] = pairs_of(weights[2 * p], weights[2 * p + 1]);
     }

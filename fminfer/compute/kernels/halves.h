@@ -53,6 +53,7 @@ inline void transpose(UVec* rows) {
 #ifdef HAS_PAIRS
 
 constexpr int PAIRS = 16, TILE = PAIRS * 2 * LANES;
+constexpr int PAIR_PARTS = 4;  // a score has so many sums, of every fourth pair each
 
 inline __m512i bits_at(const uint16_t* from) { return _mm512_loadu_si512(from); }
 
@@ -154,25 +155,35 @@ struct Vectors {
     // scores, (GROUP_KEYS, N * LANES), of that many keys; queries are tiles (dim / 32, N).
     template <int N>
     static void score(const uint16_t* queries, const uint16_t* keys, int dim, float* scores) {
-        constexpr int J = 16 / N;  // keys at a time
+        constexpr int J = 8 / N;  // keys at a time
         for (int first = 0; first < GROUP_KEYS; first += J) {
-            Vec score[J * N];
-            Tree<J * N> tree;
-            for (int i = 0; i < PAIRS; i++) {
-                const uint16_t* key = keys + first * dim + 2 * turned(i);
-                const uint16_t* query = queries + turned(i) * 2 * LANES;
-                for (int s = 0; s < J * N; s++) score[s] = Vec{};
-                for (int d = 0; d < dim; d += 2 * PAIRS, query += N * TILE)
-                    for (int j = 0; j < J; j++) {
-                        const __m512i both = pair_at(key + j * dim + d);
-                        for (int n = 0; n < N; n++)
-                            score[j * N + n] = add_products(score[j * N + n], both,
-                                                            bits_at(query + n * TILE));
-                    }
-                tree.add(i, score);
-            }
-            for (int s = 0; s < J * N; s++) store(scores + (first * N + s) * LANES, score[s]);
+            Vec score[J][N] = {};
+            for (int part = 0; part < PAIR_PARTS; part++)
+                add_part<N, J>(score, queries, keys + first * dim, dim, part);
+            for (int j = 0; j < J; j++)
+                for (int n = 0; n < N; n++)
+                    store(scores + ((first + j) * N + n) * LANES, score[j][n]);
         }
+    }
+
+    // What every fourth pair of dimensions gives, from number `part` on.
+    template <int N, int J>
+    static void add_part(Vec (*score)[N], const uint16_t* queries, const uint16_t* keys, int dim,
+                         int part) {
+        Vec sum[J][N] = {};
+        for (int d = 0; d < dim; d += 2 * PAIRS, queries += N * TILE)
+            UNROLLED for (int p = part; p < PAIRS; p += PAIR_PARTS) {
+                __m512i query[N];
+                UNROLLED for (int n = 0; n < N; n++)
+                    query[n] = bits_at(queries + n * TILE + p * 2 * LANES);
+                UNROLLED for (int j = 0; j < J; j++) {
+                    const __m512i both = pair_at(keys + j * dim + d + 2 * p);
+                    UNROLLED for (int n = 0; n < N; n++)
+                        sum[j][n] = add_products(sum[j][n], both, query[n]);
+                }
+            }
+        UNROLLED for (int j = 0; j < J; j++)
+            UNROLLED for (int n = 0; n < N; n++) score[j][n] += sum[j][n];
     }
 
     // sums, (N * LANES, dim), of `num` queries, += weights, tiles of each group of keys, times the

@@ -1,5 +1,5 @@
 // The softmax over keys that come in pieces, as they are read: of many queries, one a lane, or of one,
-// with keys in the lanes. Both round alike, at each step, and add up weights in the order of `Tree`.
+// with keys in the lanes. Both round alike, at each step, and add up WIDTH weights at a time alike.
 #pragma once
 
 #include "attention_work.h"
@@ -127,16 +127,11 @@ struct Softmax {
                 put_wide(place, weight);
                 return weight;
             };
-            for (int first = 0; first < count; first += WIDTH) {
-                Tree<1> tree;
-                Wide weight;
-                for (int i = 0; i < WIDTH; i++) {
-                    const int j = first + turned(i);
-                    weight = j < count ? weigh_at(scores + j * V * WIDTH) : Wide{};
-                    tree.add(i, &weight);
-                }
-                total[v] += weight;
-            }
+            for (int first = 0; first < count; first += WIDTH)
+                total[v] += tree_of([&](int j) {
+                    const bool is_there = first + j < count;
+                    return is_there ? weigh_at(scores + (first + j) * V * WIDTH) : Wide{};
+                });
         }
     }
 

@@ -83,6 +83,30 @@ inline Wide wide_at(const Float16* from) {
 #endif
 }
 
+// The first halves of two vectors, or the first one where registers are narrow.
+#if defined(__AVX512F__)
+inline Wide halves_at(const float* low, const float* high) {
+    const __m512d first = _mm512_castpd256_pd512((__m256d)_mm256_loadu_ps(low));
+    return (Wide)_mm512_insertf64x4(first, (__m256d)_mm256_loadu_ps(high), 1);
+}
+inline __m256i half_bits_at(const void* low, const void* high) {
+    const __m128i first = _mm_loadu_si128(static_cast<const __m128i*>(low));
+    return _mm256_inserti128_si256(_mm256_castsi128_si256(first),
+                                   _mm_loadu_si128(static_cast<const __m128i*>(high)), 1);
+}
+inline Wide halves_at(const uint16_t* low, const uint16_t* high) {
+    return (Wide)(widen_bits((HalfWide)half_bits_at(low, high)) << 16);
+}
+inline Wide halves_at(const Float16* low, const Float16* high) {
+    return (Wide)_mm512_cvtph_ps(half_bits_at(low, high));
+}
+#else
+template <typename T>
+inline Wide halves_at(const T* low, const T*) {
+    return wide_at(low);
+}
+#endif
+
 // These round to the nearest, ties to even; nan stays nan.
 inline void put_wide(uint16_t* to, Wide value) {
     const UWide bits = (UWide)value;
@@ -145,31 +169,15 @@ inline Wide halves_of(Wide a, Wide b, std::index_sequence<LANE...>) {
 #undef PLACE
 }
 
-// The order in which lanes are added up everywhere: 0 and WIDTH / 2 first, then those halfway between,
-// as `sums_of` and `sum_of` do. Of numbers that come one by one, number i is lane turned(i), and what
-// `Tree` adds up is the same to the last bit.
-constexpr int ROUNDS = WIDTH == 16 ? 4 : WIDTH == 8 ? 3 : 2;
-
-constexpr int turned(int place) {
-    int lane = 0;
-    for (int round = 0; round < ROUNDS; round++) lane |= (place >> round & 1) << (ROUNDS - 1 - round);
-    return lane;
+// Adds up of(0) to of(WIDTH - 1) in the order in which `sum_of` adds up lanes: number i and
+// i + WIDTH / 2 first, then those sums alike.
+template <int STEP = 1, int FIRST = 0, typename Of>
+inline Wide tree_of(const Of& of) {
+    if constexpr (STEP == WIDTH)
+        return of(FIRST);
+    else
+        return tree_of<2 * STEP, FIRST>(of) + tree_of<2 * STEP, FIRST + STEP>(of);
 }
-
-// Adds up lanes turned(0) to turned(WIDTH - 1), each of SIZE vectors.
-template <int SIZE>
-struct Tree {
-    Wide waiting[ROUNDS][SIZE];
-
-    // The last lane becomes the sum of all.
-    void add(int place, Wide* lane) {
-        int round = 0;
-        for (; place >> round & 1; round++)
-            for (int i = 0; i < SIZE; i++) lane[i] += waiting[round][i];
-        if (round == ROUNDS) return;
-        for (int i = 0; i < SIZE; i++) waiting[round][i] = lane[i];
-    }
-};
 
 template <int HALF = WIDTH / 2>
 inline float sum_of(Wide value) {
@@ -181,17 +189,26 @@ inline float sum_of(Wide value) {
         return value[0];
 }
 
-// Lane j of the result is the sum of sums[j]'s lanes, in rounds that each halve WIDTH sums.
-template <int HALF = WIDTH / 2>
-inline Wide sums_of(Wide* sums) {
+// Of each NUM lanes, those of vector i become lane i of all.
+template <int NUM, int HALF = NUM / 2>
+inline void turn_lanes(Wide* vectors) {
     constexpr std::make_index_sequence<WIDTH> lanes;
-    for (int i = 0; i < HALF; i++)
-        sums[i] = halves_of<HALF, 0>(sums[i], sums[i + HALF], lanes) +
-                  halves_of<HALF, 1>(sums[i], sums[i + HALF], lanes);
-    if constexpr (HALF > 1)
-        return sums_of<HALF / 2>(sums);
-    else
-        return sums[0];
+    for (int i = 0; i < NUM; i++) {
+        if (i & HALF) continue;
+        const Wide low = vectors[i], high = vectors[i + HALF];
+        vectors[i] = halves_of<HALF, 0>(low, high, lanes);
+        vectors[i + HALF] = halves_of<HALF, 1>(low, high, lanes);
+    }
+    if constexpr (HALF > 1) turn_lanes<NUM, HALF / 2>(vectors);
+}
+
+// Of each NUM lanes, lane i of the result is the sum of those of sums[i], from the first to the last.
+template <int NUM>
+inline Wide sums_of(Wide* sums) {
+    turn_lanes<NUM>(sums);
+    Wide total = {};
+    for (int i = 0; i < NUM; i++) total += sums[i];
+    return total;
 }
 
 }  // namespace
