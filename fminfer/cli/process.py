@@ -29,6 +29,7 @@ from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.remote_files import hide_secrets
 from fminfer.machine.host_memory import reading_files, touching_memory
 from fminfer.machine.library_imports import importing_libraries
+from fminfer.machine.processor import hide_tiles
 from fminfer.machine.stopper import Stopper
 from fminfer.models.known_sizes import check_split
 from fminfer.models.model_folder import find_weight_files
@@ -197,6 +198,8 @@ def importing_engine(config: EngineConfig, role: Role) -> Iterator[None]:
 
 def start_kernel_build(options: ComputeOptions) -> None:
     """Build the CPU's kernels in the background, if a command is likely to use them."""
+    if options.same_answers == "on":
+        hide_tiles()
     if options.kernels != "off" and _is_for_cpu(options.device):
         start_build()
 

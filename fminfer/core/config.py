@@ -42,6 +42,10 @@ Quantized = Literal[
 ]
 TokenFormat = Literal["auto", "vocab", "text"]
 Kernels = Literal["auto", "off", "require"]
+SameAnswers = Literal["auto", "on"]
+# In a fingerprint: on, as asked for; off, where answers may depend on other rows.
+SAME_ANSWERS = "--same-answers"
+MAY_DEPEND = (SAME_ANSWERS, "off")
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
@@ -212,6 +216,14 @@ class ComputeOptions(Options):
         "fall back.",
         default="auto",
         old={"--attention": {"auto": "auto", "eager": "off", "compiled": "require"}},
+    )
+    same_answers: SameAnswers = _speed_option(
+        "Whether an answer has the same bytes whatever rows are computed beside it. auto: "
+        "yes where that costs nothing: on a CPU without AMX, with fminfer's kernels. on: "
+        "refuse to run where it cannot be so; with AMX, take kernels that do without it. "
+        "auto is nearly always right, and the summary says what holds.",
+        default="auto",
+        must_agree=True,
     )
     threads: Count | None = _speed_option(
         "Computing threads of each rank.  [default: OMP_NUM_THREADS, or the cores that this "

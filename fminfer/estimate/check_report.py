@@ -100,6 +100,7 @@ class CheckReport:
             "memory": memory,
             "work": asdict(self.work),
             "why_slower": find_slowness(plan),
+            "why_dependent": plan.dependence,
             "passes": self.passes,
             "plans": None if self.plans is None else self.plans.to_dict(),
             "why_no_plan": self.why_no_plan,
@@ -178,6 +179,8 @@ class CheckReport:
             f"{'' if n else 'passes':<10}{text}" for n, text in enumerate(self.passes)
         )
         yield from (f"slower    {reason}" for reason in find_slowness(self.plan))
+        if self.plan.dependence:
+            yield f"answers   may depend on other rows: {self.plan.dependence}"
         if is_run and work.seconds is None:
             yield f"time      not predicted: {work.why_not}"
         elif is_run and work.seconds is not None:

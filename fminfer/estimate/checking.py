@@ -52,6 +52,7 @@ OF_COSTS = (
     "kv_dtype",
     "device",
     "kernels",
+    "same_answers",
     "threads",
 )
 

@@ -7,6 +7,7 @@ like it; if it fails, the next is.
 from __future__ import annotations
 
 import ctypes
+import math
 from collections.abc import Hashable, Iterable, Sequence
 from functools import cached_property, partial
 
@@ -104,6 +105,8 @@ class Registry:
         self.device = device
         # why each candidate failed first; None: no library
         self.reasons: dict[object, str] = {}
+        # the first product that torch computes in a kernel's place; "": none
+        self._torch_product = ""
         # by candidate and trial's key
         self._passed: dict[tuple[object, Hashable], bool] = {}
         self.of_attention: list[Candidate[StageAttention, AttentionKernel]] = []
@@ -186,7 +189,10 @@ class Registry:
     def choose_product(self, weight: Weight, bias: torch.Tensor | None) -> Function:
         """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
         linear = Linear(weight, bias)
-        return self.find(self.of_products, linear) or linear
+        product = self.find(self.of_products, linear) or linear
+        if not isinstance(product, PackedProduct):
+            self._note_torch_product(weight)
+        return product
 
     def choose_experts_kernel(self, spec: Moe, up: Weight, down: Weight) -> Mix | None:
         """Return the kernel of a layer's experts; None: each expert is made by itself."""
@@ -196,7 +202,18 @@ class Registry:
         self, weight: Weight, bias: torch.Tensor | None
     ) -> PackedProduct | None:
         """Return the head, packed, for `PackedProduct.multiply_unrounded`; None: plain torch."""
-        return self.find(self.of_heads, Linear(weight, bias))
+        head = self.find(self.of_heads, Linear(weight, bias))
+        if head is None:
+            self._note_torch_product(weight)
+        return head
+
+    def _note_torch_product(self, weight: Weight) -> None:
+        """Note a product whose sums may depend on other rows; one of nothing has no sums."""
+        if math.prod(weight.shape) and not self._torch_product:
+            sizes = " × ".join(map(str, weight.shape))
+            self._torch_product = (
+                f"torch computes products of {sizes} in {weight.format.name}"
+            )
 
     def choose_drawer(self) -> Drawer:
         """Return what draws tokens."""
@@ -210,6 +227,11 @@ class Registry:
     def why_plain(self) -> str:
         """Why plain torch computes what a kernel should; "": it does not."""
         return "; ".join(dict.fromkeys(filter(None, self.reasons.values())))
+
+    @property
+    def why_dependent(self) -> str:
+        """Why the CPU's sums may depend on other rows: torch computes some; "": they do not."""
+        return self.why_plain or self._torch_product
 
     def find(
         self, candidates: Iterable[Candidate[Target, Kernel]], request: Target

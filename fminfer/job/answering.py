@@ -334,12 +334,15 @@ def _answer_rows(
     summary.start_to_ready_s = run.elapsed_s()
     summary.weight_dtype = facts.weight_dtype  # the kernels' build may have failed
     summary.why_slower = facts.measured.why_slower
+    summary.why_dependent = facts.measured.why_dependent
+    summary.same_answers = not summary.why_dependent
     summary.num_threads = facts.measured.num_threads
     summary.cpu_limit = read_chosen_name()
     summary.num_ranks = facts.num_ranks
     run_facts.place = {
         "device": summary.device,
         "num_threads": summary.num_threads,
+        "same_answers": summary.same_answers,
         "ready_s": round(summary.start_to_ready_s, 3),
     }
     if not run.is_quiet:

@@ -37,6 +37,9 @@ class JobSummary:
     cpu_limit: str = ""
     # why it was slower than it could be: plain torch in a kernel's place
     why_slower: str = ""
+    # whether an answer has the same bytes whatever rows are beside it, and why not
+    same_answers: bool = False
+    why_dependent: str = ""
     start_to_ready_s: float = 0.0
     num_rows: int = 0  # answered rows
     num_errors: int = 0
@@ -252,6 +255,8 @@ class JobSummary:
             f"ready after {self.start_to_ready_s:.1f} s, then "
             f"{describe_short_time(self.wall_s)}",
         )
+        if self.same_answers:
+            yield "answers", "the same whatever rows were beside them"
         if self.ranks:
             yield "memory", describe_memory(self.ranks)
         for number, stage in enumerate(stats["stages"]):
@@ -355,11 +360,14 @@ class JobSummary:
                 "warning",
                 f"damaged on the disk, and answered again: {rows} of earlier runs",
             )
+        if self.why_dependent:
+            yield "note", f"answers may depend on other rows: {self.why_dependent}"
         flags = {"--dtype": self.dtype, "--kv-dtype": self.kv_dtype}
         rounding = {
             flag: name for flag, name in flags.items() if name not in ("", "float32")
         }
-        if self.engine.get("read", {}).get("num_seeded") and rounding:
+        is_seeded = self.engine.get("read", {}).get("num_seeded")
+        if is_seeded and rounding and not self.same_answers:
             where = ("" if "--dtype" in rounding else "with a KV cache ") + "in "
             where += next(iter(rounding.values()))
             yield (

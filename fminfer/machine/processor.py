@@ -96,6 +96,12 @@ def has_unit(name: str) -> bool:
     return name in _read_units() and (level is None or name in level.units)
 
 
+def hide_tiles() -> None:
+    """Keep this process, and those that it starts, from using tiles (AMX)."""
+    if has_unit("amx_bf16"):
+        os.environ[VARIABLE] = "avx512_bf16"  # the greatest level
+
+
 def hides_unit(name: str) -> bool:
     """Tell whether the processor has a unit that FMINFER_CPU keeps a run from using."""
     return name in _read_units() and not has_unit(name)

@@ -18,6 +18,7 @@ from fminfer.machine.host_memory import (
     measure_free_swap_bytes,
     measure_process_bytes,
 )
+from fminfer.machine.processor import hide_tiles
 
 # by MKL and by oneDNN, where these are there
 PACKED_BY_TORCH = (torch.float32, torch.bfloat16)
@@ -62,7 +63,10 @@ def find_machine(
     """Look up what this machine has for a run that is spread as `known` says.
 
     To ask for a GPU's free memory takes some of it, so that only a process that computes does.
+    With --same-answers on this process uses no tiles (AMX) from here on.
     """
+    if config.same_answers == "on":
+        hide_tiles()
     num_gpus = torch.cuda.device_count() if torch.cuda.is_available() else 0
     machine = replace(known, num_gpus=num_gpus)
     device = choose_device(config, machine, known.rank)

@@ -29,6 +29,7 @@ from fminfer.plan.machine_facts import (
     find_sharers,
 )
 from fminfer.plan.run_plan import RankPlan, RunPlan, name_of
+from fminfer.plan.same_answers import explain_dependence, require_same_answers
 from fminfer.plan.shortage import count_kv_tokens, explain_slowness, find_shortage
 from fminfer.plan.streaming import plan_streams
 
@@ -84,6 +85,8 @@ def make_plan(
             machine, dtype, formats["product"], has_kernels=has_kernels
         ),
     )
+    plan = replace(plan, dependence=explain_dependence(plan))
+    require_same_answers(config, plan.dependence)
     planned = _plan_ranks(plan)
     if planned.has_blocks and not any(rank.streamed for rank in planned.ranks):
         widened = _plan_ranks(_hold_floats(plan))

@@ -10,7 +10,12 @@ from typing import Literal
 import torch
 
 from fminfer.compute.values.weights import Format, Use
-from fminfer.core.config import STREAMED, EngineConfig, StepSizes
+from fminfer.core.config import (
+    SAME_ANSWERS,
+    STREAMED,
+    EngineConfig,
+    StepSizes,
+)
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
@@ -88,6 +93,8 @@ class RunPlan:
     # on a GPU, which has no kernels for blocks: each use makes floats of them
     has_blocks: bool
     packed_by: Literal["kernels", "torch", ""]  # who packs the weights of products
+    # why answers may depend on other rows, as far as a plan shows; "": they do not
+    dependence: str = ""
     ranks: tuple[RankPlan, ...] = ()  # of one pipeline
     num_kv_tokens: int = 0  # size of each pipeline's KV cache; 0: not one block fits
     shortage: str = ""  # what does not fit, and what to do
@@ -168,9 +175,13 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, str]:
         """Return what an answer depends on beside its line; it reads of every weight file."""
-        return compute_fingerprint(
+        fingerprint = compute_fingerprint(
             self.config, self.checkpoint, self.dtype, self.kv_dtype
         )
+        is_on = self.config.same_answers == "on"
+        if is_on or self.dependence:
+            fingerprint[SAME_ANSWERS] = "on" if is_on else "off"
+        return fingerprint
 
     @property
     def shared(self) -> dict[str, object]:

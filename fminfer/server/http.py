@@ -90,7 +90,10 @@ def _describe_engine(engine: Engine) -> str:
     if facts.num_ranks > 1:
         processes = f"{facts.num_ranks} ranks of {processes}"
     kernels = "compiled kernels" if facts.measured.has_kernel else "plain torch"
-    return f"{types} on {engine.device}, {processes}, {kernels}"
+    answers = "answers are the same whatever rows are beside them"
+    if facts.measured.why_dependent:
+        answers = f"answers may depend on other rows: {facts.measured.why_dependent}"
+    return f"{types} on {engine.device}, {processes}, {kernels}; {answers}"
 
 
 def _open_cache(

@@ -53,6 +53,7 @@ HELPS = {
     "vllm:num_requests_waiting": "Prompts that have not begun.",
     "vllm:kv_cache_usage_perc": "Part of the KV cache that running sequences hold, from 0 to 1.",
     "fminfer:kv_cache_tokens": "Tokens that the KV cache can hold.",
+    "fminfer:same_answers": "1: answers do not depend on other rows. 0: they may.",
     "fminfer:peak_memory_bytes": "Most memory of a rank's process so far.",
     "fminfer:foreseen_memory_bytes": "Memory that was forecast for a rank's process, on a CPU.",
     "fminfer:weight_bytes": (
@@ -157,6 +158,7 @@ class Metrics:
                 "vllm:num_requests_waiting": {labels: state.num_waiting},
                 "vllm:kv_cache_usage_perc": {labels: state.kv_usage},
                 "fminfer:kv_cache_tokens": {labels: stats.num_kv_tokens},
+                "fminfer:same_answers": {labels: not facts.measured.why_dependent},
             },
         )
         formats = (*labels, facts.weight_dtype, facts.dtype)

@@ -39,6 +39,7 @@ class KernelBuild:
         self._process: subprocess.Popen[bytes] | None = None
         self._own_folder: tempfile.TemporaryDirectory[str] | None = None
         self.error = ""  # why there is no library
+        self.processor_flags = [*processor.choose_compiler_flags()]
         try:
             self._find_or_start_build()
         except OSError as error:
@@ -70,7 +71,7 @@ class KernelBuild:
         self._started_s = time.monotonic()
         flags = [
             *FLAGS,
-            *processor.choose_compiler_flags(),
+            *self.processor_flags,
             "-shared",
             "-fPIC",
             "-o",
@@ -153,9 +154,10 @@ _build: KernelBuild | None = None
 
 
 def start_build() -> KernelBuild:
-    """Return this process's build, started if it is not."""
+    """Return this process's build, started if it is not; another one once tiles are hidden."""
     global _build
-    if _build is None:
+    flags = [*processor.choose_compiler_flags()]
+    if _build is None or _build.processor_flags != flags:
         _build = KernelBuild()
     return _build
 

@@ -35,6 +35,12 @@ TERMS = {
     "--kv-dtype": "KV cache",
     "fminfer's version": "Version",
 }
+# By whether they have the same bytes whatever rows are beside them; None: not known.
+ANSWERS = {
+    None: "",
+    False: "may depend on other rows",
+    True: "the same whatever rows were beside them",
+}
 # Nothing is loaded, and only the page's own script and styles count, by their digests.
 # The script makes no markup of any text, and with this the browser would not let it.
 POLICY = (
@@ -202,6 +208,10 @@ def _make_facts(
             for name, title in TERMS.items()
         ),
         ("Device", _join_unique(_describe_device(run) for run in runs if run.device)),
+        (
+            "Answers",
+            _join_unique(filter(None, (ANSWERS[run.same_answers] for run in runs))),
+        ),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
         ("Input", list_few(sources, MAX_NAMED)),
         (

@@ -162,6 +162,8 @@ class ReportedRun:
     num_tokens: int = 0  # computed: of prompts, and drawn
     time_line: TimeLine = field(default_factory=TimeLine)
     num_before: int = 0  # older runs, of which only the number is known
+    # whether answers did not depend on other rows; None: it is not known
+    same_answers: bool | None = None
 
     def list_widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
@@ -187,6 +189,7 @@ def find_runs(outputs: Iterable[ReportedOutput]) -> list[ReportedRun]:
 def _make_run(fields: dict[str, Any]) -> ReportedRun:
     settings = as_dict(fields.get("settings"))
     stats = as_dict(fields.get("stats"))
+    answers = fields.get("same_answers")
     return ReportedRun(
         started_at=_find_number(fields, "started_at"),
         seconds=_find_number(fields, "seconds"),
@@ -200,6 +203,7 @@ def _make_run(fields: dict[str, Any]) -> ReportedRun:
         ),
         time_line=parse_time_line(fields.get("time_line")) or TimeLine(),
         num_before=int(_find_number(fields, "runs_before")),
+        same_answers=answers if isinstance(answers, bool) else None,
     )
 
 

@@ -29,6 +29,7 @@ from fminfer.pipeline.ranks import ALONE, Spread
 from fminfer.pipeline.shard_group import connect_shards
 from fminfer.pipeline.wire import LinkSpec
 from fminfer.plan.run_plan import RunPlan, Streamed
+from fminfer.plan.same_answers import require_same_answers
 from fminfer.plan.shortage import cache_error
 from fminfer.plan.slowness import find_slowness
 from fminfer.runtime.load.agreement import (
@@ -43,11 +44,12 @@ from fminfer.runtime.load.agreement import (
 
 
 @dataclass(slots=True, frozen=True)
-class Slowness:
-    """Why a pipeline is slower than it could be; "": it is not."""
+class Caveats:
+    """Why a pipeline is not what it could be; "": it is."""
 
     plain: str  # why a kernel that was to be used is not
-    slower: str  # that, and other reasons
+    slower: str  # why it is slower: that, and other reasons
+    dependent: str  # why answers may depend on other rows
 
 
 @dataclass(slots=True, frozen=True)
@@ -59,6 +61,7 @@ class LoadedPart:
     kernels: StageKernels
     form: LinkSpec
     why_plain: str  # why a kernel that was to be used is not; "": all are
+    why_dependent: str  # why answers may depend on other rows; "": they do not
     file_digests: dict[str, str]  # of its weight files, if others must have the same
 
     @property
@@ -85,6 +88,7 @@ def load_part(
     digests, hidden_group = _compare_ranks(plan, group)
 
     registry = open_registry(config.kernels, plan.dtype, plan.device)
+    require_same_answers(config, registry.why_dependent)  # their build failed
     if registry.library is None and plan.packed_by == "kernels":  # their build failed
         plan = update_plan(plan)
     shards = None
@@ -111,6 +115,8 @@ def load_part(
         tokens=None if share is None else share.tokens[part.shard],
         streams=_stream_kind(plan.this_rank.streamed),
     )
+    why_dependent = plan.dependence or registry.why_dependent
+    require_same_answers(config, why_dependent)
     return LoadedPart(
         plan=plan,
         network=network,
@@ -119,6 +125,7 @@ def load_part(
             plan.checkpoint.model.hidden_size, plan.dtype, plan.device, hidden_group
         ),
         why_plain=registry.why_plain,
+        why_dependent=why_dependent,
         file_digests=digests,
     )
 
@@ -176,15 +183,13 @@ def _stream_kind(streamed: Streamed | None) -> StreamKind:
     return "shared memory" if streamed.is_shared else "own memory"
 
 
-def _find_slowness(loaded: LoadedPart, stage: Stage, group: Group | None) -> Slowness:
-    """Return why a pipeline is slow; of several ranks the first that has a reason says it."""
+def _find_caveats(loaded: LoadedPart, stage: Stage, group: Group | None) -> Caveats:
+    """Return a pipeline's caveats; of several ranks the first that has a reason says it."""
     not_captured = "" if stage.graphs is None else stage.graphs.why_not
     plain = "; ".join(filter(None, (loaded.why_plain, not_captured)))
     slower = "; ".join(filter(None, (*find_slowness(loaded.plan), plain)))
-    ranks = gather(group, "why slower", [plain, slower])
-    return Slowness(
-        *(next(filter(None, each), "") for each in zip(*ranks, strict=True))
-    )
+    ranks = gather(group, "caveats", [plain, slower, loaded.why_dependent])
+    return Caveats(*(next(filter(None, each), "") for each in zip(*ranks, strict=True)))
 
 
 def build_stage(loaded: LoadedPart) -> Stage:
@@ -240,7 +245,7 @@ def build(
     *,
     on_progress: OnProgress = lambda done, total: None,
     on_loaded: Callable[[dict[str, str]], None] = lambda digests: None,
-) -> tuple[LoadedPart, Stage, Slowness]:
+) -> tuple[LoadedPart, Stage, Caveats]:
     """Settle the plan, load this rank's layers, and make the stage that computes.
 
     Args:
@@ -258,4 +263,4 @@ def build(
         loaded, plan=replace(loaded.plan, num_kv_tokens=num_tokens, chunk_size=size)
     )
     stage = build_stage(loaded)
-    return loaded, stage, _find_slowness(loaded, stage, group)
+    return loaded, stage, _find_caveats(loaded, stage, group)

@@ -88,6 +88,7 @@ class OnePipeline:
             stage.has_kernel,
             why.plain,
             why.slower,
+            why.dependent,
             disk_speed=0.0 if stream is None else stream.reads.bytes_per_s,
         )
         self.core = build_loop(

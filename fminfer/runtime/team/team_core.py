@@ -87,10 +87,12 @@ class Team:
         )
         why_plain = (each.measured.why_plain for each in loaded)
         why_slower = (each.measured.why_slower for each in loaded)
+        why_dependent = (each.measured.why_dependent for each in loaded)
         measured = replace(
             first.measured,
             why_plain=next(filter(None, why_plain), ""),
             why_slower=next(filter(None, why_slower), ""),
+            why_dependent=next(filter(None, why_dependent), ""),
         )
         return PipelineProperties(
             plan, measured, num_pipelines=len(loaded), is_team=True
