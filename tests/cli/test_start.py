@@ -555,3 +555,15 @@ def test_the_cpus_kernels_are_not_built_for_a_gpu(
     for device in ("cpu", "auto"):
         process.start_kernel_build(ComputeOptions(device=device))
     assert built == ["built"] * 2
+
+
+def test_tiles_are_hidden_before_kernels_are_built(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Kernels with tiles would be built first, in a quarter of a minute, for nothing."""
+    names: list[str] = []
+    monkeypatch.setattr(process, "start_build", lambda: names.append("built"))
+    monkeypatch.setattr(process, "hide_tiles", lambda: names.append("hidden"))
+    process.start_kernel_build(ComputeOptions(device="cpu"))
+    process.start_kernel_build(ComputeOptions(device="cpu", same_answers="on"))
+    assert names == ["built", "hidden", "built"]

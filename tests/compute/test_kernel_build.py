@@ -22,6 +22,7 @@ from fminfer.compute.kernels.kernel_build import KernelBuild, find_compiler
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import find_library
+from fminfer.machine import processor
 from fminfer.models.checkpoint import open_model
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.load.one_pipeline import OnePipeline
@@ -80,6 +81,32 @@ def test_it_is_built_once_and_kept(
     assert all(path.suffix == ".so" for path in cache.iterdir()), "nothing else is left"
     monkeypatch.setenv("CXX", "g++ -DANOTHER")
     assert KernelBuild()._process is not None, "another compiler's is another"
+
+
+def test_a_process_that_hides_tiles_builds_anew(
+    cache: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """An engine before it, with tiles, would have given it kernels that use them."""
+    monkeypatch.setenv("CXX", str(tmp_path / "cxx"))
+    monkeypatch.setenv("FMINFER_CPU", "native")
+    done = 'for o; do [ "$p" = -o ] && echo x > "$o"; p=$o; done; echo "$@" > "$0.said"'
+    write_compiler(tmp_path / "cxx", done)
+    monkeypatch.setattr(kernel_build, "_build", None)
+    units = " ".join(processor.LEVELS["avx512_bf16"].units)
+    cpuinfo = f"flags : {units} amx_bf16"
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: cpuinfo)
+
+    first = kernel_build.start_build()
+    assert kernel_build.start_build() is first
+    first.wait_for_library()
+    assert "-march=native" in (tmp_path / "cxx.said").read_text()
+
+    processor.hide_tiles()
+    second = kernel_build.start_build()
+    assert second is not first and kernel_build.start_build() is second
+    second.wait_for_library()
+    said = (tmp_path / "cxx.said").read_text()
+    assert "-mavx512bf16" in said and "native" not in said
 
 
 def compute_none(*_: object) -> OnePipeline:

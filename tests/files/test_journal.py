@@ -31,7 +31,13 @@ from fminfer.files.journal import (
     inspect_journal,
     journal_path,
 )
-from fminfer.files.journal_rows import CLOCK, Row, parse_row
+from fminfer.files.journal_rows import (
+    CLOCK,
+    INPUT,
+    Row,
+    is_of_other_input,
+    parse_row,
+)
 from fminfer.files.ordered_output import (
     VectorReader,
     errors_path,
@@ -639,3 +645,35 @@ def test_blank_lines_take_no_memory(tmp_path: Path) -> None:
     assert [number for number in asked if number in journal] == [5, 2000]
     assert journal.has_input_crc(2000, 2000) and not journal.has_input_crc(5, 6)
     journal.close()
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "goes_on"),
+    [
+        ({}, {"--same-answers": "on"}, True),  # an older version's, or one of auto
+        ({}, {"--same-answers": "off"}, True),
+        ({"--same-answers": "on"}, {}, True),
+        ({"--same-answers": "off"}, {}, True),
+        ({"--same-answers": "on"}, {"--same-answers": "on"}, True),
+        ({"--same-answers": "off"}, {"--same-answers": "on"}, False),
+        ({"--same-answers": "on"}, {"--same-answers": "off"}, False),
+    ],
+)
+def test_same_answers_are_not_mixed_with_others(
+    before: dict[str, str], now: dict[str, str], goes_on: bool, tmp_path: Path
+) -> None:
+    output = tmp_path / "answers.jsonl"
+    journal = Journal(output, MODEL | {INPUT: "1"} | before)
+    journal.append(row(1))
+    journal.close()
+    was = MODEL | {INPUT: "1"} | before
+    assert is_of_other_input(was, MODEL | {INPUT: "2"} | now) == goes_on
+    if goes_on:
+        again = Journal(output, MODEL | {INPUT: "1"} | now)
+        assert again.num_rows == 1
+        again.close()
+    else:
+        with pytest.raises(
+            UsageError, match=r"--same-answers was (on|off), is (on|off)"
+        ):
+            Journal(output, MODEL | {INPUT: "1"} | now)

@@ -264,6 +264,8 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
     assert "answer tokens/s drawn" in said and "1 run, " in said
     (run,) = parse_runs(read_status(tmp_path / "output_in.jsonl"))
     assert run["settings"] == {"--dtype": "float32", "--kernels": "off"}
+    assert run["same_answers"] is False
+    assert "Answers may depend on other rows" in said
     page.unlink()
     # everything is answered already
     again = call("run", "-q", *FLAGS, source, "--report", page)

@@ -220,6 +220,25 @@ def test_what_a_seed_repeats(dtype: str, kv_dtype: str, said: str) -> None:
     assert re.search(f"note      {said}", text) if said else "a seed" not in text
 
 
+def test_whether_answers_depend_on_other_rows() -> None:
+    """Nothing said that 14 of 96 texts change with --max-rows. Seeds then repeat, or not."""
+    engine = engine_of()
+    engine["read"]["num_seeded"] = 1
+    facts: dict[str, Any] = {"kv_dtype": "bfloat16", "device": "cpu", "engine": engine}
+
+    same = summary_of(same_answers=True, **facts)
+    assert "\nanswers   the same whatever rows were beside them\n" in same.to_text()
+    assert "a seed" not in same.to_text() and "may depend" not in same.to_text()
+    assert same.to_dict()["same_answers"] and not same.to_dict()["why_dependent"]
+
+    other = summary_of(why_dependent="--kernels off", **facts)
+    assert (
+        "note      answers may depend on other rows: --kernels off" in other.to_text()
+    )
+    assert "a seed" in other.to_text() and "\nanswers " not in other.to_text()
+    assert other.to_dict()["why_dependent"] == "--kernels off"
+
+
 def test_as_json() -> None:
     facts = {"prompt_tokens": 30, "completion_tokens": 20, "wall_s": 2.0}
     engine = engine_of(num_prompt_tokens=20, num_generated_tokens=10)

@@ -69,6 +69,26 @@ def test_a_greater_processor_hides_its_units(
     ) and "float16" in describe_slow_dtype(torch.float16, CPU)
 
 
+def test_a_processor_with_tiles_may_do_without(
+    greatest: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("FMINFER_CPU", "native")
+    processor.hide_tiles()
+    assert not has_unit("amx_bf16") and has_unit("avx512_bf16")
+    assert is_fast_in_bfloat16(CPU), "pairs are"
+    assert [*choose_compiler_flags()] == [*LEVELS["avx512_bf16"].compiler_flags]
+    assert os.environ["FMINFER_CPU"] == "avx512_bf16", "processes it starts have it"
+
+
+def test_a_processor_without_tiles_stays_as_it_is(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("FMINFER_CPU", "native")
+    monkeypatch.setattr(processor, "_read_cpuinfo", lambda: "flags : avx2 fma")
+    processor.hide_tiles()
+    assert os.environ["FMINFER_CPU"] == "native"
+
+
 def test_a_run_says_that_the_variable_hides_fast_products(
     greatest: None, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -51,7 +51,7 @@ class Still:
     state = EngineState(num_waiting=7, num_running=5, kv_usage=0.25)
     runs = SimpleNamespace(cache=None)
     facts = SimpleNamespace(
-        measured=SimpleNamespace(weight_bytes=4096),
+        measured=SimpleNamespace(weight_bytes=4096, why_dependent="a GPU computes"),
         weight_dtype="Q4_K",
         dtype="bfloat16",
     )
@@ -119,6 +119,7 @@ def test_values_after_known_work(engine: fminfer.Engine) -> None:
         value for name, value in after.items() if "fminfer:weight_bytes" in name
     )
     assert weights == engine.facts.measured.weight_bytes > 0
+    assert after["fminfer:same_answers"] == (not engine.facts.measured.why_dependent)
     assert not [name for name in after if "gpu" in name], "this engine is on a CPU"
 
 
@@ -220,6 +221,7 @@ def test_state_of_an_engine_on_a_gpu() -> None:
     assert on_cpu == ["fminfer:foreseen_memory_bytes{rank=2}"]
     assert found["vllm:num_preemptions_total"] == 3
     assert found["vllm:kv_cache_usage_perc"] == 0.25
+    assert found["fminfer:same_answers"] == 0
 
 
 class NoBatches:

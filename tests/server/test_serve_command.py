@@ -38,12 +38,13 @@ def serving(*flags: str) -> Iterator[tuple[Forked, str]]:
             "it serves",
         )
         said = re.search(
-            r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, .*\n"
+            r"Ready after [\d.]+ s: float32 on \w+, (\d+ ranks of )?\d+ threads?, .*; "
+            r"answers (are the same|may depend on other rows: ).*\n"
             r"Serving .* at (.*)\n",
             process.said(),
         )
         assert said, process.said()
-        yield process, said[2]
+        yield process, said[3]
     finally:
         process.kill()
         process.wait()
