@@ -45,14 +45,17 @@ def describe_difference(answer: dict[str, Any], other: dict[str, Any]) -> str:
         for place, (one, another) in enumerate(pairs):
             if json.dumps(one) == json.dumps(another):
                 continue
-            if field == "data":
-                return f"{name} {place}, {compare_numbers(one['embedding'], another['embedding'])}"
-            return f"{name} {place}, {compare_choices(one, another)}"
+            gap = (
+                compare_choices(one, another)
+                if field == "choices"
+                else compare_numbers(one["embedding"], another["embedding"])
+            )
+            return f"{name} {place}, {gap}"
     return "other fields differ"
 
 
 def compare_choices(choice: dict[str, Any], other: dict[str, Any]) -> str:
-    """Return at which token two choices differ, and their largest difference before it."""
+    """Return at which token two choices differ, and by how much up to it."""
     parts = []
     token_ids = choice.get("token_ids") or []
     other_ids = other.get("token_ids") or []
@@ -71,7 +74,10 @@ def compare_choices(choice: dict[str, Any], other: dict[str, Any]) -> str:
         numbers = logprobs["token_logprobs"]
         other_numbers = other_logprobs["token_logprobs"]
         if place is not None:  # behind it, the texts are not the same
-            num_same = len(numbers) - len(token_ids) + place
+            num_echoed = 0
+            if len(numbers) > len(token_ids):
+                num_echoed = len(choice["prompt_token_ids"])
+            num_same = num_echoed + place + 1
             numbers, other_numbers = numbers[:num_same], other_numbers[:num_same]
         parts.append(f"logprobs: {compare_numbers(numbers, other_numbers)}")
         if logprobs["top_logprobs"] != other_logprobs["top_logprobs"]:

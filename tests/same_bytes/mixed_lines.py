@@ -176,8 +176,12 @@ def add_prompts(
         if number % 20 == 7:
             prompt = [_draw_ids(kind, chance, length) for length in (3, 17)]
         add(f"short-{name}", prompt, **KINDS[name])
+    # the other tokenizer has no braces
+    constrained = ["choice", "regex"]
+    if kind == "decoder":
+        constrained.append("schema")
     for number in range(9):
-        name = [*CONSTRAINED][number % 3]
+        name = constrained[number % len(constrained)]
         prompt = f"{TEXTS[1]} {number}:"
         temperature = number % 2
         add(name, prompt, **CONSTRAINED[name], max_tokens=40, temperature=temperature)

@@ -44,7 +44,9 @@ class TinyModel:
         config = transformers.AutoConfig.for_model(self.model_type, **fields)
         torch.manual_seed(11)
         is_decoder = self.kind == "decoder"
-        auto = transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel
+        auto = (
+            transformers.AutoModelForCausalLM if is_decoder else transformers.AutoModel
+        )
         model = auto.from_config(config)
         spread_weights(model)
         model.to(self.stored).save_pretrained(folder)
