@@ -17,8 +17,10 @@ from tests.conftest import IS_ALL, more
 
 pytestmark = pytest.mark.skipif(find_compiler() is None, reason="no C++ compiler")
 
-LENGTH = 420  # of the longest sequence
+LENGTH = 420  # of a sequence
 CHUNKS = (1, 2, 3, 5, 7, 17, 64, 300, LENGTH)
+ROWS = (1, 2, 3, 5, 17, 64, 300) if IS_ALL else (2, 5, 22)
+NUM_BLOCKS = 2000 if IS_ALL else 320
 GROUPS = (1, 3, 4, 5, 7, 8)  # query heads of a KV head
 DTYPES = {
     "bfloat16": (torch.bfloat16, torch.bfloat16),
@@ -28,7 +30,10 @@ DTYPES = {
 Row = tuple[int, int, list[int]]  # position, tokens, table
 
 
-@pytest.fixture(scope="module", params=["native", *(pytest.param(n, marks=more) for n in LEVELS)])
+OTHERS = [pytest.param(name, marks=more) for name in LEVELS]
+
+
+@pytest.fixture(scope="module", params=["native", *OTHERS])
 def kernel(request: pytest.FixtureRequest) -> Iterator[CpuAttention]:
     """The kernel, built for each processor that this one can stand for."""
     with pytest.MonkeyPatch.context() as patch:
@@ -67,7 +72,7 @@ class Layer:
         self.kv_heads = kv_heads
         self.dim = dim
         self.scoring = Scoring(dim**-0.5 * 1.1, **scoring)
-        shape = (2, 160 * 32 // block, kv_heads, block, dim)
+        shape = (2, NUM_BLOCKS, kv_heads, block, dim)
         self.caches = torch.full(shape, torch.nan).to(kept)
         self.generator = torch.Generator().manual_seed(group * dim)
 
@@ -114,12 +119,12 @@ def _list_kinds() -> Iterator[dict[str, Any]]:
     for number, group in enumerate(GROUPS):
         for dtype in DTYPES:
             for place, (dim, block) in enumerate(sizes):
-                is_sample = (number + place) % 3 == 0
-                if is_sample or IS_ALL:
-                    kind = {"dtype": dtype, "group": group, "dim": dim, "block": block}
+                kind = {"dtype": dtype, "group": group, "dim": dim, "block": block}
+                is_sample = (number + place) % 3 == 0 and dtype != "float32 of float16"
+                if IS_ALL or (is_sample and (number % 2 or dtype == "bfloat16")):
                     yield kind
-                    if is_sample:
-                        yield kind | {"window": 100}
+                if IS_ALL or (is_sample and not number % 2):
+                    yield kind | {"window": 100}
 
 
 KINDS = [*_list_kinds()]
@@ -164,14 +169,14 @@ def test_chunks_of_scores_that_are_bent(
 
 def test_chunks_beside_values_that_are_infinite(kernel: CpuAttention) -> None:
     """A later token's must not be multiplied, even by 0: the queries before go singly."""
-    for group in GROUPS:
+    for group in GROUPS if IS_ALL else (1, 5):
         for window in (None, 50):
             kind = {"dtype": "bfloat16", "group": group, "dim": 64, "block": 32}
             layer = Layer(kernel, **kind, window=window)
-            tokens = layer.draw(LENGTH)
-            tokens[2][0, 200::90] = torch.inf
+            tokens = layer.draw(300)
+            tokens[2][0, 150::70] = torch.inf
             alone = feed(layer, tokens, [*range(20)], 1)
-            for chunk in (3, 7, 64, 300):
+            for chunk in (3, 7, 64):
                 out = feed(layer, tokens, [*range(20, 40)], chunk)
                 assert out.view(torch.int16).equal(alone.view(torch.int16)) or (
                     out.nan_to_num(7.0).equal(alone.nan_to_num(7.0))
@@ -192,7 +197,7 @@ def test_rows_beside_any_others(kernel: CpuAttention, kind: dict[str, Any]) -> N
         feed(layer, layer.draw(len(table) * block), table, 64)
     rows: list[Row] = []
     tokens = []
-    for number in range(64 if IS_ALL else 22):
+    for number in range(ROWS[-1]):
         table = (prefix, longer[0], longer[1], [])[number % 4]
         own = (37 * number) % 90
         table = table + [next(free) for _ in range(own // block + 1)]
@@ -208,10 +213,10 @@ def test_rows_beside_any_others(kernel: CpuAttention, kind: dict[str, Any]) -> N
     )
     assert not alone.isnan().any()
     chunk = layer.draw(40)
-    for num in (2, 5, 17, len(rows)):
+    for num in ROWS:
         torch.set_num_threads(1 + num % 3)
         layout = kernel.lay_out(Rows.from_tables(*rows[:num]), block)
-        assert bool(len(layout.runs)) == (num > 2), "rows that share"
+        assert bool(len(layout.runs)) == (num > 3), "rows that share"
         out = layer.attend(rows[:num], tokens[:num])
         assert torch.equal(out, alone[:num]), f"{num} rows"
         beside = [(0, 40, [next(free) for _ in range(40 // block + 1)]), *rows[:num]]
