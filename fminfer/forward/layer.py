@@ -13,7 +13,7 @@ from fminfer.compute.layers.bodies import WeightedNorm
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
-from fminfer.compute.values.weights import Function
+from fminfer.compute.values.weights import Function, make_dense_weight
 from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.models.tensor_specs import Weights, find_plain_tensor
 
@@ -29,7 +29,7 @@ def choose_experts(
     """
     if spec.scores == "sparsemixer":
         return _choose_sparsely(spec, logits)
-    scores = logits.sigmoid() if spec.scores == "sigmoid" else logits.softmax(-1)
+    scores = plain.sigmoid(logits) if spec.scores == "sigmoid" else logits.softmax(-1)
     rated = scores if bias is None else scores + bias
     if spec.groups > 1:  # those outside the best groups are not chosen
         grouped = rated.view(len(rated), spec.groups, -1)
@@ -217,8 +217,12 @@ class LatentAttention:
         by_head = weight.view(spec.heads, -1, spec.latent.rank)
         of_values = by_head[:, spec.latent.key_dim :]
         # (heads, key_dim, rank) and (heads, rank, value_dim)
-        self._to_latent = by_head[:, : spec.latent.key_dim].contiguous()
-        self._from_latent = of_values.transpose(1, 2).contiguous()
+        self._to_latent = builder.registry.choose_items_product(
+            by_head[:, : spec.latent.key_dim].contiguous()
+        )
+        self._from_latent = builder.registry.choose_items_product(
+            of_values.transpose(1, 2).contiguous()
+        )
         self._rotate = builder.registry.parts.make_rotate(spec.rope)
         self._table = builder.find_rotary_table(spec.rope, weight.device)
         self.scoring = make_scoring(spec, weight.device)
@@ -232,7 +236,7 @@ class LatentAttention:
             q = self.products["q_up"](self._q_norm(self.products["q_down"](x)))
         q = q.view(len(x), self._spec.heads, -1)
         q_turned = self._rotate(q[..., latent.key_dim :].contiguous(), turns)
-        query = _multiply_by_heads(q[..., : latent.key_dim], self._to_latent)
+        query = self._to_latent(q[..., : latent.key_dim])
         kv = self.products["kv_down"](x)
         assert self._kv_norm is not None, "latent attention has a norm"
         compressed = self._kv_norm(kv[:, : latent.rank].contiguous())[:, None]
@@ -241,17 +245,12 @@ class LatentAttention:
         out = step.attend(
             layer, torch.cat([query, q_turned], -1), key, key, self.scoring
         )
-        values = _multiply_by_heads(out[..., : latent.rank], self._from_latent)
+        values = self._from_latent(out[..., : latent.rank])
         return self.products["out"](values.flatten(1))
 
     def find_rotations(self, step: LayerStep) -> torch.Tensor:
         """Return the cosines and sines of the step's tokens."""
         return step.find_rotations(self._table)
-
-
-def _multiply_by_heads(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
-    """Multiply (tokens, heads, inputs) by a weight of each head, (heads, inputs, outputs)."""
-    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
 
 
 class FeedForward:
@@ -290,11 +289,13 @@ class ExpertLayer:
 
     def __init__(self, spec: Moe, weights: Weights, builder: PartBuilder) -> None:
         self._spec = spec
-        # Not packed: with few outputs it is no faster, and its rounding could choose
-        # other experts. It is float32, until it is rounded as hidden states are.
-        self._router = weights["router.weight"].plain
-        self._router_bias = (
-            weights["router.bias"].plain if spec.has_router_bias else None
+        # In float32 scores that are near to each other stay apart.
+        is_precise = spec.scores == "sigmoid" or spec.is_precise
+        self._router_dtype = torch.float32 if is_precise else builder.registry.dtype
+        router = weights["router.weight"].plain.to(self._router_dtype)
+        self._router = builder.registry.choose_steady_product(
+            make_dense_weight(router, "router"),
+            weights["router.bias"].plain if spec.has_router_bias else None,
         )
         self._bias = weights["choice.bias"].plain if spec.has_choice_bias else None
         self._shared = (
@@ -302,9 +303,11 @@ class ExpertLayer:
             if spec.shared
             else None
         )
-        self._shared_gate = (
-            weights["shared_gate.weight"].plain if spec.has_shared_gate else None
-        )
+        self._shared_gate: Function | None = None
+        if spec.has_shared_gate:
+            self._shared_gate = builder.registry.choose_steady_product(
+                weights["shared_gate.weight"], None
+            )
         expert_weights = _find_under("experts.", weights)
         mix = builder.registry.choose_experts_kernel(
             spec, expert_weights["up.weight"], expert_weights["down.weight"]
@@ -330,17 +333,14 @@ class ExpertLayer:
             return out
         more = self._shared(x)
         if self._shared_gate is not None:
-            more = more * nn.functional.linear(x, self._shared_gate).sigmoid()
+            more = more * plain.sigmoid(self._shared_gate(x))
         return out + more
 
     def _route(
         self, x: torch.Tensor, step: LayerStep
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Return the shares and numbers of each token's experts, (tokens, top_k)."""
-        if self._spec.scores == "sigmoid" or self._spec.is_precise:
-            x = x.float()  # scores that are near to each other stay apart
-        self._router = self._router.to(x.dtype)  # once
-        logits = nn.functional.linear(x, self._router, self._router_bias).float()
+        logits = self._router(x.to(self._router_dtype)).float()
         if step.shards is not None:  # all have to choose the same, whatever they round
             logits = step.shards.gather(logits)[0]
         return choose_experts(self._spec, logits, self._bias)

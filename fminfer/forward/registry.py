@@ -31,8 +31,10 @@ from fminfer.compute.layers.products import (
     Linear,
     PackedProduct,
     make_head_candidate,
+    make_items_candidate,
     make_library_candidates,
     make_product_candidate,
+    multiply_items,
 )
 from fminfer.compute.sampling.draw_kernel import (
     RANKS_TRIAL,
@@ -114,6 +116,7 @@ class Registry:
         self.of_products: list[Candidate[Linear, Function]] = []
         self.of_experts: list[Candidate[Mixture, Mix]] = []
         self.of_heads: list[Candidate[Linear, PackedProduct]] = []
+        self.of_items: list[Candidate[torch.Tensor, Function]] = []
         self.of_draws: list[Candidate[None, Drawer]] = []
         self.of_ranks: list[Candidate[None, Ranker]] = []
         self._try_attention = partial(make_attention_trial, dtype=dtype, device=device)
@@ -141,6 +144,7 @@ class Registry:
         self.of_products.append(make_product_candidate(library, dtype))
         self.of_experts.append(make_expert_candidate(library, dtype))
         self.of_heads.append(make_head_candidate(library, dtype))
+        self.of_items.append(make_items_candidate(library, dtype))
         self.of_draws.append(Candidate(lambda _: DrawKernel(library), self._try_draws))
         self.of_ranks.append(
             Candidate(lambda _: ScoreKernel(library), lambda _: RANKS_TRIAL)
@@ -214,6 +218,17 @@ class Registry:
             self._torch_product = (
                 f"torch computes products of {sizes} in {weight.format.name}"
             )
+
+    def choose_steady_product(
+        self, weight: Weight, bias: torch.Tensor | None
+    ) -> Function:
+        """Return x·Wᵀ + b of few outputs. With a kernel no row's bits depend on other rows."""
+        return self.choose_head(weight, bias) or Linear(weight, bias)
+
+    def choose_items_product(self, weight: torch.Tensor) -> Function:
+        """Return `multiply_items` with (items, inputs, outputs), packed if it can be."""
+        kernel = self.find(self.of_items, weight)
+        return kernel or partial(multiply_items, weight=weight)
 
     def choose_drawer(self) -> Drawer:
         """Return what draws tokens."""

@@ -31,8 +31,8 @@ from fminfer.models.tensor_specs import Weights, find_plain_tensor
 # Of a weight, what plain torch widens to float32 at once: a cache holds it while it is
 # multiplied.
 WIDENED_BYTES = 2 << 20
-# What dense layers behind a pooling compute.
-_READINGS: dict[str, Function] = {**plain.ACTIVATIONS, "tanh": torch.tanh}
+# What dense layers behind a pooling compute, beside the activations of MLPs.
+_READINGS: dict[str, Function] = {"": lambda x: x, "tanh": torch.tanh}
 
 
 class Head:
@@ -106,6 +106,16 @@ def _open_stream(
     return stream
 
 
+def _build_projection(
+    weights: Weights, name: str, builder: PartBuilder
+) -> Function | None:
+    """Build the product between embeddings and hidden states of other sizes, if there is one."""
+    weight = weights.pop(f"{name}.weight", None)
+    if weight is None:
+        return None
+    return builder.registry.choose_steady_product(weight, None)
+
+
 class Transformer:
     """A model, or the layers of one stage.
 
@@ -144,6 +154,8 @@ class Transformer:
         self._add_sinusoids()
         self._build_stacks(source, kept, builder)
         self._build_head(source, builder)
+        self._project_in = _build_projection(self._entry, "project_in", builder)
+        self._project_out = _build_projection(self._exit, "project_out", builder)
         self.weight_bytes = source.num_bytes  # as they were read
 
     def _add_sinusoids(self) -> None:
@@ -190,7 +202,9 @@ class Transformer:
             numbers = source.numbers[len(cached) :]
             self.encoder = build_stack(model.encoder, numbers, "encoder.")
             if source.is_last and model.encoder.pooling is not None:
-                self.pooling = Pooler(model.encoder.pooling, self._exit)
+                self.pooling = Pooler(
+                    model.encoder.pooling, self._exit, builder.registry
+                )
 
     def _build_head(self, source: LayerSource, builder: PartBuilder) -> None:
         """Build the head and the embeddings, which may share one weight."""
@@ -220,8 +234,8 @@ class Transformer:
     def embed(self, ids: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
         """Return the embeddings of ids, (tokens,): hidden states, (tokens, hidden)."""
         x = self._embed_ids(ids, self._look_up)
-        if "project_in.weight" in self._entry:
-            x = nn.functional.linear(x, self._entry["project_in.weight"].plain)
+        if self._project_in is not None:
+            x = self._project_in(x)
         return self._decoder.embed(x, positions)
 
     def embed_for_encoder(
@@ -249,8 +263,8 @@ class Transformer:
         """Run the layers, and on the last stage the final norm; return (kept tokens, hidden)."""
         step.shards = self.shards
         x = self._decoder.run(x, step)
-        if "project_out.weight" in self._exit:
-            x = nn.functional.linear(x, self._exit["project_out.weight"].plain)
+        if self._project_out is not None:
+            x = self._project_out(x)
         return x
 
 
@@ -316,12 +330,25 @@ class Stack:
 class Pooler:
     """Makes one vector a prompt of hidden states."""
 
-    def __init__(self, spec: Pooling, exit: Weights) -> None:
+    def __init__(self, spec: Pooling, exit: Weights, registry: Registry) -> None:
         self._spec = spec
         of_readings = (
             (n, weight) for n, weight in exit.items() if n.startswith("reading_")
         )
-        self._read_by = {name: weight.plain.float() for name, weight in of_readings}
+        self._tensors = {name: weight.plain.float() for name, weight in of_readings}
+        names = [f"reading_{number}" for number in range(len(spec.readings))]
+        self._products = [
+            registry.choose_steady_product(
+                make_dense_weight(self._tensors[f"{name}.weight"], "other"),
+                self._tensors.get(f"{name}.bias"),
+            )
+            for name in names
+        ]
+        self._activations = [
+            _READINGS.get(each.activation)
+            or registry.parts.make_activation(each.activation)
+            for each in spec.readings
+        ]
 
     def choose_kept(self, ids: Column, lengths: Column) -> Column | None:
         """Return the packed tokens whose hidden states are pooled, int64; None: all of them."""
@@ -332,14 +359,10 @@ class Pooler:
     def __call__(self, hidden: torch.Tensor, lengths: np.ndarray) -> torch.Tensor:
         """Return vectors, (prompts, size) float32, of the kept tokens, (tokens, hidden)."""
         x = _pool(self._spec.mode, hidden.float(), lengths)
-        get = self._read_by.get
+        get = self._tensors.get
         for number, each in enumerate(self._spec.readings):
             name = f"reading_{number}"
-            x = nn.functional.linear(
-                x, self._read_by[f"{name}.weight"], get(f"{name}.bias")
-            )
-            if each.activation:
-                x = _READINGS[each.activation](x)
+            x = self._activations[number](self._products[number](x))
             if each.norm is not None:
                 x = plain.norm(
                     x, each.norm, get(f"{name}_norm.weight"), get(f"{name}_norm.bias")

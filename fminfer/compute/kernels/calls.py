@@ -20,6 +20,7 @@ KINDS: dict[str, type[ctypes._SimpleCData[Any]]] = {
 FUNCTIONS = {
     "fminfer_attention": "p",
     "fminfer_multiply": "p",
+    "fminfer_multiply_items": "pn",
     "fminfer_mix": "p",
     "fminfer_rms_norm": "ppffpp",
     "fminfer_layer_norm": "pppfpp",

@@ -114,4 +114,29 @@ int fminfer_multiply(const Product* a) {
     return lacks_memory([&] { multiply_all(*a); });
 }
 
+// The same of `items` products: x is (items, rows, inputs), out (items, rows, outputs), and the one
+// part has the weight of each item behind the other, of floats. A thread takes some rows of an item.
+int fminfer_multiply_items(const Product* a, int64_t items) {
+    const int64_t panels = (a->parts->outputs + PANEL - 1) / PANEL;
+    const int64_t weight_bytes = panels * PANEL * a->inputs * (a->parts->type == 0 ? 4 : 2);
+    const int64_t x_bytes = a->inputs * (a->x_type == 0 ? 4 : 2);
+    const int64_t out_bytes = a->outputs * (a->out_type == 0 ? 4 : 2);
+    const int64_t blocks = (a->rows + BLOCK_ROWS - 1) / BLOCK_ROWS;
+    return lacks_memory([&] {
+        for_pieces(a->num_threads, items * blocks, [&](int64_t i, int) {
+            const int64_t item = i / blocks, block = i % blocks;
+            const int64_t first = a->rows * block / blocks, end = a->rows * (block + 1) / blocks;
+            Packed part = *a->parts;
+            part.weight = static_cast<const char*>(part.weight) + item * weight_bytes;
+            Product some = *a;
+            some.parts = &part;
+            some.rows = end - first;
+            some.x = static_cast<const char*>(a->x) + (item * a->rows + first) * x_bytes;
+            some.out = static_cast<char*>(a->out) + (item * a->rows + first) * out_bytes;
+            some.num_threads = 1;
+            multiply_all(some);
+        });
+    });
+}
+
 }  // extern "C"

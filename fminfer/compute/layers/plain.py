@@ -11,6 +11,17 @@ from torch import nn
 from fminfer.compute.values.spec import Norm, Rope
 from fminfer.compute.values.weights import Function
 
+
+def sigmoid(x: torch.Tensor) -> torch.Tensor:
+    """Return 1 / (1 + e^-x), the same for a number wherever it stands in x.
+
+    On a CPU torch.sigmoid rounds the last numbers, which fill no register, by another formula.
+    """
+    if not x.is_cpu:
+        return torch.sigmoid(x)
+    return torch.exp(-x.float()).add_(1).reciprocal_().to(x.dtype)
+
+
 _GELU_TANH: Function = partial(nn.functional.gelu, approximate="tanh")
 ACTIVATIONS: dict[str, Function] = {
     "silu": nn.functional.silu,
@@ -21,7 +32,7 @@ ACTIVATIONS: dict[str, Function] = {
     "gelu_fast": _GELU_TANH,
     "gelu_pytorch_tanh": _GELU_TANH,
     "relu2": lambda x: nn.functional.relu(x).square(),
-    "quick_gelu": lambda x: x * torch.sigmoid(1.702 * x),
+    "quick_gelu": lambda x: x * sigmoid(1.702 * x),
 }
 
 

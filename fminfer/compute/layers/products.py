@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import ctypes
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from functools import cache, partial
 
@@ -283,6 +283,45 @@ class PackedProduct:
         return out
 
 
+@dataclass(slots=True, frozen=True)
+class PackedItems:
+    """The products of several items, each with a weight of its own, all packed."""
+
+    multiply_items: Callable[..., int]  # of the library
+    part: PackedPart  # of all items
+    num_items: int
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (rows, items, outputs) of x, (rows, items, inputs), in x's type."""
+        rows = len(x)
+        part = self.part
+        assert x.is_cpu and x.shape == (rows, self.num_items, part.inputs), "items"
+        assert x.dtype == part.packed.dtype, "items"
+        by_item = x.transpose(0, 1).contiguous()
+        out = x.new_empty((self.num_items, rows, part.outputs))
+        product = ProductCall(
+            x=by_item.data_ptr(),
+            parts=ctypes.addressof(call := part.call),
+            bias=None,
+            out=out.data_ptr(),
+            num_parts=1,
+            rows=rows,
+            inputs=part.inputs,
+            outputs=part.outputs,
+            x_type=call.type,
+            out_type=call.type,
+            num_threads=torch.get_num_threads(),
+        )
+        if self.multiply_items(ctypes.byref(product), self.num_items):
+            raise MemoryError("no memory for a product's working space")
+        return out.transpose(0, 1)
+
+
+def multiply_items(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+    """Multiply (rows, items, inputs) by each item's weight, (items, inputs, outputs)."""
+    return torch.bmm(x.transpose(0, 1), weight).transpose(0, 1)
+
+
 class ProductKernel:
     """The products of one built library."""
 
@@ -425,3 +464,32 @@ def make_head_candidate(
         )
 
     return Candidate(kernel.make_product, trial, serves)
+
+
+def make_items_candidate(
+    library: ctypes.CDLL, dtype: torch.dtype
+) -> Candidate[torch.Tensor, Function]:
+    """Return the kernel's `multiply_items`, for rows and weights of a dtype."""
+    kernel = ProductKernel(library)
+
+    def pack(weight: torch.Tensor) -> PackedItems:
+        num_items, inputs, _ = weight.shape
+        part = kernel.pack_part(Dense(dtype), weight.transpose(1, 2), 1, inputs)
+        return PackedItems(library.fminfer_multiply_items, part, num_items)
+
+    def trial(weight: torch.Tensor) -> Trial[Function]:
+        num_items, inputs, _ = weight.shape
+        x = torch.linspace(-1, 1, CHECKED_ROWS[1] * num_items * inputs, dtype=dtype)
+        x = x.view(-1, num_items, inputs)
+
+        def pairs(product: Function) -> Iterator[Pair]:
+            yield product(x), multiply_items(x, weight)
+
+        return Trial("products of heads", pairs, MAX_ERROR[dtype], weight.shape)
+
+    def serves(weight: torch.Tensor) -> bool:
+        is_even = weight.shape[1] % 2 == 0
+        is_served = weight.dtype == dtype and dtype in KERNEL_TYPES
+        return is_served and (is_even or dtype == torch.float32)
+
+    return Candidate(pack, trial, serves)

@@ -15,6 +15,7 @@ from fminfer.compute.sampling.sampler import (
     Ranking,
     SamplingTensors,
     draw_tokens,
+    find_top_logits,
     rank_logits,
 )
 from fminfer.compute.trial import Pair, Trial
@@ -76,8 +77,9 @@ class ScoreKernel:
         self._score = library.fminfer_score
 
     def __call__(self, logits: torch.Tensor, num_top: int) -> Ranking:
-        if num_top > MOST_TOP:
-            return rank_logits(logits, num_top)
+        if num_top > MOST_TOP:  # the normalizer is the same for any number
+            best, best_ids = find_top_logits(logits.float(), num_top)
+            return Ranking(self(logits, 1).normalizer, best, best_ids)
         rows, vocab = logits.shape
         assert logits.device.type == "cpu", "logits"
         assert 1 <= num_top <= vocab, "the best logits"

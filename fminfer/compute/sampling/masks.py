@@ -22,6 +22,8 @@ HIGHEST = np.where(
     np.float32("inf"),
     np.float32("-inf"),
 )
+# Columns of few tokens at least: torch sums fewer of a row in another order than more.
+LEAST_FEW = 16
 
 
 @dataclass(slots=True, frozen=True)
@@ -114,9 +116,9 @@ def make_mask_tensors(
     bits = bytearray().join([*rows, b"\xff" * size])
     return MaskTensors(
         torch.frombuffer(bits, dtype=torch.uint8).view(-1, size).to(device),
-        pad_sequence([*few, torch.tensor([-1])], batch_first=True, padding_value=-1).to(
-            device
-        ),
+        pad_sequence(
+            [*few, torch.full((LEAST_FEW,), -1)], batch_first=True, padding_value=-1
+        ).to(device),
         torch.tensor([*map(_find_first_id, rows), 0], device=device),
         torch.tensor(mask_of, dtype=torch.int64, device=device),
     )

@@ -98,13 +98,13 @@ def rank_logits(logits: torch.Tensor, num_top: int) -> Ranking:
     if num_top == 1:
         best, best_ids = logits.max(-1, keepdim=True)
     else:
-        best, best_ids = _find_top_logits(logits, num_top)
+        best, best_ids = find_top_logits(logits, num_top)
     normalizer = logits.logsumexp(-1)
     normalizer = normalizer.masked_fill(normalizer == float("inf"), float("nan"))
     return Ranking(normalizer, best, best_ids)
 
 
-def _find_top_logits(
+def find_top_logits(
     logits: torch.Tensor, num_top: int
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Return the best logits and their ids, (rows, k) each, in the order of (-logit, id).

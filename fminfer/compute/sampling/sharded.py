@@ -22,6 +22,7 @@ from fminfer.compute.shards import ShardGroup
 LOWEST = float("-inf")
 # tokens of a rank that most filtered draws look at; the kernel finds so many at once
 NUM_BEST = 64
+PIECE = 1 << 14  # numbers of a row; torch divides the sum of more between threads
 MOST_ROWS = 16  # whose logits of all tokens are gathered at once
 
 
@@ -55,7 +56,8 @@ class TokenShard(TokenSpan):
         # Of equals the first stay first: of one rank the lower ids, of two the lower rank.
         best, order = _join_ranks(best).sort(stable=True, dim=-1, descending=True)
         ids = _join_ranks(ids).gather(-1, order)[:, :num_top].long()
-        normalizer = normalizers[..., 0].logsumexp(0).float()
+        # Over lines, each of them is summed for itself.
+        normalizer = normalizers[..., 0].t().contiguous().logsumexp(-1).float()
         return Ranking(normalizer, best[:, :num_top].float(), ids)
 
     def draw_tokens(
@@ -125,8 +127,12 @@ class TokenShard(TokenSpan):
         scale = 1 / sampling.temperature[:, None].double()
         top = ranking.best[:, :1].double()
         far = (logits - ranking.best[:, :1]).mul_(scale.float())
+        pieces = torch.split(far.exp_(), PIECE, -1)
+        mass = torch.stack([piece.sum(-1) for piece in pieces], -1).sum(
+            -1, keepdim=True
+        )
         # a mask may leave none
-        mass = far.exp_().sum(-1, keepdim=True).where(top.isfinite(), 0.0)
+        mass = mass.where(top.isfinite(), 0.0)
         last = ranking.best[:, -1:].double()
         if num == logits.shape[-1]:  # there are no others
             last = torch.full_like(last, LOWEST)
