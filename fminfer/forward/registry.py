@@ -223,12 +223,14 @@ class Registry:
         self, weight: Weight, bias: torch.Tensor | None
     ) -> Function:
         """Return x·Wᵀ + b of few outputs. With a kernel no row's bits depend on other rows."""
-        return self.choose_head(weight, bias) or Linear(weight, bias)
+        summed_bias = None if bias is None else bias.float()
+        return self.choose_head(weight, summed_bias) or Linear(weight, bias)
 
     def choose_items_product(self, weight: torch.Tensor) -> Function:
         """Return `multiply_items` with (items, inputs, outputs), packed if it can be."""
-        kernel = self.find(self.of_items, weight)
-        return kernel or partial(multiply_items, weight=weight)
+        return self.find(self.of_items, weight) or partial(
+            multiply_items, weight=weight
+        )
 
     def choose_drawer(self) -> Drawer:
         """Return what draws tokens."""

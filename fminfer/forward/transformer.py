@@ -336,13 +336,12 @@ class Pooler:
             (n, weight) for n, weight in exit.items() if n.startswith("reading_")
         )
         self._tensors = {name: weight.plain.float() for name, weight in of_readings}
-        names = [f"reading_{number}" for number in range(len(spec.readings))]
         self._products = [
             registry.choose_steady_product(
-                make_dense_weight(self._tensors[f"{name}.weight"], "other"),
-                self._tensors.get(f"{name}.bias"),
+                make_dense_weight(self._tensors[f"reading_{number}.weight"], "other"),
+                self._tensors.get(f"reading_{number}.bias"),
             )
-            for name in names
+            for number in range(len(spec.readings))
         ]
         self._activations = [
             _READINGS.get(each.activation)

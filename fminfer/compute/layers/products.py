@@ -479,8 +479,8 @@ def make_items_candidate(
 
     def trial(weight: torch.Tensor) -> Trial[Function]:
         num_items, inputs, _ = weight.shape
-        x = torch.linspace(-1, 1, CHECKED_ROWS[1] * num_items * inputs, dtype=dtype)
-        x = x.view(-1, num_items, inputs)
+        numbers = torch.linspace(-1, 1, CHECKED_ROWS[1] * num_items * inputs)
+        x = numbers.to(dtype).view(-1, num_items, inputs)
 
         def pairs(product: Function) -> Iterator[Pair]:
             yield product(x), multiply_items(x, weight)
@@ -488,8 +488,7 @@ def make_items_candidate(
         return Trial("products of heads", pairs, MAX_ERROR[dtype], weight.shape)
 
     def serves(weight: torch.Tensor) -> bool:
-        is_even = weight.shape[1] % 2 == 0
-        is_served = weight.dtype == dtype and dtype in KERNEL_TYPES
-        return is_served and (is_even or dtype == torch.float32)
+        has_units = weight.shape[1] % 2 == 0 or dtype == torch.float32
+        return has_units and weight.dtype == dtype and dtype in KERNEL_TYPES
 
     return Candidate(pack, trial, serves)
