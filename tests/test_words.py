@@ -104,7 +104,7 @@ def find_long_functions() -> Iterator[Place]:
 
 
 HABITS: list[tuple[Callable[[], Iterator[Place]], int]] = [
-    (find_packed_assignments, 6),
+    (find_packed_assignments, 5),
     (find_empty_names, 0),
     (find_multiplied_texts, 1),
     (find_starred_literals, 0),

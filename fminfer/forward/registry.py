@@ -51,7 +51,13 @@ from fminfer.compute.trial import (
     explain_failure,
 )
 from fminfer.compute.values.spec import Attention, Moe
-from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
+from fminfer.compute.values.weights import (
+    KERNEL_TYPES,
+    Dense,
+    Format,
+    Function,
+    Weight,
+)
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads
@@ -195,7 +201,7 @@ class Registry:
         linear = Linear(weight, bias)
         product = self.find(self.of_products, linear) or linear
         if not isinstance(product, PackedProduct):
-            self._note_torch_product(weight)
+            self._note_torch_product(weight.shape, weight.format)
         return product
 
     def choose_experts_kernel(self, spec: Moe, up: Weight, down: Weight) -> Mix | None:
@@ -208,16 +214,14 @@ class Registry:
         """Return the head, packed, for `PackedProduct.multiply_unrounded`; None: plain torch."""
         head = self.find(self.of_heads, Linear(weight, bias))
         if head is None:
-            self._note_torch_product(weight)
+            self._note_torch_product(weight.shape, weight.format)
         return head
 
-    def _note_torch_product(self, weight: Weight) -> None:
+    def _note_torch_product(self, shape: Sequence[int], held: Format) -> None:
         """Note a product whose sums may depend on other rows; one of nothing has no sums."""
-        if math.prod(weight.shape) and not self._torch_product:
-            sizes = " × ".join(map(str, weight.shape))
-            self._torch_product = (
-                f"torch computes products of {sizes} in {weight.format.name}"
-            )
+        if math.prod(shape) and not self._torch_product:
+            sizes = " × ".join(map(str, shape))
+            self._torch_product = f"torch computes products of {sizes} in {held.name}"
 
     def choose_steady_product(
         self, weight: Weight, bias: torch.Tensor | None
@@ -228,9 +232,10 @@ class Registry:
 
     def choose_items_product(self, weight: torch.Tensor) -> Function:
         """Return `multiply_items` with (items, inputs, outputs), packed if it can be."""
-        return self.find(self.of_items, weight) or partial(
-            multiply_items, weight=weight
-        )
+        product = self.find(self.of_items, weight)
+        if product is None:
+            self._note_torch_product(weight.shape, Dense(weight.dtype))
+        return product or partial(multiply_items, weight=weight)
 
     def choose_drawer(self) -> Drawer:
         """Return what draws tokens."""

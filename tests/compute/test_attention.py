@@ -516,9 +516,7 @@ def test_rows_that_share_ever_more_are_in_few_runs() -> None:
     assert 0 < len(plan.members) <= 4 * len(rows) == 4 * len(plan.rows)
     members = plan.members.tolist()
     for row, (_, _, position, _, own) in enumerate(plan.rows.tolist()):
-        runs = [
-            run for run in plan.runs.tolist() if row in members[run[0] :][: run[1]]
-        ]
+        runs = [run for run in plan.runs.tolist() if row in members[run[0] :][: run[1]]]
         ends = [0] + [end for _, _, _, end, _ in runs]
         assert [first for _, _, first, _, _ in runs] == ends[:-1], "one after the other"
         assert [before for *_, before in runs] == [*range(len(runs))]

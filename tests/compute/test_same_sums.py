@@ -188,7 +188,7 @@ def test_rows_beside_any_others(kernel: CpuAttention, kind: dict[str, Any]) -> N
     """Rows that share prefixes, with prefixes within them, and rows that share nothing."""
     layer = Layer(kernel, **kind)
     block = layer.block
-    shared = 256 // block
+    shared = 320 // block  # two pieces, and a part of one
     nested = 128 // block
     free = iter(range(10_000))
     prefix = [next(free) for _ in range(shared)]

@@ -56,7 +56,9 @@ def find_shared_runs(rows: Rows, block_size: int, unit: int = 1) -> list[SharedR
             differs = (
                 tables[table_of, start:last] != tables[table_of[0], start:last]
             ).any(0)
-            end = start + int(differs.argmax()) // unit * unit if differs.any() else last
+            end = (
+                start + int(differs.argmax()) // unit * unit if differs.any() else last
+            )
             if end > start:
                 runs.append(SharedRun(group, start, end))
                 pending.append((group, end))
