@@ -43,9 +43,6 @@ Quantized = Literal[
 TokenFormat = Literal["auto", "vocab", "text"]
 Kernels = Literal["auto", "off", "require"]
 SameAnswers = Literal["auto", "on"]
-# In a fingerprint: on, as asked for; off, where answers may depend on other rows.
-SAME_ANSWERS = "--same-answers"
-MAY_DEPEND = (SAME_ANSWERS, "off")
 NO_CONFIG = ("glm", "yalm")  # model types of the old tool: GLM-130B and YaLM-100B
 OnTooLong = Literal["error", "truncate-left", "truncate-right"]
 GenerationDefaults = Literal["openai", "model"]
@@ -223,6 +220,7 @@ class ComputeOptions(Options):
         "refuse to run where it cannot be so; with AMX, take kernels that do without it. "
         "auto is nearly always right, and the summary says what holds.",
         default="auto",
+        alters="answers",
         must_agree=True,
     )
     threads: Count | None = _speed_option(

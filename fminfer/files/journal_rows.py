@@ -20,7 +20,6 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fminfer.core.config import SAME_ANSWERS
 from fminfer.core.errors import UsageError
 from fminfer.core.version import DRAWING
 from fminfer.files.streams import A_PIPE
@@ -64,28 +63,13 @@ def parse_fingerprint(path: Path, head: bytes) -> Fingerprint:
 
 def is_of_other_input(old: Fingerprint, new: Fingerprint) -> bool:
     """Tell whether rows are of a run like this over a file, no pipe, that has changed since."""
-    old = _accept_same_answers(old, new)
     inputs = old.get(INPUT), new.get(INPUT)
     is_same = {**old, INPUT: "", CLOCK: ""} == {**new, INPUT: "", CLOCK: ""}
     return is_same and inputs[0] != inputs[1] and not {None, A_PIPE} & {*inputs}
 
 
-def _accept_same_answers(old: Fingerprint, new: Fingerprint) -> Fingerprint:
-    """Return an earlier fingerprint with --same-answers of now, unless on and off would mix.
-
-    Where it does not stand, nobody asked for it and answers did not depend on other rows,
-    or an older version wrote it.
-    """
-    values = {old.get(SAME_ANSWERS), new.get(SAME_ANSWERS)}
-    if values == {"on", "off"}:
-        return old
-    others = {name: value for name, value in old.items() if name != SAME_ANSWERS}
-    return others | {n: new[n] for n in new.keys() & {SAME_ANSWERS}}
-
-
 def describe_changes(old: Fingerprint, new: Fingerprint) -> str:
     """Say what differs: flags first, and no digest that differs because a flag does."""
-    old = _accept_same_answers(old, new)
     names = [
         name
         for name in {**old, **new}

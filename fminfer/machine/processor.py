@@ -99,7 +99,8 @@ def has_unit(name: str) -> bool:
 def hide_tiles() -> None:
     """Keep this process, and those that it starts, from using tiles (AMX)."""
     if has_unit("amx_bf16"):
-        os.environ[VARIABLE] = "avx512_bf16"  # the greatest level
+        has_pairs = has_unit("avx512_bf16")
+        os.environ[VARIABLE] = "avx512_bf16" if has_pairs else "avx512"
 
 
 def hides_unit(name: str) -> bool:

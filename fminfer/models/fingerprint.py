@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 
-from fminfer.core.config import MAY_DEPEND, EngineConfig
+from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.impostors import naming_broken_files
 from fminfer.core.option import FILE, Option, find_annotations, options_of
@@ -86,9 +86,7 @@ def compute_fingerprint(
 def answer_terms(fingerprint: dict[str, str]) -> dict[str, str]:
     """Return what of a fingerprint the answer to a prepared request with a seed depends on."""
     return {
-        name: value
-        for name, value in fingerprint.items()
-        if name not in NOT_OF_ANSWERS and (name, value) != MAY_DEPEND
+        name: value for name, value in fingerprint.items() if name not in NOT_OF_ANSWERS
     }
 
 

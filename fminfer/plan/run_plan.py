@@ -10,12 +10,7 @@ from typing import Literal
 import torch
 
 from fminfer.compute.values.weights import Format, Use
-from fminfer.core.config import (
-    SAME_ANSWERS,
-    STREAMED,
-    EngineConfig,
-    StepSizes,
-)
+from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
@@ -175,13 +170,9 @@ class RunPlan:
 
     def fingerprint(self) -> dict[str, str]:
         """Return what an answer depends on beside its line; it reads of every weight file."""
-        fingerprint = compute_fingerprint(
+        return compute_fingerprint(
             self.config, self.checkpoint, self.dtype, self.kv_dtype
         )
-        is_on = self.config.same_answers == "on"
-        if is_on or self.dependence:
-            fingerprint[SAME_ANSWERS] = "on" if is_on else "off"
-        return fingerprint
 
     @property
     def shared(self) -> dict[str, object]:

@@ -12,7 +12,6 @@ import click
 import transformers
 
 from fminfer.compute.kernels.kernel_build import is_building
-from fminfer.core.config import MAY_DEPEND
 from fminfer.core.errors import FminferError, StoppedError
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.machine.user_cache import describe_cache_fault
@@ -72,7 +71,7 @@ def _join_several_pipelines(
     apart = Apart(facts, process.role.spread, prepare, process.end)
     try:
         plan = prepare.plan_run()
-        apart.find_place(dict(plan.fingerprint().items() - {MAY_DEPEND}))
+        apart.find_place(plan.fingerprint())
     except StoppedError:
         raise
     except Exception as error:

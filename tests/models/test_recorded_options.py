@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.core.config import MAY_DEPEND, EngineConfig
+from fminfer.core.config import EngineConfig
 from fminfer.core.option import option
 from fminfer.models.checkpoint import open_model
 from fminfer.plan.planning import plan_ahead
@@ -78,7 +78,7 @@ def plan_of(config: EngineConfig) -> RunPlan:
 
 def entries(config: EngineConfig) -> dict[str, str]:
     """Return what a fingerprint says of options."""
-    found = dict(plan_of(config).fingerprint().items() - {MAY_DEPEND})
+    found = plan_of(config).fingerprint()
     return {name: value for name, value in found.items() if name.startswith("--")}
 
 

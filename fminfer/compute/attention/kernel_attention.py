@@ -39,9 +39,10 @@ ATTENTION_ERRORS: Limits = {
     torch.float16: 0.01,
     torch.bfloat16: 0.05,
 }
-# Of the longer row of a trial: more than a split of the GPU's kernel has. And its rows times KV
-# heads: more than two for each of a GPU's multiprocessors, where programs merge their splits.
-TRIED_KEYS = {"cpu": 67, "cuda": 327}
+# Of the longer row of a trial: more than a piece has, or a split of the GPU's kernel. And
+# its rows times KV heads: more than two for each of a GPU's multiprocessors, where
+# programs merge their splits.
+TRIED_KEYS = {"cpu": 131, "cuda": 327}
 TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
 # runs that a row is in, on average: threads wait between them, and less and less is left
 MOST_ENTRIES = 4
@@ -267,7 +268,8 @@ def compute_attention_pairs(
     """
     for spec in attention.distinct_specs:
         one_kind = replace(attention, specs=(spec,))
-        sizes = num_keys, -(-TRIED_PROGRAMS[device.type] // spec.kv_heads)
+        num_rows = -(-TRIED_PROGRAMS[device.type] // spec.kv_heads)
+        sizes = num_keys, max(MIN_ROWS, num_rows)
         computed = _attend_trial_rows(kernel, one_kind, sizes, dtype, device)
         yield computed, _attend_trial_rows(None, one_kind, sizes, dtype, CPU)
 

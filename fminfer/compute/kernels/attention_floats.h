@@ -118,8 +118,8 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
     }
     std::memset(space.sums + num * width, 0, sizeof(float) * width * (round_up(num, 4) - num));
     for (int r = 0; r < num; r++)
-        begin(a, item, item.first + r, space.sums + r * width, width,
-              softmax.largest[r / WIDTH][r % WIDTH], softmax.total[r / WIDTH][r % WIDTH], space);
+        softmax.set_marks(
+            r, begin(a, item, item.first + r, space.sums + r * width, width, space));
     const int64_t end = end_key(a, item, softmax.latest);
     for (int64_t b = first_key(a, item, softmax.earliest) / a.block_size; b * a.block_size < end;
          b++) {
@@ -144,8 +144,7 @@ void attend_by_lanes(const Arguments& a, const Item& item, Space& space) {
                                   count);
     }
     for (int r = 0; r < num; r++)
-        finish(a, item, item.first + r, space.sums + r * width, width,
-               softmax.largest[r / WIDTH][r % WIDTH], softmax.total[r / WIDTH][r % WIDTH], space);
+        finish(a, item, item.first + r, space.sums + r * width, width, softmax.marks_of(r), space);
 }
 
 // Scores of up to WIDTH keys against one query.
@@ -178,7 +177,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
     for (int d = 0; d < dim; d++) space.queries[d] = query_at(a, place + d);
     for (int d = dim; d < width; d++) space.queries[d] = 0;
     SoftmaxAlone softmax(a, item, q);
-    begin(a, item, q, space.sums, width, softmax.largest, softmax.total, space);
+    softmax.marks = begin(a, item, q, space.sums, width, space);
     const int64_t first = first_key(a, item, softmax.position);
     const int64_t end = end_key(a, item, softmax.position);
     for (int64_t b = first / a.block_size; b * a.block_size < end; b++) {
@@ -203,7 +202,7 @@ void attend_alone(const Arguments& a, const Item& item, int64_t q, Space& space)
         add_all_values<1>(space.sums, space.scores + seen, 1, values + seen * width, width,
                           count - seen);
     }
-    finish(a, item, q, space.sums, width, softmax.largest, softmax.total, space);
+    finish(a, item, q, space.sums, width, softmax.marks, space);
 }
 
 }  // namespace

@@ -106,11 +106,11 @@ inline void score_few(const uint16_t* const* queries, int num, const uint16_t* k
 inline void weigh_alone(const Arguments& a, SoftmaxAlone& softmax, const float* scores, int count,
                         uint16_t* weights) {
     const float scaling = scaling_left(a) * TO_POWERS;
-    const Vec most = all(softmax.largest) * TO_POWERS;
+    const Vec most = all(softmax.marks.largest) * TO_POWERS;
     for (int j = 0; j < count; j += LANES) {
         const Vec score = load(scores + j), weight = power_of_two(score * scaling - most);
         const Vec seen = score == all(LOWEST) ? Vec{} : weight;
-        softmax.total += sum_of(seen);
+        softmax.marks.total += sum_of(seen);
         put_halves(weights + j, seen);
     }
 }
@@ -130,8 +130,7 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
         const Item of_head = head_of(item, r / num);
         const int64_t q = item.first + r % num;
         softmax[r] = SoftmaxAlone(a, of_head, q);
-        begin(a, of_head, q, space.sums + r * dim, dim, softmax[r].largest, softmax[r].total,
-              space);
+        softmax[r].marks = begin(a, of_head, q, space.sums + r * dim, dim, space);
         query[r] = static_cast<const uint16_t*>(a.query) + query_place(a, of_head, q, group);
         earliest = softmax[r].position < earliest ? softmax[r].position : earliest;
         latest = softmax[r].position > latest ? softmax[r].position : latest;
@@ -180,7 +179,7 @@ void attend_few_in_pairs(const Arguments& a, const Item& item, Space& space) {
     for (int r = 0; r < heads * num; r++) {
         if (!item.members) order_sums(space.sums + r * dim, dim);
         finish(a, head_of(item, r / num), item.first + r % num, space.sums + r * dim, dim,
-               softmax[r].largest, softmax[r].total, space);
+               softmax[r].marks, space);
     }
 }
 
@@ -250,8 +249,7 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
         }
     std::memset(space.sums + num * dim, 0, sizeof(float) * dim * (N * LANES - num));
     for (int r = 0; r < num; r++)
-        begin(a, item, item.first + r, space.sums + r * dim, dim,
-              softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
+        softmax.set_marks(r, begin(a, item, item.first + r, space.sums + r * dim, dim, space));
     const int64_t end = end_key(a, item, softmax.latest);
     int64_t next;
     int64_t first = first_key(a, item, softmax.earliest) / GROUP_KEYS * GROUP_KEYS;
@@ -269,8 +267,7 @@ void attend_in_tiles(const Arguments& a, const Item& item, Space& space) {
     Products::end();
     for (int r = 0; r < num; r++) {
         if (!item.members) order_sums(space.sums + r * dim, dim);
-        finish(a, item, item.first + r, space.sums + r * dim, dim,
-               softmax.largest[r / LANES][r % LANES], softmax.total[r / LANES][r % LANES], space);
+        finish(a, item, item.first + r, space.sums + r * dim, dim, softmax.marks_of(r), space);
     }
 }
 

@@ -12,6 +12,7 @@
 
 namespace {
 
+constexpr float LOWEST = -3.0e38f;  // of scores: that of a hidden key
 constexpr int MOST_QUERIES = 2 * LANES;
 constexpr int ROW = 5, RUN = 5;  // numbers that tell of a row, and of a run
 inline int round_up(int value, int unit) { return (value + unit - 1) / unit * unit; }
@@ -73,7 +74,12 @@ inline Item head_of(Item item, int64_t head) {
     return item;
 }
 
-// What is kept of a row's head: sums, then the largest score and the total.
+// The largest score of a query so far, and the sum of its weights.
+struct Marks {
+    float largest, total;
+};
+
+// What is kept of a row's head: sums, then its marks.
 inline int64_t state_size(const Arguments& a) { return round_up(int(a.head_dim), LANES) + LANES; }
 
 // The keys of a step of the softmax end at the next whole piece, wherever they start.
@@ -179,37 +185,36 @@ inline float* state_of(const Arguments& a, const Item& item, int64_t q, const Sp
 }
 
 // Begins a query's sums, (width,): with what the runs before the item have left, or with nothing.
-inline void begin(const Arguments& a, const Item& item, int64_t q, float* sums, int width,
-                  float& largest, float& total, const Space& space) {
+inline Marks begin(const Arguments& a, const Item& item, int64_t q, float* sums, int width,
+                   const Space& space) {
     if (item.start == 0) {
         std::memset(sums, 0, sizeof(float) * width);
-        return;
+        return {LOWEST, 0};
     }
     const float* const state = state_of(a, item, q, space);
     std::memcpy(sums, state, sizeof(float) * width);
-    largest = state[width];
-    total = state[width + 1];
+    return {state[width], state[width + 1]};
 }
 
 // Keeps a query's sums for what comes behind a run, or writes them out.
 inline void finish(const Arguments& a, const Item& item, int64_t q, float* sums, int width,
-                   float largest, float total, const Space& space) {
+                   Marks marks, const Space& space) {
     if (item.members) {
         float* const state = state_of(a, item, q, space);
         std::memcpy(state, sums, sizeof(float) * width);
-        state[width] = largest;
-        state[width + 1] = total;
+        state[width] = marks.largest;
+        state[width + 1] = marks.total;
         return;
     }
     const int64_t group = a.heads / a.kv_heads, head = item.kv_head * group + q % group;
     const auto power = [](float x) { return exp_of(Wide{} + x)[0]; };
     if (a.sinks) {
-        const float most = a.sinks[head] > largest ? a.sinks[head] : largest;
-        const float by = power(largest - most);
+        const float most = a.sinks[head] > marks.largest ? a.sinks[head] : marks.largest;
+        const float by = power(marks.largest - most);
         for (int64_t d = 0; d < width; d += WIDTH) put_wide(sums + d, wide_at(sums + d) * by);
-        total = total * by + power(a.sinks[head] - most);
+        marks.total = marks.total * by + power(a.sinks[head] - most);
     }
-    write_out(a, token_of(a, item, q / group), head, sums, total);
+    write_out(a, token_of(a, item, q / group), head, sums, marks.total);
 }
 
 }  // namespace

@@ -6,7 +6,6 @@
 
 namespace {
 
-constexpr float LOWEST = -3.0e38f;
 inline Wide lowest() { return Wide{} + LOWEST; }
 
 inline Wide tanh_of(Wide x) {
@@ -30,6 +29,7 @@ inline float scaling_left(const Arguments& a) { return is_bent(a) ? 1.0f : a.sca
 // All that can happen to scores before their exponentials, but for masks.
 inline Wide bend(const Arguments& a, Wide score, Wide slope, IWide distance) {
     score *= a.scaling;
+    keep_in_register(score);  // else a compiler may choose what it fuses with
     if (a.softcap > 0) score = a.softcap * tanh_of(score / a.softcap);
     if (a.slopes) score -= slope * __builtin_convertvector(distance, Wide);
     return score;
@@ -68,6 +68,14 @@ struct Softmax {
             largest[v] = lowest();
             total[v] = Wide{};
         }
+    }
+
+    Marks marks_of(int lane) const {
+        return {largest[lane / WIDTH][lane % WIDTH], total[lane / WIDTH][lane % WIDTH]};
+    }
+    void set_marks(int lane, Marks marks) {
+        largest[lane / WIDTH][lane % WIDTH] = marks.largest;
+        total[lane / WIDTH][lane % WIDTH] = marks.total;
     }
 
     // Of keys at `start` and after: whether a query does not see all of them.
@@ -110,6 +118,7 @@ struct Softmax {
                 }
             largest[v] = most;
             total[v] *= factor;
+            keep_in_register(total[v]);
         }
     }
 
@@ -160,7 +169,8 @@ struct Softmax {
 
 // Of one query, with keys in its lanes.
 struct SoftmaxAlone {
-    float largest = LOWEST, total = 0, slope;
+    Marks marks;
+    float slope;
     const float* table;  // of biases
     int64_t position;
 
@@ -192,12 +202,13 @@ struct SoftmaxAlone {
             highest = score > highest ? score : highest;
         }
         const float found = largest_of(highest) * scaling_left(a);
-        const float most = found > largest ? found : largest;
-        const float factor = exp_of(Wide{} + (largest - most))[0];
-        total *= factor;
+        const float most = found > marks.largest ? found : marks.largest;
+        const float factor = exp_of(Wide{} + (marks.largest - most))[0];
+        marks.total *= factor;
+        keep_in_register(marks.total);
         if (factor != 1.0f)
             for (int d = 0; d < width; d += WIDTH) put_wide(sums + d, wide_at(sums + d) * factor);
-        largest = most;
+        marks.largest = most;
     }
 
     // Turns the scores into weights, and all else as `measure` does.
@@ -207,10 +218,10 @@ struct SoftmaxAlone {
         const float scaling = scaling_left(a);
         for (int j = 0; j < count; j += WIDTH) {
             const Wide score = wide_at(scores + j);
-            const Wide weight = exp_of(score * scaling - largest);
+            const Wide weight = exp_of(score * scaling - marks.largest);
             const Wide seen = score == lowest() ? Wide{} : weight;
             put_wide(scores + j, seen);
-            total += sum_of(seen);
+            marks.total += sum_of(seen);
         }
     }
 };

@@ -41,7 +41,8 @@ inline void put_wide(float* to, Wide value) { *reinterpret_cast<LooseWide*>(to) 
 inline void put_bits(uint32_t* to, UWide value) { *reinterpret_cast<LooseUWide*>(to) = value; }
 
 // Keeps g++ from reading a vector from memory again wherever it is used.
-inline void keep_in_register(Wide& value) {
+template <typename V>
+inline void keep_in_register(V& value) {
 #if defined(__AVX__)
     asm("" : "+v"(value));
 #endif
