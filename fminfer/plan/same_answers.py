@@ -32,10 +32,11 @@ def explain_dependence(plan: RunPlan) -> str:
 def _find_torch_weight(plan: RunPlan) -> str:
     """Return the first weight that the kernels cannot multiply with; "": there is none."""
     for name, spec in model_specs(plan.checkpoint.model).items():
+        if spec.use != "product":
+            continue
         held = plan.held[name]
         has_units = spec.shape[-1] % 2 == 0 or held == Dense(torch.float32)
-        is_ours = has_units and is_kernel_faster(held, plan.dtype)
-        if spec.use == "product" and not is_ours:
+        if not (has_units and is_kernel_faster(held, plan.dtype)):
             sizes = " × ".join(map(str, spec.shape))
             return f"{name}, {sizes} in {held.name}"
     return ""

@@ -169,7 +169,9 @@ def test_a_run_answers_with_them(
     engine = fminfer.Engine(
         str(folder), dtype=dtype, quantize="int4", kernels="require", budget=1024
     )
-    assert {*packed} == {"int4", "int8-32"} and packed.count("int4") == 3 * 4
+    routers = {"mixtral": {dtype}}.get(name, set())  # stay as they are
+    assert {*packed} == {"int4", "int8-32"} | routers
+    assert packed.count("int4") == 3 * 4
     asked = {"max_tokens": 0, "echo": True, "logprobs": 0}
     records = sorted(
         engine.run([{"prompt": ids} | asked for ids in prompts]),

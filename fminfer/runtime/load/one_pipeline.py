@@ -88,8 +88,8 @@ class OnePipeline:
             stage.has_kernel,
             why.plain,
             why.slower,
-            why.dependent,
             disk_speed=0.0 if stream is None else stream.reads.bytes_per_s,
+            why_dependent=why.dependent,
         )
         self.core = build_loop(
             config,

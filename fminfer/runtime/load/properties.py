@@ -18,8 +18,8 @@ class Measured:
     has_kernel: bool  # attention is compiled
     why_plain: str  # why a kernel that should be used is not
     why_slower: str  # why it is slower than it could be
-    why_dependent: str  # why answers may depend on other rows; "": they do not
     disk_speed: float = 0.0  # bytes a second of streamed layers; 0: none were read
+    why_dependent: str = ""  # why answers may depend on other rows; "": they do not
 
 
 @dataclass(slots=True, frozen=True)
