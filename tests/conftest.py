@@ -12,7 +12,7 @@ from typing import Any
 
 import pytest
 
-from fminfer.machine.processor import cap_libraries
+from fminfer.machine.processor import cap_libraries, has_unit
 
 cap_libraries()  # before torch is there
 import torch  # noqa: E402
@@ -404,6 +404,13 @@ def span(
 ) -> TokenSpan:
     """Return the tokens of (rows, vocab) logits, with what ranks them and draws."""
     return TokenSpan(logits.shape[-1], ranker=ranker, drawer=drawer)
+
+
+@pytest.fixture
+def without_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Compute as --same-answers on does where the processor has tiles (AMX)."""
+    if has_unit("amx_bf16"):
+        monkeypatch.setenv("FMINFER_CPU", "avx512_bf16")
 
 
 def built_library() -> ctypes.CDLL:

@@ -35,9 +35,10 @@ from fminfer.models.formats import Holding
 from fminfer.models.layer_source import open_weights
 from tests.conftest import FIELDS, IS_ALL, VOCAB, built_library, family_config
 
-pytestmark = pytest.mark.skipif(
-    find_compiler() is None, reason="there is no C++ compiler"
-)
+pytestmark = [
+    pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler"),
+    pytest.mark.usefixtures("without_tiles"),
+]
 CPU = torch.device("cpu")
 DTYPES = [torch.float32, torch.bfloat16]
 SIZES = (1, 2, 3, 5, 17, 64, 300)  # of steps

@@ -27,6 +27,7 @@ NUM_SAMPLE_LINES = 40
 LEAST_TEXTS = 0.8  # part of the texts that are different ones
 
 
+@pytest.mark.usefixtures("without_tiles")
 @pytest.mark.skipif(find_compiler() is None, reason="there is no C++ compiler")
 @pytest.mark.parametrize(
     ("model", "dtype"),

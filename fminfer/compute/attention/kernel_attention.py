@@ -45,7 +45,7 @@ ATTENTION_ERRORS: Limits = {
 TRIED_KEYS = {"cpu": 131, "cuda": 327}
 TRIED_PROGRAMS = {"cpu": 1, "cuda": 400}
 # runs that a row is in, on average: threads wait between them, and less and less is left
-MOST_ENTRIES = 4
+MOST_RUNS = 4
 PIECE_KEYS = 128  # of halves.h: a run's keys are whole steps of the softmax
 
 
@@ -115,7 +115,7 @@ def _lay_out_runs(rows: Rows, block_size: int) -> tuple[Column, Column, Column]:
     alone = np.flatnonzero(rows.lengths == 1)
     unit = math.lcm(PIECE_KEYS, block_size) // block_size
     for run in find_shared_runs(rows.select(alone), block_size, unit):
-        if num_members + len(run.rows) > MOST_ENTRIES * len(rows):
+        if num_members + len(run.rows) > MOST_RUNS * len(rows):
             break  # a run comes behind those that it begins with
         sharing = alone[run.rows]
         first = run.start * block_size
