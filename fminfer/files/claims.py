@@ -1,8 +1,8 @@
 """Which of several runs answers an output: a claim is a file beside it, kept young by its owner.
 
 The claim of a dead process of this machine can be taken over at once, also one of its last boot.
-A claim that a power cut has torn can be taken over after a second. Any other can once it has not
-been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's
+One that a kill or a power cut has torn can be taken over after a second. Any other can once it
+has not been touched for a minute. Claims stand in `<output>.claim`, by numbers: a later owner's
 is higher.
 """
 
@@ -35,7 +35,7 @@ from fminfer.machine.liveness import (
 CLAIM = ".claim"  # added to the output's name
 NUMBER = re.compile("[1-9][0-9]{0,17}")  # a claim's name
 BEAT_S = 5.0
-WRITING_S = 1.0  # a claim that is not whole by then was torn by a power cut
+WRITING_S = 1.0  # a claim that is not whole by then was torn by a kill or a power cut
 STALE_S = 60.0  # without a beat: its owner is dead, or cannot reach the disk
 TRUSTED_S = 20.0  # so long after its own last beat an owner need not look
 

@@ -57,6 +57,8 @@ class SharedFiles(RunInputs):
         self._settled: set[Path] = set()  # answered, refused, or this run's own
         # numbers of `files` that were lost, and may come free
         self._given_back: set[int] = set()
+        # at the last look, a claim had no owner yet, or came and went
+        self._must_look_again = False
         self._next_scan_s = 0.0
         self._was_idle = False  # at the last look: nothing was left of this run's own
         self._has_ended = False
@@ -105,7 +107,8 @@ class SharedFiles(RunInputs):
                 self._count_free_rows(path)
         self._count_rows()
         is_left = any(path not in self._settled for path in free)
-        self._has_ended = not (is_left or self._is_watching)
+        may_go_on = is_left or self._is_watching or self._must_look_again
+        self._has_ended = not may_go_on
         return not self._has_ended
 
     def iterate_files(self) -> Iterator[JournaledInput | None]:
@@ -126,7 +129,8 @@ class SharedFiles(RunInputs):
                     yield file
             if len(self.files) == opened:
                 # What others answer may become free as long as this run has work of its own.
-                self._has_ended = is_idle and not self._is_watching
+                may_go_on = self._is_watching or self._must_look_again
+                self._has_ended = is_idle and not may_go_on
                 # thousands of names take their time
                 took_s = time.monotonic() - began_s
                 self._next_scan_s = time.monotonic() + max(SCAN_EVERY_S, 20 * took_s)
@@ -168,6 +172,7 @@ class SharedFiles(RunInputs):
     def _find_free_files(self) -> Iterator[tuple[Path, Path]]:
         """Yield each input that is free, and its output."""
         self.num_elsewhere = 0
+        self._must_look_again = False
         has_claim = find_claimed(self._paths.outputs)
         for path, output in zip(self._paths.inputs, self._paths.outputs, strict=True):
             # What was refused is looked at again: another run may have completed it since.
@@ -178,13 +183,21 @@ class SharedFiles(RunInputs):
                 or not self._is_left(path, output, has_claim)
             ):
                 continue
-            if output in has_claim and any(
-                not claim.is_dead for claim in read_claims(output)
-            ):
-                self.num_elsewhere += 1
+            if output in has_claim and self._is_elsewhere(output):
                 self._free_rows.pop(path, None)
             else:
                 yield path, output
+
+    def _is_elsewhere(self, output: Path) -> bool:
+        """Count an output that another run has claimed; return whether one has.
+
+        A claim without its owner's name was torn by a kill, or is just being written.
+        """
+        living = [claim for claim in read_claims(output) if not claim.is_dead]
+        self.num_elsewhere += bool(living)
+        if not all(claim.is_whole for claim in living):
+            self._must_look_again = True
+        return bool(living)
 
     def _is_left(self, path: Path, output: Path, has_claim: set[Path]) -> bool:
         """Return whether a file is still to be answered, and was not refused."""
@@ -231,7 +244,8 @@ class SharedFiles(RunInputs):
         claim = self._terms.claims.acquire(output)
         self._free_rows.pop(path, None)
         if claim is None:
-            self.num_elsewhere += 1
+            if not self._is_elsewhere(output):  # its owner has released it since
+                self._must_look_again = True
             return None
         try:
             file = JournaledInput(path, len(self.files), output, self._terms, claim)

@@ -152,8 +152,12 @@ def _read_machine_id() -> str:
 
 
 def _read_start_time(pid: int) -> str | None:
-    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known."""
+    """Return when a process began, in the kernel's ticks; "": it has ended; None: not known.
+
+    While threads of a killed one still end, it is a zombie that holds its locks.
+    """
     fields = read_system_file(Path(f"/proc/{pid}/stat")).rpartition(")")[2].split()
     if not fields:
         return None
-    return "" if fields[0] in "ZX" else fields[19]
+    has_ended = fields[0] in "ZX" and int(fields[17]) < 2  # its threads
+    return "" if has_ended else fields[19]

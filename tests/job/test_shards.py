@@ -159,6 +159,59 @@ def test_a_dead_processs_claim_is_taken_over(tmp_path: Path) -> None:
     ] and taken.is_held()
 
 
+def test_a_claim_torn_by_a_kill_is_waited_for(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It looks alive for a second, but a run that ended then would leave the file."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.1)
+    (path,) = write_shards(tmp_path / "in", 1)
+    claims = path.with_name(f"output_{path.name}.claim")
+    claims.mkdir()
+    (claims / "1").touch()  # its owner was killed before it wrote its name
+    files = share(tmp_path / "in")
+    assert files.scan()
+    looks = files.iterate_files()
+    assert next(looks) is None and files.num_elsewhere == 1
+    file = next(look for look in looks if look is not None)
+    assert file.path == path
+    answer(file)
+    assert not list(looks) and files.is_finished and not claims.exists()
+
+
+def test_a_claim_that_came_and_went_is_no_end(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Another run claimed the file between two looks, and gave it back."""
+    monkeypatch.setattr(shared_folder, "SCAN_EVERY_S", 0.1)
+    (path,) = write_shards(tmp_path / "in", 1)
+    with monkeypatch.context() as patch:
+        patch.setattr(Claims, "acquire", lambda claims, output: None)
+        files = share(tmp_path / "in")
+        looks = files.iterate_files()
+        assert next(looks) is None
+    file = next(look for look in looks if look is not None)
+    assert file.path == path
+
+
+def test_a_killed_process_lives_until_its_last_thread_has_ended() -> None:
+    """Its first thread is a zombie by then, but it may hold locks."""
+    code = "import ctypes, threading\n"
+    code += "threading.Thread(target=input).start()\n"
+    code += "print('ready', flush=True)\n"
+    code += "ctypes.CDLL(None).pthread_exit(0)\n"
+    command = [sys.executable, "-c", code]
+    process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    started = liveness._read_start_time(process.pid)
+    assert started and process.stdout is not None
+    assert process.stdout.readline() == b"ready\n"
+    stat = Path(f"/proc/{process.pid}/stat")
+    assert liveness.wait_until(lambda: ") Z " in stat.read_text(), 10)
+    assert liveness._read_start_time(process.pid) == started
+    process.kill()
+    process.wait()
+    assert not liveness._read_start_time(process.pid)
+
+
 def test_another_machines_claim_is_judged_by_its_age(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -92,6 +92,7 @@ MODELS: dict[str, TinyModel] = {
             "query_pre_attn_scalar": 64,
             "sliding_window": 37,
             "sliding_window_pattern": 2,
+            "tie_word_embeddings": False,
         },
     ),
     "mixtral-2x32": TinyModel(
