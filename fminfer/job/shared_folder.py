@@ -183,13 +183,13 @@ class SharedFiles(RunInputs):
                 or not self._is_left(path, output, has_claim)
             ):
                 continue
-            if output in has_claim and self._is_elsewhere(output):
+            if output in has_claim and self._note_elsewhere(output):
                 self._free_rows.pop(path, None)
             else:
                 yield path, output
 
-    def _is_elsewhere(self, output: Path) -> bool:
-        """Count an output that another run has claimed; return whether one has.
+    def _note_elsewhere(self, output: Path) -> bool:
+        """Note whether another run has claimed an output; return whether one has.
 
         A claim without its owner's name was torn by a kill, or is just being written.
         """
@@ -244,7 +244,7 @@ class SharedFiles(RunInputs):
         claim = self._terms.claims.acquire(output)
         self._free_rows.pop(path, None)
         if claim is None:
-            if not self._is_elsewhere(output):  # its owner has released it since
+            if not self._note_elsewhere(output):  # its owner has released it since
                 self._must_look_again = True
             return None
         try:
