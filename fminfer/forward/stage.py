@@ -305,17 +305,28 @@ class Stage:
 
             results["tokens"] = self._compute_by_parts(hidden, places, draw_part)
         if len(step.scores):
-            places = np.searchsorted(step.wanted, step.scores["token_index"])
-            (targets,) = send_columns([step.scores["target_id"].copy()], self._device)
-            num_top = int(step.scores["num_top"].max())
-
-            def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
-                return score_tokens(logits, targets[part], num_top, self._tokens)
-
-            results["prompt scores"] = self._compute_by_parts(
-                hidden, places, score_part
-            )
+            results["prompt scores"] = self._score(step, hidden)
         return results
+
+    def _score(self, step: Step, hidden: torch.Tensor) -> TokenLogprobs:
+        """Score a step's tokens. Logits are computed once for all that follow one token."""
+        scores = step.scores
+        scored, row_of = np.unique(scores["token_index"], return_inverse=True)
+        targets, rows = send_columns([scores["target_id"].copy(), row_of], self._device)
+        num_top = int(scores["num_top"].max())
+        firsts = np.searchsorted(row_of, np.arange(len(scored) + 1))
+
+        def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
+            entries = slice(firsts[part.start], firsts[part.stop])
+            part_rows = None
+            if len(scored) < len(scores):
+                part_rows = rows[entries] - part.start
+            return score_tokens(
+                logits, targets[entries], num_top, self._tokens, part_rows
+            )
+
+        places = np.searchsorted(step.wanted, scored)
+        return self._compute_by_parts(hidden, places, score_part)
 
     def _encode(self, step: Step, hidden: torch.Tensor | None) -> torch.Tensor:
         """Run the encoder's layers over whole prompts; the last one gives the tokens to pool."""

@@ -167,6 +167,27 @@ def test_scores_are_those_of_one_rank(bodies: tuple[Ranker, Drawer]) -> None:
         )
 
 
+def test_several_scores_of_a_row_are_those_of_one_rank(
+    bodies: tuple[Ranker, Drawer],
+) -> None:
+    """Rows of labels ask for many tokens each; one row here asks for none."""
+    ranker, _ = bodies
+    logits = make_logits(random.Random(3))
+    rows = torch.tensor([0, 0, 0, 2, 5, 5])
+    targets = torch.tensor([0, VOCAB - 1, 7, 3, VOCAB // 2, 3])
+    for num_top in (0, 5):
+
+        def score_tokens(own: TokenShard, num_top: int = num_top) -> TokenLogprobs:
+            part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
+            made = replace(own, ranker=ranker)
+            return score_whole(part, targets, num_top, made, rows)
+
+        expected = score_whole(logits[rows], targets, num_top, span(logits, ranker))
+        check_same(on_all(3, score_tokens), expected)
+        whole = score_whole(logits, targets, num_top, span(logits, ranker), rows)
+        check_same([whole], expected)
+
+
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])
 def test_a_row_that_is_not_finite_is_told_by_every_rank(odd: float) -> None:
     """Its logprob is nan, and so it becomes an error; rows beside it are as they were."""

@@ -88,6 +88,10 @@ class Ranking:
     best: torch.Tensor  # (rows, k) float32, the logits
     best_ids: torch.Tensor  # (rows, k) int64; of equals the lowest come first
 
+    def select(self, rows: torch.Tensor) -> Ranking:
+        """Return the ranking of some rows, which may come several times."""
+        return Ranking(self.normalizer[rows], self.best[rows], self.best_ids[rows])
+
 
 Ranker = Callable[[torch.Tensor, int], Ranking]  # of (rows, vocab) logits and k >= 1
 
@@ -307,8 +311,16 @@ class TokenSpan:
         """Return the id of each row's highest logit; of equals the lowest."""
         return find_likeliest(logits)
 
-    def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
-        """Return the logit of each row's id, (rows,) float32."""
+    def logits_of(
+        self, logits: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """Return the logit of each id, (ids,) float32.
+
+        Args:
+            rows: whose logits, one an id; None: each row has one id.
+        """
+        if rows is not None:
+            return logits[rows, ids].float()
         return logits.gather(-1, ids[:, None])[:, 0].float()
 
     def join_few(self, few: torch.Tensor) -> torch.Tensor:
@@ -394,12 +406,16 @@ def score_tokens(
     ids: torch.Tensor,
     num_top: int,
     tokens: TokenSpan | None = None,
+    rows: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    """Return the logprob of each row's given id, (rows,) int64, and the best alternatives."""
+    """Return the logprob of each given id, (ids,) int64, and the best alternatives.
+
+    Args:
+        rows: the row of logits of each id, (ids,) int64; None: each row has one id.
+    """
     tokens = tokens or TokenSpan(logits.shape[-1])
-    return _make_logprobs(
-        logits, ids, num_top, tokens.rank_logits(logits, num_top), tokens
-    )
+    ranking = tokens.rank_logits(logits, num_top)
+    return _make_logprobs(logits, ids, num_top, ranking, tokens, rows)
 
 
 def _make_logprobs(
@@ -408,8 +424,11 @@ def _make_logprobs(
     num_top: int,
     ranking: Ranking,
     tokens: TokenSpan,
+    rows: torch.Tensor | None = None,
 ) -> TokenLogprobs:
-    logprobs = tokens.logits_of(logits, ids) - ranking.normalizer
+    if rows is not None:
+        ranking = ranking.select(rows)
+    logprobs = tokens.logits_of(logits, ids, rows) - ranking.normalizer
     # A chosen token that is also among the best has the very same float there.
     best = ranking.best[:, :num_top] - ranking.normalizer[:, None]
     return TokenLogprobs(ids, logprobs, ranking.best_ids[:, :num_top], best)

@@ -174,10 +174,12 @@ class TokenShard(TokenSpan):
         places = find_likeliest(logits)[:, None]
         return self._find_winners(logits.gather(-1, places), places)
 
-    def logits_of(self, logits: torch.Tensor, ids: torch.Tensor) -> torch.Tensor:
+    def logits_of(
+        self, logits: torch.Tensor, ids: torch.Tensor, rows: torch.Tensor | None = None
+    ) -> torch.Tensor:
         places = ids - self.local_ids.start
         is_own = (places >= 0) & (places < len(self.local_ids))
-        local_logits = logits.gather(-1, places.where(is_own, 0)[:, None])[:, 0].float()
+        local_logits = TokenSpan.logits_of(self, logits, places.where(is_own, 0), rows)
         return self._gather_ranks(local_logits.where(is_own, 0.0)).sum(0).float()
 
     def join_few(self, few: torch.Tensor) -> torch.Tensor:

@@ -34,7 +34,8 @@ DRAW = np.dtype(
         ("mask", "i4"),  # its place in `Step.masks`; -1: it has none
     ]
 )
-# An entry a prompt token whose logprob is wanted: the packed token before it, and its own id.
+# An entry a token whose logprob is wanted: the packed token before it, and its own id.
+# Entries are in the order of packed tokens. Several may stand behind one, as labels' tokens do.
 SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")])
 # An entry a mask: its part of `Step.mask_bits`, or its size in bytes and its part of `mask_ids`.
 MASK = np.dtype([("num_bytes", "i4"), ("size", "i4"), ("num_ids", "i4")])
