@@ -247,6 +247,8 @@ class EngineLoop:
             if not state.is_counted:
                 self.stats.count_request(state.prepared)
             for place, prompt in enumerate(order_prompts(state.prompts)):
+                if prompt.walk is not None:
+                    (prompt,) = prompt.walk.make_wave()  # its first branch
                 if prompt.is_pooled:
                     self._scheduler.add(prompt, place)
                 elif prompt.num_to_feed > 0:
@@ -320,6 +322,8 @@ class EngineLoop:
         for prompt in (
             itertools.chain(planned.scored_prompts, drawn) if self._streams else ()
         ):
+            if prompt.branch is not None:
+                prompt = prompt.branch.parent
             if (stream := self._streams.get(prompt.owner.id)) is not None:
                 stream.touched[prompt] = None
         for prompt in planned.read_prompts:
@@ -335,9 +339,12 @@ class EngineLoop:
         stats.num_generated_tokens += len(planned.sequences) + num_forced
 
     def _end_sequence(self, sequence: Sequence) -> None:
-        self._scheduler.release_sequence(sequence)
         state = sequence.prompt.owner
-        self.stats.count_ended(sequence.num_draws_left)
+        if sequence.prompt.walk is None:
+            self._scheduler.release_sequence(sequence)
+            self.stats.count_ended(sequence.num_draws_left)
+        else:  # its tokens were scored, not drawn
+            self.stats.count_ended(sequence.prompt.params.max_tokens)
         self.stats.num_cut_off += sequence.is_cut_off
         sequence.edits = None  # they may take megabytes until the request ends
         if state.is_finished:

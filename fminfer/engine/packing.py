@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import abc
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -111,6 +113,7 @@ class Slots:
 
 
 BlockCopies = list[tuple[int, int]]  # of blocks: (from, to)
+Places = abc.Sequence[int]  # of tokens in a row
 
 
 @dataclass(slots=True)
@@ -160,7 +163,7 @@ class PlannedStep:
     num_prompt_tokens: int
     num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
-    scored_prompts: list[PromptState] = field(default_factory=list)
+    scored_prompts: list[PromptState] = field(default_factory=list)  # or their branches
     read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
 
 
@@ -295,15 +298,32 @@ def _add_scores(
     parts = []
     for place, row in enumerate(rows):
         prompt = row.owner.prompt
-        if not (row.is_prompt and prompt.wants_scores):
-            continue
         first = int(firsts[place])
-        targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
+        places, targets = _list_targets(row)
+        if not targets:
+            continue
         part = np.zeros(len(targets), SCORE)
-        part["token_index"] = np.arange(first, first + len(targets))
+        part["token_index"] = np.array(places) + first
         part["target_id"] = targets
         part["num_top"] = prompt.num_top
         parts.append(part)
         planned.scored_prompts += [prompt] * len(targets)
     if parts:
         planned.step.scores = np.concatenate(parts)
+
+
+def _list_targets(row: PackedRow) -> tuple[Places, list[int]]:
+    """List the tokens that are scored behind a row's: after which of them, and their ids."""
+    prompt = row.owner.prompt
+    start = row.position
+    end = start + len(row.token_ids)
+    if prompt.branch is not None:
+        positions = prompt.branch.positions
+        first = bisect_left(positions, start)
+        last = bisect_left(positions, end)
+        places = [position - start for position in positions[first:last]]
+        return places, prompt.branch.target_ids[first:last]
+    if row.is_prompt and prompt.wants_scores:
+        targets = prompt.ids[start + 1 : end + 1]
+        return range(len(targets)), targets
+    return (), []

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fminfer.contract.request import SamplingParams, VectorWish
 from fminfer.core.config import KnownParser
@@ -108,6 +108,7 @@ class RequestState:
         """
         for prompt in self.prompts:
             prompt.sequences = []
+            prompt.walk = None
         self.prompts = []
 
     @property
@@ -117,6 +118,43 @@ class RequestState:
         while self.num_done < num_prompts and self.prompts[self.num_done].is_finished:
             self.num_done += 1
         return self.num_done == num_prompts
+
+
+@dataclass(slots=True, frozen=True)
+class Branch:
+    """What a prompt that is a branch of another's labels computes (`label_walk`)."""
+
+    parent: PromptState
+    fed_nodes: list[int]  # of the trie of labels, whose tokens it feeds
+    scored_nodes: list[int]  # whose logprobs it gives
+    # By scored node: where the token before its own stands in the prompt; and its own token.
+    positions: list[int]
+    target_ids: list[int]
+
+
+class Walk(Protocol):
+    """The search through the labels of a prompt; `label_walk` has it."""
+
+    running: list[PromptState]  # branches that wait or are computed
+    fed: list[PromptState]  # those that were
+
+    def make_wave(self) -> list[PromptState]:
+        """Return the branches to compute next; none: the search is over."""
+
+    def finish_branch(self, branch_prompt: PromptState) -> None:
+        """Add the logprobs that a branch has given."""
+
+    def choose_label(self, sequence: Sequence) -> int:
+        """Return the label that a choice is."""
+
+    def list_reports(self, label: int) -> list[TokenReport]:
+        """Return new reports of a label's tokens."""
+
+    def describe_answer(self) -> dict[str, Any]:
+        """Return the fields that a choice has of it."""
+
+    def make_longest_branch(self) -> PromptState:
+        """Return the branch that needs the most blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -156,6 +194,9 @@ class PromptState:
     encoder_output: Array | None = None
     # admitted with the blocks of another prompt's encoder output
     shares_encoder_output: bool = False
+    # Its choices are labels: it is not fed, but its branches are.
+    walk: Walk | None = None
+    branch: Branch | None = None  # it is one of another prompt's labels
 
     @property
     def is_pooled(self) -> bool:
@@ -196,6 +237,8 @@ class PromptState:
         """Tokens the model must see before the next draw; one only scored is never fed."""
         if self.ids_to_refeed:
             return len(self.ids_to_refeed)
+        if self.branch is not None:
+            return len(self.ids)
         return self.params.count_fed_tokens(len(self.ids))
 
     @property
@@ -204,8 +247,13 @@ class PromptState:
 
     @property
     def has_run(self) -> bool:
-        """Whether it was admitted before, and lost its blocks since."""
-        return bool(self.ids_to_refeed) or self.is_apart
+        """Whether it, or the prompt of which it is a branch, was admitted before."""
+        return bool(self.ids_to_refeed) or self.is_apart or self.is_inner_branch
+
+    @property
+    def is_inner_branch(self) -> bool:
+        """Whether it is a branch behind the first one, which is the prompt itself."""
+        return self.branch is not None and len(self.ids) > len(self.branch.parent.ids)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -214,6 +262,8 @@ class PromptState:
 
     def num_kv_tokens_for(self, num_drawn: int) -> int:
         """Return the tokens of KV cache one sequence of it needs to draw so many."""
+        if self.branch is not None:
+            return len(self.ids)
         num_prompt = len(self.ids) if self.params.max_tokens > 0 else self.num_to_feed
         return num_prompt + max(0, num_drawn - 1)
 

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from fminfer.contract.request import SamplingParams
+from fminfer.engine.label_walk import LabelWalk
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import make_draw_key, make_noise_key
 from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
@@ -67,7 +68,10 @@ class RequestStarter:
         grammar = None
         if params.constraint is not None:
             grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
-            grammar = grammars.find(params.constraint)
+            if params.constraint.kind == "labels":
+                prompt.walk = LabelWalk(prompt, grammars.find_labels(params.constraint))
+            else:
+                grammar = grammars.find(params.constraint)
         for candidate in range(params.num_candidates):
             sequence = Sequence(
                 prompt, make_noise_key(key, index, candidate) if key else b"", None
