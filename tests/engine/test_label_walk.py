@@ -1,0 +1,250 @@
+"""The search through labels, over a model without weights: what it finds and computes."""
+
+from __future__ import annotations
+
+import math
+import random
+from collections.abc import Sequence
+from typing import Any
+
+import pytest
+from hypothesis import Phase, given, settings
+from hypothesis import strategies as st
+
+from fminfer.contract.request import SamplingParams
+from fminfer.core.config import Constraint
+from fminfer.engine.engine_core import Event, Failed, Finished
+from fminfer.engine.label_walk import LabelWalk
+from fminfer.engine.sequence import (
+    PreparedRequest,
+    PromptState,
+    RequestState,
+    TokenReport,
+)
+from fminfer.text.encoded_prompt import EncodedPrompt
+from fminfer.text.label_trie import LabelTrie
+from tests.conftest import IS_ALL
+from tests.engine.remembering import (
+    ModelAlone,
+    RememberingPipeline,
+    RememberingStage,
+    logprob_of,
+)
+from tests.engine.test_prefix import Bench
+
+LABELS = Constraint(
+    "labels", "[]"
+)  # in the place of any: tests give the trie themselves
+Path = tuple[int, ...]
+
+
+class Tries:
+    """In the place of a model's grammars: it has one trie."""
+
+    def __init__(self, paths: Sequence[Path]) -> None:
+        names = {str(number): path for number, path in enumerate(paths)}
+        self._trie = LabelTrie([*names], len(names), lambda name: [*names[name]])
+
+    def find_labels(self, constraint: Constraint) -> LabelTrie:
+        return self._trie
+
+
+def make_paths(rng: random.Random, count: int) -> list[Path]:
+    """Draw distinct paths of few tokens, so that many share beginnings or begin others."""
+    paths: dict[Path, None] = {}
+    while len(paths) < count:
+        paths[tuple(rng.choices(range(5), k=rng.randint(1, 5)))] = None
+    return [*paths]
+
+
+def find_expected(prompt: list[int], paths: Sequence[Path], stages: int) -> list[float]:
+    """Return each label's own probability, computed label by label."""
+    whole = dict[Path, float]()
+    for path in paths:
+        model = ModelAlone(stages)
+        seen = [model.feed(token_id) for token_id in [*prompt, *path]][
+            len(prompt) - 1 :
+        ]
+        logprobs = map(logprob_of, seen, path)
+        whole[path] = math.exp(sum(logprobs))
+    own = []
+    for path in paths:
+        longer = [p for p in paths if len(p) > len(path) and p[: len(path)] == path]
+        nearest = [
+            p
+            for p in longer
+            if not any(len(q) < len(p) and p[: len(q)] == q for q in longer)
+        ]
+        own.append(whole[path] - sum(whole[p] for p in nearest))
+    return own
+
+
+def make_request(prompt: list[int], longest: int, **fields: Any) -> PreparedRequest:
+    params = SamplingParams(
+        max_tokens=longest, temperature=0, constraint=LABELS, **fields
+    )
+    return PreparedRequest(params, [EncodedPrompt(prompt, "", [])])
+
+
+def run(bench: Bench) -> dict[int, Event]:
+    events: dict[int, Event] = {}
+    while bench.loop.has_work:
+        events |= {event.request_id: event for event in bench.loop.step()}
+    bench.loop.check_books()
+    return events
+
+
+@settings(
+    max_examples=80 if IS_ALL else 12,
+    deadline=None,
+    derandomize=True,
+    phases=[Phase.explicit, Phase.generate],
+)
+@given(
+    seed=st.integers(0, 10_000),
+    block_size=st.integers(1, 9),
+    num_blocks=st.integers(12, 200),
+    chunk=st.integers(1, 30),
+    max_rows=st.integers(1, 12),
+    num_stages=st.integers(1, 3),
+    has_cache=st.booleans(),
+    is_only_run=st.booleans(),
+)
+def test_any_shape_of_steps_finds_the_same(
+    seed: int, num_stages: int, **shape: Any
+) -> None:
+    """Rows of other kinds run beside, some of higher priority; some requests are cancelled."""
+    rng = random.Random(seed)
+    paths = make_paths(rng, rng.randint(1, 30))
+    longest = max(map(len, paths))
+    bench = Bench(num_stages=num_stages, **shape)
+    most = bench.pool.num_tokens - longest
+    stems = [rng.choices(range(9), k=rng.randint(1, min(40, most))) for _ in range(4)]
+    prompts = [stem[: rng.randint(1, len(stem))] for stem in stems for _ in range(2)]
+    cancelled = set[int]()
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        ids = {}
+        for prompt in prompts:
+            request = make_request(prompt, longest)
+            ids[bench.loop.add(request, priority=rng.choice([0, 0, 1]))] = prompt
+            if rng.random() < 0.3:
+                bench.add(rng.choice([0, 2]), prompt=prompt[:3], max_tokens=3)
+            if rng.random() < 0.2:
+                cancelled.add(rng.choice([*ids]))
+        for number in range(rng.randint(0, 5)):
+            if number and bench.loop.has_work:
+                bench.loop.step()
+        early = [*cancelled]
+        for request_id in early:
+            bench.loop.cancel(request_id)
+        if shape["is_only_run"]:
+            bench.loop.expect_no_more_requests()
+        events = run(bench)
+
+    for request_id, event in events.items():
+        if request_id not in ids:
+            continue
+        assert isinstance(event, Finished), event
+        (choice,) = event.choices
+        expected = find_expected(ids[request_id], paths, 1)
+        mass = sum(expected)
+        assert choice["label_mass"] == pytest.approx(mass, rel=1e-4)
+        found = choice["label_probabilities"]
+        for label, value in enumerate(expected):
+            assert found[str(label)] == pytest.approx(value / mass, abs=1e-4)
+
+
+def test_the_prompt_is_computed_once_and_shared_beginnings_too() -> None:
+    """Fed are the prompt and each inner node of the trie, no token twice."""
+    rng = random.Random(4)
+    paths = make_paths(rng, 40)
+    bench = Bench(has_cache=True, block_size=4, num_blocks=400, chunk=64, max_rows=64)
+    prompt = rng.choices(range(9), k=50)
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        patch.setattr("fminfer.engine.label_walk.MIN_SHARE", 1e-300)
+        request_id = bench.loop.add(make_request(prompt, 5))
+        events = run(bench)
+    assert isinstance(events[request_id], Finished)
+    inner = {path[:size] for path in paths for size in range(1, len(path))}
+    assert bench.loop.stats.num_prompt_tokens == len(prompt) + len(inner)
+
+
+def walk_through(
+    paths: Sequence[Path], logprobs: dict[Path, float]
+) -> tuple[LabelWalk, int]:
+    """Search with given logprobs of tokens; return the walk and how many branches it has fed."""
+    names = {str(number): path for number, path in enumerate(paths)}
+    trie = LabelTrie([*names], len(names), lambda name: [*names[name]])
+    request = make_request([1, 2], 9)
+    state = RequestState(0, request, added_s=0.0)
+    walk = LabelWalk(PromptState(state, 0, request.prompts[0]), trie)
+    num_fed = 0
+    while wave := walk.make_wave():
+        for branch in wave:
+            num_fed += 1
+            assert branch.branch is not None
+            for number in branch.branch.scored_nodes:
+                path = tuple(
+                    trie.nodes[each].token_id for each in trie.list_path(number)
+                )
+                report = TokenReport(path[-1], logprobs.get(path, -3.0))
+                branch.reports.append(report)
+            walk.finish_branch(branch)
+    return walk, num_fed
+
+
+def test_branches_that_cannot_reach_a_millionth_of_the_mass_are_left_out() -> None:
+    paths = [(0,), (1, 0, 0), (1, 1, 0), (2, 0, 0), (2, 1, 0)]
+    logprobs = {(0,): -0.5, (1,): -1.0, (2,): -0.5 - 13.9}  # e^-13.9 is 0.92 e-6
+    walk, num_fed = walk_through(paths, logprobs)
+    fields = walk.describe_answer()
+    assert fields["label_probabilities"]["3"] == 0.0
+    assert num_fed == 1 + 1 + 2, "the prompt, token 1, and behind it both"
+    _, num_more = walk_through(paths, logprobs | {(2,): -0.5 - 13.5})
+    assert num_more == num_fed + 1, "token 2, and neither of those behind it"
+
+
+def test_a_likely_beginning_without_an_end_leaves_nothing_out() -> None:
+    """What counts is the mass of whole labels, and not that of their first tokens."""
+    paths = [(0, 0), (1, 0)]
+    logprobs = {(0,): -0.1, (0, 0): -30.0, (1,): -20.0, (1, 0): -0.1}
+    walk, _ = walk_through(paths, logprobs)
+    found = walk.describe_answer()["label_probabilities"]
+    assert [*found] == ["1", "0"] and found["1"] > 0.9999
+
+
+def test_labels_without_any_probability_have_none() -> None:
+    walk, _ = walk_through([(0,), (1,)], {(0,): -math.inf, (1,): -math.inf})
+    assert walk.describe_answer() == {
+        "label_probabilities": {"0": 0.0, "1": 0.0},
+        "label_mass": 0.0,
+    }
+
+
+def test_tiny_masses_are_normalized() -> None:
+    """Below what a float holds, their relation still counts."""
+    walk, _ = walk_through([(0,), (1,)], {(0,): -2000.0, (1,): -2001.0})
+    found = walk.describe_answer()
+    assert found["label_mass"] == 0.0
+    assert found["label_probabilities"]["0"] == pytest.approx(1 / (1 + math.exp(-1)))
+
+
+def test_nan_in_a_label_is_the_requests_error() -> None:
+    """Its other branches are given up; a row beside it is answered."""
+    paths = [(0, 8, 0), (0, 1, 0), (2, 1, 0), (3, 3)]
+    stage = RememberingStage(4, nan_id=8)
+    bench = Bench(has_cache=True, block_size=4, num_blocks=100, chunk=64)
+    bench.loop._pipeline = RememberingPipeline(4, [stage])
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        bad = bench.loop.add(make_request([1, 2, 3], 3))
+        good = bench.add(prompt=[1, 2, 3, 4], max_tokens=2)
+        events = run(bench)
+    assert isinstance(events[bad], Failed)
+    assert events[bad].error.code == "nan_logits"
+    assert isinstance(events[good], Finished)
