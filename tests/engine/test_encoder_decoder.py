@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import random
 from contextlib import closing
 from pathlib import Path
@@ -14,6 +15,7 @@ import torch
 import fminfer
 from fminfer.core.errors import FminferError
 from fminfer.engine.engine_core import BEHIND_ALL, Failed, Finished
+from fminfer.text.grammars import find_grammars
 from tests.conftest import more
 from tests.encoder_families import make_encoder
 from tests.sequence_models import TEXTS, save_sequence_model
@@ -498,3 +500,48 @@ def test_a_failed_request_is_told_once(t5: Any) -> None:
             events += engine.step()
     (event,) = events
     assert not isinstance(event, Failed) and np.isscalar(event.request_id)
+
+
+@pytest.mark.parametrize("options", [{}, {"max_rows": 2}, {"prefix_cache": False}])
+def test_label_probabilities_are_those_of_a_scored_decoder_prompt(
+    t5: Any, options: dict[str, Any]
+) -> None:
+    """Every branch of the labels reads the encoder output of their prompt."""
+    prompts = random_prompts(3)
+    with open_engine(t5[1], **options) as engine:
+        limits = engine.intake.limits
+        vocabulary = find_grammars(
+            engine.tokenizer, limits.vocab_size, limits.eos_ids
+        ).vocabulary
+        words = [word for text in TEXTS for word in text.split()]
+        labels = [" ".join(words[:size]) for size in (1, 2, 4)] + words[-2:]
+        paths = {label: vocabulary(label) for label in dict.fromkeys(labels)}
+        outputs = {"choice": [*paths], "probabilities": True}
+        asked = [{"prompt": each, "structured_outputs": outputs} for each in prompts]
+        scored = {"max_tokens": 0, "echo": True, "logprobs": 0}
+        asked += [
+            scored | {"prompt": prompt, "decoder_prompt": path}
+            for prompt in prompts
+            for path in paths.values()
+        ]
+        records = sorted(engine.run(asked), key=lambda record: record.line.number)
+    answers = [record.choices[0].fields for record in records]
+    whole = iter(
+        math.exp(sum(each["logprobs"]["token_logprobs"][-size:]))
+        for each, size in zip(
+            answers[len(prompts) :],
+            [len(path) for _ in prompts for path in paths.values()],
+            strict=True,
+        )
+    )
+    for choice in answers[: len(prompts)]:
+        masses = {label: next(whole) for label in paths}
+        outer = [
+            label for label, path in paths.items() if path[:1] != paths[labels[0]][:1]
+        ]
+        mass = masses[labels[0]] + sum(masses[label] for label in outer)
+        assert choice["label_mass"] == pytest.approx(mass, rel=1e-3)
+        share = masses[labels[2]] / mass
+        assert choice["label_probabilities"][labels[2]] == pytest.approx(
+            share, abs=1e-4
+        )
