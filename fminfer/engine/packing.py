@@ -152,6 +152,17 @@ class PackedRow:
         ]
 
 
+@dataclass(slots=True, frozen=True)
+class ObservedPrompt:
+    """A prompt that owns scores of its masks."""
+
+    prompt: PromptState
+
+
+ScoreOwner = PromptState | ObservedPrompt
+StepMasks = dict[bytes, tuple[int, Mask]]  # by their bits: place in the step
+
+
 @dataclass(slots=True)
 class PlannedStep:
     """A step, and the owners of its draws and scores, in order."""
@@ -160,7 +171,7 @@ class PlannedStep:
     num_prompt_tokens: int
     num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
-    scored_prompts: list[PromptState] = field(default_factory=list)
+    scored_prompts: list[ScoreOwner] = field(default_factory=list)
     read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
 
 
@@ -208,12 +219,16 @@ def pack_rows(
     )
     planned.sequences = [*chain.from_iterable(row.sequences for row in rows)]
     ends = lengths.cumsum()
-    _add_scores(planned, rows, ends - lengths)
+    masks: StepMasks = {}
+    _add_scores(planned, rows, ends - lengths, masks)
     if planned.sequences:
         step.draws = slots.copy_draws([sequence.slot for sequence in planned.sequences])
         counts = [len(row.sequences) for row in rows]
         step.draws["token_index"] = np.repeat(ends - 1, counts)
-        _add_draws(step, planned.sequences)
+        _add_draws(step, planned.sequences, masks)
+    if masks:
+        for name, column in pack_masks([mask for _, mask in masks.values()]).items():
+            setattr(step, name, column)
     return planned
 
 
@@ -247,7 +262,7 @@ def _list_new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
     return new
 
 
-def _add_draws(step: Step, sequences: list[Sequence]) -> None:
+def _add_draws(step: Step, sequences: list[Sequence], masks: StepMasks) -> None:
     """Add what differs from step to step: noise, changes of logits, bans and masks."""
     if noise := {
         place: make_step_noise(each.noise_key, len(each.tokens))
@@ -257,7 +272,6 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         step.draws["noise"][[*noise]] = [*noise.values()]
     edits = list[LogitEdits]()
     banned_ids = list[int]()
-    masks = dict[bytes, tuple[int, Mask]]()
     for place, sequence in enumerate(sequences):
         mask = sequence.mask
         bans = sequence.prompt.bans
@@ -272,8 +286,8 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             mask = bans.mask
             banned_ids += banned
             draw["num_banned"] = len(banned)
-        if mask is not None:  # equal ones once, by their bits: bytes keep their hash
-            draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
+        if mask is not None:
+            draw["mask"] = _place_mask(mask, masks)
     if edits:
         for name in edits[0].columns:
             setattr(
@@ -283,27 +297,44 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             )
     if banned_ids:
         step.banned_ids = np.array(banned_ids, np.int64)
-    if masks:
-        for name, column in pack_masks([mask for _, mask in masks.values()]).items():
-            setattr(step, name, column)
+
+
+def _place_mask(mask: Mask, masks: StepMasks) -> int:
+    """Return a mask's place in its step; equal ones stand there once.
+
+    They are found by their bits: bytes keep their hash.
+    """
+    return masks.setdefault(mask.bits, (len(masks), mask))[0]
 
 
 def _add_scores(
-    planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray
+    planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray, masks: StepMasks
 ) -> None:
-    """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's."""
+    """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's.
+
+    Behind the last token of a prompt under observation, its masks are scored.
+    """
     parts = []
     for place, row in enumerate(rows):
         prompt = row.owner.prompt
-        if not (row.is_prompt and prompt.wants_scores):
-            continue
         first = int(firsts[place])
-        targets = prompt.ids[row.position + 1 : row.position + 1 + len(row.token_ids)]
-        part = np.zeros(len(targets), SCORE)
-        part["token_index"] = np.arange(first, first + len(targets))
-        part["target_id"] = targets
-        part["num_top"] = prompt.num_top
-        parts.append(part)
-        planned.scored_prompts += [prompt] * len(targets)
+        if row.is_prompt and prompt.wants_scores:
+            targets = prompt.ids[
+                row.position + 1 : row.position + 1 + len(row.token_ids)
+            ]
+            part = np.zeros(len(targets), SCORE)
+            part["token_index"] = np.arange(first, first + len(targets))
+            part["target_id"] = targets
+            part["num_top"] = prompt.num_top
+            part["mask"] = -1
+            parts.append(part)
+            planned.scored_prompts += [prompt] * len(targets)
+        if row.is_prompt and row.sequences and prompt.wants_masses:
+            part = np.zeros(len(prompt.observed_masks), SCORE)
+            part["token_index"] = first + len(row.token_ids) - 1
+            part["num_top"] = prompt.observation.num_free
+            part["mask"] = [_place_mask(mask, masks) for mask in prompt.observed_masks]
+            parts.append(part)
+            planned.scored_prompts += [ObservedPrompt(prompt)] * len(part)
     if parts:
         planned.step.scores = np.concatenate(parts)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal
@@ -57,6 +58,35 @@ ReportSlice = tuple[list[TokenReport], int, int]
 
 
 @dataclass(slots=True, frozen=True)
+class LabelSpelling:
+    """A way to spell the labels of a constraint."""
+
+    style: int  # its place in `constraint_watch.STYLES`
+    labels: tuple[str, ...]
+    first_ids: tuple[int, ...]  # tokens that labels begin with
+
+
+@dataclass(slots=True, frozen=True)
+class Observation:
+    """What is measured of a constrained request: at the first token of its first prompt."""
+
+    spellings: tuple[LabelSpelling, ...] = ()  # besides the constraint's own
+    num_free: int = 0  # likeliest tokens without the constraint
+
+
+NO_OBSERVATION = Observation()
+
+
+@dataclass(slots=True, frozen=True)
+class ObservedMass:
+    """The probabilities that the model gave before bias, temperature and filters."""
+
+    mass: float  # of all that the constraint allows
+    spelling_masses: tuple[float, ...]
+    free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
+
+
+@dataclass(slots=True, frozen=True)
 class PreparedRequest:
     """A request that was checked and tokenized: all that its answer depends on."""
 
@@ -77,6 +107,8 @@ class PreparedRequest:
     num_start: int = 0
     # what is made of prompts' vectors; None: it draws
     vectors: VectorWish | None = None
+    # its answer does not depend on it
+    observation: Observation | None = None
 
     @property
     def is_pooled(self) -> bool:
@@ -156,6 +188,10 @@ class PromptState:
     encoder_output: Array | None = None
     # admitted with the blocks of another prompt's encoder output
     shares_encoder_output: bool = False
+    # Under observation: the constraint's first mask and those of spellings, and the
+    # logprob of each.
+    observed_masks: list[Mask] = field(default_factory=list)
+    mask_reports: list[TokenReport] = field(default_factory=list)
 
     @property
     def is_pooled(self) -> bool:
@@ -231,6 +267,31 @@ class PromptState:
             and not self.ids_to_refeed
         )
 
+    @property
+    def observation(self) -> Observation:
+        return self.owner.prepared.observation or NO_OBSERVATION
+
+    @property
+    def wants_masses(self) -> bool:
+        """Whether its masks are to be scored where it draws now."""
+        return bool(self.observed_masks) and not any(
+            sequence.tokens for sequence in self.sequences
+        )
+
+    @property
+    def observed_mass(self) -> ObservedMass | None:
+        """What its masks' scores were; None: they were not scored."""
+        if not self.mask_reports:
+            return None
+        mass, *spelling_masses = (
+            min(1.0, math.exp(report.logprob)) for report in self.mask_reports
+        )
+        return ObservedMass(
+            mass,
+            tuple(spelling_masses),
+            tuple(self.mask_reports[0].best_alternatives(self.observation.num_free)),
+        )
+
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.
 
@@ -247,6 +308,7 @@ class PromptState:
         """
         self.num_fed = 0
         self.nan_at = ""
+        self.mask_reports = []
         if not self.ids_to_refeed:
             self.reports = []
             self.shared_scores = []

@@ -9,6 +9,7 @@ from itertools import chain
 from typing import Any
 
 from fminfer.contract.request import SamplingParams
+from fminfer.core.messages import make_mask, pack_token_ids
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import make_draw_key, make_noise_key
 from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
@@ -85,6 +86,15 @@ class RequestStarter:
                 sequence.matcher = grammar.make_matcher()
                 sequence.update_mask()
             prompt.sequences.append(sequence)
+        if prepared.observation is not None and grammar is not None and index == 0:
+            first_mask = grammar.first_node.mask
+            prompt.observed_masks = [
+                first_mask,
+                *(
+                    make_mask(pack_token_ids(spelling.first_ids, len(first_mask.bits)))
+                    for spelling in prepared.observation.spellings
+                ),
+            ]
         return prompt
 
 
