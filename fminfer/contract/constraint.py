@@ -31,6 +31,7 @@ from fminfer.contract.fields import (
     out_of_range_error,
     wrong_type_error,
 )
+from fminfer.contract.labels import PROBABILITIES, make_label_constraint
 from fminfer.contract.prompts import check_text
 from fminfer.core.config import Constraint, ConstraintKind
 from fminfer.core.errors import RequestError
@@ -217,6 +218,11 @@ def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
         remedy = 'Write "additionalProperties": false into the schema'
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     constraint: Constraint = values[ways[0]]
+    if "probabilities" in values and ways[0] != "choice":
+        text = f"{name}.probabilities is of choice, and not of {ways[0]}"
+        raise RequestError("out_of_range", f"{text}. Remove it", name)
+    if num_told := values.get("probabilities", 0):
+        return make_label_constraint(constraint, num_told, name)
     if values.get("disable_any_whitespace"):
         constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"
@@ -288,10 +294,17 @@ _BESIDE_WAYS = {
     "disable_additional_properties": _SWITCH,
     "disable_fallback": _SWITCH,  # there is nothing to fall back on
 }
-_ANY_WAY = make_object_kind(_WAYS | _BESIDE_WAYS)
+_BESIDE_CHOICE = _BESIDE_WAYS | {"probabilities": PROBABILITIES}
+_ANY_WAY = make_object_kind(_WAYS | _BESIDE_CHOICE)
 _ONE_WAY = f"exactly one of {', '.join(_WAYS)}"
 _STRUCTURED = _make_any_schema(
-    *(make_object_kind({way: _WAYS[way]} | _BESIDE_WAYS, way) for way in _WAYS)
+    *(
+        make_object_kind(
+            {way: _WAYS[way]} | (_BESIDE_CHOICE if way == "choice" else _BESIDE_WAYS),
+            way,
+        )
+        for way in _WAYS
+    )
 )
 _BARE = {"schema": _WAYS["json"]}
 _NAMED = {
@@ -320,7 +333,8 @@ _FIELDS = (
     Field(
         "structured_outputs",
         _allow_empty(Kind(_parse_structured_outputs, _STRUCTURED, "an object")),
-        f"vLLM's way: {_ONE_WAY}; further `whitespace_pattern`, `disable_any_whitespace`.",
+        f"vLLM's way: {_ONE_WAY}; further `whitespace_pattern`, `disable_any_whitespace`. "
+        "Beside `choice`, `probabilities`: true, or of how many labels.",
     ),
     Field(
         "guided_json",

@@ -10,6 +10,7 @@ from typing import Any, Literal, get_args
 from fminfer.contract.constraint import find_constraint
 from fminfer.contract.endpoints import Endpoint
 from fminfer.contract.fields import out_of_range_error
+from fminfer.contract.labels import make_label_params
 from fminfer.contract.prompts import check_choices, parse_prompts
 from fminfer.contract.read_fields import parse_fields
 from fminfer.contract.row_warnings import RowWarning
@@ -206,5 +207,8 @@ def make_params(
             "truncation_side", "right", "null without truncate_prompt_tokens"
         )
     changes = {name: values[name] for name in values.keys() & _PARAMS}
-    changes |= {"max_tokens": max_tokens, "constraint": find_constraint(values)}
+    constraint = find_constraint(values)
+    changes |= {"max_tokens": max_tokens, "constraint": constraint}
+    if constraint is not None and constraint.kind == "labels":
+        changes |= make_label_params(values)
     return replace(defaults, **changes)

@@ -50,7 +50,7 @@ EmbeddingsForm = Literal["json", "npy"]
 KnownParser = Literal["hermes", "llama3_json"]
 ToolCallParser = Literal["auto", "hermes", "llama3_json", "none"]
 Offload = Literal["off", "auto", "cpu", "disk"]
-ConstraintKind = Literal["json", "regex", "choice", "grammar"]
+ConstraintKind = Literal["json", "regex", "choice", "grammar", "labels"]
 
 
 @dataclass(slots=True, frozen=True)
@@ -58,7 +58,8 @@ class Constraint:
     """What the text of an answer must be."""
 
     kind: ConstraintKind
-    # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF.
+    # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF;
+    # or labels whose probabilities are asked for, as `contract.labels` writes them.
     text: str
     # a regex of what may stand between JSON tokens; "": ours; "none": nothing
     whitespace: str = ""

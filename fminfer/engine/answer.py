@@ -128,6 +128,7 @@ def _make_choice(
     choice["finish_reason"] = delta.finish_reason
     if delta.stop_reason is not None:
         choice["stop_reason"] = delta.stop_reason
+    choice |= delta.label_fields
     if params.return_token_ids or not spelling.has_words:
         choice["prompt_token_ids"] = state.prompts[delta.index // params.n].ids
         choice["token_ids"] = delta.token_ids
@@ -223,6 +224,8 @@ class DeltaStream:
             with_prompt=adds_prompt,
         )
         reason = sequence.finish_reason
+        walk = sequence.prompt.walk
+        label_fields = walk.describe_answer() if walk and is_over else {}
         if reason == "stop" and part.num_calls:
             reason = "tool_calls"
         for index in indices:
@@ -239,6 +242,7 @@ class DeltaStream:
                 reason,
                 sequence.stop_reason,
                 named,
+                label_fields,
             )
         part.num_listed = num_listed
         part.num_drawn = len(sequence.tokens)

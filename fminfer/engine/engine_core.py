@@ -32,6 +32,8 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or the stop token's id
     # In chat: whole calls, as a message has them, each with its `index` among them.
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
+    # Of a label whose probability was asked for: those fields, as a choice has them.
+    label_fields: dict[str, Any] = field(default_factory=dict)
 
 
 @dataclass(slots=True, frozen=True)

@@ -24,7 +24,9 @@ from fminfer.contract.request import (
 )
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
 from fminfer.contract.vectors import check_endpoint
+from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError, UncompiledError
+from fminfer.core.quantities import with_noun
 from fminfer.engine.chat_intake import OPEN_THOUGHT, ChatIntake, ends_in_thought
 from fminfer.engine.noise import digest_meaning
 from fminfer.engine.prompt_fit import (
@@ -40,12 +42,13 @@ from fminfer.engine.start import make_bans
 from fminfer.engine.vector_intake import Encodings, VectorIntake
 from fminfer.text.chat_template import ChatTemplate, RenderCall
 from fminfer.text.encoded_prompt import EncodedPrompt
-from fminfer.text.grammars import find_grammars
+from fminfer.text.grammars import Grammars, find_grammars
 from fminfer.text.json_schemas import KNOWN_KEYS
 from fminfer.text.tokenizer import Tokenizer
 
 # with its request's fields
 _BegunChat = tuple[Mapping[str, Any], ChatRequest, RenderCall]
+MAX_TOKENS_NAMES = ("max_tokens", "max_completion_tokens")
 MAX_BAD_WORDS = 16_384  # a second of tokenizing
 MAX_STOPS = 1024  # each token's text is searched for each of them
 MAX_CHARS = 1 << 18  # of stop strings, or of bad words
@@ -138,6 +141,7 @@ class Intake:
                 "T5, and this model has no encoder. Put it behind the prompt",
                 "decoder_prompt",
             )
+        request = self._settle_labels(request, fields, compiles=compiles)
         warnings = (
             *request.warnings,
             *self._check_constraint(request.params, fields, compiles=compiles),
@@ -155,11 +159,9 @@ class Intake:
     ) -> Iterator[RowWarning]:
         """Compile a request's constraint; warn of what it ignores and cuts off."""
         limits = self.limits
-        if params.constraint is None:
+        if params.constraint is None or params.constraint.kind == "labels":
             return
-        grammars = find_grammars(self.tokenizer, limits.vocab_size, limits.eos_ids)
-        if not compiles and not grammars.has_compiled(params.constraint):
-            raise UncompiledError("the constraint is not compiled yet")
+        grammars = self._find_grammars(params.constraint, compiles=compiles)
         try:
             grammar = grammars.find(params.constraint)
         except RequestError as error:
@@ -187,6 +189,34 @@ class Intake:
                 "max_tokens is below what the shortest constrained answer takes, so "
                 "that answers are cut off"
             )
+
+    def _find_grammars(self, constraint: Constraint, *, compiles: bool) -> Grammars:
+        limits = self.limits
+        grammars = find_grammars(self.tokenizer, limits.vocab_size, limits.eos_ids)
+        if not compiles and not grammars.has_compiled(constraint):
+            raise UncompiledError("the constraint is not compiled yet")
+        return grammars
+
+    def _settle_labels(
+        self, request: Request, fields: Mapping[str, Any], *, compiles: bool
+    ) -> Request:
+        """Let a request for label probabilities have the tokens of the longest label."""
+        params = request.params
+        if params.constraint is None or params.constraint.kind != "labels":
+            return request
+        grammars = self._find_grammars(params.constraint, compiles=compiles)
+        num_longest = grammars.find_labels(params.constraint).num_longest
+        given = {**fields, **(self.limits.config.request_args or {})}
+        names = [name for name in MAX_TOKENS_NAMES if given.get(name) is not None]
+        if names and params.max_tokens < num_longest:
+            raise RequestError(
+                "out_of_range",
+                f"{names[0]} is {params.max_tokens}, and the longest label takes "
+                f"{with_noun(num_longest, 'token')}. Raise {names[0]}, or leave it out",
+                names[0],
+            )
+        settled = replace(params, max_tokens=num_longest)
+        return replace(request, params=settled, fills_context=False)
 
     def _find_spelling_warnings(self, request: Request) -> Iterator[RowWarning]:
         """Warn of tokens in a request that have an effect which few expect."""

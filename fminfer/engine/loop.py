@@ -248,6 +248,8 @@ class EngineLoop:
             if not state.is_counted:
                 self.stats.count_request(state.prepared)
             for place, prompt in enumerate(order_prompts(state.prompts)):
+                if prompt.walk is not None:
+                    (prompt,) = prompt.walk.make_wave()  # its first branch
                 if prompt.is_pooled:
                     self._scheduler.add(prompt, place)
                 elif prompt.num_to_feed > 0:
@@ -322,7 +324,9 @@ class EngineLoop:
             itertools.chain(planned.scored_prompts, drawn) if self._streams else ()
         ):
             if isinstance(prompt, ObservedPrompt):
-                continue  # it draws, too
+                continue  # its own scores or draws stand beside it
+            if prompt.branch is not None:
+                prompt = prompt.branch.parent
             if (stream := self._streams.get(prompt.owner.id)) is not None:
                 stream.touched[prompt] = None
         for prompt in planned.read_prompts:
@@ -338,9 +342,12 @@ class EngineLoop:
         stats.num_generated_tokens += len(planned.sequences) + num_forced
 
     def _end_sequence(self, sequence: Sequence) -> None:
-        self._scheduler.release_sequence(sequence)
         state = sequence.prompt.owner
-        self.stats.count_ended(sequence.num_draws_left)
+        if sequence.prompt.walk is None:
+            self._scheduler.release_sequence(sequence)
+            self.stats.count_ended(sequence.num_draws_left)
+        else:  # its tokens were scored, not drawn
+            self.stats.count_ended(sequence.prompt.params.max_tokens)
         self.stats.num_cut_off += sequence.is_cut_off
         sequence.edits = None  # they may take megabytes until the request ends
         if state.is_finished:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from bisect import bisect_left
+from collections import abc
 from dataclasses import dataclass, field
 from itertools import chain
 
@@ -111,6 +113,7 @@ class Slots:
 
 
 BlockCopies = list[tuple[int, int]]  # of blocks: (from, to)
+Places = abc.Sequence[int]  # of tokens in a row
 
 
 @dataclass(slots=True)
@@ -171,6 +174,7 @@ class PlannedStep:
     num_prompt_tokens: int
     num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
+    # of prompts, or of their branches
     scored_prompts: list[ScoreOwner] = field(default_factory=list)
     read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
 
@@ -312,29 +316,65 @@ def _add_scores(
 ) -> None:
     """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's.
 
-    Behind the last token of a prompt under observation, its masks are scored.
+    Masks are scored behind the last token of a prompt under observation.
     """
-    parts = []
+    parts = list[np.ndarray]()
+    owners = list[ScoreOwner]()
     for place, row in enumerate(rows):
         prompt = row.owner.prompt
         first = int(firsts[place])
-        if row.is_prompt and prompt.wants_scores:
-            targets = prompt.ids[
-                row.position + 1 : row.position + 1 + len(row.token_ids)
-            ]
+        places, targets = _list_targets(row)
+        if targets:
             part = np.zeros(len(targets), SCORE)
-            part["token_index"] = np.arange(first, first + len(targets))
+            part["token_index"] = np.array(places) + first
             part["target_id"] = targets
             part["num_top"] = prompt.num_top
             part["mask"] = -1
             parts.append(part)
-            planned.scored_prompts += [prompt] * len(targets)
-        if row.is_prompt and row.sequences and prompt.wants_masses:
-            part = np.zeros(len(prompt.observed_masks), SCORE)
-            part["token_index"] = first + len(row.token_ids) - 1
-            part["num_top"] = prompt.observation.num_free
-            part["mask"] = [_place_mask(mask, masks) for mask in prompt.observed_masks]
+            owners += [prompt] * len(targets)
+        if (observed := _find_observed(row)) is not None:
+            part = np.zeros(len(observed.observed_masks), SCORE)
+            part["token_index"] = first + len(observed.ids) - 1 - row.position
+            part["num_top"] = observed.observation.num_free
+            part["mask"] = [
+                _place_mask(mask, masks) for mask in observed.observed_masks
+            ]
             parts.append(part)
-            planned.scored_prompts += [ObservedPrompt(prompt)] * len(part)
+            owners += [ObservedPrompt(observed)] * len(part)
     if parts:
-        planned.step.scores = np.concatenate(parts)
+        scores = np.concatenate(parts)
+        order = scores["token_index"].argsort(kind="stable")
+        planned.step.scores = scores[order]
+        planned.scored_prompts = [owners[place] for place in order.tolist()]
+
+
+def _find_observed(row: PackedRow) -> PromptState | None:
+    """Return the prompt whose masks are scored behind one of a row's tokens, or None.
+
+    That is its last token, before it has drawn any. Of labels, the first branch feeds it.
+    """
+    branch = row.owner.prompt.branch
+    prompt = row.owner.prompt if branch is None else branch.parent
+    if not prompt.observed_masks or any(each.tokens for each in prompt.sequences):
+        return None
+    last = len(prompt.ids) - 1
+    if branch is not None and branch.positions[0] != last:
+        return None
+    return prompt if 0 <= last - row.position < len(row.token_ids) else None
+
+
+def _list_targets(row: PackedRow) -> tuple[Places, list[int]]:
+    """List the tokens that are scored behind a row's: after which of them, and their ids."""
+    prompt = row.owner.prompt
+    start = row.position
+    end = start + len(row.token_ids)
+    if prompt.branch is not None:
+        positions = prompt.branch.positions
+        first = bisect_left(positions, start)
+        last = bisect_left(positions, end)
+        places = [position - start for position in positions[first:last]]
+        return places, prompt.branch.target_ids[first:last]
+    if row.is_prompt and prompt.wants_scores:
+        targets = prompt.ids[start + 1 : end + 1]
+        return range(len(targets)), targets
+    return (), []

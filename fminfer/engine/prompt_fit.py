@@ -370,6 +370,8 @@ def check_room(state: RequestState, scheduler: Scheduler) -> None:
     )
     lower = f"max_tokens or {name}" if num > 1 else "max_tokens"
     for prompt in state.prompts:
+        if prompt.walk is not None:
+            prompt = prompt.walk.make_longest_branch()
         if len(prompt.sequences) > scheduler.max_rows:
             raise RequestError(
                 "out_of_memory",

@@ -78,7 +78,10 @@ class KvReservation:
         if prompt.is_apart:
             return Match()
         if not prompt.wants_scores:  # the last token is fed to draw from it
-            return self.prefixes.match(prompt.ids_to_feed, prompt.num_to_feed - 1, None)
+            limit = prompt.num_to_feed - 1
+            if prompt.branch is not None:  # all that is scored behind must be fed
+                limit = prompt.branch.positions[0]
+            return self.prefixes.match(prompt.ids_to_feed, limit, None)
         match = self.prefixes.match(prompt.ids, prompt.num_to_feed, prompt.num_top)
         # The last token of the prefix is fed again: what follows it is scored from it.
         match.length = max(0, match.length - 1)

@@ -12,7 +12,14 @@ from fminfer.compute.values.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
 from fminfer.engine.packing import ObservedPrompt, PlannedStep
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import ALTERNATIVE, PromptState, Sequence, TokenReport
+from fminfer.engine.sequence import (
+    ALTERNATIVE,
+    Branch,
+    PromptState,
+    Sequence,
+    TokenReport,
+    Walk,
+)
 from fminfer.text.detokenizer import Detokenizer
 
 MAX_UNFED = 32  # tokens of a row that drew some without an alternative
@@ -26,9 +33,11 @@ def apply_result(
     scores = _make_reports(result.logprobs_of("prompt scores"))
     for owner, report in zip(planned.scored_prompts, scores, strict=True):
         if isinstance(owner, ObservedPrompt):
-            owner.prompt.mask_reports.append(report)
-        else:
+            owner.prompt.add_mask_report(report)
+        elif owner.branch is None:
             yield from _add_score(owner, report, scheduler)
+        else:
+            yield from _add_label_score(owner, owner.branch, report, scheduler)
     draws = _make_reports(result.logprobs_of("tokens"))
     for sequence, report in zip(planned.sequences, draws, strict=True):
         # A prompt that is not fed at all: its first sequence had it fed again, just now.
@@ -72,6 +81,48 @@ def _add_score(
         for sequence in prompt.sequences:
             sequence.finish_reason = "length"
             yield sequence
+
+
+def _add_label_score(
+    prompt: PromptState, branch: Branch, report: TokenReport, scheduler: Scheduler
+) -> Iterator[Sequence]:
+    """Add a score of a branch; with its last one go on, or end the choices of its labels."""
+    state = prompt.owner
+    walk = branch.parent.walk
+    if walk is None or prompt not in walk.running:
+        return  # given up
+    prompt.reports.append(report)
+    if len(prompt.reports) < len(branch.positions):
+        return
+    if _judge_first_result(prompt, scheduler):
+        return
+    assert state.times is not None, "a branch ran before it was admitted"
+    if state.times.first_token_s is None:
+        state.times.first_token_s = time.perf_counter()
+    if not prompt.is_inner_branch:
+        branch.parent.num_cached = prompt.num_cached
+    walk.finish_branch(prompt)
+    if state.error is None and not walk.running:
+        scheduler.add_branches(walk.make_wave())
+    scheduler.release_sequence(prompt.sequences[0])
+    if walk.running and state.error is None:
+        return
+    scheduler.end_walk(walk)
+    for sequence in branch.parent.sequences:
+        _end_at_label(sequence, walk)
+        yield sequence
+
+
+def _end_at_label(sequence: Sequence, walk: Walk) -> None:
+    """Make a choice of the label that is chosen; of an error's request without its tokens."""
+    sequence.finish_reason = "stop"
+    detokenizer = sequence.detokenizer
+    if sequence.prompt.owner.error is not None or detokenizer is None:
+        return
+    for report in walk.list_reports(walk.choose_label(sequence)):
+        sequence.tokens.append(report)
+        _add_token_text(sequence, detokenizer)
+    _add_text(sequence, detokenizer.flush())
 
 
 def _add_drawn_token(
@@ -145,7 +196,8 @@ def _judge_first_result(prompt: PromptState, scheduler: Scheduler) -> bool:
         prompt.is_unproven = False
         is_nan = [math.isnan(report.logprob) for report in prompt.reports]
         if any(is_nan):
-            prompt.nan_at = f"prompt token {is_nan.index(True) + 1}"
+            place = f"prompt token {is_nan.index(True) + 1}"
+            prompt.nan_at = place if prompt.branch is None else "its labels"
         if not prompt.nan_at:
             scheduler.mark_sound(prompt)
         elif scheduler.requeue_apart(prompt):

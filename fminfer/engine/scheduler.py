@@ -29,7 +29,7 @@ from fminfer.engine.reservation import (
     choose_victim,
     list_preemptible_rows,
 )
-from fminfer.engine.sequence import Array, PromptState, Sequence
+from fminfer.engine.sequence import Array, PromptState, Sequence, Walk
 from fminfer.engine.waiting import TURN, EncoderQueue, PrefillQueue, WaitingQueue
 
 MAX_LOOKS = 64  # waiting prompts that are passed over before a step
@@ -214,18 +214,41 @@ class Scheduler:
         """Free the blocks of a sequence that is done."""
         self.kv.free_blocks(sequence)
         prompt = sequence.prompt
+        if prompt.branch is not None:
+            return  # others share it until the search is over
         if not any(other.block_table for other in prompt.sequences):
-            num_wanted = self.waiting.num_shared_tokens(prompt.ids)
-            if num_wanted is not None:
-                self.kv.prefixes.evict_tail(prompt.ids, num_wanted)
+            self._evict_unshared(prompt)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
+
+    def add_branches(self, branches: list[PromptState]) -> None:
+        """Queue branches of a running prompt's labels, before all of its priority."""
+        for branch in branches:
+            self.waiting.add_preempted(branch)
+
+    def end_walk(self, walk: Walk) -> None:
+        """Forget the branches of a search that is over, or given up."""
+        for branch in [*walk.running]:
+            self.cancel(branch)
+        walk.running.clear()
+        for branch in reversed(walk.fed):  # the first one is the others' beginning
+            self._evict_unshared(branch)
+        walk.fed.clear()
+
+    def _evict_unshared(self, prompt: PromptState) -> None:
+        """Evict what no waiting prompt shares of a prompt, if no more prompts come."""
+        num_wanted = self.waiting.num_shared_tokens(prompt.ids)
+        if num_wanted is not None:
+            self.kv.prefixes.evict_tail(prompt.ids, num_wanted)
 
     def cancel(self, prompt: PromptState) -> None:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
 
         Its scores of steps in flight still count, for prompts that share them; tokens do not.
         """
+        if prompt.walk is not None:
+            self.end_walk(prompt.walk)
+            return
         if self.waiting.discard(prompt):
             return
         self._remove_from_queues(prompt)
@@ -356,7 +379,8 @@ class Scheduler:
         """
         if prompt.priority <= self._lowest_priority:
             return False
-        unscored = [p for p in self._prefilling.prompts if not p.wants_scores]
+        prefilling = self._prefilling.prompts
+        unscored = [p for p in prefilling if not (p.wants_scores or p.branch)]
         others = [*unscored, *self.reading.prompts]
         fed = [sequence for other in others for sequence in other.sequences]
         between = list_preemptible_rows(prompt.priority, [*self._ready, *fed])

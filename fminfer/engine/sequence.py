@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import struct
 from dataclasses import dataclass, field
-from typing import Any, Literal
+from typing import Any, Literal, Protocol
 
 from fminfer.contract.request import SamplingParams, VectorWish
 from fminfer.core.config import KnownParser
@@ -81,8 +81,9 @@ NO_OBSERVATION = Observation()
 class ObservedMass:
     """The probabilities that the model gave before bias, temperature and filters."""
 
-    mass: float  # of all that the constraint allows
-    spelling_masses: tuple[float, ...]
+    mass: float  # of the tokens that the constraint allows first, or of whole labels
+    # of first tokens: of the constraint's own, then of those of each spelling
+    first_masses: tuple[float, ...]
     free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
 
 
@@ -140,6 +141,7 @@ class RequestState:
         """
         for prompt in self.prompts:
             prompt.sequences = []
+            prompt.walk = None
         self.prompts = []
 
     @property
@@ -149,6 +151,43 @@ class RequestState:
         while self.num_done < num_prompts and self.prompts[self.num_done].is_finished:
             self.num_done += 1
         return self.num_done == num_prompts
+
+
+@dataclass(slots=True, frozen=True)
+class Branch:
+    """What a prompt that is a branch of another's labels computes (`label_walk`)."""
+
+    parent: PromptState
+    fed_nodes: list[int]  # of the trie of labels, whose tokens it feeds
+    scored_nodes: list[int]  # whose logprobs it gives
+    # By scored node: where the token before its own stands in the prompt; and its own token.
+    positions: list[int]
+    target_ids: list[int]
+
+
+class Walk(Protocol):
+    """The search through the labels of a prompt; `label_walk` has it."""
+
+    running: list[PromptState]  # branches that wait or are computed
+    fed: list[PromptState]  # those that were
+
+    def make_wave(self) -> list[PromptState]:
+        """Return the branches to compute next; none: the search is over."""
+
+    def finish_branch(self, branch_prompt: PromptState) -> None:
+        """Add the logprobs that a branch has given."""
+
+    def choose_label(self, sequence: Sequence) -> int:
+        """Return the label that a choice is."""
+
+    def list_reports(self, label: int) -> list[TokenReport]:
+        """Return new reports of a label's tokens."""
+
+    def describe_answer(self) -> dict[str, Any]:
+        """Return the fields that a choice has of it."""
+
+    def make_longest_branch(self) -> PromptState:
+        """Return the branch that needs the most blocks."""
 
 
 @dataclass(slots=True, eq=False)
@@ -188,8 +227,11 @@ class PromptState:
     encoder_output: Array | None = None
     # admitted with the blocks of another prompt's encoder output
     shares_encoder_output: bool = False
-    # Under observation: the constraint's first mask and those of spellings, and the
-    # logprob of each.
+    # Its choices are labels: it is not fed, but its branches are.
+    walk: Walk | None = None
+    branch: Branch | None = None  # it is one of another prompt's labels
+    # Under observation: the tokens that may be first, by the constraint and by spellings;
+    # and the logprob of each of these masks.
     observed_masks: list[Mask] = field(default_factory=list)
     mask_reports: list[TokenReport] = field(default_factory=list)
 
@@ -232,6 +274,8 @@ class PromptState:
         """Tokens the model must see before the next draw; one only scored is never fed."""
         if self.ids_to_refeed:
             return len(self.ids_to_refeed)
+        if self.branch is not None:
+            return len(self.ids)
         return self.params.count_fed_tokens(len(self.ids))
 
     @property
@@ -240,8 +284,13 @@ class PromptState:
 
     @property
     def has_run(self) -> bool:
-        """Whether it was admitted before, and lost its blocks since."""
-        return bool(self.ids_to_refeed) or self.is_apart
+        """Whether it, or the prompt of which it is a branch, was admitted before."""
+        return bool(self.ids_to_refeed) or self.is_apart or self.is_inner_branch
+
+    @property
+    def is_inner_branch(self) -> bool:
+        """Whether it is a branch behind the first one, which is the prompt itself."""
+        return self.branch is not None and len(self.ids) > len(self.branch.parent.ids)
 
     @property
     def num_kv_tokens(self) -> int:
@@ -250,6 +299,8 @@ class PromptState:
 
     def num_kv_tokens_for(self, num_drawn: int) -> int:
         """Return the tokens of KV cache one sequence of it needs to draw so many."""
+        if self.branch is not None:
+            return len(self.ids)
         num_prompt = len(self.ids) if self.params.max_tokens > 0 else self.num_to_feed
         return num_prompt + max(0, num_drawn - 1)
 
@@ -271,26 +322,25 @@ class PromptState:
     def observation(self) -> Observation:
         return self.owner.prepared.observation or NO_OBSERVATION
 
-    @property
-    def wants_masses(self) -> bool:
-        """Whether its masks are to be scored where it draws now."""
-        return bool(self.observed_masks) and not any(
-            sequence.tokens for sequence in self.sequences
-        )
+    def add_mask_report(self, report: TokenReport) -> None:
+        """Add the score of its next mask, or again of the first if it was fed anew."""
+        if len(self.mask_reports) == len(self.observed_masks):
+            self.mask_reports = []
+        self.mask_reports.append(report)
 
     @property
     def observed_mass(self) -> ObservedMass | None:
-        """What its masks' scores were; None: they were not scored."""
+        """The scores of its masks; None: they were not scored."""
         if not self.mask_reports:
             return None
-        mass, *spelling_masses = (
+        first_masses = tuple(
             min(1.0, math.exp(report.logprob)) for report in self.mask_reports
         )
-        return ObservedMass(
-            mass,
-            tuple(spelling_masses),
-            tuple(self.mask_reports[0].best_alternatives(self.observation.num_free)),
-        )
+        mass = first_masses[0]
+        if self.walk is not None:
+            mass = self.walk.describe_answer()["label_mass"]
+        free_tokens = self.mask_reports[0].best_alternatives(self.observation.num_free)
+        return ObservedMass(mass, first_masses, tuple(free_tokens))
 
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.
@@ -308,7 +358,6 @@ class PromptState:
         """
         self.num_fed = 0
         self.nan_at = ""
-        self.mask_reports = []
         if not self.ids_to_refeed:
             self.reports = []
             self.shared_scores = []

@@ -117,6 +117,8 @@ class EngineStats:
 
     def count_admitted(self, prompt: PromptState) -> None:
         """Count a prompt that is to be fed, perhaps once more."""
+        if prompt.is_inner_branch and not prompt.is_apart:
+            return  # its prompt is counted
         if prompt.has_run:
             self.num_put_back += not prompt.is_apart
             self.num_apart += prompt.is_apart

@@ -260,7 +260,8 @@ class PrefillQueue(AdmittedQueue):
         ids = prompt.ids_to_feed[start:last]
         prompt.num_fed = last
         self.num_unfed -= last - start
-        draws = last == prompt.num_to_feed and prompt.params.max_tokens > 0
+        is_drawn = prompt.branch is None and prompt.params.max_tokens > 0
+        draws = last == prompt.num_to_feed and is_drawn
         if last == prompt.num_to_feed:
             self.prompts.popleft()
         return prompt, PackedRow(

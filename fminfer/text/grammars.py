@@ -8,12 +8,14 @@ import time
 from functools import cached_property, lru_cache
 from typing import Any
 
+from fminfer.contract.labels import read_labels
 from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import Mask, make_mask
+from fminfer.core.messages import Mask, make_mask, pack_token_ids
 from fminfer.text.grammar_forms import constraint_error, tidy_fault
 from fminfer.text.grammar_trial import LIMITS, build_trial
+from fminfer.text.label_trie import ROOT, LabelTrie
 from fminfer.text.limited_process import LimitedPool, LimitError
 from fminfer.text.tokenizer import Tokenizer
 
@@ -51,6 +53,7 @@ class Vocabulary:
         self._ids = {
             token: i for i, token in enumerate(self.tokens) if i not in special
         }
+        self._special = special
         self._longest = max(map(len, self._ids))
         usable = {*self._ids.values()}
         ids = [i for i in tokenizer.encode(PROBE).ids if i in usable]
@@ -69,7 +72,10 @@ class Vocabulary:
                 before + data.decode(), add_special_tokens=False
             ).ids
             ids = ids[len(before) :]
-            has_all = all(token_id < len(self.tokens) for token_id in ids)
+            has_all = all(
+                token_id < len(self.tokens) and token_id not in self._special
+                for token_id in ids
+            )
             if has_all and b"".join(self.tokens[token_id] for token_id in ids) == data:
                 return ids
         return self._tokenize_greedily(data)
@@ -217,6 +223,9 @@ def _too_complex_error(text: str) -> RequestError:
     )
 
 
+Compiled = Grammar | LabelTrie
+
+
 class Grammars:
     """Compiles constraints for one model, and keeps what it compiled. Any thread may call it."""
 
@@ -225,10 +234,11 @@ class Grammars:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self._num_mask_bytes = (vocab_size + 63) // 64 * 8
         self._eos_ids = eos_ids
         self._lock = threading.Lock()  # of counts of masks
-        self._compiled: BoundedCache[Constraint, Grammar | RequestError] = BoundedCache(
-            MAX_KEPT, MAX_KEPT_BYTES
+        self._compiled: BoundedCache[Constraint, Compiled | RequestError] = (
+            BoundedCache(MAX_KEPT, MAX_KEPT_BYTES)
         )
         self._compile_locks: dict[
             Constraint, threading.Lock
@@ -241,6 +251,25 @@ class Grammars:
         Raises:
             RequestError: there is none; it names what cannot be had.
         """
+        grammar = self._find(constraint)
+        assert isinstance(grammar, Grammar), "labels have no grammar"
+        return grammar
+
+    def find_labels(self, constraint: Constraint) -> LabelTrie:
+        """Return the labels of a constraint that asks for their probabilities, as `find`."""
+        trie = self._find(constraint)
+        assert isinstance(trie, LabelTrie), "a grammar has no labels"
+        return trie
+
+    def find_first_mask(self, constraint: Constraint) -> Mask:
+        """Return the tokens that an answer may begin with."""
+        if constraint.kind != "labels":
+            return self.find(constraint).first_node.mask
+        nodes = self.find_labels(constraint).nodes
+        first_ids = [nodes[child].token_id for child in nodes[ROOT].children]
+        return make_mask(pack_token_ids(first_ids, self._num_mask_bytes))
+
+    def _find(self, constraint: Constraint) -> Compiled:
         compiled = self._compiled.get(constraint)
         if compiled is None:
             with self._compile_locks.setdefault(constraint, threading.Lock()):
@@ -272,7 +301,7 @@ class Grammars:
         Raises:
             RequestError: a matcher cannot go on.
         """
-        num_bytes = (self._vocab_size + 63) // 64 * 8
+        num_bytes = self._num_mask_bytes
         num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits
         allowed = -1
         for matcher in matchers:
@@ -283,9 +312,13 @@ class Grammars:
             allowed &= int.from_bytes(bits.raw, "little")
         return make_mask(allowed.to_bytes(num_bytes, "little"))
 
-    def _compile_into_cache(self, constraint: Constraint) -> Grammar | RequestError:
+    def _compile_into_cache(self, constraint: Constraint) -> Compiled | RequestError:
+        compiled: Compiled | RequestError
         try:
-            compiled: Grammar | RequestError = self._compile(constraint)
+            if constraint.kind == "labels":
+                compiled = LabelTrie(*read_labels(constraint), self._spell_label)
+            else:
+                compiled = self._compile(constraint)
         except RequestError as error:
             compiled = error.with_traceback(None)
         size = BYTES_A_CHARACTER * (len(constraint.text) + 1000) + getattr(
@@ -299,6 +332,13 @@ class Grammars:
                         kept.num_nodes if kept.is_kept else -kept.num_nodes
                     )
         return compiled
+
+    def _spell_label(self, label: str) -> list[int] | None:
+        """Return a label's tokens as constraints allow them; None: no tokens spell it."""
+        vocabulary = self.vocabulary
+        ids = vocabulary(label)
+        spelled = b"".join(vocabulary.tokens[token_id] for token_id in ids)
+        return ids if spelled == label.encode() else None
 
     def _compile(self, constraint: Constraint) -> Grammar:
         # loaded where a request asks for it

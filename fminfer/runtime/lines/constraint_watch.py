@@ -11,6 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import product
 
 from fminfer.contract.envelope import Line
+from fminfer.contract.labels import read_labels
 from fminfer.contract.row_warnings import RowWarning, cut_name
 from fminfer.core.config import Constraint
 from fminfer.core.messages import ConstraintMass
@@ -151,7 +152,7 @@ class ConstraintWatch:
             f"labels such as {_quote_few(rows[-1].labels)} have "
             f"{describe_share(median)} of the model's probability, in the median of "
             f"the first {len(rows)} rows. Likelier is {self._describe_free(rows)}. "
-            f"{_describe_remedy(rows, median)}"
+            f"{_describe_remedy(rows)}"
         )
         if new := self._intake.warnings.add(warning, num_rows=len(rows)):
             self._intake.on_warning(f"Warning: {new}")
@@ -171,23 +172,27 @@ class ConstraintWatch:
 
 
 def _list_labels(constraint: Constraint) -> tuple[str, ...]:
-    """Return the labels of a constraint that is one; none of others."""
+    """Return the labels that a constraint allows; none: it is not of labels."""
+    if constraint.kind == "labels":
+        return read_labels(constraint)[0]
     return (*json.loads(constraint.text),) if constraint.kind == "choice" else ()
 
 
-def _describe_remedy(rows: list[MeasuredRow], given_mass: float) -> str:
+def _describe_remedy(rows: list[MeasuredRow]) -> str:
     """Name the likeliest other spelling of labels, if it is clearly likelier."""
     masses = defaultdict[int, list[float]](list)
     for row in rows:
+        _, *spelling_masses = row.observed.first_masses
         spellings = row.observation.spellings
-        for spelling, mass in zip(spellings, row.observed.spelling_masses, strict=True):
+        for spelling, mass in zip(spellings, spelling_masses, strict=True):
             masses[spelling.style].append(mass)
+    given_mass = statistics.median(row.observed.first_masses[0] for row in rows)
     candidates = [
         (statistics.median(masses[spelling.style]), spelling.labels)
         for spelling in rows[-1].observation.spellings
     ]
     mass, labels = max(candidates, default=(0.0, ()))
-    if mass < CLEARLY * given_mass or not labels:
+    if mass <= CLEARLY * given_mass:
         return "Let the prompt show which answers there are, and how they are written"
     return (
         f"Write them as {_quote_few(labels)}, whose first tokens have "

@@ -1,0 +1,89 @@
+"""The labels of a request as a trie of tokens: what follows a prompt, and what is shared."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+from fminfer.contract.fields import describe_value
+from fminfer.core.errors import RequestError
+
+ROOT = 0  # the node of the prompt's end
+
+
+@dataclass(slots=True)
+class LabelNode:
+    """A token behind the prompt or behind another node's."""
+
+    parent: int
+    token_id: int
+    depth: int  # tokens from the prompt's end to its own
+    label: int = -1  # the label that ends here; -1: none does
+    children: list[int] = field(default_factory=list)
+
+
+class LabelTrie:
+    """The tokens of labels. Nodes are known by their numbers; a child's is above its parent's.
+
+    Of " red", " red wine" and " rose", whose tokens are red, red wine and ro se::
+
+        0 prompt ── 1 red (label 0) ── 2 wine (label 1)
+                 └─ 3 ro            ── 4 se (label 2)
+
+    Args:
+        spell: returns the tokens of a label behind any prompt; None: no tokens spell it.
+        num_told: of how many labels an answer tells the probability.
+    """
+
+    def __init__(
+        self,
+        labels: tuple[str, ...],
+        num_told: int,
+        spell: Callable[[str], list[int] | None],
+    ) -> None:
+        self.labels = labels
+        self.num_told = num_told
+        self.nodes = [LabelNode(ROOT, -1, 0)]
+        self.ends = [self._add_label(number, spell) for number in range(len(labels))]
+
+    @property
+    def num_longest(self) -> int:
+        """Tokens of the longest label."""
+        return max(node.depth for node in self.nodes)
+
+    def list_path(self, number: int) -> list[int]:
+        """Return the nodes from the first token to this one, both included."""
+        path = list[int]()
+        while number != ROOT:
+            path.append(number)
+            number = self.nodes[number].parent
+        return path[::-1]
+
+    def _add_label(self, label: int, spell: Callable[[str], list[int] | None]) -> int:
+        ids = spell(self.labels[label])
+        if not ids:
+            raise RequestError(
+                "unsupported_parameter",
+                f"no tokens of this model spell the label "
+                f"{describe_value(self.labels[label])}. Write it in another way",
+                "structured_outputs",
+            )
+        number = ROOT
+        for token_id in ids:
+            number = self._find_child(number, token_id) or self._add_child(
+                number, token_id
+            )
+        self.nodes[number].label = label
+        return number
+
+    def _find_child(self, number: int, token_id: int) -> int | None:
+        for child in self.nodes[number].children:
+            if self.nodes[child].token_id == token_id:
+                return child
+        return None
+
+    def _add_child(self, number: int, token_id: int) -> int:
+        parent = self.nodes[number]
+        self.nodes.append(LabelNode(number, token_id, parent.depth + 1))
+        parent.children.append(len(self.nodes) - 1)
+        return len(self.nodes) - 1
