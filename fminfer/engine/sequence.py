@@ -26,6 +26,7 @@ AnswerKind = Literal[
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
+NUM_FREE = 5  # likeliest tokens that are told of a prompt under observation
 
 
 # not frozen: there is one a token, and that costs three times as much
@@ -61,7 +62,7 @@ ReportSlice = tuple[list[TokenReport], int, int]
 class LabelSpelling:
     """A way to spell the labels of a constraint."""
 
-    style: int  # its place in `constraint_watch.STYLES`
+    style: int  # as `constraint_watch.spell_labels` numbers them
     labels: tuple[str, ...]
     first_ids: tuple[int, ...]  # tokens that labels begin with
 
@@ -70,11 +71,7 @@ class LabelSpelling:
 class Observation:
     """What is measured of a constrained request: at the first token of its first prompt."""
 
-    spellings: tuple[LabelSpelling, ...] = ()  # besides the constraint's own
-    num_free: int = 0  # likeliest tokens without the constraint
-
-
-NO_OBSERVATION = Observation()
+    spellings: tuple[LabelSpelling, ...]  # of its labels, first that of the constraint
 
 
 @dataclass(slots=True, frozen=True)
@@ -82,8 +79,7 @@ class ObservedMass:
     """The probabilities that the model gave before bias, temperature and filters."""
 
     mass: float  # of the tokens that the constraint allows first, or of whole labels
-    # of first tokens: of the constraint's own, then of those of each spelling
-    first_masses: tuple[float, ...]
+    spelling_masses: tuple[float, ...]  # of the first tokens of each spelling
     free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
 
 
@@ -230,8 +226,8 @@ class PromptState:
     # Its choices are labels: it is not fed, but its branches are.
     walk: Walk | None = None
     branch: Branch | None = None  # it is one of another prompt's labels
-    # Under observation: the tokens that may be first, by the constraint and by spellings;
-    # and the logprob of each of these masks.
+    # Under observation: the tokens that its grammar allows first, those that begin labels
+    # in each spelling; and the logprob of each of these masks.
     observed_masks: list[Mask] = field(default_factory=list)
     mask_reports: list[TokenReport] = field(default_factory=list)
 
@@ -318,10 +314,6 @@ class PromptState:
             and not self.ids_to_refeed
         )
 
-    @property
-    def observation(self) -> Observation:
-        return self.owner.prepared.observation or NO_OBSERVATION
-
     def add_mask_report(self, report: TokenReport) -> None:
         """Add the score of its next mask, or again of the first if it was fed anew."""
         if len(self.mask_reports) == len(self.observed_masks):
@@ -333,14 +325,11 @@ class PromptState:
         """The scores of its masks; None: they were not scored."""
         if not self.mask_reports:
             return None
-        first_masses = tuple(
-            min(1.0, math.exp(report.logprob)) for report in self.mask_reports
-        )
-        mass = first_masses[0]
-        if self.walk is not None:
-            mass = self.walk.describe_answer()["label_mass"]
-        free_tokens = self.mask_reports[0].best_alternatives(self.observation.num_free)
-        return ObservedMass(mass, first_masses, tuple(free_tokens))
+        masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
+        walk = self.walk
+        mass = masses.pop(0) if walk is None else walk.describe_answer()["label_mass"]
+        free_tokens = self.mask_reports[0].best_alternatives(NUM_FREE)
+        return ObservedMass(mass, tuple(masses), tuple(free_tokens))
 
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.

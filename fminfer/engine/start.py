@@ -9,12 +9,11 @@ from itertools import chain
 from typing import Any
 
 from fminfer.contract.request import SamplingParams
-from fminfer.core.messages import Mask, make_mask, pack_token_ids
+from fminfer.core.messages import make_mask, pack_token_ids
 from fminfer.engine.label_walk import LabelWalk
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import make_draw_key, make_noise_key
 from fminfer.engine.sequence import (
-    Observation,
     PreparedRequest,
     PromptState,
     RequestState,
@@ -79,6 +78,12 @@ class RequestStarter:
                 prompt.walk = LabelWalk(prompt, grammars.find_labels(params.constraint))
             else:
                 grammar = grammars.find(params.constraint)
+            if prepared.observation is not None and index == 0:
+                prompt.observed_masks = [grammar.first_node.mask] if grammar else []
+                prompt.observed_masks += [
+                    make_mask(pack_token_ids(each.first_ids, grammars.num_mask_bytes))
+                    for each in prepared.observation.spellings
+                ]
         for candidate in range(params.num_candidates):
             sequence = Sequence(
                 prompt, make_noise_key(key, index, candidate) if key else b"", None
@@ -96,25 +101,7 @@ class RequestStarter:
                 sequence.matcher = grammar.make_matcher()
                 sequence.update_mask()
             prompt.sequences.append(sequence)
-        if prepared.observation is not None and index == 0:
-            prompt.observed_masks = self._make_observed_masks(
-                prepared.observation, params
-            )
         return prompt
-
-    def _make_observed_masks(
-        self, observation: Observation, params: SamplingParams
-    ) -> list[Mask]:
-        """Return the first tokens that a constraint allows, and those of labels' spellings."""
-        assert params.constraint is not None, "only constraints are under observation"
-        grammars = find_grammars(self.tokenizer, self.vocab_size, self.eos_ids)
-        first_mask = grammars.find_first_mask(params.constraint)
-        num_bytes = len(first_mask.bits)
-        spelled = (
-            make_mask(pack_token_ids(spelling.first_ids, num_bytes))
-            for spelling in observation.spellings
-        )
-        return [first_mask, *spelled]
 
 
 def find_stop_tokens(

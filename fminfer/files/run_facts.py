@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass, field
 from typing import Any
 
 from fminfer.core.messages import ConstraintMass
@@ -162,7 +162,7 @@ class CurrentRun:
                 "settings": self.settings,
                 "stats": self.read_stats(),
                 "time_line": self.time_line.to_dict(),
-                **({} if mass is None else {"constraint_mass": asdict(mass)}),
+                **({} if mass is None else {"allowed": mass.to_text()}),
             }
         ]
 

@@ -258,7 +258,7 @@ class JobSummary:
             f"{describe_short_time(self.wall_s)}",
         )
         if self.constraint_mass is not None:
-            yield "allowed", f"constraints left {self.constraint_mass.to_text()}"
+            yield "allowed", self.constraint_mass.to_text()
         if self.same_answers:
             yield "answers", "the same whatever rows were beside them"
         if self.ranks:

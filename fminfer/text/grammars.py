@@ -12,10 +12,10 @@ from fminfer.contract.labels import read_labels
 from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
-from fminfer.core.messages import Mask, make_mask, pack_token_ids
+from fminfer.core.messages import Mask, make_mask
 from fminfer.text.grammar_forms import constraint_error, tidy_fault
 from fminfer.text.grammar_trial import LIMITS, build_trial
-from fminfer.text.label_trie import ROOT, LabelTrie
+from fminfer.text.label_trie import LabelTrie
 from fminfer.text.limited_process import LimitedPool, LimitError
 from fminfer.text.tokenizer import Tokenizer
 
@@ -234,7 +234,7 @@ class Grammars:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
-        self._num_mask_bytes = (vocab_size + 63) // 64 * 8
+        self.num_mask_bytes = (vocab_size + 63) // 64 * 8
         self._eos_ids = eos_ids
         self._lock = threading.Lock()  # of counts of masks
         self._compiled: BoundedCache[Constraint, Compiled | RequestError] = (
@@ -260,14 +260,6 @@ class Grammars:
         trie = self._find(constraint)
         assert isinstance(trie, LabelTrie), "a grammar has no labels"
         return trie
-
-    def find_first_mask(self, constraint: Constraint) -> Mask:
-        """Return the tokens that an answer may begin with."""
-        if constraint.kind != "labels":
-            return self.find(constraint).first_node.mask
-        nodes = self.find_labels(constraint).nodes
-        first_ids = [nodes[child].token_id for child in nodes[ROOT].children]
-        return make_mask(pack_token_ids(first_ids, self._num_mask_bytes))
 
     def _find(self, constraint: Constraint) -> Compiled:
         compiled = self._compiled.get(constraint)
@@ -301,7 +293,7 @@ class Grammars:
         Raises:
             RequestError: a matcher cannot go on.
         """
-        num_bytes = self._num_mask_bytes
+        num_bytes = self.num_mask_bytes
         num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits
         allowed = -1
         for matcher in matchers:

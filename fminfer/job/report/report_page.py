@@ -213,11 +213,7 @@ def _make_facts(
             _join_unique(filter(None, (ANSWERS[run.same_answers] for run in runs))),
         ),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
-        *(
-            ("Constraints", f"left {run.constraint_mass.to_text()}")
-            for run in runs[-MAX_NAMED:]
-            if run.constraint_mass is not None
-        ),
+        *(("Allowed", run.allowed) for run in runs[-MAX_NAMED:]),
         ("Input", list_few(sources, MAX_NAMED)),
         (
             "Settings",

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
-from fminfer.core.messages import ConstraintMass
 from fminfer.files.completed import Edit, find_edit
 from fminfer.files.disk import path_beside
 from fminfer.files.first_lines import holds_answers, holds_requests
@@ -165,8 +164,7 @@ class ReportedRun:
     num_before: int = 0  # older runs, of which only the number is known
     # whether answers did not depend on other rows; None: it is not known
     same_answers: bool | None = None
-    # of the constrained rows that were measured; None: there are none
-    constraint_mass: ConstraintMass | None = None
+    allowed: str = ""  # what constraints left of the model's probability
 
     def list_widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
@@ -207,17 +205,8 @@ def _make_run(fields: dict[str, Any]) -> ReportedRun:
         time_line=parse_time_line(fields.get("time_line")) or TimeLine(),
         num_before=int(_find_number(fields, "runs_before")),
         same_answers=answers if isinstance(answers, bool) else None,
-        constraint_mass=_parse_mass(as_dict(fields.get("constraint_mass"))),
+        allowed=str(fields.get("allowed") or ""),
     )
-
-
-def _parse_mass(fields: dict[str, Any]) -> ConstraintMass | None:
-    worst = as_dict(fields.get("worst"))
-    if not worst:
-        return None
-    masses = {name: _find_number(worst, name) for name in worst}
-    num_rows = int(_find_number(fields, "num_rows"))
-    return ConstraintMass(num_rows, _find_number(fields, "median"), masses)
 
 
 def _find_number(fields: dict[str, Any], name: str) -> float:

@@ -202,7 +202,8 @@ class LineRunner:
                 self.on_other(event)
             elif not isinstance(event, Delta):
                 request = self._requests.pop(event.request_id)
-                self._count_mass(request, event)
+                if self.watch is not None:
+                    self.watch.add(request, event)
                 if self.cache is not None and isinstance(event, Finished):
                     self.cache.add(request.prepared, event)
                 self._finish(request, event)
@@ -273,15 +274,6 @@ class LineRunner:
             stats.read.num_seeded += prepared.params.effective_seed is not None
             if origin == "computed":
                 stats.count_request(prepared)
-
-    def _count_mass(self, request: LineRequest, answer: Answer) -> None:
-        """Count what was measured of a request's constraint, if anything was."""
-        if (
-            self.watch is not None
-            and isinstance(answer, Finished)
-            and answer.observed is not None
-        ):
-            self.watch.add(request.line, request.prepared, answer.observed)
 
     def _add_request(self, request: LineRequest) -> None:
         request.added_s = time.perf_counter()
