@@ -321,6 +321,8 @@ def _add_scores(
     parts = list[np.ndarray]()
     owners = list[ScoreOwner]()
     for place, row in enumerate(rows):
+        if not row.is_prompt:
+            continue
         prompt = row.owner.prompt
         first = int(firsts[place])
         places, targets = _list_targets(row)
