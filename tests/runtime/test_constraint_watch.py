@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import random
 from collections.abc import Iterator
 from contextlib import closing
 from dataclasses import replace
@@ -187,13 +188,17 @@ def test_no_answer_depends_on_it(
 def test_a_row_that_is_fed_again_is_measured_once(
     checkpoint: tuple[str, Any], measured: Measured
 ) -> None:
-    """Few blocks: rows lose theirs to others, before or after they have drawn a token."""
+    """Rows that ended early let others enter; those need more blocks, and lose theirs."""
     folder, model = checkpoint
-    row = outputs(regex="[^a]+") | {"max_tokens": 40, "temperature": 0}
-    rows = [row | {"prompt": [*range(40 + n, 56 + n)]} for n in range(12)]
-    with fminfer.Engine(
-        folder, dtype="float32", max_num_kv_tokens=160, block_size=16
-    ) as engine:
+    rng = random.Random(1)
+    row = outputs(regex="[^a]+") | {"max_tokens": 100, "stop_token_ids": [*range(12)]}
+    rows = [
+        row
+        | {"prompt": [rng.randrange(5, 250) for _ in range(rng.randint(3, 20))]}
+        | {"temperature": rng.choice([0, 1.0]), "seed": seed}
+        for seed in range(NUM_FIRST_ROWS)
+    ]
+    with fminfer.Engine(folder, dtype="float32", budget=900, block_size=8) as engine:
         records = [*engine.run(rows)]
         assert engine.stats.num_put_back > 0
     assert not any(record.error for record in records)

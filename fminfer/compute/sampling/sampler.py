@@ -437,12 +437,15 @@ def _sum_masked(
     logits: torch.Tensor, masks: MaskTensors, rows: torch.Tensor, tokens: TokenSpan
 ) -> torch.Tensor:
     """Return the log of the sum of exponentials that each mask leaves of its row, (masks,)."""
-    # one by one: a step may have many more masks than rows
-    sums = [
-        masks.select(place).mask_logits(logits, rows[place]).logsumexp(-1)
-        for place in torch.split(torch.arange(len(rows), device=rows.device), 1)
-    ]
-    return tokens.join_sums(torch.cat(sums))
+    few = masks.has_few.nonzero()[:, 0]
+    many = (~masks.has_few).nonzero()[:, 0]
+    sums = logits.new_empty(len(rows), dtype=torch.float32)
+    few_logits, _ = masks.select(few).gather_few(logits, rows[few])
+    sums[few] = few_logits.logsumexp(-1)
+    for place in torch.split(many, 1) if len(many) else ():  # each is a row of logits
+        left = masks.select(place).mask_logits(logits, rows[place])
+        sums[place] = left.logsumexp(-1)
+    return tokens.join_sums(sums)
 
 
 def _make_logprobs(
