@@ -61,12 +61,6 @@ def make_label_constraint(choices: Constraint, num_told: int, name: str) -> Cons
     return Constraint("labels", text)
 
 
-def read_labels(constraint: Constraint) -> tuple[tuple[str, ...], int]:
-    """Return the labels of `make_label_constraint`, and how many are told."""
-    labels, num_told = json.loads(constraint.text)
-    return tuple(labels), num_told
-
-
 def make_label_params(values: Mapping[str, Any]) -> dict[str, Any]:
     """Return the sampling params that a request for label probabilities has.
 

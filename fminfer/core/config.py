@@ -59,7 +59,7 @@ class Constraint:
 
     kind: ConstraintKind
     # A JSON Schema with its keys in order; a regex; a JSON list of strings; Lark or GBNF;
-    # or labels whose probabilities are asked for, as `contract.labels` writes them.
+    # or a JSON list: labels whose probabilities are asked for, and how many are told.
     text: str
     # a regex of what may stand between JSON tokens; "": ours; "none": nothing
     whitespace: str = ""

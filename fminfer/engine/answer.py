@@ -224,8 +224,6 @@ class DeltaStream:
             with_prompt=adds_prompt,
         )
         reason = sequence.finish_reason
-        walk = sequence.prompt.walk
-        label_fields = walk.describe_answer() if walk and is_over else {}
         if reason == "stop" and part.num_calls:
             reason = "tool_calls"
         for index in indices:
@@ -242,12 +240,18 @@ class DeltaStream:
                 reason,
                 sequence.stop_reason,
                 named,
-                label_fields,
+                _make_label_fields(sequence),
             )
         part.num_listed = num_listed
         part.num_drawn = len(sequence.tokens)
         part.has_prompt = part.has_prompt or adds_prompt
         part.is_over = is_over
+
+
+def _make_label_fields(sequence: Sequence) -> dict[str, Any]:
+    """Return the `LABEL_FIELDS` of a choice whose labels are known; others have none."""
+    walk = sequence.prompt.walk
+    return {} if walk is None else walk.describe_answer()
 
 
 def _choose_sequences(prompt: PromptState) -> list[Sequence]:

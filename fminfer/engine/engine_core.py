@@ -14,6 +14,9 @@ from fminfer.engine.sequence import (
 )
 from fminfer.engine.stats import EngineStats, ObservableEngine
 
+# What a choice has beside its text where probabilities of labels were asked for.
+LABEL_FIELDS = ("label_probabilities", "label_mass")
+
 
 @dataclass(slots=True, frozen=True)
 class Delta:
@@ -32,7 +35,7 @@ class Delta:
     stop_reason: str | int | None = None  # the stop string or the stop token's id
     # In chat: whole calls, as a message has them, each with its `index` among them.
     tool_calls: list[dict[str, Any]] = field(default_factory=list)
-    # Of a label whose probability was asked for: those fields, as a choice has them.
+    # LABEL_FIELDS, if label probabilities were asked for
     label_fields: dict[str, Any] = field(default_factory=dict)
 
 

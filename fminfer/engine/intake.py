@@ -206,8 +206,8 @@ class Intake:
             return request
         grammars = self._find_grammars(params.constraint, compiles=compiles)
         num_longest = grammars.find_labels(params.constraint).num_longest
-        given = {**fields, **(self.limits.config.request_args or {})}
-        names = [name for name in MAX_TOKENS_NAMES if given.get(name) is not None]
+        merged = {**fields, **(self.limits.config.request_args or {})}
+        names = [name for name in MAX_TOKENS_NAMES if merged.get(name) is not None]
         if names and params.max_tokens < num_longest:
             raise RequestError(
                 "out_of_range",

@@ -154,12 +154,15 @@ def _make_choice(delta: Delta, *, is_chat: bool) -> dict[str, Any]:
         content = {"content": content} if content else {}
         if delta.tool_calls:
             content["tool_calls"] = delta.tool_calls
-    return {
+    choice = {
         "index": delta.index,
         "delta" if is_chat else "text": content,
         "logprobs": delta.logprobs,
         "finish_reason": delta.finish_reason,
-    } | ({} if delta.stop_reason is None else {"stop_reason": delta.stop_reason})
+    }
+    if delta.stop_reason is not None:
+        choice["stop_reason"] = delta.stop_reason
+    return choice | delta.label_fields
 
 
 def make_openai_routes(service: Service) -> APIRouter:

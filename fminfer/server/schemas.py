@@ -83,6 +83,13 @@ _AT_TIMES: dict[str, Schema] = {
     },
     "prompt_token_ids": IDS,
     "token_ids": IDS,
+    "label_probabilities": {
+        "type": "object",
+        "additionalProperties": NUMBER,
+        "description": "Of each label, or of so many as were asked for; best first.",
+    },
+    "label_mass": NUMBER
+    | {"description": "The probability of all labels together, under the model alone."},
 }
 _LOGPROBS = make_full_object_schema(
     tokens=make_list_schema(TEXT),

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import ctypes
+import json
 import threading
 import time
 from functools import cached_property, lru_cache
 from typing import Any
 
-from fminfer.contract.labels import read_labels
 from fminfer.core.bounded_cache import BoundedCache
 from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
@@ -308,7 +308,8 @@ class Grammars:
         compiled: Compiled | RequestError
         try:
             if constraint.kind == "labels":
-                compiled = LabelTrie(*read_labels(constraint), self._spell_label)
+                labels, num_told = json.loads(constraint.text)
+                compiled = LabelTrie(labels, num_told, self._spell_label)
             else:
                 compiled = self._compile(constraint)
         except RequestError as error:

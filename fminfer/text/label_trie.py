@@ -2,10 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from fminfer.contract.fields import describe_value
 from fminfer.core.errors import RequestError
 
 ROOT = 0  # the node of the prompt's end
@@ -37,7 +36,7 @@ class LabelTrie:
 
     def __init__(
         self,
-        labels: tuple[str, ...],
+        labels: Sequence[str],
         num_told: int,
         spell: Callable[[str], list[int] | None],
     ) -> None:
@@ -64,8 +63,8 @@ class LabelTrie:
         if not ids:
             raise RequestError(
                 "unsupported_parameter",
-                f"no tokens of this model spell the label "
-                f"{describe_value(self.labels[label])}. Write it in another way",
+                f"no tokens of this model spell the label {self.labels[label]!r}. "
+                "Write it in another way",
                 "structured_outputs",
             )
         number = ROOT

@@ -247,3 +247,54 @@ def test_others_do_not_wait_for_a_constraint_that_takes_long(
             go_on.set()
     texts = [each.result().json["choices"][0]["text"] for each in late]
     assert texts == [f"on{number}" for number in range(4)]
+
+
+LABELS: dict[str, Any] = {
+    "choice": [" north", " south", " south and east"],
+    "probabilities": True,
+}
+
+
+def test_label_probabilities_stand_in_each_choice(server: Running) -> None:
+    """Of completions and chats, whole and streamed; and of one that asks for less."""
+    asked: dict[str, Any] = {"prompt": "Say it:", "structured_outputs": LABELS}
+    whole = server.post("/v1/completions", asked).json["choices"][0]
+    names = ("text", "label_probabilities", "label_mass", "finish_reason")
+    assert whole["text"] == next(iter(whole["label_probabilities"]))
+    assert sum(whole["label_probabilities"].values()) == pytest.approx(1)
+    events = server.post("/v1/completions", asked | {"stream": True}).events
+    (told,) = [e["choices"][0] for e in events if e["choices"][0]["text"]]
+    assert {name: told[name] for name in names} == {name: whole[name] for name in names}
+
+    chat = {"messages": TALK, "structured_outputs": LABELS | {"probabilities": 1}}
+    answer = server.post(CHAT, chat).json["choices"][0]
+    assert [*answer["label_probabilities"]] == [answer["message"]["content"]]
+    events = server.post(CHAT, chat | {"stream": True}).events
+    (last,) = [e for e in events if e["choices"][0]["finish_reason"]]
+    assert last["choices"][0]["label_mass"] == answer["label_mass"]
+
+
+def test_a_wish_beside_label_probabilities_is_refused(server: Running) -> None:
+    asked = {"prompt": "go", "structured_outputs": LABELS, "top_p": 0.5}
+    answer = server.post("/v1/completions", asked)
+    assert answer.status == 400 and "top_p" in answer.error["message"]
+    other = {"regex": "a", "probabilities": True}
+    answer = server.post("/v1/completions", GO | {"structured_outputs": other})
+    assert answer.status == 400 and "is of choice" in answer.error["message"]
+
+
+def test_a_batch_has_label_probabilities(client: openai.OpenAI, tmp_path: Path) -> None:
+    path = tmp_path / "labels.jsonl"
+    body = {"model": "demo", "messages": TALK, "structured_outputs": LABELS}
+    path.write_bytes(batch_line("one", CHAT, **body))
+    file = client.files.create(file=path.open("rb"), purpose="batch")
+    batch = client.batches.create(
+        input_file_id=file.id, endpoint="/v1/chat/completions", completion_window="24h"
+    )
+    until(lambda: client.batches.retrieve(batch.id).status == "completed", "it is over")
+    output = client.batches.retrieve(batch.id).output_file_id
+    assert output
+    record = json.loads(client.files.content(output).text)
+    choice = record["response"]["body"]["choices"][0]
+    assert sum(choice["label_probabilities"].values()) == pytest.approx(1)
+    assert {*choice["label_probabilities"]} == {*LABELS["choice"]}

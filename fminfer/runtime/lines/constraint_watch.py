@@ -11,7 +11,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from itertools import accumulate, product
 
-from fminfer.contract.labels import read_labels
 from fminfer.contract.row_warnings import RowWarning, cut_name
 from fminfer.core.config import Constraint
 from fminfer.core.messages import ConstraintMass
@@ -43,9 +42,10 @@ LabelRow = tuple[tuple[LabelSpelling, ...], ObservedMass]
 
 def list_labels(constraint: Constraint) -> tuple[str, ...]:
     """Return the labels that a constraint allows; none: it is not of labels."""
-    if constraint.kind == "labels":
-        return read_labels(constraint)[0]
-    return (*json.loads(constraint.text),) if constraint.kind == "choice" else ()
+    if constraint.kind not in ("choice", "labels"):
+        return ()
+    value = json.loads(constraint.text)  # of "labels" with how many are told
+    return tuple(value[0] if constraint.kind == "labels" else value)
 
 
 def spell_labels(labels: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
