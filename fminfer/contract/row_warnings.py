@@ -38,12 +38,16 @@ class WarningCounts:
         self._lock = threading.Lock()
         self.kinds: dict[str, KindCount] = {}
 
-    def add(self, warning: RowWarning) -> str:
-        """Count a warning of one line; return what is to be told of it: what is new, or ""."""
+    def add(self, warning: RowWarning, num_rows: int = 1) -> str:
+        """Count a warning; return what is to be told of it: what is new, or "".
+
+        Args:
+            num_rows: lines that have it.
+        """
         with self._lock:
             is_new = warning.kind not in self.kinds
             count = self.kinds.setdefault(warning.kind, KindCount())
-            count.num_rows += 1
+            count.num_rows += num_rows
             new = [
                 name for name in dict.fromkeys(warning.names) if name not in count.names
             ]

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 
-from fminfer.core.quantities import describe_bytes, with_noun
+from fminfer.core.quantities import describe_bytes, describe_share, with_noun
 
 INVERTED = bytes(range(255, -1, -1))
 MAX_FEW = 256  # allowed tokens, whose ids are listed
@@ -69,6 +69,25 @@ class StageSpan:
     def waited_s(self) -> float:
         """How long the stage waited for layers."""
         return sum(came_s - asked_s for asked_s, came_s, _ in self.brought)
+
+
+@dataclass(slots=True, frozen=True)
+class ConstraintMass:
+    """How much of the model's probability constraints left in the rows that were measured."""
+
+    num_rows: int
+    median: float
+    worst: dict[str, float]  # of the rows with the least, by their names
+
+    def to_text(self) -> str:
+        """Return the median and the worst rows, for people."""
+        worst = ", ".join(
+            f"{name} ({describe_share(mass)})" for name, mass in self.worst.items()
+        )
+        return (
+            f"constraints left {describe_share(self.median)} of the model's probability, "
+            f"in the median of {with_noun(self.num_rows, 'measured row')}; least in {worst}"
+        )
 
 
 @dataclass(slots=True, frozen=True)

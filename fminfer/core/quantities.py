@@ -24,6 +24,14 @@ def list_few(names: Sequence[object], most: int, noun: str = "") -> str:
     )
 
 
+def describe_share(share: float) -> str:
+    """Write 0.931 as 93%, and 0.000013 as 0.0013%."""
+    percent = 100 * share
+    if percent < 0.0001:
+        return "less than 0.0001%"
+    return f"{percent:.0f}%" if percent >= 10 else f"{percent:.2g}%"
+
+
 def describe_bytes(count: int) -> str:
     """Write 1610612736 as 1.50 GiB."""
     return (

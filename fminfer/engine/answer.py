@@ -88,7 +88,14 @@ def build_answer(state: RequestState, style: AnswerStyle) -> Iterator[Event | No
     ):
         details["truncated_tokens"] = num_cut
     usage["prompt_tokens_details"] = details
-    yield Finished(state.id, choices, usage, _make_request_time(state), prepared.kind)
+    yield Finished(
+        state.id,
+        choices,
+        usage,
+        _make_request_time(state),
+        prepared.kind,
+        state.prompts[0].observed_mass,
+    )
 
 
 def _count_drawn(prompt: PromptState) -> int:

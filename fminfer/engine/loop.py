@@ -16,6 +16,7 @@ from fminfer.core.quantities import with_noun
 from fminfer.core.timing import RowClock
 from fminfer.engine.answer import AnswerStyle, DeltaStream, build_answer
 from fminfer.engine.engine_core import BEHIND_ALL, Event
+from fminfer.engine.packing import ObservedPrompt
 from fminfer.engine.prefix import SharedTokens
 from fminfer.engine.prompt_fit import check_room
 from fminfer.engine.results import apply_result
@@ -322,6 +323,8 @@ class EngineLoop:
         for prompt in (
             itertools.chain(planned.scored_prompts, drawn) if self._streams else ()
         ):
+            if isinstance(prompt, ObservedPrompt):
+                continue  # its own scores or draws stand beside it
             if prompt.branch is not None:
                 prompt = prompt.branch.parent
             if (stream := self._streams.get(prompt.owner.id)) is not None:

@@ -14,7 +14,7 @@ from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import make_step_noise
-from fminfer.engine.sequence import PromptState, Sequence
+from fminfer.engine.sequence import NUM_FREE, PromptState, Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.
@@ -155,6 +155,17 @@ class PackedRow:
         ]
 
 
+@dataclass(slots=True, frozen=True)
+class ObservedPrompt:
+    """A prompt that owns scores of its masks."""
+
+    prompt: PromptState
+
+
+ScoreOwner = PromptState | ObservedPrompt
+StepMasks = dict[bytes, tuple[int, Mask]]  # by their bits: place in the step
+
+
 @dataclass(slots=True)
 class PlannedStep:
     """A step, and the owners of its draws and scores, in order."""
@@ -163,7 +174,8 @@ class PlannedStep:
     num_prompt_tokens: int
     num_decode_rows: int
     sequences: list[Sequence] = field(default_factory=list)
-    scored_prompts: list[PromptState] = field(default_factory=list)  # or their branches
+    # of prompts, or of their branches
+    scored_prompts: list[ScoreOwner] = field(default_factory=list)
     read_prompts: list[PromptState] = field(default_factory=list)  # by the encoder
 
 
@@ -211,12 +223,16 @@ def pack_rows(
     )
     planned.sequences = [*chain.from_iterable(row.sequences for row in rows)]
     ends = lengths.cumsum()
-    _add_scores(planned, rows, ends - lengths)
+    masks: StepMasks = {}
+    _add_scores(planned, rows, ends - lengths, masks)
     if planned.sequences:
         step.draws = slots.copy_draws([sequence.slot for sequence in planned.sequences])
         counts = [len(row.sequences) for row in rows]
         step.draws["token_index"] = np.repeat(ends - 1, counts)
-        _add_draws(step, planned.sequences)
+        _add_draws(step, planned.sequences, masks)
+    if masks:
+        for name, column in pack_masks([mask for _, mask in masks.values()]).items():
+            setattr(step, name, column)
     return planned
 
 
@@ -250,7 +266,7 @@ def _list_new_blocks(sequence: Sequence) -> list[tuple[int, int, int]]:
     return new
 
 
-def _add_draws(step: Step, sequences: list[Sequence]) -> None:
+def _add_draws(step: Step, sequences: list[Sequence], masks: StepMasks) -> None:
     """Add what differs from step to step: noise, changes of logits, bans and masks."""
     if noise := {
         place: make_step_noise(each.noise_key, len(each.tokens))
@@ -260,7 +276,6 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
         step.draws["noise"][[*noise]] = [*noise.values()]
     edits = list[LogitEdits]()
     banned_ids = list[int]()
-    masks = dict[bytes, tuple[int, Mask]]()
     for place, sequence in enumerate(sequences):
         mask = sequence.mask
         bans = sequence.prompt.bans
@@ -275,8 +290,8 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             mask = bans.mask
             banned_ids += banned
             draw["num_banned"] = len(banned)
-        if mask is not None:  # equal ones once, by their bits: bytes keep their hash
-            draw["mask"], _ = masks.setdefault(mask.bits, (len(masks), mask))
+        if mask is not None:
+            draw["mask"] = _place_mask(mask, masks)
     if edits:
         for name in edits[0].columns:
             setattr(
@@ -286,30 +301,68 @@ def _add_draws(step: Step, sequences: list[Sequence]) -> None:
             )
     if banned_ids:
         step.banned_ids = np.array(banned_ids, np.int64)
-    if masks:
-        for name, column in pack_masks([mask for _, mask in masks.values()]).items():
-            setattr(step, name, column)
+
+
+def _place_mask(mask: Mask, masks: StepMasks) -> int:
+    """Return a mask's place in its step; equal ones stand there once.
+
+    They are found by their bits: bytes keep their hash.
+    """
+    return masks.setdefault(mask.bits, (len(masks), mask))[0]
 
 
 def _add_scores(
-    planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray
+    planned: PlannedStep, rows: list[PackedRow], firsts: np.ndarray, masks: StepMasks
 ) -> None:
-    """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's."""
-    parts = []
+    """Add the scores of a step: the logprobs of the prompt tokens behind each scored row's.
+
+    Masks are scored behind the last token of a prompt under observation.
+    """
+    parts = list[np.ndarray]()
+    owners = list[ScoreOwner]()
     for place, row in enumerate(rows):
+        if not row.is_prompt:
+            continue
         prompt = row.owner.prompt
         first = int(firsts[place])
         places, targets = _list_targets(row)
-        if not targets:
-            continue
-        part = np.zeros(len(targets), SCORE)
-        part["token_index"] = np.array(places) + first
-        part["target_id"] = targets
-        part["num_top"] = prompt.num_top
-        parts.append(part)
-        planned.scored_prompts += [prompt] * len(targets)
+        if targets:
+            part = np.zeros(len(targets), SCORE)
+            part["token_index"] = np.array(places) + first
+            part["target_id"] = targets
+            part["num_top"] = prompt.num_top
+            part["mask"] = -1
+            parts.append(part)
+            owners += [prompt] * len(targets)
+        if (observed := _find_observed(row)) is not None:
+            part = np.zeros(len(observed.observed_masks), SCORE)
+            part["token_index"] = first + len(observed.ids) - 1 - row.position
+            part["num_top"] = NUM_FREE
+            part["mask"] = [
+                _place_mask(mask, masks) for mask in observed.observed_masks
+            ]
+            parts.append(part)
+            owners += [ObservedPrompt(observed)] * len(part)
     if parts:
-        planned.step.scores = np.concatenate(parts)
+        scores = np.concatenate(parts)
+        order = scores["token_index"].argsort(kind="stable")
+        planned.step.scores = scores[order]
+        planned.scored_prompts = [owners[place] for place in order.tolist()]
+
+
+def _find_observed(row: PackedRow) -> PromptState | None:
+    """Return the prompt whose masks are scored behind one of a row's tokens, or None.
+
+    That is its last token, before it has drawn any. Of labels, the first branch feeds it.
+    """
+    branch = row.owner.prompt.branch
+    prompt = row.owner.prompt if branch is None else branch.parent
+    if not prompt.observed_masks or any(each.tokens for each in prompt.sequences):
+        return None
+    last = len(prompt.ids) - 1
+    if branch is not None and branch.positions[0] != last:
+        return None
+    return prompt if 0 <= last - row.position < len(row.token_ids) else None
 
 
 def _list_targets(row: PackedRow) -> tuple[Places, list[int]]:

@@ -10,7 +10,7 @@ import numpy as np
 
 from fminfer.compute.values.step import StepResult, TokenLogprobs
 from fminfer.core.errors import RequestError
-from fminfer.engine.packing import PlannedStep
+from fminfer.engine.packing import ObservedPrompt, PlannedStep
 from fminfer.engine.scheduler import Scheduler
 from fminfer.engine.sequence import (
     ALTERNATIVE,
@@ -31,11 +31,13 @@ def apply_result(
     """Give a step's results to its prompts and sequences; yield the finished sequences."""
     _apply_encoder_result(planned, result, scheduler)
     scores = _make_reports(result.logprobs_of("prompt scores"))
-    for prompt, report in zip(planned.scored_prompts, scores, strict=True):
-        if prompt.branch is None:
-            yield from _add_score(prompt, report, scheduler)
+    for owner, report in zip(planned.scored_prompts, scores, strict=True):
+        if isinstance(owner, ObservedPrompt):
+            owner.prompt.add_mask_report(report)
+        elif owner.branch is None:
+            yield from _add_score(owner, report, scheduler)
         else:
-            yield from _add_label_score(prompt, prompt.branch, report, scheduler)
+            yield from _add_label_score(owner, owner.branch, report, scheduler)
     draws = _make_reports(result.logprobs_of("tokens"))
     for sequence, report in zip(planned.sequences, draws, strict=True):
         # A prompt that is not fed at all: its first sequence had it fed again, just now.

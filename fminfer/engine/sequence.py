@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import struct
 from dataclasses import dataclass, field
 from typing import Any, Literal, Protocol
@@ -25,6 +26,7 @@ AnswerKind = Literal[
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
+NUM_FREE = 5  # likeliest tokens that are told of a prompt under observation
 
 
 # not frozen: there is one a token, and that costs three times as much
@@ -57,6 +59,31 @@ ReportSlice = tuple[list[TokenReport], int, int]
 
 
 @dataclass(slots=True, frozen=True)
+class LabelSpelling:
+    """A way to spell the labels of a constraint."""
+
+    style: int  # as `constraint_watch.spell_labels` numbers them
+    labels: tuple[str, ...]
+    first_ids: tuple[int, ...]  # tokens that labels begin with
+
+
+@dataclass(slots=True, frozen=True)
+class Observation:
+    """What is measured of a constrained request: at the first token of its first prompt."""
+
+    spellings: tuple[LabelSpelling, ...]  # of its labels, first that of the constraint
+
+
+@dataclass(slots=True, frozen=True)
+class ObservedMass:
+    """The probabilities that the model gave before bias, temperature and filters."""
+
+    mass: float  # of the tokens that the constraint allows first, or of whole labels
+    spelling_masses: tuple[float, ...]  # of the first tokens of each spelling
+    free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
+
+
+@dataclass(slots=True, frozen=True)
 class PreparedRequest:
     """A request that was checked and tokenized: all that its answer depends on."""
 
@@ -77,6 +104,8 @@ class PreparedRequest:
     num_start: int = 0
     # what is made of prompts' vectors; None: it draws
     vectors: VectorWish | None = None
+    # its answer does not depend on it
+    observation: Observation | None = None
 
     @property
     def is_pooled(self) -> bool:
@@ -197,6 +226,10 @@ class PromptState:
     # Its choices are labels: it is not fed, but its branches are.
     walk: Walk | None = None
     branch: Branch | None = None  # it is one of another prompt's labels
+    # Under observation: the tokens that its grammar allows first, those that begin labels
+    # in each spelling; and the logprob of each of these masks.
+    observed_masks: list[Mask] = field(default_factory=list)
+    mask_reports: list[TokenReport] = field(default_factory=list)
 
     @property
     def is_pooled(self) -> bool:
@@ -280,6 +313,23 @@ class PromptState:
             and self.params.logprobs is not None
             and not self.ids_to_refeed
         )
+
+    def add_mask_report(self, report: TokenReport) -> None:
+        """Add the score of its next mask, or again of the first if it was fed anew."""
+        if len(self.mask_reports) == len(self.observed_masks):
+            self.mask_reports = []
+        self.mask_reports.append(report)
+
+    @property
+    def observed_mass(self) -> ObservedMass | None:
+        """The scores of its masks; None: they were not scored."""
+        if not self.mask_reports:
+            return None
+        masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
+        walk = self.walk
+        mass = masses.pop(0) if walk is None else walk.describe_answer()["label_mass"]
+        free_tokens = self.mask_reports[0].best_alternatives(NUM_FREE)
+        return ObservedMass(mass, tuple(masses), tuple(free_tokens))
 
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.

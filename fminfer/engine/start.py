@@ -9,10 +9,16 @@ from itertools import chain
 from typing import Any
 
 from fminfer.contract.request import SamplingParams
+from fminfer.core.messages import make_mask, pack_token_ids
 from fminfer.engine.label_walk import LabelWalk
 from fminfer.engine.logit_edits import Bans, LogitEdits
 from fminfer.engine.noise import make_draw_key, make_noise_key
-from fminfer.engine.sequence import PreparedRequest, PromptState, RequestState, Sequence
+from fminfer.engine.sequence import (
+    PreparedRequest,
+    PromptState,
+    RequestState,
+    Sequence,
+)
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.grammars import find_grammars
 from fminfer.text.tokenizer import Tokenizer
@@ -72,6 +78,12 @@ class RequestStarter:
                 prompt.walk = LabelWalk(prompt, grammars.find_labels(params.constraint))
             else:
                 grammar = grammars.find(params.constraint)
+            if prepared.observation is not None and index == 0:
+                prompt.observed_masks = [grammar.first_node.mask] if grammar else []
+                prompt.observed_masks += [
+                    make_mask(pack_token_ids(each.first_ids, grammars.num_mask_bytes))
+                    for each in prepared.observation.spellings
+                ]
         for candidate in range(params.num_candidates):
             sequence = Sequence(
                 prompt, make_noise_key(key, index, candidate) if key else b"", None

@@ -8,6 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from fminfer.core.messages import ConstraintMass
 from fminfer.files.status_file import fminfer_fields
 
 LONGEST_FIRST_S = 1.0  # what the first step after a wait counts as, at most
@@ -111,6 +112,8 @@ class CurrentRun:
     place: dict[str, str | int | float] = field(default_factory=dict)
     # the engine's counts, as they are now
     read_stats: Callable[[], dict[str, int]] = dict
+    # of the constrained rows that were measured; None: there are none
+    read_mass: Callable[[], ConstraintMass | None] = lambda: None
     id: str = field(default_factory=lambda: secrets.token_hex(4))
     time_line: TimeLine = field(default_factory=TimeLine)
     _started_at: int = 0
@@ -149,6 +152,7 @@ class CurrentRun:
         """Return it for JSON, in a list; an empty one if no row was answered."""
         if not any(point.num_done for point in self.time_line.points):
             return []
+        mass = self.read_mass()
         return [
             {
                 "id": self.id,
@@ -158,6 +162,7 @@ class CurrentRun:
                 "settings": self.settings,
                 "stats": self.read_stats(),
                 "time_line": self.time_line.to_dict(),
+                **({} if mass is None else {"allowed": mass.to_text()}),
             }
         ]
 

@@ -136,6 +136,7 @@ class _FileJob:
             summary.other_work_s = other_work.held_up_s
             summary.other_work_share = other_work.share
             summary.is_beside_other_work = other_work.is_notable()
+        summary.constraint_mass = self._current_run.read_mass()
         summary.warnings = engine.warnings
         summary.gives_vectors = engine.intake.limits.vectors is not None
 
@@ -149,6 +150,9 @@ class _FileJob:
         runner = engine.runs.start(
             LOOKAHEAD if is_stream else WINDOW, self._name_line, is_only_run=True
         )
+        watch = runner.watch
+        assert watch is not None, "a run over files watches its constraints"
+        self._current_run.read_mass = watch.summarize
         lines = read_remaining_lines(inputs, runner, stopper)
         try:
             with stopper.forwarding_stop(

@@ -9,7 +9,7 @@ from typing import Any
 
 from fminfer.contract.record import Record
 from fminfer.core.errors import RETRYABLE
-from fminfer.core.messages import RankMemory, describe_memory
+from fminfer.core.messages import ConstraintMass, RankMemory, describe_memory
 from fminfer.core.quantities import (
     describe_bytes,
     describe_dtypes,
@@ -74,6 +74,8 @@ class JobSummary:
     made_up: str = ""  # what a synthetic run answered
     gives_vectors: bool = False  # the model does, and draws no tokens
     has_npy: bool = False  # vectors go to files of their own
+    # of the constrained rows that were measured; None: there are none
+    constraint_mass: ConstraintMass | None = None
 
     @property
     def types(self) -> str:
@@ -255,6 +257,8 @@ class JobSummary:
             f"ready after {self.start_to_ready_s:.1f} s, then "
             f"{describe_short_time(self.wall_s)}",
         )
+        if self.constraint_mass is not None:
+            yield "allowed", self.constraint_mass.to_text()
         if self.same_answers:
             yield "answers", "the same whatever rows were beside them"
         if self.ranks:

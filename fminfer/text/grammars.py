@@ -234,6 +234,7 @@ class Grammars:
     ) -> None:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
+        self.num_mask_bytes = (vocab_size + 63) // 64 * 8
         self._eos_ids = eos_ids
         self._lock = threading.Lock()  # of counts of masks
         self._compiled: BoundedCache[Constraint, Compiled | RequestError] = (
@@ -292,7 +293,7 @@ class Grammars:
         Raises:
             RequestError: a matcher cannot go on.
         """
-        num_bytes = (self._vocab_size + 63) // 64 * 8
+        num_bytes = self.num_mask_bytes
         num_words = (self._vocab_size + 31) // 32  # llguidance's are of 32 bits
         allowed = -1
         for matcher in matchers:

@@ -25,7 +25,7 @@ from fminfer.compute.sampling.sampler import (
 from fminfer.compute.sampling.sampler import sample_tokens as sample_whole
 from fminfer.compute.sampling.sampler import score_tokens as score_whole
 from fminfer.compute.sampling.sharded import TokenShard
-from fminfer.compute.values.step import Step, TokenLogprobs, pack_masks
+from fminfer.compute.values.step import SCORE, Step, TokenLogprobs, pack_masks
 from fminfer.core.messages import invert_mask, make_mask, pack_token_ids
 from fminfer.core.partition import split_evenly
 from tests.conftest import built_library, num_examples, span
@@ -186,6 +186,43 @@ def test_several_scores_of_a_row_are_those_of_one_rank(
         check_same(on_all(3, score_tokens), expected)
         whole = score_whole(logits, targets, num_top, span(logits, ranker), rows)
         check_same([whole], expected)
+
+
+def test_masks_are_scored_by_all_that_they_allow(
+    bodies: tuple[Ranker, Drawer],
+) -> None:
+    """One rank has none of a mask's tokens, a row has several masks, one has a token beside."""
+    ranker, _ = bodies
+    logits = make_logits(random.Random(4))
+    few = [[3], [0, 70, VOCAB - 1], [200, 201]]
+    num_bytes = 32
+    masks = [make_mask(pack_token_ids(ids, num_bytes)) for ids in few]
+    masks.append(make_mask(invert_mask(masks[1].bits)))
+    places = [0, 1, -1, 3, 2, 3, -1]
+    rows = torch.tensor([0, 0, 0, 2, 5, 5, 6])
+    targets = torch.tensor([0, 0, 9, 0, 0, 0, VOCAB - 1])
+    step = Step(0, scores=np.zeros(len(places), SCORE), **pack_masks(masks))
+    step.scores["mask"] = places
+
+    allowed = [*few, [each for each in range(VOCAB) if each not in few[1]]]
+    probs = logits.double().softmax(-1)
+    expected = [
+        probs[row, target if place < 0 else allowed[place]].sum().log().item()
+        for row, target, place in zip(rows, targets, places, strict=True)
+    ]
+
+    def score_tokens(own: TokenShard) -> TokenLogprobs:
+        part = logits[:, own.local_ids.start : own.local_ids.stop].contiguous()
+        edits = StepEdits(step, VOCAB, CPU, own.local_ids)
+        masks = edits.make_score_masks()
+        return score_whole(part, targets, 3, replace(own, ranker=ranker), rows, masks)
+
+    whole_masks = StepEdits(step, VOCAB, CPU).make_score_masks()
+    whole = score_whole(logits, targets, 3, span(logits, ranker), rows, whole_masks)
+    assert whole.logprobs.tolist() == pytest.approx(expected, abs=2e-5)
+    check_same(on_all(3, score_tokens), whole)
+    step.scores["mask"] = -1
+    assert StepEdits(step, VOCAB, CPU).make_score_masks() is None
 
 
 @pytest.mark.parametrize("odd", [float("nan"), float("inf")])

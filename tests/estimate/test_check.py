@@ -409,7 +409,9 @@ def test_a_step_is_measured() -> None:
         Row([5], 0, [3]),
     ]
     draws = make_draws([2, 3, 4], temperature=[0.0, 1.0, 0.0])
-    step = make_step(rows, draws=draws, scores=np.array([(0, 6, 0), (1, 7, 0)], SCORE))
+    step = make_step(
+        rows, draws=draws, scores=np.array([(0, 6, 0, -1), (1, 7, 0, -1)], SCORE)
+    )
     assert StepWork.of(step) == StepWork(3, 36, 13, 2, 33, 5, 1)
 
 

@@ -117,7 +117,8 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     whole = load(EARLIER / "whole.status.json")
     assert names_in(status) - names_in(whole) == {".fminfer.runs.same_answers"}
     known = names_in(load(EARLIER / "stats.json"))
-    assert names_in(stats) == known | {".same_answers", ".why_dependent"}
+    newer = {".same_answers", ".why_dependent", ".constraint_mass"}
+    assert names_in(stats) == known | newer
 
 
 @of_one_config

@@ -10,11 +10,13 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import orjson
 import pytest
 
 import fminfer
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.errors import MachineError, OutputError, StoppedError
+from fminfer.core.messages import ConstraintMass
 from fminfer.files.journal_rows import Counts
 from fminfer.files.run_facts import (
     MAX_POINTS,
@@ -274,6 +276,46 @@ def test_a_run_writes_its_report(tmp_path: Path) -> None:
         and again.output == ""
         and tile(read_page(page)[0], "Rows answered")
     )
+
+
+def test_what_constraints_left_is_told(tmp_path: Path) -> None:
+    """In the summary, in `--stats` and in the report; only of runs with constrained rows."""
+    source = tmp_path / "in.jsonl"
+    request = {"prompt": "Say it:", "structured_outputs": {"choice": ["a", "b"]}}
+    rows = [request | {"prompt": f"{number}:"} for number in range(3)]
+    source.write_bytes(b"".join(orjson.dumps(row) + b"\n" for row in rows))
+    others = write_rows(tmp_path / "others.jsonl", 2)
+    page = tmp_path / "r.html"
+    stats = tmp_path / "stats.json"
+    output = tmp_path / "output_in.jsonl"
+    told = call("run", *FLAGS, source, "--report", page, "--stats", stats)
+    assert told.exit_code == 0, told.output
+    mass = orjson.loads(stats.read_bytes())["constraint_mass"]
+    assert mass["num_rows"] == 3 and len(mass["worst"]) == 3
+    assert mass["median"] == sorted(mass["worst"].values())[1] > 0
+    assert set(mass["worst"]) == {"line 1", "line 2", "line 3"}
+    (run,) = parse_runs(read_status(output))
+    assert run["allowed"] == ConstraintMass(**mass).to_text()
+    assert f"Allowed {run['allowed']}" in " ".join(text_of(read_page(page)[0]).split())
+    assert "allowed   constraints left" in told.output
+
+    told = call("run", *FLAGS, others, "--report", page, "--stats", stats)
+    assert told.exit_code == 0 and "allowed" not in told.output
+    assert orjson.loads(stats.read_bytes())["constraint_mass"] is None
+    (run,) = parse_runs(read_status(tmp_path / "output_others.jsonl"))
+    assert "allowed" not in run
+    assert "Allowed" not in text_of(read_page(page)[0])
+
+
+def test_two_files_are_named_with_their_worst_rows(tmp_path: Path) -> None:
+    request = {"prompt": "1:", "structured_outputs": {"choice": ["a", "b"]}}
+    for name in ("x.jsonl", "y.jsonl"):
+        line = request | {"prompt": name}
+        (tmp_path / name).write_bytes(orjson.dumps(line) + b"\n")
+    told = call("run", *FLAGS, tmp_path / "x.jsonl", tmp_path / "y.jsonl")
+    words = " ".join(told.output.split())
+    for name in ("x.jsonl", "y.jsonl"):
+        assert f"line 1 of {tmp_path / name} (" in words
 
 
 def test_a_run_with_outputs_at_a_url_writes_its_report(tmp_path: Path) -> None:

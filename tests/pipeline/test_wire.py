@@ -55,7 +55,7 @@ def full_step() -> Step:
         edit_factor=np.array([1.2, 1 / 3, 1e-45, 1], np.float32),
         edit_minus=np.array([0.3, -0.0, 0, 3e38], np.float32),
         banned_ids=np.array([5, 2**40]),
-        scores=np.array([(0, 5, 2), (1, 2**40, 0)], SCORE),
+        scores=np.array([(0, 5, 2, -1), (1, 2**40, 0, 3)], SCORE),
         token_types=np.array([0, 1, -1], np.int8),
         cross_slots=np.array([5, 2**30], np.int32),
         cross_lengths=np.array([3, 2**40]),

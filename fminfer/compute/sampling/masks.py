@@ -40,7 +40,7 @@ class MaskTensors:
     mask_of: torch.Tensor
     first_id: int = 0  # the token of the first logit, a multiple of 8
 
-    def select(self, part: torch.Tensor) -> MaskTensors:
+    def select(self, part: torch.Tensor | slice) -> MaskTensors:
         """Return the masks of some rows."""
         return replace(self, mask_of=self.mask_of[part])
 
@@ -215,3 +215,10 @@ class StepEdits:
         masks = None if self._masks is None else replace(self._masks, mask_of=mask_of)
         changes = (of_edits, ids, bias, factor, minus, of_banned, banned_ids)
         return LogitEditTensors(*changes, masks, bool(has_others))
+
+    def make_score_masks(self) -> MaskTensors | None:
+        """Return the masks of the step's scores; None: none of them has one."""
+        places = self._step.scores["mask"].astype(np.int64)
+        if self._masks is None or (places < 0).all():
+            return None
+        return replace(self._masks, mask_of=torch.from_numpy(places).to(self._device))

@@ -327,6 +327,10 @@ class TokenSpan:
         """Return logits of the same few tokens everywhere; -inf stands for those elsewhere."""
         return few
 
+    def join_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        """Return the log of the whole sum of exponentials of which each rank has a part."""
+        return sums
+
 
 def sample_tokens(
     logits: torch.Tensor,
@@ -407,15 +411,41 @@ def score_tokens(
     num_top: int,
     tokens: TokenSpan | None = None,
     rows: torch.Tensor | None = None,
+    masks: MaskTensors | None = None,
 ) -> TokenLogprobs:
     """Return the logprob of each given id, (ids,) int64, and the best alternatives.
 
     Args:
         rows: the row of logits of each id, (ids,) int64; None: each row has one id.
+        masks: of each id. One that has a mask gets the log of the probability of all that
+            the mask allows.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank_logits(logits, num_top)
-    return _make_logprobs(logits, ids, num_top, ranking, tokens, rows)
+    scores = _make_logprobs(logits, ids, num_top, ranking, tokens, rows)
+    if masks is not None and masks.has_mask.any():
+        masked = masks.has_mask.nonzero()[:, 0]
+        masked_rows = masked if rows is None else rows[masked]
+        scores.logprobs[masked] = (
+            _sum_masked(logits, masks.select(masked), masked_rows, tokens)
+            - ranking.normalizer[masked_rows]
+        )
+    return scores
+
+
+def _sum_masked(
+    logits: torch.Tensor, masks: MaskTensors, rows: torch.Tensor, tokens: TokenSpan
+) -> torch.Tensor:
+    """Return the log of the sum of exponentials that each mask leaves of its row, (masks,)."""
+    few = masks.has_few.nonzero()[:, 0]
+    many = (~masks.has_few).nonzero()[:, 0]
+    sums = logits.new_empty(len(rows), dtype=torch.float32)
+    few_logits, _ = masks.select(few).gather_few(logits, rows[few])
+    sums[few] = few_logits.logsumexp(-1)
+    for place in torch.split(many, 1) if len(many) else ():  # each is a row of logits
+        left = masks.select(place).mask_logits(logits, rows[place])
+        sums[place] = left.logsumexp(-1)
+    return tokens.join_sums(sums)
 
 
 def _make_logprobs(

@@ -185,6 +185,9 @@ class TokenShard(TokenSpan):
     def join_few(self, few: torch.Tensor) -> torch.Tensor:
         return self._gather_ranks(few).amax(0).float()
 
+    def join_sums(self, sums: torch.Tensor) -> torch.Tensor:
+        return self._gather_ranks(sums).logsumexp(0).float()
+
     def _find_winners(self, scores: torch.Tensor, places: torch.Tensor) -> torch.Tensor:
         """Return the id with the highest score of all ranks, int64, of each one's best,
         (rows, 1).

@@ -36,7 +36,15 @@ DRAW = np.dtype(
 )
 # An entry a token whose logprob is wanted: the packed token before it, and its own id.
 # Entries are in the order of packed tokens. Several may stand behind one, as labels' tokens do.
-SCORE = np.dtype([("token_index", "i8"), ("target_id", "i8"), ("num_top", "i4")])
+SCORE = np.dtype(
+    [
+        ("token_index", "i8"),
+        ("target_id", "i8"),
+        ("num_top", "i4"),
+        # its place in `Step.masks`: the tokens that are scored together; -1: `target_id`
+        ("mask", "i4"),
+    ]
+)
 # An entry a mask: its part of `Step.mask_bits`, or its size in bytes and its part of `mask_ids`.
 MASK = np.dtype([("num_bytes", "i4"), ("size", "i4"), ("num_ids", "i4")])
 

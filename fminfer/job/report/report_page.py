@@ -213,6 +213,7 @@ def _make_facts(
             _join_unique(filter(None, (ANSWERS[run.same_answers] for run in runs))),
         ),
         *(("Run", _describe_times(run)) for run in runs[-MAX_NAMED:]),
+        *(("Allowed", run.allowed) for run in runs[-MAX_NAMED:]),
         ("Input", list_few(sources, MAX_NAMED)),
         (
             "Settings",

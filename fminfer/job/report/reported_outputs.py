@@ -164,6 +164,7 @@ class ReportedRun:
     num_before: int = 0  # older runs, of which only the number is known
     # whether answers did not depend on other rows; None: it is not known
     same_answers: bool | None = None
+    allowed: str = ""  # what constraints left of the model's probability
 
     def list_widths(self) -> list[float]:
         """Return the seconds of each point of the time line; the last one may be cut."""
@@ -204,6 +205,7 @@ def _make_run(fields: dict[str, Any]) -> ReportedRun:
         time_line=parse_time_line(fields.get("time_line")) or TimeLine(),
         num_before=int(_find_number(fields, "runs_before")),
         same_answers=answers if isinstance(answers, bool) else None,
+        allowed=str(fields.get("allowed") or ""),
     )
 
 

@@ -79,7 +79,7 @@ class LineIntake:
         name_line: NameLine | None = None,
     ) -> None:
         self._intake = intake
-        self._name_line = name_line or (lambda line: f"line {line.number}")
+        self.name_line = name_line or (lambda line: f"line {line.number}")
         self._counter = LineCounter(intake, check)
         # lines that are not to be answered again
         self.add_answered_line = self._counter.add_answered_line
@@ -137,7 +137,7 @@ class LineIntake:
             and self._intake.limits.max_new_tokens is None
         ):
             warnings.append(FILLS)
-        self._intake.report_warnings(*warnings, where=f"{self._name_line(line)}: ")
+        self._intake.report_warnings(*warnings, where=f"{self.name_line(line)}: ")
         key = None if prepared.params.is_by_chance else make_answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
 

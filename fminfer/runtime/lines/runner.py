@@ -23,6 +23,7 @@ from fminfer.engine.engine_core import (
 )
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.waiting import order_prompts
+from fminfer.runtime.lines.constraint_watch import ConstraintWatch
 from fminfer.runtime.lines.equal_requests import EqualRequests
 from fminfer.runtime.lines.line_intake import (
     Answer,
@@ -55,6 +56,8 @@ class LineRunner:
     has_long_steps: bool = False  # all wanted prompts are read between two steps
     is_only_run: bool = False  # keep no prefixes for another run of the engine
     joins_equal: InitVar[bool] = True  # compute equal requests once
+    # measures constraints in some of its rows
+    watch: ConstraintWatch | None = None
     # answers of other runs; several runners may share it
     cache: AnswerIndex | None = None
     # Told by `step` of events of requests that others have added to the engine.
@@ -167,6 +170,8 @@ class LineRunner:
             self._finish(request, kept)
             return
         self._count(request.prepared)
+        if self.watch is not None:
+            request.prepared = self.watch.observe(request.prepared)
         self._window.append(request)
         self._num_window_prompts += request.num_prompts
         self._num_window_tokens += request.num_prompt_tokens
@@ -197,6 +202,8 @@ class LineRunner:
                 self.on_other(event)
             elif not isinstance(event, Delta):
                 request = self._requests.pop(event.request_id)
+                if self.watch is not None:
+                    self.watch.add(request, event)
                 if self.cache is not None and isinstance(event, Finished):
                     self.cache.add(request.prepared, event)
                 self._finish(request, event)

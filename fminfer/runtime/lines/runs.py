@@ -14,6 +14,7 @@ from fminfer.contract.record import Record
 from fminfer.core.errors import UsageError
 from fminfer.engine.engine_core import EngineCore, Event
 from fminfer.engine.intake import Intake
+from fminfer.runtime.lines.constraint_watch import ConstraintWatch
 from fminfer.runtime.lines.lanes import Lane, Lanes
 from fminfer.runtime.lines.line_intake import LineIntake, NameLine, RecordForm
 from fminfer.runtime.lines.runner import LOOKAHEAD as LOOKAHEAD
@@ -64,15 +65,17 @@ class Runs:
             )
         self._intake.warnings.clear()
         keeps_vectors_apart = is_only_run and self._config.embeddings == "npy"
+        line_intake = LineIntake(self._intake, name_line=name_line)
         self._runner = LineRunner(
             self._core,
-            LineIntake(self._intake, name_line=name_line),
+            line_intake,
             RecordForm(self._model_name, int(time.time()), keeps_vectors_apart),
             engine=self._core,
             read_ahead=read_ahead,
             has_long_steps=self._has_long_steps,
             joins_equal=self._config.prefix_cache,
             is_only_run=is_only_run,
+            watch=ConstraintWatch(self._intake, line_intake.name_line),
             cache=self.cache,
             on_other=self.left.append,
         )

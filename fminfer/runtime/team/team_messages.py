@@ -19,7 +19,12 @@ from fminfer.engine.engine_core import (
     Failed,
     Finished,
 )
-from fminfer.engine.sequence import PreparedRequest
+from fminfer.engine.sequence import (
+    LabelSpelling,
+    Observation,
+    ObservedMass,
+    PreparedRequest,
+)
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.machine_facts import Machine
@@ -74,6 +79,8 @@ _CLASSES = {
         Cancel,
         Report,
         PreparedRequest,
+        Observation,
+        LabelSpelling,
         SamplingParams,
         EncodedPrompt,
         VectorWish,
@@ -81,6 +88,7 @@ _CLASSES = {
         Constraint,
         Delta,
         Finished,
+        ObservedMass,
         Failed,
         LoadedPipeline,
         Machine,

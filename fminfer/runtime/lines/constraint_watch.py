@@ -1,0 +1,193 @@
+"""Measures what probability constraints leave in some rows of a run; warns of odd labels."""
+
+from __future__ import annotations
+
+import json
+import math
+import statistics
+from bisect import bisect_left
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from itertools import accumulate, product
+
+from fminfer.contract.row_warnings import RowWarning, cut_name
+from fminfer.core.config import Constraint
+from fminfer.core.messages import ConstraintMass
+from fminfer.core.quantities import describe_share, list_few
+from fminfer.engine.engine_core import Finished
+from fminfer.engine.intake import Intake
+from fminfer.engine.sequence import (
+    LabelSpelling,
+    Observation,
+    ObservedMass,
+    PreparedRequest,
+)
+from fminfer.runtime.lines.line_intake import Answer, LineRequest, NameLine
+from fminfer.text.grammars import find_grammars
+from fminfer.text.spelling import Spelling
+
+NUM_FIRST_ROWS = 50  # of a constraint that are all measured
+EVERY = 20  # one of so many later rows is measured
+MAX_CONSTRAINTS = 32  # counted by themselves; others together by their kind
+NUM_NAMED = 3  # rows, tokens or labels that are named
+LEAST_MASS = 0.01  # labels with less in the median are warned of
+CLEARLY = 2.0  # a spelling with less than so many times the mass is not named
+CASES: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize)
+STYLES = [*product(("", " "), CASES)]  # what stands before a label, and its case
+AS_GIVEN = -1
+# A measured row of labels: how else they are spelled, and their masses.
+LabelRow = tuple[tuple[LabelSpelling, ...], ObservedMass]
+
+
+def list_labels(constraint: Constraint) -> tuple[str, ...]:
+    """Return the labels that a constraint allows; none: it is not of labels."""
+    if constraint.kind not in ("choice", "labels"):
+        return ()
+    value = json.loads(constraint.text)  # of "labels" with how many are told
+    return tuple(value[0] if constraint.kind == "labels" else value)
+
+
+def spell_labels(labels: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
+    """Return labels as they are, as AS_GIVEN, and in each of STYLES that tells them apart."""
+    styles = {labels: AS_GIVEN}
+    for style, (space, change_case) in enumerate(STYLES):
+        spelled = tuple(space + change_case(label.lstrip(" ")) for label in labels)
+        if len({*spelled}) == len({*labels}):
+            styles.setdefault(spelled, style)
+    return {style: spelled for spelled, style in styles.items()}
+
+
+@dataclass(slots=True)
+class MassTally:
+    """The rows of one constraint, or of many of one kind."""
+
+    num_rows: int = 0
+    label_rows: list[LabelRow] = field(default_factory=list)  # the first ones
+    observation: Observation | None = None  # of the one constraint
+
+
+class ConstraintWatch:
+    """Chooses the rows of a run that are measured, and sums up what was measured."""
+
+    def __init__(self, intake: Intake, name_line: NameLine) -> None:
+        self._intake = intake
+        self._name_line = name_line
+        self._tallies: dict[Constraint | str, MassTally] = {}
+        self._num_by_mass = Counter[float]()  # measured rows; masses have three digits
+        self._worst: list[tuple[float, str]] = []
+
+    def observe(self, prepared: PreparedRequest) -> PreparedRequest:
+        """Return a request that is to be computed, under observation if its turn has come."""
+        constraint = prepared.params.constraint
+        if constraint is None:
+            return prepared
+        tally = self._find_tally(constraint)
+        tally.num_rows += 1
+        if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % EVERY:
+            return prepared
+        observation = tally.observation or self._make_observation(constraint)
+        if constraint in self._tallies:
+            tally.observation = observation
+        return replace(prepared, observation=observation)
+
+    def add(self, request: LineRequest, answer: Answer) -> None:
+        """Count what was measured of a request, if anything; judge its labels in time."""
+        constraint = request.params.constraint
+        observation = request.prepared.observation
+        if not isinstance(answer, Finished) or answer.observed is None:
+            return
+        assert constraint is not None and observation is not None, "it was measured"
+        mass = float(f"{answer.observed.mass:.3g}")
+        self._num_by_mass[mass] += 1
+        row = (mass, self._name_line(request.line))
+        self._worst = sorted([*self._worst, row])[:NUM_NAMED]
+
+        rows = self._find_tally(constraint).label_rows
+        labels = list_labels(constraint)
+        if labels and len(rows) < NUM_FIRST_ROWS:
+            rows.append((observation.spellings, answer.observed))
+            if len(rows) == NUM_FIRST_ROWS:
+                self._judge_labels(labels, rows)
+
+    def summarize(self) -> ConstraintMass | None:
+        """Return the median and the worst rows; None: no row was measured."""
+        if not self._num_by_mass:
+            return None
+        masses = sorted(self._num_by_mass)
+        counts = [*accumulate(self._num_by_mass[mass] for mass in masses)]
+        median = masses[bisect_left(counts, (counts[-1] + 1) // 2)]
+        worst = {name: mass for mass, name in self._worst}
+        return ConstraintMass(counts[-1], median, worst)
+
+    def _find_tally(self, constraint: Constraint) -> MassTally:
+        key: Constraint | str = constraint
+        if constraint not in self._tallies and len(self._tallies) >= MAX_CONSTRAINTS:
+            key = constraint.kind
+        return self._tallies.setdefault(key, MassTally())
+
+    def _make_observation(self, constraint: Constraint) -> Observation:
+        limits = self._intake.limits
+        tokenizer = self._intake.tokenizer
+        grammars = find_grammars(tokenizer, limits.vocab_size, limits.eos_ids)
+        spellings = list[LabelSpelling]()
+        for style, labels in spell_labels(list_labels(constraint)).items():
+            label_ids = [grammars.vocabulary(label) for label in labels]
+            if label_ids and all(label_ids):
+                first_ids = tuple(sorted({ids[0] for ids in label_ids}))
+                spellings.append(LabelSpelling(style, labels, first_ids))
+        return Observation(tuple(spellings))
+
+    def _judge_labels(self, labels: tuple[str, ...], rows: list[LabelRow]) -> None:
+        """Warn of labels that the model would hardly write."""
+        median = statistics.median(observed.mass for _, observed in rows)
+        if median >= LEAST_MASS:
+            return
+        warning = RowWarning(
+            f"labels such as {_quote_few(labels)} have {describe_share(median)} of the "
+            f"model's probability, in the median of the first {len(rows)} rows. Likelier "
+            f"is {self._describe_free(rows)}. {_describe_remedy(rows)}"
+        )
+        if new := self._intake.warnings.add(warning, num_rows=len(rows)):
+            self._intake.on_warning(f"Warning: {new}")
+
+    def _describe_free(self, rows: list[LabelRow]) -> str:
+        """Name the likeliest tokens without the constraint, with their mean probabilities."""
+        masses = defaultdict[int, float](float)
+        for _, observed in rows:
+            for token_id, logprob in observed.free_tokens:
+                masses[token_id] += math.exp(logprob) / len(rows)
+        best = sorted(masses, key=lambda token_id: -masses[token_id])[:NUM_NAMED]
+        spelling = Spelling(self._intake.tokenizer, is_text=True)
+        return ", ".join(
+            f"{_quote(spelling.spell_token(each))} ({describe_share(masses[each])})"
+            for each in best
+        )
+
+
+def _describe_remedy(rows: list[LabelRow]) -> str:
+    """Name the likeliest other spelling of the last row's labels, if it is clearly likelier."""
+    masses = defaultdict[int, list[float]](list)
+    for spellings, observed in rows:
+        for spelling, mass in zip(spellings, observed.spelling_masses, strict=True):
+            masses[spelling.style].append(mass)
+    candidates = [
+        (statistics.median(masses[spelling.style]), spelling.labels)
+        for spelling in rows[-1][0]
+    ]
+    given_mass, _ = candidates[0]
+    mass, labels = max(candidates)
+    if mass <= CLEARLY * given_mass:
+        return "Let the prompt show which answers there are, and how they are written"
+    return (
+        f"Write them as {_quote_few(labels)}, whose first tokens have "
+        f"{describe_share(mass)}"
+    )
+
+
+def _quote(text: str) -> str:
+    return json.dumps(cut_name(text), ensure_ascii=False)
+
+
+def _quote_few(labels: tuple[str, ...]) -> str:
+    return list_few([*map(_quote, labels)], NUM_NAMED)
