@@ -154,7 +154,7 @@ class Branch:
     """What a prompt that is a branch of another's labels computes (`label_walk`)."""
 
     parent: PromptState
-    fed_nodes: list[int]  # of the trie of labels, whose tokens it feeds
+    fed_nodes: list[int]  # of the trie of labels, whose tokens it feeds; 0 is the prompt
     scored_nodes: list[int]  # whose logprobs it gives
     # By scored node: where the token before its own stands in the prompt; and its own token.
     positions: list[int]
@@ -286,7 +286,7 @@ class PromptState:
     @property
     def is_inner_branch(self) -> bool:
         """Whether it is a branch behind the first one, which is the prompt itself."""
-        return self.branch is not None and len(self.ids) > len(self.branch.parent.ids)
+        return self.branch is not None and self.branch.fed_nodes[0] > 0
 
     @property
     def num_kv_tokens(self) -> int:

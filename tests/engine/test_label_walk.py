@@ -248,3 +248,20 @@ def test_nan_in_a_label_is_the_requests_error() -> None:
     assert isinstance(events[bad], Failed)
     assert events[bad].error.code == "nan_logits"
     assert isinstance(events[good], Finished)
+
+
+def test_a_first_token_of_all_labels_is_fed_with_the_prompt() -> None:
+    """The first branch goes on into it, and is still the prompt: nothing was put back."""
+    paths = [(1, 2, 0), (1, 2, 1), (1, 3)]
+    bench = Bench(has_cache=True, block_size=4, num_blocks=100, chunk=64)
+    prompt = [1, 2, 3, 4, 5, 6]
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        for _ in range(2):
+            request_id = bench.loop.add(make_request(prompt, 3))
+            event = run(bench)[request_id]
+    assert isinstance(event, Finished)
+    assert event.usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
+    assert bench.loop.stats.num_cached_tokens == len(prompt) - 1
+    assert bench.loop.stats.num_put_back == 0
