@@ -119,7 +119,7 @@ def describe_template_command(path: Path) -> str:
     columns: tuple[str, ...] = ()
     with suppress(UsageError):  # the run will say it
         columns = open_table(path).columns
-    name = next(iter(columns), "text")
+    name = "text" if "text" in columns else next(iter(columns), "text")
     cell = name if name.isidentifier() else f'row["{name}"]'
     template = shlex.quote(f"Is it good? {{{{ {cell} }}}}")
     return f"fminfer run {shlex.quote(str(path))} --prompt-template {template}"

@@ -23,7 +23,6 @@ from fminfer.files.numbered_values import (
     strip_compression,
 )
 from fminfer.files.split_folders import find_num_equal
-from fminfer.files.tables.row_template import RowTemplate
 from fminfer.files.streams import (
     A_PIPE,
     CHUNK_BYTES,
@@ -38,6 +37,7 @@ from fminfer.files.streams import (
     read_changed_ns,
     read_chunks,
 )
+from fminfer.files.tables.row_template import RowTemplate
 
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
 ENDINGS = tuple(

@@ -6,23 +6,22 @@ import hashlib
 import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from functools import cache
 from itertools import islice
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 from fminfer.contract.envelope import Line, quote_text
 from fminfer.contract.json_object import dump_json
+from fminfer.contract.request import TextField
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.streams import COMPRESSED, Digest
 from fminfer.files.tables.table_file import RowFault, TableFile, open_table
 from fminfer.text.limited_process import LimitedPool, LimitError
-from fminfer.text.row_worker import RowWorker
 
 GROUP_ROWS = 64  # that are rendered together
 PROMPT_FLAG = "--prompt-template"
 SYSTEM_FLAG = "--system-template"
-RequestKind = Literal["messages", "prompt", "input"]  # of chats, completions, vectors
-_RENDERERS = LimitedPool(RowWorker)
 
 
 @dataclass(slots=True, frozen=True)
@@ -30,13 +29,13 @@ class RowTemplate:
     """How the rows of a run's tables become requests.
 
     Args:
-        kind: the field for what the template writes.
+        text_field: of a request, for what the templates write.
         templates: by their flags.
         columns: by the field of a request that each sets.
     """
 
     templates: Mapping[str, str]
-    kind: RequestKind
+    text_field: TextField
     fields: Mapping[str, Any] = field(default_factory=dict)
     columns: Mapping[str, str] = field(default_factory=dict)
     delimiter: str | None = None
@@ -46,7 +45,7 @@ class RowTemplate:
         """Return what the requests depend on, beside the rows, by what people call it."""
         terms = {
             **self.templates,
-            "--field, --choices and request flags": [self.kind, self.fields],
+            "--field, --choices and request flags": [self.text_field, self.fields],
             "--column": self.columns,
             "--delimiter": self.delimiter,
         }
@@ -130,7 +129,7 @@ class RowTemplate:
         begin = f'{{"templates":{json.dumps(dict(self.templates))},"row":'
         replies: list[Any] = []
         while left := rows[len(replies) :]:
-            replies += _RENDERERS.ask_all(f"{begin}{row.decode()}}}" for row in left)
+            replies += _find_pool().ask_all(f"{begin}{row.decode()}}}" for row in left)
         for reply in replies:
             if isinstance(reply, OSError):  # the process cannot run here
                 raise reply
@@ -150,7 +149,7 @@ class RowTemplate:
     def _make_request(self, texts: list[str], values: dict[str, Any]) -> dict[str, Any]:
         """Return the request of a row; a null leaves a field out."""
         prompt: object = texts[0]
-        if self.kind == "messages":
+        if self.text_field == "messages":
             roles = ("user", "system")
             messages = [
                 {"role": role, "content": text}
@@ -164,7 +163,14 @@ class RowTemplate:
                 name,
             )
         given = {name: value for name, value in values.items() if value is not None}
-        return {self.kind: prompt, **self.fields, **given}
+        return {self.text_field: prompt, **self.fields, **given}
+
+
+@cache
+def _find_pool() -> LimitedPool:
+    from fminfer.text.row_worker import RowWorker  # imports Jinja
+
+    return LimitedPool(RowWorker)
 
 
 def _make_fault_line(source: int, number: int, fault: RowFault) -> Line:

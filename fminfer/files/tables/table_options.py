@@ -3,18 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from functools import partial
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
+from fminfer.contract.chat import overwrite_fields
+from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
 from fminfer.files.tables.row_template import (
     PROMPT_FLAG,
     SYSTEM_FLAG,
-    RequestKind,
     RowTemplate,
 )
 
@@ -75,34 +77,34 @@ class TableOptions(Options):
         self._parse_columns()
 
     def make_template(
-        self, kind: RequestKind, request_fields: Mapping[str, Any]
+        self, text_field: TextField, flag_fields: Mapping[str, Any]
     ) -> RowTemplate:
         """Return what makes requests of rows.
 
         Args:
-            request_fields: of the request flags, by their names in this kind of request.
+            flag_fields: those that request flags set, by their names in completions.
 
         Raises:
             UsageError: a template or file is wrong, or a field is set twice.
         """
         templates = {PROMPT_FLAG: _read_text(PROMPT_FLAG, self.prompt_template or "")}
         if self.system_template is not None:
-            if kind != "messages":
+            if text_field != "messages":
                 raise UsageError(
                     f"{SYSTEM_FLAG} writes a message of a chat, and these rows are not "
                     "asked as chats. Put its text into --prompt-template"
                 )
             templates[SYSTEM_FLAG] = _read_text(SYSTEM_FLAG, self.system_template)
-        fields = {**self._parse_fields(), **self._make_constraint()}
+        parts = [flag_fields, self._parse_fields(), self._make_constraint()]
+        if text_field == "messages":
+            parts[0] = overwrite_fields({}, flag_fields)
         columns = self._parse_columns()
-        _check_set_once(
-            [*request_fields, *self._parse_fields(), *self._make_constraint(), *columns]
-        )
-        if kind != "input" and not OF_DRAWS & {*request_fields, *fields, *columns}:
-            fields = {"temperature": 0, **fields}
-        template = RowTemplate(
-            templates, kind, {**request_fields, **fields}, columns, self.delimiter
-        )
+        names = [*chain(*parts), *columns]
+        _check_set_once(names)
+        if text_field != "input" and OF_DRAWS.isdisjoint(names):
+            parts.append({"temperature": 0})
+        fields = {name: each[name] for each in parts for name in each}
+        template = RowTemplate(templates, text_field, fields, columns, self.delimiter)
         template.check_syntax()
         return template
 
@@ -130,6 +132,28 @@ class TableOptions(Options):
                 "that differ, as in good,bad. Labels with commas stand in a file: @FILE"
             )
         return {CONSTRAINT: {"choice": labels}}
+
+
+@dataclass(slots=True, frozen=True)
+class RowRequests:
+    """All that a command line says of the requests of rows."""
+
+    table: TableOptions
+    flag_fields: Mapping[str, Any]  # by their names in completions
+    is_raw: bool
+
+    def make_template(
+        self, choose_text_field: Callable[..., TextField]
+    ) -> RowTemplate | None:
+        """Return what makes requests of rows for a model; None: lines are requests.
+
+        Args:
+            choose_text_field: as `engine.intake.Intake` has it.
+        """
+        if not self.table.is_given:
+            return None
+        text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
+        return self.table.make_template(text_field, self.flag_fields)
 
 
 def _read_text(flag: str, text: str) -> str:
