@@ -17,7 +17,7 @@ from fminfer.contract.request import TextField
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.streams import COMPRESSED, Digest
 from fminfer.files.tables.table_file import RowFault, TableFile, open_table
-from fminfer.text.limited_process import LimitedPool, LimitError
+from fminfer.text.limited_process import LimitedPool
 
 GROUP_ROWS = 64  # that are rendered together
 PROMPT_FLAG = "--prompt-template"
@@ -57,10 +57,7 @@ class RowTemplate:
 
     def check_syntax(self) -> None:
         """Raise a UsageError if a template does not compile, or that takes too long."""
-        try:
-            (reply,) = self._render([b"null"])
-        except LimitError as error:
-            reply = error
+        (reply,) = self._render([b"null"])
         if isinstance(reply, Exception):
             raise UsageError(f"{reply}. Mend the template (docs/tables.md)")
 
@@ -110,17 +107,13 @@ class RowTemplate:
         """Open a table that has the columns of --column, as far as that is known."""
         table = open_table(path, self.delimiter)
         for name, column in self.columns.items() if table.has_header else ():
-            is_unread = column in table.unread_columns
-            if table.columns and (is_unread or column not in table.columns):
+            columns = [
+                each for each in table.columns if each not in table.unread_columns
+            ]
+            if columns and column not in columns:
                 raise UsageError(
-                    f"--column {name}={column}: "
-                    + (
-                        f"the column is of type {table.unread_columns[column]}, which no "
-                        "field has"
-                        if is_unread
-                        else f"{path} has no column {column!r}. It has: "
-                        f"{', '.join(table.columns)}"
-                    )
+                    f"--column {name}={column}: {path} has no such column that can be "
+                    f"read. It has: {', '.join(columns)}"
                 )
         return table
 
@@ -162,8 +155,10 @@ class RowTemplate:
                 f"--column {name}={self.columns[name]}: the row has no such column",
                 name,
             )
-        given = {name: value for name, value in values.items() if value is not None}
-        return {self.text_field: prompt, **self.fields, **given}
+        set_values = {
+            name: value for name, value in values.items() if value is not None
+        }
+        return {self.text_field: prompt, **self.fields, **set_values}
 
 
 @cache
