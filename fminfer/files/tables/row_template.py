@@ -57,9 +57,8 @@ class RowTemplate:
 
     def check_syntax(self) -> None:
         """Raise a UsageError if a template does not compile, or that takes too long."""
-        (reply,) = self._render([b"null"])
-        if isinstance(reply, Exception):
-            raise UsageError(f"{reply}. Mend the template (docs/tables.md)")
+        for fault in self._render([]):
+            raise UsageError(f"{fault}. Mend the template (docs/tables.md)")
 
     def count_rows(self, path: Path) -> int | None:
         """Count the rows of a table; None: they would be decompressed twice, or are a pipe's."""
@@ -119,20 +118,24 @@ class RowTemplate:
 
     def _render(self, rows: list[bytes]) -> list[Any]:
         """Return the texts of each row, or what is wrong with it."""
-        begin = f'{{"templates":{json.dumps(dict(self.templates))},"row":'
-        replies: list[Any] = []
-        while left := rows[len(replies) :]:
-            replies += _find_pool().ask_all(f"{begin}{row.decode()}}}" for row in left)
-        for reply in replies:
-            if isinstance(reply, OSError):  # the process cannot run here
-                raise reply
-        return replies
+        message = b'{"templates":%b,"rows":[%b]}' % (
+            json.dumps(self.templates).encode(),
+            b",".join(rows),
+        )
+        (reply,) = _find_pool().ask_all([message.decode()])
+        if isinstance(reply, OSError):  # the process cannot run here
+            raise reply
+        if not isinstance(reply, Exception):
+            return list(reply)
+        if len(rows) <= 1:  # it takes too long, or becomes too large
+            return [f"the template fails: {reply}"]
+        return [text for row in rows for text in self._render([row])]
 
     def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:
         """Return the line of a row, whose cells are `row.raw`."""
         try:
-            if isinstance(reply, Exception):
-                raise RequestError("missing_prompt", str(reply))
+            if isinstance(reply, str):
+                raise RequestError("missing_prompt", reply)
             request = dump_json(self._make_request(reply, values))
         except RequestError as error:
             raw = b'{"request":null,"row":%b}' % row.raw
