@@ -75,12 +75,12 @@ def test_a_table_is_answered_as_lines_that_say_the_same(
     write_csv(tmp_path / "b.csv")
     rows = [{"text": text} for text in TEXTS]
     (tmp_path / "c.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    found = ask(tmp_path, *flags)
+    found = ask(tmp_path, *flags, "--temperature", "1.5")
     assert found.exit_code == 0, found.output
 
     records = read(tmp_path / "output_a.jsonl")
     assert [record["row"]["n"] for record in records] == [*range(40)]
-    fields = {"max_tokens": 3, "temperature": 0}
+    fields = {"max_tokens": 3, "temperature": 1.5}
     prompts = [f"Question: {text}?" for text in TEXTS]
     lines = [
         {"prompt": text} | fields
@@ -204,7 +204,9 @@ def test_special_tokens_in_cells_are_told_once(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     assert found.stderr.count("Warning: line 2: cells spell special tokens") == 1
     assert f"prompt: {special} (2 rows)" in found.stderr
+    write_csv(tmp_path / "a.csv", ["a", "b"])
     checked = invoke("check", *words, f"{special}{{{{ n }}}}", *FLAGS[:2])
+    assert "2 right" in checked.output
     assert "cells spell" not in checked.output
 
 

@@ -223,7 +223,7 @@ def test_a_column_that_is_not_there(tmp_path: Path) -> None:
     template = make_template(columns={"max_tokens": "limit"})
     table = tmp_path / "a.csv"
     table.write_text("text,n\na,1\n")
-    with pytest.raises(UsageError, match="no such column .* It has: text, n"):
+    with pytest.raises(UsageError, match=r"no such column .* It has: text, n"):
         template.count_rows(table)
 
     image = tmp_path / "b.parquet"
