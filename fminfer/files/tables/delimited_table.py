@@ -20,6 +20,7 @@ from fminfer.files.tables.table import (
     TableFile,
     check_names_differ,
     import_pyarrow,
+    read_rest,
 )
 
 OTHER_DELIMITERS = (";", "\t", "|", ",")
@@ -81,7 +82,8 @@ class DelimitedTable(TableFile):
         self, digest: Digest | None = None
     ) -> Iterator[list[str] | RowFault]:
         """Yield the cells of each row, the header's as well."""
-        lines = _TextLines(self.path, digest)
+        chunks = read_chunks(self.path, digest)
+        lines = _TextLines(chunks)
         # Python's own limit is 131,072 characters a cell; a row has ours
         csv.field_size_limit(max(csv.field_size_limit(), MAX_VALUE_BYTES))
         reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
@@ -90,6 +92,7 @@ class DelimitedTable(TableFile):
             try:
                 cells = next(reader, None)
             except DamagedInputError as error:
+                read_rest(chunks, digest)
                 yield RowFault(str(error), raw=error.rest, is_damage=True)
                 return
             except csv.Error as error:
@@ -134,9 +137,8 @@ def _type_delimiter(sign: str) -> str:
 class _TextLines:
     """A file's lines as text with their ends, for `csv`, and what is wrong in a row."""
 
-    def __init__(self, path: Path, digest: Digest | None) -> None:
-        chunks = strip_bom(read_chunks(path, digest))
-        self._lines = split_lines(chunks, passes_blank=False)
+    def __init__(self, chunks: Iterator[bytes]) -> None:
+        self._lines = split_lines(strip_bom(chunks), passes_blank=False)
         self._row_bytes = 0
         self._is_at_end = False
         self.bad_bytes = ""  # of this row: what is no UTF-8
@@ -156,7 +158,7 @@ class _TextLines:
         line = numbered[1]
         is_cut = isinstance(line, CutValue)
         raw = line.head if isinstance(line, CutValue) else line
-        self._row_bytes += len(raw)
+        self._row_bytes += len(raw) + 1
         if is_cut or self._row_bytes > MAX_VALUE_BYTES:
             raise DamagedInputError(
                 f"the row has more than {MAX_VALUE_BYTES:,} bytes, and no more are "

@@ -19,6 +19,7 @@ from fminfer.files.tables.table import (
     RowFault,
     TableFile,
     import_pyarrow,
+    read_rest,
     split_batches,
 )
 
@@ -51,9 +52,7 @@ class JsonTable(TableFile):
                 elif raw.strip():
                     yield RowFault(fault, raw) if fault else _parse_row(raw.strip())
         except DamagedInputError as error:
-            if digest is not None:
-                for _ in chunks:
-                    pass
+            read_rest(chunks, digest)
             yield RowFault(str(error), error.rest, is_damage=True)
 
     @cached_property

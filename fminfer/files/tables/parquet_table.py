@@ -16,6 +16,7 @@ from fminfer.files.tables.table import (
     TableFile,
     check_names_differ,
     import_pyarrow,
+    read_rest,
 )
 
 FAULTS = (OSError, ValueError, NotImplementedError)  # that pyarrow raises
@@ -71,9 +72,7 @@ class ParquetTable(TableFile):
                     name: cells[place]
                     for name, cells in zip(names, columns, strict=True)
                 }
-        if digest is not None:
-            for _ in read_chunks(self.path, digest):
-                pass
+        read_rest(read_chunks(self.path, digest), digest)
 
     def read_batches(self) -> Iterator[Any]:
         """Yield the file's own batches; a row of nulls stands where it is damaged."""
@@ -100,7 +99,7 @@ class ParquetTable(TableFile):
 
     def _check_error(self, error: Exception) -> None:
         """Raise a UsageError for what is no damage: encryption, or a fault of the disk."""
-        if "crypt" in str(error):
+        if "crypt" in str(error).replace(str(self.path), ""):
             raise UsageError(
                 f"{self.path} is encrypted; write it without encryption. Keys cannot be "
                 "given"

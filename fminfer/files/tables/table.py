@@ -5,12 +5,13 @@ from __future__ import annotations
 import importlib
 from abc import ABC, abstractmethod
 from collections.abc import Iterable, Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
 from typing import Any
 
-from fminfer.core.errors import UsageError
+from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.files.streams import Digest
 
 BATCH_ROWS = 256  # texts may be long
@@ -72,6 +73,14 @@ def split_batches(rows: Iterable[Any]) -> Iterator[list[Any]]:
     rest = iter(rows)
     while batch := list(islice(rest, BATCH_ROWS)):
         yield batch
+
+
+def read_rest(chunks: Iterable[bytes], digest: Digest | None) -> None:
+    """Let a digest have what stands behind damage."""
+    if digest is not None:
+        with suppress(DamagedInputError):
+            for _ in chunks:
+                pass
 
 
 def import_pyarrow(module: str = "pyarrow") -> Any:

@@ -6,6 +6,7 @@ import base64
 import datetime
 import gzip
 import json
+import sys
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -16,6 +17,7 @@ import pyarrow.parquet.encryption
 import pytest
 
 from fminfer.core.errors import UsageError
+from fminfer.files.streams import Digest, digest_file
 from fminfer.files.tables.table_file import RowFault, open_table
 
 ROWS = [{"text": "good", "stars": 5}, {"text": None, "stars": 1}]
@@ -70,13 +72,13 @@ def test_a_csv_has_texts_with_quotes_and_line_breaks(
     tmp_path: Path, ending: str
 ) -> None:
     """A byte order mark, quoted line breaks and delimiters, doubled quotes, blank lines."""
-    text = '\ufeffid,review text\n1,"a, ""b""\nc"\n\n2,\n3,ü\0'.replace("\n", ending)
+    text = '\ufeffid,review text\n1,"a, ""b""\nc"\n\n2,\n3,ü'.replace("\n", ending)
     path = write_text(tmp_path / "a.csv", text)
 
     expected = [
         {"id": "1", "review text": f'a, "b"{ending}c'},
         {"id": "2", "review text": ""},
-        {"id": "3", "review text": "ü\0"},
+        {"id": "3", "review text": "ü"},
     ]
     assert read_all(path) == expected
     assert read_batch_rows(path) == expected
@@ -116,6 +118,30 @@ def test_a_quote_without_an_end_takes_the_rest(tmp_path: Path) -> None:
     assert len(rows) == 2
     assert rows[1].is_damage
     assert "not closed" in rows[1].message
+
+
+@pytest.mark.parametrize("kind", ["line", "quote"])
+def test_a_row_without_end_is_not_held(tmp_path: Path, kind: str) -> None:
+    """It ends the file's rows, and the file has not changed for that."""
+    piece = b"x" * 999 + (b"x" if kind == "line" else b"\n")
+    start = b'a,b\n1,2\n"' if kind == "quote" else b"a,b\n1,2\n"
+    path = write_text(tmp_path / "a.csv", start + piece * 40_000)
+    digest = Digest()
+    rows = list(open_table(path).read_rows(digest))
+
+    assert rows[0] == {"a": "1", "b": "2"}
+    assert [row.is_damage for row in rows[1:]] == [True]
+    assert "see whether a quote is not closed" in rows[1].message
+    assert str(digest) == digest_file(path)
+
+
+def test_a_nul_is_text_or_costs_its_row(tmp_path: Path) -> None:
+    """Python's reader refuses it before 3.11."""
+    rows = read_all(write_text(tmp_path / "a.csv", "a,b\n\0,1\n2,3\n"))
+
+    if sys.version_info >= (3, 11):
+        assert rows[0] == {"a": "\0", "b": "1"}
+    assert rows[1] == {"a": "2", "b": "3"}
 
 
 def test_a_long_cell_is_read(tmp_path: Path) -> None:
