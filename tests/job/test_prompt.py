@@ -132,7 +132,8 @@ def test_a_prompt_that_names_a_file_says_so(
 )
 def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
     found = CliRunner().invoke(main, ["run", "--raw", *flags])
-    assert found.exit_code == 2 and "--raw is of --prompt, and takes no" in found.stderr
+    assert found.exit_code == 2
+    assert "--raw is of --prompt and --prompt-template, and takes no" in found.stderr
 
 
 def test_a_base_models_completion_is_not_cut_at_16_tokens(

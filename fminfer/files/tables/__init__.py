@@ -1,0 +1,1 @@
+"""Tables as inputs: their files, their rows, and the request that a template makes of a row."""
