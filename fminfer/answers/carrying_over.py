@@ -53,6 +53,7 @@ from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.streams import Digest
+from fminfer.files.tables.table_writer import TableOutput
 
 # lines left to answer whose equal ones are kept in memory, about 12 MB
 MAX_REPEATS = 1 << 17
@@ -78,6 +79,8 @@ class RunTerms:
     # In time.time(). What has failed since then was tried beside this run, and is not
     # tried again.
     started_s: float = field(default_factory=time.time)
+    table: TableOutput | None = None  # that is written beside the only output
+    has_line_numbers: bool = False  # records name their lines
 
     def can_carry_over(self, old: Fingerprint, new: Fingerprint) -> bool:
         """Tell whether answers of a run are used for equal lines of a changed input."""
