@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, islice, repeat
@@ -12,12 +11,16 @@ from pathlib import Path
 from fminfer.contract.envelope import Line as Line
 from fminfer.core.errors import DamagedInputError, UsageError
 from fminfer.core.quantities import with_noun
-from fminfer.files.json_values import (
-    CutValue,
-    ReadAhead,
-    ValueBytes,
-    explain_spread_objects,
-    split_values,
+from fminfer.files.json_values import CutValue
+from fminfer.files.numbered_values import (
+    MAX_HEAD_BYTES,
+    UTF8_BOM,
+    is_spread,
+    number_values,
+    read_head,
+    skip_blank_lines,
+    strip_bom,
+    strip_compression,
 )
 from fminfer.files.split_folders import find_num_equal
 from fminfer.files.streams import (
@@ -27,7 +30,6 @@ from fminfer.files.streams import (
     STDIN,
     Digest,
     digest_file,
-    explain_bytes,
     find_split_folder,
     opens_array,
     packing_of,
@@ -36,9 +38,6 @@ from fminfer.files.streams import (
     read_chunks,
 )
 
-UTF8_BOM = b"\xef\xbb\xbf"
-HEAD_LINES = 100
-MAX_HEAD_BYTES = 2**20  # of a .json file, by which its layout is told
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
 ENDINGS = tuple(
     f"{kind}{packing}" for kind in (*LINES, ".json") for packing in ("", *COMPRESSED)
@@ -57,7 +56,7 @@ def is_input_name(name: str) -> bool:
 
 def input_stem(path: Path) -> str:
     """Return an input's name without its ending: `a` for `a.jsonl` and `a.json.gz`."""
-    return "stdin" if path == STDIN else _strip_compression(path).stem
+    return "stdin" if path == STDIN else strip_compression(path).stem
 
 
 def count_lines(path: Path, limit: int | None = None) -> int | None:
@@ -105,18 +104,18 @@ def identify_input(path: Path) -> str:
     Under another name the same bytes may be other requests, and then have other errors.
     """
     digest = digest_file(path)
-    if digest == A_PIPE or _strip_compression(path).suffix != ".json":
+    if digest == A_PIPE or strip_compression(path).suffix != ".json":
         return digest
-    head = _read_head(_strip_bom(read_chunks(path)), MAX_HEAD_BYTES)
+    head = read_head(strip_bom(read_chunks(path)), MAX_HEAD_BYTES)
     if opens_array(head, is_whole=False):  # whatever its name is
         return digest
-    is_values = head.lstrip().startswith(b"[") or _is_spread(head)
+    is_values = head.lstrip().startswith(b"[") or is_spread(head)
     return f"{digest}, read as JSON values" if is_values else digest
 
 
 def read_first_bytes(path: Path) -> bytes:
     """Return the first bytes of a file that are not blank, unpacked, as far as they can be."""
-    return _skip_blank_lines(_strip_bom(read_chunks(path)))[1]
+    return skip_blank_lines(strip_bom(read_chunks(path)))[1]
 
 
 def read_lines(
@@ -223,7 +222,7 @@ def _read_file_lines(path: Path, source: int, digest: Digest | None) -> Iterator
     number = 0
     chunks = read_chunks(path, digest)
     try:
-        for number, raw, fault in _number_values(path, chunks):
+        for number, raw, fault in number_values(path, chunks):
             if isinstance(raw, CutValue):
                 yield Line(source, number, raw.head, fault=raw.fault, is_cut=True)
             elif raw.strip():
@@ -239,127 +238,3 @@ def _read_file_lines(path: Path, source: int, digest: Digest | None) -> Iterator
             damage=f"{error}. The lines before it are answered, those after it are lost. Repair "
             "the file and answer it again with --restart",
         )
-
-
-def _number_values(
-    path: Path, chunks: Iterator[bytes]
-) -> Iterator[tuple[int, bytes | CutValue, str]]:
-    """Yield each value with its number and what is wrong with it, as far as other lines tell."""
-    if find_split_folder(path):
-        return explain_spread_objects(split_lines(chunks))
-    chunks = ReadAhead(_strip_bom(chunks))
-    first, head = _skip_blank_lines(chunks)
-    if trouble := explain_bytes(head):
-        raise DamagedInputError(f"these are no JSON lines: {trouble}")
-    is_json = _strip_compression(path).suffix == ".json"
-    is_array = head.lstrip().startswith(b"[")
-    # a stream has lines, and may not have more of them yet
-    if is_array and not is_json:
-        more = _read_head(chunks, 1) if path.is_file() else b""
-        is_array = path.is_file() and opens_array(head, is_whole=not more)
-        head += more
-    if is_array:
-        values = split_values(chain([head.lstrip()[1:]], chunks), is_array=True)
-    elif is_json and _is_spread(
-        head := _read_head(chain([head], chunks), MAX_HEAD_BYTES)
-    ):
-        values = split_values(chain([head], chunks), is_array=False)
-    else:
-        lines = split_lines(chain([head], chunks), first)
-        # Whoever writes a pipe may wait for the answer to a line before the next.
-        is_file = not is_json and path.is_file()
-        return (
-            explain_spread_objects(lines)
-            if is_file
-            else ((number, raw, "") for number, raw in lines)
-        )
-    return ((number, raw, "") for number, raw in enumerate(values, 1))
-
-
-def _is_spread(head: bytes) -> bool:
-    """Tell whether the objects in a .json file's head are spread over lines; any may be bad."""
-    lines = head.lstrip().split(b"\n")
-    if not lines[0].startswith(b"{") or _is_object(lines[0]):
-        return False
-    with contextlib.suppress(DamagedInputError):
-        first = next(split_values(iter([head]), is_array=False), b"")
-        if isinstance(first, bytes) and b"\n" in first.strip() and _is_object(first):
-            return True
-    return not any(map(_is_object, lines))
-
-
-def _strip_compression(path: Path) -> Path:
-    return path.with_suffix("") if path.suffix in COMPRESSED else path
-
-
-def split_lines(
-    chunks: Iterator[bytes], number: int = 1, *, passes_blank: bool = True
-) -> Iterator[tuple[int, bytes | CutValue]]:
-    """Yield lines without their newlines, with their numbers; the last one too if it has none.
-
-    With `passes_blank`, many blank lines are only counted, and cost no more than their bytes.
-    """
-    line = ValueBytes()  # the one being read
-    try:
-        for chunk in chunks:
-            if passes_blank and line.is_empty and not chunk.strip():
-                number += chunk.count(b"\n")
-                continue
-            first, *others = chunk.split(b"\n")
-            line.add(first)
-            if others:
-                yield number, line.pop()
-                yield from enumerate(others[:-1], number + 1)  # whole lines
-                number += len(others)
-                line.add(others[-1])
-    except DamagedInputError as error:
-        error.rest = line.head
-        yield number - 1, b""  # the line that breaks off has the next number
-        raise
-    yield number, line.pop()
-
-
-def _strip_bom(chunks: Iterator[bytes]) -> Iterator[bytes]:
-    head = b""
-    for chunk in chunks:
-        head += chunk
-        if len(head) >= len(UTF8_BOM):
-            break
-    yield head.removeprefix(UTF8_BOM)
-    yield from chunks
-
-
-def _skip_blank_lines(chunks: Iterator[bytes]) -> tuple[int, bytes]:
-    """Pass over a file's first blank lines but the last; return that one's number and bytes."""
-    number = 1
-    head = b""
-    with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
-        for chunk in chunks:
-            head += chunk
-            if chunk.strip():
-                break
-            passed, newline, head = head.rpartition(b"\n")
-            number += passed.count(b"\n")
-            head = newline + head[-CHUNK_BYTES:]
-    return number, head
-
-
-def _read_head(chunks: Iterator[bytes], num_bytes: int) -> bytes:
-    """Read chunks until so many bytes or `HEAD_LINES` lines are there, or to damaged data."""
-    parts: list[bytes] = []
-    num_lines = HEAD_LINES
-    with contextlib.suppress(DamagedInputError):  # whoever reads on meets it
-        for chunk in chunks:
-            parts.append(chunk)
-            num_bytes -= len(chunk)
-            num_lines -= chunk.count(b"\n")
-            if num_bytes <= 0 or num_lines <= 0:
-                break
-    return b"".join(parts)
-
-
-def _is_object(text: bytes) -> bool:
-    try:
-        return isinstance(json.loads(text), dict)
-    except (ValueError, RecursionError):
-        return False

@@ -22,7 +22,7 @@ from fminfer.contract.fields import describe_value
 from fminfer.contract.json_object import parse_object
 from fminfer.core.quantities import describe_bytes
 from fminfer.files.disk import write_all
-from fminfer.files.line_reader import UTF8_BOM
+from fminfer.files.numbered_values import UTF8_BOM
 from fminfer.server.batches.batch_request import PURPOSE, parse_life
 from fminfer.server.batches.state_folder import PRIVATE_FILE, state_write_error
 from fminfer.server.http_errors import HttpError

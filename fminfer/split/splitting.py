@@ -32,12 +32,8 @@ from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.input_models import check_no_model_folder
 from fminfer.files.json_values import CutValue
-from fminfer.files.line_reader import (
-    UTF8_BOM,
-    holds_plain_lines,
-    read_lines,
-    split_lines,
-)
+from fminfer.files.line_reader import holds_plain_lines, read_lines
+from fminfer.files.numbered_values import UTF8_BOM, split_lines
 from fminfer.files.ordered_output import list_written_files
 from fminfer.files.output_paths import answers_path, require_parent_folder
 from fminfer.files.status_file import status_path

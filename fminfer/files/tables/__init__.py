@@ -1,1 +1,1 @@
-"""Tables whose rows are answered, and tables with the answers beside their rows."""
+"""Tables as inputs: their files, their rows, and the request that a template makes of a row."""

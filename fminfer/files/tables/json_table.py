@@ -1,0 +1,120 @@
+"""Rows in JSON: an object a line, or the values of a .json file."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from fminfer.contract.fields import describe_json_type
+from fminfer.contract.json_object import dump_json, join_lines, parse_object
+from fminfer.core.errors import DamagedInputError, RequestError
+from fminfer.files.json_values import CutValue
+from fminfer.files.numbered_values import number_values
+from fminfer.files.streams import Digest, read_chunks
+from fminfer.files.tables.table import (
+    Cells,
+    RowFault,
+    TableFile,
+    import_pyarrow,
+    split_batches,
+)
+
+
+class JsonTable(TableFile):
+    """A file of JSON objects, each a row. Its columns are those of all rows."""
+
+    has_header = False
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+
+    @cached_property
+    def columns(self) -> tuple[str, ...]:  # type: ignore[override]
+        """Return the names of all rows, which are read for it."""
+        return tuple(self.schema.names)
+
+    @property
+    def schema(self) -> Any:
+        """Return types that hold all cells; a column of mixed ones has JSON texts."""
+        return self._schema_and_mixed[0]
+
+    def read_rows(self, digest: Digest | None = None) -> Iterator[Cells | RowFault]:
+        """Yield each row; what is no object costs itself."""
+        chunks = read_chunks(self.path, digest)
+        try:
+            for _, raw, fault in number_values(self.path, chunks):
+                if isinstance(raw, CutValue):
+                    yield RowFault(raw.fault, raw.head)
+                elif raw.strip():
+                    yield RowFault(fault, raw) if fault else _parse_row(raw.strip())
+        except DamagedInputError as error:
+            if digest is not None:
+                for _ in chunks:
+                    pass
+            yield RowFault(str(error), error.rest, is_damage=True)
+
+    @cached_property
+    def _schema_and_mixed(self) -> tuple[Any, frozenset[str]]:
+        """Return the schema, and the columns whose cells become JSON texts."""
+        pyarrow = import_pyarrow()
+        types = dict[str, Any]()
+        mixed = set[str]()
+        for batch in split_batches(self.read_rows()):
+            rows = [row for row in batch if isinstance(row, dict)]
+            for name in dict.fromkeys(name for row in rows for name in row):
+                cells = [row.get(name) for row in rows]
+                try:
+                    known = types.get(name, pyarrow.null())
+                    types[name] = _merge_types(known, pyarrow.array(cells).type)
+                except (pyarrow.ArrowException, OverflowError, UnicodeError):
+                    mixed.add(name)
+                    types[name] = pyarrow.string()
+        for name in mixed:
+            types[name] = pyarrow.string()
+        return pyarrow.schema(list(types.items())), frozenset(mixed)
+
+    def _make_cells(self, cells: Cells) -> Cells:
+        mixed = self._schema_and_mixed[1] & cells.keys()
+        return {
+            **cells,
+            **{
+                name: dump_json(cells[name]).decode()
+                for name in mixed
+                if cells[name] is not None
+            },
+        }
+
+
+def _merge_types(first: Any, second: Any) -> Any:
+    pyarrow = import_pyarrow()
+    schemas = [pyarrow.schema([("cell", kind)]) for kind in (first, second)]
+    return pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
+
+
+def _refuse_constant(name: str) -> None:
+    raise ValueError(f"{name} is not JSON")
+
+
+# orjson would make a float of a large integer
+_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+
+
+def _parse_row(raw: bytes) -> Cells | RowFault:
+    """Return a row's cells; a fault says what is no JSON, or no object."""
+    try:
+        row = _DECODER.decode(raw.decode())
+    except (ValueError, RecursionError):
+        try:
+            row = parse_object(raw)
+        except RequestError as error:
+            return RowFault(error.message, join_lines(raw))
+    if not isinstance(row, dict):
+        kind = describe_json_type(row)
+        return RowFault(
+            f"the line holds a JSON {kind}; a row is an object of cells by column",
+            join_lines(raw),
+        )
+    return row

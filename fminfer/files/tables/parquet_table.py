@@ -1,0 +1,186 @@
+"""Parquet, read with pyarrow: row groups in turn, in batches of few rows."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+from fminfer.core.errors import UsageError
+from fminfer.files.streams import Digest, raising_read_errors, read_chunks
+from fminfer.files.tables.table import (
+    BATCH_ROWS,
+    Cells,
+    RowFault,
+    TableFile,
+    check_names_differ,
+    import_pyarrow,
+)
+
+READ_BYTES = 2**20  # at a time of a column; otherwise all of a row group's
+_ZERO_FRACTION = r"\.0+([^0-9]|$)"  # of a time's seconds
+
+
+class ParquetTable(TableFile):
+    """A Parquet file; its rows and types are known from its end."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        with raising_read_errors(path), path.open("rb") as file:
+            is_encrypted = file.read(4) == b"PARE"
+        if is_encrypted:
+            raise _encryption_error(path)
+        try:
+            with self._open_file() as parquet:
+                self._schema = parquet.schema_arrow
+                self.num_rows: int | None = parquet.metadata.num_rows
+        except (OSError, ValueError, NotImplementedError) as error:
+            raise UsageError(
+                f"{path} cannot be read as Parquet: {error}. It may be cut off, or be "
+                "something else; fetch or write it again"
+            ) from error
+
+        self.columns = tuple(self._schema.names)
+        check_names_differ(path, self.columns)
+        kinds = {field.name: field.type for field in self._schema}
+        self._json_types = {
+            name: json_type
+            for name, kind in kinds.items()
+            if (json_type := find_json_type(kind)) is not None
+        }
+        self.unread_columns = {
+            name: str(kind)
+            for name, kind in kinds.items()
+            if name not in self._json_types
+        }
+
+    @property
+    def schema(self) -> Any:
+        """Return the file's own types."""
+        return self._schema
+
+    def read_rows(self, digest: Digest | None = None) -> Iterator[Cells | RowFault]:
+        """Yield each row, without the columns that JSON has no type for."""
+        names = list(self._json_types)
+        for batch in self._read_batches_or_fault(names):
+            if isinstance(batch, RowFault):
+                yield batch
+                continue
+            columns = [self._make_cell_list(name, batch.column(name)) for name in names]
+            for place in range(batch.num_rows):
+                yield {
+                    name: cells[place]
+                    for name, cells in zip(names, columns, strict=True)
+                }
+        if digest is not None:
+            for _ in read_chunks(self.path, digest):
+                pass
+
+    def read_batches(self) -> Iterator[Any]:
+        """Yield the file's own batches; a row of nulls stands where it is damaged."""
+        pyarrow = import_pyarrow()
+        for batch in self._read_batches_or_fault(None):
+            is_fault = isinstance(batch, RowFault)
+            yield (
+                pyarrow.RecordBatch.from_pylist([{}], schema=self.schema)
+                if is_fault
+                else batch
+            )
+
+    def _open_file(self) -> Any:
+        parquet = import_pyarrow("pyarrow.parquet")
+        return parquet.ParquetFile(self.path, buffer_size=READ_BYTES, pre_buffer=False)
+
+    def _read_batches_or_fault(self, names: Sequence[str] | None) -> Iterator[Any]:
+        """Yield the batches of some columns, or of all; a fault where the data is damaged."""
+        try:
+            with self._open_file() as file:
+                yield from file.iter_batches(
+                    BATCH_ROWS, columns=names, use_threads=False
+                )
+        except (OSError, ValueError, NotImplementedError) as error:
+            if "decrypt" in str(error):
+                raise _encryption_error(self.path) from error
+            if isinstance(error, OSError) and error.errno:  # of the disk
+                with raising_read_errors(self.path):
+                    raise
+            yield RowFault(f"the Parquet data is damaged: {error}", is_damage=True)
+
+    def _make_cell_list(self, name: str, column: Any) -> list[Any]:
+        """Return a column's cells as JSON has them."""
+        json_type = self._json_types[name]
+        if json_type == column.type:
+            cells: list[Any] = column.to_pylist()
+            return [*map(_spell_infinite, cells)] if _has_floats(json_type) else cells
+        types = import_pyarrow().types
+        try:
+            text_or_list = column.cast(json_type)
+        except (ValueError, NotImplementedError) as error:
+            raise UsageError(
+                f"column {name!r} of {self.path} ({column.type}) cannot be read: {error}. "
+                "Write it as text, or without this column"
+            ) from error
+        if types.is_timestamp(column.type) or types.is_time(column.type):
+            compute = import_pyarrow("pyarrow.compute")
+            text_or_list = compute.replace_substring_regex(
+                text_or_list, _ZERO_FRACTION, r"\1"
+            )
+        return [*map(_spell_infinite, text_or_list.to_pylist())]
+
+
+def _encryption_error(path: Path) -> UsageError:
+    return UsageError(
+        f"{path} is encrypted; write it without encryption. Keys cannot be given"
+    )
+
+
+def find_json_type(kind: Any) -> Any | None:
+    """Return the type as which a column's cells are read; None: JSON has none for them.
+
+    Dates, times and decimals become texts, durations whole numbers of their unit.
+    """
+    pyarrow = import_pyarrow()
+    types = pyarrow.types
+    if isinstance(kind, pyarrow.BaseExtensionType):
+        return find_json_type(kind.storage_type)
+    if types.is_dictionary(kind):
+        return find_json_type(kind.value_type)
+    if types.is_duration(kind):
+        return pyarrow.int64()
+    if types.is_decimal(kind) or (
+        types.is_temporal(kind) and not types.is_interval(kind)
+    ):
+        return pyarrow.string()
+    if types.is_struct(kind):
+        fields = [(field.name, find_json_type(field.type)) for field in kind]
+        is_readable = all(each is not None for _, each in fields)
+        return pyarrow.struct(fields) if is_readable else None
+    if types.is_map(kind):  # read as pairs
+        plain = (find_json_type(kind.key_type), find_json_type(kind.item_type))
+        return kind if plain == (kind.key_type, kind.item_type) else None
+    if hasattr(kind, "value_type"):  # a list of some kind
+        item = find_json_type(kind.value_type)
+        if item is None or item == kind.value_type:
+            return None if item is None else kind
+        return pyarrow.list_(item)
+    is_plain = types.is_primitive(kind) or types.is_boolean(kind)
+    is_text = types.is_string(kind) or types.is_large_string(kind)
+    is_text = is_text or types.is_string_view(kind) or types.is_null(kind)
+    return kind if is_plain or is_text else None
+
+
+def _has_floats(kind: Any) -> bool:
+    """Tell whether a type may hold a number that JSON does not have."""
+    return "float" in str(kind) or "double" in str(kind)
+
+
+def _spell_infinite(cell: Any) -> Any:
+    """Return a cell whose numbers JSON has: nan and infinities become their names."""
+    if isinstance(cell, float) and not math.isfinite(cell):
+        return "NaN" if math.isnan(cell) else "Infinity" if cell > 0 else "-Infinity"
+    if isinstance(cell, list | tuple):
+        return [_spell_infinite(each) for each in cell]
+    if isinstance(cell, dict):
+        return {name: _spell_infinite(each) for name, each in cell.items()}
+    return cell
