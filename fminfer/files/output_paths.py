@@ -66,7 +66,7 @@ def make_output_paths(inputs: list[Path], output: Path | None) -> OutputPaths:
     Raises:
         UsageError: one file for several inputs.
     """
-    table = output if is_table_name(output) and not output.is_dir() else None
+    table = _find_table(output)
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
     # whose answers go to a file, and its name
@@ -110,6 +110,13 @@ def describe_use(path: Path, paths: OutputPaths) -> str:
     return ""
 
 
+def _find_table(output: Path | None) -> Path | None:
+    """Return the output if its name is that of a table."""
+    if output is None or output.is_dir() or not is_table_name(output):
+        return None
+    return output
+
+
 def _list_all_written(output: Path, table: Path | None) -> list[Path]:
     tables = [] if table is None else [table, draft_path(table)]
     return [*list_written_files(output), status_path(output), *tables]
@@ -123,7 +130,7 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     _check_no_device(output)
     require_parent_folder("--output", output)
     check_no_model_folder("--output", output)
-    is_table = is_table_name(output) and not output.is_dir()
+    is_table = _find_table(output) is not None
     if output.is_file() or output.suffix == ".jsonl" or is_table:
         if len(inputs) > 1:
             raise UsageError(

@@ -261,6 +261,8 @@ def _answer_files(job: _Job) -> JobSummary:
         count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
         current_run=CurrentRun(settings=name_settings(config)),
         print_progress=job.print_line,
+        table=job_paths.make_table_output(output_paths),
+        has_line_numbers=job_paths.has_line_numbers,
     )
     files: RunInputs
     if job_paths.is_shared:
@@ -285,6 +287,7 @@ def _answer_files(job: _Job) -> JobSummary:
         weight_dtype=job.run_plan.held_in,
         limit=job_paths.limit,
         has_npy=has_npy,
+        table=output_paths.table,
     )
     if is_left or job.is_awaited:
         with (

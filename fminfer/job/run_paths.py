@@ -34,6 +34,9 @@ from fminfer.files.output_paths import (
 )
 from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own_file
 from fminfer.files.storage import Location, RemoteFolders
+from fminfer.files.tables.result_columns import RowFields, make_result_columns
+from fminfer.files.tables.table_file import open_table
+from fminfer.files.tables.table_writer import TableOutput, is_table_name
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -68,8 +71,18 @@ class JobOptions(Options):
     )
     output: Location | None = _option(
         "A .jsonl file; a folder, created if its parent is there; a URL of either; or "
-        "- for stdout. Errors then go to stderr.  [default: output_<name>.jsonl beside "
-        "the input; stdout for stdin]"
+        "- for stdout. Errors then go to stderr. Of one table: a .parquet or .csv file of its "
+        "columns and the answers', beside which the records go to <name>.records.jsonl.  "
+        "[default: output_<name>.jsonl beside the input; stdout for stdin]"
+    )
+    prefix: str | None = _option(
+        "Put this text before the names of the columns that a table of answers adds.",
+        metavar="TEXT",
+    )
+    has_line_numbers: bool = _option(
+        'Say in each record which line of the input it is of, as "line": 7. Errors always say '
+        "it. Records of Batch lines have no place for it.",
+        flags=("--line-numbers",),
     )
     work_dir: Path | None = _option(
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
@@ -128,12 +141,14 @@ class JobPaths(JobOptions):
     # the requests to make up, in the place of inputs
     synthetic: Synthetic | None = None
     result_cache: CachePlace | None = None  # for answers that other runs may take
+    row_template: RowFields | None = None  # of an input that is a table
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
     def is_shared(self) -> bool:
         """Return whether other runs may answer some of the files: those of a folder."""
-        return self.output != STDOUT and bool(self._folders)
+        is_one_file = self.output == STDOUT or is_table_name(self.output)
+        return not is_one_file and bool(self._folders)
 
     @property
     def _folders(self) -> list[Path]:
@@ -174,12 +189,40 @@ class JobPaths(JobOptions):
             raise UsageError(next(iter(paths.refused.values())))
         self.remote.prepare_outputs(paths.outputs, restart=self.restart)
 
+        self.make_table_output(paths)
         self._check_further_files(paths)
         if self.is_watching:
             self._check_watching()
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return paths
+
+    def make_table_output(self, paths: OutputPaths) -> TableOutput | None:
+        """Return the table that the run writes beside its records, or None.
+
+        Raises:
+            UsageError: the input is no table, or its columns and the answers' do not fit.
+        """
+        if paths.table is None:
+            if self.prefix is not None:
+                raise UsageError(
+                    f"--prefix {self.prefix} names columns, and no table is written; give "
+                    "--output a name that ends in .parquet or .csv, or leave --prefix out"
+                )
+            return None
+        template = self.row_template
+        if template is None or not paths.inputs:
+            raise UsageError(
+                f"--output {self.output} is a table of an input's rows and their answers, and "
+                "there is no input of rows. Give a table with --prompt-template, or an "
+                "--output that ends in .jsonl"
+            )
+        columns = make_result_columns(
+            template.fields, self.prefix or "", template.columns
+        )
+        table = TableOutput(paths.table, columns, template.delimiter)
+        table.check_input(open_table(paths.inputs[0], template.delimiter))
+        return table
 
     def _check_further_files(self, paths: OutputPaths) -> None:
         """Raise a UsageError if the files of --stats, --trace or --report cannot be written."""

@@ -74,6 +74,7 @@ class JobSummary:
     made_up: str = ""  # what a synthetic run answered
     gives_vectors: bool = False  # the model does, and draws no tokens
     has_npy: bool = False  # vectors go to files of their own
+    table: Path | None = None  # of the rows and their answers
 
     @property
     def types(self) -> str:
@@ -125,6 +126,7 @@ class JobSummary:
         paths = {
             "inputs": [*map(str, self.inputs)],
             "outputs": [*map(str, self.outputs)],
+            "table": None if self.table is None else str(self.table),
         }
         return asdict(self) | paths | rates
 
@@ -163,6 +165,8 @@ class JobSummary:
 
     def _make_file_lines(self) -> Iterator[tuple[str, str]]:
         files = list(dict.fromkeys(self.outputs))
+        if self.table is not None:
+            yield "table", str(self.table)
         for path in files:
             yield "output", "stdout" if path == STDOUT else str(path)
         others = [("vectors", vectors_path)] if self.has_npy else []

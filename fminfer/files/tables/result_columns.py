@@ -20,7 +20,7 @@ from fminfer.files.journal_rows import Row
 from fminfer.files.tables.table import import_pyarrow
 
 CellKind = Literal["text", "integer", "number", "boolean", "json"]
-# A cell of the "row" is one for all its choices. A "label" and a "property" are of a choice, too.
+# A "row" has one cell of a column. Of the other groups each choice of the row has its own.
 Group = Literal["row", "choice", "label", "property"]
 SCALARS: dict[str, CellKind] = {  # types of JSON Schema
     "string": "text",
@@ -40,6 +40,15 @@ class ResultColumn:
     group: Group
     key: str  # what its cells are, without a prefix
     is_list: bool = False  # a cell has a value for each choice
+
+
+@dataclass(slots=True, frozen=True)
+class RowFields:
+    """What requests made of a table's rows have in common."""
+
+    fields: Mapping[str, Any]
+    columns: Mapping[str, str]  # fields that take a column's cells
+    delimiter: str | None = None
 
 
 ALWAYS: tuple[tuple[str, CellKind, Group], ...] = (
@@ -64,7 +73,10 @@ def make_result_columns(
         UsageError: a field says wrongly what an answer must be, or two names are equal.
     """
     is_list = "n" in varying or (fields.get("n") or 1) != 1
-    parts = [*ALWAYS, *((key, kind, group) for key, kind, group in _list_further(fields))]
+    parts = [
+        *ALWAYS,
+        *((key, kind, group) for key, kind, group in _list_further(fields)),
+    ]
     names = _name_columns(parts)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UsageError(

@@ -82,7 +82,7 @@ class TableOutput:
             )
         try:
             self.open_format(_Draft(io.BytesIO()), self.make_schema(table)).close()
-        except ValueError as error:  # pyarrow's
+        except (ValueError, NotImplementedError) as error:  # pyarrow's
             raise UsageError(
                 f"{self.path} cannot hold the columns of {table.path}: {error}. Take such "
                 "a column out, or give --output a name that ends in .csv or .jsonl"
@@ -180,9 +180,7 @@ class TableWriter:
             for values, column in zip(cells, self._columns, strict=True)
         ]
         rows = self._batch.slice(0, len(self._cells))
-        joined = pyarrow.Table.from_arrays(
-            [*rows.columns, *added], schema=self._schema
-        )
+        joined = pyarrow.Table.from_arrays([*rows.columns, *added], schema=self._schema)
         self._cells = []
 
         self._joined.append(joined)
@@ -202,9 +200,9 @@ class TableWriter:
 
     def _changed_error(self, what: str) -> UsageError:
         return UsageError(
-            f"{self._task.source} was changed since its rows were answered: {what}. So no table is "
-            f"written. Run the same command again: it keeps the answers to rows that are still "
-            "there (--restart answers all anew)"
+            f"{self._task.source} was changed since its rows were answered: {what}. So no "
+            "table is written. Run the same command again: it keeps the answers to rows "
+            "that are still there (--restart answers all anew)"
         )
 
 
