@@ -160,7 +160,8 @@ def _write_rows(
         seals["vectors"] = files[2].make_seal()
     if table is not None:
         table.close()
-        seals[table.name] = {**files[-1].make_seal(), "layout": table.layout}
+        seal = {**files[-1].make_seal(), "layout": table.output.layout}
+        seals[table.output.path.name] = seal
     return seals
 
 

@@ -17,7 +17,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import is_stream
-from fminfer.files.tables.own_tables import is_own_table
+from fminfer.files.tables.table_writer import is_own_table
 
 OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
 START_BYTES = 4096  # by which a kind of file is recognized

@@ -38,7 +38,7 @@ from fminfer.files.own_files import (
 )
 from fminfer.files.run_facts import RunHistory, parse_runs
 from fminfer.files.status_file import StatusFile, check_vectors_owned, read_status
-from fminfer.files.tables.table_writer import TableTask
+from fminfer.files.tables.table_writer import TableTask, changed_error
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
 # What is to be done with an input before its lines are answered. "reopen" makes the
@@ -346,11 +346,7 @@ class JournaledInput:
             return None
         self._input.update_digest()
         if self._input.digest != self._fingerprint[INPUT]:
-            raise UsageError(
-                f"{self.path} was changed while it was being answered, and a table has its rows "
-                "beside their answers. Run the same command again: it keeps the answers to "
-                "rows that are still there (--restart answers all anew)"
-            )
+            raise changed_error(self.path)
         require_own_file(table.path, TABLE, "the table of this run,")
         return TableTask(
             table,
@@ -398,11 +394,9 @@ def _require_own_table(output: Path, terms: RunTerms) -> None:
     if table is None:
         return
     require_own_file(table.path, TABLE, "the table of this run,")
-    is_replaced = terms.restart or journal_path(output).exists()
-    if is_replaced or not table.path.exists():
-        return
     completed = find_completed(output)
-    if completed is None or not completed.has_table(table.path):
+    is_known = terms.restart or journal_path(output).exists() or not table.path.exists()
+    if not is_known and (completed is None or not completed.has_table(table.path)):
         raise UsageError(
             f"{table.path} exists, and is not as a run with the records {output} has written "
             "it. Move it away, and the same command writes the table again without "

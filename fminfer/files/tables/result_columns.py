@@ -12,8 +12,10 @@ from contextlib import suppress
 from dataclasses import dataclass
 from typing import Any, Literal
 
+import orjson
+
 from fminfer.contract.constraint import CONSTRAINTS, find_constraint
-from fminfer.contract.json_object import parse_json
+from fminfer.contract.json_object import dump_json
 from fminfer.contract.record import Choice, parse_record
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.journal_rows import Row
@@ -28,7 +30,13 @@ SCALARS: dict[str, CellKind] = {  # types of JSON Schema
     "number": "number",
     "boolean": "boolean",
 }
-MAX_INTEGER = 2**63 - 1
+HOLDERS: dict[CellKind, Any] = {
+    "text": str,
+    "integer": int,
+    "number": (int, float),
+    "boolean": bool,
+}
+MAX_INTEGER = 2**63 - 1  # orjson makes floats of those beyond 2**64
 
 
 @dataclass(slots=True, frozen=True)
@@ -51,7 +59,9 @@ class RowFields:
     delimiter: str | None = None
 
 
-ALWAYS: tuple[tuple[str, CellKind, Group], ...] = (
+Part = tuple[str, CellKind, Group]  # a column before it has its name
+Values = dict[Group, Mapping[str, Any]]  # of one choice, by the keys of their columns
+ALWAYS: tuple[Part, ...] = (
     ("answer", "text", "choice"),
     ("finish_reason", "text", "choice"),
     ("error", "text", "row"),
@@ -73,10 +83,7 @@ def make_result_columns(
         UsageError: a field says wrongly what an answer must be, or two names are equal.
     """
     is_list = "n" in varying or (fields.get("n") or 1) != 1
-    parts = [
-        *ALWAYS,
-        *((key, kind, group) for key, kind, group in _list_further(fields)),
-    ]
+    parts = [*ALWAYS, *_list_further(fields)]
     names = _name_columns(parts)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UsageError(
@@ -101,39 +108,40 @@ def find_type(column: ResultColumn) -> Any:
     return pyarrow.list_(plain) if column.is_list else plain
 
 
-def read_cells(row: Row, columns: Collection[ResultColumn]) -> list[Any]:
-    """Return the cells of a finished row, one a column."""
+def read_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
+    """Return the cells of a finished row by the names of their columns."""
     fields = parse_record(row.record)
     if row.is_error:
         error = fields["error"]
-        cells = {"error": _mend(f"{error['code']}: {error['message']}")}
-        return [
-            cells.get(column.key) if column.group == "row" else None
-            for column in columns
+        choices: list[Values] = [
+            {"row": {"error": f"{error['code']}: {error['message']}"}}
         ]
-    counts = {"prompt_tokens": row.tokens[0], "completion_tokens": row.tokens[2]}
-    has_properties = any(column.group == "property" for column in columns)
-    choices = [
-        _read_choice(choice, has_properties=has_properties)
-        for choice in _list_choices(fields["result"])
-    ]
-    return [
-        counts.get(column.key)
-        if column.group == "row"
-        else _read_choices(column, choices)
-        for column in columns
-    ]
+    else:
+        counts = {"prompt_tokens": row.tokens[0], "completion_tokens": row.tokens[2]}
+        result = fields["result"]
+        # vectors and scores are one choice, of JSON
+        listed = result.get("choices") or [{"text": _dump_json(result)}]
+        choices = [{"row": counts, **_read_choice(choice)} for choice in listed]
+
+    cells: dict[str, Any] = {}
+    for column in columns:
+        values = [
+            _fit_cell(choice.get(column.group, {}).get(column.key), column.kind)
+            for choice in choices
+        ]
+        is_list = column.is_list and not row.is_error
+        cells[column.name] = values if is_list else values[0]
+    return cells
 
 
-def _list_further(
-    fields: Mapping[str, Any],
-) -> Iterator[tuple[str, CellKind, Group]]:
+def _list_further(fields: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the columns of labels with probabilities, or of a flat schema's properties."""
     outputs = fields.get("structured_outputs")
-    has_probabilities = isinstance(outputs, dict) and outputs.get("probabilities")
+    values = dict(fields)
+    has_probabilities = False
     if isinstance(outputs, dict):
-        outputs = {k: v for k, v in outputs.items() if k != "probabilities"}
-    values = {**fields, "structured_outputs": outputs}
+        values["structured_outputs"] = rest = dict(outputs)
+        has_probabilities = bool(rest.pop("probabilities", None))
     try:
         constraint = find_constraint(
             {
@@ -144,20 +152,17 @@ def _list_further(
         )
     except RequestError as error:
         raise UsageError(error.message) from None
-    if constraint is None:
-        return
-    if constraint.kind == "choice" and has_probabilities:
+    if constraint is not None and constraint.kind == "choice" and has_probabilities:
         yield "label_probability", "number", "choice"
         yield "label_mass", "number", "choice"
         for label in json.loads(constraint.text):
             yield label, "number", "label"
-    elif constraint.kind == "json":
-        properties = json.loads(constraint.text).get("properties")
-        for name, schema in properties.items() if isinstance(properties, dict) else ():
+    elif constraint is not None and constraint.kind == "json":
+        for name, schema in json.loads(constraint.text).get("properties", {}).items():
             yield name, _choose_kind(schema), "property"
 
 
-def _name_columns(parts: list[tuple[str, CellKind, Group]]) -> list[str]:
+def _name_columns(parts: list[Part]) -> list[str]:
     """Name columns by their keys; labels without the space around them, if that tells them."""
     stripped = Counter(key.strip() for key, _, group in parts if group == "label")
     return [
@@ -168,66 +173,37 @@ def _name_columns(parts: list[tuple[str, CellKind, Group]]) -> list[str]:
 
 def _choose_kind(schema: Any) -> CellKind:
     """Choose what holds a property's values: one plain type, beside null, or else JSON."""
-    ways = [schema]
-    if isinstance(schema, dict) and isinstance(schema.get("anyOf"), list):
-        ways = schema["anyOf"]
+    ways = schema.get("anyOf", [schema]) if isinstance(schema, dict) else [schema]
     types = {name for way in ways for name in _list_types(way)} - {"null"}
     return SCALARS.get(types.pop(), "json") if len(types) == 1 else "json"
 
 
 def _list_types(schema: Any) -> list[str]:
     """Return the names of types that a schema allows; what it does not say is "any"."""
-    if not isinstance(schema, dict):
-        return ["any"]
-    if "type" in schema:
-        types = schema["type"]
-        return [str(name) for name in (types if isinstance(types, list) else [types])]
-    values = schema.get("enum") or [schema.get("const")]
+    fields = schema if isinstance(schema, dict) else {}
+    types = fields.get("type")
+    if types is not None:
+        return types if isinstance(types, list) else [types]
+    values = fields.get("enum") or [fields.get("const")]
     return ["string" if isinstance(value, str) else "any" for value in values]
 
 
-def _list_choices(result: dict[str, Any]) -> list[dict[str, Any]]:
-    """Return the choices of an answer; vectors and scores count as one, whose text is JSON."""
-    choices: list[dict[str, Any]] | None = result.get("choices")
-    if choices is None:
-        return [{"text": _dump_json(result.get("data", result.get("results")))}]
-    return choices
-
-
-def _read_choice(
-    fields: dict[str, Any], *, has_properties: bool
-) -> dict[Group, Mapping[str, Any]]:
+def _read_choice(fields: dict[str, Any]) -> Values:
+    """Return the values of an answer's choice, by the groups of their columns."""
     text = Choice(fields).text
     if not text and (calls := (fields.get("message") or {}).get("tool_calls")):
         text = _dump_json(calls)
     labels = fields.get("label_probabilities") or {}
     own = {
+        **fields,  # finish_reason and label_mass
         "answer": text,
-        "finish_reason": fields.get("finish_reason"),
         "label_probability": labels.get(text),
-        "label_mass": fields.get("label_mass"),
     }
-    properties = _parse_object(text) if has_properties else {}
-    return {"choice": own, "label": labels, "property": properties}
-
-
-def _parse_object(text: str) -> dict[str, Any]:
-    """Return an answer's object; an empty one if it was cut off."""
-    with suppress(ValueError):
-        value = parse_json(text.encode("utf-8", "surrogatepass"))
-        if isinstance(value, dict):
-            return value
-    return {}
-
-
-def _read_choices(
-    column: ResultColumn, choices: list[dict[Group, Mapping[str, Any]]]
-) -> Any:
-    cells = [
-        _fit_cell(choice[column.group].get(column.key), column.kind)
-        for choice in choices
-    ]
-    return cells if column.is_list else cells[0]
+    properties: Any = None
+    with suppress(ValueError):  # it is no JSON, or was cut off
+        properties = orjson.loads(text)
+    is_object = isinstance(properties, dict)
+    return {"choice": own, "label": labels, "property": properties if is_object else {}}
 
 
 def _fit_cell(value: Any, kind: CellKind) -> Any:
@@ -236,24 +212,15 @@ def _fit_cell(value: Any, kind: CellKind) -> Any:
         return None
     if kind == "json":
         return _dump_json(value)
-    if kind == "text":
-        return _mend(value) if isinstance(value, str) else None
-    if kind == "boolean" or isinstance(value, bool):
-        return value if kind == "boolean" and isinstance(value, bool) else None
-    if not isinstance(value, int | float):
+    is_fit = isinstance(value, bool) == (kind == "boolean")
+    if not is_fit or not isinstance(value, HOLDERS[kind]):
         return None
-    with suppress(OverflowError):
-        if kind == "number":
-            return float(value)
-        if int(value) == value and abs(value) <= MAX_INTEGER:
-            return int(value)
-    return None
+    if kind == "integer":
+        return value if value <= MAX_INTEGER else None
+    if kind == "text":  # half a surrogate pair is in no table
+        return value.encode("utf-8", "replace").decode()
+    return float(value) if kind == "number" else value
 
 
 def _dump_json(value: Any) -> str:
-    return _mend(json.dumps(value, ensure_ascii=False, separators=(",", ":")))
-
-
-def _mend(text: str) -> str:
-    """Replace halves of surrogate pairs, which no table can hold."""
-    return text.encode("utf-8", "replace").decode()
+    return dump_json(value).decode()

@@ -5,6 +5,7 @@ It is written batch by batch, in the order of the rows, so that memory does not 
 
 from __future__ import annotations
 
+import csv
 import hashlib
 import io
 import json
@@ -15,22 +16,26 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.core.errors import UsageError
-from fminfer.core.quantities import with_noun
 from fminfer.core.version import __version__
 from fminfer.files.disk import path_beside
 from fminfer.files.journal_rows import Row
 from fminfer.files.streams import read_changed_ns
 from fminfer.files.tables.csv_writer import ByteFile, CsvWriter
-from fminfer.files.tables.result_columns import ResultColumn, find_type, read_cells
+from fminfer.files.tables.result_columns import (
+    FIXED_NAMES,
+    ResultColumn,
+    find_type,
+    read_cells,
+)
 from fminfer.files.tables.table import import_pyarrow
 from fminfer.files.tables.table_file import TableFile, open_table
 
 TABLE_ENDINGS = (".parquet", ".csv")  # of tables that can be written
 MARK = b"fminfer_table"  # a key in the metadata of a Parquet table of ours
-# Rows of a row group of Parquet, and bytes that are held for one, at most.
-GROUP_ROWS = 1 << 16
+MAX_HEADER = 1 << 20  # characters of a CSV that may be ours
+# Rows of a row group of Parquet, and bytes of their records, about.
+GROUP_ROWS = 1 << 15
 GROUP_BYTES = 64 << 20
-BATCH_ROWS = 4096  # of the input, whose records are held
 
 
 def is_table_name(path: Path | str | None) -> bool:
@@ -121,97 +126,101 @@ class TableWriter:
         UsageError: the input is not as it was when its rows were answered.
     """
 
-    def __init__(self, file: ByteFile, task: TableTask) -> None:
-        self.name = task.output.path.name
-        self.layout = task.output.layout
+    def __init__(self, file: _Draft, task: TableTask) -> None:
+        self.output = task.output
         self._task = task
-        self._columns = task.output.columns
         table = open_table(task.source, task.output.delimiter)
         self._schema = task.output.make_schema(table)
-        self._batches = (
-            batch.slice(start, BATCH_ROWS)
-            for batch in table.read_batches()
-            for start in range(0, batch.num_rows, BATCH_ROWS)
-        )
-        self._batch = next(self._batches, None)  # whose rows get their records
-        self._cells: list[list[Any]] = []  # of the records so far
+        self._batches = table.read_batches()
+        self._batch: Any = None  # of the input: rows whose answers are yet to come
         self._num_rows = 0
-        self._joined: list[Any] = []  # tables that are yet to be written
-        self._num_joined_rows = 0
-        self._num_joined_bytes = 0
-        self._draft = _Draft(file)
-        self._format = task.output.open_format(self._draft, self._schema)
+        self._cells: list[dict[str, Any]] = []  # of the answers, yet to be written
+        self._num_bytes = 0  # of their records
+        self.format = task.output.open_format(file, self._schema)
 
     def add(self, row: Row) -> None:
         """Add a finished row; they come in order, and none is left out."""
         self._num_rows += 1
-        if self._batch is None or row.number != self._num_rows:
-            raise self._changed_error(f"row {row.number:,} is not the next one")
-        self._cells.append(read_cells(row, self._columns))
-        if len(self._cells) == self._batch.num_rows:
-            self._join_batch()
-            self._batch = next(self._batches, None)
+        assert row.number == self._num_rows, "rows of a table are counted from 1"
+        self._cells.append(read_cells(row, self.output.columns))
+        self._num_bytes += len(row.record)
+        if len(self._cells) >= GROUP_ROWS or self._num_bytes >= GROUP_BYTES:
+            self._write_group()
 
     def close(self) -> None:
         """Write what is left, once every row has come."""
-        if self._batch is not None and not self._task.is_cut:
-            rows = with_noun(self._num_rows, "row")
-            raise self._changed_error(f"it has more than {rows}")
-        if self._cells:
-            self._join_batch()
-        self._write_joined()
-        if read_changed_ns(self._task.source) != self._task.changed_ns:
-            raise self._changed_error("it was written to")
-        self._format.close()
-
-    def drop(self) -> None:
-        """Write no more: the run has failed, and its draft goes."""
-        self._draft.is_dropped = True
-        with suppress(Exception):  # pyarrow would do so later, and print what it meets
-            self._format.close()
-
-    def _join_batch(self) -> None:
-        """Put the cells of records beside the rows of their batch."""
-        assert self._batch is not None, "records without rows"
-        pyarrow = import_pyarrow()
-        cells = zip(*self._cells, strict=True)
-        added = [
-            pyarrow.array(values, find_type(column))
-            for values, column in zip(cells, self._columns, strict=True)
-        ]
-        rows = self._batch.slice(0, len(self._cells))
-        joined = pyarrow.Table.from_arrays([*rows.columns, *added], schema=self._schema)
-        self._cells = []
-
-        self._joined.append(joined)
-        self._num_joined_rows += joined.num_rows
-        self._num_joined_bytes += joined.nbytes
-        is_full = self._num_joined_bytes >= GROUP_BYTES
-        if is_full or self._num_joined_rows >= GROUP_ROWS:
-            self._write_joined()
-
-    def _write_joined(self) -> None:
-        """Write what was joined, as a row group of Parquet."""
-        if self._joined:
-            self._format.write_table(import_pyarrow().concat_tables(self._joined))
-        self._joined = []
-        self._num_joined_rows = 0
-        self._num_joined_bytes = 0
-
-    def _changed_error(self, what: str) -> UsageError:
-        return UsageError(
-            f"{self._task.source} was changed since its rows were answered: {what}. So no "
-            "table is written. Run the same command again: it keeps the answers to rows "
-            "that are still there (--restart answers all anew)"
+        self._write_group()
+        has_more = any(
+            batch.num_rows for batch in [self._batch, *self._batches] if batch
         )
+        is_longer = has_more and not self._task.is_cut
+        if is_longer or read_changed_ns(self._task.source) != self._task.changed_ns:
+            raise self._changed_error()
+        self.format.close()
+
+    def _write_group(self) -> None:
+        """Write rows with their answers: a row group of Parquet."""
+        pyarrow = import_pyarrow()
+        added = [(column.name, find_type(column)) for column in self.output.columns]
+        answers = pyarrow.Table.from_pylist(self._cells, pyarrow.schema(added))
+        columns = [*self._take_rows(answers.num_rows).columns, *answers.columns]
+        self.format.write_table(pyarrow.Table.from_arrays(columns, schema=self._schema))
+        self._cells = []
+        self._num_bytes = 0
+
+    def _take_rows(self, num_rows: int) -> Any:
+        """Return the input's next rows, as a table."""
+        taken = []
+        while num_rows:
+            self._batch = self._batch or next(self._batches, None)
+            if self._batch is None:
+                raise self._changed_error()
+            taken.append(self._batch.slice(0, num_rows))
+            self._batch = self._batch.slice(taken[-1].num_rows)
+            num_rows -= taken[-1].num_rows
+        num_own = len(self._schema) - len(self.output.columns)
+        schema = import_pyarrow().schema([*self._schema][:num_own])
+        return import_pyarrow().Table.from_batches(taken, schema)
+
+    def _changed_error(self) -> UsageError:
+        return changed_error(self._task.source)
+
+
+def changed_error(source: Path) -> UsageError:
+    """Return the error about a table that was edited while its rows were answered."""
+    return UsageError(
+        f"{source} was changed since its rows were answered, and a table has rows beside "
+        "their answers. Run the same command again: it keeps the answers to rows that are "
+        "still there (--restart answers all anew)"
+    )
 
 
 @contextmanager
 def writing_table(file: ByteFile, task: TableTask) -> Iterator[TableWriter]:
     """Begin a table; whoever adds rows closes it. If that fails, nothing more is written."""
-    writer = TableWriter(file, task)
+    draft = _Draft(file)
+    writer = TableWriter(draft, task)
     try:
         yield writer
     except BaseException:
-        writer.drop()
+        draft.is_dropped = True
+        with suppress(Exception):  # pyarrow would do so later, and print what it meets
+            writer.format.close()
         raise
+
+
+def is_own_table(path: Path) -> bool:
+    """Tell whether a run wrote a table: Parquet has a mark, a CSV the names of our columns."""
+    if path.suffix == ".parquet":
+        with suppress(ValueError):  # it is no Parquet
+            schema = import_pyarrow("pyarrow.parquet").read_schema(path)
+            return MARK in (schema.metadata or {})
+        return False
+    with path.open(encoding="utf-8", errors="replace", newline="") as file:
+        lines = iter(lambda: file.readline(MAX_HEADER), "")
+        try:
+            names = {*next(csv.reader(lines), [])}
+        except csv.Error:
+            return False
+    prefixes = [name.removesuffix(FIXED_NAMES[0]) for name in names]
+    return any({*map(prefix.__add__, FIXED_NAMES)} <= names for prefix in prefixes)

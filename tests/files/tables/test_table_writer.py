@@ -23,12 +23,12 @@ from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import write_ordered_output
 from fminfer.files.streams import read_changed_ns
 from fminfer.files.tables import table_writer
-from fminfer.files.tables.own_tables import is_own_table
 from fminfer.files.tables.result_columns import make_result_columns
 from fminfer.files.tables.table_file import open_table
 from fminfer.files.tables.table_writer import (
     TableOutput,
     TableTask,
+    is_own_table,
     is_table_name,
     records_path,
 )
@@ -252,7 +252,6 @@ def test_rows_of_many_batches_and_groups(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each answer stands beside its row, whatever the sizes of batches and row groups."""
-    monkeypatch.setattr(table_writer, "BATCH_ROWS", 7)
     monkeypatch.setattr(table_writer, "GROUP_ROWS", 50)
     source = tmp_path / "in.parquet"
     words = [f"word {number}" for number in range(1, 801)]
@@ -297,7 +296,7 @@ def test_an_edit_while_the_table_is_written_is_noticed(tmp_path: Path) -> None:
     journal = Journal(tmp_path / "out.records.jsonl", {})
     journal.append(answer(1, text("x")))
     task = TableTask(output, source, read_changed_ns(source) - 1, False)
-    with pytest.raises(UsageError, match="it was written to"):
+    with pytest.raises(UsageError, match="was changed since"):
         write_ordered_output(journal, table=task)
     assert not output.path.exists() and not journal.output.exists()
     journal.remove()
