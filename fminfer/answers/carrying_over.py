@@ -54,6 +54,7 @@ from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.streams import Digest
 from fminfer.files.tables.table_writer import TableOutput
+from fminfer.files.tables.row_template import RowTemplate
 
 # lines left to answer whose equal ones are kept in memory, about 12 MB
 MAX_REPEATS = 1 << 17
@@ -81,6 +82,7 @@ class RunTerms:
     started_s: float = field(default_factory=time.time)
     table: TableOutput | None = None  # that is written beside the only output
     has_line_numbers: bool = False  # records name their lines
+    rows: RowTemplate | None = None  # inputs are tables, and it makes their lines
 
     def can_carry_over(self, old: Fingerprint, new: Fingerprint) -> bool:
         """Tell whether answers of a run are used for equal lines of a changed input."""
@@ -143,9 +145,7 @@ def carry_answers_over(
             return None
         carried = CarriedOver()
         counter = terms.count_lines()
-        rows = _carry_rows(
-            source, terms.limit, fingerprint[INPUT], earlier, counter, carried
-        )
+        rows = _carry_rows(source, terms, fingerprint[INPUT], earlier, counter, carried)
         _write_journal(output, fingerprint, rows)
     return carried
 
@@ -179,9 +179,8 @@ def rebuild_journal(
                 completed.output, edit, can_stay=edit.path != completed.output
             )
         counter = None if terms.count_lines is None else terms.count_lines()
-        _write_journal(
-            completed.output, fingerprint, _read_output_rows(source, completed, counter)
-        )
+        rows = _read_output_rows(source, completed, counter, terms.rows)
+        _write_journal(completed.output, fingerprint, rows)
 
 
 def _write_journal(output: Path, fingerprint: Fingerprint, rows: Iterable[Row]) -> None:
@@ -223,7 +222,7 @@ def _open_earlier_answers(
 
 def _carry_rows(
     source: Path,
-    limit: int | None,
+    terms: RunTerms,
     input_is: str,
     earlier: EarlierAnswers,
     counter: LineCounter,
@@ -234,9 +233,10 @@ def _carry_rows(
     Raises:
         UsageError: there are none, or the limit would leave some out, or the input was edited.
     """
+    limit = terms.limit
     digest = Digest()
     num_unasked: int | None = None  # answers that no line within the limit asks for
-    for line in read_lines(source, 0, digest):
+    for line in read_lines(source, 0, digest, rows=terms.rows):
         is_beyond = carried.num_rows == limit
         if is_beyond and num_unasked is None:
             num_unasked = earlier.num_left_out
@@ -301,7 +301,10 @@ def _count_equal_lines(
 
 
 def _read_output_rows(
-    source: Path, completed: CompletedOutput, counter: LineCounter | None
+    source: Path,
+    completed: CompletedOutput,
+    counter: LineCounter | None,
+    row_template: RowTemplate | None,
 ) -> Iterator[Row]:
     """Yield a row for each line of an input from a complete output; without counter, no keys."""
     output = completed.output
@@ -314,7 +317,8 @@ def _read_output_rows(
     errors = read_records(errors_path(output))
     answer = next(answers, None)
     error = next(errors, None)
-    for line in read_lines(source, 0, limit=completed.limit):
+    lines = read_lines(source, 0, limit=completed.limit, rows=row_template)
+    for line in lines:
         envelope = parse_envelope(line)
         crc = zlib.crc32(line.raw)
         repeat = 0 if counter is None else _count_equal_lines(line, envelope, counter)

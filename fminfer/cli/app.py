@@ -44,6 +44,7 @@ from fminfer.core.errors import FminferError, UsageError
 from fminfer.core.option import pop_options
 from fminfer.core.version import __version__
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.files.tables.table_options import TableOptions
 from fminfer.job.run_paths import JobOptions, JobPaths, RunContext, check_no_other_model
 from fminfer.job.synthetic import NUM_BATCHES, Hyperparameters, Synthetic
 from fminfer.machine.processor import cap_libraries
@@ -138,6 +139,7 @@ def run(paths: tuple[Location, ...], **options: Any) -> None:
     fminfer run requests.jsonl --random-init llama-160m --stats stats.json
     zstdcat requests.jsonl.zst | fminfer run -q - > answers.jsonl 2> errors.jsonl
     fminfer run --model-name /models/llama --batch-size 8 --input-seq-length 512
+    fminfer run reviews.csv --prompt-template 'Is it good? {{ text }}' --choices yes,no
 
     Each line is a bare request, {"request": {…}, …} or an OpenAI Batch line. Its answer has the
     same shape. Answers are in the order of the input. A wrong line goes to
@@ -185,12 +187,16 @@ def _run_files(
     if not files and named_file is not None:
         files = [named_file]
 
+    table = pop_options(TableOptions, options)
     job = JobPaths(
         **vars(job_options),
+        table=table,
         paths=files,
         is_quiet=is_quiet,
         remote=RemoteFolders(
-            job_options.work_dir or default_work_dir(), is_quiet=is_quiet
+            job_options.work_dir or default_work_dir(),
+            is_quiet=is_quiet,
+            has_rows=table.is_given,
         ),
         prompt_fields=flags.request_fields,
         result_cache=pop_options(KeptAnswers, options).cache_place,
@@ -198,7 +204,7 @@ def _run_files(
     ranks = pop_options(RankConfig, {**options})
     config = pop_options(EngineConfig, options)
     _check_prompt_flags(job, config, flags)
-    if job.prompt is None and not files and flags.flags:
+    if job.prompt is None and not files and flags.flags and not table.is_given:
         job, config = _make_synthetic_job(job, config, flags)
     elif job.prompt is None and flags.is_overwriting:
         config = replace(config, request_args=flags.request_fields)
@@ -214,7 +220,7 @@ def _run_files(
                 f"Answering {named_file}, which is in this job's name.", err=True
             )
         if files:
-            _warn_of_ignored_flags(flags)
+            _warn_of_ignored_flags(flags, has_rows=table.is_given)
     return _run_job(job, config, role, ending)
 
 
@@ -226,19 +232,22 @@ def _check_prompt_flags(
             "--input-seq-length and --batch-size are of prompts that are made up; "
             "leave them out with --prompt"
         )
-    if job.is_raw and (job.prompt is None or config.chat_template is not None):
+    has_text = job.prompt is not None or job.table.is_given
+    if job.is_raw and (not has_text or config.chat_template is not None):
         raise UsageError(
-            "--raw is of --prompt, and takes no --chat-template; leave it out"
+            "--raw is of --prompt and --prompt-template, and takes no --chat-template; "
+            "leave it out"
         )
 
 
-def _warn_of_ignored_flags(flags: Hyperparameters) -> None:
+def _warn_of_ignored_flags(flags: Hyperparameters, *, has_rows: bool) -> None:
     """Say which request parameters of the command line have no effect on lines of files."""
-    ignored = flags.flags_of_no_line if flags.is_overwriting else flags.flags
+    sets_fields = flags.is_overwriting or has_rows
+    ignored = flags.flags_of_no_line if sets_fields else flags.flags
     if not ignored:
         return
     text = f"{', '.join(ignored)}: only for requests that are made up"
-    if not flags.is_overwriting:
+    if not sets_fields:
         text += (
             "; each line's own hyperparameters count. --overwrite-request-args puts these "
             "in their place"
@@ -266,7 +275,11 @@ def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) ->
     # Mistakes in the paths are printed before anything is started or loaded.
     # Those of a rank are sent to all ranks.
     output_paths = job.find_output_paths() if role.kind != "apart" else None
-    check_no_other_model(config, output_paths.inputs if output_paths else [])
+    check_no_other_model(
+        config,
+        output_paths.inputs if output_paths else [],
+        has_rows=job.table.is_given,
+    )
     make_context = partial(RunContext, job=job, output_paths=output_paths)
     with starting_process(
         make_context, config, role, ending, is_quiet=job.is_quiet

@@ -28,7 +28,9 @@ from fminfer.files.input_folders import (
     find_inputs,
 )
 from fminfer.files.storage import Location, RemoteFolders, default_work_dir
+from fminfer.files.tables.table_options import RowRequests, TableOptions
 from fminfer.job.run_paths import JobOptions, check_no_other_model
+from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.library_imports import import_transformers
 from fminfer.plan.roofs import PlanOptions
 
@@ -63,21 +65,45 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     check_options = pop_options(CheckOptions, options)
     plan_options = pop_options(PlanOptions, options)
     pop_options(GroupSizes, {**options})  # its errors name flags
-    paths = (*pop_options(JobOptions, options).infer_data, *paths)
+    job_options = pop_options(JobOptions, options)
+    table = pop_options(TableOptions, options)
+    row_fields = _make_row_fields(options, job_options, table)
     config = pop_options(EngineConfig, options)
     print_notices(is_quiet=check_options.is_json)
-    inputs = _find_inputs(paths, is_quiet=check_options.is_json)
-    check_no_other_model(config, inputs)
+    inputs = _find_inputs(
+        (*job_options.infer_data, *paths),
+        is_quiet=check_options.is_json,
+        has_rows=table.is_given,
+    )
+    check_no_other_model(config, inputs, has_rows=table.is_given)
 
-    sys.exit(_print_report(config, plan_options, check_options, inputs))
+    rows = RowRequests(table, row_fields, is_raw=job_options.is_raw)
+    sys.exit(_print_report(config, plan_options, check_options, inputs, rows))
 
 
-def _find_inputs(paths: Sequence[Location], *, is_quiet: bool) -> list[Path]:
+def _make_row_fields(
+    options: dict[str, Any], job_options: JobOptions, table: TableOptions
+) -> dict[str, Any]:
+    """Return the fields that flags set in the requests of rows; lines have their own."""
+    flags = pop_options(Hyperparameters, options)
+    given = [*flags.flags, *(["--raw"] if job_options.is_raw else [])]
+    if given and not table.is_given:
+        raise UsageError(
+            f"{given[0]} is of requests that --prompt-template makes of rows, and these "
+            "lines have their own; leave it out"
+        )
+    return flags.request_fields
+
+
+def _find_inputs(
+    paths: Sequence[Location], *, is_quiet: bool, has_rows: bool
+) -> list[Path]:
     """Return the input files, fetched from URLs; print what is left out."""
-    remote = RemoteFolders(default_work_dir(), is_quiet=is_quiet)
-    inputs = find_inputs([file for path in paths for file in remote.fetch_inputs(path)])
+    remote = RemoteFolders(default_work_dir(), is_quiet=is_quiet, has_rows=has_rows)
+    local = [file for path in paths for file in remote.fetch_inputs(path)]
+    inputs = find_inputs(local, has_rows=has_rows)
     folders = [path for path in paths if isinstance(path, Path) and path.is_dir()]
-    for text in describe_left_out(folders, has_lost=True):
+    for text in describe_left_out(folders, has_lost=True, has_rows=has_rows):
         click.echo(f"Left out: {text}.", err=True)
     for text in describe_empty_files(inputs):
         click.echo(f"Warning: {text}.", err=True)
@@ -93,6 +119,7 @@ def _print_report(
     plan_options: PlanOptions,
     check_options: CheckOptions,
     inputs: list[Path],
+    rows: RowRequests,
 ) -> int:
     """Check the lines and plan their run; print both. Return the exit status."""
     import_transformers()
@@ -108,7 +135,7 @@ def _print_report(
             has_weights=not check_options.no_weights,
             kept=_find_set_options(),
         )
-        report = checker.run(inputs, errors.add, is_quiet=is_json)
+        report = checker.run(inputs, errors.add, is_quiet=is_json, rows=rows)
 
         if is_json:
             _print_json_report(report.to_dict(), spool)

@@ -30,6 +30,7 @@ from fminfer.core.option import (
     options_of,
 )
 from fminfer.files.own_files import PICTURE, require_own_file
+from fminfer.files.tables.table_options import TableOptions
 from fminfer.job.run_paths import JobOptions
 from fminfer.job.synthetic import Hyperparameters
 from fminfer.machine.stopper import ProcessOptions
@@ -115,6 +116,7 @@ class QuantizeOptions(Options):
 TABLES: tuple[type[Options], ...] = (
     SubmitOptions,
     JobOptions,
+    TableOptions,
     CheckOptions,
     PlanOptions,
     BenchOptions,

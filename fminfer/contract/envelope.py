@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from datetime import datetime
 from typing import Any, Literal
 
@@ -27,7 +27,7 @@ from fminfer.contract.json_object import (
 from fminfer.contract.prompts import describe_foreign_field
 from fminfer.contract.read_fields import find_params_beside, find_unknown_names
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, cut_name
-from fminfer.core.errors import RequestError
+from fminfer.core.errors import ErrorCode, RequestError
 
 Shape = Literal["bare", "wrapped", "batch"]
 BATCH_KEYS = frozenset({"custom_id", "method", "url", "body"})
@@ -57,6 +57,8 @@ class Line:
     is_cut: bool = False  # it is too long to be held
     # The time that a chat template reads, in ISO format, for all lines of an output; "": now.
     clock: str = ""
+    fault_code: ErrorCode = "invalid_json"
+    is_row: bool = False  # of a table: a template made the request, the cells are "row"
 
 
 def read_clock() -> str:
@@ -115,9 +117,11 @@ def parse_envelope(line: Line) -> Envelope:
         if line.is_cut:
             raise RequestError("out_of_range", line.fault)
         if line.damage or line.fault:
-            raise RequestError("invalid_json", line.damage or line.fault)
+            raise RequestError(line.fault_code, line.damage or line.fault)
         fields = parse_object(raw)
     except RequestError as error:
+        if line.is_row:
+            return replace(_parse_wrapped_line(raw, parse_object(raw)), error=error)
         is_json = error.code == "not_an_object"
         return Envelope(
             "bare", join_lines(raw) if is_json else quote_text(raw), error=error

@@ -96,6 +96,8 @@ _PARAMS = frozenset(each.name for each in dataclasses.fields(SamplingParams))
 # How two vectors are compared. Distances are negative, so that more is nearer.
 Similarity = Literal["cosine", "dot", "euclidean", "manhattan"]
 SIMILARITIES: tuple[Similarity, ...] = get_args(Similarity)
+# The field in which a request has its text: that of vectors, chats or completions.
+TextField = Literal["input", "messages", "prompt"]
 RAW_TOKENS = 256  # most tokens of the completion of a text that comes without a request
 
 

@@ -29,6 +29,7 @@ from fminfer.core.errors import UsageError
 
 GROUPS = (  # titles of the help, in its order
     "Input and output",
+    "Tables",
     "Server",
     "Jobs",
     "Queue",

@@ -20,6 +20,7 @@ from fminfer.contract.request import (
     RAW_TOKENS,
     Request,
     SamplingParams,
+    TextField,
     parse_request,
 )
 from fminfer.contract.row_warnings import MAX_NAMES, RowWarning, WarningCounts, cut_name
@@ -102,6 +103,22 @@ class Intake:
         """Whether messages can become a prompt."""
         text = self.chat_template.find_template(has_tools=False)
         return self.tokenizer.has_words and text is not None
+
+    def choose_text_field(
+        self, fields: Mapping[str, Any], *, is_raw: bool
+    ) -> TextField:
+        """Return the field for a text by itself, beside fields by their names in completions.
+
+        `echo` and `best_of` are not of chats.
+        """
+        if self.limits.vectors is not None:
+            return "input"
+        is_of_chat = self.limits.chat_template is not None or not {
+            "echo",
+            "best_of",
+        } & {*fields}
+        as_chat = not is_raw and self.has_chat_template and is_of_chat
+        return "messages" if as_chat else "prompt"
 
     def parse(
         self,

@@ -28,6 +28,7 @@ from fminfer.estimate.measured_roofs import measure_roofs
 from fminfer.estimate.run_plans import PlannedRun, PlanReport, plan_runs
 from fminfer.estimate.simulation import LongestRows, PretendPipeline, average_of
 from fminfer.files.line_reader import count_lines, read_lines, sum_counts
+from fminfer.files.tables.table_options import RowRequests
 from fminfer.forward.registry import find_library
 from fminfer.models.checkpoint import Checkpoint, open_model
 from fminfer.models.known_sizes import find_model_folder
@@ -125,10 +126,14 @@ class Check:
         on_wrong: Callable[[Record], None],
         *,
         is_quiet: bool,
+        rows: RowRequests | None = None,
     ) -> CheckReport:
         """Check every line of the inputs, and plan their run as is asked for."""
         config = self._config
         intake = self._intake
+        template = (
+            None if rows is None else rows.make_template(intake.choose_text_field)
+        )
         checker = LineChecker(
             LineIntake(intake),
             self._build_loop(
@@ -141,9 +146,10 @@ class Check:
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
-        total = sum_counts([count_lines(path) for path in inputs])
+        total = sum_counts([count_lines(path, rows=template) for path in inputs])
         lines = chain.from_iterable(
-            read_lines(path, source) for source, path in enumerate(inputs)
+            read_lines(path, source, rows=template)
+            for source, path in enumerate(inputs)
         )
         for line in tqdm(
             lines, "check", total, unit=" lines", disable=is_quiet or None, leave=False

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shlex
+from contextlib import suppress
 from dataclasses import dataclass, field
 from os.path import isfile
 from pathlib import Path
@@ -15,6 +16,8 @@ from fminfer.files.input_models import check_no_models
 from fminfer.files.line_reader import (
     ENDINGS,
     NAMED_ENDINGS,
+    ROW_ENDINGS,
+    TABLE_ENDINGS,
     is_input_name,
     read_first_bytes,
 )
@@ -26,6 +29,7 @@ from fminfer.files.streams import (
     is_stream,
     require_zstd,
 )
+from fminfer.files.tables.table_file import open_table
 
 EMPTY = (b"", b"[]")  # an input, less its white space
 MOST_NAMED = 5  # files or folders in a message
@@ -39,10 +43,13 @@ LINK = "a link to a file of the folder, which is answered; name the link itself 
 LOST = "cannot be reached; mend the link, or remove it"
 
 
-def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
+def find_inputs(
+    paths: list[Path], *, may_be_empty: bool = False, has_rows: bool = False
+) -> list[Path]:
     """Return the files to answer, in order; a folder gives its requests, by name.
 
     A folder that `fminfer split` wrote gives the parts of its engine. `-` is stdin.
+    With `has_rows`, files hold rows of tables, and not requests.
 
     Raises:
         UsageError: a path that does not exist, is a model, has another ending, holds no JSON
@@ -53,12 +60,14 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     files: list[Path] = []
     for path in paths:
         if path.is_dir():
-            requests = sort_folder(path).requests or _find_parts(path)
+            requests = sort_folder(path, has_rows=has_rows).requests
+            requests = requests or ([] if has_rows else _find_parts(path))
             if not requests and not may_be_empty:
                 message = f"{path} holds no file to answer ({NAMED_ENDINGS})"
                 others = [file for file in sorted(path.iterdir()) if file.is_file()]
                 contents = [f"it holds {_join_names(others)}"] if others else []
-                left_out = describe_left_out([path], has_lost=True) or contents
+                left_out = describe_left_out([path], has_lost=True, has_rows=has_rows)
+                left_out = left_out or contents
                 raise UsageError("; ".join([message, *left_out]))
             files += requests
         elif path != STDIN and not path.exists():
@@ -66,7 +75,7 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
                 f"{path} does not exist; give a .jsonl file or a folder of them"
             )
         else:
-            _check_input_file(path)
+            _check_input_file(path, has_rows=has_rows)
             files.append(path)
     seen: set[Path] = set()
     for file in files:
@@ -80,9 +89,16 @@ def find_inputs(paths: list[Path], *, may_be_empty: bool = False) -> list[Path]:
     return files
 
 
-def _check_input_file(path: Path) -> None:
+def _check_input_file(path: Path, *, has_rows: bool) -> None:
     """Raise a UsageError if a named file cannot be answered; a pipe may have any name."""
     if is_stream(path) or not path.is_file():
+        return
+    if path.name.endswith(TABLE_ENDINGS):
+        if not has_rows:
+            raise UsageError(
+                f"{path} is a table. Say what its rows ask: "
+                f"{describe_template_command(path)}"
+            )
         return
     trouble = describe_trouble(path)
     if path.name.endswith(ENDINGS):
@@ -98,6 +114,17 @@ def _check_input_file(path: Path) -> None:
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 
+def describe_template_command(path: Path) -> str:
+    """Return a command that answers a table's rows, with a column that it has."""
+    columns: tuple[str, ...] = ()
+    with suppress(UsageError):  # the run will say it
+        columns = open_table(path).columns
+    name = "text" if "text" in columns else next(iter(columns), "text")
+    cell = name if name.isidentifier() else f'row["{name}"]'
+    template = shlex.quote(f"Is it good? {{{{ {cell} }}}}")
+    return f"fminfer run {shlex.quote(str(path))} --prompt-template {template}"
+
+
 @dataclass(slots=True, frozen=True)
 class FolderContents:
     """A folder's own files whose names are those of inputs, or nearly so."""
@@ -109,24 +136,26 @@ class FolderContents:
     lost: dict[Path, str] = field(default_factory=dict)
 
 
-def sort_folder(folder: Path) -> FolderContents:
+def sort_folder(folder: Path, *, has_rows: bool = False) -> FolderContents:
     """Sort a folder's files into requests, those left out, and lost ones.
 
     Answers are left out, and so are links to others of its files.
     """
     contents = FolderContents()
+    endings = ROW_ENDINGS if has_rows else ENDINGS
     paths = sorted(folder.iterdir())
     links = _find_links(
-        [path for path in paths if is_input_name(path.name) and isfile(path)]
+        [path for path in paths if is_input_name(path.name, endings) and isfile(path)]
     )
     for path in paths:
         why = trouble = ""
-        if not is_input_name(path.name):
-            if not (is_input_name(path.name.lower()) and isfile(path)):
+        if not is_input_name(path.name, endings):
+            if not (is_input_name(path.name.lower(), endings) and isfile(path)):
                 continue
             why = CAPITALS
         elif isfile(path):
-            kind, trouble = classify_lines(path)
+            is_table = path.name.endswith(TABLE_ENDINGS)
+            kind, trouble = ("", "") if is_table else classify_lines(path)
             why = ANSWERS if kind == "answers" else LINK if path in links else ""
             trouble = trouble and f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
@@ -144,21 +173,24 @@ def sort_folder(folder: Path) -> FolderContents:
     return contents
 
 
-def list_read_folders(folder: Path) -> list[Path]:
+def list_read_folders(folder: Path, *, has_rows: bool = False) -> list[Path]:
     """Return the folders that `find_inputs` reads for one: itself, or those of its parts."""
-    if not (folder / MANIFEST).exists() or sort_folder(folder).requests:
+    is_split = (folder / MANIFEST).exists() and not has_rows
+    if not is_split or sort_folder(folder).requests:
         return [folder]
     return [folder, *sorted({path.parent for path in _find_parts(folder)})]
 
 
-def describe_left_out(folders: list[Path], *, has_lost: bool = False) -> list[str]:
+def describe_left_out(
+    folders: list[Path], *, has_lost: bool = False, has_rows: bool = False
+) -> list[str]:
     """Name some of the files left out of folders, by reason; `has_lost`: lost files too."""
     paths_by_reason: dict[str, list[Path]] = {}
     for folder in folders:
-        for why, paths in sort_folder(folder).left_out.items():
+        for why, paths in sort_folder(folder, has_rows=has_rows).left_out.items():
             paths_by_reason.setdefault(why, []).extend(paths)
-        for each in list_read_folders(folder) if has_lost else ():
-            for path in sort_folder(each).lost:
+        for each in list_read_folders(folder, has_rows=has_rows) if has_lost else ():
+            for path in sort_folder(each, has_rows=has_rows).lost:
                 why = describe_trouble(path) or f"a link to a file that {LOST}"
                 paths_by_reason.setdefault(why, []).append(path)
     return [f"{_join_names(paths)}: {why}" for why, paths in paths_by_reason.items()]

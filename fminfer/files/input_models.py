@@ -13,7 +13,7 @@ from pathlib import Path
 from fminfer.core.errors import UsageError
 from fminfer.core.impostors import GGUF, is_gguf
 from fminfer.files.first_lines import holds_requests
-from fminfer.files.line_reader import ENDINGS, is_input_name
+from fminfer.files.line_reader import ROW_ENDINGS, is_input_name
 from fminfer.files.streams import is_stream
 
 EXAMPLE = "requests.jsonl"
@@ -82,7 +82,7 @@ def name_model(path: Path | str) -> str:
 
     if not os.path.lexists(path):
         match = HUB_NAME.fullmatch(str(path))
-        is_elsewhere = not file.parent.exists() and not file.name.endswith(ENDINGS)
+        is_elsewhere = not file.parent.exists() and not file.name.endswith(ROW_ENDINGS)
         return match[1] if match is not None and is_elsewhere else ""
     if is_stream(file) or not file.is_file():
         return ""

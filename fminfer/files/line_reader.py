@@ -37,21 +37,27 @@ from fminfer.files.streams import (
     read_changed_ns,
     read_chunks,
 )
+from fminfer.files.tables.row_template import RowTemplate
 
 LINES = (".jsonl", ".ndjson")  # one request a line, unless the bytes say otherwise
 ENDINGS = tuple(
     f"{kind}{packing}" for kind in (*LINES, ".json") for packing in ("", *COMPRESSED)
 )
+TABLE_ENDINGS = (  # whose rows a template makes requests of, as of those above
+    ".parquet",
+    *(f"{kind}{packing}" for kind in (".csv", ".tsv") for packing in ("", *COMPRESSED)),
+)
+ROW_ENDINGS = (*ENDINGS, *TABLE_ENDINGS)
 NAMED_ENDINGS = (
     f"{', '.join(LINES)} and .json, each also with {' or '.join(COMPRESSED)}"
 )
 
 
-def is_input_name(name: str) -> bool:
+def is_input_name(name: str, endings: Sequence[str] = ENDINGS) -> bool:
     """Tell whether a name is an input's, and none that a run or a split writes."""
     is_written = name.startswith("output_") or name == "manifest.json"
     is_written = is_written or name.endswith((".errors.jsonl", ".status.json"))
-    return name.endswith(ENDINGS) and not is_written
+    return name.endswith(tuple(endings)) and not is_written
 
 
 def input_stem(path: Path) -> str:
@@ -59,16 +65,25 @@ def input_stem(path: Path) -> str:
     return "stdin" if path == STDIN else strip_compression(path).stem
 
 
-def count_lines(path: Path, limit: int | None = None) -> int | None:
+def count_lines(
+    path: Path, limit: int | None = None, rows: RowTemplate | None = None
+) -> int | None:
     """Count the lines to answer; None if they would be decompressed or parsed twice."""
-    return count_to_last_line(path, limit)[0]
+    return count_to_last_line(path, limit, rows)[0]
 
 
-def count_to_last_line(path: Path, limit: int | None = None) -> tuple[int | None, int]:
+def count_to_last_line(
+    path: Path, limit: int | None = None, rows: RowTemplate | None = None
+) -> tuple[int | None, int]:
     """Count the lines to answer, and return the last one's number.
 
     None and 0 if they would be decompressed or parsed twice.
     """
+    if rows is not None:
+        num_rows = rows.count_rows(path)
+        if num_rows is not None and limit is not None:
+            num_rows = min(num_rows, limit)
+        return num_rows, num_rows or 0
     if not holds_plain_lines(path):
         return None, 0
     count = last_number = 0
@@ -119,7 +134,11 @@ def read_first_bytes(path: Path) -> bytes:
 
 
 def read_lines(
-    path: Path, source: int, digest: Digest | None = None, limit: int | None = None
+    path: Path,
+    source: int,
+    digest: Digest | None = None,
+    limit: int | None = None,
+    rows: RowTemplate | None = None,
 ) -> Iterator[Line]:
     """Yield the lines of one file; blank ones are skipped but counted.
 
@@ -127,7 +146,10 @@ def read_lines(
 
     Args:
         digest: takes all of the file's bytes; with a limit, those that were read.
+        rows: makes the lines of a table's rows.
     """
+    if rows is not None:
+        return islice(rows.read_lines(path, source, digest), limit)
     lines = islice(_read_file_lines(path, source, digest), limit)
     equal = find_num_equal(path)
     if equal is None:
@@ -140,9 +162,16 @@ def read_lines(
 class InputFile:
     """An input's lines, and whether its bytes are still those of the last look."""
 
-    def __init__(self, path: Path, source: int, limit: int | None) -> None:
+    def __init__(
+        self,
+        path: Path,
+        source: int,
+        limit: int | None,
+        rows: RowTemplate | None = None,
+    ) -> None:
         self.path = path
         self.limit = limit
+        self._rows = rows
         self._source = source
         # before the digest: a later change is noticed
         self.changed_ns = read_changed_ns(path)
@@ -154,7 +183,9 @@ class InputFile:
 
     def count_rows(self) -> None:
         """Count the lines to answer, where that is cheaper than to answer them."""
-        self.num_rows, self._last_number = count_to_last_line(self.path, self.limit)
+        self.num_rows, self._last_number = count_to_last_line(
+            self.path, self.limit, self._rows
+        )
 
     def set_count(self, num_rows: int, last_number: int) -> None:
         """Note how many lines are to be answered, which another part has counted."""
@@ -179,7 +210,7 @@ class InputFile:
     def read_lines(self) -> Iterator[Line]:
         """Read the lines; raise a UsageError if the file was edited meanwhile."""
         digest = Digest()
-        for line in read_lines(self.path, self._source, digest, self.limit):
+        for line in read_lines(self.path, self._source, digest, self.limit, self._rows):
             self.num_read += 1
             self._last_number = max(self._last_number, line.number)
             yield line

@@ -9,7 +9,7 @@ import json
 import os
 import re
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from fnmatch import fnmatchcase
 from pathlib import Path
@@ -27,7 +27,7 @@ IN_TEXT = re.compile(r"[\w.+:-]+://[^\s'\"<>]*[^\s'\"<>.,:;!)\]]")
 INSTALL = "Into this environment: pip install s3fs for s3://, gcsfs for gs://, adlfs for abfs://"
 
 
-def list_inputs(url: str) -> list[str]:
+def list_inputs(url: str, endings: Sequence[str]) -> list[str]:
     """List inputs at a URL as a local folder's are; a URL with a query is that of one file."""
     if split_query(url)[1]:
         return [url]
@@ -44,7 +44,9 @@ def list_inputs(url: str) -> list[str]:
         entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"
     )
     input_names = [
-        name for name in names if is_input_name(name) and fnmatchcase(name, pattern)
+        name
+        for name in names
+        if is_input_name(name, endings) and fnmatchcase(name, pattern)
     ]
     if not input_names:
         raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")

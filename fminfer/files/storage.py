@@ -16,7 +16,7 @@ from fminfer.core.errors import UsageError
 from fminfer.files.disk import path_beside
 from fminfer.files.input_models import check_no_models
 from fminfer.files.journal import journal_path
-from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS
+from fminfer.files.line_reader import ENDINGS, NAMED_ENDINGS, ROW_ENDINGS
 from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.remote_files import (
     PART,
@@ -50,8 +50,11 @@ def default_work_dir() -> Path:
 class RemoteFolders:
     """The local folders in `work_dir` that stand for remote ones; local paths pass unchanged."""
 
-    def __init__(self, work_dir: Path, *, is_quiet: bool) -> None:
+    def __init__(
+        self, work_dir: Path, *, is_quiet: bool, has_rows: bool = False
+    ) -> None:
         self._work_dir = work_dir
+        self._endings = ROW_ENDINGS if has_rows else ENDINGS  # of inputs
         self._is_quiet = is_quiet
         self._urls: dict[Path, str] = {}  # of each local folder
         self._sources: dict[Path, str] = {}  # the URL of each copy
@@ -62,7 +65,8 @@ class RemoteFolders:
             return [location]
         check_no_models([location])
         with raising_url_errors(location):
-            return [self._fetch_file(url) for url in list_inputs(_trim_url(location))]
+            urls = list_inputs(_trim_url(location), self._endings)
+            return [self._fetch_file(url) for url in urls]
 
     def find_local_output(self, output: Location | None) -> Path | None:
         """Return where the answers for `output` are written here.
@@ -133,9 +137,12 @@ class RemoteFolders:
     def _fetch_file(self, url: str) -> Path:
         local = self._local_path(url)
         shown = show_url(url)
-        if not local.name.endswith(ENDINGS):
+        if not local.name.endswith(self._endings):
+            remedy = "rename it"
+            if local.name.endswith(ROW_ENDINGS):
+                remedy = "add --prompt-template, which says what a table's rows ask"
             raise UsageError(
-                f"{shown} has none of the endings {NAMED_ENDINGS}; rename it"
+                f"{shown} has none of the endings {NAMED_ENDINGS}; {remedy}"
             )
         if self._sources.setdefault(local, url) != url:
             raise UsageError(

@@ -35,12 +35,13 @@ _TO_LINES = (
     "turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). "
     f"{_LINE}"
 )
+_TO_TEMPLATE = "name it {}, and say by --prompt-template what its rows ask; or "
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
 _OTHERS = (
     (b"\xff\xfe", "text in UTF-16", _TO_UTF8.format("UTF-16")),
     (b"\xfe\xff", "text in UTF-16", _TO_UTF8.format("UTF-16")),
-    (b"PAR1", "a Parquet table", _TO_LINES),
+    (b"PAR1", "a Parquet table", _TO_TEMPLATE.format(".parquet") + _TO_LINES),
     (
         b"PK\x03\x04",
         "a ZIP archive, as .xlsx files are",
@@ -282,7 +283,8 @@ def explain_text(head: bytes) -> str:
     if b"\n" not in head and _ENDED_BY_CR.search(head):
         return "its lines end in CR alone; end them in LF (tr '\\r' '\\n' < FILE > NEW does it)"
     is_table = _is_text(head) and _is_table(head)
-    return f"its lines look like a table (CSV); {_TO_LINES}" if is_table else ""
+    remedy = _TO_TEMPLATE.format(".csv or .tsv") + _TO_LINES
+    return f"its lines look like a table (CSV); {remedy}" if is_table else ""
 
 
 def opens_array(head: bytes, *, is_whole: bool) -> bool:

@@ -37,6 +37,11 @@ from fminfer.files.output_paths import STDOUT, OutputPaths
 from fminfer.files.own_files import SUMMARY, replace_own_file
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
+from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.result_columns import make_result_columns
+from fminfer.files.tables.table_file import open_table
+from fminfer.files.tables.table_options import RowRequests
+from fminfer.files.tables.table_writer import TableOutput
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.reported_outputs import has_readable_rows, read_output
@@ -52,7 +57,12 @@ from fminfer.runtime.computing import Compute
 from fminfer.runtime.engine_api import Engine
 from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.load.agreement import Opening
-from fminfer.runtime.load.assembly import find_vectors, make_line_counting
+from fminfer.runtime.load.assembly import (
+    find_vectors,
+    load_tokenizer,
+    make_intake,
+    make_line_counting,
+)
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 
 
@@ -63,7 +73,9 @@ def run_process(run: RunContext) -> JobSummary | None:
     def find_files() -> None:
         nonlocal output_paths
         output_paths = output_paths or run.job.find_output_paths()
-        check_no_other_model(run.config, output_paths.inputs)
+        check_no_other_model(
+            run.config, output_paths.inputs, has_rows=run.job.table.is_given
+        )
 
     def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
         assert output_paths is not None, "rank 0 has its paths before it meets others"
@@ -252,17 +264,19 @@ def _answer_files(job: _Job) -> JobSummary:
     has_npy = config.embeddings == "npy"
     if has_npy:
         _check_npy(job)
+    rows = _make_row_template(job)
     terms = RunTerms(
         model=job.checkpoint.name,
-        fingerprint=job.fingerprint,
+        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}),
         restart=job_paths.restart,
         limit=job_paths.limit,
         # A file of vectors does not say which line an answer is of, once lines have moved.
         count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
         current_run=CurrentRun(settings=name_settings(config)),
         print_progress=job.print_line,
-        table=job_paths.make_table_output(output_paths),
+        table=_make_table_output(job, rows),
         has_line_numbers=job_paths.has_line_numbers,
+        rows=rows,
     )
     files: RunInputs
     if job_paths.is_shared:
@@ -302,6 +316,31 @@ def _answer_files(job: _Job) -> JobSummary:
     if not job_paths.keeps_output:
         summary.outputs = []
     return summary
+
+
+def _make_row_template(job: _Job) -> RowTemplate | None:
+    """Return what makes requests of the inputs' rows; None: they are no tables."""
+    job_paths = job.run.job
+    if not job_paths.table.is_given:
+        return None
+    config = job.run.config
+    tokenizer = load_tokenizer(config, job.checkpoint)
+    intake = make_intake(config, job.checkpoint, tokenizer)
+    requests = RowRequests(
+        job_paths.table, job_paths.prompt_fields, is_raw=job_paths.is_raw
+    )
+    return requests.make_template(intake.choose_text_field)
+
+
+def _make_table_output(job: _Job, rows: RowTemplate | None) -> TableOutput | None:
+    """Return the table to write beside the records, once it is sure that it can be; or None."""
+    paths = job.output_paths
+    if paths.table is None or rows is None:
+        return None
+    columns = make_result_columns(rows.fields, job.run.job.prefix or "", rows.columns)
+    table = TableOutput(paths.table, columns, rows.delimiter)
+    table.check_input(open_table(paths.inputs[0], rows.delimiter))
+    return table
 
 
 def _check_npy(job: _Job) -> None:

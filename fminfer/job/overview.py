@@ -154,7 +154,7 @@ def _find_file_state(path: Path, now_s: float) -> FileState:
         raise UsageError(
             f"{path} does not exist; give a folder, an input, or its output"
         )
-    (source,) = find_inputs([path])
+    (source,) = find_inputs([path], has_rows=True)
     return _read_state(source, answers_path(source), now_s)
 
 

@@ -16,6 +16,7 @@ from fminfer.core.errors import InUseError, OutputError, UsageError
 from fminfer.files.journal_rows import RowCounts
 from fminfer.files.line_reader import count_lines, read_lines, sum_counts
 from fminfer.files.output_paths import STDOUT
+from fminfer.files.tables.row_template import RowTemplate
 from fminfer.job.journaled_input import JournaledInput
 from fminfer.job.run_summary import JobSummary
 from fminfer.runtime.bars import write_beside_bar
@@ -69,12 +70,18 @@ class StreamedInput:
     is_lost = False
 
     def __init__(
-        self, path: Path, source: int, stream: OrderedStream, limit: int | None = None
+        self,
+        path: Path,
+        source: int,
+        stream: OrderedStream,
+        limit: int | None = None,
+        rows: RowTemplate | None = None,
     ) -> None:
         self.path = path
         self.source = source
         self._limit = limit
-        self.num_left = count_lines(path, limit)
+        self._rows = rows
+        self.num_left = count_lines(path, limit, rows)
         self._num_read = self._num_done = 0
         self._is_read = False
         self._stream = stream
@@ -90,7 +97,8 @@ class StreamedInput:
 
     def read_lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
         """Read it; no line is passed over."""
-        for line in read_lines(self.path, self.source, limit=self._limit):
+        lines = read_lines(self.path, self.source, limit=self._limit, rows=self._rows)
+        for line in lines:
             self._stream.expect_record(self.source, line.number)
             self._num_read += 1
             yield line
@@ -225,7 +233,7 @@ def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> Name
     """Open each input with the rows of earlier runs; write nothing if anything is wrong."""
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     files: list[RunInput] = [
-        StreamedInput(path, source, stream, terms.limit)
+        StreamedInput(path, source, stream, terms.limit, terms.rows)
         if output == STDOUT
         else JournaledInput(path, source, output, terms)
         for source, (path, output) in enumerate(zip(inputs, outputs, strict=True))

@@ -34,9 +34,9 @@ from fminfer.files.output_paths import (
 )
 from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own_file
 from fminfer.files.storage import Location, RemoteFolders
-from fminfer.files.tables.result_columns import RowFields, make_result_columns
-from fminfer.files.tables.table_file import open_table
-from fminfer.files.tables.table_writer import TableOutput, is_table_name
+from fminfer.files.tables.row_template import PROMPT_FLAG
+from fminfer.files.tables.table_options import TableOptions
+from fminfer.files.tables.table_writer import is_table_name
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -67,7 +67,9 @@ class JobOptions(Options):
     )
     is_raw: bool = _option(
         "Continue --prompt as plain text, as completions do; at most "
-        f"{RAW_TOKENS} tokens, or --generate-seq-length."
+        f"{RAW_TOKENS} tokens, or --generate-seq-length. The same of --prompt-template, "
+        "which has no such limit.",
+        commands=("run", "check"),
     )
     output: Location | None = _option(
         "A .jsonl file; a folder, created if its parent is there; a URL of either; or "
@@ -138,10 +140,10 @@ class JobPaths(JobOptions):
     is_quiet: bool
     remote: RemoteFolders
     prompt_fields: dict[str, Any] = field(default_factory=dict)  # of its request
+    table: TableOptions = TableOptions()  # how inputs are read as rows
     # the requests to make up, in the place of inputs
     synthetic: Synthetic | None = None
     result_cache: CachePlace | None = None  # for answers that other runs may take
-    row_template: RowFields | None = None  # of an input that is a table
     keeps_output: bool = True  # otherwise what is written is of no use after the run
 
     @property
@@ -157,7 +159,9 @@ class JobPaths(JobOptions):
     def find_inputs(self) -> list[Path]:
         """List the input files, of which there must be one."""
         local = [file for path in self.paths for file in self.remote.fetch_inputs(path)]
-        inputs = find_inputs(local, may_be_empty=self.is_watching)
+        inputs = find_inputs(
+            local, may_be_empty=self.is_watching, has_rows=self.table.is_given
+        )
         if not inputs and not self.is_watching:
             raise UsageError(
                 "no input; give a .jsonl file, as in: fminfer run requests.jsonl. For "
@@ -181,15 +185,16 @@ class JobPaths(JobOptions):
             )
         paths = make_output_paths(inputs, self.remote.find_local_output(self.output))
         for folder in self._folders:
-            for read_folder in list_read_folders(folder):
-                paths.refused.update(sort_folder(read_folder).lost)
+            has_rows = self.table.is_given
+            for read_folder in list_read_folders(folder, has_rows=has_rows):
+                paths.refused.update(sort_folder(read_folder, has_rows=has_rows).lost)
 
         others_go_on = self.is_shared and (bool(paths.inputs) or self.is_watching)
         if paths.refused and not others_go_on:
             raise UsageError(next(iter(paths.refused.values())))
         self.remote.prepare_outputs(paths.outputs, restart=self.restart)
 
-        self.make_table_output(paths)
+        self._check_table(paths)
         self._check_further_files(paths)
         if self.is_watching:
             self._check_watching()
@@ -197,32 +202,19 @@ class JobPaths(JobOptions):
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return paths
 
-    def make_table_output(self, paths: OutputPaths) -> TableOutput | None:
-        """Return the table that the run writes beside its records, or None.
-
-        Raises:
-            UsageError: the input is no table, or its columns and the answers' do not fit.
-        """
-        if paths.table is None:
-            if self.prefix is not None:
-                raise UsageError(
-                    f"--prefix {self.prefix} names columns, and no table is written; give "
-                    "--output a name that ends in .parquet or .csv, or leave --prefix out"
-                )
-            return None
-        template = self.row_template
-        if template is None or not paths.inputs:
+    def _check_table(self, paths: OutputPaths) -> None:
+        """Raise a UsageError for a table of answers without rows, or a prefix without one."""
+        if self.prefix is not None and paths.table is None:
+            raise UsageError(
+                f"--prefix {self.prefix} names columns of a table, and none is written; give "
+                "--output a name that ends in .parquet or .csv, or leave --prefix out"
+            )
+        if paths.table is not None and not self.table.is_given:
             raise UsageError(
                 f"--output {self.output} is a table of an input's rows and their answers, and "
-                "there is no input of rows. Give a table with --prompt-template, or an "
-                "--output that ends in .jsonl"
+                "the input has requests. Give a table and --prompt-template, or an --output "
+                "that ends in .jsonl"
             )
-        columns = make_result_columns(
-            template.fields, self.prefix or "", template.columns
-        )
-        table = TableOutput(paths.table, columns, template.delimiter)
-        table.check_input(open_table(paths.inputs[0], template.delimiter))
-        return table
 
     def _check_further_files(self, paths: OutputPaths) -> None:
         """Raise a UsageError if the files of --stats, --trace or --report cannot be written."""
@@ -264,7 +256,7 @@ class JobPaths(JobOptions):
 
     def describe_left_out(self) -> list[str]:
         """Name the folders' files that are left out, a text for each reason."""
-        return describe_left_out(self._folders)
+        return describe_left_out(self._folders, has_rows=self.table.is_given)
 
     def _make_prompt_paths(self) -> OutputPaths:
         """Return no paths for a prompt, whose answer is printed; raise if flags name files."""
@@ -279,6 +271,8 @@ class JobPaths(JobOptions):
             for name, value in values
             if value is not None and value is not False
         ]
+        if self.table.is_given:
+            flags.append(PROMPT_FLAG)
         if flags := ["the files"] * bool(self.paths) + flags:
             raise UsageError(
                 f"--prompt answers one text and prints the answer; leave out {', '.join(flags)}"
@@ -297,13 +291,16 @@ class JobPaths(JobOptions):
         )
 
 
-def check_no_other_model(config: ModelOptions, inputs: Iterable[Path]) -> None:
+def check_no_other_model(
+    config: ModelOptions, inputs: Iterable[Path], *, has_rows: bool = False
+) -> None:
     """Raise a UsageError if the lines of a run without --model-name are for another model.
 
     Only the first model that they name counts: the flag was forgotten, so nothing is begun. A
-    later line for another model costs only itself.
+    later line for another model costs only itself. Rows of tables name none.
     """
-    for path in islice(inputs, MOST_LOOKED_AT if config.is_unnamed_demo else 0):
+    is_to_look = config.is_unnamed_demo and not has_rows
+    for path in islice(inputs, MOST_LOOKED_AT if is_to_look else 0):
         try:
             # A pipe can be read only once.
             if path.is_file() and _names_demo_model(path):

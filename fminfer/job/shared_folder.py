@@ -273,7 +273,8 @@ class SharedFiles(RunInputs):
 
     def _count_free_rows(self, path: Path) -> None:
         try:
-            self._free_rows[path] = count_lines(path, self._terms.limit)
+            terms = self._terms
+            self._free_rows[path] = count_lines(path, terms.limit, terms.rows)
         except UsageError as error:  # it cannot be read
             del self._free_rows[path]
             self._note_refused(path, error)

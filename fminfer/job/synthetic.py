@@ -22,6 +22,8 @@ from fminfer.core.option import (
 from fminfer.core.quantities import with_noun
 
 _option = partial(option, group="Made-up requests and --prompt", commands=("run",))
+# of rows that a template makes requests of, too
+_field_option = partial(_option, commands=("run", "check"))
 
 
 @dataclass(frozen=True)
@@ -38,27 +40,29 @@ class Hyperparameters(Options):
     batch_size: ShownCount | None = _option(
         "Without input: number of made-up requests that run at once.  [default: 8]"
     )
-    generate_seq_length: ShownCount | None = _option(
+    generate_seq_length: ShownCount | None = _field_option(
         "A request's max_tokens. Made-up requests generate all of them.  [default: 32 without "
         "input]",
         sets="max_tokens",
     )
-    temperature: float | None = _option(
+    temperature: float | None = _field_option(
         "A request's temperature. Made-up ones and --prompt take 0 if it is left out.",
         sets="temperature",
     )
-    top_p: float | None = _option("A request's top_p.", sets="top_p")
-    top_k: int | None = _option("A request's top_k.", sets="top_k")
-    num_completions: int | None = _option("A request's n.", sets="n")
-    best_of: int | None = _option(
+    top_p: float | None = _field_option("A request's top_p.", sets="top_p")
+    top_k: int | None = _field_option("A request's top_k.", sets="top_k")
+    num_completions: int | None = _field_option("A request's n.", sets="n")
+    best_of: int | None = _field_option(
         "A request's best_of: candidates to draw, of which the best n are returned.",
         sets="best_of",
     )
-    stop: WholeTexts = _option("A request's stop. May be repeated.", sets="stop")
-    echo_prompt: bool = _option("A request's echo.", sets="echo")
-    top_k_per_token: int | None = _option("A request's logprobs.", sets="logprobs")
+    stop: WholeTexts = _field_option("A request's stop. May be repeated.", sets="stop")
+    echo_prompt: bool = _field_option("A request's echo.", sets="echo")
+    top_k_per_token: int | None = _field_option(
+        "A request's logprobs.", sets="logprobs"
+    )
 
-    dimensions: int | None = _option(
+    dimensions: int | None = _field_option(
         "The dimensions of a request for embeddings: keep so many numbers.",
         sets="dimensions",
     )

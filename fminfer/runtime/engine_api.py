@@ -141,13 +141,10 @@ class Engine:
         fields (by their names in completions) ask for draws. Of a model of vectors it
         asks the text's.
         """
-        if self.intake.limits.vectors is not None:
+        text_field = self.intake.choose_text_field(fields, is_raw=is_raw)
+        if text_field == "input":
             return {"input": text, **fields}
-        is_of_chat = self.config.chat_template is not None or not {
-            "echo",
-            "best_of",
-        } & {*fields}
-        as_chat = not is_raw and self.intake.has_chat_template and is_of_chat
+        as_chat = text_field == "messages"
         return make_text_request(text, fields, self.intake, as_chat=as_chat)
 
     def add(

@@ -32,7 +32,7 @@ from fminfer.files.disk import sync_folder, sync_tree
 from fminfer.files.input_folders import find_inputs
 from fminfer.files.input_models import check_no_model_folder
 from fminfer.files.json_values import CutValue
-from fminfer.files.line_reader import holds_plain_lines, read_lines
+from fminfer.files.line_reader import TABLE_ENDINGS, holds_plain_lines, read_lines
 from fminfer.files.numbered_values import UTF8_BOM, split_lines
 from fminfer.files.ordered_output import list_written_files
 from fminfer.files.output_paths import answers_path, require_parent_folder
@@ -250,6 +250,11 @@ def split_file(source: Path, folder: Path, options: SplitOptions) -> SplitSummar
     """
     if source.is_dir():
         raise UsageError(f"{source} is a folder; give one file to split")
+    if source.name.endswith(TABLE_ENDINGS):
+        raise UsageError(
+            f"{source} is a table, and is not split. Run it as it is, with "
+            "--prompt-template; several runs share a folder of tables"
+        )
     (source,) = find_inputs([source])
     old = read_part_paths(folder)
     if source.resolve() in {(folder / path).resolve() for path in old}:

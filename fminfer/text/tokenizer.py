@@ -122,6 +122,10 @@ class Tokenizer:
             and self._special_pattern.search(text) is not None
         )
 
+    def find_special_texts(self, text: str) -> list[str]:
+        """Return the special tokens that a text spells, each once."""
+        return [*dict.fromkeys(self._special_pattern.findall(text))]
+
     @cached_property
     def _special_pattern(self) -> re.Pattern[str]:
         return re.compile("|".join(map(re.escape, self._special_by_piece)) or "(?!)")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import csv
+import json
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -67,6 +68,14 @@ class DelimitedTable(TableFile):
                     raw=dump_json(row),
                     cells=dict(zip(self.columns, row, strict=False)),
                 )
+
+    def make_value(self, cell: Any) -> Any:
+        """Return the value that a text stands for: of JSON if it is that, or the text."""
+        try:
+            value = json.loads(cell, parse_constant=str)
+        except ValueError:
+            return cell or None
+        return cell if isinstance(value, str) else value
 
     def _split_rows(
         self, digest: Digest | None = None

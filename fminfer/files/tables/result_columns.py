@@ -50,15 +50,6 @@ class ResultColumn:
     is_list: bool = False  # a cell has a value for each choice
 
 
-@dataclass(slots=True, frozen=True)
-class RowFields:
-    """What requests made of a table's rows have in common."""
-
-    fields: Mapping[str, Any]
-    columns: Mapping[str, str]  # fields that take a column's cells
-    delimiter: str | None = None
-
-
 Part = tuple[str, CellKind, Group]  # a column before it has its name
 Values = dict[Group, Mapping[str, Any]]  # of one choice, by the keys of their columns
 ALWAYS: tuple[Part, ...] = (

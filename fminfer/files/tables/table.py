@@ -58,6 +58,10 @@ class TableFile(ABC):
             ]
             yield pyarrow.RecordBatch.from_pylist(cells, schema=self.schema)
 
+    def make_value(self, cell: Any) -> Any:
+        """Return the value of a request's field that a cell holds; None: it holds none."""
+        return cell
+
     def _make_cells(self, cells: Cells) -> Cells:
         """Return cells as the schema has them."""
         return cells

@@ -24,6 +24,9 @@ from fminfer.engine.vector_answer import make_answer_head
 FILLS = RowWarning(
     "chats without max_tokens are answered until they end or the context is full"
 )
+SPECIAL_CELLS = (
+    "cells spell special tokens of the model, which are more than text in the prompt"
+)
 MAX_GROUP = 64  # lines whose texts are tokenized together
 MAX_CHATS = 16  # lines whose chats are rendered together
 NameLine = Callable[[Line], str]
@@ -132,6 +135,8 @@ class LineIntake:
                 line, envelope, error=line_error(prepared, f"line {line.number}")
             )
         warnings = [*envelope.warnings, *incoming.request.warnings]
+        if line.is_row:
+            warnings += self._find_special_cells(envelope)
         if (
             incoming.request.fills_context
             and self._intake.limits.max_new_tokens is None
@@ -140,6 +145,14 @@ class LineIntake:
         self._intake.report_warnings(*warnings, where=f"{self._name_line(line)}: ")
         key = None if prepared.params.is_by_chance else make_answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
+
+    def _find_special_cells(self, envelope: Envelope) -> list[RowWarning]:
+        """Return a warning if a row's cells spell special tokens, and the prompt has them."""
+        texts = self._intake.tokenizer.find_special_texts(
+            envelope.others["row"].decode()
+        )
+        texts = [text for text in texts if text.encode() in envelope.request]
+        return [RowWarning(SPECIAL_CELLS, tuple(texts))] if texts else []
 
 
 def _open_envelope(line: Line) -> Envelope:

@@ -1,0 +1,189 @@
+"""Makes a line with a request of each row of a table, by templates and fields."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field, replace
+from functools import cache
+from itertools import islice
+from pathlib import Path
+from typing import Any
+
+from fminfer.contract.envelope import Line, quote_text
+from fminfer.contract.json_object import dump_json
+from fminfer.contract.request import TextField
+from fminfer.core.errors import RequestError, UsageError
+from fminfer.files.streams import COMPRESSED, Digest
+from fminfer.files.tables.table_file import RowFault, TableFile, open_table
+from fminfer.text.limited_process import LimitedPool, LimitError
+
+GROUP_ROWS = 64  # that are rendered together
+PROMPT_FLAG = "--prompt-template"
+SYSTEM_FLAG = "--system-template"
+
+
+@dataclass(slots=True, frozen=True)
+class RowTemplate:
+    """How the rows of a run's tables become requests.
+
+    Args:
+        text_field: of a request, for what the templates write.
+        templates: by their flags.
+        columns: by the field of a request that each sets.
+    """
+
+    templates: Mapping[str, str]
+    text_field: TextField
+    fields: Mapping[str, Any] = field(default_factory=dict)
+    columns: Mapping[str, str] = field(default_factory=dict)
+    delimiter: str | None = None
+
+    @property
+    def fingerprint(self) -> dict[str, str]:
+        """Return what the requests depend on, beside the rows, by what people call it."""
+        terms = {
+            **self.templates,
+            "--field, --choices and request flags": [self.text_field, self.fields],
+            "--column": self.columns,
+            "--delimiter": self.delimiter,
+        }
+        return {
+            name: hashlib.blake2b(json.dumps(term).encode(), digest_size=8).hexdigest()
+            for name, term in terms.items()
+            if term
+        }
+
+    def check_syntax(self) -> None:
+        """Raise a UsageError if a template does not compile, or that takes too long."""
+        try:
+            (reply,) = self._render([b"null"])
+        except LimitError as error:
+            reply = error
+        if isinstance(reply, Exception):
+            raise UsageError(f"{reply}. Mend the template (docs/tables.md)")
+
+    def count_rows(self, path: Path) -> int | None:
+        """Count the rows of a table; None: they would be decompressed twice, or are a pipe's."""
+        table = self._open_table(path)
+        if table.num_rows is not None:
+            return table.num_rows
+        if path.suffix in COMPRESSED or not path.is_file():
+            return None
+        return sum(1 for _ in table.read_rows())
+
+    def read_lines(
+        self, path: Path, source: int, digest: Digest | None = None
+    ) -> Iterator[Line]:
+        """Yield a line for each row of a table; its number is the row's.
+
+        A row of which no request can be made is a line with a fault.
+        """
+        table = self._open_table(path)
+        rows = enumerate(table.read_rows(digest), 1)
+        # whoever writes a pipe may wait for the answer to a row
+        group_rows = GROUP_ROWS if path.is_file() else 1
+        while group := list(islice(rows, group_rows)):
+            cells = {
+                number: dump_json(row)
+                for number, row in group
+                if not isinstance(row, RowFault)
+            }
+            replies = iter(self._render([*cells.values()]))
+            for number, row in group:
+                if isinstance(row, RowFault):
+                    yield _make_fault_line(source, number, row)
+                else:
+                    values = {
+                        name: table.make_value(row[column])
+                        for name, column in self.columns.items()
+                        if column in row
+                    }
+                    yield self._make_line(
+                        Line(source, number, cells[number], is_row=True),
+                        values,
+                        next(replies),
+                    )
+
+    def _open_table(self, path: Path) -> TableFile:
+        """Open a table that has the columns of --column, as far as that is known."""
+        table = open_table(path, self.delimiter)
+        for name, column in self.columns.items() if table.has_header else ():
+            is_unread = column in table.unread_columns
+            if table.columns and (is_unread or column not in table.columns):
+                raise UsageError(
+                    f"--column {name}={column}: "
+                    + (
+                        f"the column is of type {table.unread_columns[column]}, which no "
+                        "field has"
+                        if is_unread
+                        else f"{path} has no column {column!r}. It has: "
+                        f"{', '.join(table.columns)}"
+                    )
+                )
+        return table
+
+    def _render(self, rows: list[bytes]) -> list[Any]:
+        """Return the texts of each row, or what is wrong with it."""
+        begin = f'{{"templates":{json.dumps(dict(self.templates))},"row":'
+        replies: list[Any] = []
+        while left := rows[len(replies) :]:
+            replies += _find_pool().ask_all(f"{begin}{row.decode()}}}" for row in left)
+        for reply in replies:
+            if isinstance(reply, OSError):  # the process cannot run here
+                raise reply
+        return replies
+
+    def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:
+        """Return the line of a row, whose cells are `row.raw`."""
+        try:
+            if isinstance(reply, Exception):
+                raise RequestError("missing_prompt", str(reply))
+            request = dump_json(self._make_request(reply, values))
+        except RequestError as error:
+            raw = b'{"request":null,"row":%b}' % row.raw
+            return replace(row, raw=raw, fault=error.message, fault_code=error.code)
+        return replace(row, raw=b'{"request":%b,"row":%b}' % (request, row.raw))
+
+    def _make_request(self, texts: list[str], values: dict[str, Any]) -> dict[str, Any]:
+        """Return the request of a row; a null leaves a field out."""
+        prompt: object = texts[0]
+        if self.text_field == "messages":
+            roles = ("user", "system")
+            messages = [
+                {"role": role, "content": text}
+                for role, text in zip(roles, texts, strict=False)
+            ]
+            prompt = messages[::-1]
+        for name in self.columns.keys() - values.keys():
+            raise RequestError(
+                "missing_prompt",
+                f"--column {name}={self.columns[name]}: the row has no such column",
+                name,
+            )
+        given = {name: value for name, value in values.items() if value is not None}
+        return {self.text_field: prompt, **self.fields, **given}
+
+
+@cache
+def _find_pool() -> LimitedPool:
+    from fminfer.text.row_worker import RowWorker  # imports Jinja
+
+    return LimitedPool(RowWorker)
+
+
+def _make_fault_line(source: int, number: int, fault: RowFault) -> Line:
+    cells = dump_json(fault.cells) if fault.cells else quote_text(fault.raw)
+    damage = (
+        f"{fault.message}. The rows before it are answered, those after it are lost. "
+        "Repair the file and answer it again with --restart"
+    )
+    return Line(
+        source,
+        number,
+        b'{"request":null,"row":%b}' % cells,
+        damage=damage if fault.is_damage else "",
+        fault=fault.message,
+        is_row=True,
+    )

@@ -1,0 +1,199 @@
+"""The flags that say how a table's rows become requests."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Iterable, Mapping
+from dataclasses import dataclass
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+from fminfer.contract.chat import overwrite_fields
+from fminfer.contract.request import TextField
+from fminfer.core.errors import UsageError
+from fminfer.core.option import Options, WholeTexts, option
+from fminfer.files.tables.row_template import (
+    PROMPT_FLAG,
+    SYSTEM_FLAG,
+    RowTemplate,
+)
+
+# a request that sets one of them draws as it says, and others take the likeliest tokens
+OF_DRAWS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
+CONSTRAINT = "structured_outputs"
+
+_option = partial(option, group="Tables", commands=("run", "check"))
+
+
+@dataclass(frozen=True)
+class TableOptions(Options):
+    """How rows become requests."""
+
+    prompt_template: str | None = _option(
+        "Inputs are tables (Parquet, CSV, TSV, rows in JSON), and this Jinja template "
+        "makes each row's prompt: 'Is it good? {{ text }}'. row[\"a name\"] is any column.",
+        metavar="TEXT|@FILE",
+    )
+    system_template: str | None = _option(
+        "The same for the system's message of a chat.", metavar="TEXT|@FILE"
+    )
+    fields: WholeTexts = _option(
+        "A field of each row's request, as in seed=1. May be repeated.",
+        flags=("--field",),
+        metavar="NAME=JSON",
+    )
+    columns: WholeTexts = _option(
+        "A field that a column sets, as in max_tokens=limit; a null leaves it out. May "
+        "be repeated.",
+        flags=("--column",),
+        metavar="FIELD=COLUMN",
+    )
+    choices: str | None = _option(
+        "Each answer is one of these labels; a file has one a line.",
+        metavar="A,B,…|@FILE",
+    )
+    delimiter: str | None = _option(
+        "The sign between a CSV's cells.  [default: a comma; a tab for .tsv]",
+        metavar="CHAR",
+    )
+
+    @property
+    def is_given(self) -> bool:
+        """Return whether inputs are rows."""
+        return self.prompt_template is not None
+
+    def check(self) -> None:
+        """Raise a UsageError for flags that need a template, or say one thing twice."""
+        names = ("system_template", "fields", "columns", "choices", "delimiter")
+        given = [self.shown_name(name) for name in names if getattr(self, name)]
+        if given and not self.is_given:
+            raise UsageError(
+                f"{given[0]} is of rows that a template makes prompts of; add "
+                "--prompt-template 'TEXT {{ column }}'"
+            )
+        self._parse_fields()
+        self._parse_columns()
+
+    def make_template(
+        self, text_field: TextField, flag_fields: Mapping[str, Any]
+    ) -> RowTemplate:
+        """Return what makes requests of rows.
+
+        Args:
+            flag_fields: those that request flags set, by their names in completions.
+
+        Raises:
+            UsageError: a template or file is wrong, or a field is set twice.
+        """
+        templates = {PROMPT_FLAG: _read_text(PROMPT_FLAG, self.prompt_template or "")}
+        if self.system_template is not None:
+            if text_field != "messages":
+                raise UsageError(
+                    f"{SYSTEM_FLAG} writes a message of a chat, and these rows are not "
+                    "asked as chats. Put its text into --prompt-template"
+                )
+            templates[SYSTEM_FLAG] = _read_text(SYSTEM_FLAG, self.system_template)
+        parts = [flag_fields, self._parse_fields(), self._make_constraint()]
+        if text_field == "messages":
+            parts[0] = overwrite_fields({}, flag_fields)
+        columns = self._parse_columns()
+        names = [*chain(*parts), *columns]
+        _check_set_once(names)
+        if text_field != "input" and OF_DRAWS.isdisjoint(names):
+            parts.append({"temperature": 0})
+        fields = {name: each[name] for each in parts for name in each}
+        template = RowTemplate(templates, text_field, fields, columns, self.delimiter)
+        template.check_syntax()
+        return template
+
+    def _parse_fields(self) -> dict[str, Any]:
+        pairs = [_split_pair("--field", "NAME=JSON", text) for text in self.fields]
+        _check_set_once([name for name, _ in pairs])
+        return {name: _parse_json(name, text) for name, text in pairs}
+
+    def _parse_columns(self) -> dict[str, str]:
+        pairs = [_split_pair("--column", "FIELD=COLUMN", each) for each in self.columns]
+        _check_set_once([name for name, _ in pairs])
+        return dict(pairs)
+
+    def _make_constraint(self) -> dict[str, Any]:
+        """Return the field that lets an answer be one of the labels."""
+        if self.choices is None:
+            return {}
+        text = _read_text("--choices", self.choices)
+        is_file = self.choices.startswith("@")
+        labels = text.splitlines() if is_file else text.split(",")
+        labels = [label for label in labels if label or not is_file]
+        if "" in labels or len({*labels}) < len(labels) or not labels:
+            raise UsageError(
+                f"--choices {self.choices} has an empty label, or one twice; give labels "
+                "that differ, as in good,bad. Labels with commas stand in a file: @FILE"
+            )
+        return {CONSTRAINT: {"choice": labels}}
+
+
+@dataclass(slots=True, frozen=True)
+class RowRequests:
+    """All that a command line says of the requests of rows."""
+
+    table: TableOptions
+    flag_fields: Mapping[str, Any]  # by their names in completions
+    is_raw: bool
+
+    def make_template(
+        self, choose_text_field: Callable[..., TextField]
+    ) -> RowTemplate | None:
+        """Return what makes requests of rows for a model; None: lines are requests.
+
+        Args:
+            choose_text_field: as `engine.intake.Intake` has it.
+        """
+        if not self.table.is_given:
+            return None
+        text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
+        return self.table.make_template(text_field, self.flag_fields)
+
+
+def _read_text(flag: str, text: str) -> str:
+    """Return a flag's text, or what is in the file that it names."""
+    if not text.startswith("@"):
+        return text
+    try:
+        return Path(text[1:]).read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UsageError(f"{flag} {text}: the file cannot be read: {error}") from error
+
+
+def _split_pair(flag: str, form: str, text: str) -> tuple[str, str]:
+    name, mark, value = text.partition("=")
+    if not (name and mark and value):
+        raise UsageError(f"{flag} is {text!r}; it must be {form}")
+    if name in ("prompt", "messages", "input"):
+        raise UsageError(f"{flag} sets {name}, which the template makes; leave it out")
+    return name, value
+
+
+def _parse_json(name: str, text: str) -> Any:
+    def raise_constant_error(constant: str) -> None:
+        raise ValueError(f"{constant} is not JSON")
+
+    try:
+        return json.loads(text, parse_constant=raise_constant_error)
+    except (ValueError, RecursionError) as error:
+        raise UsageError(
+            f"--field {name}={text} is not JSON ({error}); a text has double quotes, as in "
+            f"--field '{name}=\"a text\"'"
+        ) from None
+
+
+def _check_set_once(names: Iterable[str]) -> None:
+    """Raise a UsageError if a field of requests is set twice."""
+    listed = [*names]
+    for name in listed:
+        if listed.count(name) > 1:
+            raise UsageError(
+                f"{name} is set by two flags (--field, --column, --choices and request "
+                "flags set fields); keep one"
+            )
