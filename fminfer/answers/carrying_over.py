@@ -53,8 +53,8 @@ from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.streams import Digest
-from fminfer.files.tables.table_writer import TableOutput
 from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_writer import TableOutput
 
 # lines left to answer whose equal ones are kept in memory, about 12 MB
 MAX_REPEATS = 1 << 17

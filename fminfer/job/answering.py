@@ -37,8 +37,8 @@ from fminfer.files.output_paths import STDOUT, OutputPaths
 from fminfer.files.own_files import SUMMARY, replace_own_file
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
-from fminfer.files.tables.row_template import RowTemplate
 from fminfer.files.tables.result_columns import make_result_columns
+from fminfer.files.tables.row_template import RowTemplate
 from fminfer.files.tables.table_file import open_table
 from fminfer.files.tables.table_options import RowRequests
 from fminfer.files.tables.table_writer import TableOutput
