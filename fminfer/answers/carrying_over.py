@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fminfer.answers.earlier_answers import (
@@ -236,7 +236,8 @@ def _carry_rows(
     limit = terms.limit
     digest = Digest()
     num_unasked: int | None = None  # answers that no line within the limit asks for
-    for line in read_lines(source, 0, digest, rows=terms.rows):
+    for read in read_lines(source, 0, digest, rows=terms.rows):
+        line = replace(read, shows_number=terms.has_line_numbers)
         is_beyond = carried.num_rows == limit
         if is_beyond and num_unasked is None:
             num_unasked = earlier.num_left_out

@@ -32,6 +32,7 @@ from fminfer.core.option import options_of
 from fminfer.core.quantities import with_noun
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.input_folders import MOST_NAMED, describe_empty_files
+from fminfer.files.journal_rows import LINE_NUMBERS
 from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, OutputPaths
 from fminfer.files.own_files import SUMMARY, replace_own_file
@@ -265,9 +266,10 @@ def _answer_files(job: _Job) -> JobSummary:
     if has_npy:
         _check_npy(job)
     rows = _make_row_template(job)
+    numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
     terms = RunTerms(
         model=job.checkpoint.name,
-        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}),
+        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
         restart=job_paths.restart,
         limit=job_paths.limit,
         # A file of vectors does not say which line an answer is of, once lines have moved.

@@ -194,7 +194,8 @@ class JournaledInput:
         repeats = self.carried.find_repeats(journal)
         self.status.set_status("in_progress")
         for read in self._input.read_lines():
-            line = replace(read, clock=journal.clock)
+            shows_number = self._terms.has_line_numbers
+            line = replace(read, clock=journal.clock, shows_number=shows_number)
             self.counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
                 return

@@ -24,6 +24,7 @@ from fminfer.files.input_folders import (
     sort_folder,
 )
 from fminfer.files.input_models import check_no_models
+from fminfer.files.journal_rows import LINE_NUMBERS
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import (
     STDOUT,
@@ -84,7 +85,7 @@ class JobOptions(Options):
     has_line_numbers: bool = _option(
         'Say in each record which line of the input it is of, as "line": 7. Errors always say '
         "it. Records of Batch lines have no place for it.",
-        flags=("--line-numbers",),
+        flags=(LINE_NUMBERS,),
     )
     work_dir: Path | None = _option(
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
