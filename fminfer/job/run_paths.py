@@ -244,7 +244,7 @@ class JobPaths(JobOptions):
         """Raise a UsageError if a run cannot watch its inputs for more files."""
         if not self.is_shared:
             raise UsageError(
-                "--watch needs a folder to watch, and an --output that is none of -"
+                "--watch needs a folder to watch, and an --output that is neither - nor a table"
             )
         if any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError(
