@@ -78,6 +78,7 @@ OWN_LATE = {
         "fminfer.compute.attention.triton_attention",
     ): "triton comes with CUDA's torch only",
     ("forward", "fminfer.compute.layers.triton_layers"): "the same",
+    ("files", "fminfer.text.row_worker"): "brings Jinja, and only tables need it",
 }
 # What is decided of a run, and the packages that may name it. Others read it of the `RunPlan`.
 CHOICES = ["choose_device", "choose_dtype", "choose_packer", "split_model"]

@@ -86,10 +86,10 @@ def _make_row_fields(
 ) -> dict[str, Any]:
     """Return the fields that flags set in the requests of rows; lines have their own."""
     flags = pop_options(Hyperparameters, options)
-    given = [*flags.flags, *(["--raw"] if job_options.is_raw else [])]
-    if given and not table.is_given:
+    typed = [*flags.flags, *(["--raw"] if job_options.is_raw else [])]
+    if typed and not table.is_given:
         raise UsageError(
-            f"{given[0]} is of requests that --prompt-template makes of rows, and these "
+            f"{typed[0]} is of requests that --prompt-template makes of rows, and these "
             "lines have their own; leave it out"
         )
     return flags.request_fields

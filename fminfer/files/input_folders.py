@@ -93,12 +93,8 @@ def _check_input_file(path: Path, *, has_rows: bool) -> None:
     """Raise a UsageError if a named file cannot be answered; a pipe may have any name."""
     if is_stream(path) or not path.is_file():
         return
-    if path.name.endswith(TABLE_ENDINGS):
-        if not has_rows:
-            raise UsageError(
-                f"{path} is a table. Say what its rows ask: "
-                f"{describe_template_command(path)}"
-            )
+    is_table = path.name.endswith(TABLE_ENDINGS)
+    if is_table and has_rows:
         return
     trouble = describe_trouble(path)
     if path.name.endswith(ENDINGS):
@@ -111,10 +107,12 @@ def _check_input_file(path: Path, *, has_rows: bool) -> None:
             f"{shlex.quote(str(path))}"
         )
     trouble = trouble or "it must hold JSON lines, each a request"
+    if is_table:
+        trouble += f". Of a table say what its rows ask: {_describe_command(path)}"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 
-def describe_template_command(path: Path) -> str:
+def _describe_command(path: Path) -> str:
     """Return a command that answers a table's rows, with a column that it has."""
     columns: tuple[str, ...] = ()
     with suppress(UsageError):  # the run will say it

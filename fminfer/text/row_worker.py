@@ -5,7 +5,7 @@ from __future__ import annotations
 from functools import cache
 from typing import Any
 
-from jinja2 import StrictUndefined, TemplateSyntaxError, UndefinedError
+from jinja2 import StrictUndefined, Template, TemplateSyntaxError, UndefinedError
 from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 
@@ -48,7 +48,7 @@ class RowEnvironment(ImmutableSandboxedEnvironment):
 
 
 class RowWorker:
-    """Answers a message with the texts that templates make of a row."""
+    """Answers a message with the texts that templates make of rows."""
 
     def __init__(self) -> None:
         environment = RowEnvironment(
@@ -58,31 +58,35 @@ class RowWorker:
         environment.tests["none"] = lambda value: value == NullCell("")
         self._compile = cache(environment.from_string)
 
-    def __call__(self, message: dict[str, Any]) -> list[str]:
-        """Return a text for each template, which stand in it by their flags.
+    def __call__(self, message: dict[str, Any]) -> list[list[str] | str]:
+        """Return each row's texts, one for each template, or what is wrong with the row.
 
         Raises:
-            ValueError: what is wrong with a template, or with this row.
+            ValueError: what is wrong with a template; they stand in a message by their flags.
         """
-        row = message["row"]
-        texts = []
+        templates = {}
         for flag, text in message["templates"].items():
             try:
-                template = self._compile(text)
-                if row is not None:  # otherwise they are only compiled
-                    cells = {name: _mark_null(row[name], name) for name in row}
-                    texts.append(template.render({**cells, "row": row}))
-            except MemoryError:
-                raise
+                templates[flag] = self._compile(text)
             except TemplateSyntaxError as error:
                 raise ValueError(
-                    f"{flag} has an error in line {error.lineno}: {error.message}"
+                    f"{flag}, line {error.lineno}: {error.message}"
                 ) from error
-            except UndefinedError as error:
-                raise ValueError(
-                    f"{flag}: {error.message}. The row's columns are: {', '.join(row)}"
-                ) from error
-            except Exception as error:  # whatever a template does
-                kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
-                raise ValueError(f"{flag}: {kind}{error}") from error
-        return texts
+        return [_render_row(templates, row) for row in message["rows"]]
+
+
+def _render_row(templates: dict[str, Template], row: dict[str, Any]) -> list[str] | str:
+    cells = {name: _mark_null(cell, name) for name, cell in row.items()}
+    texts = []
+    for flag, template in templates.items():
+        try:
+            texts.append(template.render(cells, row=row))
+        except MemoryError:
+            raise
+        except UndefinedError as error:
+            columns = ", ".join(row)
+            return f"{flag}: {error.message}. The row's columns are: {columns}"
+        except Exception as error:  # whatever a template does
+            kind = "" if type(error) is ValueError else f"{type(error).__name__}: "
+            return f"{flag}: {kind}{error}"
+    return texts

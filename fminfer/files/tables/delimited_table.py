@@ -119,11 +119,11 @@ class DelimitedTable(TableFile):
 
     def _check_delimiter(self) -> None:
         """Raise a UsageError if the only column's name holds other delimiters."""
-        found = [sign for sign in OTHER_DELIMITERS if sign in "".join(self.columns)]
-        if len(self.columns) == 1 and found:
+        signs = [sign for sign in OTHER_DELIMITERS if sign in "".join(self.columns)]
+        if len(self.columns) == 1 and signs:
             raise UsageError(
                 f"{self.path} has one column, {self.columns[0]!r}: its cells seem to be "
-                f"separated by {found[0]!r}. Add --delimiter {_type_delimiter(found[0])}"
+                f"separated by {signs[0]!r}. Add --delimiter {_type_delimiter(signs[0])}"
             )
 
 

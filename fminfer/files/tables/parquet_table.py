@@ -18,6 +18,7 @@ from fminfer.files.tables.table import (
     import_pyarrow,
 )
 
+FAULTS = (OSError, ValueError, NotImplementedError)  # that pyarrow raises
 READ_BYTES = 2**20  # at a time of a column; otherwise all of a row group's
 _ZERO_FRACTION = r"\.0+([^0-9]|$)"  # of a time's seconds
 
@@ -27,15 +28,12 @@ class ParquetTable(TableFile):
 
     def __init__(self, path: Path) -> None:
         self.path = path
-        with raising_read_errors(path), path.open("rb") as file:
-            is_encrypted = file.read(4) == b"PARE"
-        if is_encrypted:
-            raise _encryption_error(path)
         try:
             with self._open_file() as parquet:
                 self._schema = parquet.schema_arrow
                 self.num_rows: int | None = parquet.metadata.num_rows
-        except (OSError, ValueError, NotImplementedError) as error:
+        except FAULTS as error:
+            self._check_error(error)
             raise UsageError(
                 f"{path} cannot be read as Parquet: {error}. It may be cut off, or be "
                 "something else; fetch or write it again"
@@ -81,12 +79,9 @@ class ParquetTable(TableFile):
         """Yield the file's own batches; a row of nulls stands where it is damaged."""
         pyarrow = import_pyarrow()
         for batch in self._read_batches_or_fault(None):
-            is_fault = isinstance(batch, RowFault)
-            yield (
-                pyarrow.RecordBatch.from_pylist([{}], schema=self.schema)
-                if is_fault
-                else batch
-            )
+            if isinstance(batch, RowFault):
+                batch = pyarrow.RecordBatch.from_pylist([{}], schema=self.schema)
+            yield batch
 
     def _open_file(self) -> Any:
         parquet = import_pyarrow("pyarrow.parquet")
@@ -99,13 +94,20 @@ class ParquetTable(TableFile):
                 yield from file.iter_batches(
                     BATCH_ROWS, columns=names, use_threads=False
                 )
-        except (OSError, ValueError, NotImplementedError) as error:
-            if "decrypt" in str(error):
-                raise _encryption_error(self.path) from error
-            if isinstance(error, OSError) and error.errno:  # of the disk
-                with raising_read_errors(self.path):
-                    raise
+        except FAULTS as error:
+            self._check_error(error)
             yield RowFault(f"the Parquet data is damaged: {error}", is_damage=True)
+
+    def _check_error(self, error: Exception) -> None:
+        """Raise a UsageError for what is no damage: encryption, or a fault of the disk."""
+        if "crypt" in str(error):
+            raise UsageError(
+                f"{self.path} is encrypted; write it without encryption. Keys cannot be "
+                "given"
+            ) from error
+        if isinstance(error, OSError) and error.errno:
+            with raising_read_errors(self.path):
+                raise error
 
     def _make_cell_list(self, name: str, column: Any) -> list[Any]:
         """Return a column's cells as JSON has them."""
@@ -127,12 +129,6 @@ class ParquetTable(TableFile):
                 text_or_list, _ZERO_FRACTION, r"\1"
             )
         return [*map(_spell_infinite, text_or_list.to_pylist())]
-
-
-def _encryption_error(path: Path) -> UsageError:
-    return UsageError(
-        f"{path} is encrypted; write it without encryption. Keys cannot be given"
-    )
 
 
 def find_json_type(kind: Any) -> Any | None:

@@ -17,7 +17,7 @@ from fminfer.contract.request import TextField
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.streams import COMPRESSED, Digest
 from fminfer.files.tables.table_file import RowFault, TableFile, open_table
-from fminfer.text.limited_process import LimitedPool, LimitError
+from fminfer.text.limited_process import LimitedPool
 
 GROUP_ROWS = 64  # that are rendered together
 PROMPT_FLAG = "--prompt-template"
@@ -57,12 +57,8 @@ class RowTemplate:
 
     def check_syntax(self) -> None:
         """Raise a UsageError if a template does not compile, or that takes too long."""
-        try:
-            (reply,) = self._render([b"null"])
-        except LimitError as error:
-            reply = error
-        if isinstance(reply, Exception):
-            raise UsageError(f"{reply}. Mend the template (docs/tables.md)")
+        for fault in self._render([]):
+            raise UsageError(f"{fault}. Mend the template (docs/tables.md)")
 
     def count_rows(self, path: Path) -> int | None:
         """Count the rows of a table; None: they would be decompressed twice, or are a pipe's."""
@@ -110,36 +106,36 @@ class RowTemplate:
         """Open a table that has the columns of --column, as far as that is known."""
         table = open_table(path, self.delimiter)
         for name, column in self.columns.items() if table.has_header else ():
-            is_unread = column in table.unread_columns
-            if table.columns and (is_unread or column not in table.columns):
+            columns = [
+                each for each in table.columns if each not in table.unread_columns
+            ]
+            if columns and column not in columns:
                 raise UsageError(
-                    f"--column {name}={column}: "
-                    + (
-                        f"the column is of type {table.unread_columns[column]}, which no "
-                        "field has"
-                        if is_unread
-                        else f"{path} has no column {column!r}. It has: "
-                        f"{', '.join(table.columns)}"
-                    )
+                    f"--column {name}={column}: {path} has no such column that can be "
+                    f"read. It has: {', '.join(columns)}"
                 )
         return table
 
     def _render(self, rows: list[bytes]) -> list[Any]:
         """Return the texts of each row, or what is wrong with it."""
-        begin = f'{{"templates":{json.dumps(dict(self.templates))},"row":'
-        replies: list[Any] = []
-        while left := rows[len(replies) :]:
-            replies += _find_pool().ask_all(f"{begin}{row.decode()}}}" for row in left)
-        for reply in replies:
-            if isinstance(reply, OSError):  # the process cannot run here
-                raise reply
-        return replies
+        message = b'{"templates":%b,"rows":[%b]}' % (
+            json.dumps(self.templates).encode(),
+            b",".join(rows),
+        )
+        (reply,) = _find_pool().ask_all([message.decode()])
+        if isinstance(reply, OSError):  # the process cannot run here
+            raise reply
+        if not isinstance(reply, Exception):
+            return list(reply)
+        if len(rows) <= 1:  # it takes too long, or becomes too large
+            return [f"the template fails: {reply}"]
+        return [text for row in rows for text in self._render([row])]
 
     def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:
         """Return the line of a row, whose cells are `row.raw`."""
         try:
-            if isinstance(reply, Exception):
-                raise RequestError("missing_prompt", str(reply))
+            if isinstance(reply, str):
+                raise RequestError("missing_prompt", reply)
             request = dump_json(self._make_request(reply, values))
         except RequestError as error:
             raw = b'{"request":null,"row":%b}' % row.raw
@@ -162,8 +158,10 @@ class RowTemplate:
                 f"--column {name}={self.columns[name]}: the row has no such column",
                 name,
             )
-        given = {name: value for name, value in values.items() if value is not None}
-        return {self.text_field: prompt, **self.fields, **given}
+        set_values = {
+            name: value for name, value in values.items() if value is not None
+        }
+        return {self.text_field: prompt, **self.fields, **set_values}
 
 
 @cache

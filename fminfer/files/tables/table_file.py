@@ -26,6 +26,11 @@ def open_table(path: Path, delimiter: str | None = None) -> TableFile:
     Raises:
         UsageError: it cannot be read as a table, or pyarrow is missing.
     """
+    if is_stream(path) and delimiter is not None:
+        raise UsageError(
+            f"--delimiter is of CSV files, and {path} must have rows as JSON lines; save "
+            "the CSV as a file"
+        )
     ending = "" if is_stream(path) else strip_compression(path).suffix
     is_delimited = ending in DELIMITERS
     if (is_delimited or ending == PARQUET) and not path.is_file():

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from itertools import chain
@@ -30,6 +30,8 @@ _option = partial(option, group="Tables", commands=("run", "check"))
 @dataclass(frozen=True)
 class TableOptions(Options):
     """How rows become requests."""
+
+    calls_flags = True
 
     prompt_template: str | None = _option(
         "Inputs are tables (Parquet, CSV, TSV, rows in JSON), and this Jinja template "
@@ -67,10 +69,10 @@ class TableOptions(Options):
     def check(self) -> None:
         """Raise a UsageError for flags that need a template, or say one thing twice."""
         names = ("system_template", "fields", "columns", "choices", "delimiter")
-        given = [self.shown_name(name) for name in names if getattr(self, name)]
-        if given and not self.is_given:
+        typed = [self.shown_name(name) for name in names if getattr(self, name)]
+        if typed and not self.is_given:
             raise UsageError(
-                f"{given[0]} is of rows that a template makes prompts of; add "
+                f"{typed[0]} is of rows that a template makes prompts of; add "
                 "--prompt-template 'TEXT {{ column }}'"
             )
         self._parse_fields()
@@ -100,7 +102,7 @@ class TableOptions(Options):
             parts[0] = overwrite_fields({}, flag_fields)
         columns = self._parse_columns()
         names = [*chain(*parts), *columns]
-        _check_set_once(names)
+        _check_names_differ(names)
         if text_field != "input" and OF_DRAWS.isdisjoint(names):
             parts.append({"temperature": 0})
         fields = {name: each[name] for each in parts for name in each}
@@ -109,14 +111,11 @@ class TableOptions(Options):
         return template
 
     def _parse_fields(self) -> dict[str, Any]:
-        pairs = [_split_pair("--field", "NAME=JSON", text) for text in self.fields]
-        _check_set_once([name for name, _ in pairs])
-        return {name: _parse_json(name, text) for name, text in pairs}
+        texts = _split_pairs("--field", "NAME=JSON", self.fields)
+        return {name: _parse_json(name, text) for name, text in texts.items()}
 
     def _parse_columns(self) -> dict[str, str]:
-        pairs = [_split_pair("--column", "FIELD=COLUMN", each) for each in self.columns]
-        _check_set_once([name for name, _ in pairs])
-        return dict(pairs)
+        return _split_pairs("--column", "FIELD=COLUMN", self.columns)
 
     def _make_constraint(self) -> dict[str, Any]:
         """Return the field that lets an answer be one of the labels."""
@@ -166,13 +165,18 @@ def _read_text(flag: str, text: str) -> str:
         raise UsageError(f"{flag} {text}: the file cannot be read: {error}") from error
 
 
-def _split_pair(flag: str, form: str, text: str) -> tuple[str, str]:
-    name, mark, value = text.partition("=")
-    if not (name and mark and value):
-        raise UsageError(f"{flag} is {text!r}; it must be {form}")
-    if name in ("prompt", "messages", "input"):
-        raise UsageError(f"{flag} sets {name}, which the template makes; leave it out")
-    return name, value
+def _split_pairs(flag: str, form: str, texts: Sequence[str]) -> dict[str, str]:
+    """Return what stands behind each field of requests."""
+    pairs = [text.partition("=") for text in texts]
+    for name, _, value in pairs:
+        if not (name and value):
+            raise UsageError(f"{flag} is {name!r}; it must be {form}")
+        if name in ("prompt", "messages", "input"):
+            raise UsageError(
+                f"{flag} sets {name}, which the template makes; leave it out"
+            )
+    _check_names_differ([name for name, _, _ in pairs])
+    return {name: value for name, _, value in pairs}
 
 
 def _parse_json(name: str, text: str) -> Any:
@@ -188,12 +192,11 @@ def _parse_json(name: str, text: str) -> Any:
         ) from None
 
 
-def _check_set_once(names: Iterable[str]) -> None:
+def _check_names_differ(names: Sequence[str]) -> None:
     """Raise a UsageError if a field of requests is set twice."""
-    listed = [*names]
-    for name in listed:
-        if listed.count(name) > 1:
+    for name in names:
+        if names.count(name) > 1:
             raise UsageError(
-                f"{name} is set by two flags (--field, --column, --choices and request "
-                "flags set fields); keep one"
+                f"{name} is set twice (--field, --column, --choices and request flags set "
+                "fields of requests); keep one"
             )
