@@ -32,7 +32,7 @@ from fminfer.files.remote_files import (
     upload_file,
 )
 from fminfer.files.status_file import read_status, seals_of, status_path
-from fminfer.files.tables.table_writer import TABLE_ENDINGS, is_table_name
+from fminfer.files.tables.table_writer import OUTPUT_ENDINGS, is_table_name
 from fminfer.machine.user_cache import find_cache_path, make_private_folder
 
 Location = Path | str  # a local path, or a URL
@@ -84,7 +84,7 @@ class RemoteFolders:
             )
         return (
             self._local_path(url)
-            if url.endswith((".jsonl", *ENDINGS, *TABLE_ENDINGS))
+            if url.endswith((".jsonl", *ENDINGS, *OUTPUT_ENDINGS))
             else self._make_local_folder(url)
         )
 

@@ -265,21 +265,7 @@ def _answer_files(job: _Job) -> JobSummary:
     has_npy = config.embeddings == "npy"
     if has_npy:
         _check_npy(job)
-    rows = _make_row_template(job)
-    numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
-    terms = RunTerms(
-        model=job.checkpoint.name,
-        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
-        restart=job_paths.restart,
-        limit=job_paths.limit,
-        # A file of vectors does not say which line an answer is of, once lines have moved.
-        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
-        current_run=CurrentRun(settings=name_settings(config)),
-        print_progress=job.print_line,
-        table=_make_table_output(job, rows),
-        has_line_numbers=job_paths.has_line_numbers,
-        rows=rows,
-    )
+    terms = _make_terms(job, has_npy=has_npy)
     files: RunInputs
     if job_paths.is_shared:
         find_paths = (
@@ -318,6 +304,27 @@ def _answer_files(job: _Job) -> JobSummary:
     if not job_paths.keeps_output:
         summary.outputs = []
     return summary
+
+
+def _make_terms(job: _Job, *, has_npy: bool) -> RunTerms:
+    """Return what holds for every input of the run."""
+    job_paths = job.run.job
+    config = job.run.config
+    rows = _make_row_template(job)
+    numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
+    return RunTerms(
+        model=job.checkpoint.name,
+        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
+        restart=job_paths.restart,
+        limit=job_paths.limit,
+        # A file of vectors does not say which line an answer is of, once lines have moved.
+        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
+        current_run=CurrentRun(settings=name_settings(config)),
+        print_progress=job.print_line,
+        table=_make_table_output(job, rows),
+        has_line_numbers=job_paths.has_line_numbers,
+        rows=rows,
+    )
 
 
 def _make_row_template(job: _Job) -> RowTemplate | None:

@@ -19,6 +19,7 @@ import fminfer
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
+from fminfer.files.input_folders import sort_folder
 from fminfer.files.journal import journal_path
 from fminfer.files.status_file import read_status, seals_of
 from fminfer.files.tables import row_template
@@ -343,3 +344,19 @@ def test_a_table_at_a_url(source: Path, tmp_path: Path) -> None:
     assert result.exit_code == 3 and "7 kept" in result.stderr
     with fsspec.open("memory://tables/labels.parquet", "rb") as file:
         assert pq.read_table(file).column("text").to_pylist() == TEXTS
+
+
+def test_a_folder_leaves_its_tables_of_answers_out(
+    answered: Path, source: Path
+) -> None:
+    """The next run over the folder asked about its answers."""
+    assert sort_folder(source.parent, has_rows=True).requests == [source]
+    assert finish(source, answered.with_suffix(".csv"))
+    contents = sort_folder(source.parent, has_rows=True)
+    assert contents.requests == [source]
+    (left_out,) = contents.left_out.values()
+    assert {path.name for path in left_out} == {
+        "out.csv",
+        "out.parquet",
+        "out.records.jsonl",
+    }

@@ -185,7 +185,7 @@ def _read_choice(fields: dict[str, Any]) -> Values:
     if not text and (calls := (fields.get("message") or {}).get("tool_calls")):
         text = _dump_json(calls)
     labels = fields.get("label_probabilities") or {}
-    own = {
+    values = {
         **fields,  # finish_reason and label_mass
         "answer": text,
         "label_probability": labels.get(text),
@@ -194,7 +194,11 @@ def _read_choice(fields: dict[str, Any]) -> Values:
     with suppress(ValueError):  # it is no JSON, or was cut off
         properties = orjson.loads(text)
     is_object = isinstance(properties, dict)
-    return {"choice": own, "label": labels, "property": properties if is_object else {}}
+    return {
+        "choice": values,
+        "label": labels,
+        "property": properties if is_object else {},
+    }
 
 
 def _fit_cell(value: Any, kind: CellKind) -> Any:

@@ -30,7 +30,7 @@ from fminfer.files.tables.result_columns import (
 from fminfer.files.tables.table import import_pyarrow
 from fminfer.files.tables.table_file import TableFile, open_table
 
-TABLE_ENDINGS = (".parquet", ".csv")  # of tables that can be written
+OUTPUT_ENDINGS = (".parquet", ".csv")  # of tables that can be written
 MARK = b"fminfer_table"  # a key in the metadata of a Parquet table of ours
 MAX_HEADER = 1 << 20  # characters of a CSV that may be ours
 # Rows of a row group of Parquet, and bytes of their records, about.
@@ -40,7 +40,7 @@ GROUP_BYTES = 64 << 20
 
 def is_table_name(path: Path | str | None) -> bool:
     """Tell whether an output's name is that of a table."""
-    return str(path).endswith(TABLE_ENDINGS)
+    return str(path).endswith(OUTPUT_ENDINGS)
 
 
 def records_path(table: Path) -> Path:
