@@ -29,7 +29,7 @@ from fminfer.files.tables.table_writer import TableOutput, records_path
 from fminfer.job.run_inputs import open_files
 from fminfer.models.checkpoint import open_model
 from fminfer.runtime.load.assembly import make_line_counting
-from tests.conftest import run_files
+from tests.conftest import IS_ALL, run_files
 from tests.files.test_journal import kill_at
 from tests.job.test_try_again import bury_claims, close_all
 
@@ -236,7 +236,7 @@ def test_killed_at_any_change_of_a_file(
     expected = pq.read_table(alone / "out.parquet")
     moment = 0
     patch = pytest.MonkeyPatch()
-    for moment in range(200):
+    for moment in range(0, 400, 1 if IS_ALL else 5):
         folder = tmp_path / f"at {moment}"
         folder.mkdir()
         table = folder / "out.parquet"

@@ -114,15 +114,12 @@ def read_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
         listed = result.get("choices") or [{"text": _dump_json(result)}]
         choices = [{"row": counts, **_read_choice(choice)} for choice in listed]
 
-    cells: dict[str, Any] = {}
-    for column in columns:
-        values = [
-            _fit_cell(choice.get(column.group, {}).get(column.key), column.kind)
-            for choice in choices
-        ]
-        is_list = column.is_list and not row.is_error
-        cells[column.name] = values if is_list else values[0]
-    return cells
+    return {
+        column.name: [_read_cell(column, choice) for choice in choices]
+        if column.is_list and not row.is_error
+        else _read_cell(column, choices[0])
+        for column in columns
+    }
 
 
 def _list_further(fields: Mapping[str, Any]) -> Iterator[Part]:
@@ -190,19 +187,17 @@ def _read_choice(fields: dict[str, Any]) -> Values:
         "answer": text,
         "label_probability": labels.get(text),
     }
-    properties: Any = None
-    with suppress(ValueError):  # it is no JSON, or was cut off
-        properties = orjson.loads(text)
-    is_object = isinstance(properties, dict)
-    return {
-        "choice": values,
-        "label": labels,
-        "property": properties if is_object else {},
-    }
+    properties: dict[str, Any] = {}
+    if text.lstrip().startswith("{"):
+        with suppress(ValueError):  # it was cut off
+            properties = orjson.loads(text)
+    return {"choice": values, "label": labels, "property": properties}
 
 
-def _fit_cell(value: Any, kind: CellKind) -> Any:
-    """Return a value as a column of its kind holds it; None: it cannot."""
+def _read_cell(column: ResultColumn, choice: Values) -> Any:
+    """Return a choice's value as its column holds it; None: it has none, or cannot."""
+    kind = column.kind
+    value = choice.get(column.group, {}).get(column.key)
     if value is None:
         return None
     if kind == "json":

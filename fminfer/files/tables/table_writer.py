@@ -129,9 +129,9 @@ class TableWriter:
     def __init__(self, file: _Draft, task: TableTask) -> None:
         self.output = task.output
         self._task = task
-        table = open_table(task.source, task.output.delimiter)
-        self._schema = task.output.make_schema(table)
-        self._batches = table.read_batches()
+        self._table = open_table(task.source, task.output.delimiter)
+        self._schema = task.output.make_schema(self._table)
+        self._batches = self._table.read_batches()
         self._batch: Any = None  # of the input: rows whose answers are yet to come
         self._num_rows = 0
         self._cells: list[dict[str, Any]] = []  # of the answers, yet to be written
@@ -155,7 +155,7 @@ class TableWriter:
         )
         is_longer = has_more and not self._task.is_cut
         if is_longer or read_changed_ns(self._task.source) != self._task.changed_ns:
-            raise self._changed_error()
+            raise changed_error(self._task.source)
         self.format.close()
 
     def _write_group(self) -> None:
@@ -174,16 +174,11 @@ class TableWriter:
         while num_rows:
             self._batch = self._batch or next(self._batches, None)
             if self._batch is None:
-                raise self._changed_error()
+                raise changed_error(self._task.source)
             taken.append(self._batch.slice(0, num_rows))
             self._batch = self._batch.slice(taken[-1].num_rows)
             num_rows -= taken[-1].num_rows
-        num_own = len(self._schema) - len(self.output.columns)
-        schema = import_pyarrow().schema([*self._schema][:num_own])
-        return import_pyarrow().Table.from_batches(taken, schema)
-
-    def _changed_error(self) -> UsageError:
-        return changed_error(self._task.source)
+        return import_pyarrow().Table.from_batches(taken, self._table.schema)
 
 
 def changed_error(source: Path) -> UsageError:
