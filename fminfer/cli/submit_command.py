@@ -79,9 +79,12 @@ def _submit_jobs(
 
     flags = parse_flags(accept_run_flags, run_flags, submit_options.gpus)
     paths = tuple(Path(os.path.abspath(path)) for path in submit_options.infer_data)
-    outputs = _plan_outputs(paths, flags["output"])
+    has_rows = flags["prompt_template"] is not None
+    outputs = _plan_outputs(paths, flags["output"], has_rows=has_rows)
     check_shared_files(submit_options.mode, flags, len(outputs))
-    check_no_other_model(ModelOptions(flags["model"], flags["random_init"]), outputs)
+    check_no_other_model(
+        ModelOptions(flags["model"], flags["random_init"]), outputs, has_rows=has_rows
+    )
     values, more_flags = make_job_values(scheduler, submit_options, flags)
 
     is_dry = submit_options.dry_run  # its commands are shown alone
@@ -117,12 +120,13 @@ def _submit_jobs(
     _print_note(f"{submission.summary} {sent}.")
 
 
-def _plan_outputs(paths: tuple[Path, ...], output: Any) -> dict[Path, Path]:
+def _plan_outputs(
+    paths: tuple[Path, ...], output: Any, *, has_rows: bool
+) -> dict[Path, Path]:
     """Return each input file with its output; print what is left out."""
-    inputs = find_inputs(list(paths))
-    for text in describe_left_out(
-        [path for path in paths if path.is_dir()], has_lost=True
-    ):
+    inputs = find_inputs(list(paths), has_rows=has_rows)
+    folders = [path for path in paths if path.is_dir()]
+    for text in describe_left_out(folders, has_lost=True, has_rows=has_rows):
         _print_note(f"Left out: {text}.")
     return dict(zip(inputs, require_output_paths(inputs, output), strict=True))
 

@@ -1,0 +1,98 @@
+"""Flags become a template of requests, or are refused with what to type."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from fminfer.core.errors import UsageError
+from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_options import RowRequests, TableOptions
+
+
+def make_template(
+    text_field: Any = "prompt", flag_fields: Any = (), **options: Any
+) -> RowTemplate:
+    options = {"prompt_template": "{{ text }}", **options}
+    return TableOptions(**options).make_template(text_field, dict(flag_fields))
+
+
+def test_without_flags_rows_take_the_likeliest_tokens() -> None:
+    """As --prompt does; other fields are those of any request."""
+    assert make_template().fields == {"temperature": 0}
+    assert make_template("input").fields == {}
+    assert make_template(fields=("top_p=0.5",)).fields == {"top_p": 0.5}
+    columns = make_template(columns=("temperature=heat",))
+    assert columns.fields == {}
+    assert columns.columns == {"temperature": "heat"}
+
+
+def test_fields_of_flags_have_the_names_of_chats() -> None:
+    """--top-k-per-token sets logprobs, which are two fields of a chat."""
+    flags = {"logprobs": 3, "max_tokens": 4}
+    assert make_template("messages", flags).fields == {
+        "logprobs": True,
+        "top_logprobs": 3,
+        "max_tokens": 4,
+        "temperature": 0,
+    }
+
+
+def test_labels_become_a_constraint(tmp_path: Path) -> None:
+    """They stand in the flag, spaces and all, or in a file, one a line."""
+    file = tmp_path / "labels"
+    file.write_text("yes, please\n\n no\r\n")
+    assert make_template(choices="good, bad").fields["structured_outputs"] == {
+        "choice": ["good", " bad"]
+    }
+    assert make_template(choices=f"@{file}").fields["structured_outputs"] == {
+        "choice": ["yes, please", " no"]
+    }
+
+
+def test_templates_come_from_files(tmp_path: Path) -> None:
+    file = tmp_path / "t.jinja"
+    file.write_text("\ufeffIs it?\n{{ text }}\n", encoding="utf-8")
+    template = make_template("messages", system_template=f"@{file}")
+    assert template.templates["--system-template"] == "Is it?\n{{ text }}\n"
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"prompt_template": None, "choices": "a,b"}, "--choices is of rows that"),
+        ({"prompt_template": None, "delimiter": ";"}, "add --prompt-template"),
+        ({"prompt_template": "@/no/such"}, "--prompt-template @/no/such: .*read"),
+        ({"prompt_template": "{% if"}, "line 1.*Mend the template"),
+        ({"system_template": "x"}, "not asked as chats"),
+        ({"fields": ("seed",)}, "must be NAME=JSON"),
+        ({"fields": ("stop=x",)}, "is not JSON .* double quotes"),
+        ({"fields": ("seed=NaN",)}, "NaN is not JSON"),
+        ({"fields": ("prompt=1",)}, "which the template makes"),
+        ({"columns": ("messages=a",)}, "which the template makes"),
+        ({"fields": ("seed=1", "seed=2")}, "seed is set twice"),
+        ({"fields": ("seed=1",), "columns": ("seed=a",)}, "seed is set twice"),
+        ({"fields": ("n=1",), "flag_fields": {"n": 2}}, "n is set twice"),
+        (
+            {"choices": "a", "fields": ("structured_outputs={}",)},
+            "structured_outputs is set twice",
+        ),
+        ({"choices": "a,,b"}, "empty label"),
+        ({"choices": "a,a"}, "one twice"),
+    ],
+)
+def test_what_is_refused(options: dict[str, Any], message: str) -> None:
+    with pytest.raises(UsageError, match=message):
+        make_template(**options)
+
+
+def test_without_a_template_lines_are_requests() -> None:
+    """Nothing is asked of the model then."""
+    requests = RowRequests(TableOptions(), {}, is_raw=False)
+
+    def fail(*args: Any, **facts: Any) -> Any:
+        raise AssertionError("no template needs it")
+
+    assert requests.make_template(fail) is None
