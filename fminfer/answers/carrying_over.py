@@ -11,7 +11,7 @@ import time
 import zlib
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from fminfer.answers.earlier_answers import (
@@ -54,6 +54,7 @@ from fminfer.files.ordered_output import VectorReader, draft_path, errors_path
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.streams import Digest
 from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_writer import TableOutput
 
 # lines left to answer whose equal ones are kept in memory, about 12 MB
 MAX_REPEATS = 1 << 17
@@ -79,6 +80,8 @@ class RunTerms:
     # In time.time(). What has failed since then was tried beside this run, and is not
     # tried again.
     started_s: float = field(default_factory=time.time)
+    table: TableOutput | None = None  # that is written beside the only output
+    has_line_numbers: bool = False  # records name their lines
     rows: RowTemplate | None = None  # inputs are tables, and it makes their lines
 
     def can_carry_over(self, old: Fingerprint, new: Fingerprint) -> bool:
@@ -233,7 +236,8 @@ def _carry_rows(
     limit = terms.limit
     digest = Digest()
     num_unasked: int | None = None  # answers that no line within the limit asks for
-    for line in read_lines(source, 0, digest, rows=terms.rows):
+    for read in read_lines(source, 0, digest, rows=terms.rows):
+        line = replace(read, shows_number=terms.has_line_numbers)
         is_beyond = carried.num_rows == limit
         if is_beyond and num_unasked is None:
             num_unasked = earlier.num_left_out

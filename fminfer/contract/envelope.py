@@ -59,6 +59,7 @@ class Line:
     clock: str = ""
     fault_code: ErrorCode = "invalid_json"
     is_row: bool = False  # of a table: a template made the request, the cells are "row"
+    shows_number: bool = False  # its record names it, where its shape has a place
 
 
 def read_clock() -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import re
+from collections.abc import Iterable
 from copy import copy
 from dataclasses import dataclass
 from typing import Any
@@ -96,7 +97,7 @@ class Record:
         members = [
             b'"request":' + self.envelope.request,
             b'"result":' + dump_json(self.result),
-            *self.envelope.others.values(),
+            *_list_others(self.line, self.envelope),
         ]
         return b"{" + b",".join(members) + b"}"
 
@@ -153,6 +154,17 @@ class Record:
 
     def to_dict(self) -> dict[str, Any]:
         return parse_record(self.to_json())
+
+
+def _list_others(line: Line, envelope: Envelope) -> Iterable[bytes]:
+    """Return what stands behind an answer: a wrapped line's rest, and the line's number.
+
+    Of a name that is in both the number counts.
+    """
+    others = dict(envelope.others)
+    if line.shows_number:
+        others["line"] = b'"line":%d' % line.number
+    return others.values()
 
 
 def make_line_id(line: Line, envelope: Envelope) -> str:
@@ -257,7 +269,8 @@ def readdress_record(
     if envelope.shape == "batch":
         return _readdress_batch_record(record, line, envelope, key)
     start = _START + envelope.request + _RESULT
-    end = b"".join(b"," + other for other in envelope.others.values()) + b"}"
+    others = _list_others(line, envelope)
+    end = b"".join(b"," + other for other in others) + b"}"
     if not record.startswith(start):
         raise ValueError("a record is of another request")
     result = record[len(start) : -len(end)] if record.endswith(end) else b""

@@ -39,6 +39,7 @@ from fminfer.files.status_file import (
     status_path,
 )
 from fminfer.files.streams import A_PIPE, raising_read_errors, read_changed_ns
+from fminfer.files.tables.table_writer import TableOutput, is_table_name
 
 
 @dataclass(slots=True, frozen=True)
@@ -88,6 +89,29 @@ class CompletedOutput:
         """Raise a UsageError if a file of the output was edited since."""
         if (edit := self.find_edit()) is not None:
             raise edited_error(self.output, edit)
+
+    def has_table(self, path: Path) -> bool:
+        """Tell whether a table beside it is as a run of this output has written it."""
+        seal = (self.seals or {}).get(path.name)
+        with raising_read_errors(path):
+            if seal is None or _looks_as_written(path, seal, self.output):
+                return seal is not None
+            return {**seal, **(read_seal(path) or {})} == seal
+
+    def lacks_table(self, table: TableOutput | None) -> bool:
+        """Tell whether a table is to be written beside it, with these columns."""
+        if table is None:
+            return False
+        seal = (self.seals or {}).get(table.path.name) or {}
+        return not table.path.exists() or seal.get("layout") != table.layout
+
+    def list_table_seals(self) -> Seals:
+        """Return the seals of its tables, without layouts: they are of older records then."""
+        return {
+            name: {**seal, "layout": ""}
+            for name, seal in (self.seals or {}).items()
+            if seal is not None and is_table_name(name)
+        }
 
     def is_of_input_changed_at(self, changed_ns: int) -> bool:
         """Tell whether its input was last changed then, by `streams.read_changed_ns`."""

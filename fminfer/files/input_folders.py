@@ -30,6 +30,7 @@ from fminfer.files.streams import (
     require_zstd,
 )
 from fminfer.files.tables.table_file import open_table
+from fminfer.files.tables.table_writer import is_own_table
 
 EMPTY = (b"", b"[]")  # an input, less its white space
 MOST_NAMED = 5  # files or folders in a message
@@ -154,7 +155,8 @@ def sort_folder(folder: Path, *, has_rows: bool = False) -> FolderContents:
         elif isfile(path):
             is_table = path.name.endswith(TABLE_ENDINGS)
             kind, trouble = ("", "") if is_table else classify_lines(path)
-            why = ANSWERS if kind == "answers" else LINK if path in links else ""
+            is_own = is_own_table(path) if is_table else kind == "answers"
+            why = ANSWERS if is_own else LINK if path in links else ""
             trouble = trouble and f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
             why = NO_FILE

@@ -29,6 +29,7 @@ Fingerprint = dict[str, str]
 INPUT = "the input"  # in a fingerprint: the bytes of the file
 # in a fingerprint: the first run's, which later ones keep
 CLOCK = "the time that templates read"
+LINE_NUMBERS = "--line-numbers"  # in a fingerprint: records name their lines
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
 # digests that differ with --model-name
 EXPLAINED = frozenset({"the model", "the tokenizer", "--check-model"})

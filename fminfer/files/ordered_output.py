@@ -11,6 +11,7 @@ import filecmp
 import hashlib
 import os
 from collections.abc import Iterator, Sequence
+from contextlib import nullcontext
 from io import BytesIO
 from pathlib import Path
 from typing import BinaryIO
@@ -24,12 +25,14 @@ from fminfer.files.disk import (
     sync_folder,
 )
 from fminfer.files.journal import Journal, journal_path
+from fminfer.files.tables.table_writer import TableTask, TableWriter, writing_table
 
 ORDERED = ".ordered"  # added to a final name while the file is being written
 DIGEST_BYTES = 16
 MOST_GAP = 1 << 20  # bytes of absent rows of vectors that are written at once
 Seal = dict[str, int | str]  # a file's size and digest, as JSON has them
-# Of the "output", its "errors" and "vectors"; None: there is no such file.
+# Of the "output", its "errors" and "vectors", and of tables by their names; None: there is no
+# such file.
 Seals = dict[str, Seal | None]
 
 
@@ -58,8 +61,13 @@ def list_written_files(output: Path) -> list[Path]:
     ]
 
 
-def write_ordered_output(journal: Journal, *, has_older_vectors: bool = False) -> Seals:
-    """Write all rows in the order of their lines; answers, errors and vectors apart.
+def write_ordered_output(
+    journal: Journal,
+    *,
+    has_older_vectors: bool = False,
+    table: TableTask | None = None,
+) -> Seals:
+    """Write all rows in the order of their lines; answers, errors, vectors and table apart.
 
     The journal stays until the caller has noted that. With `has_older_vectors`, an earlier run's
     are replaced.
@@ -69,8 +77,13 @@ def write_ordered_output(journal: Journal, *, has_older_vectors: bool = False) -
     paths = [answers, errors_path(answers)]
     if journal.vector_bytes or has_older_vectors:
         paths.append(vectors_path(answers))
+    if table is not None:
+        paths.append(table.output.path)
     with raising_disk_errors(answers), writing_together(*paths) as files:
-        return _write_rows(journal, [_SealedFile(file) for file in files])
+        sealed = [_SealedFile(file) for file in files]
+        opened = nullcontext() if table is None else writing_table(sealed[-1], table)
+        with opened as writer:
+            return _write_rows(journal, sealed, writer)
 
 
 @contextlib.contextmanager
@@ -121,8 +134,10 @@ class _SealedFile:
         return _make_seal(self._file, self._digest.hexdigest())
 
 
-def _write_rows(journal: Journal, files: Sequence[_SealedFile]) -> Seals:
-    """Write answers into the first file, errors into the second, and vectors into the third."""
+def _write_rows(
+    journal: Journal, files: Sequence[_SealedFile], table: TableWriter | None
+) -> Seals:
+    """Write answers, errors, and vectors into the first three files; `table` is the last."""
     vectors = (
         _VectorWriter(files[2], journal.last_number, journal.vector_bytes // 4)
         if journal.vector_bytes
@@ -133,6 +148,8 @@ def _write_rows(journal: Journal, files: Sequence[_SealedFile]) -> Seals:
             files[row.is_error].write(row.record + b"\n")
         if vectors is not None and not row.is_error:
             vectors.add(row.number, row.vector)
+        if table is not None:
+            table.add(row)
     errors = files[1].make_seal()
     seals: Seals = {
         "output": files[0].make_seal(),
@@ -141,6 +158,10 @@ def _write_rows(journal: Journal, files: Sequence[_SealedFile]) -> Seals:
     if vectors is not None:
         vectors.fill_gap(journal.last_number)
         seals["vectors"] = files[2].make_seal()
+    if table is not None:
+        table.close()
+        seal = {**files[-1].make_seal(), "layout": table.output.layout}
+        seals[table.output.path.name] = seal
     return seals
 
 

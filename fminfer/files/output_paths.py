@@ -11,9 +11,10 @@ from fminfer.core.errors import UsageError
 from fminfer.files.disk import fit_file_name
 from fminfer.files.input_models import check_no_model_folder
 from fminfer.files.line_reader import input_stem
-from fminfer.files.ordered_output import list_written_files
+from fminfer.files.ordered_output import draft_path, list_written_files
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import DEVICES, STDIN, is_stream
+from fminfer.files.tables.table_writer import is_table_name, records_path
 
 STDOUT = Path("-")
 # Endings of files that are not JSON lines; a folder would hardly have one.
@@ -23,9 +24,7 @@ NO_OUTPUT = (
     ".gz",
     ".zst",
     ".txt",
-    ".csv",
     ".tsv",
-    ".parquet",
     ".npy",
 )
 
@@ -42,6 +41,7 @@ class OutputPaths:
     inputs: list[Path]
     outputs: list[Path]
     refused: dict[Path, str] = field(default_factory=dict)
+    table: Path | None = None  # of the only input's answers; `outputs` has its records
 
 
 def require_output_paths(inputs: list[Path], output: Path | None) -> list[Path]:
@@ -66,12 +66,13 @@ def make_output_paths(inputs: list[Path], output: Path | None) -> OutputPaths:
     Raises:
         UsageError: one file for several inputs.
     """
+    table = _find_table(output)
     outputs = _name_outputs(inputs, output)
     there = {path.resolve(): path for path in inputs if path != STDIN}
     # whose answers go to a file, and its name
     owners: dict[Path, list[tuple[Path, Path]]] = {}
     for source, path in zip(inputs, outputs, strict=True):
-        for trace in [] if path == STDOUT else _list_all_written(path):
+        for trace in [] if path == STDOUT else _list_all_written(path, table):
             owners.setdefault(trace.resolve(), []).append((source, trace))
     refused: dict[Path, str] = {}
     for place, sources in owners.items():
@@ -91,7 +92,7 @@ def make_output_paths(inputs: list[Path], output: Path | None) -> OutputPaths:
         pair for pair in zip(inputs, outputs, strict=True) if pair[0] not in refused
     ]
     return OutputPaths(
-        [source for source, _ in pairs], [path for _, path in pairs], refused
+        [source for source, _ in pairs], [path for _, path in pairs], refused, table
     )
 
 
@@ -103,14 +104,22 @@ def describe_use(path: Path, paths: OutputPaths) -> str:
             return f"is the input {source}"
     for source, output in zip(paths.inputs, paths.outputs, strict=True):
         if output != STDOUT and place in {
-            trace.resolve() for trace in _list_all_written(output)
+            trace.resolve() for trace in _list_all_written(output, paths.table)
         }:
             return f"belongs to the answers to {source}"
     return ""
 
 
-def _list_all_written(output: Path) -> list[Path]:
-    return [*list_written_files(output), status_path(output)]
+def _find_table(output: Path | None) -> Path | None:
+    """Return the output if its name is that of a table."""
+    if output is None or output.is_dir() or not is_table_name(output):
+        return None
+    return output
+
+
+def _list_all_written(output: Path, table: Path | None) -> list[Path]:
+    tables = [] if table is None else [table, draft_path(table)]
+    return [*list_written_files(output), status_path(output), *tables]
 
 
 def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
@@ -121,18 +130,20 @@ def _name_outputs(inputs: list[Path], output: Path | None) -> list[Path]:
     _check_no_device(output)
     require_parent_folder("--output", output)
     check_no_model_folder("--output", output)
-    if output.is_file() or output.suffix == ".jsonl":
+    is_table = _find_table(output) is not None
+    if output.is_file() or output.suffix == ".jsonl" or is_table:
         if len(inputs) > 1:
             raise UsageError(
                 f"--output {output} is one file, and there are {len(inputs)} inputs; "
                 "give a folder"
             )
         # of a folder that is watched there may be none yet
-        return [output] * len(inputs)
+        return [records_path(output) if is_table else output] * len(inputs)
     if output.suffix in NO_OUTPUT and not output.is_dir():
         raise UsageError(
             f"--output {output}: answers are written as plain JSON lines; give a name "
-            "that ends in .jsonl (and compress the file afterwards), or a folder"
+            "that ends in .jsonl (and compress the file afterwards), or a folder. A table "
+            "of answers beside the rows of a table ends in .parquet or .csv"
         )
     return [output / _make_answers_name(path) for path in inputs]
 

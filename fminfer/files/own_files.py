@@ -17,6 +17,7 @@ from fminfer.files.journal import journal_path
 from fminfer.files.ordered_output import Seals, errors_path
 from fminfer.files.status_file import status_path
 from fminfer.files.streams import is_stream
+from fminfer.files.tables.table_writer import is_own_table
 
 OLD_SEALS: Seals = {"output": {}, "errors": {}}  # of an older version's status file
 START_BYTES = 4096  # by which a kind of file is recognized
@@ -51,6 +52,7 @@ TIMELINE = FileKind(
     _make_start_matcher(rb'\[\s*(?:\{"name":"thread_name","ph":"M",|\{\}\])'),
 )
 STATUS = FileKind("status file of a run", _make_start_matcher(rb'\{\s*"id":\s*"batch_'))
+TABLE = FileKind("table of a run's answers", is_own_table)
 RECORDS = FileKind("file of a run's answers or errors", holds_answers)
 
 

@@ -31,7 +31,8 @@ from fminfer.files.remote_files import (
     split_query,
     upload_file,
 )
-from fminfer.files.status_file import status_path
+from fminfer.files.status_file import read_status, seals_of, status_path
+from fminfer.files.tables.table_writer import OUTPUT_ENDINGS, is_table_name
 from fminfer.machine.user_cache import find_cache_path, make_private_folder
 
 Location = Path | str  # a local path, or a URL
@@ -83,7 +84,7 @@ class RemoteFolders:
             )
         return (
             self._local_path(url)
-            if url.endswith((".jsonl", *ENDINGS))
+            if url.endswith((".jsonl", *ENDINGS, *OUTPUT_ENDINGS))
             else self._make_local_folder(url)
         )
 
@@ -127,6 +128,9 @@ class RemoteFolders:
             remove_file(f"{folder}/{errors.name}")
         if (vectors := vectors_path(output)).exists():
             upload_file(vectors, f"{folder}/{vectors.name}")
+        for name in filter(is_table_name, seals_of(read_status(output)) or {}):
+            if (table := output.with_name(name)).exists():
+                upload_file(table, f"{folder}/{name}")
         upload_file(output, url)
         path_beside(output, SYNCED).write_text(find_version(url) or "")
 

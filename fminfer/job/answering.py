@@ -32,13 +32,17 @@ from fminfer.core.option import options_of
 from fminfer.core.quantities import with_noun
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.input_folders import MOST_NAMED, describe_empty_files
+from fminfer.files.journal_rows import LINE_NUMBERS
 from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, OutputPaths
 from fminfer.files.own_files import SUMMARY, replace_own_file
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
+from fminfer.files.tables.result_columns import make_result_columns
 from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_file import open_table
 from fminfer.files.tables.table_options import RowRequests
+from fminfer.files.tables.table_writer import TableOutput
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.reported_outputs import has_readable_rows, read_output
@@ -261,18 +265,7 @@ def _answer_files(job: _Job) -> JobSummary:
     has_npy = config.embeddings == "npy"
     if has_npy:
         _check_npy(job)
-    rows = _make_row_template(job)
-    terms = RunTerms(
-        model=job.checkpoint.name,
-        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}),
-        restart=job_paths.restart,
-        limit=job_paths.limit,
-        # A file of vectors does not say which line an answer is of, once lines have moved.
-        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
-        current_run=CurrentRun(settings=name_settings(config)),
-        print_progress=job.print_line,
-        rows=rows,
-    )
+    terms = _make_terms(job, has_npy=has_npy)
     files: RunInputs
     if job_paths.is_shared:
         find_paths = (
@@ -296,6 +289,7 @@ def _answer_files(job: _Job) -> JobSummary:
         weight_dtype=job.run_plan.held_in,
         limit=job_paths.limit,
         has_npy=has_npy,
+        table=output_paths.table,
     )
     if is_left or job.is_awaited:
         with (
@@ -312,6 +306,27 @@ def _answer_files(job: _Job) -> JobSummary:
     return summary
 
 
+def _make_terms(job: _Job, *, has_npy: bool) -> RunTerms:
+    """Return what holds for every input of the run."""
+    job_paths = job.run.job
+    config = job.run.config
+    rows = _make_row_template(job)
+    numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
+    return RunTerms(
+        model=job.checkpoint.name,
+        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
+        restart=job_paths.restart,
+        limit=job_paths.limit,
+        # A file of vectors does not say which line an answer is of, once lines have moved.
+        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
+        current_run=CurrentRun(settings=name_settings(config)),
+        print_progress=job.print_line,
+        table=_make_table_output(job, rows),
+        has_line_numbers=job_paths.has_line_numbers,
+        rows=rows,
+    )
+
+
 def _make_row_template(job: _Job) -> RowTemplate | None:
     """Return what makes requests of the inputs' rows; None: they are no tables."""
     job_paths = job.run.job
@@ -324,6 +339,17 @@ def _make_row_template(job: _Job) -> RowTemplate | None:
         job_paths.table, job_paths.prompt_fields, is_raw=job_paths.is_raw
     )
     return requests.make_template(intake.choose_text_field)
+
+
+def _make_table_output(job: _Job, rows: RowTemplate | None) -> TableOutput | None:
+    """Return the table to write beside the records, once it is sure that it can be; or None."""
+    paths = job.output_paths
+    if paths.table is None or rows is None:
+        return None
+    columns = make_result_columns(rows.fields, job.run.job.prefix or "", rows.columns)
+    table = TableOutput(paths.table, columns, rows.delimiter)
+    table.check_input(open_table(paths.inputs[0], rows.delimiter))
+    return table
 
 
 def _check_npy(job: _Job) -> None:

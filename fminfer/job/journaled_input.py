@@ -24,21 +24,28 @@ from fminfer.contract.envelope import Line, read_clock
 from fminfer.contract.record import Record
 from fminfer.core.errors import OutputError, UsageError
 from fminfer.files.claims import Claim, Hold
-from fminfer.files.completed import find_clock, require_completed
+from fminfer.files.completed import find_clock, find_completed, require_completed
 from fminfer.files.disk import raising_disk_errors
 from fminfer.files.journal import Journal, inspect_journal, journal_path
 from fminfer.files.journal_rows import CLOCK, INPUT, Counts, Row, RowCounts
 from fminfer.files.line_reader import InputFile
-from fminfer.files.ordered_output import errors_path, write_ordered_output
-from fminfer.files.own_files import RECORDS, require_own_file, require_own_outputs
+from fminfer.files.ordered_output import Seals, errors_path, write_ordered_output
+from fminfer.files.own_files import (
+    RECORDS,
+    TABLE,
+    require_own_file,
+    require_own_outputs,
+)
 from fminfer.files.run_facts import RunHistory, parse_runs
 from fminfer.files.status_file import StatusFile, check_vectors_owned, read_status
+from fminfer.files.tables.table_writer import TableTask, changed_error
 
 MANY_ROWS = 100_000  # of a journal that is not read again if it has just been made
 # What is to be done with an input before its lines are answered. "reopen" makes the
-# journal of its complete output again. "carry over" takes answers to an earlier form of
-# the input. "finished": all lines have their record.
-State = Literal["reopen", "carry over", "answer", "finished"]
+# journal of its complete output again, "write table" too, and no line is left then.
+# "carry over" takes answers to an earlier form of the input. "finished": all lines have
+# their record.
+State = Literal["reopen", "write table", "carry over", "answer", "finished"]
 
 
 class JournaledInput:
@@ -58,6 +65,7 @@ class JournaledInput:
         claim: Claim | None = None,
     ) -> None:
         require_own_outputs(output)
+        _require_own_table(output, terms)
         # As they are now. Beside a journal, they may have come since a run was killed.
         self._files_at_start = {
             path
@@ -79,6 +87,8 @@ class JournaledInput:
         self.counts = Counts()  # rows and tokens so far
         self._state: State = "answer"
         self.carried = CarriedOver()  # from answers to an earlier form of the input
+        # seals of tables that earlier runs wrote from the same records
+        self._older_tables: Seals = {}
         takes_over = terms.count_lines is not None
         journal = inspect_journal(
             output, self._fingerprint, restart=terms.restart, takes_over=takes_over
@@ -144,7 +154,8 @@ class JournaledInput:
         self.hold.check_free()
         with raising_disk_errors(self.output.parent):
             self.output.parent.mkdir(parents=True, exist_ok=True)
-        if self._state == "reopen":
+        has_all_rows = self._state == "write table"
+        if self._state == "reopen" or has_all_rows:
             self._rebuild_journal()
         elif self._state == "carry over":
             self._carry_answers_over()
@@ -163,7 +174,8 @@ class JournaledInput:
             journal.close()
             self.journal = None
             raise
-        if journal.num_rows == self._input.num_rows and journal.num_rows:
+        is_known = journal.num_rows or has_all_rows
+        if journal.num_rows == self._input.num_rows and is_known:
             self._input.mark_read(journal.num_rows)
             self._finish_if_complete()
         elif not (journal.has_locks and self.carried.num_answered >= MANY_ROWS):
@@ -182,7 +194,8 @@ class JournaledInput:
         repeats = self.carried.find_repeats(journal)
         self.status.set_status("in_progress")
         for read in self._input.read_lines():
-            line = replace(read, clock=journal.clock)
+            shows_number = self._terms.has_line_numbers
+            line = replace(read, clock=journal.clock, shows_number=shows_number)
             self.counts.num_rows = max(self._input.num_rows or 0, self._input.num_read)
             if self.is_lost:
                 return
@@ -311,19 +324,37 @@ class JournaledInput:
         if journal.vector_bytes:
             check_vectors_owned(self.output)  # it may have come while the run answered
             status.has_vectors = True
+        table = self._make_table_task()
         for path in {self.output, errors_path(self.output)} - self._files_at_start:
             # it may have come meanwhile
             require_own_file(path, RECORDS, "a file of this run,")
         status.set_status("finalizing")
-        status.seals = write_ordered_output(
-            journal, has_older_vectors=status.has_vectors
+        seals = write_ordered_output(
+            journal, has_older_vectors=status.has_vectors, table=table
         )
+        status.seals = {**self._older_tables, **seals}
         status.has_vectors = "vectors" in status.seals
         self.status.set_status("completed")
         self._state = "finished"
         self.journal = None
         journal.remove()  # last: until then the next run does all of this again
         self.hold.remove_leftovers()
+
+    def _make_table_task(self) -> TableTask | None:
+        """Return the table to write, once it is sure that its input is as it was answered."""
+        table = self._terms.table
+        if table is None:
+            return None
+        self._input.update_digest()
+        if self._input.digest != self._fingerprint[INPUT]:
+            raise changed_error(self.path)
+        require_own_file(table.path, TABLE, "the table of this run,")
+        return TableTask(
+            table,
+            source=self.path,
+            changed_ns=self._input.changed_ns,
+            is_cut=self._terms.limit is not None,
+        )
 
     def _adopt_output(self) -> None:
         """Count the output that is there as finished, or note what is to be done with it."""
@@ -334,10 +365,15 @@ class JournaledInput:
             self._fingerprint,
             takes_over=terms.count_lines is not None,
         )
+        self._older_tables = completed.list_table_seals()
         if terms.can_carry_over(completed.fingerprint, self._fingerprint):
             self._state = "carry over"
         elif completed.has_rows_left(terms.limit, terms.started_s):
             self._state = "reopen"
+        elif completed.lacks_table(terms.table):
+            self._state = "write table"
+            self.counts.num_rows = completed.counts.num_rows
+            self._input.set_count(self.counts.num_rows, self.counts.num_rows)
         else:
             completed.check_unedited()
             self.counts.adopt_completed(completed.counts)
@@ -351,6 +387,22 @@ class JournaledInput:
                 self.journal.close()
             self.journal = None
         self.hold.mark_lost()
+
+
+def _require_own_table(output: Path, terms: RunTerms) -> None:
+    """Raise a UsageError if the table of a run is there, and is not of this output."""
+    table = terms.table
+    if table is None:
+        return
+    require_own_file(table.path, TABLE, "the table of this run,")
+    completed = find_completed(output)
+    is_known = terms.restart or journal_path(output).exists() or not table.path.exists()
+    if not is_known and (completed is None or not completed.has_table(table.path)):
+        raise UsageError(
+            f"{table.path} exists, and is not as a run with the records {output} has written "
+            "it. Move it away, and the same command writes the table again without "
+            "answering anew; or give another --output"
+        )
 
 
 def _make_row(record: Record) -> Row:

@@ -6,6 +6,7 @@ import sys
 from abc import ABC, abstractmethod
 from collections import Counter, deque
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import BinaryIO
 
@@ -76,11 +77,14 @@ class StreamedInput:
         stream: OrderedStream,
         limit: int | None = None,
         rows: RowTemplate | None = None,
+        *,
+        has_line_numbers: bool = False,
     ) -> None:
         self.path = path
         self.source = source
         self._limit = limit
         self._rows = rows
+        self._has_line_numbers = has_line_numbers
         self.num_left = count_lines(path, limit, rows)
         self._num_read = self._num_done = 0
         self._is_read = False
@@ -101,7 +105,7 @@ class StreamedInput:
         for line in lines:
             self._stream.expect_record(self.source, line.number)
             self._num_read += 1
-            yield line
+            yield replace(line, shows_number=self._has_line_numbers)
         self._is_read = True
 
     def add(self, record: Record) -> bool:
@@ -233,7 +237,14 @@ def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> Name
     """Open each input with the rows of earlier runs; write nothing if anything is wrong."""
     stream = OrderedStream(sys.stdout.buffer, write_beside_bar)
     files: list[RunInput] = [
-        StreamedInput(path, source, stream, terms.limit, terms.rows)
+        StreamedInput(
+            path,
+            source,
+            stream,
+            terms.limit,
+            terms.rows,
+            has_line_numbers=terms.has_line_numbers,
+        )
         if output == STDOUT
         else JournaledInput(path, source, output, terms)
         for source, (path, output) in enumerate(zip(inputs, outputs, strict=True))

@@ -24,6 +24,7 @@ from fminfer.files.input_folders import (
     sort_folder,
 )
 from fminfer.files.input_models import check_no_models
+from fminfer.files.journal_rows import LINE_NUMBERS
 from fminfer.files.line_reader import read_lines
 from fminfer.files.output_paths import (
     STDOUT,
@@ -36,6 +37,7 @@ from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_
 from fminfer.files.storage import Location, RemoteFolders
 from fminfer.files.tables.row_template import PROMPT_FLAG
 from fminfer.files.tables.table_options import TableOptions
+from fminfer.files.tables.table_writer import is_table_name
 from fminfer.job.synthetic import Synthetic
 from fminfer.models.known_sizes import DEMO_NAMES
 from fminfer.runtime.launch.processes import ProcessContext
@@ -72,8 +74,18 @@ class JobOptions(Options):
     )
     output: Location | None = _option(
         "A .jsonl file; a folder, created if its parent is there; a URL of either; or "
-        "- for stdout. Errors then go to stderr.  [default: output_<name>.jsonl beside "
-        "the input; stdout for stdin]"
+        "- for stdout. Errors then go to stderr. Of one table: a .parquet or .csv file of its "
+        "columns and the answers', beside which the records go to <name>.records.jsonl.  "
+        "[default: output_<name>.jsonl beside the input; stdout for stdin]"
+    )
+    prefix: str | None = _option(
+        "Put this text before the names of the columns that a table of answers adds.",
+        metavar="TEXT",
+    )
+    has_line_numbers: bool = _option(
+        'Say in each record which line of the input it is of, as "line": 7. Errors always say '
+        "it. Records of Batch lines have no place for it.",
+        flags=(LINE_NUMBERS,),
     )
     work_dir: Path | None = _option(
         "Folder for local copies and the journal, if inputs or outputs are URLs.  "
@@ -138,7 +150,8 @@ class JobPaths(JobOptions):
     @property
     def is_shared(self) -> bool:
         """Return whether other runs may answer some of the files: those of a folder."""
-        return self.output != STDOUT and bool(self._folders)
+        is_one_file = self.output == STDOUT or is_table_name(self.output)
+        return not is_one_file and bool(self._folders)
 
     @property
     def _folders(self) -> list[Path]:
@@ -182,12 +195,27 @@ class JobPaths(JobOptions):
             raise UsageError(next(iter(paths.refused.values())))
         self.remote.prepare_outputs(paths.outputs, restart=self.restart)
 
+        self._check_table(paths)
         self._check_further_files(paths)
         if self.is_watching:
             self._check_watching()
         if self.limit is not None and self.limit < 1:
             raise UsageError(f"--limit is {self.limit}; it must be at least 1")
         return paths
+
+    def _check_table(self, paths: OutputPaths) -> None:
+        """Raise a UsageError for a table of answers without rows, or a prefix without one."""
+        if self.prefix is not None and paths.table is None:
+            raise UsageError(
+                f"--prefix {self.prefix} names columns of a table, and none is written; give "
+                "--output a name that ends in .parquet or .csv, or leave --prefix out"
+            )
+        if paths.table is not None and not self.table.is_given:
+            raise UsageError(
+                f"--output {self.output} is a table of an input's rows and their answers, and "
+                "the input has requests. Give a table and --prompt-template, or an --output "
+                "that ends in .jsonl"
+            )
 
     def _check_further_files(self, paths: OutputPaths) -> None:
         """Raise a UsageError if the files of --stats, --trace or --report cannot be written."""
@@ -216,7 +244,7 @@ class JobPaths(JobOptions):
         """Raise a UsageError if a run cannot watch its inputs for more files."""
         if not self.is_shared:
             raise UsageError(
-                "--watch needs a folder to watch, and an --output that is none of -"
+                "--watch needs a folder to watch, and an --output that is neither - nor a table"
             )
         if any(isinstance(path, str) for path in (*self.paths, self.output)):
             raise UsageError(

@@ -76,6 +76,7 @@ class JobSummary:
     has_npy: bool = False  # vectors go to files of their own
     # of the constrained rows that were measured; None: there are none
     constraint_mass: ConstraintMass | None = None
+    table: Path | None = None  # of the rows and their answers
 
     @property
     def types(self) -> str:
@@ -127,6 +128,7 @@ class JobSummary:
         paths = {
             "inputs": [*map(str, self.inputs)],
             "outputs": [*map(str, self.outputs)],
+            "table": None if self.table is None else str(self.table),
         }
         return asdict(self) | paths | rates
 
@@ -165,6 +167,8 @@ class JobSummary:
 
     def _make_file_lines(self) -> Iterator[tuple[str, str]]:
         files = list(dict.fromkeys(self.outputs))
+        if self.table is not None:
+            yield "table", str(self.table)
         for path in files:
             yield "output", "stdout" if path == STDOUT else str(path)
         others = [("vectors", vectors_path)] if self.has_npy else []

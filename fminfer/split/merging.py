@@ -24,7 +24,7 @@ from fminfer.files.claims import claiming_output
 from fminfer.files.completed import BATCH_RECORD, read_records
 from fminfer.files.disk import write_all
 from fminfer.files.journal import journal_path
-from fminfer.files.journal_rows import INPUT
+from fminfer.files.journal_rows import INPUT, LINE_NUMBERS
 from fminfer.files.line_reader import read_lines
 from fminfer.files.ordered_output import errors_path, writing_together
 from fminfer.files.output_paths import NO_OUTPUT, answers_path, require_parent_folder
@@ -166,7 +166,7 @@ def merge_parts(folder: Path, output: Path) -> MergeSummary:
 def _merge_answers(folder: Path, output: Path, manifest: Manifest) -> MergeSummary:
     was_there = output.exists()
     _check_no_gaps(folder, manifest)
-    _check_no_vectors(folder, manifest)
+    _check_joinable(folder, manifest)
     numbers = sort_line_numbers(manifest.parts)
     ranked = [(part, np.searchsorted(numbers, part.lines)) for part in manifest.parts]
     try:
@@ -188,12 +188,16 @@ def _merge_answers(folder: Path, output: Path, manifest: Manifest) -> MergeSumma
     )
 
 
-def _check_no_vectors(folder: Path, manifest: Manifest) -> None:
-    """Raise a UsageError if the vectors of answers are in files of their own."""
+def _check_joinable(folder: Path, manifest: Manifest) -> None:
+    """Raise a UsageError if answers have vectors beside them, or name lines of their parts."""
     for part in manifest.parts:
-        if "vectors" in (
-            seals_of(read_sound_status(answers_path(folder / part.path))) or {}
-        ):
+        status = read_sound_status(answers_path(folder / part.path))
+        if LINE_NUMBERS in ((status or {}).get("metadata") or {}):
+            raise UsageError(
+                f"the answers to {folder / part.path} name lines of the part, and not of "
+                f"the whole file; answer parts without {LINE_NUMBERS}"
+            )
+        if "vectors" in (seals_of(status) or {}):
             raise UsageError(
                 f"the vectors of {folder / part.path} are in a .npy file, and merge "
                 "joins records alone; answer parts without --embeddings npy"

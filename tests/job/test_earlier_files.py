@@ -117,7 +117,7 @@ def test_a_run_that_was_ended_goes_on(tmp_path: Path) -> None:
     whole = load(EARLIER / "whole.status.json")
     assert names_in(status) - names_in(whole) == {".fminfer.runs.same_answers"}
     known = names_in(load(EARLIER / "stats.json"))
-    newer = {".same_answers", ".why_dependent", ".constraint_mass"}
+    newer = {".same_answers", ".why_dependent", ".constraint_mass", ".table"}
     assert names_in(stats) == known | newer
 
 
