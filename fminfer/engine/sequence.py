@@ -154,8 +154,10 @@ class Branch:
     """What a prompt that is a branch of another's labels computes (`label_walk`)."""
 
     parent: PromptState
-    fed_nodes: list[int]  # of the trie of labels, whose tokens it feeds; 0 is the prompt
-    scored_nodes: list[int]  # whose logprobs it gives
+    # Of the trie of labels: nodes whose tokens it feeds, where 0 is the prompt; and nodes
+    # whose logprobs it gives.
+    fed_nodes: list[int]
+    scored_nodes: list[int]
     # By scored node: where the token before its own stands in the prompt; and its own token.
     positions: list[int]
     target_ids: list[int]

@@ -124,26 +124,21 @@ def read_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
 
 def _list_further(fields: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the columns of labels with probabilities, or of a flat schema's properties."""
-    outputs = fields.get("structured_outputs")
-    values = dict(fields)
-    has_probabilities = False
-    if isinstance(outputs, dict):
-        values["structured_outputs"] = rest = dict(outputs)
-        has_probabilities = bool(rest.pop("probabilities", None))
     try:
         constraint = find_constraint(
             {
-                name: field.kind.parse(name, values[name], 0)
+                name: field.kind.parse(name, fields[name], 0)
                 for name, field in CONSTRAINTS.items()
-                if values.get(name) is not None
+                if fields.get(name) is not None
             }
         )
     except RequestError as error:
         raise UsageError(error.message) from None
-    if constraint is not None and constraint.kind == "choice" and has_probabilities:
+    if constraint is not None and constraint.kind == "labels":
         yield "label_probability", "number", "choice"
         yield "label_mass", "number", "choice"
-        for label in json.loads(constraint.text):
+        labels, _ = json.loads(constraint.text)
+        for label in labels:
             yield label, "number", "label"
     elif constraint is not None and constraint.kind == "json":
         for name, schema in json.loads(constraint.text).get("properties", {}).items():

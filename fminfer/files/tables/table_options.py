@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from fminfer.contract.chat import overwrite_fields
+from fminfer.contract.labels import MAX_LABELS
 from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
@@ -53,7 +54,8 @@ class TableOptions(Options):
         metavar="FIELD=COLUMN",
     )
     choices: str | None = _option(
-        "Each answer is one of these labels; a file has one a line.",
+        "Each answer is the likeliest of these labels, with the probability of each; a "
+        "file has one a line.",
         metavar="A,B,…|@FILE",
     )
     delimiter: str | None = _option(
@@ -130,7 +132,12 @@ class TableOptions(Options):
                 f"--choices {self.choices} has an empty label, or one twice; give labels "
                 "that differ, as in good,bad. Labels with commas stand in a file: @FILE"
             )
-        return {CONSTRAINT: {"choice": labels}}
+        if len(labels) > MAX_LABELS:
+            raise UsageError(
+                f"--choices has {len(labels):,} labels, and probabilities are told of at most "
+                f"{MAX_LABELS:,}. For more, give --field '{CONSTRAINT}={{\"choice\": […]}}'"
+            )
+        return {CONSTRAINT: {"choice": labels, "probabilities": True}}
 
 
 @dataclass(slots=True, frozen=True)
