@@ -16,12 +16,18 @@ from fminfer.core.config import Constraint
 from fminfer.core.errors import RequestError
 
 MAX_LABELS = 1000
-# How many labels are told; true: all, false: the choices are as without the field.
-PROBABILITIES: Kind = allow_values(
+_COUNT = allow_values(
     make_integer_kind(1, MAX_LABELS),
     f"true; 1 … {MAX_LABELS}",
     (True, MAX_LABELS),
     (False, 0),
+)
+# How many labels are told; true: all, false: the choices are as without the field. No run
+# has a limit of its own for it.
+PROBABILITIES = Kind(
+    lambda name, value, most: _COUNT.parse(name, value, MAX_LABELS),
+    _COUNT.make_schema(MAX_LABELS),
+    _COUNT.values_text,
 )
 # They change logits or ends. Nothing is drawn token by token here, so they mean nothing.
 _REFUSED: dict[str, tuple[object, ...]] = {

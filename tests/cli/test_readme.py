@@ -17,7 +17,7 @@ from typing import Any
 import pytest
 from click.testing import CliRunner
 
-from examples.label_reviews import INSTRUCTION, ask, count
+from examples.label_reviews import read_reviews
 from fminfer.cli.app import main
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.forked import programs
@@ -145,63 +145,39 @@ def test_every_command_works_after_those_before_it(tmp_path: Path) -> None:
         assert line[0] == ("3" if has_errors else "0"), f"{line}\n{done.stderr}"
     assert '"text":" north east east east east east"' in done.stdout
     assert "it must be from 0 to 2" in done.stdout
-    assert (
-        len(re.findall(r"^[0-2] of 2 labels are right", done.stdout, flags=re.M)) == 2
-    )
+    check_labels(tmp_path / "here", "\n".join(blocks("python")))
 
 
-def test_the_example_asks_for_labels_of_clear_reviews(tmp_path: Path) -> None:
+def check_labels(folder: Path, examples: str) -> None:
+    """Hold the table of the README's run to what the README says, as polars and pandas do."""
+    modules = {"pl": pytest.importorskip("polars"), "pd": pytest.importorskip("pandas")}
+    shown = re.findall(r"^labels = .*?^right = [^\n]*", examples, flags=re.S | re.M)
+    rights = []
+    for example in shown:
+        names: dict[str, Any] = dict(modules)
+        exec(
+            example.replace('"labels.parquet"', repr(f"{folder}/labels.parquet")), names
+        )
+        rights.append(names["right"])
+        labels = names["labels"]
+        assert list(labels["text"]) == ["The lid broke in a week.", "Great {lid}!"]
+        for row in range(2):
+            answer = labels["answer"][row].strip()
+            assert labels[answer][row] == labels["label_probability"][row] >= 0.5
+        assert len(names["unsure"]) == sum(
+            each < 0.6 for each in labels["label_probability"]
+        )
+    assert len(rights) == 2 and rights[0] == rights[1]
+    assert "Accuracy" in (folder / "labels.html").read_text()
+
+
+def test_the_example_writes_clear_reviews(tmp_path: Path) -> None:
+    """The second review is left out: it has no clear rating."""
     save_reviews(tmp_path / "package.zip")
-    plain = list(ask(tmp_path / "package.zip", has_options=False))
-    assert [each["label"] for each in plain] == ["negative", "positive"]
-    assert plain[1]["request"]["prompt"] == INSTRUCTION.replace(
-        "{review}", "Great {lid}!"
-    )
-    choice = {"choice": [" negative", " positive"]}
-    assert all(each["request"]["structured_outputs"] == choice for each in plain)
-    options = list(ask(tmp_path / "package.zip", has_options=True))
-    assert [each["option"] for each in options] == ["negative", "positive"] * 2
-    assert (
-        options[3]["request"]["prompt"] == plain[1]["request"]["prompt"] + " positive"
-    )
-    assert [each["review"] for each in options] == ["1_1", "1_1", "1_3", "1_3"]
-
-
-def test_the_example_shows_the_line_that_it_makes(tmp_path: Path) -> None:
-    save_reviews(tmp_path / "package.zip")
-    made = next(ask(tmp_path / "package.zip", has_options=False))
-    (shown,) = [json.loads(each) for each in blocks("json") if "Is the review" in each]
-    begin, rest = shown["request"].pop("prompt").split("…")
-    assert made["request"].pop("prompt").startswith(begin) and not rest
-    assert shown == made
-
-
-def test_the_example_counts_what_the_model_has_written() -> None:
-    said = [(" negative", "negative"), (" negative", "positive"), (" good", "positive")]
-    answers = [
-        {"label": label, "result": {"choices": [{"text": text}]}, "request": {}}
-        for text, label in said
+    assert list(read_reviews(tmp_path / "package.zip")) == [
+        ("The lid broke in a week.", "negative"),
+        ("Great {lid}!", "positive"),
     ]
-    assert count(answers) == (1, 3)
-
-
-def scored(option: str, logprobs: list[float | None]) -> dict[str, Any]:
-    """Return a record of an option whose last two tokens are the option's."""
-    prompt = f"abc {option}"
-    found = {"text_offset": [0, 3, 5], "token_logprobs": logprobs}
-    record = {
-        "request": {"prompt": prompt},
-        "result": {"choices": [{"logprobs": found}]},
-    }
-    return record | {"option": option, "label": "positive", "review": "1"}
-
-
-def test_the_example_takes_the_likelier_option_by_all_its_tokens() -> None:
-    """Not by the prompt's tokens, whose logprobs it gets as well."""
-    negative = scored("negative", [None, -0.5, -3.0])
-    positive = scored("positive", [None, -1.0, -2.0])
-    assert count([negative, positive]) == (1, 1)
-    assert count([scored("negative", [-9.0, -0.5, -0.5]), positive]) == (0, 1)
 
 
 def test_pandas_reads_answers_as_shown(
@@ -254,10 +230,9 @@ def test_the_readme_is_short() -> None:
     assert len((ROOT / "README.md").read_text().splitlines()) <= 120
 
 
-@pytest.mark.parametrize("command", ["ask", "count"])
 @pytest.mark.parametrize("text", [None, "hello", "{}\n", "[]\n"])
 def test_the_labels_example_names_a_wrong_file(
-    tmp_path: Path, command: str, text: str | None
+    tmp_path: Path, text: str | None
 ) -> None:
     """It ended with a traceback of Python."""
     path = tmp_path / "wrong"
@@ -265,7 +240,7 @@ def test_the_labels_example_names_a_wrong_file(
         path.write_text(text)
     script = ROOT / "examples" / "label_reviews.py"
     done = subprocess.run(
-        [sys.executable, script, command, path], capture_output=True, text=True
+        [sys.executable, script, path], capture_output=True, text=True
     )
     assert (
         done.returncode == 2

@@ -45,11 +45,15 @@ def test_labels_become_a_constraint(tmp_path: Path) -> None:
     file = tmp_path / "labels"
     file.write_text("yes, please\n\n no\r\n")
     assert make_template(choices="good, bad").fields["structured_outputs"] == {
-        "choice": ["good", " bad"]
+        "choice": ["good", " bad"],
+        "probabilities": True,
     }
     assert make_template(choices=f"@{file}").fields["structured_outputs"] == {
-        "choice": ["yes, please", " no"]
+        "choice": ["yes, please", " no"],
+        "probabilities": True,
     }
+    with pytest.raises(UsageError, match="1,001 labels"):
+        make_template(choices=",".join(map(str, range(1001))))
 
 
 def test_templates_come_from_files(tmp_path: Path) -> None:
