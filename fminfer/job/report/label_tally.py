@@ -144,7 +144,7 @@ class LabelTally:
 
     @property
     def calibration_error(self) -> float:
-        """The expected calibration error: how far probabilities are from shares that are right."""
+        """The expected calibration error, by rows: |share that is right - mean probability|."""
         gaps = sum(abs(part.num_right - part.total) for part in self.bins.values())
         number = sum(part.num_compared for part in self.bins.values())
         return gaps / max(number, 1)

@@ -344,7 +344,7 @@ function makeCounts() {
   const total = counts.reduce((sum, count) => sum + count, 0);
   const most = Math.max(...counts);
   const lines = names.map((name, place) => [
-    name, many(counts[place]), percent(counts[place] / total), makeBar(counts[place] / most),
+    name, many(counts[place]), counts[place] ? percent(counts[place] / total) : "0 %", makeBar(counts[place] / most),
     ...(pairs.length ? [many(truths[place])] : []),
   ]);
   return makeTable("How often each label was answered", ["label", "answered", "share", "", ...(pairs.length ? ["true"] : [])], lines);
@@ -354,19 +354,22 @@ function makeCounts() {
 function makeBins() {
   const { bins, pairs } = labels;
   const most = Math.max(...bins.map(([, { num_rows }]) => num_rows));
+  const isPart = bins.some(([, { num_rows, num_compared }]) => num_compared < num_rows);
   const lines = [];
   for (let place = 0; place < 10; place += 1) {
     const [, bin, interval] = bins.find(([first]) => first === place) ?? [place, { num_rows: 0, num_compared: 0 }];
-    const share = (part) => (bin.num_compared ? percent(part / bin.num_compared) : "–");
-    const line = [`${10 * place} – ${10 * place + 10} %`, many(bin.num_rows), makeBar(bin.num_rows / most)];
+    const share = (part) => (bin.num_compared ? `${(100 * part / bin.num_compared).toFixed(1)} %` : "–");
+    const line = [`${10 * place} – ${10 * place + 10} %`.replaceAll(" ", "\u00a0"), many(bin.num_rows), makeBar(bin.num_rows / most)];
     if (pairs.length) {
       const [low, high] = bin.num_compared ? interval.map((value) => (100 * value).toFixed(1)) : [];
-      line.push(many(bin.num_compared), share(bin.total), share(bin.num_right), bin.num_compared ? `${low} – ${high} %` : "–");
+      if (isPart) line.push(many(bin.num_compared));
+      line.push(share(bin.total), share(bin.num_right), bin.num_compared ? `${low} – ${high} %` : "–");
     }
     lines.push(line);
   }
   const heads = ["probability", "rows", ""];
-  if (pairs.length) heads.push("compared", "mean probability", "right", "95 % interval");
+  if (isPart && pairs.length) heads.push("compared");
+  if (pairs.length) heads.push("mean probability", "right", "95 % interval");
   return makeTable("How sure the answered labels are", heads, lines);
 }
 
@@ -375,7 +378,7 @@ function makeConfusions() {
   const { names, counts, pairs } = labels;
   const truths = countTruths();
   const used = [...names.keys()].filter((place) => counts[place] + truths[place]);
-  const ranked = used.toSorted((a, b) => counts[b] + truths[b] - counts[a] - truths[a]);
+  const ranked = [...used].sort((a, b) => counts[b] + truths[b] - counts[a] - truths[a]);
   const shown = new Set(ranked.slice(0, MAX_CONFUSED));
   const places = used.filter((place) => shown.has(place));
   if (places.length < used.length) places.push(OTHERS);
@@ -406,8 +409,8 @@ function showLabels() {
   const place = $("label-tables");
   if (!place) return;
   place.append(makeCounts());
-  if (labels.bins.length) place.append(makeBins());
   if (labels.pairs.length) place.append(makeConfusions());
+  if (labels.bins.length) place.append(makeBins());
 }
 
 /** Take what no row is shown for, or can be ordered by, out of the fields. */
@@ -439,5 +442,5 @@ $("list").addEventListener("keydown", walk);
 window.addEventListener("scroll", followScroll, { passive: true, capture: true });
 window.addEventListener("hashchange", openNamed);
 showRows();
-if (items.length) items[0].open = true;
+if (items.length) $("list").firstElementChild.open = true;
 openNamed();
