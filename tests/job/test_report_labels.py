@@ -148,6 +148,12 @@ def test_a_page_without_labels_has_no_section(tmp_path: Path) -> None:
     assert data["labels"]["names"] == [] and "label" not in data["rows"][0]
 
 
+def test_a_truth_is_never_the_name_of_no_label(tmp_path: Path) -> None:
+    output = tmp_path / "out.jsonl"
+    output.write_bytes(labelled(" go", truth=NO_LABEL))
+    assert scan_output(output, "truth").verdicts == {"stranger": 1}
+
+
 @pytest.mark.parametrize(
     "fields, truth, verdict",
     [

@@ -76,7 +76,7 @@ def _list_notes(tally: LabelTally, num_errors: int) -> list[str]:
         ),
         (
             tally.counts[NO_LABEL],
-            "with an answer that is no label, as where max_tokens cuts it.",
+            "with an answer that is no label, as where max_tokens cuts it. It is never right.",
         ),
         (
             tally.verdicts["missing"],

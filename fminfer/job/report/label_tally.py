@@ -54,7 +54,7 @@ def find_label(answer: AnswerFields, truth_column: str | None) -> RowLabel | Non
     verdict: Verdict = "right"
     if value is None or not truth:
         verdict = "missing"
-    elif truth != label:
+    elif truth != label or label is NO_LABEL:
         is_known = any(truth == name.strip() for name in names)
         verdict = "wrong" if is_known else "stranger"
     return RowLabel(label, names, odds.get(text), truth, verdict)
