@@ -19,12 +19,19 @@ from fminfer.core.quantities import with_noun
     help="The HTML file to write. It replaces nothing but an HTML page.  [default: "
     "<output>.report.html beside an output; report.html in a folder]",
 )
-def report(outputs: tuple[Path, ...], out: Path | None) -> None:
+@click.option(
+    "--truth",
+    metavar="COLUMN",
+    help="The column that has the true labels, or the key beside requests. The page then tells "
+    "how many labels are right.",
+)
+def report(outputs: tuple[Path, ...], out: Path | None, truth: str | None) -> None:
     """Write an HTML page about outputs: what was asked and answered, errors, speed, a sample.
 
     \b
     fminfer report output_requests.jsonl
     fminfer report answers/ --out answers.html
+    fminfer report labels.jsonl --truth label           counts labels that are right
     fminfer run requests.jsonl --report report.html     writes it at the end of the run
 
     The page is one file, opens without a server or network, and shows at most 200 rows, however
@@ -46,7 +53,7 @@ def report(outputs: tuple[Path, ...], out: Path | None) -> None:
     }:
         raise UsageError(f"--out {out} holds rows of the report; give another name")
     require_own_file(out, PAGE, "--out")
-    written = write_report(reported, out)
+    written = write_report(reported, out, truth=truth)
     num_outputs = with_noun(len(reported), "output")
     click.echo(
         f"report    {out}: {with_noun(written.num_rows, 'row')} of {num_outputs}, "

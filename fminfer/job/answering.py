@@ -478,10 +478,7 @@ def write_report_at_end(
         return
     try:
         if _write_if_readable(
-            job.report,
-            [*output_paths.outputs, *summary.outputs],
-            job.is_quiet,
-            math.inf,
+            job, job.report, [*output_paths.outputs, *summary.outputs], math.inf
         ):
             summary.report = str(job.report)
     except OutputError as error:
@@ -503,9 +500,7 @@ def writing_report_on_error(job: JobPaths, output_paths: OutputPaths) -> Iterato
             try:
                 end_s = time.monotonic() + AFTER_STOP_S
                 if (
-                    _write_if_readable(
-                        job.report, output_paths.outputs, job.is_quiet, end_s
-                    )
+                    _write_if_readable(job, job.report, output_paths.outputs, end_s)
                     and not job.is_quiet
                 ):
                     click.echo(f"report    {job.report}", err=True)
@@ -517,7 +512,7 @@ def writing_report_on_error(job: JobPaths, output_paths: OutputPaths) -> Iterato
 
 
 def _write_if_readable(
-    path: Path, outputs: list[Path], is_quiet: bool, end_s: float
+    job: JobPaths, path: Path, outputs: list[Path], end_s: float
 ) -> bool:
     """Write the report of outputs with rows; tell whether there were any."""
     readable = [
@@ -526,11 +521,11 @@ def _write_if_readable(
         if has_readable_rows(output)
     ]
     if not readable:
-        if not is_quiet:
+        if not job.is_quiet:
             click.echo(
                 f"The report {path} was not written: there are no answers yet.",
                 err=True,
             )
         return False
-    write_report(readable, path, end_s=end_s)
+    write_report(readable, path, truth=job.truth, end_s=end_s)
     return True

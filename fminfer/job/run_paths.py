@@ -111,6 +111,11 @@ class JobOptions(Options):
     report: Path | None = _option(
         "Write an HTML page about the answers when the run ends, as fminfer report does."
     )
+    truth: str | None = _option(
+        "Of --report: the column that has the true labels, or the key beside requests. The page "
+        "then tells how many labels are right.",
+        metavar="COLUMN",
+    )
     trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
 
     @property
@@ -119,7 +124,14 @@ class JobOptions(Options):
         return next(iter(self.prompts), None)
 
     def check(self) -> None:
-        """Raise a UsageError for several prompts, or one that stands for stdin elsewhere."""
+        """Raise a UsageError for several prompts, one that means stdin elsewhere, or --truth
+        alone.
+        """
+        if self.truth is not None and self.report is None:
+            raise UsageError(
+                f"--truth {self.truth} is of the report, and there is none; give --report FILE, "
+                "too, or leave --truth out"
+            )
         if len(self.prompts) > 1:
             raise UsageError(
                 f"--prompt is given {len(self.prompts)} times, and answers one text; put each "

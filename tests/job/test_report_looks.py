@@ -9,6 +9,8 @@ from pathlib import Path
 import pytest
 
 from fminfer.files.output_paths import answers_path
+from fminfer.job.report.report_file import write_report
+from fminfer.job.report.reported_outputs import find_outputs
 from tests.browser import CHROMIUM, Browser, open_browser
 from tests.job.report_outputs import (
     FLAGS,
@@ -238,6 +240,60 @@ def test_the_end_of_a_long_prompt_is_in_view(browser: Browser, tmp_path: Path) -
     assert browser.run(f"{boxes}.every(e => e.scrollTop > 500)") and max(left) <= 1
     signs = "[...document.querySelectorAll('h4')].map(e => e.textContent.split(' · ').at(-1))"
     assert browser.run(signs) == ["scroll up for its beginning"] * 2
+
+
+@pytest.mark.parametrize("width, scheme", [(390, "dark"), (1280, "light")])
+def test_labels_have_tables(
+    browser: Browser, tmp_path: Path, width: int, scheme: str
+) -> None:
+    """They fit the window and can be read; the least sure row comes first, and is open."""
+    names = [f" label {n} <b>" for n in range(40)]
+    output = tmp_path / "out.jsonl"
+    with output.open("wb") as file:
+        for n in range(80):
+            odds = {names[n % 40]: 0.9 - n / 100, names[(n + 1) % 40]: 0.1}
+            record = json.loads(plain_answer(1, names[n % 40]))
+            record["request"]["structured_outputs"] = {"choice": names}
+            choice = record["result"]["choices"][0]
+            choice |= {"label_probabilities": odds, "label_mass": 0.25}
+            truth = names[n % 20].strip()
+            file.write(json.dumps({**record, "truth": truth}).encode() + b"\n")
+    path = output.with_name("report.html")
+    write_report(find_outputs([output]), path, truth="truth")
+    browser.look(width, 844, scheme)
+    browser.open(path.as_uri())
+
+    tables = "[...document.querySelectorAll('#label-tables table')]"
+    sizes = f"{tables}.map(e => [e.tBodies[0].rows.length, e.rows[0].cells.length])"
+    # 30 labels and the others, of which 20 are true ones
+    assert browser.run(sizes) == [[40, 5], [20, 32], [10, 6]]
+    hits = f"{tables}[1].querySelectorAll('.hit').length"
+    assert browser.run(hits) == 20
+    part = f"[...{tables}[2].rows[9].cells].map(e => e.textContent)"
+    line = ["80\u00a0–\u00a090\u00a0%", "10", "", "84.5 %", "100.0 %", "72.2 – 100.0 %"]
+    assert browser.run(part) == line
+
+    assert browser.run(f"{ITEMS}[0].open && $('order').value") == "unsure"
+    names_shown = (
+        "[...document.querySelectorAll('.part .odds b')].map(e => e.textContent)"
+    )
+    browser.wait("document.querySelector('.part .odds')")
+    assert browser.run(names_shown) == ["·label·39·<b>", "·label·0·<b>"]
+    facts = browser.run("document.querySelector('.body').textContent")
+    assert "Labels have 25.0 % of the probability of all texts" in facts
+    assert "true label label 19 <b>: the answer is wrong" in facts
+    choose(browser, "why", "wrong")
+    wrong = f"{SEEN}.every(e => e.querySelector('.tag.wrong'))"
+    assert browser.run(wrong) and browser.run(f"{SEEN}.length") == 40
+
+    assert browser.run("document.documentElement.scrollWidth") == width
+    of_html = CONTRAST.replace('"body *"', '"body *:not(svg, svg *, script)"')
+    assert [each for each in browser.run(of_html) if each[0] < 4.5] == []
+
+
+def test_a_page_without_labels_has_none_of_their_choices(browser: Browser) -> None:
+    assert browser.run("document.querySelectorAll('.of-labels').length") == 0
+    assert browser.run(f"{ITEMS}[0].open && $('order').value") == ""
 
 
 def test_each_field_and_chart_has_a_name(browser: Browser) -> None:

@@ -38,6 +38,12 @@ class AnswerFields:
             name: value for name, value in self.fields.items() if name not in RESERVED
         }
 
+    @property
+    def columns(self) -> dict[str, Any]:
+        """The further keys of a wrapped line, and the cells of a table's row."""
+        others = self.others
+        return {**others, **as_dict(others.get("row"))}
+
 
 def read_answer(raw: bytes) -> AnswerFields | None:
     """Read a record of an output or of an errors file; None: it is none."""
@@ -117,6 +123,21 @@ def find_prompt(request: Any, index: int) -> Any:
     n = request.get("n") or 1
     place = index // int(n) if isinstance(n, int | float) else 0
     return prompt[place] if place < len(prompt) else None
+
+
+def find_drawn_text(choice: dict[str, Any], request: Any) -> str:
+    """Return a choice's text; under echo what follows the prompt."""
+    message = choice.get("message")
+    if isinstance(message, dict):
+        return str(message.get("content") or "")
+    text = str(choice.get("text") or "")
+    if not isinstance(request, dict) or not request.get("echo"):
+        return text
+    prompt = find_prompt(request, choice.get("index", 0))
+    if not isinstance(prompt, str):  # ids, whose text the tokens tell
+        pieces = cut_choice(choice, request)
+        prompt = "".join(piece.text for piece in pieces if piece.is_given)
+    return text.removeprefix(prompt)
 
 
 Alternative = tuple[str, float]

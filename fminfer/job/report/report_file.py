@@ -18,6 +18,7 @@ from fminfer.files.line_reader import read_lines
 from fminfer.files.own_files import PAGE, require_own_file
 from fminfer.files.status_file import limit_of
 from fminfer.files.streams import STDIN
+from fminfer.job.report.label_tally import LabelTally, find_label
 from fminfer.job.report.report_page import make_page
 from fminfer.job.report.reported_outputs import ReportedOutput, find_runs
 from fminfer.job.report.scanning import CHECK_EVERY, OutOfTimeError, Scan
@@ -37,18 +38,28 @@ class ReportSummary:
 
 
 def write_report(
-    outputs: Sequence[ReportedOutput], path: Path, *, end_s: float = math.inf
+    outputs: Sequence[ReportedOutput],
+    path: Path,
+    *,
+    truth: str | None = None,
+    end_s: float = math.inf,
 ) -> ReportSummary:
     """Write the report of outputs; an older one is replaced at once, and no other file.
 
+    Args:
+        truth: the column, or the key beside requests, that has the true labels.
+
     Raises:
-        UsageError: an output cannot be read, or another file is in the report's place.
+        UsageError: an output cannot be read, another file is in the report's place, or
+            no row has a true label in that column.
         OutputError: the report cannot be written.
         OutOfTimeError: it takes longer than until `end_s`, in time.monotonic().
     """
-    scan = Scan(end_s=end_s)
+    scan = Scan(labels=LabelTally(truth), end_s=end_s)
     for number, output in enumerate(outputs):
         scan.add(number, output)
+    if scan.tally.num_answers:
+        scan.labels.check_truth()
     shown, notes = _read_chosen_rows(scan)
     for number, output in enumerate(outputs):
         of_batch = [
@@ -81,7 +92,8 @@ def _read_chosen_rows(scan: Scan) -> tuple[list[ShownRow], list[str]]:
             continue
         num_bytes += place.size
         if (answer := scan.read_row(place)) is not None:
-            shown.append(ShownRow(place, reasons, answer, answer.request))
+            label = find_label(answer, scan.labels.truth)
+            shown.append(ShownRow(place, reasons, answer, answer.request, label=label))
     note = (
         f"{with_noun(num_left_out, 'row')} among those chosen to be shown are too long "
         "for that."

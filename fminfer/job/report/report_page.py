@@ -14,6 +14,7 @@ import orjson
 from fminfer.core.errors import RETRYABLE
 from fminfer.core.quantities import list_few, with_noun
 from fminfer.files.run_facts import parse_runs
+from fminfer.job.report.answer_tally import AnswerTally
 from fminfer.job.report.charts import (
     Bar,
     make_histogram,
@@ -21,9 +22,11 @@ from fminfer.job.report.charts import (
     show_number,
     show_time,
 )
+from fminfer.job.report.label_section import make_label_data, make_label_section
+from fminfer.job.report.page_parts import make_notes, make_tiles
 from fminfer.job.report.plain_text import escape_html, make_visible, shorten_text
 from fminfer.job.report.reported_outputs import ReportedOutput, ReportedRun, name_files
-from fminfer.job.report.scanning import AnswerTally, Scan
+from fminfer.job.report.scanning import Scan
 from fminfer.job.report.shown_rows import ShownRow, dump_rows
 
 MAX_EXAMPLES = 6  # of each code
@@ -70,6 +73,7 @@ def make_page(
     names = orjson.dumps(
         [make_visible(name) for name in name_files([s.path for s in scan.sources])]
     )
+    labels = orjson.dumps(make_label_data(scan.labels))
     parts = {
         "policy": escape_html(
             POLICY.format(script=_make_digest(script), style=_make_digest(style))
@@ -78,16 +82,20 @@ def make_page(
         "made": escape_html(time.strftime("%Y-%m-%d %H:%M UTC", time.gmtime())),
         "style": style,
         "tiles": _make_tiles(scan.tally, runs),
-        "notes": _make_notes([*_find_notes(outputs, scan.tally, runs), *notes]),
+        "notes": make_notes([*_find_notes(outputs, scan.tally, runs), *notes]),
         "facts": _make_facts(outputs, scan.tally, runs),
         "errors": _make_errors(scan, shown),
+        "labels": make_label_section(scan.labels, scan.tally.num_errors),
         "charts": _make_charts(scan.tally, runs),
+        "unsure": ", least sure" if scan.labels.bins else "",
         "shown": f"{len(shown):,} of {scan.tally.num_rows:,}",
         "cut": escape_html(
             f"Texts longer than {cut.num_chars:,} characters are cut in the middle, and at most "
             f"{cut.num_tokens:,} tokens of an answer have their colours. The output has all."
         ),
-        "rows": make_safe(b'{"files":' + names + b',"rows":' + rows + b"}").decode(),
+        "rows": make_safe(
+            b'{"files":' + names + b',"rows":' + rows + b',"labels":' + labels + b"}"
+        ).decode(),
         "script": script,
     }
     page = (folder / "report.html").read_text("utf-8")
@@ -126,17 +134,7 @@ def _make_tiles(tally: AnswerTally, runs: Sequence[ReportedRun]) -> str:
             "",
         ),
     ]
-    cells = "".join(
-        f'<div class="{css}"><dt>{name}</dt><dd>{escape_html(value)}</dd></div>'
-        for name, value, css in tiles
-    )
-    return f'<dl class="tiles">{cells}</dl>'
-
-
-def _make_notes(notes: Iterable[str]) -> str:
-    """Return what a reader should know before he trusts the numbers."""
-    items = "".join(f"<li>{escape_html(note)}</li>" for note in notes)
-    return f'<ul class="notes" aria-label="Notes">{items}</ul>' if items else ""
+    return make_tiles(tiles)
 
 
 def _find_notes(

@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 import math
-import re
 import time
-from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from itertools import zip_longest
 from operator import itemgetter
 from pathlib import Path
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 from fminfer.core.errors import FminferError
 from fminfer.files.journal import journal_path
@@ -24,87 +22,25 @@ from fminfer.job.report.answer_fields import (
     find_logprobs,
     read_answer,
 )
+from fminfer.job.report.answer_tally import AnswerTally, ErrorKind
+from fminfer.job.report.label_tally import LabelTally, RowLabel, find_label
 from fminfer.job.report.reported_outputs import ReportedOutput
 
-Reason = Literal["sample", "slow", "long", "unlikely", "error"]
-# an error's code, and its message without numbers and quoted texts
-ErrorKind = tuple[str, str]
+Reason = Literal["sample", "slow", "long", "unlikely", "unsure", "wrong", "error"]
 NUM_SHOWN = 200
 EXTREMES: tuple[Reason, ...] = ("slow", "long", "unlikely")
 NUM_EXTREME = 15  # of each kind
+NUM_UNSURE = 100  # rows whose label has the least probability
 NUM_OF_KIND = 3  # errors that say the same
 MAX_ERRORS = 40
 GOLDEN = 0x9E3779B97F4A7C15  # 2^64 over the golden ratio
 MASK = (1 << 64) - 1
 CHECK_EVERY = 512  # rows, at the clock
 ScannedRow = tuple[int, int, bytes, bool]  # number, first byte, record, is an error
-MAX_MESSAGE = 200  # characters by which messages are told apart
-MAX_NAMES = 100  # of codes, of models, of reasons to end
-MAX_KINDS = 300  # of errors
-MAX_LENGTH = 1 << 50  # tokens of a row; a record with more was not made by a model
-_VARYING = re.compile(r"\d+|\"[^\"]*\"")
 
 
 class OutOfTimeError(FminferError):
     """There is no time for a report."""
-
-
-@dataclass(slots=True)
-class AnswerTally:
-    """Counts over all rows, in memory that does not grow with them."""
-
-    num_answers: int = 0
-    num_errors: int = 0
-    num_unread: int = 0  # lines that are no records
-    num_truncated: int = 0  # rows whose prompt was cut to fit
-    models: Counter[str] = field(default_factory=Counter)  # of Batch answers
-    finish_reasons: Counter[str] = field(default_factory=Counter)
-    error_codes: Counter[str] = field(default_factory=Counter)
-    error_kinds: Counter[ErrorKind] = field(default_factory=Counter)
-    prompt_lengths: Counter[int] = field(default_factory=Counter)  # in tokens
-    completion_lengths: Counter[int] = field(default_factory=Counter)
-
-    @property
-    def num_rows(self) -> int:
-        return self.num_answers + self.num_errors
-
-    def add_error(self, error: dict[str, Any]) -> ErrorKind:
-        """Count a row without an answer; return its error's code, and what its message says."""
-        self.num_errors += 1
-        code = _count_name(self.error_codes, error.get("code"))
-        kind = code, _VARYING.sub("…", str(error.get("message"))[:MAX_MESSAGE])
-        if kind not in self.error_kinds and len(self.error_kinds) >= MAX_KINDS:
-            kind = code, ""
-        self.error_kinds[kind] += 1
-        return kind
-
-    def add_answer(self, answer: AnswerFields) -> None:
-        """Count an answered row."""
-        usage = answer.usage
-        num_prompt = usage.get("prompt_tokens")
-        num_drawn = usage.get("completion_tokens", 0)
-        if isinstance(num_prompt, int) and isinstance(num_drawn, int):
-            if max(abs(num_prompt), abs(num_drawn)) > MAX_LENGTH:
-                raise ValueError("these are no counts of tokens")
-            self.prompt_lengths[num_prompt] += 1
-            self.completion_lengths[num_drawn] += 1
-        self.num_answers += 1
-        self.num_truncated += "truncated_tokens" in (
-            usage.get("prompt_tokens_details") or {}
-        )
-        for choice in answer.choices:
-            _count_name(self.finish_reasons, choice.get("finish_reason") or "none")
-        if answer.is_batch:
-            _count_name(self.models, answer.fields["response"]["body"].get("model"))
-
-
-def _count_name(counts: Counter[str], value: object) -> str:
-    """Count a name, as one of `others` if there are too many; return it as it is counted."""
-    name = str(value)[:MAX_MESSAGE]
-    if name not in counts and len(counts) >= MAX_NAMES:
-        name = "others"
-    counts[name] += 1
-    return name
 
 
 def _compute_mean_logprob(answer: AnswerFields) -> float | None:
@@ -153,7 +89,11 @@ class RowChoice:
 
     sampled: _TopRows = field(default_factory=lambda: _TopRows(NUM_SHOWN))
     extremes: dict[Reason, _TopRows] = field(
-        default_factory=lambda: {reason: _TopRows(NUM_EXTREME) for reason in EXTREMES}
+        default_factory=lambda: {
+            **{reason: _TopRows(NUM_EXTREME) for reason in EXTREMES},
+            "unsure": _TopRows(NUM_UNSURE),
+            "wrong": _TopRows(NUM_EXTREME, least=-math.inf),  # each one stands out
+        }
     )
     errors: dict[ErrorKind, list[Place]] = field(default_factory=dict)
 
@@ -163,6 +103,7 @@ class RowChoice:
         num_drawn: int,
         seconds: float | None,
         mean_logprob: float | None,
+        label: RowLabel | None = None,
     ) -> None:
         """Consider an answered row."""
         self.extremes["long"].add(num_drawn, place)
@@ -170,6 +111,10 @@ class RowChoice:
             self.extremes["slow"].add(seconds, place)
         if mean_logprob is not None:
             self.extremes["unlikely"].add(-mean_logprob, place)
+        if label is not None and label.probability is not None:
+            self.extremes["unsure"].add(-label.probability, place)
+        if label is not None and label.verdict == "wrong":
+            self.extremes["wrong"].add(label.probability or 0.0, place)
         # Multiples of the golden ratio are spread evenly, and so are rows with the largest ones.
         self.sampled.add(((place.number + place.file * 7919) * GOLDEN) & MASK, place)
 
@@ -228,6 +173,7 @@ class Scan:
     sources: list[RowsFile] = field(default_factory=list)
     tally: AnswerTally = field(default_factory=AnswerTally)
     choice: RowChoice = field(default_factory=RowChoice)
+    labels: LabelTally = field(default_factory=LabelTally)
     end_s: float = math.inf  # in time.monotonic(); later it gives up
 
     def add(self, number: int, output: ReportedOutput) -> None:
@@ -267,13 +213,16 @@ class Scan:
                         self.tally.add_error(answer.error or {}), place
                     )
                 else:
+                    label = find_label(answer, self.labels.truth)
                     self.choice.add_answer(
                         place,
                         num_drawn=answer.usage.get("completion_tokens", 0),
                         seconds=answer.times.get("batch_time"),
                         mean_logprob=_compute_mean_logprob(answer),
+                        label=label,
                     )
                     self.tally.add_answer(answer)
+                    self.labels.add(answer, label)
             except ODD_RECORD:  # edited by hand, or another program's
                 self.tally.num_unread += 1
 

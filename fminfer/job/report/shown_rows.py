@@ -7,7 +7,7 @@ import sys
 from bisect import bisect_left
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from typing import Any
 
 import orjson
@@ -17,10 +17,13 @@ from fminfer.job.report.answer_fields import (
     ODD_RECORD,
     AnswerFields,
     TextPiece,
+    as_dict,
     cut_choice,
+    find_drawn_text,
     find_logprobs,
     find_prompt,
 )
+from fminfer.job.report.label_tally import RowLabel
 from fminfer.job.report.plain_text import dump_value, make_visible
 from fminfer.job.report.scanning import Place, Reason
 
@@ -79,6 +82,7 @@ def _count_shared(one: str, other: str) -> int:
 MAX_BYTES = 1_400_000  # of all rows
 MAX_PARTS = 16  # prompts, messages or choices of one row
 MAX_ANSWER = 200  # characters of an answer in the list of rows
+MAX_ODDS = 10  # labels of a choice, with their probabilities
 
 
 @dataclass(slots=True, frozen=True)
@@ -113,6 +117,7 @@ class ShownRow:
     answer: AnswerFields
     request: Any
     input_line: int | None = None  # its number in the input, if it is known
+    label: RowLabel | None = None
 
     def to_dict(self, cut: Cut) -> dict[str, Any]:
         """Return the row for JSON."""
@@ -141,6 +146,8 @@ class ShownRow:
         }
         if answer.others:
             shown["others"] = cut_text(dump_value(answer.others), 400)
+        if self.label is not None:
+            shown["label"] = self.label.to_dict()
         if answer.error is not None:
             return shown | {
                 "error": {
@@ -282,6 +289,12 @@ def _show_choice(
     }
     if logprobs:
         shown["logprobs"] = [round(sum(logprobs), 4), len(logprobs)]
+    if odds := as_dict(choice.get("label_probabilities")):
+        shown["odds"] = [
+            [make_visible(label)[:200], value]
+            for label, value in islice(odds.items(), MAX_ODDS)
+        ]
+        shown["mass"] = choice.get("label_mass")
     if choice.get("stop_reason") is not None:
         shown["stop"] = make_visible(dump_value(choice["stop_reason"]))[:100]
     calls = (
@@ -338,28 +351,21 @@ def _find_texts(row: ShownRow) -> tuple[str, str]:
         if row.answer.error is not None:
             return prompt, make_visible(str(row.answer.error.get("code")))
         return prompt, make_visible(
-            _find_drawn_text(next(iter(row.answer.choices), {}), row.request)
+            _find_shown_text(next(iter(row.answer.choices), {}), row.request)
         )
     except ODD_RECORD:
         return make_visible(dump_value(row.answer.fields)), ""
 
 
-def _find_drawn_text(choice: dict[str, Any], request: Any) -> str:
-    """Return a choice's text, or the calls in its place; under echo what follows the prompt."""
+def _find_shown_text(choice: dict[str, Any], request: Any) -> str:
+    """Return a choice's drawn text, and the calls of tools behind it."""
     message = choice.get("message")
     if isinstance(message, dict):
         calls = [
             "".join(call) for call in _list_calls(message.get("tool_calls"), WHOLE)
         ]
-        return "".join([str(message.get("content") or ""), *calls])
-    text = str(choice.get("text") or "")
-    if not isinstance(request, dict) or not request.get("echo"):
-        return text
-    prompt = find_prompt(request, choice.get("index", 0))
-    if not isinstance(prompt, str):  # ids, whose text the tokens tell
-        pieces = cut_choice(choice, request)
-        prompt = "".join(piece.text for piece in pieces if piece.is_given)
-    return text.removeprefix(prompt)
+        return "".join([find_drawn_text(choice, request), *calls])
+    return find_drawn_text(choice, request)
 
 
 def _dump_row(row: ShownRow, cut: Cut, start: tuple[str, str]) -> bytes:
