@@ -311,6 +311,10 @@ def _make_terms(job: _Job, *, has_npy: bool) -> RunTerms:
     job_paths = job.run.job
     config = job.run.config
     rows = _make_row_template(job)
+    if rows is not None and job_paths.truth is not None:
+        for path in job.output_paths.inputs:
+            table = open_table(path, rows.delimiter)
+            table.check_column(job_paths.truth, f"--truth {job_paths.truth}")
     numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
     return RunTerms(
         model=job.checkpoint.name,

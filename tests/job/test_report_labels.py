@@ -8,7 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from click.testing import CliRunner
 
+from fminfer.cli.app import main
 from fminfer.core.errors import UsageError
 from fminfer.job.report.answer_tally import MAX_NAMES
 from fminfer.job.report.label_tally import NO_LABEL, LabelTally, compute_interval
@@ -306,3 +308,15 @@ def test_a_run_compares_labels(tmp_path: Path) -> None:
     failed = call("run", "-q", *FLAGS, source, "--report", page, "--truth", "lable")
     assert failed.exit_code == 1 and "there are: truth" in failed.output
     assert "The answers are as they were" in failed.output and not page.exists()
+
+
+def test_a_truth_that_a_table_lacks_is_named_before_the_run(tmp_path: Path) -> None:
+    """Otherwise an hour's run ended without its report."""
+    table = tmp_path / "rows.csv"
+    table.write_text("text,label\na,b\n")
+    flags = ["--prompt-template", "{{ text }}", "--truth", "lable"]
+    flags += ["--report", str(tmp_path / "page.html")]
+    found = CliRunner().invoke(main, ["run", str(table), *flags])
+    assert found.exit_code == 2
+    assert "--truth lable" in found.output and "text, label" in found.output
+    assert not (tmp_path / "output_rows.jsonl").exists()

@@ -105,15 +105,8 @@ class RowTemplate:
     def _open_table(self, path: Path) -> TableFile:
         """Open a table that has the columns of --column, as far as that is known."""
         table = open_table(path, self.delimiter)
-        for name, column in self.columns.items() if table.has_header else ():
-            columns = [
-                each for each in table.columns if each not in table.unread_columns
-            ]
-            if columns and column not in columns:
-                raise UsageError(
-                    f"--column {name}={column}: {path} has no such column that can be "
-                    f"read. It has: {', '.join(columns)}"
-                )
+        for name, column in self.columns.items():
+            table.check_column(column, f"--column {name}={column}")
         return table
 
     def _render(self, rows: list[bytes]) -> list[Any]:

@@ -59,6 +59,15 @@ class TableFile(ABC):
             ]
             yield pyarrow.RecordBatch.from_pylist(cells, schema=self.schema)
 
+    def check_column(self, column: str, flag: str) -> None:
+        """Raise a UsageError if a flag names a column that is not read, as far as is known."""
+        columns = [each for each in self.columns if each not in self.unread_columns]
+        if self.has_header and columns and column not in columns:
+            raise UsageError(
+                f"{flag}: {self.path} has no such column that can be read. It has: "
+                f"{', '.join(columns)}"
+            )
+
     def make_value(self, cell: Any) -> Any:
         """Return the value of a request's field that a cell holds; None: it holds none."""
         return cell
