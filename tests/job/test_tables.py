@@ -187,6 +187,9 @@ def test_stdin_has_rows(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     rows = [json.loads(line)["row"] for line in found.stdout.splitlines()]
     assert rows == [{"text": "a"}, {"text": "b"}]
+    limited = [*words, "--column", "seed=n"]  # a look for the column took all rows
+    found = CliRunner().invoke(main, limited, input='{"text": "a", "n": 2}\n')
+    assert json.loads(found.stdout)["request"]["seed"] == 2
     found = CliRunner().invoke(main, [*words, "--delimiter", ";"], input="text\na\n")
     assert found.exit_code == 2
     assert "must have rows as JSON lines" in found.stderr
@@ -256,7 +259,7 @@ def test_a_column_that_is_not_there_ends_the_run_before_the_model(
     table = write_csv(tmp_path / "a.csv")
     found = ask(table, "--column", "seed=sead")
     assert found.exit_code == 2
-    assert "has no such column that can be read. It has: text, n" in found.stderr
+    assert "has no column 'sead'. Its columns are: text, n" in found.stderr
     assert not (tmp_path / "output_a.jsonl").exists()
 
 

@@ -61,11 +61,17 @@ class TableFile(ABC):
 
     def check_column(self, column: str, flag: str) -> None:
         """Raise a UsageError if a flag names a column that is not read, as far as is known."""
-        columns = [each for each in self.columns if each not in self.unread_columns]
-        if self.has_header and columns and column not in columns:
+        if not self.has_header:  # to find its columns would read all of it
+            return
+        if column in self.unread_columns:
             raise UsageError(
-                f"{flag}: {self.path} has no such column that can be read. It has: "
-                f"{', '.join(columns)}"
+                f"{flag}: column {column!r} of {self.path} has the type "
+                f"{self.unread_columns[column]}, which is not read. Write it as text"
+            )
+        if self.columns and column not in self.columns:
+            columns = ", ".join(self.columns)
+            raise UsageError(
+                f"{flag}: {self.path} has no column {column!r}. Its columns are: {columns}"
             )
 
     def make_value(self, cell: Any) -> Any:
