@@ -218,17 +218,17 @@ def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
         remedy = 'Write "additionalProperties": false into the schema'
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     constraint: Constraint = values[ways[0]]
-    if "probabilities" in values and ways[0] != "choice":
-        text = f"{name}.probabilities is of choice, and not of {ways[0]}"
-        raise RequestError("out_of_range", f"{text}. Remove it", name)
-    if num_told := values.get("probabilities", 0):
-        return make_label_constraint(constraint, num_told, name)
     if values.get("disable_any_whitespace"):
         constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"
         )
     pattern = values.get("whitespace_pattern")
-    return _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
+    constraint = _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
+    if "probabilities" in values and ways[0] != "choice":
+        text = f"{name}.probabilities is of choice, and not of {ways[0]}"
+        raise RequestError("out_of_range", f"{text}. Remove it", name)
+    num_told = values.get("probabilities", 0)
+    return make_label_constraint(constraint, num_told, name) if num_told else constraint
 
 
 def _parse_whitespace(name: str, value: Any, most: int) -> str:

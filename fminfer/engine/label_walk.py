@@ -46,7 +46,7 @@ class LabelWalk:
         # Nodes that have a logprob, and children without one.
         self._open = [ROOT]
         self.running: list[PromptState] = []
-        self.fed: list[PromptState] = []  # branches that were computed
+        self.fed_ids: list[list[int]] = []  # prompts of branches that were computed
         self.answer: LabelAnswer | None = None
 
     def make_wave(self) -> list[PromptState]:
@@ -58,12 +58,10 @@ class LabelWalk:
         least = math.log(MIN_SHARE) + _add_logs(self._list_outer_logprobs())
         left = [number for number in self._open if logprobs[number] > least]
         best = max((logprobs[number] for number in left), default=-math.inf)
-        wave = [
-            number for number in left if logprobs[number] >= best + math.log(WAVE_SHARE)
-        ]
-        if best == -math.inf:
-            wave = []
-        self._open = [number for number in left if number not in {*wave}]
+        least_of_wave = best + math.log(WAVE_SHARE)
+        wave = [number for number in left if logprobs[number] >= least_of_wave]
+
+        self._open = [number for number in left if logprobs[number] < least_of_wave]
         self.running = [self._make_branch(number) for number in wave]
         if not wave:
             self.answer = self._sum_up()
@@ -74,7 +72,7 @@ class LabelWalk:
         branch = branch_prompt.branch
         assert branch is not None, "no branch"
         self.running.remove(branch_prompt)
-        self.fed.append(branch_prompt)
+        self.fed_ids.append(branch_prompt.ids)
         nodes = self._trie.nodes
         for number, report in zip(
             branch.scored_nodes, branch_prompt.reports, strict=True
@@ -85,7 +83,17 @@ class LabelWalk:
             if nodes[number].children and number not in branch.fed_nodes:
                 self._open.append(number)
 
-    def choose_label(self, sequence: Sequence) -> int:
+    def choose_label(self, sequence: Sequence) -> tuple[str, list[TokenReport]]:
+        label = self._choose_number(sequence)
+        path = self._trie.list_path(self._trie.ends[label])
+        reports = [
+            self._reports.get(number)  # none: no label has any probability
+            or TokenReport(self._trie.nodes[number].token_id, -math.inf)
+            for number in path
+        ]
+        return self._trie.labels[label], [replace(report) for report in reports]
+
+    def _choose_number(self, sequence: Sequence) -> int:
         """Return the likeliest label, or one that is drawn: of equals the first."""
         assert self.answer is not None, "a walk that is over"
         probabilities = self.answer.probabilities
@@ -104,11 +112,6 @@ class LabelWalk:
                 return label
         return best
 
-    def list_reports(self, label: int) -> list[TokenReport]:
-        """Return new reports of a label's tokens."""
-        path = self._trie.list_path(self._trie.ends[label])
-        return [replace(self._reports[number]) for number in path]
-
     def describe_answer(self) -> dict[str, Any]:
         """Return the fields that a choice has of it, the likeliest labels first."""
         assert self.answer is not None, "a walk that is over"
@@ -121,9 +124,7 @@ class LabelWalk:
 
     def make_longest_branch(self) -> PromptState:
         """Return the branch that needs the most blocks, which is not computed."""
-        nodes = self._trie.nodes
-        inner = [number for number, node in enumerate(nodes) if node.children]
-        return self._make_branch(max(inner, key=lambda number: nodes[number].depth))
+        return self._make_branch(self._trie.deepest_inner)
 
     def _make_branch(self, number: int) -> PromptState:
         """Make the branch that feeds a node, and those behind it as far as there is one way."""
@@ -171,7 +172,8 @@ class LabelWalk:
         total = _add_logs(logs)
         if total == -math.inf:
             return LabelAnswer([0.0] * len(logs), 0.0)
-        return LabelAnswer([math.exp(each - total) for each in logs], math.exp(total))
+        mass = min(1.0, math.exp(total))
+        return LabelAnswer([math.exp(each - total) for each in logs], mass)
 
     def _find_own_logprob(self, end: int) -> float:
         """Return the logprob of a label without what goes on into a longer one."""
