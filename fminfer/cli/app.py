@@ -233,11 +233,12 @@ def _check_prompt_flags(
             "leave them out with --prompt"
         )
     has_text = job.prompt is not None or job.table.is_given
-    if job.is_raw and (not has_text or config.chat_template is not None):
+    if job.is_raw and not has_text:
         raise UsageError(
-            "--raw is of --prompt and --prompt-template, and takes no --chat-template; "
-            "leave it out"
+            "--raw needs --prompt or --prompt-template; add one, or leave --raw out"
         )
+    if job.is_raw and config.chat_template is not None:
+        raise UsageError("--raw and --chat-template exclude each other; leave one out")
 
 
 def _warn_of_ignored_flags(flags: Hyperparameters, *, has_rows: bool) -> None:

@@ -89,8 +89,8 @@ def _make_row_fields(
     typed = [*flags.flags, *(["--raw"] if job_options.is_raw else [])]
     if typed and not table.is_given:
         raise UsageError(
-            f"{typed[0]} is of requests that --prompt-template makes of rows, and these "
-            "lines have their own; leave it out"
+            f"{typed[0]} is for requests made of rows, and there is no "
+            f"--prompt-template. Add one, or leave {typed[0]} out"
         )
     return flags.request_fields
 

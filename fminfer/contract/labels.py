@@ -77,18 +77,19 @@ def make_label_params(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, neutral in _REFUSED.items():
         if values.get(name) not in (None, *neutral):
-            raise _refused_field_error(name, values[name])
+            allowed = "empty" if neutral == ((),) else describe_value(neutral[0])
+            raise _refused_field_error(name, values[name], allowed)
     if values["best_of"] > values.get("n", 1):
-        raise _refused_field_error("best_of", values["best_of"])
+        raise _refused_field_error("best_of", values["best_of"], "n, or left out")
     params = {name: neutral[0] for name, neutral in _REFUSED.items()}
     return params | {"temperature": values.get("temperature", 0.0)}
 
 
-def _refused_field_error(name: str, value: object) -> RequestError:
+def _refused_field_error(name: str, value: object, allowed: str) -> RequestError:
     shown = describe_value([*value] if isinstance(value, tuple) else value)
     return RequestError(
         "unsupported_parameter",
-        f"{name} is {shown}, and {FIELD} takes the model's own probabilities of "
-        f"whole labels. Remove {name}, or {FIELD}",
+        f"{name} is {shown}; with {FIELD} it must be {allowed}. Remove {name}, or "
+        "probabilities",
         name,
     )

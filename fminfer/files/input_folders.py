@@ -21,6 +21,7 @@ from fminfer.files.line_reader import (
     is_input_name,
     read_first_bytes,
 )
+from fminfer.files.numbered_values import strip_compression
 from fminfer.files.split_folders import is_split_folder
 from fminfer.files.streams import (
     MANIFEST,
@@ -107,9 +108,12 @@ def _check_input_file(path: Path, *, has_rows: bool) -> None:
             "its lines are requests; rename it, or give it on stdin: - < "
             f"{shlex.quote(str(path))}"
         )
+    elif is_table and (not trouble or strip_compression(path).suffix in trouble):
+        raise UsageError(
+            f"{path} is a table, and tables need a template. Type: "
+            f"{_describe_command(path)}"
+        )
     trouble = trouble or "it must hold JSON lines, each a request"
-    if is_table:
-        trouble += f". Of a table say what its rows ask: {_describe_command(path)}"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 

@@ -145,7 +145,9 @@ def test_another_template_is_another_run(tmp_path: Path) -> None:
             "run", "-q", place, "--prompt-template", "{{ text }}", *FLAGS, "--limit", 3
         )
         assert found.exit_code == 2, found.output
-        assert "--prompt-template was" in found.stderr
+        assert "belongs to a run that differs: it had another --prompt-template" in (
+            found.stderr
+        )
     assert (tmp_path / "output_a.jsonl").read_bytes() == before
 
 
@@ -226,7 +228,9 @@ def test_check_shows_the_first_prompt(tmp_path: Path) -> None:
     for flag in (["--raw"], ["--temperature", "1"]):
         found = invoke("check", lines, *flag)
         assert found.exit_code == 2
-        assert f"{flag[0]} is of requests that --prompt-template makes" in found.stderr
+        assert (
+            f"{flag[0]} is for requests made of rows, and there is no" in found.stderr
+        )
 
 
 def test_without_a_template_a_table_is_refused_with_the_line_to_type(

@@ -360,6 +360,6 @@ def test_the_median_and_the_worst_rows_are_told(intake: Intake) -> None:
         ("line 4 of it", 0.1),
     ]
     assert found.to_text() == (
-        "constraints left 50% of the model's probability, in the median of 7 measured "
-        "rows; least in line 5 of it (0.046%), line 2 of it (3%), line 4 of it (10%)"
+        "constraints left 50% of the model's probability (median of 7 measured "
+        "rows); least: line 5 of it (0.046%), line 2 of it (3%), line 4 of it (10%)"
     )

@@ -40,22 +40,24 @@ class TableOptions(Options):
         metavar="TEXT|@FILE",
     )
     system_template: str | None = _option(
-        "The same for the system's message of a chat.", metavar="TEXT|@FILE"
+        "A Jinja template that makes the system message of each row's chat.",
+        metavar="TEXT|@FILE",
     )
     fields: WholeTexts = _option(
-        "A field of each row's request, as in seed=1. May be repeated.",
+        "Set a field of every row's request: seed=1. Texts are quoted JSON: "
+        "'user=\"me\"'. May be repeated.",
         flags=("--field",),
         metavar="NAME=JSON",
     )
     columns: WholeTexts = _option(
-        "A field that a column sets, as in max_tokens=limit; a null leaves it out. May "
-        "be repeated.",
+        "Set a request field from a column: max_tokens=limit. An empty or null cell sets "
+        "nothing. May be repeated.",
         flags=("--column",),
         metavar="FIELD=COLUMN",
     )
     choices: str | None = _option(
-        "Each answer is the likeliest of these labels, with the probability of each; a "
-        "file has one a line.",
+        "Labels, with commas between: each row gets the likeliest one and the "
+        "probability of each. A space counts: ' good, bad'. @FILE has one label a line.",
         metavar="A,B,…|@FILE",
     )
     delimiter: str | None = _option(
@@ -74,8 +76,8 @@ class TableOptions(Options):
         typed = [self.shown_name(name) for name in names if getattr(self, name)]
         if typed and not self.is_given:
             raise UsageError(
-                f"{typed[0]} is of rows that a template makes prompts of; add "
-                "--prompt-template 'TEXT {{ column }}'"
+                f"{typed[0]} needs --prompt-template, which makes a prompt of each row. Add "
+                "--prompt-template 'Is it good? {{ text }}'"
             )
         self._parse_fields()
         self._parse_columns()

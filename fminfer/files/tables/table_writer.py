@@ -85,13 +85,16 @@ class TableOutput:
                 "another one of this name. Give --prefix TEXT, such as --prefix model_: "
                 "it stands before the names of all columns that the run adds"
             )
-        try:
-            self.open_format(_Draft(io.BytesIO()), self.make_schema(table)).close()
-        except (ValueError, NotImplementedError) as error:  # pyarrow's
-            raise UsageError(
-                f"{self.path} cannot hold the columns of {table.path}: {error}. Take such "
-                "a column out, or give --output a name that ends in .csv or .jsonl"
-            ) from error
+        pyarrow = import_pyarrow()
+        for field in table.schema:
+            try:
+                self.open_format(_Draft(io.BytesIO()), pyarrow.schema([field])).close()
+            except (ValueError, NotImplementedError) as error:  # pyarrow's
+                raise UsageError(
+                    f"{self.path} cannot hold column {field.name!r} of {table.path}: {error}. "
+                    "Remove that column from the input, or give --output a name that ends in "
+                    ".csv or .jsonl"
+                ) from error
 
     def make_schema(self, table: TableFile) -> Any:
         """Return the columns of an input and of its answers, with the input's own metadata."""
