@@ -221,8 +221,8 @@ def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
     if "probabilities" in values and ways[0] != "choice":
         text = f"{name}.probabilities needs choice, and this request has {ways[0]}"
         raise RequestError("out_of_range", f"{text}. Remove probabilities", name)
-    if num_told := values.get("probabilities", 0):
-        return make_label_constraint(constraint, num_told, name)
+    if num_listed := values.get("probabilities", 0):
+        return make_label_constraint(constraint, num_listed, name)
     if values.get("disable_any_whitespace"):
         constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"

@@ -49,11 +49,13 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 FIELD = "structured_outputs.probabilities"
 
 
-def make_label_constraint(choices: Constraint, num_told: int, name: str) -> Constraint:
+def make_label_constraint(
+    choices: Constraint, num_listed: int, name: str
+) -> Constraint:
     """Return the constraint that asks for the probabilities of choices.
 
     Args:
-        num_told: of how many labels, the likeliest, the answer tells the probability.
+        num_listed: of how many labels, the likeliest, the answer tells the probability.
     """
     labels = json.loads(choices.text)
     if len(labels) > MAX_LABELS:
@@ -63,7 +65,7 @@ def make_label_constraint(choices: Constraint, num_told: int, name: str) -> Cons
             f"most {MAX_LABELS:,}. Leave probabilities out, or ask for fewer",
             name,
         )
-    text = json.dumps([labels, min(num_told, len(labels))], ensure_ascii=False)
+    text = json.dumps([labels, min(num_listed, len(labels))], ensure_ascii=False)
     return Constraint("labels", text)
 
 

@@ -48,7 +48,7 @@ class Finished:
     usage: dict[str, Any]
     times: dict[str, float]  # `request_time` of a record, seconds
     kind: AnswerKind = "openai"
-    observed: ObservedMass | None = None  # of a request with an observation
+    observed_mass: ObservedMass | None = None  # of a request with an observation
 
     @property
     def result(self) -> dict[str, Any]:

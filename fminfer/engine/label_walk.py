@@ -34,7 +34,7 @@ class LabelWalk:
     """The search through the labels of one prompt.
 
     Args:
-        prompt: whose choices are labels. It is not fed itself: its branches are.
+        prompt: whose choices are labels. It is not computed itself; its branches are.
     """
 
     def __init__(self, prompt: PromptState, trie: LabelTrie) -> None:
@@ -46,7 +46,7 @@ class LabelWalk:
         # Nodes that have a logprob, and children without one.
         self._open = [ROOT]
         self.running: list[PromptState] = []
-        self.fed: list[PromptState] = []  # branches that were computed
+        self.computed: list[PromptState] = []  # branches that were computed
         self.answer: LabelAnswer | None = None
 
     def make_wave(self) -> list[PromptState]:
@@ -55,18 +55,20 @@ class LabelWalk:
         Those before must be computed.
         """
         logprobs = self._logprobs
-        least = math.log(MIN_SHARE) + _add_logs(self._list_outer_logprobs())
-        left = [number for number in self._open if logprobs[number] > least]
-        best = max((logprobs[number] for number in left), default=-math.inf)
+        least = math.log(MIN_SHARE) + _sum_logprobs(self._list_outer_logprobs())
+        left = [node_id for node_id in self._open if logprobs[node_id] > least]
+        best = max((logprobs[node_id] for node_id in left), default=-math.inf)
         wave = [
-            number for number in left if logprobs[number] >= best + math.log(WAVE_SHARE)
+            node_id
+            for node_id in left
+            if logprobs[node_id] >= best + math.log(WAVE_SHARE)
         ]
         if best == -math.inf:
             wave = []
-        self._open = [number for number in left if number not in {*wave}]
-        self.running = [self._make_branch(number) for number in wave]
+        self._open = [node_id for node_id in left if node_id not in {*wave}]
+        self.running = [self._make_branch(node_id) for node_id in wave]
         if not wave:
-            self.answer = self._sum_up()
+            self.answer = self._make_answer()
         return [*self.running]
 
     def finish_branch(self, branch_prompt: PromptState) -> None:
@@ -74,16 +76,16 @@ class LabelWalk:
         branch = branch_prompt.branch
         assert branch is not None, "no branch"
         self.running.remove(branch_prompt)
-        self.fed.append(branch_prompt)
+        self.computed.append(branch_prompt)
         nodes = self._trie.nodes
-        for number, report in zip(
+        for node_id, report in zip(
             branch.scored_nodes, branch_prompt.reports, strict=True
         ):
-            parent = nodes[number].parent
-            self._reports[number] = report
-            self._logprobs[number] = self._logprobs[parent] + report.logprob
-            if nodes[number].children and number not in branch.fed_nodes:
-                self._open.append(number)
+            parent = nodes[node_id].parent
+            self._reports[node_id] = report
+            self._logprobs[node_id] = self._logprobs[parent] + report.logprob
+            if nodes[node_id].children and node_id not in branch.fed_nodes:
+                self._open.append(node_id)
 
     def choose_label(self, sequence: Sequence) -> int:
         """Return the likeliest label, or one that is drawn: of equals the first."""
@@ -107,7 +109,7 @@ class LabelWalk:
     def list_reports(self, label: int) -> list[TokenReport]:
         """Return new reports of a label's tokens."""
         path = self._trie.list_path(self._trie.ends[label])
-        return [replace(self._reports[number]) for number in path]
+        return [replace(self._reports[node_id]) for node_id in path]
 
     def describe_answer(self) -> dict[str, Any]:
         """Return the fields that a choice has of it, the likeliest labels first."""
@@ -115,20 +117,20 @@ class LabelWalk:
         pairs = zip(self._trie.labels, self.answer.probabilities, strict=True)
         ordered = sorted(pairs, key=lambda pair: -pair[1])
         return {
-            "label_probabilities": dict(ordered[: self._trie.num_told]),
+            "label_probabilities": dict(ordered[: self._trie.num_listed]),
             "label_mass": self.answer.mass,
         }
 
     def make_longest_branch(self) -> PromptState:
         """Return the branch that needs the most blocks, which is not computed."""
         nodes = self._trie.nodes
-        inner = [number for number, node in enumerate(nodes) if node.children]
-        return self._make_branch(max(inner, key=lambda number: nodes[number].depth))
+        inner = [node_id for node_id, node in enumerate(nodes) if node.children]
+        return self._make_branch(max(inner, key=lambda node_id: nodes[node_id].depth))
 
-    def _make_branch(self, number: int) -> PromptState:
+    def _make_branch(self, node_id: int) -> PromptState:
         """Make the branch that feeds a node, and those behind it as far as there is one way."""
         nodes = self._trie.nodes
-        chain = [number]
+        chain = [node_id]
         while len(nodes[chain[-1]].children) == 1:
             child = nodes[chain[-1]].children[0]
             if not nodes[child].children:
@@ -160,20 +162,20 @@ class LabelWalk:
         """List the known labels' logprobs that no shorter known label is the beginning of."""
         nodes = self._trie.nodes
         outer = dict[int, bool]()  # by node: no label ends at it, or before it
-        for number in sorted(self._logprobs):
-            is_outer = outer.get(nodes[number].parent, True)
-            if is_outer and nodes[number].label >= 0:
-                yield self._logprobs[number]
-            outer[number] = is_outer and nodes[number].label < 0
+        for node_id in sorted(self._logprobs):
+            is_outer = outer.get(nodes[node_id].parent, True)
+            if is_outer and nodes[node_id].label >= 0:
+                yield self._logprobs[node_id]
+            outer[node_id] = is_outer and nodes[node_id].label < 0
 
-    def _sum_up(self) -> LabelAnswer:
-        logs = [self._find_own_logprob(end) for end in self._trie.ends]
-        total = _add_logs(logs)
+    def _make_answer(self) -> LabelAnswer:
+        logs = [self._compute_label_logprob(end) for end in self._trie.ends]
+        total = _sum_logprobs(logs)
         if total == -math.inf:
             return LabelAnswer([0.0] * len(logs), 0.0)
         return LabelAnswer([math.exp(each - total) for each in logs], math.exp(total))
 
-    def _find_own_logprob(self, end: int) -> float:
+    def _compute_label_logprob(self, end: int) -> float:
         """Return the logprob of a label without what goes on into a longer one."""
         logprob = self._logprobs.get(end, -math.inf)
         if logprob == -math.inf:
@@ -182,17 +184,17 @@ class LabelWalk:
         share = 0.0
         inner = [*nodes[end].children]
         while inner:
-            number = inner.pop()
-            if number not in self._logprobs:
+            node_id = inner.pop()
+            if node_id not in self._logprobs:
                 continue  # left out
-            if nodes[number].label >= 0:
-                share += math.exp(self._logprobs[number] - logprob)
+            if nodes[node_id].label >= 0:
+                share += math.exp(self._logprobs[node_id] - logprob)
             else:
-                inner += nodes[number].children
+                inner += nodes[node_id].children
         return logprob + math.log1p(-share) if share < 1 else -math.inf
 
 
-def _add_logs(logs: Iterable[float]) -> float:
+def _sum_logprobs(logs: Iterable[float]) -> float:
     """Return the log of a sum whose parts are given by their logs; -inf: it is 0."""
     parts = [*logs]
     most = max(parts, default=-math.inf)

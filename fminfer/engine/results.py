@@ -114,7 +114,7 @@ def _add_label_score(
 
 
 def _end_at_label(sequence: Sequence, walk: Walk) -> None:
-    """Make a choice of the label that is chosen; of an error's request without its tokens."""
+    """End a choice at its label. If the request failed, add no tokens."""
     sequence.finish_reason = "stop"
     detokenizer = sequence.detokenizer
     if sequence.prompt.owner.error is not None or detokenizer is None:

@@ -231,12 +231,12 @@ class Scheduler:
         for branch in [*walk.running]:
             self.cancel(branch)
         walk.running.clear()
-        for branch in reversed(walk.fed):  # the first one is the others' beginning
+        for branch in reversed(walk.computed):  # the first one is the others' beginning
             self._evict_unshared(branch)
-        walk.fed.clear()
+        walk.computed.clear()
 
     def _evict_unshared(self, prompt: PromptState) -> None:
-        """Evict what no waiting prompt shares of a prompt, if no more prompts come."""
+        """Evict the cached blocks of a prompt that no waiting prompt shares."""
         num_wanted = self.waiting.num_shared_tokens(prompt.ids)
         if num_wanted is not None:
             self.kv.prefixes.evict_tail(prompt.ids, num_wanted)

@@ -26,7 +26,7 @@ AnswerKind = Literal[
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
-NUM_FREE = 5  # likeliest tokens that are told of a prompt under observation
+NUM_LIKELIEST = 5  # likeliest tokens that are told of a prompt under observation
 
 
 # not frozen: there is one a token, and that costs three times as much
@@ -80,7 +80,9 @@ class ObservedMass:
 
     mass: float  # of the tokens that the constraint allows first, or of whole labels
     spelling_masses: tuple[float, ...]  # of the first tokens of each spelling
-    free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
+    likeliest_tokens: tuple[
+        tuple[int, float], ...
+    ]  # the likeliest, with their logprobs
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,7 +153,10 @@ class RequestState:
 
 @dataclass(slots=True, frozen=True)
 class Branch:
-    """What a prompt that is a branch of another's labels computes (`label_walk`)."""
+    """The tokens that a branch feeds and scores.
+
+    A branch is a prompt and a path in its label trie (`label_walk`).
+    """
 
     parent: PromptState
     # Of the trie of labels: nodes whose tokens it feeds, where 0 is the prompt; and nodes
@@ -167,7 +172,7 @@ class Walk(Protocol):
     """The search through the labels of a prompt; `label_walk` has it."""
 
     running: list[PromptState]  # branches that wait or are computed
-    fed: list[PromptState]  # those that were
+    computed: list[PromptState]  # branches whose logprobs are known
 
     def make_wave(self) -> list[PromptState]:
         """Return the branches to compute next; none: the search is over."""
@@ -225,7 +230,7 @@ class PromptState:
     encoder_output: Array | None = None
     # admitted with the blocks of another prompt's encoder output
     shares_encoder_output: bool = False
-    # Its choices are labels: it is not fed, but its branches are.
+    # The search for its labels. The prompt is not computed itself; its branches are.
     walk: Walk | None = None
     branch: Branch | None = None  # it is one of another prompt's labels
     # Under observation: the tokens that its grammar allows first, those that begin labels
@@ -330,8 +335,8 @@ class PromptState:
         masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
         walk = self.walk
         mass = masses.pop(0) if walk is None else walk.describe_answer()["label_mass"]
-        free_tokens = self.mask_reports[0].best_alternatives(NUM_FREE)
-        return ObservedMass(mass, tuple(masses), tuple(free_tokens))
+        likeliest_tokens = self.mask_reports[0].best_alternatives(NUM_LIKELIEST)
+        return ObservedMass(mass, tuple(masses), tuple(likeliest_tokens))
 
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.

@@ -75,7 +75,7 @@ def run_process(run: RunContext) -> JobSummary | None:
         nonlocal output_paths
         output_paths = output_paths or run.job.find_output_paths()
         check_no_other_model(
-            run.config, output_paths.inputs, has_rows=run.job.table.is_given
+            run.config, output_paths.inputs, has_rows=run.job.table.has_template
         )
 
     def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
@@ -310,31 +310,33 @@ def _make_terms(job: _Job, *, has_npy: bool) -> RunTerms:
     """Return what holds for every input of the run."""
     job_paths = job.run.job
     config = job.run.config
-    rows = _make_row_template(job)
-    if rows is not None and job_paths.truth is not None:
+    row_template = _make_row_template(job)
+    if row_template is not None and job_paths.truth is not None:
         for path in job.output_paths.inputs:
-            table = open_table(path, rows.delimiter)
+            table = open_table(path, row_template.delimiter)
             table.check_column(job_paths.truth, f"--truth {job_paths.truth}")
     numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
     return RunTerms(
         model=job.checkpoint.name,
-        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
+        fingerprint=job.fingerprint
+        | (row_template.fingerprint if row_template else {})
+        | numbering,
         restart=job_paths.restart,
         limit=job_paths.limit,
         # A file of vectors does not say which line an answer is of, once lines have moved.
         count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
         current_run=CurrentRun(settings=name_settings(config)),
         print_progress=job.print_line,
-        table=_make_table_output(job, rows),
+        table=_make_table_output(job, row_template),
         has_line_numbers=job_paths.has_line_numbers,
-        rows=rows,
+        row_template=row_template,
     )
 
 
 def _make_row_template(job: _Job) -> RowTemplate | None:
     """Return what makes requests of the inputs' rows; None: they are no tables."""
     job_paths = job.run.job
-    if not job_paths.table.is_given:
+    if not job_paths.table.has_template:
         return None
     config = job.run.config
     tokenizer = load_tokenizer(config, job.checkpoint)
@@ -345,14 +347,18 @@ def _make_row_template(job: _Job) -> RowTemplate | None:
     return requests.make_template(intake.choose_text_field)
 
 
-def _make_table_output(job: _Job, rows: RowTemplate | None) -> TableOutput | None:
+def _make_table_output(
+    job: _Job, row_template: RowTemplate | None
+) -> TableOutput | None:
     """Return the table to write beside the records, once it is sure that it can be; or None."""
     paths = job.output_paths
-    if paths.table is None or rows is None:
+    if paths.table is None or row_template is None:
         return None
-    columns = make_result_columns(rows.fields, job.run.job.prefix or "", rows.columns)
-    table = TableOutput(paths.table, columns, rows.delimiter)
-    table.check_input(open_table(paths.inputs[0], rows.delimiter))
+    columns = make_result_columns(
+        row_template.fields, job.run.job.prefix or "", row_template.columns
+    )
+    table = TableOutput(paths.table, columns, row_template.delimiter)
+    table.check_input(open_table(paths.inputs[0], row_template.delimiter))
     return table
 
 

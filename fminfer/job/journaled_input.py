@@ -79,7 +79,7 @@ class JournaledInput:
         self.hold = Hold(output, terms.claims, claim)
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
-        self._input = InputFile(path, source, terms.limit, terms.rows)
+        self._input = InputFile(path, source, terms.limit, terms.row_template)
         self._fingerprint = {
             INPUT: self._input.digest,
             CLOCK: read_clock(),

@@ -171,7 +171,7 @@ class JobPaths(JobOptions):
         """List the input files, of which there must be one."""
         local = [file for path in self.paths for file in self.remote.fetch_inputs(path)]
         inputs = find_inputs(
-            local, may_be_empty=self.is_watching, has_rows=self.table.is_given
+            local, may_be_empty=self.is_watching, has_rows=self.table.has_template
         )
         if not inputs and not self.is_watching:
             raise UsageError(
@@ -196,7 +196,7 @@ class JobPaths(JobOptions):
             )
         paths = make_output_paths(inputs, self.remote.find_local_output(self.output))
         for folder in self._folders:
-            has_rows = self.table.is_given
+            has_rows = self.table.has_template
             for read_folder in list_read_folders(folder, has_rows=has_rows):
                 paths.refused.update(sort_folder(read_folder, has_rows=has_rows).lost)
 
@@ -220,7 +220,7 @@ class JobPaths(JobOptions):
                 f"--prefix {self.prefix} names columns of a table, and none is written; give "
                 "--output a name that ends in .parquet or .csv, or leave --prefix out"
             )
-        if paths.table is not None and not self.table.is_given:
+        if paths.table is not None and not self.table.has_template:
             raise UsageError(
                 f"--output {self.output} needs rows, and the input has requests. Add "
                 "--prompt-template, or give an --output that ends in .jsonl"
@@ -266,7 +266,7 @@ class JobPaths(JobOptions):
 
     def describe_left_out(self) -> list[str]:
         """Name the folders' files that are left out, a text for each reason."""
-        return describe_left_out(self._folders, has_rows=self.table.is_given)
+        return describe_left_out(self._folders, has_rows=self.table.has_template)
 
     def _make_prompt_paths(self) -> OutputPaths:
         """Return no paths for a prompt, whose answer is printed; raise if flags name files."""
@@ -281,7 +281,7 @@ class JobPaths(JobOptions):
             for name, value in values
             if value is not None and value is not False
         ]
-        if self.table.is_given:
+        if self.table.has_template:
             flags.append(PROMPT_FLAG)
         if flags := ["the files"] * bool(self.paths) + flags:
             raise UsageError(

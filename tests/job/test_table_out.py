@@ -61,7 +61,7 @@ def write_source(path: Path, texts: list[str | None]) -> Path:
 
 def make_terms(path: Path, prefix: str = "", **terms: Any) -> dict[str, Any]:
     table = TableOutput(path, make_result_columns(ROWS.fields, prefix))
-    return {"table": table, "rows": ROWS, **terms}
+    return {"table": table, "row_template": ROWS, **terms}
 
 
 def run(engine: fminfer.Engine, source: Path, table: Path, **terms: Any) -> None:

@@ -104,12 +104,12 @@ def test_a_stopped_run_goes_on_and_a_grown_table_keeps_its_answers(
 ) -> None:
     """Parquet is written anew to grow; rows that were there keep their answers."""
     counting = make_line_counting(engine.config, open_model(engine.config))
-    rows = RowTemplate(
+    row_template = RowTemplate(
         {PROMPT_FLAG: ASK}, "prompt", {"max_tokens": 3, "temperature": 0}
     )
     table = write_parquet(tmp_path / "a.parquet")
     output = tmp_path / "a.jsonl"
-    terms = {"count_lines": counting, "rows": rows}
+    terms = {"count_lines": counting, "row_template": row_template}
     stop_after(engine, 9, table, output, **terms)
     assert journal_path(output).exists()
 

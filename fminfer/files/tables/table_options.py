@@ -15,6 +15,7 @@ from fminfer.contract.labels import MAX_LABELS
 from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
+from fminfer.files.tables.json_table import raise_constant_error
 from fminfer.files.tables.row_template import (
     PROMPT_FLAG,
     SYSTEM_FLAG,
@@ -22,7 +23,7 @@ from fminfer.files.tables.row_template import (
 )
 
 # a request that sets one of them draws as it says, and others take the likeliest tokens
-OF_DRAWS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
+DRAW_FIELDS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
 CONSTRAINT = "structured_outputs"
 
 _option = partial(option, group="Tables", commands=("run", "check"))
@@ -66,7 +67,7 @@ class TableOptions(Options):
     )
 
     @property
-    def is_given(self) -> bool:
+    def has_template(self) -> bool:
         """Return whether inputs are rows."""
         return self.prompt_template is not None
 
@@ -74,7 +75,7 @@ class TableOptions(Options):
         """Raise a UsageError for flags that need a template, or say one thing twice."""
         names = ("system_template", "fields", "columns", "choices", "delimiter")
         typed = [self.shown_name(name) for name in names if getattr(self, name)]
-        if typed and not self.is_given:
+        if typed and not self.has_template:
             raise UsageError(
                 f"{typed[0]} needs --prompt-template, which makes a prompt of each row. Add "
                 "--prompt-template 'Is it good? {{ text }}'"
@@ -107,7 +108,7 @@ class TableOptions(Options):
         columns = self._parse_columns()
         names = [*chain(*parts), *columns]
         _check_names_differ(names)
-        if text_field != "input" and OF_DRAWS.isdisjoint(names):
+        if text_field != "input" and DRAW_FIELDS.isdisjoint(names):
             parts.append({"temperature": 0})
         fields = {name: each[name] for each in parts for name in each}
         template = RowTemplate(templates, text_field, fields, columns, self.delimiter)
@@ -158,7 +159,7 @@ class RowRequests:
         Args:
             choose_text_field: as `engine.intake.Intake` has it.
         """
-        if not self.table.is_given:
+        if not self.table.has_template:
             return None
         text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
         return self.table.make_template(text_field, self.flag_fields)
@@ -189,9 +190,6 @@ def _split_pairs(flag: str, form: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def _parse_json(name: str, text: str) -> Any:
-    def raise_constant_error(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
         return json.loads(text, parse_constant=raise_constant_error)
     except (ValueError, RecursionError) as error:
