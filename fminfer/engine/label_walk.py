@@ -56,6 +56,7 @@ class LabelWalk:
         """
         logprobs = self._logprobs
         least = math.log(MIN_SHARE) + _sum_logprobs(self._list_outer_logprobs())
+
         left = [node_id for node_id in self._open if logprobs[node_id] > least]
         best = max((logprobs[node_id] for node_id in left), default=-math.inf)
         wave = [
@@ -65,8 +66,10 @@ class LabelWalk:
         ]
         if best == -math.inf:
             wave = []
+
         self._open = [node_id for node_id in left if node_id not in {*wave}]
         self.running = [self._make_branch(node_id) for node_id in wave]
+
         if not wave:
             self.answer = self._make_answer()
         return [*self.running]
@@ -136,10 +139,12 @@ class LabelWalk:
             if not nodes[child].children:
                 break
             chain.append(child)
+
         prompt = self._prompt
         path = self._trie.list_path(chain[-1])
         ids = prompt.ids + [nodes[each].token_id for each in path]
         scored = [child for each in chain for child in nodes[each].children]
+
         last = len(prompt.ids) - 1
         branch = Branch(
             parent=prompt,
@@ -148,6 +153,7 @@ class LabelWalk:
             positions=[last + nodes[each].depth - 1 for each in scored],
             target_ids=[nodes[each].token_id for each in scored],
         )
+
         state = PromptState(
             prompt.owner,
             prompt.index,

@@ -325,6 +325,7 @@ def _add_scores(
             continue
         prompt = row.owner.prompt
         first = int(firsts[place])
+
         places, targets = _list_targets(row)
         if targets:
             part = np.zeros(len(targets), SCORE)
@@ -334,6 +335,7 @@ def _add_scores(
             part["mask"] = -1
             parts.append(part)
             owners += [prompt] * len(targets)
+
         if (observed_prompt := _find_observed(row)) is not None:
             part = np.zeros(len(observed_prompt.observed_masks), SCORE)
             part["token_index"] = first + len(observed_prompt.ids) - 1 - row.position
@@ -343,6 +345,7 @@ def _add_scores(
             ]
             parts.append(part)
             owners += [ObservedPrompt(observed_prompt)] * len(part)
+
     if parts:
         scores = np.concatenate(parts)
         order = scores["token_index"].argsort(kind="stable")

@@ -91,22 +91,26 @@ def _add_label_score(
     walk = branch.parent.walk
     if walk is None or prompt not in walk.running:
         return  # given up
+
     prompt.reports.append(report)
     if len(prompt.reports) < len(branch.positions):
         return
     if _judge_first_result(prompt, scheduler):
         return
+
     assert state.times is not None, "a branch ran before it was admitted"
     if state.times.first_token_s is None:
         state.times.first_token_s = time.perf_counter()
     if not prompt.is_inner_branch:
         branch.parent.num_cached = prompt.num_cached
+
     walk.finish_branch(prompt)
     if state.error is None and not walk.running:
         scheduler.add_branches(walk.make_wave())
     scheduler.release_sequence(prompt.sequences[0])
     if walk.running and state.error is None:
         return
+
     scheduler.end_walk(walk)
     for sequence in branch.parent.sequences:
         _end_at_label(sequence, walk)

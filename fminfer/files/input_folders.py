@@ -158,10 +158,17 @@ def sort_folder(folder: Path, *, has_rows: bool = False) -> FolderContents:
             why = CAPITALS
         elif isfile(path):
             is_table = path.name.endswith(TABLE_ENDINGS)
-            kind, trouble = ("", "") if is_table else classify_lines(path)
-            is_own = is_own_table(path) if is_table else kind == "answers"
-            why = ANSWERS if is_own else LINK if path in links else ""
-            trouble = trouble and f"{path} cannot be answered: {trouble}"
+            if is_table:
+                is_own = is_own_table(path)
+            else:
+                kind, trouble = classify_lines(path)
+                is_own = kind == "answers"
+            if is_own:
+                why = ANSWERS
+            elif path in links:
+                why = LINK
+            if trouble:
+                trouble = f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
             why = NO_FILE
         elif path.is_symlink():
