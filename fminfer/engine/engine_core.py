@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fminfer.core.errors import RequestError
-from fminfer.engine.sequence import (
-    AnswerKind,
-    FinishReason,
-    ObservedMass,
-    PreparedRequest,
-)
+from fminfer.engine.observation import ObservedMass
+from fminfer.engine.sequence import AnswerKind, FinishReason, PreparedRequest
 from fminfer.engine.stats import EngineStats, ObservableEngine
 
 # What a choice has beside its text where probabilities of labels were asked for.

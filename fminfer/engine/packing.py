@@ -14,7 +14,8 @@ from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import make_step_noise
-from fminfer.engine.sequence import NUM_LIKELIEST, PromptState, Sequence
+from fminfer.engine.observation import NUM_LIKELIEST
+from fminfer.engine.sequence import PromptState, Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.

@@ -13,6 +13,7 @@ from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask
 from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import Bans, LogitEdits
+from fminfer.engine.observation import NUM_LIKELIEST, Observation, ObservedMass
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Matcher
@@ -26,7 +27,6 @@ AnswerKind = Literal[
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
-NUM_LIKELIEST = 5  # likeliest tokens that are told of a prompt under observation
 
 
 # not frozen: there is one a token, and that costs three times as much
@@ -56,33 +56,6 @@ def no_token_error(num_drawn: int) -> RequestError:
 Array = Any  # of numpy
 # a list, often still growing, and [start, end)
 ReportSlice = tuple[list[TokenReport], int, int]
-
-
-@dataclass(slots=True, frozen=True)
-class LabelSpelling:
-    """A way to spell the labels of a constraint."""
-
-    style: int  # as `constraint_watch.spell_labels` numbers them
-    labels: tuple[str, ...]
-    first_ids: tuple[int, ...]  # tokens that labels begin with
-
-
-@dataclass(slots=True, frozen=True)
-class Observation:
-    """What is measured of a constrained request: at the first token of its first prompt."""
-
-    spellings: tuple[LabelSpelling, ...]  # of its labels, first that of the constraint
-
-
-@dataclass(slots=True, frozen=True)
-class ObservedMass:
-    """The probabilities that the model gave before bias, temperature and filters."""
-
-    mass: float  # of the tokens that the constraint allows first, or of whole labels
-    spelling_masses: tuple[float, ...]  # of the first tokens of each spelling
-    likeliest_tokens: tuple[
-        tuple[int, float], ...
-    ]  # the likeliest, with their logprobs
 
 
 @dataclass(slots=True, frozen=True)

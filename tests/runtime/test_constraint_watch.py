@@ -21,7 +21,8 @@ from fminfer.contract.row_warnings import WarningCounts
 from fminfer.core.config import Constraint
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.intake import Intake
-from fminfer.engine.sequence import ObservedMass, PreparedRequest
+from fminfer.engine.observation import ObservedMass
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.constraint_watch import (
     MAX_CONSTRAINTS,
     NUM_FIRST_ROWS,

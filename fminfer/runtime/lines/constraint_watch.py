@@ -17,12 +17,8 @@ from fminfer.core.messages import ConstraintMass
 from fminfer.core.quantities import describe_share, list_few
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.intake import Intake
-from fminfer.engine.sequence import (
-    LabelSpelling,
-    Observation,
-    ObservedMass,
-    PreparedRequest,
-)
+from fminfer.engine.observation import LabelSpelling, Observation, ObservedMass
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.line_intake import Answer, LineRequest, NameLine
 from fminfer.text.grammars import find_grammars
 from fminfer.text.spelling import Spelling
