@@ -82,7 +82,9 @@ class RunTerms:
     started_s: float = field(default_factory=time.time)
     table: TableOutput | None = None  # that is written beside the only output
     has_line_numbers: bool = False  # records name their lines
-    rows: RowTemplate | None = None  # inputs are tables, and it makes their lines
+    row_template: RowTemplate | None = (
+        None  # inputs are tables, and it makes their lines
+    )
 
     def can_carry_over(self, old: Fingerprint, new: Fingerprint) -> bool:
         """Tell whether answers of a run are used for equal lines of a changed input."""
@@ -179,7 +181,7 @@ def rebuild_journal(
                 completed.output, edit, can_stay=edit.path != completed.output
             )
         counter = None if terms.count_lines is None else terms.count_lines()
-        rows = _read_output_rows(source, completed, counter, terms.rows)
+        rows = _read_output_rows(source, completed, counter, terms.row_template)
         _write_journal(completed.output, fingerprint, rows)
 
 
@@ -236,7 +238,7 @@ def _carry_rows(
     limit = terms.limit
     digest = Digest()
     num_unasked: int | None = None  # answers that no line within the limit asks for
-    for read in read_lines(source, 0, digest, rows=terms.rows):
+    for read in read_lines(source, 0, digest, row_template=terms.row_template):
         line = replace(read, shows_number=terms.has_line_numbers)
         is_beyond = carried.num_rows == limit
         if is_beyond and num_unasked is None:
@@ -318,7 +320,7 @@ def _read_output_rows(
     errors = read_records(errors_path(output))
     answer = next(answers, None)
     error = next(errors, None)
-    lines = read_lines(source, 0, limit=completed.limit, rows=row_template)
+    lines = read_lines(source, 0, limit=completed.limit, row_template=row_template)
     for line in lines:
         envelope = parse_envelope(line)
         crc = zlib.crc32(line.raw)

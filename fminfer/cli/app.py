@@ -196,7 +196,7 @@ def _run_files(
         remote=RemoteFolders(
             job_options.work_dir or default_work_dir(),
             is_quiet=is_quiet,
-            has_rows=table.is_given,
+            has_rows=table.has_template,
         ),
         prompt_fields=flags.request_fields,
         result_cache=pop_options(KeptAnswers, options).cache_place,
@@ -204,7 +204,7 @@ def _run_files(
     ranks = pop_options(RankConfig, {**options})
     config = pop_options(EngineConfig, options)
     _check_prompt_flags(job, config, flags)
-    if job.prompt is None and not files and flags.flags and not table.is_given:
+    if job.prompt is None and not files and flags.flags and not table.has_template:
         job, config = _make_synthetic_job(job, config, flags)
     elif job.prompt is None and flags.is_overwriting:
         config = replace(config, request_args=flags.request_fields)
@@ -220,7 +220,7 @@ def _run_files(
                 f"Answering {named_file}, which is in this job's name.", err=True
             )
         if files:
-            _warn_of_ignored_flags(flags, has_rows=table.is_given)
+            _warn_of_ignored_flags(flags, has_rows=table.has_template)
     return _run_job(job, config, role, ending)
 
 
@@ -232,12 +232,13 @@ def _check_prompt_flags(
             "--input-seq-length and --batch-size are of prompts that are made up; "
             "leave them out with --prompt"
         )
-    has_text = job.prompt is not None or job.table.is_given
-    if job.is_raw and (not has_text or config.chat_template is not None):
+    has_text = job.prompt is not None or job.table.has_template
+    if job.is_raw and not has_text:
         raise UsageError(
-            "--raw is of --prompt and --prompt-template, and takes no --chat-template; "
-            "leave it out"
+            "--raw needs --prompt or --prompt-template; add one, or leave --raw out"
         )
+    if job.is_raw and config.chat_template is not None:
+        raise UsageError("--raw and --chat-template exclude each other; leave one out")
 
 
 def _warn_of_ignored_flags(flags: Hyperparameters, *, has_rows: bool) -> None:
@@ -278,7 +279,7 @@ def _run_job(job: JobPaths, config: EngineConfig, role: Role, ending: Ending) ->
     check_no_other_model(
         config,
         output_paths.inputs if output_paths else [],
-        has_rows=job.table.is_given,
+        has_rows=job.table.has_template,
     )
     make_context = partial(RunContext, job=job, output_paths=output_paths)
     with starting_process(

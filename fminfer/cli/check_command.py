@@ -73,12 +73,12 @@ def check(paths: tuple[Location, ...], **options: Any) -> None:
     inputs = _find_inputs(
         (*job_options.infer_data, *paths),
         is_quiet=check_options.is_json,
-        has_rows=table.is_given,
+        has_rows=table.has_template,
     )
-    check_no_other_model(config, inputs, has_rows=table.is_given)
+    check_no_other_model(config, inputs, has_rows=table.has_template)
 
-    rows = RowRequests(table, row_fields, is_raw=job_options.is_raw)
-    sys.exit(_print_report(config, plan_options, check_options, inputs, rows))
+    row_requests = RowRequests(table, row_fields, is_raw=job_options.is_raw)
+    sys.exit(_print_report(config, plan_options, check_options, inputs, row_requests))
 
 
 def _make_row_fields(
@@ -87,10 +87,10 @@ def _make_row_fields(
     """Return the fields that flags set in the requests of rows; lines have their own."""
     flags = pop_options(Hyperparameters, options)
     typed = [*flags.flags, *(["--raw"] if job_options.is_raw else [])]
-    if typed and not table.is_given:
+    if typed and not table.has_template:
         raise UsageError(
-            f"{typed[0]} is of requests that --prompt-template makes of rows, and these "
-            "lines have their own; leave it out"
+            f"{typed[0]} is for requests made of rows, and there is no "
+            f"--prompt-template. Add one, or leave {typed[0]} out"
         )
     return flags.request_fields
 
@@ -119,7 +119,7 @@ def _print_report(
     plan_options: PlanOptions,
     check_options: CheckOptions,
     inputs: list[Path],
-    rows: RowRequests,
+    row_requests: RowRequests,
 ) -> int:
     """Check the lines and plan their run; print both. Return the exit status."""
     import_transformers()
@@ -135,7 +135,9 @@ def _print_report(
             has_weights=not check_options.no_weights,
             kept=_find_set_options(),
         )
-        report = checker.run(inputs, errors.add, is_quiet=is_json, rows=rows)
+        report = checker.run(
+            inputs, errors.add, is_quiet=is_json, row_requests=row_requests
+        )
 
         if is_json:
             _print_json_report(report.to_dict(), spool)

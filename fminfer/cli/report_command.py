@@ -22,8 +22,8 @@ from fminfer.core.quantities import with_noun
 @click.option(
     "--truth",
     metavar="COLUMN",
-    help="The column that has the true labels, or the key beside requests. The page then tells "
-    "how many labels are right.",
+    help="The column with the true labels; of JSON lines, the key beside `request`. The page "
+    "shows how many answers are right.",
 )
 def report(outputs: tuple[Path, ...], out: Path | None, truth: str | None) -> None:
     """Write an HTML page about outputs: what was asked and answered, errors, speed, a sample.

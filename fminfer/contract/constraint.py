@@ -225,10 +225,11 @@ def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
     pattern = values.get("whitespace_pattern")
     constraint = _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
     if "probabilities" in values and ways[0] != "choice":
-        text = f"{name}.probabilities is of choice, and not of {ways[0]}"
-        raise RequestError("out_of_range", f"{text}. Remove it", name)
-    num_told = values.get("probabilities", 0)
-    return make_label_constraint(constraint, num_told, name) if num_told else constraint
+        text = f"{name}.probabilities needs choice, and this request has {ways[0]}"
+        raise RequestError("out_of_range", f"{text}. Remove probabilities", name)
+    if num_listed := values.get("probabilities", 0):
+        return make_label_constraint(constraint, num_listed, name)
+    return constraint
 
 
 def _parse_whitespace(name: str, value: Any, most: int) -> str:
@@ -334,7 +335,7 @@ _FIELDS = (
         "structured_outputs",
         _allow_empty(Kind(_parse_structured_outputs, _STRUCTURED, "an object")),
         f"vLLM's way: {_ONE_WAY}; further `whitespace_pattern`, `disable_any_whitespace`. "
-        "Beside `choice`, `probabilities`: true, or of how many labels.",
+        "With `choice`: `probabilities` (true, or how many of the likeliest labels to list).",
     ),
     Field(
         "guided_json",

@@ -49,11 +49,13 @@ _REFUSED: dict[str, tuple[object, ...]] = {
 FIELD = "structured_outputs.probabilities"
 
 
-def make_label_constraint(choices: Constraint, num_told: int, name: str) -> Constraint:
+def make_label_constraint(
+    choices: Constraint, num_listed: int, name: str
+) -> Constraint:
     """Return the constraint that asks for the probabilities of choices.
 
     Args:
-        num_told: of how many labels, the likeliest, the answer tells the probability.
+        num_listed: of how many labels, the likeliest, the answer tells the probability.
     """
     labels = json.loads(choices.text)
     if len(labels) > MAX_LABELS:
@@ -63,7 +65,7 @@ def make_label_constraint(choices: Constraint, num_told: int, name: str) -> Cons
             f"most {MAX_LABELS:,}. Leave probabilities out, or ask for fewer",
             name,
         )
-    text = json.dumps([labels, min(num_told, len(labels))], ensure_ascii=False)
+    text = json.dumps([labels, min(num_listed, len(labels))], ensure_ascii=False)
     return Constraint("labels", text)
 
 
@@ -77,18 +79,19 @@ def make_label_params(values: Mapping[str, Any]) -> dict[str, Any]:
     """
     for name, neutral in _REFUSED.items():
         if values.get(name) not in (None, *neutral):
-            raise _refused_field_error(name, values[name])
+            allowed = "empty" if neutral == ((),) else describe_value(neutral[0])
+            raise _refused_field_error(name, values[name], allowed)
     if values["best_of"] > values.get("n", 1):
-        raise _refused_field_error("best_of", values["best_of"])
+        raise _refused_field_error("best_of", values["best_of"], "n, or left out")
     params = {name: neutral[0] for name, neutral in _REFUSED.items()}
     return params | {"temperature": values.get("temperature", 0.0)}
 
 
-def _refused_field_error(name: str, value: object) -> RequestError:
+def _refused_field_error(name: str, value: object, allowed: str) -> RequestError:
     shown = describe_value([*value] if isinstance(value, tuple) else value)
     return RequestError(
         "unsupported_parameter",
-        f"{name} is {shown}, and {FIELD} takes the model's own probabilities of "
-        f"whole labels. Remove {name}, or {FIELD}",
+        f"{name} is {shown}; with {FIELD} it must be {allowed}. Remove {name}, or "
+        "probabilities",
         name,
     )

@@ -97,7 +97,7 @@ class Record:
         members = [
             b'"request":' + self.envelope.request,
             b'"result":' + dump_json(self.result),
-            *_list_others(self.line, self.envelope),
+            *_list_further_keys(self.line, self.envelope),
         ]
         return b"{" + b",".join(members) + b"}"
 
@@ -156,7 +156,7 @@ class Record:
         return parse_record(self.to_json())
 
 
-def _list_others(line: Line, envelope: Envelope) -> Iterable[bytes]:
+def _list_further_keys(line: Line, envelope: Envelope) -> Iterable[bytes]:
     """Return what stands behind an answer: a wrapped line's rest, and the line's number.
 
     Of a name that is in both the number counts.
@@ -269,7 +269,7 @@ def readdress_record(
     if envelope.shape == "batch":
         return _readdress_batch_record(record, line, envelope, key)
     start = _START + envelope.request + _RESULT
-    others = _list_others(line, envelope)
+    others = _list_further_keys(line, envelope)
     end = b"".join(b"," + other for other in others) + b"}"
     if not record.startswith(start):
         raise ValueError("a record is of another request")

@@ -39,7 +39,7 @@ class WarningCounts:
         self.kinds: dict[str, KindCount] = {}
 
     def add(self, warning: RowWarning, num_rows: int = 1) -> str:
-        """Count a warning; return what is to be told of it: what is new, or "".
+        """Count a warning. Return its text if something in it is new, else "".
 
         Args:
             num_rows: lines that have it.

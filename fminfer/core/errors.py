@@ -22,12 +22,13 @@ ErrorCode = Literal[
 ]
 # What each says of a request; the docs' table is made of these.
 ERROR_CODES: dict[ErrorCode, str] = {
-    "invalid_json": "The line is no JSON, or no row of its table; or its file breaks off there.",
+    "invalid_json": (
+        "The line is not JSON, its row cannot be read, or its file breaks off there."
+    ),
     "invalid_utf8": "The line is not UTF-8.",
     "not_an_object": "The line is JSON, and no object.",
     "missing_prompt": (
-        "It asks for nothing: it has no prompt, messages or input, or a template makes "
-        "none of its row."
+        "It has no prompt, messages or input; or a template fails on its row."
     ),
     "invalid_type": "A field has a value of another type.",
     "out_of_range": "A value is beyond its limits.",

@@ -85,8 +85,8 @@ class ConstraintMass:
             f"{name} ({describe_share(mass)})" for name, mass in self.worst.items()
         )
         return (
-            f"constraints left {describe_share(self.median)} of the model's probability, "
-            f"in the median of {with_noun(self.num_rows, 'measured row')}; least in {worst}"
+            f"constraints left {describe_share(self.median)} of the model's probability "
+            f"(median of {with_noun(self.num_rows, 'measured row')}); least: {worst}"
         )
 
 

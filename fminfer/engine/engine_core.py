@@ -6,12 +6,8 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 from fminfer.core.errors import RequestError
-from fminfer.engine.sequence import (
-    AnswerKind,
-    FinishReason,
-    ObservedMass,
-    PreparedRequest,
-)
+from fminfer.engine.observation import ObservedMass
+from fminfer.engine.sequence import AnswerKind, FinishReason, PreparedRequest
 from fminfer.engine.stats import EngineStats, ObservableEngine
 
 # What a choice has beside its text where probabilities of labels were asked for.
@@ -48,7 +44,7 @@ class Finished:
     usage: dict[str, Any]
     times: dict[str, float]  # `request_time` of a record, seconds
     kind: AnswerKind = "openai"
-    observed: ObservedMass | None = None  # of a request with an observation
+    observed_mass: ObservedMass | None = None  # of a request with an observation
 
     @property
     def result(self) -> dict[str, Any]:

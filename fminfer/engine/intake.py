@@ -158,7 +158,7 @@ class Intake:
                 "T5, and this model has no encoder. Put it behind the prompt",
                 "decoder_prompt",
             )
-        request = self._settle_labels(request, fields, compiles=compiles)
+        request = self._set_label_max_tokens(request, fields, compiles=compiles)
         warnings = (
             *request.warnings,
             *self._check_constraint(request.params, fields, compiles=compiles),
@@ -214,7 +214,7 @@ class Intake:
             raise UncompiledError("the constraint is not compiled yet")
         return grammars
 
-    def _settle_labels(
+    def _set_label_max_tokens(
         self, request: Request, fields: Mapping[str, Any], *, compiles: bool
     ) -> Request:
         """Let a request for label probabilities have the tokens of the longest label."""

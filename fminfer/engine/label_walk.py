@@ -34,7 +34,7 @@ class LabelWalk:
     """The search through the labels of one prompt.
 
     Args:
-        prompt: whose choices are labels. It is not fed itself: its branches are.
+        prompt: whose choices are labels. It is not computed itself; its branches are.
     """
 
     def __init__(self, prompt: PromptState, trie: LabelTrie) -> None:
@@ -55,16 +55,18 @@ class LabelWalk:
         Those before must be computed.
         """
         logprobs = self._logprobs
-        least = math.log(MIN_SHARE) + _add_logs(self._list_outer_logprobs())
-        left = [number for number in self._open if logprobs[number] > least]
-        best = max((logprobs[number] for number in left), default=-math.inf)
-        least_of_wave = best + math.log(WAVE_SHARE)
-        wave = [number for number in left if logprobs[number] >= least_of_wave]
+        least = math.log(MIN_SHARE) + _sum_logprobs(self._list_outer_logprobs())
 
-        self._open = [number for number in left if logprobs[number] < least_of_wave]
-        self.running = [self._make_branch(number) for number in wave]
+        left = [node_id for node_id in self._open if logprobs[node_id] > least]
+        best = max((logprobs[node_id] for node_id in left), default=-math.inf)
+        least_of_wave = best + math.log(WAVE_SHARE)
+        wave = [node_id for node_id in left if logprobs[node_id] >= least_of_wave]
+
+        self._open = [node_id for node_id in left if logprobs[node_id] < least_of_wave]
+        self.running = [self._make_branch(node_id) for node_id in wave]
+
         if not wave:
-            self.answer = self._sum_up()
+            self.answer = self._make_answer()
         return [*self.running]
 
     def finish_branch(self, branch_prompt: PromptState) -> None:
@@ -74,26 +76,26 @@ class LabelWalk:
         self.running.remove(branch_prompt)
         self.fed_ids.append(branch_prompt.ids)
         nodes = self._trie.nodes
-        for number, report in zip(
+        for node_id, report in zip(
             branch.scored_nodes, branch_prompt.reports, strict=True
         ):
-            parent = nodes[number].parent
-            self._reports[number] = report
-            self._logprobs[number] = self._logprobs[parent] + report.logprob
-            if nodes[number].children and number not in branch.fed_nodes:
-                self._open.append(number)
+            parent = nodes[node_id].parent
+            self._reports[node_id] = report
+            self._logprobs[node_id] = self._logprobs[parent] + report.logprob
+            if nodes[node_id].children and node_id not in branch.fed_nodes:
+                self._open.append(node_id)
 
     def choose_label(self, sequence: Sequence) -> tuple[str, list[TokenReport]]:
-        label = self._choose_number(sequence)
+        label = self._choose_label(sequence)
         path = self._trie.list_path(self._trie.ends[label])
         reports = [
-            self._reports.get(number)  # none: no label has any probability
-            or TokenReport(self._trie.nodes[number].token_id, -math.inf)
-            for number in path
+            self._reports.get(node_id)  # none: no label has any probability
+            or TokenReport(self._trie.nodes[node_id].token_id, -math.inf)
+            for node_id in path
         ]
         return self._trie.labels[label], [replace(report) for report in reports]
 
-    def _choose_number(self, sequence: Sequence) -> int:
+    def _choose_label(self, sequence: Sequence) -> int:
         """Return the likeliest label, or one that is drawn: of equals the first."""
         assert self.answer is not None, "a walk that is over"
         probabilities = self.answer.probabilities
@@ -118,7 +120,7 @@ class LabelWalk:
         pairs = zip(self._trie.labels, self.answer.probabilities, strict=True)
         ordered = sorted(pairs, key=lambda pair: -pair[1])
         return {
-            "label_probabilities": dict(ordered[: self._trie.num_told]),
+            "label_probabilities": dict(ordered[: self._trie.num_listed]),
             "label_mass": self.answer.mass,
         }
 
@@ -126,19 +128,21 @@ class LabelWalk:
         """Return the branch that needs the most blocks, which is not computed."""
         return self._make_branch(self._trie.deepest_inner)
 
-    def _make_branch(self, number: int) -> PromptState:
+    def _make_branch(self, node_id: int) -> PromptState:
         """Make the branch that feeds a node, and those behind it as far as there is one way."""
         nodes = self._trie.nodes
-        chain = [number]
+        chain = [node_id]
         while len(nodes[chain[-1]].children) == 1:
             child = nodes[chain[-1]].children[0]
             if not nodes[child].children:
                 break
             chain.append(child)
+
         prompt = self._prompt
         path = self._trie.list_path(chain[-1])
         ids = prompt.ids + [nodes[each].token_id for each in path]
         scored = [child for each in chain for child in nodes[each].children]
+
         last = len(prompt.ids) - 1
         branch = Branch(
             parent=prompt,
@@ -147,6 +151,7 @@ class LabelWalk:
             positions=[last + nodes[each].depth - 1 for each in scored],
             target_ids=[nodes[each].token_id for each in scored],
         )
+
         state = PromptState(
             prompt.owner,
             prompt.index,
@@ -161,21 +166,21 @@ class LabelWalk:
         """List the known labels' logprobs that no shorter known label is the beginning of."""
         nodes = self._trie.nodes
         outer = dict[int, bool]()  # by node: no label ends at it, or before it
-        for number in sorted(self._logprobs):
-            is_outer = outer.get(nodes[number].parent, True)
-            if is_outer and nodes[number].label >= 0:
-                yield self._logprobs[number]
-            outer[number] = is_outer and nodes[number].label < 0
+        for node_id in sorted(self._logprobs):
+            is_outer = outer.get(nodes[node_id].parent, True)
+            if is_outer and nodes[node_id].label >= 0:
+                yield self._logprobs[node_id]
+            outer[node_id] = is_outer and nodes[node_id].label < 0
 
-    def _sum_up(self) -> LabelAnswer:
-        logs = [self._find_own_logprob(end) for end in self._trie.ends]
-        total = _add_logs(logs)
+    def _make_answer(self) -> LabelAnswer:
+        logs = [self._compute_label_logprob(end) for end in self._trie.ends]
+        total = _sum_logprobs(logs)
         if total == -math.inf:
             return LabelAnswer([0.0] * len(logs), 0.0)
         mass = min(1.0, math.exp(total))
         return LabelAnswer([math.exp(each - total) for each in logs], mass)
 
-    def _find_own_logprob(self, end: int) -> float:
+    def _compute_label_logprob(self, end: int) -> float:
         """Return the logprob of a label without what goes on into a longer one."""
         logprob = self._logprobs.get(end, -math.inf)
         if logprob == -math.inf:
@@ -184,17 +189,17 @@ class LabelWalk:
         share = 0.0
         inner = [*nodes[end].children]
         while inner:
-            number = inner.pop()
-            if number not in self._logprobs:
+            node_id = inner.pop()
+            if node_id not in self._logprobs:
                 continue  # left out
-            if nodes[number].label >= 0:
-                share += math.exp(self._logprobs[number] - logprob)
+            if nodes[node_id].label >= 0:
+                share += math.exp(self._logprobs[node_id] - logprob)
             else:
-                inner += nodes[number].children
+                inner += nodes[node_id].children
         return logprob + math.log1p(-share) if share < 1 else -math.inf
 
 
-def _add_logs(logs: Iterable[float]) -> float:
+def _sum_logprobs(logs: Iterable[float]) -> float:
     """Return the log of a sum whose parts are given by their logs; -inf: it is 0."""
     parts = [*logs]
     most = max(parts, default=-math.inf)

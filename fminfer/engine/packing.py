@@ -14,7 +14,8 @@ from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import make_step_noise
-from fminfer.engine.sequence import NUM_FREE, PromptState, Sequence
+from fminfer.engine.observation import NUM_LIKELIEST
+from fminfer.engine.sequence import PromptState, Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
 # two. From about 64 rows on, products set the pace, not the weights.
@@ -325,6 +326,7 @@ def _add_scores(
             continue
         prompt = row.owner.prompt
         first = int(firsts[place])
+
         places, targets = _list_targets(row)
         if targets:
             part = np.zeros(len(targets), SCORE)
@@ -334,15 +336,17 @@ def _add_scores(
             part["mask"] = -1
             parts.append(part)
             owners += [prompt] * len(targets)
-        if (observed := _find_observed(row)) is not None:
-            part = np.zeros(len(observed.observed_masks), SCORE)
-            part["token_index"] = first + len(observed.ids) - 1 - row.position
-            part["num_top"] = NUM_FREE
+
+        if (observed_prompt := _find_observed(row)) is not None:
+            part = np.zeros(len(observed_prompt.observed_masks), SCORE)
+            part["token_index"] = first + len(observed_prompt.ids) - 1 - row.position
+            part["num_top"] = NUM_LIKELIEST
             part["mask"] = [
-                _place_mask(mask, masks) for mask in observed.observed_masks
+                _place_mask(mask, masks) for mask in observed_prompt.observed_masks
             ]
             parts.append(part)
-            owners += [ObservedPrompt(observed)] * len(part)
+            owners += [ObservedPrompt(observed_prompt)] * len(part)
+
     if parts:
         scores = np.concatenate(parts)
         order = scores["token_index"].argsort(kind="stable")

@@ -93,16 +93,19 @@ def _add_label_score(
     walk = branch.parent.walk
     if walk is None or prompt not in walk.running:
         return  # given up
+
     prompt.reports.append(report)
     if len(prompt.reports) < len(branch.positions):
         return
     if _judge_first_result(prompt, scheduler):
         return
+
     assert state.times is not None, "a branch ran before it was admitted"
     if state.times.first_token_s is None:
         state.times.first_token_s = time.perf_counter()
     if not prompt.is_inner_branch:
         branch.parent.num_cached = prompt.num_cached
+
     walk.finish_branch(prompt)
     if state.error is None and not walk.running:
         scheduler.add_branches(walk.make_wave())
@@ -110,6 +113,7 @@ def _add_label_score(
     prompt.sequences = []  # which point back at it
     if walk.running and state.error is None:
         return
+
     scheduler.end_walk(walk)
     for sequence in branch.parent.sequences:
         _end_at_label(sequence, walk)
@@ -117,7 +121,7 @@ def _add_label_score(
 
 
 def _end_at_label(sequence: Sequence, walk: Walk) -> None:
-    """Make a choice of the label that is chosen; of an error's request without its tokens."""
+    """End a choice at its label. If the request failed, add no tokens."""
     sequence.finish_reason = "stop"
     detokenizer = sequence.detokenizer
     if sequence.prompt.owner.error is not None or detokenizer is None:

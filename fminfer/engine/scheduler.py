@@ -244,7 +244,7 @@ class Scheduler:
         walk.fed_ids.clear()
 
     def _evict_unshared(self, ids: list[int]) -> None:
-        """Evict what no waiting prompt shares of a prompt, if no more prompts come."""
+        """Evict the cached blocks of a prompt that no waiting prompt shares."""
         num_wanted = self.waiting.num_shared_tokens(ids)
         if num_wanted is not None:
             self.kv.prefixes.evict_tail(ids, num_wanted)

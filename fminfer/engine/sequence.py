@@ -13,6 +13,7 @@ from fminfer.core.errors import RequestError
 from fminfer.core.messages import Mask
 from fminfer.core.timing import RowTimes
 from fminfer.engine.logit_edits import Bans, LogitEdits
+from fminfer.engine.observation import NUM_LIKELIEST, Observation, ObservedMass
 from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.grammars import Matcher
@@ -26,7 +27,6 @@ AnswerKind = Literal[
 
 
 ALTERNATIVE = struct.Struct("=qf")  # an id and its logprob
-NUM_FREE = 5  # likeliest tokens that are told of a prompt under observation
 
 
 # not frozen: there is one a token, and that costs three times as much
@@ -56,31 +56,6 @@ def no_token_error(num_drawn: int) -> RequestError:
 Array = Any  # of numpy
 # a list, often still growing, and [start, end)
 ReportSlice = tuple[list[TokenReport], int, int]
-
-
-@dataclass(slots=True, frozen=True)
-class LabelSpelling:
-    """A way to spell the labels of a constraint."""
-
-    style: int  # as `constraint_watch.spell_labels` numbers them
-    labels: tuple[str, ...]
-    first_ids: tuple[int, ...]  # tokens that labels begin with
-
-
-@dataclass(slots=True, frozen=True)
-class Observation:
-    """What is measured of a constrained request: at the first token of its first prompt."""
-
-    spellings: tuple[LabelSpelling, ...]  # of its labels, first that of the constraint
-
-
-@dataclass(slots=True, frozen=True)
-class ObservedMass:
-    """The probabilities that the model gave before bias, temperature and filters."""
-
-    mass: float  # of the tokens that the constraint allows first, or of whole labels
-    spelling_masses: tuple[float, ...]  # of the first tokens of each spelling
-    free_tokens: tuple[tuple[int, float], ...]  # the likeliest, with their logprobs
 
 
 @dataclass(slots=True, frozen=True)
@@ -151,7 +126,10 @@ class RequestState:
 
 @dataclass(slots=True, frozen=True)
 class Branch:
-    """What a prompt that is a branch of another's labels computes (`label_walk`)."""
+    """The tokens that a branch feeds and scores.
+
+    A branch is a prompt and a path in its label trie (`label_walk`).
+    """
 
     parent: PromptState
     # Of the trie of labels: nodes whose tokens it feeds, where 0 is the prompt; and nodes
@@ -222,7 +200,7 @@ class PromptState:
     encoder_output: Array | None = None
     # admitted with the blocks of another prompt's encoder output
     shares_encoder_output: bool = False
-    # Its choices are labels: it is not fed, but its branches are.
+    # The search for its labels. The prompt is not computed itself; its branches are.
     walk: Walk | None = None
     branch: Branch | None = None  # it is one of another prompt's labels
     # Under observation: the tokens that its grammar allows first, those that begin labels
@@ -327,8 +305,8 @@ class PromptState:
         masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
         walk = self.walk
         mass = masses.pop(0) if walk is None else walk.describe_answer()["label_mass"]
-        free_tokens = self.mask_reports[0].best_alternatives(NUM_FREE)
-        return ObservedMass(mass, tuple(masses), tuple(free_tokens))
+        likeliest_tokens = self.mask_reports[0].best_alternatives(NUM_LIKELIEST)
+        return ObservedMass(mass, tuple(masses), tuple(likeliest_tokens))
 
     def copy_shared_scores(self) -> None:
         """Copy the reports of other prompts' prefixes, as the first result comes.

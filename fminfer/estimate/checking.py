@@ -126,13 +126,15 @@ class Check:
         on_wrong: Callable[[Record], None],
         *,
         is_quiet: bool,
-        rows: RowRequests | None = None,
+        row_requests: RowRequests | None = None,
     ) -> CheckReport:
         """Check every line of the inputs, and plan their run as is asked for."""
         config = self._config
         intake = self._intake
         template = (
-            None if rows is None else rows.make_template(intake.choose_text_field)
+            None
+            if row_requests is None
+            else row_requests.make_template(intake.choose_text_field)
         )
         checker = LineChecker(
             LineIntake(intake),
@@ -146,9 +148,11 @@ class Check:
             has_prefix_cache=config.prefix_cache,
             on_wrong=on_wrong,
         )
-        total = sum_counts([count_lines(path, rows=template) for path in inputs])
+        total = sum_counts(
+            [count_lines(path, row_template=template) for path in inputs]
+        )
         lines = chain.from_iterable(
-            read_lines(path, source, rows=template)
+            read_lines(path, source, row_template=template)
             for source, path in enumerate(inputs)
         )
         for line in tqdm(

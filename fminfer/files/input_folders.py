@@ -21,6 +21,7 @@ from fminfer.files.line_reader import (
     is_input_name,
     read_first_bytes,
 )
+from fminfer.files.numbered_values import strip_compression
 from fminfer.files.split_folders import is_split_folder
 from fminfer.files.streams import (
     MANIFEST,
@@ -107,9 +108,12 @@ def _check_input_file(path: Path, *, has_rows: bool) -> None:
             "its lines are requests; rename it, or give it on stdin: - < "
             f"{shlex.quote(str(path))}"
         )
+    elif is_table and (not trouble or strip_compression(path).suffix in trouble):
+        raise UsageError(
+            f"{path} is a table, and tables need a template. Type: "
+            f"{_describe_command(path)}"
+        )
     trouble = trouble or "it must hold JSON lines, each a request"
-    if is_table:
-        trouble += f". Of a table say what its rows ask: {_describe_command(path)}"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 
@@ -154,10 +158,17 @@ def sort_folder(folder: Path, *, has_rows: bool = False) -> FolderContents:
             why = CAPITALS
         elif isfile(path):
             is_table = path.name.endswith(TABLE_ENDINGS)
-            kind, trouble = ("", "") if is_table else classify_lines(path)
-            is_own = is_own_table(path) if is_table else kind == "answers"
-            why = ANSWERS if is_own else LINK if path in links else ""
-            trouble = trouble and f"{path} cannot be answered: {trouble}"
+            if is_table:
+                is_own = is_own_table(path)
+            else:
+                kind, trouble = classify_lines(path)
+                is_own = kind == "answers"
+            if is_own:
+                why = ANSWERS
+            elif path in links:
+                why = LINK
+            if trouble:
+                trouble = f"{path} cannot be answered: {trouble}"
         elif os.path.exists(path):
             why = NO_FILE
         elif path.is_symlink():

@@ -32,6 +32,7 @@ CLOCK = "the time that templates read"
 LINE_NUMBERS = "--line-numbers"  # in a fingerprint: records name their lines
 FORM = 2  # of a journal. Rows of form 1 had no keys, and are read as well
 # digests that differ with --model-name
+_DIGEST = re.compile(r"^(?=.*[a-f])[0-9a-f]{16}$")  # of a flag's value; no number
 EXPLAINED = frozenset({"the model", "the tokenizer", "--check-model"})
 
 
@@ -79,9 +80,20 @@ def describe_changes(old: Fingerprint, new: Fingerprint) -> str:
     if "--model-name" in names:
         names = [name for name in names if name not in EXPLAINED]
     return "; ".join(
-        f"{name} was {old.get(name, 'not given')}, is {new.get(name, 'not given')}"
+        _describe_change(name, old.get(name, "not given"), new.get(name, "not given"))
         for name in sorted(names, key=lambda name: not name.startswith("--"))
     )
+
+
+def _describe_change(name: str, old: str, new: str) -> str:
+    """Say how a setting differs; the digests of a flag's values are not shown."""
+    if not name.startswith("--"):
+        return f"{name} was {old}, is {new}"
+    if _DIGEST.fullmatch(old) and _DIGEST.fullmatch(new):
+        return f"it had {'other' if ' and ' in name else 'another'} {name}"
+    old_text = _DIGEST.sub("given", old)
+    new_text = _DIGEST.sub("given", new)
+    return f"{name} was {old_text}, is {new_text}"
 
 
 def check_fingerprint(path: Path, old: Fingerprint, new: Fingerprint) -> None:

@@ -66,21 +66,21 @@ def input_stem(path: Path) -> str:
 
 
 def count_lines(
-    path: Path, limit: int | None = None, rows: RowTemplate | None = None
+    path: Path, limit: int | None = None, row_template: RowTemplate | None = None
 ) -> int | None:
     """Count the lines to answer; None if they would be decompressed or parsed twice."""
-    return count_to_last_line(path, limit, rows)[0]
+    return count_to_last_line(path, limit, row_template)[0]
 
 
 def count_to_last_line(
-    path: Path, limit: int | None = None, rows: RowTemplate | None = None
+    path: Path, limit: int | None = None, row_template: RowTemplate | None = None
 ) -> tuple[int | None, int]:
     """Count the lines to answer, and return the last one's number.
 
     None and 0 if they would be decompressed or parsed twice.
     """
-    if rows is not None:
-        num_rows = rows.count_rows(path)
+    if row_template is not None:
+        num_rows = row_template.count_rows(path)
         if num_rows is not None and limit is not None:
             num_rows = min(num_rows, limit)
         return num_rows, num_rows or 0
@@ -138,7 +138,7 @@ def read_lines(
     source: int,
     digest: Digest | None = None,
     limit: int | None = None,
-    rows: RowTemplate | None = None,
+    row_template: RowTemplate | None = None,
 ) -> Iterator[Line]:
     """Yield the lines of one file; blank ones are skipped but counted.
 
@@ -146,10 +146,10 @@ def read_lines(
 
     Args:
         digest: takes all of the file's bytes; with a limit, those that were read.
-        rows: makes the lines of a table's rows.
+        row_template: makes the lines of a table's rows.
     """
-    if rows is not None:
-        return islice(rows.read_lines(path, source, digest), limit)
+    if row_template is not None:
+        return islice(row_template.read_lines(path, source, digest), limit)
     lines = islice(_read_file_lines(path, source, digest), limit)
     equal = find_num_equal(path)
     if equal is None:
@@ -167,11 +167,11 @@ class InputFile:
         path: Path,
         source: int,
         limit: int | None,
-        rows: RowTemplate | None = None,
+        row_template: RowTemplate | None = None,
     ) -> None:
         self.path = path
         self.limit = limit
-        self._rows = rows
+        self._row_template = row_template
         self._source = source
         # before the digest: a later change is noticed
         self.changed_ns = read_changed_ns(path)
@@ -184,7 +184,7 @@ class InputFile:
     def count_rows(self) -> None:
         """Count the lines to answer, where that is cheaper than to answer them."""
         self.num_rows, self._last_number = count_to_last_line(
-            self.path, self.limit, self._rows
+            self.path, self.limit, self._row_template
         )
 
     def set_count(self, num_rows: int, last_number: int) -> None:
@@ -210,7 +210,9 @@ class InputFile:
     def read_lines(self) -> Iterator[Line]:
         """Read the lines; raise a UsageError if the file was edited meanwhile."""
         digest = Digest()
-        for line in read_lines(self.path, self._source, digest, self.limit, self._rows):
+        for line in read_lines(
+            self.path, self._source, digest, self.limit, self._row_template
+        ):
             self.num_read += 1
             self._last_number = max(self._last_number, line.number)
             yield line

@@ -35,7 +35,7 @@ _TO_LINES = (
     "turn its rows into JSON lines (pandas: to_json(orient='records', lines=True)). "
     f"{_LINE}"
 )
-_TO_TEMPLATE = "named {}, its rows are answered by --prompt-template; or "
+_TO_TEMPLATE = "rename it to end in {} and give --prompt-template, or "
 _TO_UTF8 = "save it as UTF-8 (iconv -f {0} -t UTF-8 FILE > NEW does it)"
 # The first bytes of what holds no JSON lines; what it is, and what to do.
 _OTHERS = (

@@ -315,6 +315,7 @@ class Stage:
         targets, rows = send_columns([scores["target_id"].copy(), row_of], self._device)
         num_top = int(scores["num_top"].max())
         firsts = np.searchsorted(row_of, np.arange(len(scored) + 1))
+
         tokens = self._tokens
         masks = None
         if (scores["mask"] >= 0).any():
@@ -326,6 +327,7 @@ class Stage:
             part_rows = None
             if len(scored) < len(scores):
                 part_rows = rows[entries] - part.start
+
             part_masks = None if masks is None else masks.select(entries)
             return score_tokens(
                 logits, targets[entries], num_top, tokens, part_rows, part_masks

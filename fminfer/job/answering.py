@@ -18,9 +18,7 @@ from typing import Any
 import click
 
 from fminfer.answers.answer_index import open_answer_index
-from fminfer.answers.carrying_over import RunTerms
 from fminfer.contract.record import Choice
-from fminfer.core.config import EngineConfig
 from fminfer.core.errors import (
     FminferError,
     OutputError,
@@ -28,27 +26,21 @@ from fminfer.core.errors import (
     StoppedError,
     UsageError,
 )
-from fminfer.core.option import options_of
 from fminfer.core.quantities import with_noun
 from fminfer.core.terminal import find_width, wrap_lines
 from fminfer.files.input_folders import MOST_NAMED, describe_empty_files
-from fminfer.files.journal_rows import LINE_NUMBERS
 from fminfer.files.line_reader import is_input_name
 from fminfer.files.output_paths import STDOUT, OutputPaths
 from fminfer.files.own_files import SUMMARY, replace_own_file
 from fminfer.files.run_facts import CurrentRun
 from fminfer.files.status_file import check_vectors_owned
-from fminfer.files.tables.result_columns import make_result_columns
-from fminfer.files.tables.row_template import RowTemplate
-from fminfer.files.tables.table_file import open_table
-from fminfer.files.tables.table_options import RowRequests
-from fminfer.files.tables.table_writer import TableOutput
 from fminfer.job.file_job import run_job
 from fminfer.job.report.report_file import write_report
 from fminfer.job.report.reported_outputs import has_readable_rows, read_output
 from fminfer.job.run_inputs import RunInputs, open_files
 from fminfer.job.run_paths import JobPaths, RunContext, check_no_other_model
 from fminfer.job.run_summary import JobSummary
+from fminfer.job.run_terms import make_run_terms
 from fminfer.job.shared_folder import SharedFiles
 from fminfer.machine.processor import read_chosen_name
 from fminfer.machine.stopper import AGAIN, Stopper
@@ -60,9 +52,6 @@ from fminfer.runtime.lines.line_intake import FILLS
 from fminfer.runtime.load.agreement import Opening
 from fminfer.runtime.load.assembly import (
     find_vectors,
-    load_tokenizer,
-    make_intake,
-    make_line_counting,
 )
 from fminfer.runtime.process_roles import lead_or_join, start_engine
 
@@ -75,7 +64,7 @@ def run_process(run: RunContext) -> JobSummary | None:
         nonlocal output_paths
         output_paths = output_paths or run.job.find_output_paths()
         check_no_other_model(
-            run.config, output_paths.inputs, has_rows=run.job.table.is_given
+            run.config, output_paths.inputs, has_rows=run.job.table.has_template
         )
 
     def lead(run_plan: RunPlan, compute: Compute) -> JobSummary:
@@ -265,7 +254,14 @@ def _answer_files(job: _Job) -> JobSummary:
     has_npy = config.embeddings == "npy"
     if has_npy:
         _check_npy(job)
-    terms = _make_terms(job, has_npy=has_npy)
+    terms = make_run_terms(
+        job.run,
+        output_paths,
+        job.checkpoint,
+        job.fingerprint,
+        print_line=job.print_line,
+        has_npy=has_npy,
+    )
     files: RunInputs
     if job_paths.is_shared:
         find_paths = (
@@ -304,56 +300,6 @@ def _answer_files(job: _Job) -> JobSummary:
     if not job_paths.keeps_output:
         summary.outputs = []
     return summary
-
-
-def _make_terms(job: _Job, *, has_npy: bool) -> RunTerms:
-    """Return what holds for every input of the run."""
-    job_paths = job.run.job
-    config = job.run.config
-    rows = _make_row_template(job)
-    if rows is not None and job_paths.truth is not None:
-        for path in job.output_paths.inputs:
-            table = open_table(path, rows.delimiter)
-            table.check_column(job_paths.truth, f"--truth {job_paths.truth}")
-    numbering = {LINE_NUMBERS: "on"} if job_paths.has_line_numbers else {}
-    return RunTerms(
-        model=job.checkpoint.name,
-        fingerprint=job.fingerprint | (rows.fingerprint if rows else {}) | numbering,
-        restart=job_paths.restart,
-        limit=job_paths.limit,
-        # A file of vectors does not say which line an answer is of, once lines have moved.
-        count_lines=None if has_npy else make_line_counting(config, job.checkpoint),
-        current_run=CurrentRun(settings=name_settings(config)),
-        print_progress=job.print_line,
-        table=_make_table_output(job, rows),
-        has_line_numbers=job_paths.has_line_numbers,
-        rows=rows,
-    )
-
-
-def _make_row_template(job: _Job) -> RowTemplate | None:
-    """Return what makes requests of the inputs' rows; None: they are no tables."""
-    job_paths = job.run.job
-    if not job_paths.table.is_given:
-        return None
-    config = job.run.config
-    tokenizer = load_tokenizer(config, job.checkpoint)
-    intake = make_intake(config, job.checkpoint, tokenizer)
-    requests = RowRequests(
-        job_paths.table, job_paths.prompt_fields, is_raw=job_paths.is_raw
-    )
-    return requests.make_template(intake.choose_text_field)
-
-
-def _make_table_output(job: _Job, rows: RowTemplate | None) -> TableOutput | None:
-    """Return the table to write beside the records, once it is sure that it can be; or None."""
-    paths = job.output_paths
-    if paths.table is None or rows is None:
-        return None
-    columns = make_result_columns(rows.fields, job.run.job.prefix or "", rows.columns)
-    table = TableOutput(paths.table, columns, rows.delimiter)
-    table.check_input(open_table(paths.inputs[0], rows.delimiter))
-    return table
 
 
 def _check_npy(job: _Job) -> None:
@@ -461,17 +407,6 @@ def _adding_how_to_go_on(
 
 # that a report may take when the run was told to stop; it is killed after 5 s
 AFTER_STOP_S = 2.0
-HIDDEN_OPTIONS = ("model", "request_args")
-MAX_CHARS = 200  # of a setting
-
-
-def name_settings(config: EngineConfig) -> dict[str, str]:
-    """Return the engine's options that are not the defaults, for the status file."""
-    return {
-        each.told: str(getattr(config, name))[:MAX_CHARS]
-        for name, each in options_of(EngineConfig).items()
-        if name not in HIDDEN_OPTIONS and getattr(config, name) != each.default
-    }
 
 
 def write_report_at_end(

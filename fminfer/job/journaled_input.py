@@ -79,7 +79,7 @@ class JournaledInput:
         self.hold = Hold(output, terms.claims, claim)
         self.journal: Journal | None = None  # open while the input is being answered
         self._terms = terms
-        self._input = InputFile(path, source, terms.limit, terms.rows)
+        self._input = InputFile(path, source, terms.limit, terms.row_template)
         self._fingerprint = {
             INPUT: self._input.digest,
             CLOCK: read_clock(),
@@ -399,9 +399,9 @@ def _require_own_table(output: Path, terms: RunTerms) -> None:
     is_known = terms.restart or journal_path(output).exists() or not table.path.exists()
     if not is_known and (completed is None or not completed.has_table(table.path)):
         raise UsageError(
-            f"{table.path} exists, and is not as a run with the records {output} has written "
-            "it. Move it away, and the same command writes the table again without "
-            "answering anew; or give another --output"
+            f"{table.path} was not written by this run, or was edited since. Move it away: "
+            f"the same command then writes it again from {output}, without answering anew. "
+            "Or give another --output"
         )
 
 

@@ -76,16 +76,16 @@ class StreamedInput:
         source: int,
         stream: OrderedStream,
         limit: int | None = None,
-        rows: RowTemplate | None = None,
+        row_template: RowTemplate | None = None,
         *,
         has_line_numbers: bool = False,
     ) -> None:
         self.path = path
         self.source = source
         self._limit = limit
-        self._rows = rows
+        self._row_template = row_template
         self._has_line_numbers = has_line_numbers
-        self.num_left = count_lines(path, limit, rows)
+        self.num_left = count_lines(path, limit, row_template)
         self._num_read = self._num_done = 0
         self._is_read = False
         self._stream = stream
@@ -101,7 +101,9 @@ class StreamedInput:
 
     def read_lines(self, pass_over: Callable[[Line], None]) -> Iterator[Line]:
         """Read it; no line is passed over."""
-        lines = read_lines(self.path, self.source, limit=self._limit, rows=self._rows)
+        lines = read_lines(
+            self.path, self.source, limit=self._limit, row_template=self._row_template
+        )
         for line in lines:
             self._stream.expect_record(self.source, line.number)
             self._num_read += 1
@@ -242,7 +244,7 @@ def open_files(inputs: list[Path], outputs: list[Path], terms: RunTerms) -> Name
             source,
             stream,
             terms.limit,
-            terms.rows,
+            terms.row_template,
             has_line_numbers=terms.has_line_numbers,
         )
         if output == STDOUT

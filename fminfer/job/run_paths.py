@@ -67,15 +67,14 @@ class JobOptions(Options):
         metavar="TEXT",
     )
     is_raw: bool = _option(
-        "Continue --prompt as plain text, as completions do; at most "
-        f"{RAW_TOKENS} tokens, or --generate-seq-length. The same of --prompt-template, "
-        "which has no such limit.",
+        "Send the text as a completion's prompt, also for a chat model. With --prompt at "
+        f"most {RAW_TOKENS} tokens, or --generate-seq-length.",
         commands=("run", "check"),
     )
     output: Location | None = _option(
         "A .jsonl file; a folder, created if its parent is there; a URL of either; or "
-        "- for stdout. Errors then go to stderr. Of one table: a .parquet or .csv file of its "
-        "columns and the answers', beside which the records go to <name>.records.jsonl.  "
+        "- for stdout. Errors then go to stderr. For one input table, a .parquet or .csv "
+        "file: its columns and those of the answers. Records go to <name>.records.jsonl.  "
         "[default: output_<name>.jsonl beside the input; stdout for stdin]"
     )
     prefix: str | None = _option(
@@ -112,8 +111,8 @@ class JobOptions(Options):
         "Write an HTML page about the answers when the run ends, as fminfer report does."
     )
     truth: str | None = _option(
-        "Of --report: the column that has the true labels, or the key beside requests. The page "
-        "then tells how many labels are right.",
+        "With --report: the column with the true labels; of JSON lines, the key beside "
+        "`request`. The page shows how many answers are right.",
         metavar="COLUMN",
     )
     trace: Path | None = _option("Write a timeline of each rank, for ui.perfetto.dev.")
@@ -129,8 +128,7 @@ class JobOptions(Options):
         """
         if self.truth is not None and self.report is None:
             raise UsageError(
-                f"--truth {self.truth} is of the report, and there is none; give --report FILE, "
-                "too, or leave --truth out"
+                "--truth needs --report. Add --report FILE, or leave --truth out"
             )
         if len(self.prompts) > 1:
             raise UsageError(
@@ -173,7 +171,7 @@ class JobPaths(JobOptions):
         """List the input files, of which there must be one."""
         local = [file for path in self.paths for file in self.remote.fetch_inputs(path)]
         inputs = find_inputs(
-            local, may_be_empty=self.is_watching, has_rows=self.table.is_given
+            local, may_be_empty=self.is_watching, has_rows=self.table.has_template
         )
         if not inputs and not self.is_watching:
             raise UsageError(
@@ -198,7 +196,7 @@ class JobPaths(JobOptions):
             )
         paths = make_output_paths(inputs, self.remote.find_local_output(self.output))
         for folder in self._folders:
-            has_rows = self.table.is_given
+            has_rows = self.table.has_template
             for read_folder in list_read_folders(folder, has_rows=has_rows):
                 paths.refused.update(sort_folder(read_folder, has_rows=has_rows).lost)
 
@@ -222,11 +220,10 @@ class JobPaths(JobOptions):
                 f"--prefix {self.prefix} names columns of a table, and none is written; give "
                 "--output a name that ends in .parquet or .csv, or leave --prefix out"
             )
-        if paths.table is not None and not self.table.is_given:
+        if paths.table is not None and not self.table.has_template:
             raise UsageError(
-                f"--output {self.output} is a table of an input's rows and their answers, and "
-                "the input has requests. Give a table and --prompt-template, or an --output "
-                "that ends in .jsonl"
+                f"--output {self.output} needs rows, and the input has requests. Add "
+                "--prompt-template, or give an --output that ends in .jsonl"
             )
 
     def _check_further_files(self, paths: OutputPaths) -> None:
@@ -269,7 +266,7 @@ class JobPaths(JobOptions):
 
     def describe_left_out(self) -> list[str]:
         """Name the folders' files that are left out, a text for each reason."""
-        return describe_left_out(self._folders, has_rows=self.table.is_given)
+        return describe_left_out(self._folders, has_rows=self.table.has_template)
 
     def _make_prompt_paths(self) -> OutputPaths:
         """Return no paths for a prompt, whose answer is printed; raise if flags name files."""
@@ -284,7 +281,7 @@ class JobPaths(JobOptions):
             for name, value in values
             if value is not None and value is not False
         ]
-        if self.table.is_given:
+        if self.table.has_template:
             flags.append(PROMPT_FLAG)
         if flags := ["the files"] * bool(self.paths) + flags:
             raise UsageError(

@@ -274,7 +274,7 @@ class SharedFiles(RunInputs):
     def _count_free_rows(self, path: Path) -> None:
         try:
             terms = self._terms
-            self._free_rows[path] = count_lines(path, terms.limit, terms.rows)
+            self._free_rows[path] = count_lines(path, terms.limit, terms.row_template)
         except UsageError as error:  # it cannot be read
             del self._free_rows[path]
             self._note_refused(path, error)

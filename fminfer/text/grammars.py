@@ -308,8 +308,8 @@ class Grammars:
         compiled: Compiled | RequestError
         try:
             if constraint.kind == "labels":
-                labels, num_told = json.loads(constraint.text)
-                compiled = LabelTrie(labels, num_told, self._spell_label)
+                labels, num_listed = json.loads(constraint.text)
+                compiled = LabelTrie(labels, num_listed, self._spell_label)
             else:
                 compiled = self._compile(constraint)
         except RequestError as error:

@@ -31,17 +31,17 @@ class LabelTrie:
 
     Args:
         spell: returns the tokens of a label behind any prompt; None: no tokens spell it.
-        num_told: of how many labels an answer tells the probability.
+        num_listed: of how many labels an answer tells the probability.
     """
 
     def __init__(
         self,
         labels: Sequence[str],
-        num_told: int,
+        num_listed: int,
         spell: Callable[[str], list[int] | None],
     ) -> None:
         self.labels = labels
-        self.num_told = num_told
+        self.num_listed = num_listed
         self.nodes = [LabelNode(ROOT, -1, 0)]
         self.ends = [self._add_label(number, spell) for number in range(len(labels))]
         inner = [number for number, node in enumerate(self.nodes) if node.children]
@@ -49,12 +49,12 @@ class LabelTrie:
         self.deepest_inner = max(inner, key=lambda number: self.nodes[number].depth)
         self.num_longest = self.nodes[self.deepest_inner].depth + 1
 
-    def list_path(self, number: int) -> list[int]:
+    def list_path(self, node_id: int) -> list[int]:
         """Return the nodes from the first token to this one, both included."""
         path = list[int]()
-        while number != ROOT:
-            path.append(number)
-            number = self.nodes[number].parent
+        while node_id != ROOT:
+            path.append(node_id)
+            node_id = self.nodes[node_id].parent
         return path[::-1]
 
     def _add_label(self, label: int, spell: Callable[[str], list[int] | None]) -> int:
@@ -66,22 +66,22 @@ class LabelTrie:
                 "Write it in another way",
                 "structured_outputs",
             )
-        number = ROOT
+        node_id = ROOT
         for token_id in ids:
-            number = self._find_child(number, token_id) or self._add_child(
-                number, token_id
+            node_id = self._find_child(node_id, token_id) or self._add_child(
+                node_id, token_id
             )
-        self.nodes[number].label = label
-        return number
+        self.nodes[node_id].label = label
+        return node_id
 
-    def _find_child(self, number: int, token_id: int) -> int | None:
-        for child in self.nodes[number].children:
+    def _find_child(self, node_id: int, token_id: int) -> int | None:
+        for child in self.nodes[node_id].children:
             if self.nodes[child].token_id == token_id:
                 return child
         return None
 
-    def _add_child(self, number: int, token_id: int) -> int:
-        parent = self.nodes[number]
-        self.nodes.append(LabelNode(number, token_id, parent.depth + 1))
+    def _add_child(self, node_id: int, token_id: int) -> int:
+        parent = self.nodes[node_id]
+        self.nodes.append(LabelNode(node_id, token_id, parent.depth + 1))
         parent.children.append(len(self.nodes) - 1)
         return len(self.nodes) - 1

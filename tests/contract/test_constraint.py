@@ -254,6 +254,11 @@ REFUSED: list[tuple[Fields, str, str]] = [
         'Leave "structural_tag" out',
     ),
     (structured(jsn={}), "structured_outputs", '"jsn"; it may have json, regex'),
+    (
+        structured(json={}, probabilities=True),
+        "structured_outputs",
+        "needs choice, and this request has json",
+    ),
     (structured(regex=""), "structured_outputs.regex", "not empty"),
     (structured(regex=5), "structured_outputs.regex", "a number"),
     (structured(grammar=""), "structured_outputs.grammar", "not empty"),

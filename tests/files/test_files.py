@@ -225,9 +225,10 @@ def test_what_holds_no_json_lines_is_named_by_its_bytes(
     (overview,) = find_overviews(tmp_path)
     assert [what in (file.why or "") for file in overview.files] == [True, False]
     renamed = path.rename(tmp_path / "a.csv")
-    with pytest.raises(
-        UsageError, match=r"a\.csv has none of the endings .*" + re.escape(what)
-    ):
+    message = r"a\.csv has none of the endings .*" + re.escape(what)
+    if what == "a table (CSV)":
+        message = r"a\.csv is a table, and tables need a template\. Type: "
+    with pytest.raises(UsageError, match=message):
         find_inputs([renamed])
 
 

@@ -128,12 +128,21 @@ def test_a_prompt_that_names_a_file_says_so(
 
 
 @pytest.mark.parametrize(
-    "flags", [["a.jsonl"], ["--prompt", "x", "--chat-template", "x.jinja"]]
+    ("flags", "message"),
+    [
+        (["a.jsonl"], "--raw needs --prompt or --prompt-template"),
+        (
+            ["--prompt", "x", "--chat-template", "x.jinja"],
+            "--raw and --chat-template exclude each other",
+        ),
+    ],
 )
-def test_raw_is_refused_where_it_would_mean_nothing(flags: list[str]) -> None:
+def test_raw_is_refused_where_it_would_mean_nothing(
+    flags: list[str], message: str
+) -> None:
     found = CliRunner().invoke(main, ["run", "--raw", *flags])
     assert found.exit_code == 2
-    assert "--raw is of --prompt and --prompt-template, and takes no" in found.stderr
+    assert message in found.stderr
 
 
 def test_a_base_models_completion_is_not_cut_at_16_tokens(

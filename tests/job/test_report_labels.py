@@ -250,7 +250,7 @@ def test_a_column_that_is_not_there_is_refused(output: Path, tmp_path: Path) -> 
         report_truth(plain, "label")
     bare = json.loads(labelled(" bad"))
     plain.write_text(json.dumps(bare) + "\n")
-    with pytest.raises(UsageError, match="nothing stands beside the requests"):
+    with pytest.raises(UsageError, match=r"requests\. Leave --truth out"):
         report_truth(plain, "label")
 
 
@@ -286,7 +286,7 @@ def test_a_run_compares_labels(tmp_path: Path) -> None:
     source = write_lines(tmp_path / "in.jsonl", lines)
     page = tmp_path / "r.html"
     refused = call("run", *FLAGS, source, "--truth", "truth")
-    assert refused.exit_code == 2 and "give --report FILE" in refused.output
+    assert refused.exit_code == 2 and "Add --report FILE" in refused.output
     assert not (tmp_path / "output_in.jsonl").exists()
 
     result = call("run", "-q", *FLAGS, source, "--report", page, "--truth", "truth")

@@ -127,8 +127,8 @@ def test_every_line(tmp_path: Path) -> None:
         "speed     1,000 tokens/s computed, of them 100 generated (1,160 with those that were "
         "shared); stages busy 80%, 40% (bubble 40%); 5.0 MB sent",
         "time      ready after 1.2 s, then 10.0 s",
-        "allowed   constraints left 96% of the model's probability, in the median of 58 "
-        "measured rows; least in line 3 (0.42%), line 9 (50%)",
+        "allowed   constraints left 96% of the model's probability (median of 58 "
+        "measured rows); least: line 3 (0.42%), line 9 (50%)",
         "offload   3 passes of stage 0, 4.00 GiB read at 2.00 GiB/s by each rank; it waited for "
         "layers 75% of the time: bringing layers set the pace",
         "warning   the disk of stage 0 was slow at times: one pass read at 512 MiB/s, "

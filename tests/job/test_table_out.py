@@ -26,6 +26,7 @@ from fminfer.files.tables import row_template
 from fminfer.files.tables.result_columns import make_result_columns
 from fminfer.files.tables.row_template import PROMPT_FLAG, RowTemplate
 from fminfer.files.tables.table_writer import TableOutput, records_path
+from fminfer.job.report.reported_outputs import find_outputs
 from fminfer.job.run_inputs import open_files
 from fminfer.models.checkpoint import open_model
 from fminfer.runtime.load.assembly import make_line_counting
@@ -60,7 +61,7 @@ def write_source(path: Path, texts: list[str | None]) -> Path:
 
 def make_terms(path: Path, prefix: str = "", **terms: Any) -> dict[str, Any]:
     table = TableOutput(path, make_result_columns(ROWS.fields, prefix))
-    return {"table": table, "rows": ROWS, **terms}
+    return {"table": table, "row_template": ROWS, **terms}
 
 
 def run(engine: fminfer.Engine, source: Path, table: Path, **terms: Any) -> None:
@@ -157,11 +158,18 @@ def test_an_edited_table_is_not_replaced(answered: Path, source: Path) -> None:
     edited = csv.read_text().replace("one", "uno")
     csv.write_text(edited)
     for prefix in ("", "m_"):
-        with pytest.raises(UsageError, match=r"out\.csv exists, and is not as"):
+        with pytest.raises(UsageError, match=r"out\.csv was not written by this run"):
             finish(source, csv, prefix=prefix)
     assert csv.read_text() == edited
     csv.unlink()
     assert finish(source, csv)
+
+
+def test_a_report_of_a_table_names_its_records(answered: Path) -> None:
+    """A report reads records; `fminfer report out.csv` called the table no output."""
+    for table in (answered, answered.with_suffix(".csv")):
+        with pytest.raises(UsageError, match=r"report .*/out\.records\.jsonl$"):
+            find_outputs([table])
 
 
 @pytest.mark.parametrize("ending", [".csv", ".parquet"])
@@ -177,7 +185,7 @@ def test_tables_of_others_are_not_replaced(
             run(engine, source, table, restart=restart)
     run(engine, source, other)
     shutil.copy(other, table)
-    with pytest.raises(UsageError, match="exists, and is not as a run"):
+    with pytest.raises(UsageError, match="was not written by this run"):
         run(engine, source, table)
     run(engine, source, table, restart=True)
     assert not journal_path(records_path(table)).exists()

@@ -104,12 +104,12 @@ def test_a_stopped_run_goes_on_and_a_grown_table_keeps_its_answers(
 ) -> None:
     """Parquet is written anew to grow; rows that were there keep their answers."""
     counting = make_line_counting(engine.config, open_model(engine.config))
-    rows = RowTemplate(
+    row_template = RowTemplate(
         {PROMPT_FLAG: ASK}, "prompt", {"max_tokens": 3, "temperature": 0}
     )
     table = write_parquet(tmp_path / "a.parquet")
     output = tmp_path / "a.jsonl"
-    terms = {"count_lines": counting, "rows": rows}
+    terms = {"count_lines": counting, "row_template": row_template}
     stop_after(engine, 9, table, output, **terms)
     assert journal_path(output).exists()
 
@@ -145,7 +145,9 @@ def test_another_template_is_another_run(tmp_path: Path) -> None:
             "run", "-q", place, "--prompt-template", "{{ text }}", *FLAGS, "--limit", 3
         )
         assert found.exit_code == 2, found.output
-        assert "--prompt-template was" in found.stderr
+        assert "belongs to a run that differs: it had another --prompt-template" in (
+            found.stderr
+        )
     assert (tmp_path / "output_a.jsonl").read_bytes() == before
 
 
@@ -226,7 +228,9 @@ def test_check_shows_the_first_prompt(tmp_path: Path) -> None:
     for flag in (["--raw"], ["--temperature", "1"]):
         found = invoke("check", lines, *flag)
         assert found.exit_code == 2
-        assert f"{flag[0]} is of requests that --prompt-template makes" in found.stderr
+        assert (
+            f"{flag[0]} is for requests made of rows, and there is no" in found.stderr
+        )
 
 
 def test_without_a_template_a_table_is_refused_with_the_line_to_type(

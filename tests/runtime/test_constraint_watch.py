@@ -21,11 +21,12 @@ from fminfer.contract.row_warnings import WarningCounts
 from fminfer.core.config import Constraint
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.intake import Intake
-from fminfer.engine.sequence import ObservedMass, PreparedRequest
+from fminfer.engine.observation import ObservedMass
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.constraint_watch import (
-    EVERY,
     MAX_CONSTRAINTS,
     NUM_FIRST_ROWS,
+    SAMPLE_INTERVAL,
     STYLES,
     ConstraintWatch,
     spell_labels,
@@ -63,9 +64,9 @@ def measured(monkeypatch: pytest.MonkeyPatch) -> Measured:
     add = ConstraintWatch.add
 
     def note(self: ConstraintWatch, request: LineRequest, answer: Answer) -> None:
-        if isinstance(answer, Finished) and answer.observed is not None:
+        if isinstance(answer, Finished) and answer.observed_mass is not None:
             assert request.line.number not in found, "a line is measured once"
-            found[request.line.number] = request.prepared, answer.observed
+            found[request.line.number] = request.prepared, answer.observed_mass
         add(self, request, answer)
 
     monkeypatch.setattr(ConstraintWatch, "add", note)
@@ -134,8 +135,8 @@ def test_masses_are_those_of_transformers(
         ]
         assert [*observed.spelling_masses] == pytest.approx(firsts, rel=1e-4)
         best = probs.topk(5)
-        assert [each for each, _ in observed.free_tokens] == best.indices.tolist()
-        logprobs = [logprob for _, logprob in observed.free_tokens]
+        assert [each for each, _ in observed.likeliest_tokens] == best.indices.tolist()
+        logprobs = [logprob for _, logprob in observed.likeliest_tokens]
         assert logprobs == pytest.approx(best.values.log().tolist(), abs=1e-4)
 
 
@@ -257,7 +258,7 @@ def test_the_first_rows_of_each_constraint_are_measured_and_then_every_20th(
 def test_many_constraints_are_counted_together(intake: Intake) -> None:
     watch = make_watch(intake)
     numbers: list[int] = []
-    for number in range(MAX_CONSTRAINTS + NUM_FIRST_ROWS + EVERY):
+    for number in range(MAX_CONSTRAINTS + NUM_FIRST_ROWS + SAMPLE_INTERVAL):
         prepared = prepare(intake, **outputs(choice=[f"label {number}", "b"]))
         if (observation := watch.observe(prepared).observation) is not None:
             numbers.append(number)
@@ -299,7 +300,7 @@ def judge(intake: Intake, labels: list[str], mass: float, **masses: float) -> li
             for place, spelling in enumerate(prepared.observation.spellings)
         )
         observed = ObservedMass(mass, spelling_masses, ((free, math.log(0.25)),))
-        finished = Finished(number, [], {}, {}, observed=observed)
+        finished = Finished(number, [], {}, {}, observed_mass=observed)
         watch.add(make_request(number, prepared), finished)
         assert bool(told) == bool(number >= NUM_FIRST_ROWS and intake.warnings.kinds)
     return told
@@ -349,7 +350,7 @@ def test_the_median_and_the_worst_rows_are_told(intake: Intake) -> None:
     for number, mass in enumerate(masses, start=1):
         prepared = watch.observe(prepare(intake, **outputs(regex="a+")))
         observed = ObservedMass(mass, (), ())
-        finished = Finished(number, [], {}, {}, observed=observed)
+        finished = Finished(number, [], {}, {}, observed_mass=observed)
         watch.add(make_request(number, prepared), finished)
     found = watch.summarize()
     assert found is not None
@@ -360,6 +361,6 @@ def test_the_median_and_the_worst_rows_are_told(intake: Intake) -> None:
         ("line 4 of it", 0.1),
     ]
     assert found.to_text() == (
-        "constraints left 50% of the model's probability, in the median of 7 measured "
-        "rows; least in line 5 of it (0.046%), line 2 of it (3%), line 4 of it (10%)"
+        "constraints left 50% of the model's probability (median of 7 measured "
+        "rows); least: line 5 of it (0.046%), line 2 of it (3%), line 4 of it (10%)"
     )

@@ -417,8 +417,8 @@ def score_tokens(
 
     Args:
         rows: the row of logits of each id, (ids,) int64; None: each row has one id.
-        masks: of each id. One that has a mask gets the log of the probability of all that
-            the mask allows.
+        masks: one for each id, or none. With a mask, the score is the logprob of all allowed
+            tokens.
     """
     tokens = tokens or TokenSpan(logits.shape[-1])
     ranking = tokens.rank_logits(logits, num_top)

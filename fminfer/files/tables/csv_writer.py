@@ -35,7 +35,7 @@ class CsvWriter:
         """Do nothing: a CSV has no end."""
 
     def _write_rows(self, rows: Any) -> None:
-        lines = (",".join(map(_quote, row)) + "\n" for row in rows)
+        lines = (",".join(map(_quote_cell, row)) + "\n" for row in rows)
         self._file.write("".join(lines).encode())
 
 
@@ -52,20 +52,20 @@ def list_texts(column: Any) -> list[str]:
     if "binary" not in str(kind):
         with suppress(pyarrow.ArrowNotImplementedError):  # of nested ones
             return [text or "" for text in column.cast(pyarrow.string()).to_pylist()]
-    return ["" if cell is None else _make_text(cell) for cell in column.to_pylist()]
+    return ["" if cell is None else _spell_cell(cell) for cell in column.to_pylist()]
 
 
-def _make_text(cell: Any) -> str:
+def _spell_cell(cell: Any) -> str:
     if isinstance(cell, bytes):
-        return _spell(cell)
-    return json.dumps(cell, ensure_ascii=False, default=_spell)
+        return _spell_value(cell)
+    return json.dumps(cell, ensure_ascii=False, default=_spell_value)
 
 
-def _spell(value: Any) -> str:
+def _spell_value(value: Any) -> str:
     """Return what JSON has no type for as a text."""
     return b64encode(value).decode() if isinstance(value, bytes) else str(value)
 
 
-def _quote(text: str) -> str:
+def _quote_cell(text: str) -> str:
     doubled = text.replace('"', '""')
     return f'"{doubled}"' if _NEEDS_QUOTES.search(text) else text

@@ -93,12 +93,13 @@ def _merge_types(first: Any, second: Any) -> Any:
     return pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
-def _refuse_constant(name: str) -> None:
+def raise_constant_error(name: str) -> None:
+    """Raise a ValueError for a constant that Python's JSON has: NaN or an infinity."""
     raise ValueError(f"{name} is not JSON")
 
 
 # orjson would make a float of a large integer
-_DECODER = json.JSONDecoder(parse_constant=_refuse_constant)
+_DECODER = json.JSONDecoder(parse_constant=raise_constant_error)
 
 
 def _parse_row(raw: bytes) -> Cells | RowFault:

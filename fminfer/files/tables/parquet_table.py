@@ -141,12 +141,14 @@ def find_json_type(kind: Any) -> Any | None:
         return find_json_type(kind.storage_type)
     if types.is_dictionary(kind):
         return find_json_type(kind.value_type)
+
     if types.is_duration(kind):
         return pyarrow.int64()
     if types.is_decimal(kind) or (
         types.is_temporal(kind) and not types.is_interval(kind)
     ):
         return pyarrow.string()
+
     if types.is_struct(kind):
         fields = [(field.name, find_json_type(field.type)) for field in kind]
         is_readable = all(each is not None for _, each in fields)
@@ -159,6 +161,7 @@ def find_json_type(kind: Any) -> Any | None:
         if item is None or item == kind.value_type:
             return None if item is None else kind
         return pyarrow.list_(item)
+
     is_plain = types.is_primitive(kind) or types.is_boolean(kind)
     is_text = types.is_string(kind) or types.is_large_string(kind)
     is_text = is_text or types.is_string_view(kind) or types.is_null(kind)
@@ -173,7 +176,9 @@ def _has_floats(kind: Any) -> bool:
 def _spell_infinite(cell: Any) -> Any:
     """Return a cell whose numbers JSON has: nan and infinities become their names."""
     if isinstance(cell, float) and not math.isfinite(cell):
-        return "NaN" if math.isnan(cell) else "Infinity" if cell > 0 else "-Infinity"
+        if math.isnan(cell):
+            return "NaN"
+        return "Infinity" if cell > 0 else "-Infinity"
     if isinstance(cell, list | tuple):
         return [_spell_infinite(each) for each in cell]
     if isinstance(cell, dict):

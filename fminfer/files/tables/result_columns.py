@@ -30,7 +30,7 @@ SCALARS: dict[str, CellKind] = {  # types of JSON Schema
     "number": "number",
     "boolean": "boolean",
 }
-HOLDERS: dict[CellKind, Any] = {
+PYTHON_TYPES: dict[CellKind, Any] = {
     "text": str,
     "integer": int,
     "number": (int, float),
@@ -52,14 +52,14 @@ class ResultColumn:
 
 Part = tuple[str, CellKind, Group]  # a column before it has its name
 Values = dict[Group, Mapping[str, Any]]  # of one choice, by the keys of their columns
-ALWAYS: tuple[Part, ...] = (
+FIXED_COLUMNS: tuple[Part, ...] = (
     ("answer", "text", "choice"),
     ("finish_reason", "text", "choice"),
     ("error", "text", "row"),
     ("prompt_tokens", "integer", "row"),
     ("completion_tokens", "integer", "row"),
 )
-FIXED_NAMES = tuple(name for name, *_ in ALWAYS)
+FIXED_NAMES = tuple(name for name, *_ in FIXED_COLUMNS)
 
 
 def make_result_columns(
@@ -74,7 +74,7 @@ def make_result_columns(
         UsageError: a field says wrongly what an answer must be, or two names are equal.
     """
     is_list = "n" in varying or (fields.get("n") or 1) != 1
-    parts = [*ALWAYS, *_list_further(fields)]
+    parts = [*FIXED_COLUMNS, *_list_constraint_columns(fields)]
     names = _name_columns(parts)
     if twice := [name for name, count in Counter(names).items() if count > 1]:
         raise UsageError(
@@ -87,7 +87,7 @@ def make_result_columns(
     )
 
 
-def find_type(column: ResultColumn) -> Any:
+def make_arrow_type(column: ResultColumn) -> Any:
     """Return the type of a column's cells, as pyarrow has it."""
     pyarrow = import_pyarrow()
     types = {
@@ -99,7 +99,7 @@ def find_type(column: ResultColumn) -> Any:
     return pyarrow.list_(plain) if column.is_list else plain
 
 
-def read_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
+def parse_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
     """Return the cells of a finished row by the names of their columns."""
     fields = parse_record(row.record)
     if row.is_error:
@@ -112,17 +112,17 @@ def read_cells(row: Row, columns: Collection[ResultColumn]) -> dict[str, Any]:
         result = fields["result"]
         # vectors and scores are one choice, of JSON
         listed = result.get("choices") or [{"text": _dump_json(result)}]
-        choices = [{"row": counts, **_read_choice(choice)} for choice in listed]
+        choices = [{"row": counts, **_parse_choice(choice)} for choice in listed]
 
     return {
-        column.name: [_read_cell(column, choice) for choice in choices]
+        column.name: [_convert_cell(column, choice) for choice in choices]
         if column.is_list and not row.is_error
-        else _read_cell(column, choices[0])
+        else _convert_cell(column, choices[0])
         for column in columns
     }
 
 
-def _list_further(fields: Mapping[str, Any]) -> Iterator[Part]:
+def _list_constraint_columns(fields: Mapping[str, Any]) -> Iterator[Part]:
     """Yield the columns of labels with probabilities, or of a flat schema's properties."""
     try:
         constraint = find_constraint(
@@ -171,7 +171,7 @@ def _list_types(schema: Any) -> list[str]:
     return ["string" if isinstance(value, str) else "any" for value in values]
 
 
-def _read_choice(fields: dict[str, Any]) -> Values:
+def _parse_choice(fields: dict[str, Any]) -> Values:
     """Return the values of an answer's choice, by the groups of their columns."""
     text = Choice(fields).text
     if not text and (calls := (fields.get("message") or {}).get("tool_calls")):
@@ -189,7 +189,7 @@ def _read_choice(fields: dict[str, Any]) -> Values:
     return {"choice": values, "label": labels, "property": properties}
 
 
-def _read_cell(column: ResultColumn, choice: Values) -> Any:
+def _convert_cell(column: ResultColumn, choice: Values) -> Any:
     """Return a choice's value as its column holds it; None: it has none, or cannot."""
     kind = column.kind
     value = choice.get(column.group, {}).get(column.key)
@@ -198,7 +198,7 @@ def _read_cell(column: ResultColumn, choice: Values) -> Any:
     if kind == "json":
         return _dump_json(value)
     is_fit = isinstance(value, bool) == (kind == "boolean")
-    if not is_fit or not isinstance(value, HOLDERS[kind]):
+    if not is_fit or not isinstance(value, PYTHON_TYPES[kind]):
         return None
     if kind == "integer":
         return value if value <= MAX_INTEGER else None

@@ -58,7 +58,8 @@ class RowTemplate:
     def check_syntax(self) -> None:
         """Raise a UsageError if a template does not compile, or that takes too long."""
         for fault in self._render([]):
-            raise UsageError(f"{fault}. Mend the template (docs/tables.md)")
+            text = fault.removesuffix(".")
+            raise UsageError(f"{text}. Correct the template (docs/tables.md)")
 
     def count_rows(self, path: Path) -> int | None:
         """Count the rows of a table; None: they would be decompressed twice, or are a pipe's."""
@@ -121,7 +122,7 @@ class RowTemplate:
         if not isinstance(reply, Exception):
             return list(reply)
         if len(rows) <= 1:  # it takes too long, or becomes too large
-            return [f"the template fails: {reply}"]
+            return [f"the template fails: {reply}" if rows else str(reply)]
         return [text for row in rows for text in self._render([row])]
 
     def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:

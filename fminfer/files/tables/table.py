@@ -104,8 +104,8 @@ def import_pyarrow(module: str = "pyarrow") -> Any:
         return importlib.import_module(module)
     except ImportError as error:
         raise UsageError(
-            f"tables are read with pyarrow, which is not installed ({error}): "
-            "pip install 'fminfer[tables]'"
+            "reading Parquet and writing tables need pyarrow, which is not installed "
+            f"({error}): pip install 'fminfer[tables]'"
         ) from error
 
 

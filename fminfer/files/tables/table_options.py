@@ -15,6 +15,7 @@ from fminfer.contract.labels import MAX_LABELS
 from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
+from fminfer.files.tables.json_table import raise_constant_error
 from fminfer.files.tables.row_template import (
     PROMPT_FLAG,
     SYSTEM_FLAG,
@@ -22,7 +23,7 @@ from fminfer.files.tables.row_template import (
 )
 
 # a request that sets one of them draws as it says, and others take the likeliest tokens
-OF_DRAWS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
+DRAW_FIELDS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
 CONSTRAINT = "structured_outputs"
 
 _option = partial(option, group="Tables", commands=("run", "check"))
@@ -40,22 +41,24 @@ class TableOptions(Options):
         metavar="TEXT|@FILE",
     )
     system_template: str | None = _option(
-        "The same for the system's message of a chat.", metavar="TEXT|@FILE"
+        "A Jinja template that makes the system message of each row's chat.",
+        metavar="TEXT|@FILE",
     )
     fields: WholeTexts = _option(
-        "A field of each row's request, as in seed=1. May be repeated.",
+        "Set a field of every row's request: seed=1. Texts are quoted JSON: "
+        "'user=\"me\"'. May be repeated.",
         flags=("--field",),
         metavar="NAME=JSON",
     )
     columns: WholeTexts = _option(
-        "A field that a column sets, as in max_tokens=limit; a null leaves it out. May "
-        "be repeated.",
+        "Set a request field from a column: max_tokens=limit. An empty or null cell sets "
+        "nothing. May be repeated.",
         flags=("--column",),
         metavar="FIELD=COLUMN",
     )
     choices: str | None = _option(
-        "Each answer is the likeliest of these labels, with the probability of each; a "
-        "file has one a line.",
+        "Labels, with commas between: each row gets the likeliest one and the "
+        "probability of each. A space counts: ' good, bad'. @FILE has one label a line.",
         metavar="A,B,…|@FILE",
     )
     delimiter: str | None = _option(
@@ -64,7 +67,7 @@ class TableOptions(Options):
     )
 
     @property
-    def is_given(self) -> bool:
+    def has_template(self) -> bool:
         """Return whether inputs are rows."""
         return self.prompt_template is not None
 
@@ -72,10 +75,10 @@ class TableOptions(Options):
         """Raise a UsageError for flags that need a template, or say one thing twice."""
         names = ("system_template", "fields", "columns", "choices", "delimiter")
         typed = [self.shown_name(name) for name in names if getattr(self, name)]
-        if typed and not self.is_given:
+        if typed and not self.has_template:
             raise UsageError(
-                f"{typed[0]} is of rows that a template makes prompts of; add "
-                "--prompt-template 'TEXT {{ column }}'"
+                f"{typed[0]} needs --prompt-template, which makes a prompt of each row. Add "
+                "--prompt-template 'Is it good? {{ text }}'"
             )
         self._parse_fields()
         self._parse_columns()
@@ -105,7 +108,7 @@ class TableOptions(Options):
         columns = self._parse_columns()
         names = [*chain(*parts), *columns]
         _check_names_differ(names)
-        if text_field != "input" and OF_DRAWS.isdisjoint(names):
+        if text_field != "input" and DRAW_FIELDS.isdisjoint(names):
             parts.append({"temperature": 0})
         fields = {name: each[name] for each in parts for name in each}
         template = RowTemplate(templates, text_field, fields, columns, self.delimiter)
@@ -156,7 +159,7 @@ class RowRequests:
         Args:
             choose_text_field: as `engine.intake.Intake` has it.
         """
-        if not self.table.is_given:
+        if not self.table.has_template:
             return None
         text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
         return self.table.make_template(text_field, self.flag_fields)
@@ -187,9 +190,6 @@ def _split_pairs(flag: str, form: str, texts: Sequence[str]) -> dict[str, str]:
 
 
 def _parse_json(name: str, text: str) -> Any:
-    def raise_constant_error(constant: str) -> None:
-        raise ValueError(f"{constant} is not JSON")
-
     try:
         return json.loads(text, parse_constant=raise_constant_error)
     except (ValueError, RecursionError) as error:

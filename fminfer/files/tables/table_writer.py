@@ -24,8 +24,8 @@ from fminfer.files.tables.csv_writer import ByteFile, CsvWriter
 from fminfer.files.tables.result_columns import (
     FIXED_NAMES,
     ResultColumn,
-    find_type,
-    read_cells,
+    make_arrow_type,
+    parse_cells,
 )
 from fminfer.files.tables.table import import_pyarrow
 from fminfer.files.tables.table_file import TableFile, open_table
@@ -78,26 +78,32 @@ class TableOutput:
 
     def check_input(self, table: TableFile) -> None:
         """Raise a UsageError if a table of these columns cannot be written beside an input's."""
-        both = [column.name for column in self.columns if column.name in table.columns]
-        if both:
+        shared_names = [
+            column.name for column in self.columns if column.name in table.columns
+        ]
+        if shared_names:
             raise UsageError(
-                f"{table.path} has a column {both[0]!r}, and the answers would have "
+                f"{table.path} has a column {shared_names[0]!r}, and the answers would have "
                 "another one of this name. Give --prefix TEXT, such as --prefix model_: "
                 "it stands before the names of all columns that the run adds"
             )
-        try:
-            self.open_format(_Draft(io.BytesIO()), self.make_schema(table)).close()
-        except (ValueError, NotImplementedError) as error:  # pyarrow's
-            raise UsageError(
-                f"{self.path} cannot hold the columns of {table.path}: {error}. Take such "
-                "a column out, or give --output a name that ends in .csv or .jsonl"
-            ) from error
+        pyarrow = import_pyarrow()
+        for field in table.schema:
+            try:
+                self.open_format(_Draft(io.BytesIO()), pyarrow.schema([field])).close()
+            except (ValueError, NotImplementedError) as error:  # pyarrow's
+                raise UsageError(
+                    f"{self.path} cannot hold column {field.name!r} of {table.path}: {error}. "
+                    "Remove that column from the input, or give --output a name that ends in "
+                    ".csv or .jsonl"
+                ) from error
 
     def make_schema(self, table: TableFile) -> Any:
         """Return the columns of an input and of its answers, with the input's own metadata."""
         pyarrow = import_pyarrow()
         added = [
-            pyarrow.field(column.name, find_type(column)) for column in self.columns
+            pyarrow.field(column.name, make_arrow_type(column))
+            for column in self.columns
         ]
         metadata = {**(table.schema.metadata or {}), MARK: __version__.encode()}
         return pyarrow.schema([*table.schema, *added], metadata)
@@ -142,7 +148,7 @@ class TableWriter:
         """Add a finished row; they come in order, and none is left out."""
         self._num_rows += 1
         assert row.number == self._num_rows, "rows of a table are counted from 1"
-        self._cells.append(read_cells(row, self.output.columns))
+        self._cells.append(parse_cells(row, self.output.columns))
         self._num_bytes += len(row.record)
         if len(self._cells) >= GROUP_ROWS or self._num_bytes >= GROUP_BYTES:
             self._write_group()
@@ -161,24 +167,26 @@ class TableWriter:
     def _write_group(self) -> None:
         """Write rows with their answers: a row group of Parquet."""
         pyarrow = import_pyarrow()
-        added = [(column.name, find_type(column)) for column in self.output.columns]
+        added = [
+            (column.name, make_arrow_type(column)) for column in self.output.columns
+        ]
         answers = pyarrow.Table.from_pylist(self._cells, pyarrow.schema(added))
-        columns = [*self._take_rows(answers.num_rows).columns, *answers.columns]
+        columns = [*self._read_input_rows(answers.num_rows).columns, *answers.columns]
         self.format.write_table(pyarrow.Table.from_arrays(columns, schema=self._schema))
         self._cells = []
         self._num_bytes = 0
 
-    def _take_rows(self, num_rows: int) -> Any:
+    def _read_input_rows(self, num_rows: int) -> Any:
         """Return the input's next rows, as a table."""
-        taken = []
+        slices = []
         while num_rows:
             self._batch = self._batch or next(self._batches, None)
             if self._batch is None:
                 raise changed_error(self._task.source)
-            taken.append(self._batch.slice(0, num_rows))
-            self._batch = self._batch.slice(taken[-1].num_rows)
-            num_rows -= taken[-1].num_rows
-        return import_pyarrow().Table.from_batches(taken, self._table.schema)
+            slices.append(self._batch.slice(0, num_rows))
+            self._batch = self._batch.slice(slices[-1].num_rows)
+            num_rows -= slices[-1].num_rows
+        return import_pyarrow().Table.from_batches(slices, self._table.schema)
 
 
 def changed_error(source: Path) -> UsageError:

@@ -125,7 +125,7 @@ class LabelTally:
             count_name(self.strangers, row.truth)
         self.has_truth |= self.truth in answer.columns
         if len(self.columns) < MAX_NAMES:
-            self.columns.update(answer.columns)
+            self.columns |= answer.columns.keys() - {"row"}
 
     def check_truth(self) -> None:
         """Raise a UsageError if there is nothing to compare labels with."""
@@ -136,11 +136,10 @@ class LabelTally:
                 f"--truth {self.truth} compares labels, and no answer is one: no request has "
                 "structured_outputs.choice. Leave --truth out"
             )
-        remedy = f"there are: {list_few(sorted(self.columns), 20)}"
-        raise UsageError(
-            f"--truth {self.truth}: no row has this column; "
-            f"{remedy if self.columns else 'nothing stands beside the requests'}"
-        )
+        remedy = "nothing stands beside the requests. Leave --truth out"
+        if self.columns:
+            remedy = f"there are: {list_few(sorted(self.columns), 20)}"
+        raise UsageError(f"--truth {self.truth}: no row has this column; {remedy}")
 
     @property
     def calibration_error(self) -> float:

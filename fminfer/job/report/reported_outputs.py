@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import shlex
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -24,6 +25,7 @@ from fminfer.files.status_file import (
     read_status,
     status_path,
 )
+from fminfer.files.tables.table_writer import is_table_name, records_path
 from fminfer.job.report.answer_fields import as_dict
 
 
@@ -125,6 +127,11 @@ def find_output_of(status: Path) -> Path:
 def _find_named(path: Path) -> Path:
     """Return the output that a path names: its own, or that of an input."""
     check_no_models([path])
+    if is_table_name(path) and has_readable_rows(records_path(path)):
+        raise UsageError(
+            f"{path} is a table of answers; a report reads its records. Type: fminfer "
+            f"report {shlex.quote(str(records_path(path)))}"
+        )
     is_input = (
         path.name.endswith(ENDINGS)
         and path.exists()

@@ -17,26 +17,22 @@ from fminfer.core.messages import ConstraintMass
 from fminfer.core.quantities import describe_share, list_few
 from fminfer.engine.engine_core import Finished
 from fminfer.engine.intake import Intake
-from fminfer.engine.sequence import (
-    LabelSpelling,
-    Observation,
-    ObservedMass,
-    PreparedRequest,
-)
+from fminfer.engine.observation import LabelSpelling, Observation, ObservedMass
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.line_intake import Answer, LineRequest, NameLine
 from fminfer.text.grammars import find_grammars
 from fminfer.text.spelling import Spelling
 
 NUM_FIRST_ROWS = 50  # of a constraint that are all measured
-EVERY = 20  # one of so many later rows is measured
+SAMPLE_INTERVAL = 20  # one of so many later rows is measured
 MAX_SPELLED = 256  # labels that are spelled in other ways, too
 MAX_CONSTRAINTS = 32  # counted by themselves; others together by their kind
 NUM_NAMED = 3  # rows, tokens or labels that are named
 LEAST_MASS = 0.01  # labels with less in the median are warned of
-CLEARLY = 2.0  # a spelling with less than so many times the mass is not named
+CLEAR_FACTOR = 2.0  # a spelling with less than so many times the mass is not named
 CASES: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize)
 STYLES = [*product(("", " "), CASES)]  # what stands before a label, and its case
-AS_GIVEN = -1
+ORIGINAL_STYLE = -1
 # A measured row of labels: how else they are spelled, and their masses.
 LabelRow = tuple[tuple[LabelSpelling, ...], ObservedMass]
 
@@ -50,8 +46,8 @@ def list_labels(constraint: Constraint) -> tuple[str, ...]:
 
 
 def spell_labels(labels: tuple[str, ...]) -> dict[int, tuple[str, ...]]:
-    """Return labels as they are, as AS_GIVEN, and in each of STYLES that tells them apart."""
-    styles = {labels: AS_GIVEN}
+    """Return labels as they are (ORIGINAL_STYLE), and in each of STYLES that differs."""
+    styles = {labels: ORIGINAL_STYLE}
     for style, (space, change_case) in enumerate(STYLES):
         spelled = tuple(space + change_case(label.lstrip(" ")) for label in labels)
         if len({*spelled}) == len({*labels}):
@@ -85,7 +81,7 @@ class ConstraintWatch:
             return prepared
         tally = self._find_tally(constraint)
         tally.num_rows += 1
-        if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % EVERY:
+        if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % SAMPLE_INTERVAL:
             return prepared
         observation = tally.observation or self._make_observation(constraint)
         if constraint in self._tallies:
@@ -96,10 +92,10 @@ class ConstraintWatch:
         """Count what was measured of a request, if anything; judge its labels in time."""
         constraint = request.params.constraint
         observation = request.prepared.observation
-        if not isinstance(answer, Finished) or answer.observed is None:
+        if not isinstance(answer, Finished) or answer.observed_mass is None:
             return
         assert constraint is not None and observation is not None, "it was measured"
-        mass = float(f"{answer.observed.mass:.3g}")
+        mass = float(f"{answer.observed_mass.mass:.3g}")
         self._num_by_mass[mass] += 1
         row = (mass, self._name_line(request.line))
         self._worst = sorted([*self._worst, row])[:NUM_NAMED]
@@ -107,7 +103,7 @@ class ConstraintWatch:
         rows = self._find_tally(constraint).label_rows
         labels = list_labels(constraint)
         if labels and len(rows) < NUM_FIRST_ROWS:
-            rows.append((observation.spellings, answer.observed))
+            rows.append((observation.spellings, answer.observed_mass))
             if len(rows) == NUM_FIRST_ROWS:
                 self._judge_labels(labels, rows)
 
@@ -157,7 +153,7 @@ class ConstraintWatch:
         """Name the likeliest tokens without the constraint, with their mean probabilities."""
         masses = defaultdict[int, float](float)
         for _, observed in rows:
-            for token_id, logprob in observed.free_tokens:
+            for token_id, logprob in observed.likeliest_tokens:
                 masses[token_id] += math.exp(logprob) / len(rows)
         best = sorted(masses, key=lambda token_id: -masses[token_id])[:NUM_NAMED]
         spelling = Spelling(self._intake.tokenizer, is_text=True)
@@ -177,9 +173,9 @@ def _describe_remedy(rows: list[LabelRow]) -> str:
         (statistics.median(masses[spelling.style]), spelling.labels)
         for spelling in rows[-1][0]
     ]
-    given_mass, _ = candidates[0]
+    original_mass, _ = candidates[0]
     mass, labels = max(candidates)
-    if mass <= CLEARLY * given_mass:
+    if mass <= CLEAR_FACTOR * original_mass:
         return "Let the prompt show which answers there are, and how they are written"
     return (
         f"Write them as {_quote_few(labels)}, whose first tokens have "

@@ -19,12 +19,8 @@ from fminfer.engine.engine_core import (
     Failed,
     Finished,
 )
-from fminfer.engine.sequence import (
-    LabelSpelling,
-    Observation,
-    ObservedMass,
-    PreparedRequest,
-)
+from fminfer.engine.observation import LabelSpelling, Observation, ObservedMass
+from fminfer.engine.sequence import PreparedRequest
 from fminfer.engine.stats import EngineState, EngineStats, ReadWork, StageStats
 from fminfer.pipeline.watch import Fault
 from fminfer.plan.machine_facts import Machine

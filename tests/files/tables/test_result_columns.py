@@ -9,7 +9,7 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files.journal_rows import Row
-from fminfer.files.tables.result_columns import make_result_columns, read_cells
+from fminfer.files.tables.result_columns import make_result_columns, parse_cells
 
 SCHEMA = {
     "type": "object",
@@ -51,7 +51,9 @@ def read(text: str, fields: dict[str, Any]) -> dict[str, Any]:
     message = {"role": "assistant", "content": text}
     result = {"choices": [{"message": message, "finish_reason": "stop"}]}
     record = json.dumps({"request": {}, "result": result}).encode()
-    cells = read_cells(Row(1, False, (1, 0, 1), 0, record), make_result_columns(fields))
+    cells = parse_cells(
+        Row(1, False, (1, 0, 1), 0, record), make_result_columns(fields)
+    )
     assert cells["answer"] == text.encode("utf-8", "replace").decode()
     return {name: cells[name] for name in KINDS}
 
@@ -141,5 +143,5 @@ def test_tool_calls_and_vectors_are_json() -> None:
     ):
         record = json.dumps({"request": {}, "result": result}).encode()
         row = Row(1, False, (1, 0, 0), 0, record)
-        cells = read_cells(row, make_result_columns({}))
+        cells = parse_cells(row, make_result_columns({}))
         assert json.loads(cells["answer"]) == answer

@@ -33,7 +33,7 @@ def write_rows(path: Path, rows: list[Any]) -> Path:
 
 
 def read_all(path: Path, template: RowTemplate, **limits: Any) -> list[Line]:
-    return list(read_lines(path, 7, rows=template, **limits))
+    return list(read_lines(path, 7, row_template=template, **limits))
 
 
 def requests_of(lines: list[Line]) -> list[Any]:
@@ -187,7 +187,7 @@ def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     lines = read_all(path, make_template())
 
     assert [line.number for line in lines] == [1, 2]
-    assert count_to_last_line(path, rows=make_template()) == (2, 2)
+    assert count_to_last_line(path, row_template=make_template()) == (2, 2)
     assert count_to_last_line(path, 1, make_template()) == (1, 1)
 
 
@@ -303,7 +303,7 @@ def test_a_pipe_gives_each_row_at_once(tmp_path: Path) -> None:
     path = tmp_path / "pipe"
     os.mkfifo(path)
     file = os.open(path, os.O_RDWR)
-    lines = read_lines(path, 0, rows=make_template())
+    lines = read_lines(path, 0, row_template=make_template())
     for text in ("a", "b"):
         os.write(file, json.dumps({"text": text}).encode() + b"\n")
         assert text in json.loads(next(lines).raw)["request"]["prompt"]

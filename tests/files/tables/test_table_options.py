@@ -66,10 +66,16 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        ({"prompt_template": None, "choices": "a,b"}, "--choices is of rows that"),
-        ({"prompt_template": None, "delimiter": ";"}, "add --prompt-template"),
+        (
+            {"prompt_template": None, "choices": "a,b"},
+            "--choices needs --prompt-template",
+        ),
+        ({"prompt_template": None, "delimiter": ";"}, "Add --prompt-template"),
         ({"prompt_template": "@/no/such"}, "--prompt-template @/no/such: .*read"),
-        ({"prompt_template": "{% if"}, "line 1.*Mend the template"),
+        (
+            {"prompt_template": "{% if"},
+            r"^--prompt-template, line 1: .*[^.]\. Correct the template",
+        ),
         ({"system_template": "x"}, "not asked as chats"),
         ({"fields": ("seed",)}, "must be NAME=JSON"),
         ({"fields": ("stop=x",)}, "is not JSON .* double quotes"),

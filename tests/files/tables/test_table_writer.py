@@ -342,7 +342,7 @@ def test_what_parquet_cannot_hold_is_refused_before(tmp_path: Path) -> None:
     """An object without members has no columns of its own in Parquet."""
     source = tmp_path / "in.jsonl"
     source.write_text('{"text": "a", "empty": {}}\n')
-    with pytest.raises(UsageError, match=r"out\.parquet cannot hold the columns of"):
+    with pytest.raises(UsageError, match=r"out\.parquet cannot hold column 'empty' of"):
         write(source, tmp_path / "out.parquet", [])
     output = write(source, tmp_path / "out.csv", [answer(1, text("x"))])
     assert pandas.read_csv(output)["empty"].to_list() == ["{}"]

@@ -1,0 +1,102 @@
+"""What holds for every input of a run: its settings, its template for rows, and its table."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from fminfer.answers.carrying_over import RunTerms
+from fminfer.core.config import EngineConfig
+from fminfer.core.option import options_of
+from fminfer.files.journal_rows import LINE_NUMBERS, Fingerprint
+from fminfer.files.output_paths import OutputPaths
+from fminfer.files.run_facts import CurrentRun
+from fminfer.files.tables.result_columns import make_result_columns
+from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_file import open_table
+from fminfer.files.tables.table_options import RowRequests
+from fminfer.files.tables.table_writer import TableOutput
+from fminfer.job.run_paths import RunContext
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.runtime.load.assembly import (
+    load_tokenizer,
+    make_intake,
+    make_line_counting,
+)
+
+HIDDEN_OPTIONS = ("model", "request_args")  # that name_settings leaves out
+MAX_CHARS = 200  # of a setting
+
+
+def make_run_terms(
+    run: RunContext,
+    output_paths: OutputPaths,
+    checkpoint: Checkpoint,
+    fingerprint: Fingerprint,
+    *,
+    print_line: Callable[[str], None],
+    has_npy: bool,
+) -> RunTerms:
+    """Return what holds for every input of a run.
+
+    Args:
+        fingerprint: of the run's plan, without what a template and flags of records add.
+        has_npy: vectors go to a file of their own.
+
+    Raises:
+        UsageError: a template is wrong, or a table cannot be read or written.
+    """
+    row_template = _make_row_template(run, checkpoint)
+    if row_template is not None and run.job.truth is not None:
+        for path in output_paths.inputs:
+            table = open_table(path, row_template.delimiter)
+            table.check_column(run.job.truth, f"--truth {run.job.truth}")
+
+    if row_template is not None:
+        fingerprint = fingerprint | row_template.fingerprint
+    if run.job.has_line_numbers:
+        fingerprint = fingerprint | {LINE_NUMBERS: "on"}
+
+    return RunTerms(
+        model=checkpoint.name,
+        fingerprint=fingerprint,
+        restart=run.job.restart,
+        limit=run.job.limit,
+        # A file of vectors does not say which line an answer is of, once lines have moved.
+        count_lines=None if has_npy else make_line_counting(run.config, checkpoint),
+        current_run=CurrentRun(settings=name_settings(run.config)),
+        print_progress=print_line,
+        table=_make_table_output(output_paths, row_template, run.job.prefix or ""),
+        has_line_numbers=run.job.has_line_numbers,
+        row_template=row_template,
+    )
+
+
+def _make_row_template(run: RunContext, checkpoint: Checkpoint) -> RowTemplate | None:
+    """Return what makes requests of the inputs' rows; None: they are no tables."""
+    if not run.job.table.has_template:
+        return None
+    tokenizer = load_tokenizer(run.config, checkpoint)
+    intake = make_intake(run.config, checkpoint, tokenizer)
+    requests = RowRequests(run.job.table, run.job.prompt_fields, is_raw=run.job.is_raw)
+    return requests.make_template(intake.choose_text_field)
+
+
+def _make_table_output(
+    paths: OutputPaths, row_template: RowTemplate | None, prefix: str
+) -> TableOutput | None:
+    """Return the table to write beside the records, once it is sure that it can be; or None."""
+    if paths.table is None or row_template is None:
+        return None
+    columns = make_result_columns(row_template.fields, prefix, row_template.columns)
+    table = TableOutput(paths.table, columns, row_template.delimiter)
+    table.check_input(open_table(paths.inputs[0], row_template.delimiter))
+    return table
+
+
+def name_settings(config: EngineConfig) -> dict[str, str]:
+    """Return the engine's options that are not the defaults, for the status file."""
+    return {
+        each.told: str(getattr(config, name))[:MAX_CHARS]
+        for name, each in options_of(EngineConfig).items()
+        if name not in HIDDEN_OPTIONS and getattr(config, name) != each.default
+    }
