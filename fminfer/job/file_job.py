@@ -173,6 +173,7 @@ class _FileJob:
             return
         finally:
             runner.close()
+        watch.judge_few()
         if stopper.reason is not None and not inputs.is_finished:
             raise stopper.reason
         inputs.check_none_lost()

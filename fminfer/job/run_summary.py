@@ -14,10 +14,14 @@ from fminfer.core.quantities import (
     describe_bytes,
     describe_dtypes,
     describe_short_time,
+    list_few,
     with_noun,
 )
 from fminfer.files.ordered_output import errors_path, vectors_path
 from fminfer.files.output_paths import STDOUT
+
+MAX_LABELS = 1000  # different ones that are counted
+NUM_NAMED = 10  # labels that the summary names
 
 
 @dataclass(slots=True)
@@ -74,6 +78,8 @@ class JobSummary:
     made_up: str = ""  # what a synthetic run answered
     gives_vectors: bool = False  # the model does, and draws no tokens
     has_npy: bool = False  # vectors go to files of their own
+    # how often each was the answer, where probabilities were asked for
+    labels: dict[str, int] = field(default_factory=dict)
     # of the constrained rows that were measured; None: there are none
     constraint_mass: ConstraintMass | None = None
     table: Path | None = None  # of the rows and their answers
@@ -117,10 +123,17 @@ class JobSummary:
         self.completion_tokens += record.num_completion_tokens
         if record.error is None:
             self.num_rows += 1
+            for choice in record.choices:
+                if "label_mass" in choice.fields:
+                    self._count_label(choice.text)
             return
         self.num_errors += 1
         code = record.error.code
         self.errors_by_code[code] = self.errors_by_code.get(code, 0) + 1
+
+    def _count_label(self, label: str) -> None:
+        if label in self.labels or len(self.labels) < MAX_LABELS:
+            self.labels[label] = self.labels.get(label, 0) + 1
 
     def to_dict(self) -> dict[str, Any]:
         names = ("tokens_per_s", "generated_per_s", "answered_per_s")
@@ -227,6 +240,10 @@ class JobSummary:
     def _make_work_lines(self) -> Iterator[tuple[str, str]]:
         """Say what was computed, what was not computed again, and how fast."""
         stats = self.engine
+        if self.labels:
+            ordered = sorted(self.labels, key=lambda label: -self.labels[label])
+            counts = [f"{label.strip()} {self.labels[label]:,}" for label in ordered]
+            yield "labels", list_few(counts, NUM_NAMED)
         tokens = f"{self.prompt_tokens:,} prompt"
         if not self.gives_vectors:
             tokens += f" + {self.completion_tokens:,} generated"

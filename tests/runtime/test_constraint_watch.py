@@ -327,7 +327,30 @@ def test_a_spelling_that_is_hardly_likelier_is_not_named(intake: Intake) -> None
     assert text.endswith(
         "Let the prompt show which answers there are, and how they are written"
     )
-    assert "Write them" in judge(intake, ["no", "yes"], 0.004, _no=0.0081)[0]
+    assert "Write them" in judge(intake, ["no", "yes"], 0.006, _no=0.0121)[0]
+    rare = judge(intake, ["no", "yes"], 0.0001, _no=0.0099)
+    assert "Let the prompt show" in rare[0], "it would be warned of as well"
+
+
+@pytest.mark.parametrize(("num_rows", "is_warned"), [(4, False), (5, True), (49, True)])
+def test_a_first_try_of_few_rows_is_judged_at_its_end(
+    intake: Intake, num_rows: int, is_warned: bool
+) -> None:
+    """People try five rows first, and saw no warning of labels that are nonsense."""
+    intake.warnings = WarningCounts()
+    texts: list[str] = []
+    intake.on_warning = texts.append
+    watch = make_watch(intake)
+    for number in range(num_rows):
+        prepared = watch.observe(prepare(intake, **outputs(choice=["no", "yes"])))
+        assert prepared.observation is not None
+        masses = (1e-5,) * len(prepared.observation.spellings)
+        observed = ObservedMass(1e-5, masses, ())
+        finished = Finished(number, [], {}, {}, observed_mass=observed)
+        watch.add(make_request(number, prepared), finished)
+    assert not texts
+    watch.judge_few()
+    assert bool(texts) == is_warned
 
 
 def test_labels_with_a_hundredth_of_the_probability_are_not_warned_of(

@@ -135,6 +135,16 @@ class TableOptions(Options):
                 f"--choices {self.choices} has an empty label, or one twice; give labels "
                 "that differ, as in good,bad. Labels with commas stand in a file: @FILE"
             )
+        if len(labels) == 1 and not is_file:
+            raise UsageError(
+                f"--choices {self.choices} is one label; give several, as in good,bad, or "
+                "@FILE with one a line"
+            )
+        if not is_file and len({label.startswith(" ") for label in labels}) > 1:
+            raise UsageError(
+                f"--choices {self.choices!r}: some labels begin with a space, and others do "
+                "not. Write ' good, bad' or 'good,bad', or one a line in a file: @FILE"
+            )
         if len(labels) > MAX_LABELS:
             raise UsageError(
                 f"--choices has {len(labels):,} labels, and probabilities are told of at most "

@@ -27,6 +27,7 @@ NUM_FIRST_ROWS = 50  # of a constraint that are all measured
 SAMPLE_INTERVAL = 20  # one of so many later rows is measured
 MAX_SPELLED = 256  # labels that are spelled in other ways, too
 MAX_CONSTRAINTS = 32  # counted by themselves; others together by their kind
+LEAST_ROWS = 5  # by which a shorter run's labels are judged
 NUM_NAMED = 3  # rows, tokens or labels that are named
 LEAST_MASS = 0.01  # labels with less in the median are warned of
 CLEAR_FACTOR = 2.0  # a spelling with less than so many times the mass is not named
@@ -101,11 +102,16 @@ class ConstraintWatch:
         self._worst = sorted([*self._worst, row])[:NUM_NAMED]
 
         rows = self._find_tally(constraint).label_rows
-        labels = list_labels(constraint)
-        if labels and len(rows) < NUM_FIRST_ROWS:
+        if observation.spellings and len(rows) < NUM_FIRST_ROWS:
             rows.append((observation.spellings, answer.observed_mass))
             if len(rows) == NUM_FIRST_ROWS:
-                self._judge_labels(labels, rows)
+                self._judge_labels(rows)
+
+    def judge_few(self) -> None:
+        """Judge labels of which a run that ends has measured fewer rows: it was a first try."""
+        for tally in self._tallies.values():
+            if LEAST_ROWS <= len(tally.label_rows) < NUM_FIRST_ROWS:
+                self._judge_labels(tally.label_rows)
 
     def summarize(self) -> ConstraintMass | None:
         """Return the median and the worst rows; None: no row was measured."""
@@ -136,15 +142,17 @@ class ConstraintWatch:
                 spellings.append(LabelSpelling(style, labels, first_ids))
         return Observation(tuple(spellings))
 
-    def _judge_labels(self, labels: tuple[str, ...], rows: list[LabelRow]) -> None:
+    def _judge_labels(self, rows: list[LabelRow]) -> None:
         """Warn of labels that the model would hardly write."""
         median = statistics.median(observed.mass for _, observed in rows)
         if median >= LEAST_MASS:
             return
+        spellings, _ = rows[-1]
+        labels = _quote_few(spellings[0].labels)
         warning = RowWarning(
-            f"labels such as {_quote_few(labels)} have {describe_share(median)} of the "
-            f"model's probability, in the median of the first {len(rows)} rows. Likelier "
-            f"is {self._describe_free(rows)}. {_describe_remedy(rows)}"
+            f"labels such as {labels} have {describe_share(median)} of the model's "
+            f"probability, in the median of the first {len(rows)} rows. Likelier is"
+            f" {self._describe_free(rows)}. {_describe_remedy(rows)}"
         )
         if new := self._intake.warnings.add(warning, num_rows=len(rows)):
             self._intake.on_warning(f"Warning: {new}")
@@ -175,7 +183,7 @@ def _describe_remedy(rows: list[LabelRow]) -> str:
     ]
     original_mass, _ = candidates[0]
     mass, labels = max(candidates)
-    if mass <= CLEAR_FACTOR * original_mass:
+    if mass < max(CLEAR_FACTOR * original_mass, LEAST_MASS):
         return "Let the prompt show which answers there are, and how they are written"
     return (
         f"Write them as {_quote_few(labels)}, whose first tokens have "

@@ -44,14 +44,18 @@ def test_labels_become_a_constraint(tmp_path: Path) -> None:
     """They stand in the flag, spaces and all, or in a file, one a line."""
     file = tmp_path / "labels"
     file.write_text("yes, please\n\n no\r\n")
-    assert make_template(choices="good, bad").fields["structured_outputs"] == {
-        "choice": ["good", " bad"],
+    assert make_template(choices=" good, bad").fields["structured_outputs"] == {
+        "choice": [" good", " bad"],
         "probabilities": True,
     }
     assert make_template(choices=f"@{file}").fields["structured_outputs"] == {
         "choice": ["yes, please", " no"],
         "probabilities": True,
     }
+    with pytest.raises(UsageError, match="some labels begin with a space"):
+        make_template(choices="good, bad")
+    with pytest.raises(UsageError, match="is one label"):
+        make_template(choices="labels.txt")
     with pytest.raises(UsageError, match="1,001 labels"):
         make_template(choices=",".join(map(str, range(1001))))
 
