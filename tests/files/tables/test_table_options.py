@@ -90,7 +90,7 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
         ({"fields": ("seed=1",), "columns": ("seed=a",)}, "seed is set twice"),
         ({"fields": ("n=1",), "flag_fields": {"n": 2}}, "n is set twice"),
         (
-            {"choices": "a", "fields": ("structured_outputs={}",)},
+            {"choices": "a,b", "fields": ("structured_outputs={}",)},
             "structured_outputs is set twice",
         ),
         ({"choices": "a,,b"}, "empty label"),
