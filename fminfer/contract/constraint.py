@@ -218,17 +218,18 @@ def _parse_structured_outputs(name: str, value: Any, most: int) -> Constraint:
         remedy = 'Write "additionalProperties": false into the schema'
         raise RequestError("unsupported_parameter", f"{text}. {remedy}", name)
     constraint: Constraint = values[ways[0]]
-    if "probabilities" in values and ways[0] != "choice":
-        text = f"{name}.probabilities needs choice, and this request has {ways[0]}"
-        raise RequestError("out_of_range", f"{text}. Remove probabilities", name)
-    if num_listed := values.get("probabilities", 0):
-        return make_label_constraint(constraint, num_listed, name)
     if values.get("disable_any_whitespace"):
         constraint = _set_whitespace(
             constraint, "none", f"{name}.disable_any_whitespace"
         )
     pattern = values.get("whitespace_pattern")
-    return _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
+    constraint = _set_whitespace(constraint, pattern, f"{name}.whitespace_pattern")
+    if "probabilities" in values and ways[0] != "choice":
+        text = f"{name}.probabilities needs choice, and this request has {ways[0]}"
+        raise RequestError("out_of_range", f"{text}. Remove probabilities", name)
+    if num_listed := values.get("probabilities", 0):
+        return make_label_constraint(constraint, num_listed, name)
+    return constraint
 
 
 def _parse_whitespace(name: str, value: Any, most: int) -> str:

@@ -46,7 +46,7 @@ class LabelWalk:
         # Nodes that have a logprob, and children without one.
         self._open = [ROOT]
         self.running: list[PromptState] = []
-        self.computed: list[PromptState] = []  # branches that were computed
+        self.fed_ids: list[list[int]] = []  # prompts of branches that were computed
         self.answer: LabelAnswer | None = None
 
     def make_wave(self) -> list[PromptState]:
@@ -59,15 +59,10 @@ class LabelWalk:
 
         left = [node_id for node_id in self._open if logprobs[node_id] > least]
         best = max((logprobs[node_id] for node_id in left), default=-math.inf)
-        wave = [
-            node_id
-            for node_id in left
-            if logprobs[node_id] >= best + math.log(WAVE_SHARE)
-        ]
-        if best == -math.inf:
-            wave = []
+        least_of_wave = best + math.log(WAVE_SHARE)
+        wave = [node_id for node_id in left if logprobs[node_id] >= least_of_wave]
 
-        self._open = [node_id for node_id in left if node_id not in {*wave}]
+        self._open = [node_id for node_id in left if logprobs[node_id] < least_of_wave]
         self.running = [self._make_branch(node_id) for node_id in wave]
 
         if not wave:
@@ -79,7 +74,7 @@ class LabelWalk:
         branch = branch_prompt.branch
         assert branch is not None, "no branch"
         self.running.remove(branch_prompt)
-        self.computed.append(branch_prompt)
+        self.fed_ids.append(branch_prompt.ids)
         nodes = self._trie.nodes
         for node_id, report in zip(
             branch.scored_nodes, branch_prompt.reports, strict=True
@@ -90,7 +85,17 @@ class LabelWalk:
             if nodes[node_id].children and node_id not in branch.fed_nodes:
                 self._open.append(node_id)
 
-    def choose_label(self, sequence: Sequence) -> int:
+    def choose_label(self, sequence: Sequence) -> tuple[str, list[TokenReport]]:
+        label = self._choose_label(sequence)
+        path = self._trie.list_path(self._trie.ends[label])
+        reports = [
+            self._reports.get(node_id)  # none: no label has any probability
+            or TokenReport(self._trie.nodes[node_id].token_id, -math.inf)
+            for node_id in path
+        ]
+        return self._trie.labels[label], [replace(report) for report in reports]
+
+    def _choose_label(self, sequence: Sequence) -> int:
         """Return the likeliest label, or one that is drawn: of equals the first."""
         assert self.answer is not None, "a walk that is over"
         probabilities = self.answer.probabilities
@@ -109,11 +114,6 @@ class LabelWalk:
                 return label
         return best
 
-    def list_reports(self, label: int) -> list[TokenReport]:
-        """Return new reports of a label's tokens."""
-        path = self._trie.list_path(self._trie.ends[label])
-        return [replace(self._reports[node_id]) for node_id in path]
-
     def describe_answer(self) -> dict[str, Any]:
         """Return the fields that a choice has of it, the likeliest labels first."""
         assert self.answer is not None, "a walk that is over"
@@ -126,9 +126,7 @@ class LabelWalk:
 
     def make_longest_branch(self) -> PromptState:
         """Return the branch that needs the most blocks, which is not computed."""
-        nodes = self._trie.nodes
-        inner = [node_id for node_id, node in enumerate(nodes) if node.children]
-        return self._make_branch(max(inner, key=lambda node_id: nodes[node_id].depth))
+        return self._make_branch(self._trie.deepest_inner)
 
     def _make_branch(self, node_id: int) -> PromptState:
         """Make the branch that feeds a node, and those behind it as far as there is one way."""
@@ -179,7 +177,8 @@ class LabelWalk:
         total = _sum_logprobs(logs)
         if total == -math.inf:
             return LabelAnswer([0.0] * len(logs), 0.0)
-        return LabelAnswer([math.exp(each - total) for each in logs], math.exp(total))
+        mass = min(1.0, math.exp(total))
+        return LabelAnswer([math.exp(each - total) for each in logs], mass)
 
     def _compute_label_logprob(self, end: int) -> float:
         """Return the logprob of a label without what goes on into a longer one."""

@@ -12,7 +12,7 @@ from fminfer.core.config import EngineConfig, OnTooLong
 from fminfer.core.errors import RequestError
 from fminfer.core.quantities import with_noun
 from fminfer.engine.scheduler import Scheduler
-from fminfer.engine.sequence import RequestState
+from fminfer.engine.sequence import PromptState, RequestState, Walk
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.tokenizer import Tokenizer
 
@@ -299,7 +299,17 @@ class PromptFit:
                 f"it cut by {CUT}",
                 self.source,
             )
-        needs = f" and max_tokens is {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
+        longest = "max_tokens is"
+        shorter = "lower max_tokens"
+        if (
+            self.params.constraint is not None
+            and self.params.constraint.kind == "labels"
+        ):
+            longest = "the longest label takes"
+            shorter = "its labels"
+        needs = (
+            f" and {longest} {max_tokens}, {about}{num_prompt + max_tokens:,} in all"
+        )
         if self.fills_context:
             least = self.params.min_tokens
             needs = (
@@ -307,7 +317,7 @@ class PromptFit:
                 if least > 1
                 else ", and one more is to be drawn"
             )
-        remedy = f"Shorten the prompt or lower max_tokens, or have it cut by {CUT}"
+        remedy = f"Shorten the prompt or {shorter}, or have it cut by {CUT}"
         if self._max_prompt_tokens < 1:  # for any prompt
             name = "min_tokens" if self.fills_context else "max_tokens"
             remedy = f"Lower {name}, which leaves no place for a prompt"
@@ -362,6 +372,23 @@ def check_ids(ids: Iterable[int], vocab_size: int, param: str, hint: str) -> Non
             )
 
 
+def _check_room_of_labels(
+    prompt: PromptState, walk: Walk, scheduler: Scheduler
+) -> None:
+    branch = walk.make_longest_branch()
+    num_read = len(prompt.ids_to_read)
+    fits = num_read <= scheduler.most_read and scheduler.kv.fits(branch)
+    branch.sequences = []  # which point back at it
+    if not fits:
+        raise RequestError(
+            "out_of_memory",
+            f"the prompt and its longest label need {with_noun(len(branch.ids), 'token')} of "
+            f"KV cache, and an encoder reads {num_read:,}; the budget is "
+            f"{scheduler.pool.num_tokens} tokens. Raise --budget, or shorten the prompt",
+            "prompt",
+        )
+
+
 def check_room(state: RequestState, scheduler: Scheduler) -> None:
     """Check that the KV cache could hold each prompt of a request alone."""
     params = state.prepared.params
@@ -371,7 +398,8 @@ def check_room(state: RequestState, scheduler: Scheduler) -> None:
     lower = f"max_tokens or {name}" if num > 1 else "max_tokens"
     for prompt in state.prompts:
         if prompt.walk is not None:
-            prompt = prompt.walk.make_longest_branch()
+            _check_room_of_labels(prompt, prompt.walk, scheduler)
+            continue
         if len(prompt.sequences) > scheduler.max_rows:
             raise RequestError(
                 "out_of_memory",

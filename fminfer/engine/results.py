@@ -59,6 +59,8 @@ def _apply_encoder_result(
         if state.is_cancelled:
             continue
         if not prompt.is_pooled:
+            if not prompt.sequences:
+                continue  # a branch that was given up
             scheduler.set_encoder_output(prompt, hidden.reshape(-1))
             continue
         prompt.vector = vectors[place].view(np.float32)
@@ -108,6 +110,7 @@ def _add_label_score(
     if state.error is None and not walk.running:
         scheduler.add_branches(walk.make_wave())
     scheduler.release_sequence(prompt.sequences[0])
+    prompt.sequences = []  # which point back at it
     if walk.running and state.error is None:
         return
 
@@ -123,10 +126,17 @@ def _end_at_label(sequence: Sequence, walk: Walk) -> None:
     detokenizer = sequence.detokenizer
     if sequence.prompt.owner.error is not None or detokenizer is None:
         return
-    for report in walk.list_reports(walk.choose_label(sequence)):
+    label, reports = walk.choose_label(sequence)
+    for report in reports:
         sequence.tokens.append(report)
         _add_token_text(sequence, detokenizer)
     _add_text(sequence, detokenizer.flush())
+
+    # Some tokenizers leave out a space at the beginning of all text.
+    num_missing = len(label) - len(sequence.text)
+    for token in sequence.tokens[1:]:
+        token.offset += num_missing
+    sequence.text = label
 
 
 def _add_drawn_token(

@@ -217,29 +217,37 @@ class Scheduler:
         if prompt.branch is not None:
             return  # others share it until the search is over
         if not any(other.block_table for other in prompt.sequences):
-            self._evict_unshared(prompt)
+            self._evict_unshared(prompt.ids)
         if prompt.params.max_tokens > 0 and not prompt.owner.is_cancelled:
             self.kv.expected.learn(prompt.params.max_tokens, len(sequence.tokens))
 
     def add_branches(self, branches: list[PromptState]) -> None:
-        """Queue branches of a running prompt's labels, before all of its priority."""
-        for branch in branches:
-            self.waiting.add_preempted(branch)
+        """Queue branches of a running prompt's labels.
+
+        Of a run's lines they come before all of their priority: the prompt's blocks are warm.
+        Those of other requests take turns with other clients.
+        """
+        for place, branch in enumerate(branches):
+            if branch.owner.is_counted:
+                self.waiting.add_preempted(branch)
+            else:
+                self.waiting.add(branch, place)
 
     def end_walk(self, walk: Walk) -> None:
         """Forget the branches of a search that is over, or given up."""
         for branch in [*walk.running]:
             self.cancel(branch)
+            branch.sequences = []
         walk.running.clear()
-        for branch in reversed(walk.computed):  # the first one is the others' beginning
-            self._evict_unshared(branch)
-        walk.computed.clear()
+        for ids in reversed(walk.fed_ids):  # the first ones are the others' beginning
+            self._evict_unshared(ids)
+        walk.fed_ids.clear()
 
-    def _evict_unshared(self, prompt: PromptState) -> None:
+    def _evict_unshared(self, ids: list[int]) -> None:
         """Evict the cached blocks of a prompt that no waiting prompt shares."""
-        num_wanted = self.waiting.num_shared_tokens(prompt.ids)
+        num_wanted = self.waiting.num_shared_tokens(ids)
         if num_wanted is not None:
-            self.kv.prefixes.evict_tail(prompt.ids, num_wanted)
+            self.kv.prefixes.evict_tail(ids, num_wanted)
 
     def cancel(self, prompt: PromptState) -> None:
         """Forget a prompt, wherever it is; one that is done or unknown is left as it is.
@@ -331,7 +339,7 @@ class Scheduler:
         num_running = owner.num_running + len(prompt.sequences)
         if (
             owner.is_counted
-            or prompt.has_run
+            or (prompt.has_run and not prompt.is_inner_branch)
             or num_running <= 1
             or not self.kv.num_sequences
         ):

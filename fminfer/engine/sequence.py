@@ -145,7 +145,7 @@ class Walk(Protocol):
     """The search through the labels of a prompt; `label_walk` has it."""
 
     running: list[PromptState]  # branches that wait or are computed
-    computed: list[PromptState]  # branches whose logprobs are known
+    fed_ids: list[list[int]]  # prompts of those that were
 
     def make_wave(self) -> list[PromptState]:
         """Return the branches to compute next; none: the search is over."""
@@ -153,11 +153,8 @@ class Walk(Protocol):
     def finish_branch(self, branch_prompt: PromptState) -> None:
         """Add the logprobs that a branch has given."""
 
-    def choose_label(self, sequence: Sequence) -> int:
-        """Return the label that a choice is."""
-
-    def list_reports(self, label: int) -> list[TokenReport]:
-        """Return new reports of a label's tokens."""
+    def choose_label(self, sequence: Sequence) -> tuple[str, list[TokenReport]]:
+        """Return the label that a choice is, and new reports of its tokens."""
 
     def describe_answer(self) -> dict[str, Any]:
         """Return the fields that a choice has of it."""

@@ -83,6 +83,7 @@ class EngineStats:
     # rows that gave nan, and were fed again without the prefix cache
     num_apart: int = 0
     num_again_tokens: int = 0  # the part of num_prompt_tokens that was fed for both
+    num_label_tokens: int = 0  # another part: labels', behind their prompts
     num_copied_requests: int = 0  # requests that took the answer of an equal one
     num_kept_requests: int = 0  # requests that took an answer of the result cache
     num_begun: int = 0  # requests that no longer wait: admitted, or ended without
@@ -118,8 +119,8 @@ class EngineStats:
     def count_admitted(self, prompt: PromptState) -> None:
         """Count a prompt that is to be fed, perhaps once more."""
         if prompt.is_inner_branch and not prompt.is_apart:
-            return  # its prompt is counted
-        if prompt.has_run:
+            self.num_label_tokens += prompt.num_unfed
+        elif prompt.has_run:
             self.num_put_back += not prompt.is_apart
             self.num_apart += prompt.is_apart
             self.num_again_tokens += prompt.num_unfed

@@ -317,8 +317,10 @@ class Stage:
         firsts = np.searchsorted(row_of, np.arange(len(scored) + 1))
 
         tokens = self._tokens
-        edits = StepEdits(step, tokens.size, self._device, tokens.local_ids)
-        masks = edits.make_score_masks()
+        masks = None
+        if (scores["mask"] >= 0).any():
+            edits = StepEdits(step, tokens.size, self._device, tokens.local_ids)
+            masks = edits.make_score_masks()
 
         def score_part(logits: torch.Tensor, part: slice) -> TokenLogprobs:
             entries = slice(firsts[part.start], firsts[part.stop])

@@ -88,11 +88,13 @@ class TimeLeft:
             return None
         times = max(1.0, total_rows / read.num_rows)  # unread rows are like those read
         num_fed = stats.num_prompt_tokens - stats.num_again_tokens
+        num_fed -= stats.num_label_tokens
         num_met = num_fed + stats.num_cached_tokens
         fed_left = (
             max(0.0, read.num_tokens * times - num_met) * num_fed / max(1, num_met)
         )
         num_open = max(1.0, read.num_sequences * times - stats.num_ended)
+        fed_left += num_open * stats.num_label_tokens / max(1, stats.num_ended)
         most_drawn = (
             read.max_draws * times - stats.num_generated_tokens - stats.num_undrawn
         )

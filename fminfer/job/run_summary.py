@@ -277,6 +277,7 @@ class JobSummary:
         total = (
             stats["num_prompt_tokens"]
             - stats["num_again_tokens"]
+            - stats["num_label_tokens"]
             + stats["num_cached_tokens"]
         )
         text = (

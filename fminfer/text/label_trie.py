@@ -44,11 +44,10 @@ class LabelTrie:
         self.num_listed = num_listed
         self.nodes = [LabelNode(ROOT, -1, 0)]
         self.ends = [self._add_label(number, spell) for number in range(len(labels))]
-
-    @property
-    def num_longest(self) -> int:
-        """Tokens of the longest label."""
-        return max(node.depth for node in self.nodes)
+        inner = [number for number, node in enumerate(self.nodes) if node.children]
+        # The node that the longest label ends behind, and that label's tokens.
+        self.deepest_inner = max(inner, key=lambda number: self.nodes[number].depth)
+        self.num_longest = self.nodes[self.deepest_inner].depth + 1
 
     def list_path(self, node_id: int) -> list[int]:
         """Return the nodes from the first token to this one, both included."""

@@ -514,7 +514,8 @@ def test_label_probabilities_are_those_of_a_scored_decoder_prompt(
             engine.tokenizer, limits.vocab_size, limits.eos_ids
         ).vocabulary
         words = [word for text in TEXTS for word in text.split()]
-        labels = [" ".join(words[:size]) for size in (1, 2, 4)] + words[-2:]
+        # Behind an empty text, the tokenizer leaves out the space of a label.
+        labels = [" ".join(["", *words[:size]]) for size in (1, 2, 4)] + words[-2:]
         paths = {label: vocabulary(label) for label in dict.fromkeys(labels)}
         outputs = {"choice": [*paths], "probabilities": True}
         asked = [{"prompt": each, "structured_outputs": outputs} for each in prompts]
@@ -541,6 +542,7 @@ def test_label_probabilities_are_those_of_a_scored_decoder_prompt(
         ]
         mass = masses[labels[0]] + sum(masses[label] for label in outer)
         assert choice["label_mass"] == pytest.approx(mass, rel=1e-3)
+        assert choice["text"] == next(iter(choice["label_probabilities"]))
         share = masses[labels[2]] / mass
         assert choice["label_probabilities"][labels[2]] == pytest.approx(
             share, abs=1e-4

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import random
-from collections.abc import Sequence
+from collections import abc
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -19,6 +20,7 @@ from fminfer.engine.sequence import (
     PreparedRequest,
     PromptState,
     RequestState,
+    Sequence,
     TokenReport,
 )
 from fminfer.text.encoded_prompt import EncodedPrompt
@@ -41,7 +43,7 @@ Path = tuple[int, ...]
 class Tries:
     """In the place of a model's grammars: it has one trie."""
 
-    def __init__(self, paths: Sequence[Path]) -> None:
+    def __init__(self, paths: abc.Sequence[Path]) -> None:
         names = {str(number): path for number, path in enumerate(paths)}
         self._trie = LabelTrie([*names], len(names), lambda name: [*names[name]])
 
@@ -57,7 +59,9 @@ def make_paths(rng: random.Random, count: int) -> list[Path]:
     return [*paths]
 
 
-def find_expected(prompt: list[int], paths: Sequence[Path], stages: int) -> list[float]:
+def find_expected(
+    prompt: list[int], paths: abc.Sequence[Path], stages: int
+) -> list[float]:
     """Return each label's own probability, computed label by label."""
     whole = dict[Path, float]()
     for path in paths:
@@ -174,7 +178,7 @@ def test_the_prompt_is_computed_once_and_shared_beginnings_too() -> None:
 
 
 def walk_through(
-    paths: Sequence[Path], logprobs: dict[Path, float]
+    paths: abc.Sequence[Path], logprobs: dict[Path, float]
 ) -> tuple[LabelWalk, int]:
     """Search with given logprobs of tokens; return the walk and how many branches it has fed."""
     names = {str(number): path for number, path in enumerate(paths)}
@@ -265,3 +269,93 @@ def test_a_first_token_of_all_labels_is_fed_with_the_prompt() -> None:
     assert event.usage["prompt_tokens_details"]["cached_tokens"] == len(prompt) - 1
     assert bench.loop.stats.num_cached_tokens == len(prompt) - 1
     assert bench.loop.stats.num_put_back == 0
+
+
+def test_impossible_labels_cost_no_other_row() -> None:
+    """The likeliest of them has tokens that were never computed: a KeyError ended the run."""
+    walk, num_fed = walk_through(
+        [(0, 1), (0, 2), (1, 3)], {(0,): -math.inf, (1,): -math.inf}
+    )
+    sequence = Sequence(walk._prompt, b"", None)
+    label, reports = walk.choose_label(sequence)
+    assert label == "0" and num_fed == 1
+    assert [report.logprob for report in reports] == [-math.inf] * 2
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_a_given_up_branch_of_an_encoder_is_not_fed(seed: int) -> None:
+    """Its encoder output came late, and it was fed without blocks: all rows were lost."""
+    rng = random.Random(seed)
+    paths = [(first, last) for first in (1, 2, 3, 4, 8) for last in (7, 11)]
+    num_stages = rng.choice([1, 2, 3])
+    block_size = rng.randint(1, 6)
+    bench = Bench(
+        has_cache=False,
+        block_size=block_size,
+        num_blocks=200,
+        chunk=rng.randint(6, 30),
+        num_stages=num_stages,
+    )
+    stages = [
+        RememberingStage(
+            block_size,
+            is_first=place == 0,
+            is_last=place == num_stages - 1,
+            nan_id=8 if place == 0 else -1,
+        )
+        for place in range(num_stages)
+    ]
+    bench.loop._pipeline = RememberingPipeline(block_size, stages)
+    bad = []
+    good = []
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        for number in range(3):
+            source = [20 + number] + [21] * rng.randint(1, 5)
+            start = {"prompts": [EncodedPrompt([5], "", [])], "num_start": 1}
+            start["sources"] = [EncodedPrompt(source, "", [])]
+            labelled = make_request([5], 2)
+            bad.append(bench.loop.add(replace(labelled, **start)))
+            drawn = SamplingParams(max_tokens=4, temperature=0)
+            good.append(bench.loop.add(PreparedRequest(drawn, **start)))
+        events = run(bench)
+    assert all(isinstance(events[request_id], Failed) for request_id in bad)
+    assert all(isinstance(events[request_id], Finished) for request_id in good)
+
+
+def test_labels_leave_rows_to_other_requests() -> None:
+    """A request of another client waited for all labels of those before it."""
+    paths = [(first, second, 0) for first in range(40) for second in range(5)]
+    bench = Bench(has_cache=True, block_size=4, num_blocks=400, chunk=32, max_rows=12)
+    steps = {}
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        patch.setattr("fminfer.engine.label_walk.MIN_SHARE", 1e-300)
+        many = [bench.loop.add(make_request([number, 9], 3)) for number in range(5)]
+        for _ in range(4):
+            bench.loop.step()
+        quick = bench.add(prompt=[1, 2, 3], max_tokens=4)
+        for number in range(1000):
+            for event in bench.loop.step():
+                steps[event.request_id] = number
+            if not bench.loop.has_work:
+                break
+    bench.loop.check_books()
+    assert steps[quick] < 15 < min(steps[each] for each in many)
+
+
+def test_tokens_of_labels_are_counted_apart() -> None:
+    """The time left was 0 as soon as the prompts were fed."""
+    paths = [(first, second, 0) for first in range(4) for second in range(4)]
+    bench = Bench(has_cache=True, block_size=4, num_blocks=400, chunk=32)
+    with pytest.MonkeyPatch.context() as patch:
+        tries = Tries(paths)
+        patch.setattr("fminfer.engine.start.find_grammars", lambda *a: tries)
+        patch.setattr("fminfer.engine.label_walk.MIN_SHARE", 1e-300)
+        bench.loop.add(make_request([1, 2, 3, 4], 3))
+        run(bench)
+    stats = bench.loop.stats
+    assert stats.num_label_tokens == 4 + 16
+    assert stats.num_prompt_tokens == 4 + stats.num_label_tokens

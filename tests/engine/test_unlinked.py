@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
@@ -11,6 +12,11 @@ import fminfer
 from fminfer.engine.sequence import PromptState, RequestState, Sequence
 
 LONG = {"prompt": [5] * 40, "max_tokens": 30, "ignore_eos": True, "n": 3, "logprobs": 1}
+LABELS = [f" {first} {last}" for first in ("north", "up", "e") for last in ("a", "b c")]
+LABELLED = {
+    "prompt": [5] * 40,
+    "structured_outputs": {"choice": LABELS, "probabilities": True},
+}
 
 
 @pytest.fixture(scope="module")
@@ -27,15 +33,19 @@ def count_states() -> int:
 
 @pytest.mark.parametrize("num_steps", [0, 1, 5])
 @pytest.mark.parametrize("is_streamed", [False, True])
+@pytest.mark.parametrize("request_fields", [LONG, LABELLED], ids=["drawn", "labels"])
 def test_nothing_is_left_for_the_collector(
-    engine: fminfer.Engine, num_steps: int, is_streamed: bool
+    engine: fminfer.Engine,
+    request_fields: dict[str, Any],
+    num_steps: int,
+    is_streamed: bool,
 ) -> None:
     """A server's memory grew by a hundred megabytes between two full collections."""
     gc.collect()
     gc.disable()
     try:
         before = count_states()
-        ids = [engine.add(LONG, is_streamed=is_streamed) for _ in range(6)]
+        ids = [engine.add(request_fields, is_streamed=is_streamed) for _ in range(6)]
         for _ in range(num_steps):
             engine.step()
         for request_id in ids[:3]:

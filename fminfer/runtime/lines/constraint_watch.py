@@ -25,6 +25,7 @@ from fminfer.text.spelling import Spelling
 
 NUM_FIRST_ROWS = 50  # of a constraint that are all measured
 SAMPLE_INTERVAL = 20  # one of so many later rows is measured
+MAX_SPELLED = 256  # labels that are spelled in other ways, too
 MAX_CONSTRAINTS = 32  # counted by themselves; others together by their kind
 NUM_NAMED = 3  # rows, tokens or labels that are named
 LEAST_MASS = 0.01  # labels with less in the median are warned of
@@ -126,8 +127,9 @@ class ConstraintWatch:
         limits = self._intake.limits
         tokenizer = self._intake.tokenizer
         grammars = find_grammars(tokenizer, limits.vocab_size, limits.eos_ids)
+        some_labels = list_labels(constraint)[:MAX_SPELLED]
         spellings = list[LabelSpelling]()
-        for style, labels in spell_labels(list_labels(constraint)).items():
+        for style, labels in spell_labels(some_labels).items():
             label_ids = [grammars.vocabulary(label) for label in labels]
             if label_ids and all(label_ids):
                 first_ids = tuple(sorted({ids[0] for ids in label_ids}))
