@@ -46,7 +46,9 @@ class LabelWalk:
         # Nodes that have a logprob, and children without one.
         self._open = [ROOT]
         self.running: list[PromptState] = []
-        self.fed_ids: list[list[int]] = []  # prompts of branches that were computed
+        self.computed_ids: list[
+            list[int]
+        ] = []  # prompts of branches that were computed
         self.answer: LabelAnswer | None = None
 
     def make_wave(self) -> list[PromptState]:
@@ -74,7 +76,7 @@ class LabelWalk:
         branch = branch_prompt.branch
         assert branch is not None, "no branch"
         self.running.remove(branch_prompt)
-        self.fed_ids.append(branch_prompt.ids)
+        self.computed_ids.append(branch_prompt.ids)
         nodes = self._trie.nodes
         for node_id, report in zip(
             branch.scored_nodes, branch_prompt.reports, strict=True

@@ -239,9 +239,11 @@ class Scheduler:
             self.cancel(branch)
             branch.sequences = []
         walk.running.clear()
-        for ids in reversed(walk.fed_ids):  # the first ones are the others' beginning
+        for ids in reversed(
+            walk.computed_ids
+        ):  # the first ones are the others' beginning
             self._evict_unshared(ids)
-        walk.fed_ids.clear()
+        walk.computed_ids.clear()
 
     def _evict_unshared(self, ids: list[int]) -> None:
         """Evict the cached blocks of a prompt that no waiting prompt shares."""

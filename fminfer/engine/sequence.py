@@ -145,7 +145,7 @@ class Walk(Protocol):
     """The search through the labels of a prompt; `label_walk` has it."""
 
     running: list[PromptState]  # branches that wait or are computed
-    fed_ids: list[list[int]]  # prompts of those that were
+    computed_ids: list[list[int]]  # prompts of branches that were computed
 
     def make_wave(self) -> list[PromptState]:
         """Return the branches to compute next; none: the search is over."""

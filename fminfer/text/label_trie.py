@@ -44,9 +44,9 @@ class LabelTrie:
         self.num_listed = num_listed
         self.nodes = [LabelNode(ROOT, -1, 0)]
         self.ends = [self._add_label(number, spell) for number in range(len(labels))]
-        inner = [number for number, node in enumerate(self.nodes) if node.children]
+        inner = [node_id for node_id, node in enumerate(self.nodes) if node.children]
         # The node that the longest label ends behind, and that label's tokens.
-        self.deepest_inner = max(inner, key=lambda number: self.nodes[number].depth)
+        self.deepest_inner = max(inner, key=lambda node_id: self.nodes[node_id].depth)
         self.num_longest = self.nodes[self.deepest_inner].depth + 1
 
     def list_path(self, node_id: int) -> list[int]:
