@@ -368,3 +368,14 @@ def test_a_folder_leaves_its_tables_of_answers_out(
         "out.parquet",
         "out.records.jsonl",
     }
+
+
+def test_a_pipe_has_no_table(source: Path, tmp_path: Path) -> None:
+    """Stdin lost every row and the run counted as done; a FIFO was waited for for ever."""
+    fifo = tmp_path / "rows.jsonl"
+    os.mkfifo(fifo)
+    for name in ("-", fifo):
+        result = command(name, *TEMPLATE, "--output", tmp_path / "labels.csv")
+        assert result.exit_code == 2
+        assert f"{name} is a pipe" in " ".join(result.stderr.split())
+    assert names_beside(source) == {"in.parquet", "rows.jsonl"}
