@@ -204,7 +204,7 @@ class JobPaths(JobOptions):
         others_go_on = self.is_shared and (bool(paths.inputs) or self.is_watching)
         if paths.refused and not others_go_on:
             raise UsageError(next(iter(paths.refused.values())))
-        self.remote.prepare_outputs(paths.outputs, restart=self.restart)
+        self.remote.prepare_outputs(paths.outputs, paths.table, restart=self.restart)
 
         self._check_table(paths)
         self._check_further_files(paths)
