@@ -369,7 +369,7 @@ def test_full_disk_keeps_the_journal(
 
 
 def test_names_that_meet_are_refused(tmp_path: Path) -> None:
-    """--prefix mends names of the input; two of the run's own need another label."""
+    """--prefix mends names of the input."""
     source = tmp_path / "in.csv"
     source.write_text("text,error\na,b\n")
     with pytest.raises(UsageError, match=r"a column 'error'.* --prefix"):
@@ -380,9 +380,6 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
         "error",
         "m_answer",
     ]
-    choice = {"choice": ["error", "x"], "probabilities": 1}
-    with pytest.raises(UsageError, match=r"two columns .* 'error'.*rename"):
-        make_result_columns({"structured_outputs": choice}, "m_")
 
 
 def test_what_parquet_cannot_hold_is_refused_before(tmp_path: Path) -> None:
