@@ -247,6 +247,10 @@ def test_without_a_template_a_table_is_refused_with_the_line_to_type(
             assert f"fminfer run {table} --prompt-template 'Is it good? {cell}'" in (
                 found.stderr
             )
+    found = invoke("run", tmp_path)
+    command = f"fminfer run {tmp_path} --prompt-template 'Is it good? {{{{ text }}}}'"
+    assert found.exit_code == 2
+    assert f"tables need a template. Type: {command}" in found.stderr
     found = invoke("split", "--input-file", plain, "--output-dir", tmp_path / "parts")
     assert found.exit_code == 2
     assert "is a table, and is not split" in found.stderr
@@ -292,6 +296,12 @@ def test_a_job_of_a_table_is_planned(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     found = invoke("submit", *words)
     assert found.exit_code == 2
+    for flags in (["{{ text "], [ASK, "--field", "seed"], [ASK, "--choices", "@no"]):
+        found = invoke("submit", *words, "--", "--prompt-template", *flags)
+        assert found.exit_code == 2, "it sent jobs that had to fail"
+        assert "--" in found.stderr and found.stdout == ""
+    found = invoke("submit", *words, "--", "--field", "seed=1")
+    assert found.exit_code == 2 and "needs --prompt-template" in found.stderr
 
 
 def test_pyarrow_that_is_missing_is_named(
