@@ -173,6 +173,8 @@ def _list_files(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(find_output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder, has_rows=any(map(_is_of_table, others)))
+    if not (others or contents.requests):
+        contents = sort_folder(folder, has_rows=True)
     plan = make_output_paths(
         [path for path in contents.requests if path not in others], None
     )

@@ -187,6 +187,7 @@ def test_a_folder_costs_no_more_than_the_table_that_is_wrong(tmp_path: Path) -> 
 def test_status_of_tables(tmp_path: Path) -> None:
     """A table that is not yet answered was not counted, and one of answers not found."""
     write_csv(tmp_path / "a.csv", TEXTS[:3])
+    assert "1 waiting" in invoke("status", tmp_path).stdout
     assert ask(tmp_path / "a.csv").exit_code == 0
     write_csv(tmp_path / "b.csv")
     write_parquet(tmp_path / "c.parquet")
