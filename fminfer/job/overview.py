@@ -124,7 +124,7 @@ def find_overviews(path: Path, now_s: float | None = None) -> list[Overview]:
     overviews = []
     for folder, below, _ in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        pairs = list(_list_files(Path(folder)))
+        pairs = list(_list_files(Path(folder), is_named=Path(folder) == path))
         if Path(folder) == path or any(
             _is_to_answer(source, output) for source, output, _ in pairs
         ):
@@ -168,12 +168,14 @@ def _find_file_state(path: Path, now_s: float) -> FileState:
     return _read_state(source, answers_path(source), now_s)
 
 
-def _list_files(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
+def _list_files(
+    folder: Path, *, is_named: bool
+) -> Iterator[tuple[Path | None, Path, str | None]]:
     """Yield each input, its output and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(find_output_of, statuses) if _is_of_run(output)}
     contents = sort_folder(folder, has_rows=any(map(_is_of_table, others)))
-    if not (others or contents.requests):
+    if is_named and not (others or contents.requests):
         contents = sort_folder(folder, has_rows=True)
     plan = make_output_paths(
         [path for path in contents.requests if path not in others], None

@@ -193,7 +193,9 @@ class TableWriter:
             raise changed_error(self._task.source)
         self._input_batches.append(batch)
         self._num_input_rows += batch.num_rows
-        self._row_bytes = batch.nbytes // batch.num_rows
+        # without dictionaries: each group holds all of them, and many groups were a large file
+        columns = [getattr(column, "indices", column) for column in batch.columns]
+        self._row_bytes = sum(column.nbytes for column in columns) // batch.num_rows
 
 
 def changed_error(source: Path) -> UsageError:
