@@ -27,6 +27,7 @@ from fminfer.core.option import pop_options
 from fminfer.core.quantities import with_noun
 from fminfer.files.input_folders import describe_left_out, find_inputs
 from fminfer.files.output_paths import require_output_paths
+from fminfer.files.tables.table_options import TableOptions
 from fminfer.job.run_paths import check_no_other_model
 
 
@@ -80,6 +81,9 @@ def _submit_jobs(
     flags = parse_flags(accept_run_flags, run_flags, submit_options.gpus)
     paths = tuple(Path(os.path.abspath(path)) for path in submit_options.infer_data)
     has_rows = flags["prompt_template"] is not None
+    table = pop_options(TableOptions, {**flags})
+    if has_rows:
+        table.make_template("messages", {})
     outputs = _plan_outputs(paths, flags["output"], has_rows=has_rows)
     check_shared_files(submit_options.mode, flags, len(outputs))
     check_no_other_model(

@@ -70,6 +70,10 @@ def find_inputs(
                 contents = [f"it holds {_join_names(others)}"] if others else []
                 left_out = describe_left_out([path], has_lost=True, has_rows=has_rows)
                 left_out = left_out or contents
+                tables = sort_folder(path, has_rows=True).requests
+                if tables and not has_rows:
+                    command = _describe_command(path, tables[0])
+                    left_out.append(f"tables need a template. Type: {command}")
                 raise UsageError("; ".join([message, *left_out]))
             files += requests
         elif path != STDIN and not path.exists():
@@ -111,17 +115,17 @@ def _check_input_file(path: Path, *, has_rows: bool) -> None:
     elif is_table and (not trouble or strip_compression(path).suffix in trouble):
         raise UsageError(
             f"{path} is a table, and tables need a template. Type: "
-            f"{_describe_command(path)}"
+            f"{_describe_command(path, path)}"
         )
     trouble = trouble or "it must hold JSON lines, each a request"
     raise UsageError(f"{path} has none of the endings {NAMED_ENDINGS}; {trouble}")
 
 
-def _describe_command(path: Path) -> str:
-    """Return a command that answers a table's rows, with a column that it has."""
+def _describe_command(path: Path, table: Path) -> str:
+    """Return a command that answers the rows of a path, with a column that a table there has."""
     columns: tuple[str, ...] = ()
     with suppress(UsageError):  # the run will say it
-        columns = open_table(path).columns
+        columns = open_table(table).columns
     name = "text" if "text" in columns else next(iter(columns), "text")
     cell = name if name.isidentifier() else f'row["{name}"]'
     template = shlex.quote(f"Is it good? {{{{ {cell} }}}}")

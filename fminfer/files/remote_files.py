@@ -17,7 +17,7 @@ from typing import Any
 
 from fminfer.core.errors import FminferError, OutputError, UsageError
 from fminfer.files.disk import path_beside
-from fminfer.files.line_reader import NAMED_ENDINGS, is_input_name
+from fminfer.files.line_reader import NAMED_ENDINGS, ROW_ENDINGS, is_input_name
 
 PART = f".part{os.getpid()}"  # added to a name while the file is on its way
 # headers that change with a file
@@ -43,13 +43,14 @@ def list_inputs(url: str, endings: Sequence[str]) -> list[str]:
     names = sorted(
         entry["name"].rpartition("/")[2] for entry in entries if entry["type"] == "file"
     )
-    input_names = [
-        name
-        for name in names
-        if is_input_name(name, endings) and fnmatchcase(name, pattern)
-    ]
+    names = [name for name in names if fnmatchcase(name, pattern)]
+    input_names = [name for name in names if is_input_name(name, endings)]
     if not input_names:
-        raise UsageError(f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS})")
+        has_tables = any(is_input_name(name, ROW_ENDINGS) for name in names)
+        remedy = "; its tables need --prompt-template" if has_tables else ""
+        raise UsageError(
+            f"{show_url(url)} holds no file to answer ({NAMED_ENDINGS}){remedy}"
+        )
     return [f"{folder}/{name}" for name in input_names]
 
 

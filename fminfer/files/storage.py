@@ -31,8 +31,8 @@ from fminfer.files.remote_files import (
     split_query,
     upload_file,
 )
-from fminfer.files.status_file import read_status, seals_of, status_path
-from fminfer.files.tables.table_writer import OUTPUT_ENDINGS, is_table_name
+from fminfer.files.status_file import status_path
+from fminfer.files.tables.table_writer import OUTPUT_ENDINGS
 from fminfer.machine.user_cache import find_cache_path, make_private_folder
 
 Location = Path | str  # a local path, or a URL
@@ -88,7 +88,9 @@ class RemoteFolders:
             else self._make_local_folder(url)
         )
 
-    def prepare_outputs(self, outputs: list[Path], *, restart: bool) -> None:
+    def prepare_outputs(
+        self, outputs: list[Path], table: Path | None = None, *, restart: bool
+    ) -> None:
         """Copy outputs here that others have completed, and see that one can write there."""
         tried: set[Path] = set()
         for output in outputs:
@@ -103,8 +105,11 @@ class RemoteFolders:
             if not path_beside(output, SYNCED).exists() and output.parent not in tried:
                 tried.add(output.parent)
                 check_writable(url)
+        if table is not None and (url := self._find_url(table)) is not None:
+            with raising_url_errors(url):
+                self._fetch_table(table, url)
 
-    def upload_outputs(self, outputs: list[Path]) -> None:
+    def upload_outputs(self, outputs: list[Path], table: Path | None = None) -> None:
         """Upload what is complete and not there yet, the answers last: all is there then."""
         for output in outputs:
             url = self._find_url(output)
@@ -113,9 +118,9 @@ class RemoteFolders:
                 continue
             self._print_line(f"Uploading {show_url(url)} …")
             with raising_upload_errors(url, output):
-                self._upload_file(output, url)
+                self._upload_file(output, url, table)
 
-    def _upload_file(self, output: Path, url: str) -> None:
+    def _upload_file(self, output: Path, url: str, table: Path | None) -> None:
         folder = self._urls[output.parent]
         errors = errors_path(output)
         status = status_path(output)
@@ -128,9 +133,10 @@ class RemoteFolders:
             remove_file(f"{folder}/{errors.name}")
         if (vectors := vectors_path(output)).exists():
             upload_file(vectors, f"{folder}/{vectors.name}")
-        for name in filter(is_table_name, seals_of(read_status(output)) or {}):
-            if (table := output.with_name(name)).exists():
-                upload_file(table, f"{folder}/{name}")
+        if table is not None:
+            table_url = f"{folder}/{table.name}"
+            upload_file(table, table_url)
+            path_beside(table, SYNCED).write_text(find_version(table_url) or "")
         upload_file(output, url)
         path_beside(output, SYNCED).write_text(find_version(url) or "")
 
@@ -180,6 +186,21 @@ class RemoteFolders:
             if find_version(other) is not None:
                 fetch_file(other, path)
         fetch_file(url, output)
+        synced.write_text(version)
+
+    def _fetch_table(self, table: Path, url: str) -> None:
+        """Fetch a remote table, so that only a run's own is replaced; drop one that is gone."""
+        synced = path_beside(table, SYNCED)
+        recorded = _read_text(synced)
+        version = find_version(url)
+        if version == recorded:  # the same, or here alone, and yet to be uploaded
+            return
+        if version is None:
+            table.unlink(missing_ok=True)
+            synced.unlink()
+            return
+        self._print_line(f"Fetching {show_url(url)} …")
+        fetch_file(url, table)
         synced.write_text(version)
 
     def _write_status_with_urls(self, status: Path) -> Path:

@@ -295,7 +295,7 @@ def _answer_files(job: _Job) -> JobSummary:
             _answer_rows(job, files, summary, terms.current_run)
     else:
         run_job(None, files, summary, is_quiet=job_paths.is_quiet)
-    job_paths.remote.upload_outputs(output_paths.outputs)
+    job_paths.remote.upload_outputs(output_paths.outputs, output_paths.table)
     write_report_at_end(job_paths, output_paths, summary)
     if not job_paths.keeps_output:
         summary.outputs = []

@@ -6,6 +6,7 @@ import os
 import time
 from collections import Counter
 from collections.abc import Iterator
+from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Literal
@@ -17,12 +18,19 @@ from fminfer.files.first_lines import holds_requests
 from fminfer.files.input_folders import describe_left_out, find_inputs, sort_folder
 from fminfer.files.input_models import check_no_models
 from fminfer.files.journal import count_rows_from, journal_path
-from fminfer.files.line_reader import NAMED_ENDINGS, count_lines, sum_counts
+from fminfer.files.line_reader import (
+    NAMED_ENDINGS,
+    TABLE_ENDINGS,
+    count_lines,
+    sum_counts,
+)
 from fminfer.files.ordered_output import errors_path
 from fminfer.files.output_paths import answers_path, make_output_paths
 from fminfer.files.run_facts import TimeLine, parse_runs, parse_time_line
 from fminfer.files.status_file import STATUS, fminfer_fields, read_status, status_path
 from fminfer.files.streams import PART_NAME
+from fminfer.files.tables.table_file import open_table
+from fminfer.files.tables.table_writer import is_table_name, records_path
 from fminfer.job.report.answer_fields import read_answer
 from fminfer.job.report.reported_outputs import find_output_of, has_readable_rows
 from fminfer.job.report.scanning import RowsFile
@@ -116,7 +124,7 @@ def find_overviews(path: Path, now_s: float | None = None) -> list[Overview]:
     overviews = []
     for folder, below, _ in os.walk(path):
         below[:] = sorted(name for name in below if not name.startswith("."))
-        pairs = list(_list_files(Path(folder)))
+        pairs = list(_list_files(Path(folder), is_named=Path(folder) == path))
         if Path(folder) == path or any(
             _is_to_answer(source, output) for source, output, _ in pairs
         ):
@@ -139,17 +147,19 @@ def find_overviews(path: Path, now_s: float | None = None) -> list[Overview]:
 
 def _find_left_out(folder: Path, files: list[FileState]) -> dict[str, str]:
     outputs = {file.output for file in files}
+    has_rows = any(map(_is_of_table, map(Path, outputs)))
     return {
         str(path): why
-        for why, paths in sort_folder(folder).left_out.items()
+        for why, paths in sort_folder(folder, has_rows=has_rows).left_out.items()
         for path in paths
         if str(path) not in outputs
     }
 
 
 def _find_file_state(path: Path, now_s: float) -> FileState:
-    if status_path(path).exists() or journal_path(path).exists():
-        return _read_state(None, path, now_s)
+    for output in [path, records_path(path)] if is_table_name(path) else [path]:
+        if status_path(output).exists() or journal_path(output).exists():
+            return _read_state(None, output, now_s)
     if not path.exists():
         raise UsageError(
             f"{path} does not exist; give a folder, an input, or its output"
@@ -158,11 +168,15 @@ def _find_file_state(path: Path, now_s: float) -> FileState:
     return _read_state(source, answers_path(source), now_s)
 
 
-def _list_files(folder: Path) -> Iterator[tuple[Path | None, Path, str | None]]:
+def _list_files(
+    folder: Path, *, is_named: bool
+) -> Iterator[tuple[Path | None, Path, str | None]]:
     """Yield each input, its output and why it cannot be answered; then other outputs."""
     statuses = [folder / name for name in os.listdir(folder) if name.endswith(STATUS)]
     others = {output for output in map(find_output_of, statuses) if _is_of_run(output)}
-    contents = sort_folder(folder)
+    contents = sort_folder(folder, has_rows=any(map(_is_of_table, others)))
+    if is_named and not (others or contents.requests):
+        contents = sort_folder(folder, has_rows=True)
     plan = make_output_paths(
         [path for path in contents.requests if path not in others], None
     )
@@ -192,6 +206,24 @@ def _is_of_run(output: Path) -> bool:
     )
 
 
+def _is_of_table(output: Path) -> bool:
+    """Tell whether an output has the answers to a table beside it, as those of a folder have."""
+    source = Path((read_status(output) or {}).get("input_file_id") or "")
+    return (
+        source.name.endswith(TABLE_ENDINGS)
+        and answers_path(output.with_name(source.name)) == output
+    )
+
+
+def _count_rows(source: Path) -> int | None:
+    """Count the rows of an input; None: only a run can, as of a CSV."""
+    if not source.name.endswith(TABLE_ENDINGS):
+        return count_lines(source)
+    with suppress(UsageError):  # the run will say it
+        return open_table(source).num_rows
+    return None
+
+
 def _read_state(
     source: Path | None, output: Path, now_s: float, trouble: str | None = None
 ) -> FileState:
@@ -213,7 +245,7 @@ def _read_state(
         int(counts.get("failed") or 0),
     )
     if source is not None and source.exists() and (state.num_rows is None or has_grown):
-        state.num_rows = count_lines(source)
+        state.num_rows = _count_rows(source)
     # A run writes its status once a second, and its rows at once.
     first = fminfer_fields(status).get("journal_bytes") if status else 0
     if isinstance(first, int):
@@ -235,7 +267,11 @@ def _read_state(
     elif state.state == "stopped":
         state.why = CHANGED if has_grown else _explain_stop(status)
     elif state.state == "waiting":
-        is_unlike = source is not None and not holds_requests(source)
+        is_unlike = (
+            source is not None
+            and not source.name.endswith(TABLE_ENDINGS)
+            and not holds_requests(source)
+        )
         state.why = trouble or (UNLIKE if is_unlike else None)
     return state
 

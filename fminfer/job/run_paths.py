@@ -35,6 +35,7 @@ from fminfer.files.output_paths import (
 )
 from fminfer.files.own_files import PAGE, SUMMARY, TIMELINE, is_device, require_own_file
 from fminfer.files.storage import Location, RemoteFolders
+from fminfer.files.streams import is_stream
 from fminfer.files.tables.row_template import PROMPT_FLAG
 from fminfer.files.tables.table_options import TableOptions
 from fminfer.files.tables.table_writer import is_table_name
@@ -203,7 +204,7 @@ class JobPaths(JobOptions):
         others_go_on = self.is_shared and (bool(paths.inputs) or self.is_watching)
         if paths.refused and not others_go_on:
             raise UsageError(next(iter(paths.refused.values())))
-        self.remote.prepare_outputs(paths.outputs, restart=self.restart)
+        self.remote.prepare_outputs(paths.outputs, paths.table, restart=self.restart)
 
         self._check_table(paths)
         self._check_further_files(paths)
@@ -225,6 +226,12 @@ class JobPaths(JobOptions):
                 f"--output {self.output} needs rows, and the input has requests. Add "
                 "--prompt-template, or give an --output that ends in .jsonl"
             )
+        for path in paths.inputs if paths.table is not None else []:
+            if is_stream(path) or not path.is_file():
+                raise UsageError(
+                    f"{path} is a pipe, and for a table of answers the rows are read again. "
+                    "Save them as a file, or give an --output that ends in .jsonl"
+                )
 
     def _check_further_files(self, paths: OutputPaths) -> None:
         """Raise a UsageError if the files of --stats, --trace or --report cannot be written."""

@@ -368,3 +368,43 @@ def test_a_folder_leaves_its_tables_of_answers_out(
         "out.parquet",
         "out.records.jsonl",
     }
+
+
+def test_a_pipe_has_no_table(source: Path, tmp_path: Path) -> None:
+    """Stdin lost every row and the run counted as done; a FIFO was waited for for ever."""
+    fifo = tmp_path / "rows.jsonl"
+    os.mkfifo(fifo)
+    for name in ("-", fifo):
+        result = command(name, *TEMPLATE, "--output", tmp_path / "labels.csv")
+        assert result.exit_code == 2
+        assert f"{name} is a pipe" in " ".join(result.stderr.split())
+    assert names_beside(source) == {"in.parquet", "rows.jsonl"}
+
+
+def test_a_table_at_a_url_is_fetched_first(source: Path, tmp_path: Path) -> None:
+    """A user's own file there was replaced, and a table that was removed stayed away."""
+    remote = tmp_path / "remote"
+    remote.mkdir()
+    table = remote / "labels.csv"
+    url = f"file://{table}"
+    words = (source, *TEMPLATE, "--output", url, "--work-dir", tmp_path / "work")
+
+    table.write_text("MY OWN DATA\n")
+    for more in ((), ("--restart",)):
+        result = command(*words, *more)
+        assert result.exit_code == 2 and "is no table" in result.stderr
+    assert table.read_text() == "MY OWN DATA\n"
+
+    table.unlink()
+    assert command(*words).exit_code == 3
+    whole = table.read_text()
+    table.write_text(whole.replace("one", "uno"))
+    result = command(*words)
+    assert result.exit_code == 2 and "was edited since" in result.stderr
+    assert "uno" in table.read_text()
+
+    table.unlink()
+    result = command(*words)
+    assert result.exit_code == 3 and "7 kept" in result.stderr
+    assert table.read_text() == whole
+    assert "Uploading" not in command(*words).stderr

@@ -20,6 +20,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.files.journal import journal_path
 from fminfer.files.tables.row_template import PROMPT_FLAG, RowTemplate
+from fminfer.job.overview import find_overviews
 from fminfer.models.checkpoint import open_model
 from fminfer.runtime.load.assembly import make_line_counting
 from tests.conftest import run_files
@@ -183,6 +184,34 @@ def test_a_folder_costs_no_more_than_the_table_that_is_wrong(tmp_path: Path) -> 
     assert "an ending in capitals" in again.stderr
 
 
+def test_status_of_tables(tmp_path: Path) -> None:
+    """A table that is not yet answered was not counted, and one of answers not found."""
+    write_csv(tmp_path / "a.csv", TEXTS[:3])
+    assert "1 waiting" in invoke("status", tmp_path).stdout
+    assert ask(tmp_path / "a.csv").exit_code == 0
+    write_csv(tmp_path / "b.csv")
+    write_parquet(tmp_path / "c.parquet")
+    (tmp_path / "d.parquet").write_text("no Parquet")
+    (overview,) = find_overviews(tmp_path)
+    found = {
+        Path(file.output).name: (file.state, file.num_rows, file.why)
+        for file in overview.files
+    }
+    assert found == {
+        "output_a.jsonl": ("done", 3, None),
+        "output_b.jsonl": ("waiting", None, None),
+        "output_c.jsonl": ("waiting", 40, None),
+        "output_d.jsonl": ("waiting", None, None),
+    }
+    assert "1 of 4 files done, 3 waiting" in invoke("status", tmp_path).stdout
+
+    labels = tmp_path / "labels.csv"
+    assert ask(tmp_path / "a.csv", "--output", labels).exit_code == 0
+    assert "1 of 1 file done" in invoke("status", labels).stdout
+    (overview,) = find_overviews(tmp_path)
+    assert str(labels) in overview.left_out and len(overview.files) == 5
+
+
 def test_stdin_has_rows(tmp_path: Path) -> None:
     words = ["run", "-q", "-", "--prompt-template", ASK, *FLAGS]
     found = CliRunner().invoke(main, words, input='{"text": "a"}\n{"text": "b"}\n')
@@ -247,6 +276,10 @@ def test_without_a_template_a_table_is_refused_with_the_line_to_type(
             assert f"fminfer run {table} --prompt-template 'Is it good? {cell}'" in (
                 found.stderr
             )
+    found = invoke("run", tmp_path)
+    command = f"fminfer run {tmp_path} --prompt-template 'Is it good? {{{{ text }}}}'"
+    assert found.exit_code == 2
+    assert f"tables need a template. Type: {command}" in found.stderr
     found = invoke("split", "--input-file", plain, "--output-dir", tmp_path / "parts")
     assert found.exit_code == 2
     assert "is a table, and is not split" in found.stderr
@@ -279,9 +312,10 @@ def test_a_url_may_be_a_table(tmp_path: Path) -> None:
     found = ask("memory://tables/", "--output", output, *work)
     assert found.exit_code == 0, found.output
     assert len(read(output)) == 3
-    found = invoke("run", "memory://tables/a.parquet", "--output", output, *work)
-    assert found.exit_code == 2
-    assert "add --prompt-template" in found.stderr
+    for url, remedy in (("a.parquet", "add"), ("", "its tables need")):
+        found = invoke("run", f"memory://tables/{url}", "--output", output, *work)
+        assert found.exit_code == 2
+        assert f"{remedy} --prompt-template" in found.stderr
 
 
 def test_a_job_of_a_table_is_planned(tmp_path: Path) -> None:
@@ -292,6 +326,12 @@ def test_a_job_of_a_table_is_planned(tmp_path: Path) -> None:
     assert found.exit_code == 0, found.output
     found = invoke("submit", *words)
     assert found.exit_code == 2
+    for flags in (["{{ text "], [ASK, "--field", "seed"], [ASK, "--choices", "@no"]):
+        found = invoke("submit", *words, "--", "--prompt-template", *flags)
+        assert found.exit_code == 2, "it sent jobs that had to fail"
+        assert "--" in found.stderr and found.stdout == ""
+    found = invoke("submit", *words, "--", "--field", "seed=1")
+    assert found.exit_code == 2 and "needs --prompt-template" in found.stderr
 
 
 def test_pyarrow_that_is_missing_is_named(

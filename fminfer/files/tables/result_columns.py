@@ -71,16 +71,11 @@ def make_result_columns(
         varying: fields that differ from row to row.
 
     Raises:
-        UsageError: a field says wrongly what an answer must be, or two names are equal.
+        UsageError: a field says wrongly what an answer must be.
     """
     is_list = "n" in varying or (fields.get("n") or 1) != 1
     parts = [*FIXED_COLUMNS, *_list_constraint_columns(fields)]
     names = _name_columns(parts)
-    if twice := [name for name, count in Counter(names).items() if count > 1]:
-        raise UsageError(
-            f"two columns of the table would have the name {twice[0]!r}. A label, or a "
-            "property of the schema, has the name of another column; rename it"
-        )
     return tuple(
         ResultColumn(prefix + name, kind, group, key, is_list and group != "row")
         for name, (key, kind, group) in zip(names, parts, strict=True)
@@ -146,12 +141,20 @@ def _list_constraint_columns(fields: Mapping[str, Any]) -> Iterator[Part]:
 
 
 def _name_columns(parts: list[Part]) -> list[str]:
-    """Name columns by their keys; labels without the space around them, if that tells them."""
+    """Name columns by their keys.
+
+    Labels have no space around them, if that tells them. A label or property of the name of
+    another column has its group before it: `label_error`.
+    """
     stripped = Counter(key.strip() for key, _, group in parts if group == "label")
-    return [
-        key.strip() if group == "label" and stripped[key.strip()] == 1 else key
-        for key, _, group in parts
-    ]
+    names: list[str] = []
+    for key, _, group in parts:
+        is_alone = group == "label" and stripped[key.strip()] == 1
+        name = key.strip() if is_alone else key
+        while name in names:
+            name = f"{group}_{name}"
+        names.append(name)
+    return names
 
 
 def _choose_kind(schema: Any) -> CellKind:

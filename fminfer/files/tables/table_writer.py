@@ -12,6 +12,7 @@ import json
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import astuple, dataclass
+from itertools import chain
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from fminfer.files.disk import path_beside
 from fminfer.files.journal_rows import Row
 from fminfer.files.streams import read_changed_ns
 from fminfer.files.tables.csv_writer import ByteFile, CsvWriter
+from fminfer.files.tables.parquet_table import FAULTS
 from fminfer.files.tables.result_columns import (
     FIXED_NAMES,
     ResultColumn,
@@ -33,7 +35,7 @@ from fminfer.files.tables.table_file import TableFile, open_table
 OUTPUT_ENDINGS = (".parquet", ".csv")  # of tables that can be written
 MARK = b"fminfer_table"  # a key in the metadata of a Parquet table of ours
 MAX_HEADER = 1 << 20  # characters of a CSV that may be ours
-# Rows of a row group of Parquet, and bytes of their records, about.
+# Rows of a row group of Parquet, and bytes of their cells and records, about.
 GROUP_ROWS = 1 << 15
 GROUP_BYTES = 64 << 20
 
@@ -138,10 +140,13 @@ class TableWriter:
         self._table = open_table(task.source, task.output.delimiter)
         self._schema = task.output.make_schema(self._table)
         self._batches = self._table.read_batches()
-        self._batch: Any = None  # of the input: rows whose answers are yet to come
         self._num_rows = 0
-        self._cells: list[dict[str, Any]] = []  # of the answers, yet to be written
-        self._num_bytes = 0  # of their records
+        # yet to be written: cells of the answers, and the input's rows, which are read ahead
+        self._cells: list[dict[str, Any]] = []
+        self._input_batches: list[Any] = []
+        self._num_input_rows = 0  # in these batches
+        self._row_bytes = 0  # of an input's row in the last batch
+        self._num_bytes = 0  # of rows with an answer
         self.format = task.output.open_format(file, self._schema)
 
     def add(self, row: Row) -> None:
@@ -149,17 +154,17 @@ class TableWriter:
         self._num_rows += 1
         assert row.number == self._num_rows, "rows of a table are counted from 1"
         self._cells.append(parse_cells(row, self.output.columns))
-        self._num_bytes += len(row.record)
+        if len(self._cells) > self._num_input_rows:
+            self._read_batch()
+        self._num_bytes += len(row.record) + self._row_bytes
         if len(self._cells) >= GROUP_ROWS or self._num_bytes >= GROUP_BYTES:
             self._write_group()
 
     def close(self) -> None:
         """Write what is left, once every row has come."""
         self._write_group()
-        has_more = any(
-            batch.num_rows for batch in [self._batch, *self._batches] if batch
-        )
-        is_longer = has_more and not self._task.is_cut
+        batches = chain(self._input_batches, self._batches)
+        is_longer = not self._task.is_cut and any(batch.num_rows for batch in batches)
         if is_longer or read_changed_ns(self._task.source) != self._task.changed_ns:
             raise changed_error(self._task.source)
         self.format.close()
@@ -171,22 +176,26 @@ class TableWriter:
             (column.name, make_arrow_type(column)) for column in self.output.columns
         ]
         answers = pyarrow.Table.from_pylist(self._cells, pyarrow.schema(added))
-        columns = [*self._read_input_rows(answers.num_rows).columns, *answers.columns]
+        rows = pyarrow.Table.from_batches(self._input_batches, self._table.schema)
+        columns = [*rows.slice(0, answers.num_rows).columns, *answers.columns]
         self.format.write_table(pyarrow.Table.from_arrays(columns, schema=self._schema))
+
+        rest = rows.slice(answers.num_rows)
+        self._input_batches = rest.to_batches()
+        self._num_input_rows = rest.num_rows
         self._cells = []
         self._num_bytes = 0
 
-    def _read_input_rows(self, num_rows: int) -> Any:
-        """Return the input's next rows, as a table."""
-        slices = []
-        while num_rows:
-            self._batch = self._batch or next(self._batches, None)
-            if self._batch is None:
-                raise changed_error(self._task.source)
-            slices.append(self._batch.slice(0, num_rows))
-            self._batch = self._batch.slice(slices[-1].num_rows)
-            num_rows -= slices[-1].num_rows
-        return import_pyarrow().Table.from_batches(slices, self._table.schema)
+    def _read_batch(self) -> None:
+        """Read the input's next rows."""
+        batch = next(filter(len, self._batches), None)
+        if batch is None:
+            raise changed_error(self._task.source)
+        self._input_batches.append(batch)
+        self._num_input_rows += batch.num_rows
+        # without dictionaries: each group holds all of them, and many groups were a large file
+        columns = [getattr(column, "indices", column) for column in batch.columns]
+        self._row_bytes = sum(column.nbytes for column in columns) // batch.num_rows
 
 
 def changed_error(source: Path) -> UsageError:
@@ -215,7 +224,7 @@ def writing_table(file: ByteFile, task: TableTask) -> Iterator[TableWriter]:
 def is_own_table(path: Path) -> bool:
     """Tell whether a run wrote a table: Parquet has a mark, a CSV the names of our columns."""
     if path.suffix == ".parquet":
-        with suppress(ValueError):  # it is no Parquet
+        with suppress(*FAULTS):  # it is no Parquet, or is damaged
             schema = import_pyarrow("pyarrow.parquet").read_schema(path)
             return MARK in (schema.metadata or {})
         return False

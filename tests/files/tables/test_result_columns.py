@@ -66,6 +66,27 @@ def test_a_flat_schema_has_a_column_a_property(fields: dict[str, Any]) -> None:
     assert kinds == KINDS
 
 
+def test_labels_and_properties_named_as_other_columns() -> None:
+    """They were refused: no table could have the label "error"."""
+    labels = ["error", "label_error", " answer", "ok"]
+    choice = {"choice": labels, "probabilities": True}
+    columns = make_result_columns({"structured_outputs": choice}, "m_")
+    assert {each.key: each.name for each in columns if each.group == "label"} == {
+        "error": "m_label_error",
+        "label_error": "m_label_label_error",
+        " answer": "m_label_answer",
+        "ok": "m_ok",
+    }
+    properties = {"answer": {"type": "string"}, "error": {"type": "integer"}}
+    schema = {"type": "object", "properties": properties}
+    fields = {"structured_outputs": {"json": schema}}
+    result = {"choices": [{"text": '{"answer": "x", "error": 3}'}]}
+    row = Row(1, False, (1, 0, 1), 0, json.dumps({"result": result}).encode())
+    cells = parse_cells(row, make_result_columns(fields))
+    assert (cells["property_answer"], cells["property_error"]) == ("x", 3)
+    assert cells["answer"].startswith("{") and cells["error"] is None
+
+
 def test_cells_of_properties() -> None:
     """A value that its column cannot hold is null, and so are all of a broken answer."""
     fields = SCHEMA_FIELDS[0]

@@ -5,6 +5,7 @@ from __future__ import annotations
 import csv
 import datetime as dt
 import json
+from contextlib import nullcontext
 from decimal import Decimal
 from pathlib import Path
 from typing import Any
@@ -22,8 +23,10 @@ from fminfer.files.journal import Journal
 from fminfer.files.journal_rows import Row
 from fminfer.files.ordered_output import write_ordered_output
 from fminfer.files.streams import read_changed_ns
+from fminfer.files.tables import table as table_module
 from fminfer.files.tables import table_writer
 from fminfer.files.tables.result_columns import make_result_columns
+from fminfer.files.tables.table import BATCH_ROWS
 from fminfer.files.tables.table_file import open_table
 from fminfer.files.tables.table_writer import (
     TableOutput,
@@ -266,6 +269,55 @@ def test_rows_of_many_batches_and_groups(
     assert 10 < pq.ParquetFile(output).num_row_groups <= 17
 
 
+def test_groups_count_the_bytes_of_the_input(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of rows with images all bytes were held until there were rows enough for a group.
+
+    A dictionary, which every group holds, does not make the groups small.
+    """
+    monkeypatch.setattr(table_writer, "GROUP_BYTES", 10_000)
+    source = tmp_path / "in.parquet"
+    images = [bytes([number]) * 1000 for number in range(100)]
+    words = pa.array([f"{number:02000}" for number in range(100)])
+    kinds = words.dictionary_encode()
+    pq.write_table(pa.table({"image": images, "kind": kinds}), source)
+    rows = [answer(number, text("x")) for number in range(1, 101)]
+    output = write(source, tmp_path / "out.parquet", rows)
+    assert pq.read_table(output).column("image").to_pylist() == images
+    assert 10 <= pq.ParquetFile(output).num_row_groups <= 15
+
+
+@pytest.mark.parametrize("is_cut, num_read", [(True, 1), (False, 2)])
+def test_rows_behind_the_last_answer_are_not_held(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, is_cut: bool, num_read: int
+) -> None:
+    """After --limit all that was left of the input was read into memory."""
+    source = tmp_path / "in.csv"
+    source.write_text("text\n" + "a\n" * 5 * BATCH_ROWS)
+    batches = []
+    real = table_module.split_batches
+
+    def split(rows: Any) -> Any:
+        for batch in real(rows):
+            batches.append(len(batch))
+            yield batch
+
+    monkeypatch.setattr(table_module, "split_batches", split)
+    rows = [answer(number, text("x")) for number in range(1, BATCH_ROWS + 1)]
+    with nullcontext() if is_cut else pytest.raises(UsageError, match="was changed"):
+        write(source, tmp_path / "out.csv", rows, is_cut=is_cut)
+    assert len(batches) == num_read
+
+
+def test_damaged_parquet_is_no_table_of_a_run(tmp_path: Path) -> None:
+    """One such file in a folder ended the run over it with a traceback."""
+    path = tmp_path / "bad.parquet"
+    size = 40
+    path.write_bytes(b"PAR1" + b"\xff" * size + size.to_bytes(4, "little") + b"PAR1")
+    assert not is_own_table(path)
+
+
 def test_only_the_first_rows_and_none(tmp_path: Path) -> None:
     """A run with a limit writes its rows alone; a table without rows has its columns."""
     source = tmp_path / "in.csv"
@@ -322,7 +374,7 @@ def test_full_disk_keeps_the_journal(
 
 
 def test_names_that_meet_are_refused(tmp_path: Path) -> None:
-    """--prefix mends names of the input; two of the run's own need another label."""
+    """--prefix mends names of the input."""
     source = tmp_path / "in.csv"
     source.write_text("text,error\na,b\n")
     with pytest.raises(UsageError, match=r"a column 'error'.* --prefix"):
@@ -333,9 +385,6 @@ def test_names_that_meet_are_refused(tmp_path: Path) -> None:
         "error",
         "m_answer",
     ]
-    choice = {"choice": ["error", "x"], "probabilities": 1}
-    with pytest.raises(UsageError, match=r"two columns .* 'error'.*rename"):
-        make_result_columns({"structured_outputs": choice}, "m_")
 
 
 def test_what_parquet_cannot_hold_is_refused_before(tmp_path: Path) -> None:
