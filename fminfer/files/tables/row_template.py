@@ -166,7 +166,8 @@ def _find_pool() -> LimitedPool:
 
 
 def _make_fault_line(source: int, number: int, fault: RowFault) -> Line:
-    cells = dump_json(fault.cells) if fault.cells else quote_text(fault.raw)
+    has_raw = fault.raw or not fault.cells
+    cells = quote_text(fault.raw) if has_raw else dump_json(fault.cells)
     damage = (
         f"{fault.message}. The rows before it are answered, those after it are lost. "
         "Repair the file and answer it again with --restart"

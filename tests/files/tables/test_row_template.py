@@ -159,6 +159,15 @@ def test_a_row_in_error_has_its_cells_in_its_record(tmp_path: Path) -> None:
     assert record["row"] == {"text": None}
 
 
+def test_a_csv_row_with_too_many_cells_shows_them_all(tmp_path: Path) -> None:
+    """A cell without a column would have no name; one without a cell is left out."""
+    path = tmp_path / "a.csv"
+    path.write_text("text,n\na,1,extra\nb\n")
+    rows = [json.loads(line.raw)["row"] for line in read_all(path, make_template())]
+
+    assert rows == ['["a","1","extra"]', {"text": "b"}]
+
+
 def test_one_bad_row_costs_no_other_of_its_group(tmp_path: Path) -> None:
     """Rows are rendered together; order and numbers stay, also around faults."""
     rows: list[Any] = [{"text": str(number)} for number in range(1, 301)]

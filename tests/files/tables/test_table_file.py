@@ -18,6 +18,7 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files.streams import Digest, digest_file
+from fminfer.files.tables import delimited_table
 from fminfer.files.tables.table_file import RowFault, open_table
 
 ROWS = [{"text": "good", "stars": 5}, {"text": None, "stars": 1}]
@@ -110,29 +111,63 @@ def test_bad_csv_rows_cost_themselves(tmp_path: Path) -> None:
     assert len(batches) == len(rows)
 
 
-def test_a_quote_without_an_end_takes_the_rest(tmp_path: Path) -> None:
-    """The rows before it are there, and the damage is told."""
-    rows = read_all(write_text(tmp_path / "a.csv", 'a,b\n1,2\n3,"4\n5,6\n'))
+def test_a_quote_without_an_end_costs_its_line(tmp_path: Path) -> None:
+    """The lines behind it are read again, whether another quote or the end tells of it."""
+    text = 'id,text\n1,a\n2,"oops\n3,b\n4,c\n5,"hello"\n6,"x\ny"\n7,"z\n8,\xe4\n'
+    rows = read_all(write_text(tmp_path / "a.csv", text))
 
-    assert rows[0] == {"a": "1", "b": "2"}
-    assert len(rows) == 2
-    assert rows[1].is_damage
-    assert "not closed" in rows[1].message
+    assert [row["id"] for row in rows if isinstance(row, dict)] == list("134568")
+    faults = {n: row for n, row in enumerate(rows) if isinstance(row, RowFault)}
+    assert {n: row.raw for n, row in faults.items()} == {1: b'2,"oops', 6: b'7,"z'}
+    assert not any(row.is_damage for row in faults.values())
+    assert "line 3 of the file" in faults[1].message
+    assert "line 9 of the file is no CSV: a quote of this row" in faults[6].message
+    assert len(read_batch_rows(tmp_path / "a.csv")) == len(rows)
+
+
+def test_many_quotes_without_an_end_do_not_cost_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each line opens one, the file is given up; its digest is that of all bytes."""
+    monkeypatch.setattr(delimited_table, "MAX_BYTES_AGAIN", 5000)
+    path = write_text(tmp_path / "a.csv", "a,b\n" + 'x","y\n' * 10_000)
+    digest = Digest()
+    rows = list(open_table(path).read_rows(digest))
+
+    assert [row.is_damage for row in rows] == [True]
+    assert "as many before it" in rows[0].message
+    assert str(digest) == digest_file(path)
 
 
 @pytest.mark.parametrize("kind", ["line", "quote"])
 def test_a_row_without_end_is_not_held(tmp_path: Path, kind: str) -> None:
-    """It ends the file's rows, and the file has not changed for that."""
+    """It costs its line, and the file has not changed for that."""
     piece = b"x" * 999 + (b"x" if kind == "line" else b"\n")
     start = b'a,b\n1,2\n"' if kind == "quote" else b"a,b\n1,2\n"
-    path = write_text(tmp_path / "a.csv", start + piece * 40_000)
+    path = write_text(tmp_path / "a.csv", start + piece * 40_000 + b"\n3,4")
     digest = Digest()
     rows = list(open_table(path).read_rows(digest))
 
-    assert rows[0] == {"a": "1", "b": "2"}
-    assert [row.is_damage for row in rows[1:]] == [True]
+    assert [row for row in rows if isinstance(row, dict)] == [
+        {"a": "1", "b": "2"},
+        {"a": "3", "b": "4"},
+    ]
     assert "see whether a quote is not closed" in rows[1].message
+    assert len(rows) == (3 if kind == "line" else 40_002)
     assert str(digest) == digest_file(path)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_cr_outside_quotes_is_named(tmp_path: Path, ending: str) -> None:
+    """In a cell it costs the row; a file of CR lines with one LF is refused."""
+    text = f'a,b{ending}1,"x\ry"{ending}1,x\ry{ending}2,3{ending}'
+    rows = read_all(write_text(tmp_path / "a.csv", text))
+
+    assert rows[0] == {"a": "1", "b": "x\ry"}
+    assert "it has a CR outside quotes" in rows[1].message
+    assert rows[2] == {"a": "2", "b": "3"}
+    with pytest.raises(UsageError, match="the header .* CR outside quotes"):
+        open_table(write_text(tmp_path / "b.csv", f"a,b\r1,2\r2,3{ending}"))
 
 
 def test_a_nul_is_text_or_costs_its_row(tmp_path: Path) -> None:
