@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import csv
-import json
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,6 +14,7 @@ from fminfer.core.quantities import with_noun
 from fminfer.files.json_values import MAX_VALUE_BYTES, CutValue
 from fminfer.files.numbered_values import skip_blank_lines, split_lines, strip_bom
 from fminfer.files.streams import Digest, explain_bytes, read_chunks
+from fminfer.files.tables.json_table import DECODER
 from fminfer.files.tables.table import (
     Cells,
     RowFault,
@@ -75,8 +75,8 @@ class DelimitedTable(TableFile):
     def make_value(self, cell: Any) -> Any:
         """Return the value that a text stands for: of JSON if it is that, or the text."""
         try:
-            value = json.loads(cell, parse_constant=str)
-        except ValueError:
+            value = DECODER.decode(cell)
+        except (ValueError, RecursionError):
             return cell or None
         return cell if isinstance(value, str) else value
 
@@ -91,14 +91,13 @@ class DelimitedTable(TableFile):
         reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
         while True:
             lines.begin_row()
+            fault = None
             try:
                 cells = next(reader, None)
             except csv.Error as error:
                 fault = lines.make_fault(error)
             except DamagedInputError as error:
                 fault = RowFault(str(error), raw=error.rest, is_damage=True)
-            else:
-                fault = None
 
             if fault:
                 yield fault

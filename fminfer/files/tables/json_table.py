@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -93,24 +94,34 @@ def _merge_types(first: Any, second: Any) -> Any:
     return pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
-def raise_constant_error(name: str) -> None:
-    """Raise a ValueError for a constant that Python's JSON has: NaN or an infinity."""
+def _raise_constant_error(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
 # orjson would make a float of a large integer
-_DECODER = json.JSONDecoder(parse_constant=raise_constant_error)
+DECODER = json.JSONDecoder(
+    parse_constant=_raise_constant_error, parse_float=_parse_float
+)
 
 
 def _parse_row(raw: bytes) -> Cells | RowFault:
     """Return a row's cells; a fault says what is no JSON, or no object."""
     try:
-        row = _DECODER.decode(raw.decode())
-    except (ValueError, RecursionError):
+        row = DECODER.decode(raw.decode())
+    except (ValueError, RecursionError) as error:
+        message = f"the line cannot be read: {error}"
         try:
-            row = parse_object(raw)
-        except RequestError as error:
-            return RowFault(error.message, join_lines(raw))
+            parse_object(raw)
+        except RequestError as request_error:  # which says more
+            message = request_error.message
+        return RowFault(message, join_lines(raw))
     if not isinstance(row, dict):
         kind = describe_json_type(row)
         return RowFault(

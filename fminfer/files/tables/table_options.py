@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,7 +14,7 @@ from fminfer.contract.labels import MAX_LABELS
 from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
-from fminfer.files.tables.json_table import raise_constant_error
+from fminfer.files.tables.json_table import DECODER
 from fminfer.files.tables.row_template import (
     PROMPT_FLAG,
     SYSTEM_FLAG,
@@ -191,7 +190,7 @@ def _split_pairs(flag: str, form: str, texts: Sequence[str]) -> dict[str, str]:
 
 def _parse_json(name: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=raise_constant_error)
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"--field {name}={text} is not JSON ({error}); a text has double quotes, as in "

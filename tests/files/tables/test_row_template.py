@@ -227,6 +227,15 @@ def test_texts_of_a_csv_set_fields(tmp_path: Path) -> None:
     ]
 
 
+def test_what_no_number_can_be_is_a_text(tmp_path: Path) -> None:
+    """A number that is too large, and brackets without end, end no run."""
+    path = tmp_path / "a.csv"
+    path.write_text(f"text,n\na,1e999\nb,{'[' * 3000}\n")
+    lines = read_all(path, make_template(columns={"seed": "n"}))
+
+    assert [each["seed"] for each in requests_of(lines)] == ["1e999", "[" * 3000]
+
+
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:
     """It is refused where columns are known, and else costs each row without it."""
     template = make_template(columns={"max_tokens": "limit"})

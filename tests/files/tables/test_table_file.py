@@ -166,7 +166,7 @@ def test_a_cr_outside_quotes_is_named(tmp_path: Path, ending: str) -> None:
     assert rows[0] == {"a": "1", "b": "x\ry"}
     assert "it has a CR outside quotes" in rows[1].message
     assert rows[2] == {"a": "2", "b": "3"}
-    with pytest.raises(UsageError, match="the header .* CR outside quotes"):
+    with pytest.raises(UsageError, match=r"the header .* CR outside quotes"):
         open_table(write_text(tmp_path / "b.csv", f"a,b\r1,2\r2,3{ending}"))
 
 
@@ -297,26 +297,66 @@ def test_a_large_row_group_is_read_in_batches(tmp_path: Path) -> None:
     assert [row["n"] for row in read_all(path)] == [*range(3000)]
 
 
-def test_damaged_parquet_keeps_the_rows_before(tmp_path: Path) -> None:
-    """A damaged page ends the file with a fault, and with a row of nulls in batches."""
-    path = tmp_path / "a.parquet"
-    texts = [f"{n:08}" for n in range(1000)]
-    write_parquet(
-        path, {"n": texts}, row_group_size=500, compression="none", use_dictionary=False
+def write_damaged(path: Path, columns: dict[str, Any], damaged: str) -> Path:
+    """Write a table of three row groups; in the second one a column's page is damaged."""
+    fields = [
+        pyarrow.field(name, pyarrow.array(cells).type, nullable=False)
+        for name, cells in columns.items()
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.table(columns, pyarrow.schema(fields)),
+        path,
+        row_group_size=300,
+        compression="none",
+        use_dictionary=False,
     )
     metadata = pyarrow.parquet.ParquetFile(path).metadata
-    start = metadata.row_group(1).column(0).data_page_offset
+    start = metadata.row_group(1).column([*columns].index(damaged)).data_page_offset
     data = bytearray(path.read_bytes())
     data[start : start + 30] = b"\xff" * 30
     path.write_bytes(data)
+    return path
 
+
+def test_damaged_parquet_keeps_the_rows_before(tmp_path: Path) -> None:
+    """A damaged page ends the file with a fault, and with a row of nulls in batches.
+
+    The row groups before it are whole, and a column that forbids nulls has one.
+    """
+    texts = [f"{n:08}" for n in range(900)]
+    path = write_damaged(tmp_path / "a.parquet", {"n": texts}, "n")
     rows = read_all(path)
 
-    assert [row["n"] for row in rows[:-1]] == texts[: len(rows) - 1]
-    assert len(rows) >= 257
+    assert [row["n"] for row in rows[:-1]] == texts[:300]
     assert rows[-1].is_damage
-    assert read_batch_rows(path)[-1] == {"n": None}
-    assert len(read_batch_rows(path)) == len(rows)
+    assert read_batch_rows(path) == [*rows[:-1], {"n": None}]
+
+
+def test_damage_of_a_column_that_is_not_read_costs_no_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its cells are null from there on, and a warning says so."""
+    columns = {"n": [*range(900)], "image": [b"%08d" % n for n in range(900)]}
+    path = write_damaged(tmp_path / "a.parquet", columns, "image")
+    rows = read_batch_rows(path)
+
+    assert len(read_all(path)) == 900
+    assert [row["n"] for row in rows] == columns["n"]
+    images = [row["image"] for row in rows]
+    assert images == columns["image"][:300] + [None] * 600
+    assert "from row 301 on" in caplog.text and "image" in caplog.text
+
+
+def test_a_time_without_a_text_costs_its_row(tmp_path: Path) -> None:
+    """pyarrow would write what is no time."""
+    zoned = pyarrow.array([0, 2**62, 0], pyarrow.timestamp("ms", "Europe/Berlin"))
+    far = pyarrow.array([2**62, 0, None], pyarrow.timestamp("ms"))
+    columns = {"far": far, "zoned": zoned, "text": ["<value out of range: "] * 3}
+    rows = read_all(write_parquet(tmp_path / "a.parquet", columns))
+
+    assert "column 'far' has a date or time" in rows[0].message
+    assert "column 'zoned' has a date or time" in rows[1].message
+    assert rows[2]["far"] is None
 
 
 class PlainKeys(pyarrow.parquet.encryption.KmsClient):  # type: ignore[misc]
@@ -353,6 +393,7 @@ def test_json_rows_keep_large_numbers_and_cost_themselves(tmp_path: Path) -> Non
     """A large integer stays exact; a line that is no object, or NaN, is a fault."""
     lines = (
         '{"n": 123456789012345678901234567890}\n[1]\n{"n": NaN}\n{"n": 1\n{"n": 2}\n'
+        '{"n": [-1e400]}\n' + '{"n": %s}\n' % ("9" * 5000)
     )
     rows = read_all(write_text(tmp_path / "a.jsonl", lines))
 
@@ -361,6 +402,8 @@ def test_json_rows_keep_large_numbers_and_cost_themselves(tmp_path: Path) -> Non
     assert "JSON list; a row is an object" in rows[1].message
     assert "NaN is not JSON" in rows[2].message
     assert isinstance(rows[3], RowFault)
+    assert "the number -1e400 is too large" in rows[5].message
+    assert isinstance(rows[6], RowFault)
 
 
 def test_a_column_of_mixed_cells_becomes_json_text(tmp_path: Path) -> None:

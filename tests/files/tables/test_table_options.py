@@ -80,6 +80,7 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
         ({"fields": ("seed",)}, "must be NAME=JSON"),
         ({"fields": ("stop=x",)}, "is not JSON .* double quotes"),
         ({"fields": ("seed=NaN",)}, "NaN is not JSON"),
+        ({"fields": ("top_p=1e999",)}, "the number 1e999 is too large"),
         ({"fields": ("prompt=1",)}, "which the template makes"),
         ({"columns": ("messages=a",)}, "which the template makes"),
         ({"fields": ("seed=1", "seed=2")}, "seed is set twice"),
