@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -11,7 +12,7 @@ from typing import Any
 
 from fminfer.contract.fields import describe_json_type
 from fminfer.contract.json_object import dump_json, join_lines, parse_object
-from fminfer.core.errors import DamagedInputError, RequestError
+from fminfer.core.errors import DamagedInputError, RequestError, UsageError
 from fminfer.files.json_values import CutValue
 from fminfer.files.numbered_values import number_values
 from fminfer.files.streams import Digest, read_chunks
@@ -23,6 +24,8 @@ from fminfer.files.tables.table import (
     read_rest,
     split_batches,
 )
+
+_LARGE_INTEGER = re.compile(rb"[\[:,]-?\d{16,}[\],}]")  # of JSON without spaces
 
 
 class JsonTable(TableFile):
@@ -62,19 +65,35 @@ class JsonTable(TableFile):
         pyarrow = import_pyarrow()
         types = dict[str, Any]()
         mixed = set[str]()
+        large = set[str]()  # with integers that a float may not hold
+        widened = set[str]()  # whose types differ between batches
         for batch in split_batches(self.read_rows()):
             rows = [row for row in batch if isinstance(row, dict)]
             for name in dict.fromkeys(name for row in rows for name in row):
                 cells = [row.get(name) for row in rows]
                 try:
                     known = types.get(name, pyarrow.null())
-                    types[name] = _merge_types(known, pyarrow.array(cells).type)
+                    kind = pyarrow.array(cells).type
+                    types[name] = _merge_types(known, kind)
                 except (pyarrow.ArrowException, OverflowError, UnicodeError):
                     mixed.add(name)
                     types[name] = pyarrow.string()
+                    continue
+                if known not in (kind, pyarrow.null()):
+                    widened.add(name)
+                if _LARGE_INTEGER.search(dump_json(cells)):
+                    large.add(name)
+
+        mixed |= {name for name in large & widened if "double" in str(types[name])}
         for name in mixed:
             types[name] = pyarrow.string()
-        return pyarrow.schema(list(types.items())), frozenset(mixed)
+        try:
+            return pyarrow.schema(list(types.items())), frozenset(mixed)
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{self.path} has a column {error.object!a}: half a surrogate pair, "
+                "which a table cannot hold. Rename it"
+            ) from error
 
     def _make_cells(self, cells: Cells) -> Cells:
         mixed = self._schema_and_mixed[1] & cells.keys()

@@ -419,6 +419,37 @@ def test_a_column_of_mixed_cells_becomes_json_text(tmp_path: Path) -> None:
     ]
 
 
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_large_integers_before_fractions_stay_exact(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """A later batch with a fraction makes JSON texts of a column whose floats would differ."""
+    numbers = [2**53 + 1] * 256 + [1.5]
+    cells = [{"b": [number]} if is_nested else number for number in numbers]
+    small = [*range(256), 1.5]
+    rows = [
+        {"a": cell, "n": n, "id": 2**60} for cell, n in zip(cells, small, strict=True)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path = write_text(tmp_path / "a.jsonl", lines)
+    found = read_batch_rows(path)
+
+    assert [json.loads(row["a"]) for row in found] == cells
+    assert [row["n"] for row in found] == small
+    assert {row["id"] for row in found} == {2**60}
+
+
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
+    """In a cell it becomes JSON text; in a column's name it is refused for a table."""
+    cell = write_text(tmp_path / "a.jsonl", '{"a": "\\ud800"}\n')
+    name = write_text(tmp_path / "b.jsonl", '{"\\ud800": 1}\n')
+
+    assert read_batch_rows(cell) == [{"a": '"\\ud800"'}]
+    assert read_all(name) == [{"\ud800": 1}]
+    with pytest.raises(UsageError, match=r"a column '.ud800': half"):
+        read_batch_rows(name)
+
+
 def test_cut_gzip_tells_where_it_ends(tmp_path: Path) -> None:
     """The rows before the cut are there."""
     packed = gzip.compress(
