@@ -212,6 +212,39 @@ def test_one_bad_row_costs_no_other_of_its_group(tmp_path: Path) -> None:
     assert sum(batch.num_rows for batch in batches) == 300
 
 
+def test_a_template_without_end_ends_the_run(tmp_path: Path) -> None:
+    """Ten rows in turn that take too long are told at once; fewer cost themselves."""
+    path = write_rows(tmp_path / "a.jsonl", [{"n": n} for n in range(200)])
+    template = "{% if n >= START %}{{ 'x' * 10 ** 10 }}{% endif %}{{ n }}"
+
+    lines = read_lines(
+        path, 0, row_template=make_template(template.replace("START", "70"))
+    )
+    assert [next(lines).number for _ in range(64)] == [*range(1, 65)]
+    with pytest.raises(UsageError, match="10 rows in turn: it takes more than"):
+        next(lines)
+    few = make_template("{% if 60 < n < 70 %}{{ 'x' * 10 ** 10 }}{% endif %}{{ n }}")
+    assert sum(bool(line.fault) for line in read_all(path, few)) == 9
+
+
+def test_long_rows_are_rendered_in_small_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group's rows share one limit of time and memory."""
+    asked: list[int] = []
+    ask = RowTemplate._ask_pool
+
+    def ask_and_note(template: RowTemplate, rows: list[bytes]) -> Any:
+        asked.append(len(rows))
+        return ask(template, rows)
+
+    monkeypatch.setattr(RowTemplate, "_ask_pool", ask_and_note)
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "x" * 1_000_000}] * 11)
+
+    assert len(read_all(path, make_template("{{ text | length }}"))) == 11
+    assert asked == [5, 5, 1]
+
+
 def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
     """Numbers count rows, so that batches of the table have the same ones."""
     path = tmp_path / "a.jsonl"
