@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -20,6 +20,7 @@ from fminfer.files.tables.row_template import (
     SYSTEM_FLAG,
     RowTemplate,
 )
+from fminfer.files.tables.table_file import find_delimiter
 
 # a request that sets one of them draws as it says, and others take the likeliest tokens
 DRAW_FIELDS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
@@ -151,7 +152,7 @@ class RowRequests:
     is_raw: bool
 
     def make_template(
-        self, choose_text_field: Callable[..., TextField]
+        self, choose_text_field: Callable[..., TextField], inputs: Sequence[Path]
     ) -> RowTemplate | None:
         """Return what makes requests of rows for a model; None: lines are requests.
 
@@ -161,7 +162,9 @@ class RowRequests:
         if not self.table.has_template:
             return None
         text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
-        return self.table.make_template(text_field, self.flag_fields)
+        delimiter = find_delimiter(inputs, self.table.delimiter)
+        table = replace(self.table, delimiter=delimiter)
+        return table.make_template(text_field, self.flag_fields)
 
 
 def _read_text(flag: str, text: str) -> str:
