@@ -24,7 +24,7 @@ from fminfer.files.tables.table import (
     read_rest,
 )
 
-MAX_BYTES_AGAIN = 1 << 30  # that are read again after quotes that are not closed
+MAX_BYTES_AGAIN = 1 << 28  # that are read again after quotes that are not closed
 OTHER_DELIMITERS = (";", "\t", "|", ",")
 
 

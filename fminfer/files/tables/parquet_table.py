@@ -107,12 +107,10 @@ class ParquetTable(TableFile):
         if self.unread_columns:
             log.warning(
                 "%s, from row %s on: %s. The table has nulls there, for %s as well",
-                *(
-                    self.path,
-                    num_rows + 1,
-                    batch.message,
-                    ", ".join(self.unread_columns),
-                ),
+                self.path,
+                num_rows + 1,
+                batch.message,
+                ", ".join(self.unread_columns),
             )
         for batch in self._read_batches_or_fault([*self._json_types]):
             if isinstance(batch, RowFault):
