@@ -134,7 +134,7 @@ class Check:
         template = (
             None
             if row_requests is None
-            else row_requests.make_template(intake.choose_text_field)
+            else row_requests.make_template(intake.choose_text_field, inputs)
         )
         checker = LineChecker(
             LineIntake(intake),

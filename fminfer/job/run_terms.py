@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from pathlib import Path
 
 from fminfer.answers.carrying_over import RunTerms
 from fminfer.core.config import EngineConfig
@@ -45,7 +46,7 @@ def make_run_terms(
     Raises:
         UsageError: a template is wrong, or a table cannot be read or written.
     """
-    row_template = _make_row_template(run, checkpoint)
+    row_template = _make_row_template(run, checkpoint, output_paths.inputs)
     if row_template is not None and run.job.truth is not None:
         for path in output_paths.inputs:
             table = open_table(path, row_template.delimiter)
@@ -71,14 +72,16 @@ def make_run_terms(
     )
 
 
-def _make_row_template(run: RunContext, checkpoint: Checkpoint) -> RowTemplate | None:
+def _make_row_template(
+    run: RunContext, checkpoint: Checkpoint, inputs: Sequence[Path]
+) -> RowTemplate | None:
     """Return what makes requests of the inputs' rows; None: they are no tables."""
     if not run.job.table.has_template:
         return None
     tokenizer = load_tokenizer(run.config, checkpoint)
     intake = make_intake(run.config, checkpoint, tokenizer)
     requests = RowRequests(run.job.table, run.job.prompt_fields, is_raw=run.job.is_raw)
-    return requests.make_template(intake.choose_text_field)
+    return requests.make_template(intake.choose_text_field, inputs)
 
 
 def _make_table_output(

@@ -223,7 +223,7 @@ def test_stdin_has_rows(tmp_path: Path) -> None:
     assert json.loads(found.stdout)["request"]["seed"] == 2
     found = CliRunner().invoke(main, [*words, "--delimiter", ";"], input="text\na\n")
     assert found.exit_code == 2
-    assert "must have rows as JSON lines" in found.stderr
+    assert "Save a CSV as such a file" in found.stderr
 
 
 def test_special_tokens_in_cells_are_told_once(tmp_path: Path) -> None:
@@ -350,3 +350,21 @@ def test_pyarrow_that_is_missing_is_named(
     assert len(list(open_table(csv).read_rows())) == 40
     with pytest.raises(UsageError, match=r"pip install 'fminfer\[tables\]'"):
         open_table(parquet)
+
+
+def test_a_delimiter_that_changes_nothing(tmp_path: Path) -> None:
+    """A CSV's comma is no other setting; Parquet has no delimiter."""
+    table = write_csv(tmp_path / "a.csv")
+    words = ["--output", tmp_path / "a.jsonl"]
+    assert ask(table, *words).exit_code == 0
+    before = (tmp_path / "a.jsonl").read_bytes()
+    found = ask(table, *words, "--delimiter", ",")
+    assert found.exit_code == 0, found.output
+    assert (tmp_path / "a.jsonl").read_bytes() == before
+
+    other = write_parquet(tmp_path / "b.parquet")
+    flags = ("--prompt-template", ASK, "--delimiter", ",")
+    for command in ("run", "check"):
+        found = invoke(command, other, *flags)
+        assert found.exit_code == 2
+        assert "b.parquet is none" in " ".join(found.output.split())

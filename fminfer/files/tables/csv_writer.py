@@ -8,6 +8,7 @@ from base64 import b64encode
 from contextlib import suppress
 from typing import Any, Protocol
 
+from fminfer.files.tables.parquet_table import find_json_type
 from fminfer.files.tables.table import import_pyarrow
 
 # what must stand in quotes: readers also drop space around a cell
@@ -52,6 +53,8 @@ def list_texts(column: Any) -> list[str]:
     if "binary" not in str(kind):
         with suppress(pyarrow.ArrowNotImplementedError):  # of nested ones
             return [text or "" for text in column.cast(pyarrow.string()).to_pylist()]
+    # Python has no date of the year 10000
+    column = column.cast(find_json_type(kind) or kind)
     return ["" if cell is None else _spell_cell(cell) for cell in column.to_pylist()]
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import csv
-import json
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,7 @@ from fminfer.core.quantities import with_noun
 from fminfer.files.json_values import MAX_VALUE_BYTES, CutValue
 from fminfer.files.numbered_values import skip_blank_lines, split_lines, strip_bom
 from fminfer.files.streams import Digest, explain_bytes, read_chunks
+from fminfer.files.tables.json_table import DECODER
 from fminfer.files.tables.table import (
     Cells,
     RowFault,
@@ -23,6 +24,7 @@ from fminfer.files.tables.table import (
     read_rest,
 )
 
+MAX_BYTES_AGAIN = 1 << 28  # that are read again after quotes that are not closed
 OTHER_DELIMITERS = (";", "\t", "|", ",")
 
 
@@ -66,15 +68,15 @@ class DelimitedTable(TableFile):
                     f"the row has {with_noun(len(row), 'cell')}, and the header has "
                     f"{with_noun(num_columns, 'column')} ({', '.join(self.columns)}). "
                     "Quote cells that hold the delimiter or a line break",
-                    raw=dump_json(row),
+                    raw=dump_json(row) if len(row) > num_columns else b"",
                     cells=dict(zip(self.columns, row, strict=False)),
                 )
 
     def make_value(self, cell: Any) -> Any:
         """Return the value that a text stands for: of JSON if it is that, or the text."""
         try:
-            value = json.loads(cell, parse_constant=str)
-        except ValueError:
+            value = DECODER.decode(cell)
+        except (ValueError, RecursionError):
             return cell or None
         return cell if isinstance(value, str) else value
 
@@ -89,21 +91,25 @@ class DelimitedTable(TableFile):
         reader = csv.reader(lines, delimiter=self._delimiter, strict=True)
         while True:
             lines.begin_row()
+            fault = None
             try:
                 cells = next(reader, None)
-            except DamagedInputError as error:
-                read_rest(chunks, digest)
-                yield RowFault(str(error), raw=error.rest, is_damage=True)
-                return
             except csv.Error as error:
-                yield lines.make_fault(error)
+                fault = lines.make_fault(error)
+            except DamagedInputError as error:
+                fault = RowFault(str(error), raw=error.rest, is_damage=True)
+
+            if fault:
+                yield fault
+                if fault.is_damage:
+                    read_rest(chunks, digest)
+                    return
                 continue
             if cells is None:
                 return
             if lines.bad_bytes:
                 yield RowFault(
                     f"the row is not UTF-8 ({lines.bad_bytes}); save the file as UTF-8",
-                    raw=dump_json(cells),
                     cells=dict(zip(self.columns, cells, strict=False)),
                 )
             elif cells:  # a blank line is no row
@@ -135,15 +141,22 @@ def _type_delimiter(sign: str) -> str:
 
 
 class _TextLines:
-    """A file's lines as text with their ends, for `csv`, and what is wrong in a row."""
+    """A file's lines as text with their ends, for `csv`, and what is wrong in a row.
+
+    If a row of several lines is no CSV, only its first line is: the others are read again.
+    """
 
     def __init__(self, chunks: Iterator[bytes]) -> None:
         self._lines = split_lines(strip_bom(chunks), passes_blank=False)
+        self._lines_again: deque[bytes | CutValue] = deque()
+        self._num_bytes_again = 0
+        self._row_lines: list[bytes | CutValue] = []
         self._row_bytes = 0
-        self._is_at_end = False
+        self._number = 0  # of the row's last line
         self.bad_bytes = ""  # of this row: what is no UTF-8
 
     def begin_row(self) -> None:
+        self._row_lines = []
         self._row_bytes = 0
         self.bad_bytes = ""
 
@@ -151,19 +164,17 @@ class _TextLines:
         return self
 
     def __next__(self) -> str:
-        numbered = next(self._lines, None)
-        if numbered is None:
-            self._is_at_end = True
-            raise StopIteration
-        line = numbered[1]
-        is_cut = isinstance(line, CutValue)
-        raw = line.head if isinstance(line, CutValue) else line
+        line = self._lines_again.popleft() if self._lines_again else None
+        if line is None:
+            line = next(self._lines)[1]
+        raw = _cut_line(line)
+        self._number += 1
+        self._row_lines.append(line)
         self._row_bytes += len(raw) + 1
-        if is_cut or self._row_bytes > MAX_VALUE_BYTES:
-            raise DamagedInputError(
-                f"the row has more than {MAX_VALUE_BYTES:,} bytes, and no more are "
-                "read; see whether a quote is not closed",
-                raw[:100],
+        if isinstance(line, CutValue) or self._row_bytes > MAX_VALUE_BYTES:
+            raise csv.Error(
+                f"it has more than {MAX_VALUE_BYTES:,} bytes; see whether a quote is not "
+                "closed"
             )
         try:
             return raw.decode() + "\n"
@@ -172,9 +183,28 @@ class _TextLines:
             return raw.decode(errors="replace") + "\n"
 
     def make_fault(self, error: csv.Error) -> RowFault:
-        """Say what `csv` refuses; a quote without an end takes the rest of the file."""
-        if self._is_at_end:
-            return RowFault("a quote of this row is not closed", is_damage=True)
-        return RowFault(
-            f"the row is no CSV: {error}. A quote inside quotes is written twice"
-        )
+        """Say what `csv` refuses in the row's first line, and read the others again."""
+        first, *others = self._row_lines
+        self._lines_again.extendleft(reversed(others))
+        self._number -= len(others)
+        if others:
+            self._num_bytes_again += self._row_bytes
+        place = f"line {self._number} of the file is no CSV"
+        if self._num_bytes_again > MAX_BYTES_AGAIN:
+            return RowFault(
+                f"{place}, as many before it: quotes are not closed",
+                raw=_cut_line(first),
+                is_damage=True,
+            )
+        advice = "A quote inside quotes is written twice"
+        cause = str(error)
+        if "new-line" in cause:
+            cause = "it has a CR outside quotes"
+            advice = "End lines in LF (tr '\\r' '\\n' does it), or quote the cell"
+        elif "unexpected end" in cause:
+            cause = "a quote of this row is not closed"
+        return RowFault(f"{place}: {cause}. {advice}", raw=_cut_line(first))
+
+
+def _cut_line(line: bytes | CutValue) -> bytes:
+    return line.head if isinstance(line, CutValue) else line

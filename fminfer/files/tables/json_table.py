@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import math
+import re
 from collections.abc import Iterator
 from functools import cached_property
 from pathlib import Path
@@ -10,7 +12,7 @@ from typing import Any
 
 from fminfer.contract.fields import describe_json_type
 from fminfer.contract.json_object import dump_json, join_lines, parse_object
-from fminfer.core.errors import DamagedInputError, RequestError
+from fminfer.core.errors import DamagedInputError, RequestError, UsageError
 from fminfer.files.json_values import CutValue
 from fminfer.files.numbered_values import number_values
 from fminfer.files.streams import Digest, read_chunks
@@ -22,6 +24,8 @@ from fminfer.files.tables.table import (
     read_rest,
     split_batches,
 )
+
+_LARGE_INTEGER = re.compile(rb"[\[:,]-?\d{16,}[\],}]")  # of JSON without spaces
 
 
 class JsonTable(TableFile):
@@ -61,19 +65,35 @@ class JsonTable(TableFile):
         pyarrow = import_pyarrow()
         types = dict[str, Any]()
         mixed = set[str]()
+        large = set[str]()  # with integers that a float may not hold
+        widened = set[str]()  # whose types differ between batches
         for batch in split_batches(self.read_rows()):
             rows = [row for row in batch if isinstance(row, dict)]
             for name in dict.fromkeys(name for row in rows for name in row):
                 cells = [row.get(name) for row in rows]
                 try:
                     known = types.get(name, pyarrow.null())
-                    types[name] = _merge_types(known, pyarrow.array(cells).type)
+                    kind = pyarrow.array(cells).type
+                    types[name] = _merge_types(known, kind)
                 except (pyarrow.ArrowException, OverflowError, UnicodeError):
                     mixed.add(name)
                     types[name] = pyarrow.string()
+                    continue
+                if known not in (kind, pyarrow.null()):
+                    widened.add(name)
+                if _LARGE_INTEGER.search(dump_json(cells)):
+                    large.add(name)
+
+        mixed |= {name for name in large & widened if "double" in str(types[name])}
         for name in mixed:
             types[name] = pyarrow.string()
-        return pyarrow.schema(list(types.items())), frozenset(mixed)
+        try:
+            return pyarrow.schema(list(types.items())), frozenset(mixed)
+        except UnicodeEncodeError as error:
+            raise UsageError(
+                f"{self.path} has a column {error.object!a}: half a surrogate pair, "
+                "which a table cannot hold. Rename it"
+            ) from error
 
     def _make_cells(self, cells: Cells) -> Cells:
         mixed = self._schema_and_mixed[1] & cells.keys()
@@ -93,24 +113,34 @@ def _merge_types(first: Any, second: Any) -> Any:
     return pyarrow.unify_schemas(schemas, promote_options="permissive").field(0).type
 
 
-def raise_constant_error(name: str) -> None:
-    """Raise a ValueError for a constant that Python's JSON has: NaN or an infinity."""
+def _raise_constant_error(name: str) -> None:
     raise ValueError(f"{name} is not JSON")
 
 
+def _parse_float(text: str) -> float:
+    number = float(text)
+    if math.isinf(number):
+        raise ValueError(f"the number {text[:40]} is too large")
+    return number
+
+
 # orjson would make a float of a large integer
-_DECODER = json.JSONDecoder(parse_constant=raise_constant_error)
+DECODER = json.JSONDecoder(
+    parse_constant=_raise_constant_error, parse_float=_parse_float
+)
 
 
 def _parse_row(raw: bytes) -> Cells | RowFault:
     """Return a row's cells; a fault says what is no JSON, or no object."""
     try:
-        row = _DECODER.decode(raw.decode())
-    except (ValueError, RecursionError):
+        row = DECODER.decode(raw.decode())
+    except (ValueError, RecursionError) as error:
+        message = f"the line cannot be read: {error}"
         try:
-            row = parse_object(raw)
-        except RequestError as error:
-            return RowFault(error.message, join_lines(raw))
+            parse_object(raw)
+        except RequestError as request_error:  # which says more
+            message = request_error.message
+        return RowFault(message, join_lines(raw))
     if not isinstance(row, dict):
         kind = describe_json_type(row)
         return RowFault(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import logging
 import math
+import re
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,6 +25,10 @@ FAULTS = (OSError, ValueError, NotImplementedError)  # that pyarrow raises
 READ_BYTES = 2**20  # at a time of a column; otherwise all of a row group's
 _ZERO_FRACTION = r"\.0+([^0-9]|$)"  # of a time's seconds
 
+# with a zone, pyarrow's year is a wrong one
+_FAR_TIME = re.compile(r"<value out of range: |(-\d{4}|\d{5})-\d\d-\d\d .*[-+]\d{4}")
+log = logging.getLogger("fminfer")
+
 
 class ParquetTable(TableFile):
     """A Parquet file; its rows and types are known from its end."""
@@ -31,7 +37,7 @@ class ParquetTable(TableFile):
         self.path = path
         try:
             with self._open_file() as parquet:
-                self._schema = parquet.schema_arrow
+                schema = parquet.schema_arrow
                 self.num_rows: int | None = parquet.metadata.num_rows
         except FAULTS as error:
             self._check_error(error)
@@ -40,7 +46,10 @@ class ParquetTable(TableFile):
                 "something else; fetch or write it again"
             ) from error
 
-        self.columns = tuple(self._schema.names)
+        # a row of nulls stands for damage
+        fields = [field.with_nullable(True) for field in schema]
+        self._schema = import_pyarrow().schema(fields, schema.metadata)
+        self.columns = tuple(schema.names)
         check_names_differ(path, self.columns)
         kinds = {field.name: field.type for field in self._schema}
         self._json_types = {
@@ -53,10 +62,15 @@ class ParquetTable(TableFile):
             for name, kind in kinds.items()
             if name not in self._json_types
         }
+        self._time_columns = [
+            name
+            for name in self._json_types
+            if "date" in str(kinds[name]) or "time" in str(kinds[name])
+        ]
 
     @property
     def schema(self) -> Any:
-        """Return the file's own types."""
+        """Return the file's own types; each may be null."""
         return self._schema
 
     def read_rows(self, digest: Digest | None = None) -> Iterator[Cells | RowFault]:
@@ -68,19 +82,64 @@ class ParquetTable(TableFile):
                 continue
             columns = [self._make_cell_list(name, batch.column(name)) for name in names]
             for place in range(batch.num_rows):
-                yield {
+                row = {
                     name: cells[place]
                     for name, cells in zip(names, columns, strict=True)
                 }
+                yield self._find_far_time(row) or row
         read_rest(read_chunks(self.path, digest), digest)
 
     def read_batches(self) -> Iterator[Any]:
-        """Yield the file's own batches; a row of nulls stands where it is damaged."""
+        """Yield the file's own batches; a row of nulls stands where it is damaged.
+
+        If only a column that is not read is damaged, it is null from there on.
+        """
         pyarrow = import_pyarrow()
+        num_rows = 0
         for batch in self._read_batches_or_fault(None):
             if isinstance(batch, RowFault):
+                break
+            num_rows += batch.num_rows
+            yield pyarrow.RecordBatch.from_arrays(batch.columns, schema=self.schema)
+        else:
+            return
+
+        if self.unread_columns:
+            log.warning(
+                "%s, from row %s on: %s. The table has nulls there, for %s as well",
+                self.path,
+                num_rows + 1,
+                batch.message,
+                ", ".join(self.unread_columns),
+            )
+        for batch in self._read_batches_or_fault([*self._json_types]):
+            if isinstance(batch, RowFault):
                 batch = pyarrow.RecordBatch.from_pylist([{}], schema=self.schema)
-            yield batch
+            passed = min(num_rows, batch.num_rows)
+            num_rows -= passed
+            yield self._fill_columns(batch.slice(passed))
+
+    def _fill_columns(self, batch: Any) -> Any:
+        """Return rows with all columns; what a batch lacks is null."""
+        pyarrow = import_pyarrow()
+        columns = [
+            batch.column(field.name)
+            if field.name in batch.schema.names
+            else pyarrow.nulls(batch.num_rows, field.type)
+            for field in self.schema
+        ]
+        return pyarrow.RecordBatch.from_arrays(columns, schema=self.schema)
+
+    def _find_far_time(self, row: Cells) -> RowFault | None:
+        """Return a row's fault if it has a time that has no text."""
+        for name in self._time_columns:
+            if _FAR_TIME.search(str(row[name])):
+                return RowFault(
+                    f"column {name!r} has a date or time that is too far away to be "
+                    "read. Correct it, or make it null",
+                    cells=row,
+                )
+        return None
 
     def _open_file(self) -> Any:
         parquet = import_pyarrow("pyarrow.parquet")
@@ -90,12 +149,15 @@ class ParquetTable(TableFile):
         """Yield the batches of some columns, or of all; a fault where the data is damaged."""
         try:
             with self._open_file() as file:
-                yield from file.iter_batches(
-                    BATCH_ROWS, columns=names, use_threads=False
-                )
+                # one by one: a batch of two groups would be lost with the second
+                for group in range(file.num_row_groups):
+                    yield from file.iter_batches(
+                        BATCH_ROWS, [group], columns=names, use_threads=False
+                    )
         except FAULTS as error:
             self._check_error(error)
-            yield RowFault(f"the Parquet data is damaged: {error}", is_damage=True)
+            cause = " ".join(str(error).split()).rstrip(".")
+            yield RowFault(f"the Parquet data is damaged: {cause}", is_damage=True)
 
     def _check_error(self, error: Exception) -> None:
         """Raise a UsageError for what is no damage: encryption, or a fault of the disk."""

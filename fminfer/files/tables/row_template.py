@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import hashlib
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from functools import cache
-from itertools import islice
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,14 @@ from fminfer.contract.json_object import dump_json
 from fminfer.contract.request import TextField
 from fminfer.core.errors import RequestError, UsageError
 from fminfer.files.streams import COMPRESSED, Digest
+from fminfer.files.tables.table import Cells
 from fminfer.files.tables.table_file import RowFault, TableFile, open_table
-from fminfer.text.limited_process import LimitedPool
+from fminfer.text.limited_process import LimitedPool, LimitError
 
-GROUP_ROWS = 64  # that are rendered together
+# of rows that are rendered together
+GROUP_ROWS = 64
+GROUP_BYTES = 4 << 20
+MAX_LIMITED_ROWS = 10  # in turn; more say that the template has no end
 PROMPT_FLAG = "--prompt-template"
 SYSTEM_FLAG = "--system-template"
 
@@ -81,14 +84,10 @@ class RowTemplate:
         rows = enumerate(table.read_rows(digest), 1)
         # whoever writes a pipe may wait for the answer to a row
         group_rows = GROUP_ROWS if path.is_file() else 1
-        while group := list(islice(rows, group_rows)):
-            cells = {
-                number: dump_json(row)
-                for number, row in group
-                if not isinstance(row, RowFault)
-            }
-            replies = iter(self._render([*cells.values()]))
-            for number, row in group:
+        for group in _split_groups(rows, group_rows):
+            cells = [raw for _, row, raw in group if not isinstance(row, RowFault)]
+            replies = iter(self._render(cells))
+            for number, row, raw in group:
                 if isinstance(row, RowFault):
                     yield _make_fault_line(source, number, row)
                 else:
@@ -98,7 +97,7 @@ class RowTemplate:
                         if column in row
                     }
                     yield self._make_line(
-                        Line(source, number, cells[number], is_row=True),
+                        Line(source, number, raw, is_row=True),
                         values,
                         next(replies),
                     )
@@ -111,7 +110,33 @@ class RowTemplate:
         return table
 
     def _render(self, rows: list[bytes]) -> list[Any]:
-        """Return the texts of each row, or what is wrong with it."""
+        """Return the texts of each row, or what is wrong with it.
+
+        Raises:
+            UsageError: rows in turn take too long; all others may, too.
+        """
+        reply = self._ask_pool(rows)
+        if not isinstance(reply, Exception):
+            return list(reply)
+        if not rows:
+            return [str(reply)]
+        replies = []
+        num_limited = 0  # in turn
+        for row in rows:
+            if len(rows) > 1:
+                reply = self._ask_pool([row])
+            is_fault = isinstance(reply, Exception)
+            replies.append(f"the template fails: {reply}" if is_fault else reply[0])
+            num_limited = num_limited + 1 if isinstance(reply, LimitError) else 0
+            if num_limited == MAX_LIMITED_ROWS:
+                raise UsageError(
+                    f"the template fails for {num_limited} rows in turn: {reply} for each. "
+                    "See whether it loops; correct it, or take these rows out"
+                )
+        return replies
+
+    def _ask_pool(self, rows: list[bytes]) -> Any:
+        """Return what the process answers, or why it does not."""
         message = b'{"templates":%b,"rows":[%b]}' % (
             json.dumps(self.templates).encode(),
             b",".join(rows),
@@ -119,11 +144,7 @@ class RowTemplate:
         (reply,) = _find_pool().ask_all([message.decode()])
         if isinstance(reply, OSError):  # the process cannot run here
             raise reply
-        if not isinstance(reply, Exception):
-            return list(reply)
-        if len(rows) <= 1:  # it takes too long, or becomes too large
-            return [f"the template fails: {reply}" if rows else str(reply)]
-        return [text for row in rows for text in self._render([row])]
+        return reply
 
     def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:
         """Return the line of a row, whose cells are `row.raw`."""
@@ -158,6 +179,23 @@ class RowTemplate:
         return {self.text_field: prompt, **self.fields, **set_values}
 
 
+def _split_groups(
+    rows: Iterable[tuple[int, Cells | RowFault]], most: int
+) -> Iterator[list[tuple[int, Cells | RowFault, bytes]]]:
+    """Yield numbered rows that are rendered together, with their bytes."""
+    group = []
+    num_bytes = 0
+    for number, row in rows:
+        raw = row.raw if isinstance(row, RowFault) else dump_json(row)
+        group.append((number, row, raw))
+        num_bytes += len(raw)
+        if len(group) == most or num_bytes >= GROUP_BYTES:
+            yield group
+            group = []
+            num_bytes = 0
+    yield group
+
+
 @cache
 def _find_pool() -> LimitedPool:
     from fminfer.text.row_worker import RowWorker  # imports Jinja
@@ -166,7 +204,8 @@ def _find_pool() -> LimitedPool:
 
 
 def _make_fault_line(source: int, number: int, fault: RowFault) -> Line:
-    cells = dump_json(fault.cells) if fault.cells else quote_text(fault.raw)
+    has_raw = fault.raw or not fault.cells
+    cells = quote_text(fault.raw) if has_raw else dump_json(fault.cells)
     damage = (
         f"{fault.message}. The rows before it are answered, those after it are lost. "
         "Repair the file and answer it again with --restart"

@@ -23,7 +23,7 @@ class RowFault:
     """A row that cannot be read, and why."""
 
     message: str
-    raw: bytes = b""  # what it holds, for people
+    raw: bytes = b""  # what it holds, for people; empty: the cells say it
     cells: Cells = field(default_factory=dict)  # as far as they go
     is_damage: bool = False  # the file breaks off here: no row follows
 

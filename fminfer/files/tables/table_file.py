@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 from fminfer.core.errors import UsageError
@@ -17,6 +18,23 @@ DELIMITERS = {".csv": ",", ".tsv": "\t"}
 PARQUET = ".parquet"
 
 
+def find_delimiter(paths: Sequence[Path], delimiter: str | None) -> str | None:
+    """Return what --delimiter says beyond a file's name; None: nothing.
+
+    Raises:
+        UsageError: no file has a delimiter.
+    """
+    if delimiter is None or not paths:
+        return delimiter
+    signs = [DELIMITERS.get(_find_ending(path)) for path in paths]
+    if not any(signs):
+        raise UsageError(
+            f"--delimiter {delimiter} is of .csv and .tsv files, and {paths[0]} is none. "
+            "Save a CSV as such a file, or leave it out"
+        )
+    return None if signs == [delimiter.replace("\\t", "\t")] else delimiter
+
+
 def open_table(path: Path, delimiter: str | None = None) -> TableFile:
     """Open a file of rows, as its name says; lines of JSON objects are rows, too.
 
@@ -26,12 +44,7 @@ def open_table(path: Path, delimiter: str | None = None) -> TableFile:
     Raises:
         UsageError: it cannot be read as a table, or pyarrow is missing.
     """
-    if is_stream(path) and delimiter is not None:
-        raise UsageError(
-            f"--delimiter is of CSV files, and {path} must have rows as JSON lines; save "
-            "the CSV as a file"
-        )
-    ending = "" if is_stream(path) else strip_compression(path).suffix
+    ending = _find_ending(path)
     is_delimited = ending in DELIMITERS
     if (is_delimited or ending == PARQUET) and not path.is_file():
         raise UsageError(
@@ -43,3 +56,8 @@ def open_table(path: Path, delimiter: str | None = None) -> TableFile:
     if is_delimited:
         return DelimitedTable(path, delimiter or DELIMITERS[ending])
     return JsonTable(path)
+
+
+def _find_ending(path: Path) -> str:
+    """Return what a file's name says of its rows; a pipe has JSON lines."""
+    return "" if is_stream(path) else strip_compression(path).suffix

@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
 from pathlib import Path
@@ -15,12 +14,13 @@ from fminfer.contract.labels import MAX_LABELS
 from fminfer.contract.request import TextField
 from fminfer.core.errors import UsageError
 from fminfer.core.option import Options, WholeTexts, option
-from fminfer.files.tables.json_table import raise_constant_error
+from fminfer.files.tables.json_table import DECODER
 from fminfer.files.tables.row_template import (
     PROMPT_FLAG,
     SYSTEM_FLAG,
     RowTemplate,
 )
+from fminfer.files.tables.table_file import find_delimiter
 
 # a request that sets one of them draws as it says, and others take the likeliest tokens
 DRAW_FIELDS = frozenset({"temperature", "top_p", "top_k", "n", "best_of"})
@@ -162,7 +162,7 @@ class RowRequests:
     is_raw: bool
 
     def make_template(
-        self, choose_text_field: Callable[..., TextField]
+        self, choose_text_field: Callable[..., TextField], inputs: Sequence[Path]
     ) -> RowTemplate | None:
         """Return what makes requests of rows for a model; None: lines are requests.
 
@@ -172,7 +172,9 @@ class RowRequests:
         if not self.table.has_template:
             return None
         text_field = choose_text_field(self.flag_fields, is_raw=self.is_raw)
-        return self.table.make_template(text_field, self.flag_fields)
+        delimiter = find_delimiter(inputs, self.table.delimiter)
+        table = replace(self.table, delimiter=delimiter)
+        return table.make_template(text_field, self.flag_fields)
 
 
 def _read_text(flag: str, text: str) -> str:
@@ -201,7 +203,7 @@ def _split_pairs(flag: str, form: str, texts: Sequence[str]) -> dict[str, str]:
 
 def _parse_json(name: str, text: str) -> Any:
     try:
-        return json.loads(text, parse_constant=raise_constant_error)
+        return DECODER.decode(text)
     except (ValueError, RecursionError) as error:
         raise UsageError(
             f"--field {name}={text} is not JSON ({error}); a text has double quotes, as in "

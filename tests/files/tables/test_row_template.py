@@ -100,6 +100,10 @@ def test_kinds_of_requests(tmp_path: Path) -> None:
         ("{% for tag in meta.tags %}{{ tag }},{% endfor %}", "a,b,"),
         ("{{ n + 1 }} {{ big }}", "3 123456789012345678901234567890"),
         ("{{ row | tojson | length > 10 }}", "True"),
+        ("{{ nothing | default('d') }} {{ absent | d('e') }}", "d e"),
+        ("{{ nothing | tojson }} {{ [nothing] | tojson }}", "null [null]"),
+        ("{{ meta.items }} {{ meta['keys'] }} {{ row.values }}", "[1] 2 3"),
+        ("{% for name, tags in {'a': meta.tags}.items() %}{{ name }}{% endfor %}", "a"),
         ("{{ row['row'] }}", "its own"),
         ("{% if absent is defined %}{{ absent }}{% else %}-{% endif %}", "-"),
     ],
@@ -108,7 +112,14 @@ def test_what_templates_may_say(tmp_path: Path, template: str, prompt: str) -> N
     """Columns of any name, nested cells, nulls that are not printed, large numbers."""
     row = {
         "review text": "fine",
-        "meta": {"title": "T", "tags": ["a", "b"], "gone": None},
+        "meta": {
+            "title": "T",
+            "tags": ["a", "b"],
+            "gone": None,
+            "items": [1],
+            "keys": 2,
+        },
+        "values": 3,
         "nothing": None,
         "n": 2,
         "big": 123456789012345678901234567890,
@@ -128,6 +139,18 @@ def test_what_templates_may_say(tmp_path: Path, template: str, prompt: str) -> N
         ("{{ row['empty'] | trim }}", "empty is null"),
         ("{{ meta.gone | upper }}", "gone is null"),
         ("{% for each in meta.list %}{{ each }}{% endfor %}", "the value is null"),
+        ("{{ empty | int }}", "empty is null"),
+        ("{{ empty | float * 2 }}", "empty is null"),
+        ("{{ meta.gone | round }}", "NullCell"),
+        ("{{ meta.list | join(',') }}", "the value is null"),
+        ("{{ meta.list }} ", "the value is null"),
+        ("{{ meta }}", "gone is null"),
+        ("{{ [empty] }}", "empty is null"),
+        ("{{ row }}", "empty is null"),
+        ("{{ none }}", "the value is null"),
+        ("{{ meta.items }}", "method cannot be printed"),
+        ("{{ self }}", "TemplateReference cannot be printed"),
+        ("{{ meta.list | map('trim') }}", "generator cannot be printed"),
         ("{{ text / 2 }}", "TypeError"),
         ("{{ text.__class__.__mro__ }}", "SecurityError"),
         ("{{ 'x' * 10 ** 10 }}", "the template fails: it takes more than"),
@@ -159,6 +182,15 @@ def test_a_row_in_error_has_its_cells_in_its_record(tmp_path: Path) -> None:
     assert record["row"] == {"text": None}
 
 
+def test_a_csv_row_with_too_many_cells_shows_them_all(tmp_path: Path) -> None:
+    """A cell without a column would have no name; one without a cell is left out."""
+    path = tmp_path / "a.csv"
+    path.write_text("text,n\na,1,extra\nb\n")
+    rows = [json.loads(line.raw)["row"] for line in read_all(path, make_template())]
+
+    assert rows == ['["a","1","extra"]', {"text": "b"}]
+
+
 def test_one_bad_row_costs_no_other_of_its_group(tmp_path: Path) -> None:
     """Rows are rendered together; order and numbers stay, also around faults."""
     rows: list[Any] = [{"text": str(number)} for number in range(1, 301)]
@@ -178,6 +210,39 @@ def test_one_bad_row_costs_no_other_of_its_group(tmp_path: Path) -> None:
     ]
     batches = open_table(path).read_batches()
     assert sum(batch.num_rows for batch in batches) == 300
+
+
+def test_a_template_without_end_ends_the_run(tmp_path: Path) -> None:
+    """Ten rows in turn that take too long are told at once; fewer cost themselves."""
+    path = write_rows(tmp_path / "a.jsonl", [{"n": n} for n in range(200)])
+    template = "{% if n >= START %}{{ 'x' * 10 ** 10 }}{% endif %}{{ n }}"
+
+    lines = read_lines(
+        path, 0, row_template=make_template(template.replace("START", "70"))
+    )
+    assert [next(lines).number for _ in range(64)] == [*range(1, 65)]
+    with pytest.raises(UsageError, match="10 rows in turn: it takes more than"):
+        next(lines)
+    few = make_template("{% if 60 < n < 70 %}{{ 'x' * 10 ** 10 }}{% endif %}{{ n }}")
+    assert sum(bool(line.fault) for line in read_all(path, few)) == 9
+
+
+def test_long_rows_are_rendered_in_small_groups(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A group's rows share one limit of time and memory."""
+    asked: list[int] = []
+    ask = RowTemplate._ask_pool
+
+    def ask_and_note(template: RowTemplate, rows: list[bytes]) -> Any:
+        asked.append(len(rows))
+        return ask(template, rows)
+
+    monkeypatch.setattr(RowTemplate, "_ask_pool", ask_and_note)
+    path = write_rows(tmp_path / "a.jsonl", [{"text": "x" * 1_000_000}] * 11)
+
+    assert len(read_all(path, make_template("{{ text | length }}"))) == 11
+    assert asked == [5, 5, 1]
 
 
 def test_blank_lines_are_no_rows(tmp_path: Path) -> None:
@@ -216,6 +281,15 @@ def test_texts_of_a_csv_set_fields(tmp_path: Path) -> None:
         {"prompt": "Is it good? a", "max_tokens": 3, "user": "me"},
         {"prompt": "Is it good? b", "user": "NaN", "logit_bias": {"5": 1}},
     ]
+
+
+def test_what_no_number_can_be_is_a_text(tmp_path: Path) -> None:
+    """A number that is too large, and brackets without end, end no run."""
+    path = tmp_path / "a.csv"
+    path.write_text(f"text,n\na,1e999\nb,{'[' * 3000}\n")
+    lines = read_all(path, make_template(columns={"seed": "n"}))
+
+    assert [each["seed"] for each in requests_of(lines)] == ["1e999", "[" * 3000]
 
 
 def test_a_column_that_is_not_there(tmp_path: Path) -> None:

@@ -18,6 +18,7 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files.streams import Digest, digest_file
+from fminfer.files.tables import delimited_table
 from fminfer.files.tables.table_file import RowFault, open_table
 
 ROWS = [{"text": "good", "stars": 5}, {"text": None, "stars": 1}]
@@ -110,29 +111,63 @@ def test_bad_csv_rows_cost_themselves(tmp_path: Path) -> None:
     assert len(batches) == len(rows)
 
 
-def test_a_quote_without_an_end_takes_the_rest(tmp_path: Path) -> None:
-    """The rows before it are there, and the damage is told."""
-    rows = read_all(write_text(tmp_path / "a.csv", 'a,b\n1,2\n3,"4\n5,6\n'))
+def test_a_quote_without_an_end_costs_its_line(tmp_path: Path) -> None:
+    """The lines behind it are read again, whether another quote or the end tells of it."""
+    text = 'id,text\n1,a\n2,"oops\n3,b\n4,c\n5,"hello"\n6,"x\ny"\n7,"z\n8,\xe4\n'
+    rows = read_all(write_text(tmp_path / "a.csv", text))
 
-    assert rows[0] == {"a": "1", "b": "2"}
-    assert len(rows) == 2
-    assert rows[1].is_damage
-    assert "not closed" in rows[1].message
+    assert [row["id"] for row in rows if isinstance(row, dict)] == list("134568")
+    faults = {n: row for n, row in enumerate(rows) if isinstance(row, RowFault)}
+    assert {n: row.raw for n, row in faults.items()} == {1: b'2,"oops', 6: b'7,"z'}
+    assert not any(row.is_damage for row in faults.values())
+    assert "line 3 of the file" in faults[1].message
+    assert "line 9 of the file is no CSV: a quote of this row" in faults[6].message
+    assert len(read_batch_rows(tmp_path / "a.csv")) == len(rows)
+
+
+def test_many_quotes_without_an_end_do_not_cost_hours(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """If each line opens one, the file is given up; its digest is that of all bytes."""
+    monkeypatch.setattr(delimited_table, "MAX_BYTES_AGAIN", 5000)
+    path = write_text(tmp_path / "a.csv", "a,b\n" + 'x","y\n' * 10_000)
+    digest = Digest()
+    rows = list(open_table(path).read_rows(digest))
+
+    assert [row.is_damage for row in rows] == [True]
+    assert "as many before it" in rows[0].message
+    assert str(digest) == digest_file(path)
 
 
 @pytest.mark.parametrize("kind", ["line", "quote"])
 def test_a_row_without_end_is_not_held(tmp_path: Path, kind: str) -> None:
-    """It ends the file's rows, and the file has not changed for that."""
+    """It costs its line, and the file has not changed for that."""
     piece = b"x" * 999 + (b"x" if kind == "line" else b"\n")
     start = b'a,b\n1,2\n"' if kind == "quote" else b"a,b\n1,2\n"
-    path = write_text(tmp_path / "a.csv", start + piece * 40_000)
+    path = write_text(tmp_path / "a.csv", start + piece * 40_000 + b"\n3,4")
     digest = Digest()
     rows = list(open_table(path).read_rows(digest))
 
-    assert rows[0] == {"a": "1", "b": "2"}
-    assert [row.is_damage for row in rows[1:]] == [True]
+    assert [row for row in rows if isinstance(row, dict)] == [
+        {"a": "1", "b": "2"},
+        {"a": "3", "b": "4"},
+    ]
     assert "see whether a quote is not closed" in rows[1].message
+    assert len(rows) == (3 if kind == "line" else 40_002)
     assert str(digest) == digest_file(path)
+
+
+@pytest.mark.parametrize("ending", ["\n", "\r\n"])
+def test_a_cr_outside_quotes_is_named(tmp_path: Path, ending: str) -> None:
+    """In a cell it costs the row; a file of CR lines with one LF is refused."""
+    text = f'a,b{ending}1,"x\ry"{ending}1,x\ry{ending}2,3{ending}'
+    rows = read_all(write_text(tmp_path / "a.csv", text))
+
+    assert rows[0] == {"a": "1", "b": "x\ry"}
+    assert "it has a CR outside quotes" in rows[1].message
+    assert rows[2] == {"a": "2", "b": "3"}
+    with pytest.raises(UsageError, match=r"the header .* CR outside quotes"):
+        open_table(write_text(tmp_path / "b.csv", f"a,b\r1,2\r2,3{ending}"))
 
 
 def test_a_nul_is_text_or_costs_its_row(tmp_path: Path) -> None:
@@ -262,26 +297,66 @@ def test_a_large_row_group_is_read_in_batches(tmp_path: Path) -> None:
     assert [row["n"] for row in read_all(path)] == [*range(3000)]
 
 
-def test_damaged_parquet_keeps_the_rows_before(tmp_path: Path) -> None:
-    """A damaged page ends the file with a fault, and with a row of nulls in batches."""
-    path = tmp_path / "a.parquet"
-    texts = [f"{n:08}" for n in range(1000)]
-    write_parquet(
-        path, {"n": texts}, row_group_size=500, compression="none", use_dictionary=False
+def write_damaged(path: Path, columns: dict[str, Any], damaged: str) -> Path:
+    """Write a table of three row groups; in the second one a column's page is damaged."""
+    fields = [
+        pyarrow.field(name, pyarrow.array(cells).type, nullable=False)
+        for name, cells in columns.items()
+    ]
+    pyarrow.parquet.write_table(
+        pyarrow.table(columns, pyarrow.schema(fields)),
+        path,
+        row_group_size=300,
+        compression="none",
+        use_dictionary=False,
     )
     metadata = pyarrow.parquet.ParquetFile(path).metadata
-    start = metadata.row_group(1).column(0).data_page_offset
+    start = metadata.row_group(1).column([*columns].index(damaged)).data_page_offset
     data = bytearray(path.read_bytes())
     data[start : start + 30] = b"\xff" * 30
     path.write_bytes(data)
+    return path
 
+
+def test_damaged_parquet_keeps_the_rows_before(tmp_path: Path) -> None:
+    """A damaged page ends the file with a fault, and with a row of nulls in batches.
+
+    The row groups before it are whole, and a column that forbids nulls has one.
+    """
+    texts = [f"{n:08}" for n in range(900)]
+    path = write_damaged(tmp_path / "a.parquet", {"n": texts}, "n")
     rows = read_all(path)
 
-    assert [row["n"] for row in rows[:-1]] == texts[: len(rows) - 1]
-    assert len(rows) >= 257
+    assert [row["n"] for row in rows[:-1]] == texts[:300]
     assert rows[-1].is_damage
-    assert read_batch_rows(path)[-1] == {"n": None}
-    assert len(read_batch_rows(path)) == len(rows)
+    assert read_batch_rows(path) == [*rows[:-1], {"n": None}]
+
+
+def test_damage_of_a_column_that_is_not_read_costs_no_rows(
+    tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    """Its cells are null from there on, and a warning says so."""
+    columns = {"n": [*range(900)], "image": [b"%08d" % n for n in range(900)]}
+    path = write_damaged(tmp_path / "a.parquet", columns, "image")
+    rows = read_batch_rows(path)
+
+    assert len(read_all(path)) == 900
+    assert [row["n"] for row in rows] == columns["n"]
+    images = [row["image"] for row in rows]
+    assert images == columns["image"][:300] + [None] * 600
+    assert "from row 301 on" in caplog.text and "image" in caplog.text
+
+
+def test_a_time_without_a_text_costs_its_row(tmp_path: Path) -> None:
+    """pyarrow would write what is no time."""
+    zoned = pyarrow.array([0, 2**62, 0], pyarrow.timestamp("ms", "Europe/Berlin"))
+    far = pyarrow.array([2**62, 0, None], pyarrow.timestamp("ms"))
+    columns = {"far": far, "zoned": zoned, "text": ["<value out of range: "] * 3}
+    rows = read_all(write_parquet(tmp_path / "a.parquet", columns))
+
+    assert "column 'far' has a date or time" in rows[0].message
+    assert "column 'zoned' has a date or time" in rows[1].message
+    assert rows[2]["far"] is None
 
 
 class PlainKeys(pyarrow.parquet.encryption.KmsClient):  # type: ignore[misc]
@@ -318,6 +393,7 @@ def test_json_rows_keep_large_numbers_and_cost_themselves(tmp_path: Path) -> Non
     """A large integer stays exact; a line that is no object, or NaN, is a fault."""
     lines = (
         '{"n": 123456789012345678901234567890}\n[1]\n{"n": NaN}\n{"n": 1\n{"n": 2}\n'
+        '{"n": [-1e400]}\n' + '{"n": %s}\n' % ("9" * 5000)
     )
     rows = read_all(write_text(tmp_path / "a.jsonl", lines))
 
@@ -326,6 +402,8 @@ def test_json_rows_keep_large_numbers_and_cost_themselves(tmp_path: Path) -> Non
     assert "JSON list; a row is an object" in rows[1].message
     assert "NaN is not JSON" in rows[2].message
     assert isinstance(rows[3], RowFault)
+    assert "the number -1e400 is too large" in rows[5].message
+    assert isinstance(rows[6], RowFault)
 
 
 def test_a_column_of_mixed_cells_becomes_json_text(tmp_path: Path) -> None:
@@ -339,6 +417,37 @@ def test_a_column_of_mixed_cells_becomes_json_text(tmp_path: Path) -> None:
         {"a": None, "b": None, "c": None},
         {"a": None, "b": None, "c": [1]},
     ]
+
+
+@pytest.mark.parametrize("is_nested", [True, False])
+def test_large_integers_before_fractions_stay_exact(
+    tmp_path: Path, is_nested: bool
+) -> None:
+    """A later batch with a fraction makes JSON texts of a column whose floats would differ."""
+    numbers = [2**53 + 1] * 256 + [1.5]
+    cells = [{"b": [number]} if is_nested else number for number in numbers]
+    small = [*range(256), 1.5]
+    rows = [
+        {"a": cell, "n": n, "id": 2**60} for cell, n in zip(cells, small, strict=True)
+    ]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
+    path = write_text(tmp_path / "a.jsonl", lines)
+    found = read_batch_rows(path)
+
+    assert [json.loads(row["a"]) for row in found] == cells
+    assert [row["n"] for row in found] == small
+    assert {row["id"] for row in found} == {2**60}
+
+
+def test_half_a_surrogate_pair(tmp_path: Path) -> None:
+    """In a cell it becomes JSON text; in a column's name it is refused for a table."""
+    cell = write_text(tmp_path / "a.jsonl", '{"a": "\\ud800"}\n')
+    name = write_text(tmp_path / "b.jsonl", '{"\\ud800": 1}\n')
+
+    assert read_batch_rows(cell) == [{"a": '"\\ud800"'}]
+    assert read_all(name) == [{"\ud800": 1}]
+    with pytest.raises(UsageError, match=r"a column '.ud800': half"):
+        read_batch_rows(name)
 
 
 def test_cut_gzip_tells_where_it_ends(tmp_path: Path) -> None:

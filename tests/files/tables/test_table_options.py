@@ -9,6 +9,7 @@ import pytest
 
 from fminfer.core.errors import UsageError
 from fminfer.files.tables.row_template import RowTemplate
+from fminfer.files.tables.table_file import find_delimiter
 from fminfer.files.tables.table_options import RowRequests, TableOptions
 
 
@@ -84,6 +85,7 @@ def test_templates_come_from_files(tmp_path: Path) -> None:
         ({"fields": ("seed",)}, "must be NAME=JSON"),
         ({"fields": ("stop=x",)}, "is not JSON .* double quotes"),
         ({"fields": ("seed=NaN",)}, "NaN is not JSON"),
+        ({"fields": ("top_p=1e999",)}, "the number 1e999 is too large"),
         ({"fields": ("prompt=1",)}, "which the template makes"),
         ({"columns": ("messages=a",)}, "which the template makes"),
         ({"fields": ("seed=1", "seed=2")}, "seed is set twice"),
@@ -109,4 +111,19 @@ def test_without_a_template_lines_are_requests() -> None:
     def fail(*args: Any, **facts: Any) -> Any:
         raise AssertionError("no template needs it")
 
-    assert requests.make_template(fail) is None
+    assert requests.make_template(fail, []) is None
+
+
+def test_a_delimiter_is_of_delimited_files() -> None:
+    """One that no file has is refused; one that a file's name says is no setting."""
+    paths = [Path("a.csv"), Path("b.tsv.gz"), Path("c.parquet"), Path("d.jsonl")]
+
+    assert find_delimiter(paths[:1], ",") is None
+    assert find_delimiter(paths[1:2], "\\t") is None
+    assert find_delimiter(paths[:1], ";") == ";"
+    assert find_delimiter(paths, ",") == ","
+    assert find_delimiter([], ",") == ","
+    assert find_delimiter(paths[2:], None) is None
+    for path in paths[2:]:
+        with pytest.raises(UsageError, match=f"and {path.name} is none. Save a CSV"):
+            find_delimiter([path], ",")
