@@ -305,15 +305,15 @@ def test_a_url_may_be_a_table(tmp_path: Path) -> None:
     buffer = io.BytesIO()
     pyarrow.parquet.write_table(pyarrow.table({"text": TEXTS[:3]}), buffer)
     for name in ("a.parquet", "b.txt"):
-        with fsspec.open(f"memory://tables/{name}", "wb") as file:
+        with fsspec.open(f"memory://rows/{name}", "wb") as file:
             file.write(buffer.getvalue())
     output = tmp_path / "a.jsonl"
     work = ["--work-dir", tmp_path / "work"]
-    found = ask("memory://tables/", "--output", output, *work)
+    found = ask("memory://rows/", "--output", output, *work)
     assert found.exit_code == 0, found.output
     assert len(read(output)) == 3
     for url, remedy in (("a.parquet", "add"), ("", "its tables need")):
-        found = invoke("run", f"memory://tables/{url}", "--output", output, *work)
+        found = invoke("run", f"memory://rows/{url}", "--output", output, *work)
         assert found.exit_code == 2
         assert f"{remedy} --prompt-template" in found.stderr
 
