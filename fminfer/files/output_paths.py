@@ -25,6 +25,11 @@ NO_OUTPUT = (
     ".zst",
     ".txt",
     ".tsv",
+    ".xlsx",
+    ".xls",
+    ".ods",
+    ".feather",
+    ".arrow",
     ".npy",
 )
 

@@ -686,7 +686,8 @@ def test_two_inputs_of_one_name_are_refused(tmp_path: Path) -> None:
 
 def test_outputs_that_cannot_be_are_refused(tmp_path: Path) -> None:
     source = write(tmp_path / "a.jsonl", ROWS)
-    for name in ("b.jsonl.gz", "b.jsonl.zst", "b.json", "b.ndjson", "b.tsv", "b.txt"):
+    endings = ("jsonl.gz", "jsonl.zst", "json", "ndjson", "tsv", "txt", "xlsx", "arrow")
+    for name in (f"b.{ending}" for ending in endings):
         with pytest.raises(
             UsageError, match="plain JSON lines; give a name that ends in"
         ):
