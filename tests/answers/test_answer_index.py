@@ -27,6 +27,7 @@ from fminfer.contract.record import Record
 from fminfer.contract.request import SamplingParams, VectorSpec, VectorWish
 from fminfer.core.config import Constraint, EngineConfig
 from fminfer.engine.engine_core import Finished
+from fminfer.engine.observation import Observation
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import NOT_OF_ANSWERS, answer_terms
@@ -274,7 +275,10 @@ def test_all_of_a_request_is_in_the_key() -> None:
         *seen,
         "repeat",
         "meaning",
+        "observation",
     }
+    measured = prepared(observation=Observation(()))
+    assert key(measured) == key(prepared()), "a run measures some of its rows"
     for name, value in OTHER_PREPARED.items():
         assert key(prepared(**{name: value})) != key(prepared())
     sources = [[PROMPT], [replace(PROMPT, text="abd")], [PROMPT, PROMPT]]

@@ -101,7 +101,7 @@ def test_the_first_help_names_a_first_try_chats_and_the_server() -> None:
     assert "fminfer run --prompt" in text and "a page to chat on" in text
     assert "predict memory and time" not in text
     run_help = " ".join(CliRunner().invoke(main, ["run", "--help"]).output.split())
-    assert "as plain text, as completions do; at most 256 tokens" in run_help
+    assert "as a completion's prompt, also for a chat model" in run_help
 
 
 def test_a_bench_needs_a_tokenizer() -> None:
