@@ -280,7 +280,7 @@ def test_a_wish_beside_label_probabilities_is_refused(server: Running) -> None:
     assert answer.status == 400 and "top_p" in answer.error["message"]
     other = {"regex": "a", "probabilities": True}
     answer = server.post("/v1/completions", GO | {"structured_outputs": other})
-    assert answer.status == 400 and "is of choice" in answer.error["message"]
+    assert answer.status == 400 and "needs choice" in answer.error["message"]
 
 
 def test_a_batch_has_label_probabilities(client: openai.OpenAI, tmp_path: Path) -> None:
