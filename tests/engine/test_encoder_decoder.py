@@ -514,7 +514,6 @@ def test_label_probabilities_are_those_of_a_scored_decoder_prompt(
             engine.tokenizer, limits.vocab_size, limits.eos_ids
         ).vocabulary
         words = [word for text in TEXTS for word in text.split()]
-        # Behind an empty text, the tokenizer leaves out the space of a label.
         labels = [" ".join(["", *words[:size]]) for size in (1, 2, 4)] + words[-2:]
         paths = {label: vocabulary(label) for label in dict.fromkeys(labels)}
         outputs = {"choice": [*paths], "probabilities": True}

@@ -16,6 +16,7 @@ from fminfer.contract.request import SamplingParams
 from fminfer.core.config import Constraint
 from fminfer.engine.engine_core import Event, Failed, Finished
 from fminfer.engine.label_walk import LabelWalk
+from fminfer.engine.results import _end_at_label
 from fminfer.engine.sequence import (
     PreparedRequest,
     PromptState,
@@ -23,6 +24,7 @@ from fminfer.engine.sequence import (
     Sequence,
     TokenReport,
 )
+from fminfer.text.detokenizer import Detokenizer
 from fminfer.text.encoded_prompt import EncodedPrompt
 from fminfer.text.label_trie import LabelTrie
 from tests.conftest import IS_ALL
@@ -359,3 +361,34 @@ def test_tokens_of_labels_are_counted_apart() -> None:
     stats = bench.loop.stats
     assert stats.num_label_tokens == 4 + 16
     assert stats.num_prompt_tokens == 4 + stats.num_label_tokens
+
+
+class StrippingDecoder:
+    """Leaves out a space at the beginning of all text, as sentencepiece does."""
+
+    pieces = {1: " no", 2: "rth"}  # noqa: RUF012
+
+    def decode(self, ids: list[int], *, skip_special_tokens: bool = True) -> str:
+        return "".join(self.pieces[each] for each in ids).lstrip(" ")
+
+    def has_text(self, token_id: int, *, skip_special_tokens: bool = True) -> bool:
+        return True
+
+
+def test_a_choice_is_the_label_that_was_asked_for() -> None:
+    """Behind an empty prompt its space was left out, and no probability had its name."""
+    trie = LabelTrie([" north"], 1, lambda name: [1, 2])
+    request = make_request([], 2)
+    state = RequestState(0, request, added_s=0.0)
+    prompt = PromptState(state, 0, EncodedPrompt([9], "", []))
+    walk = LabelWalk(prompt, trie)
+    while wave := walk.make_wave():
+        for branch in wave:
+            assert branch.branch is not None
+            for number in branch.branch.scored_nodes:
+                branch.reports.append(TokenReport(trie.nodes[number].token_id, -1.0))
+            walk.finish_branch(branch)
+    sequence = Sequence(prompt, b"", Detokenizer(StrippingDecoder(), []))
+    _end_at_label(sequence, walk)
+    assert sequence.text in walk.describe_answer()["label_probabilities"]
+    assert [token.offset for token in sequence.tokens] == [0, len(" no")]
