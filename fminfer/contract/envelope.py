@@ -9,7 +9,7 @@ import contextlib
 import json
 import re
 from collections.abc import Collection, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from datetime import datetime
 from typing import Any, Literal
 
@@ -58,7 +58,7 @@ class Line:
     # The time that a chat template reads, in ISO format, for all lines of an output; "": now.
     clock: str = ""
     fault_code: ErrorCode = "invalid_json"
-    is_row: bool = False  # of a table: a template made the request, the cells are "row"
+    cells: bytes = b""  # of a table's row, of which a template made the request
     shows_number: bool = False  # its record names it, where its shape has a place
 
 
@@ -79,6 +79,32 @@ def make_line(number: int, request: object) -> Line:
         fault = f"request {number} is no JSON: {error}"
         return Line(0, number, repr(request).encode(), fault=fault)
     return Line(0, number, raw)
+
+
+def make_row_line(
+    source: int,
+    number: int,
+    cells: bytes,
+    request: bytes = b"null",
+    fault: str = "",
+    fault_code: ErrorCode = "invalid_json",
+    damage: str = "",
+) -> Line:
+    """Return the line of a table's row, of which a template made a request, or a fault.
+
+    Args:
+        cells: the row in JSON.
+    """
+    raw = b'{"request":%b,"row":%b}' % (request, cells)
+    return Line(
+        source,
+        number,
+        raw,
+        damage,
+        fault=fault,
+        fault_code=fault_code,
+        cells=cells,
+    )
 
 
 @dataclass(slots=True, frozen=True)
@@ -119,10 +145,13 @@ def parse_envelope(line: Line) -> Envelope:
             raise RequestError("out_of_range", line.fault)
         if line.damage or line.fault:
             raise RequestError(line.fault_code, line.damage or line.fault)
+        if line.cells:
+            request = raw[len(b'{"request":') : -len(line.cells) - len(b',"row":}')]
+            return _make_row_envelope(line, request, parse_object(request))
         fields = parse_object(raw)
     except RequestError as error:
-        if line.is_row:
-            return replace(_parse_wrapped_line(raw, parse_object(raw)), error=error)
+        if line.cells:
+            return _make_row_envelope(line, b"null", {}, error)
         is_json = error.code == "not_an_object"
         return Envelope(
             "bare", join_lines(raw) if is_json else quote_text(raw), error=error
@@ -213,6 +242,16 @@ def quote_json(value: bytes) -> bytes:
 def _quote_beginning(raw: bytes) -> bytes:
     text = raw[:QUOTED_BYTES].decode("utf-8", errors="replace")
     return dump_json(f"{text}… ({len(raw):,} bytes in all)")
+
+
+def _make_row_envelope(
+    line: Line,
+    request: bytes,
+    fields: dict[str, Any],
+    error: RequestError | None = None,
+) -> Envelope:
+    others = {"row": b'"row":' + line.cells}
+    return Envelope("wrapped", request, fields, others=others, error=error)
 
 
 def _parse_wrapped_line(raw: bytes, fields: dict[str, Any]) -> Envelope:

@@ -5,12 +5,12 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any
 
-from fminfer.contract.envelope import Line, quote_text
+from fminfer.contract.envelope import Line, make_row_line, quote_text
 from fminfer.contract.json_object import dump_json
 from fminfer.contract.request import TextField
 from fminfer.core.errors import RequestError, UsageError
@@ -20,7 +20,7 @@ from fminfer.files.tables.table_file import RowFault, TableFile, open_table
 from fminfer.text.limited_process import LimitedPool, LimitError
 
 # of rows that are rendered together
-GROUP_ROWS = 64
+GROUP_ROWS = 128
 GROUP_BYTES = 4 << 20
 MAX_LIMITED_ROWS = 10  # in turn; more say that the template has no end
 PROMPT_FLAG = "--prompt-template"
@@ -96,11 +96,8 @@ class RowTemplate:
                         for name, column in self.columns.items()
                         if column in row
                     }
-                    yield self._make_line(
-                        Line(source, number, raw, is_row=True),
-                        values,
-                        next(replies),
-                    )
+                    reply = next(replies)
+                    yield self._make_line(source, number, raw, values, reply)
 
     def _open_table(self, path: Path) -> TableFile:
         """Open a table that has the columns of --column, as far as that is known."""
@@ -146,16 +143,24 @@ class RowTemplate:
             raise reply
         return reply
 
-    def _make_line(self, row: Line, values: dict[str, Any], reply: Any) -> Line:
-        """Return the line of a row, whose cells are `row.raw`."""
+    def _make_line(
+        self,
+        source: int,
+        number: int,
+        cells: bytes,
+        values: dict[str, Any],
+        reply: Any,
+    ) -> Line:
         try:
             if isinstance(reply, str):
                 raise RequestError("missing_prompt", reply)
             request = dump_json(self._make_request(reply, values))
         except RequestError as error:
-            raw = b'{"request":null,"row":%b}' % row.raw
-            return replace(row, raw=raw, fault=error.message, fault_code=error.code)
-        return replace(row, raw=b'{"request":%b,"row":%b}' % (request, row.raw))
+            fault = error.message
+            return make_row_line(
+                source, number, cells, fault=fault, fault_code=error.code
+            )
+        return make_row_line(source, number, cells, request)
 
     def _make_request(self, texts: list[str], values: dict[str, Any]) -> dict[str, Any]:
         """Return the request of a row; a null leaves a field out."""
@@ -210,11 +215,10 @@ def _make_fault_line(source: int, number: int, fault: RowFault) -> Line:
         f"{fault.message}. The rows before it are answered, those after it are lost. "
         "Repair the file and answer it again with --restart"
     )
-    return Line(
+    return make_row_line(
         source,
         number,
-        b'{"request":null,"row":%b}' % cells,
-        damage=damage if fault.is_damage else "",
+        cells,
         fault=fault.message,
-        is_row=True,
+        damage=damage if fault.is_damage else "",
     )

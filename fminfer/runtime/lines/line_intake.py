@@ -135,8 +135,8 @@ class LineIntake:
                 line, envelope, error=line_error(prepared, f"line {line.number}")
             )
         warnings = [*envelope.warnings, *incoming.request.warnings]
-        if line.is_row:
-            warnings += self._find_special_cells(envelope)
+        if line.cells:
+            warnings += self._find_special_cells(line, envelope)
         if (
             incoming.request.fills_context
             and self._intake.limits.max_new_tokens is None
@@ -146,11 +146,9 @@ class LineIntake:
         key = None if prepared.params.is_by_chance else make_answer_key(prepared)
         return LineRequest(line, envelope, prepared, key)
 
-    def _find_special_cells(self, envelope: Envelope) -> list[RowWarning]:
+    def _find_special_cells(self, line: Line, envelope: Envelope) -> list[RowWarning]:
         """Return a warning if a row's cells spell special tokens, and the prompt has them."""
-        texts = self._intake.tokenizer.find_special_texts(
-            envelope.others["row"].decode()
-        )
+        texts = self._intake.tokenizer.find_special_texts(line.cells.decode())
         texts = [text for text in texts if text.encode() in envelope.request]
         return [RowWarning(SPECIAL_CELLS, tuple(texts))] if texts else []
 
