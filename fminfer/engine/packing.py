@@ -14,7 +14,6 @@ from fminfer.contract.field_table import COLUMNS
 from fminfer.core.messages import Mask
 from fminfer.engine.logit_edits import LogitEdits
 from fminfer.engine.noise import make_step_noise
-from fminfer.engine.observation import NUM_LIKELIEST
 from fminfer.engine.sequence import PromptState, Sequence
 
 # Measured on 2 CPU cores, llama of 12 × 768: 16 rows in one micro-batch took 0.62 of the time of
@@ -340,7 +339,7 @@ def _add_scores(
         if (observed_prompt := _find_observed(row)) is not None:
             part = np.zeros(len(observed_prompt.observed_masks), SCORE)
             part["token_index"] = first + len(observed_prompt.ids) - 1 - row.position
-            part["num_top"] = NUM_LIKELIEST
+            part["num_top"] = observed_prompt.num_likeliest
             part["mask"] = [
                 _place_mask(mask, masks) for mask in observed_prompt.observed_masks
             ]

@@ -298,14 +298,28 @@ class PromptState:
         self.mask_reports.append(report)
 
     @property
+    def num_likeliest(self) -> int:
+        """How many likely tokens are told of it, under observation."""
+        observation = self.owner.prepared.observation
+        return NUM_LIKELIEST if observation and observation.spellings else 0
+
+    @property
     def observed_mass(self) -> ObservedMass | None:
-        """The scores of its masks; None: they were not scored."""
-        if not self.mask_reports:
+        """What was measured of it; None: nothing was."""
+        if self.owner.prepared.observation is None:
             return None
         masses = [min(1.0, math.exp(report.logprob)) for report in self.mask_reports]
-        walk = self.walk
-        mass = masses.pop(0) if walk is None else walk.describe_answer()["label_mass"]
-        likeliest_tokens = self.mask_reports[0].best_alternatives(NUM_LIKELIEST)
+        if self.walk is not None:
+            mass = self.walk.describe_answer()["label_mass"]
+        elif masses:
+            mass = masses.pop(0)
+        else:
+            return None
+        likeliest_tokens = [
+            pair
+            for report in self.mask_reports[:1]
+            for pair in report.best_alternatives(self.num_likeliest)
+        ]
         return ObservedMass(mass, tuple(masses), tuple(likeliest_tokens))
 
     def copy_shared_scores(self) -> None:

@@ -24,6 +24,7 @@ from fminfer.engine.intake import Intake
 from fminfer.engine.observation import ObservedMass
 from fminfer.engine.sequence import PreparedRequest
 from fminfer.runtime.lines.constraint_watch import (
+    MASS_ALONE,
     MAX_CONSTRAINTS,
     NUM_FIRST_ROWS,
     SAMPLE_INTERVAL,
@@ -134,7 +135,8 @@ def test_masses_are_those_of_transformers(
             for each in prepared.observation.spellings
         ]
         assert [*observed.spelling_masses] == pytest.approx(firsts, rel=1e-4)
-        best = probs.topk(5)
+        # they are told of labels, which may be warned of
+        best = probs.topk(5 if prepared.observation.spellings else 0)
         assert [each for each, _ in observed.likeliest_tokens] == best.indices.tolist()
         logprobs = [logprob for _, logprob in observed.likeliest_tokens]
         assert logprobs == pytest.approx(best.values.log().tolist(), abs=1e-4)
@@ -169,6 +171,28 @@ def find_allowed(folder: str, constraint: Constraint) -> list[int]:
         texts = json.loads(constraint.text)
         assert allowed == sorted({text.encode()[0] for text in texts})
     return allowed
+
+
+def test_rows_behind_the_judged_ones_have_their_mass_alone(
+    checkpoint: tuple[str, Any], measured: Measured, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Nothing else is computed of them; labels with probabilities have it anyway."""
+    folder, _ = checkpoint
+    answers = answer(folder)
+    masses = {number: observed.mass for number, (_, observed) in measured.items()}
+    measured.clear()
+
+    def observe(self: ConstraintWatch, prepared: PreparedRequest) -> PreparedRequest:
+        is_free = prepared.params.constraint is None
+        return prepared if is_free else replace(prepared, observation=MASS_ALONE)
+
+    monkeypatch.setattr(ConstraintWatch, "observe", observe)
+    assert answer(folder) == answers
+    assert {number: observed.mass for number, (_, observed) in measured.items()} == (
+        pytest.approx(masses)
+    )
+    for _, observed in measured.values():
+        assert not observed.spelling_masses and not observed.likeliest_tokens
 
 
 def test_no_answer_depends_on_it(
@@ -253,6 +277,22 @@ def test_the_first_rows_of_each_constraint_are_measured_and_then_every_20th(
     expected = [*range(1, NUM_FIRST_ROWS + 1)]
     assert numbers == [*expected, 60, 80, 100, 120, 140, 160, 180, 200]
     assert watch.observe(regex).observation is not None, "counted by itself"
+
+
+def test_labels_are_spelled_until_they_are_judged(intake: Intake) -> None:
+    watch = make_watch(intake)
+    choice = prepare(intake, **outputs(choice=["good", "bad"]))
+    for number in range(1, 2 * NUM_FIRST_ROWS + 1):
+        prepared = watch.observe(choice)
+        if prepared.observation is None:
+            continue
+        assert (prepared.observation == MASS_ALONE) == (number > NUM_FIRST_ROWS)
+        masses = (0.5,) * len(prepared.observation.spellings)
+        observed = ObservedMass(0.5, masses, ())
+        finished = Finished(number, [], {}, {}, observed_mass=observed)
+        watch.add(make_request(number, prepared), finished)
+    summary = watch.summarize()
+    assert summary is not None and summary.num_rows == NUM_FIRST_ROWS + 3
 
 
 def test_many_constraints_are_counted_together(intake: Intake) -> None:

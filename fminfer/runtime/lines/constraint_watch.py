@@ -34,6 +34,7 @@ CLEAR_FACTOR = 2.0  # a spelling with less than so many times the mass is not na
 CASES: tuple[Callable[[str], str], ...] = (str, str.lower, str.upper, str.capitalize)
 STYLES = [*product(("", " "), CASES)]  # what stands before a label, and its case
 ORIGINAL_STYLE = -1
+MASS_ALONE = Observation(())  # for no judgement
 # A measured row of labels: how else they are spelled, and their masses.
 LabelRow = tuple[tuple[LabelSpelling, ...], ObservedMass]
 
@@ -84,6 +85,8 @@ class ConstraintWatch:
         tally.num_rows += 1
         if tally.num_rows > NUM_FIRST_ROWS and tally.num_rows % SAMPLE_INTERVAL:
             return prepared
+        if len(tally.label_rows) == NUM_FIRST_ROWS:  # its labels are judged
+            return replace(prepared, observation=MASS_ALONE)
         observation = tally.observation or self._make_observation(constraint)
         if constraint in self._tallies:
             tally.observation = observation
