@@ -46,9 +46,8 @@ class LabelWalk:
         # Nodes that have a logprob, and children without one.
         self._open = [ROOT]
         self.running: list[PromptState] = []
-        self.computed_ids: list[
-            list[int]
-        ] = []  # prompts of branches that were computed
+        # prompts of branches that were computed
+        self.computed_ids: list[list[int]] = []
         self.answer: LabelAnswer | None = None
 
     def make_wave(self) -> list[PromptState]:

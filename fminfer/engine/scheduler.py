@@ -239,9 +239,8 @@ class Scheduler:
             self.cancel(branch)
             branch.sequences = []
         walk.running.clear()
-        for ids in reversed(
-            walk.computed_ids
-        ):  # the first ones are the others' beginning
+        # the first ones are the others' beginning
+        for ids in reversed(walk.computed_ids):
             self._evict_unshared(ids)
         walk.computed_ids.clear()
 
