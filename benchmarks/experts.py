@@ -71,7 +71,8 @@ def build(model: Any, held: Any, dtype: Any, *, in_one_call: bool) -> Any:
     """Return a model's layers; both sides have the same weights."""
     import torch
 
-    from fminfer.compute.values.weights import Dense, Weight
+    from fminfer.compute.formats.dense import Dense
+    from fminfer.compute.values.weights import Weight
     from fminfer.forward.layer_step import PartBuilder
     from fminfer.forward.registry import open_registry
     from fminfer.forward.transformer import Transformer

@@ -43,13 +43,13 @@ if __name__ == "__main__":  # as the command does, before torch is loaded
 import click  # noqa: E402
 import torch  # noqa: E402
 
+from fminfer.compute.formats.dense import make_dense_weight  # noqa: E402
 from fminfer.compute.kernels.kernel_build import FLAGS, find_compiler, start_build  # noqa: E402
 from fminfer.compute.layers.products import (  # noqa: E402
     Linear,
     ProductKernel,
     make_library_candidates,
 )
-from fminfer.compute.values.weights import make_dense_weight  # noqa: E402
 
 # inputs, outputs
 SHAPES = ((768, 3072), (3072, 768), (768, 2304), (2048, 8192), (768, 32000))

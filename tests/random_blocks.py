@@ -6,16 +6,12 @@ from functools import cache
 
 import torch
 
-from fminfer.compute.quantized import GGUF_FORMATS, OWN_FORMATS, Blocks
-from fminfer.compute.values.weights import (
-    Dense,
-    Format,
-    Joined,
-    Tensors,
-    TensorSpec,
-    Use,
-    Weight,
-)
+from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.joined import Joined
+from fminfer.compute.formats.own import OWN_FORMATS
+from fminfer.compute.values.weights import Format, Tensors, TensorSpec, Use, Weight
 
 FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS)}
 NEAR = 16  # inputs that certainly have the same scale
@@ -52,7 +48,7 @@ def random_weight(held: Format, *shape: int, use: Use = "product") -> Weight:
 def _tensors(held: Format, shape: tuple[int, ...]) -> Tensors:
     if isinstance(held, Joined):
         *outer, _, inputs = shape
-        parts = (_tensors(each, (*outer, num, inputs)) for each, num in held.parts)
+        parts = (_tensors(each, (*outer, num, inputs)) for each, num in held.rows)
         return tuple(tensor for part in parts for tensor in part)
     if isinstance(held, Dense):
         return (torch.randn(shape).to(held.dtype),)

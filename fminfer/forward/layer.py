@@ -8,12 +8,13 @@ import torch
 from torch import nn
 
 from fminfer.compute.attention.scoring import make_scoring
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import WeightedNorm
 from fminfer.compute.layers.experts import Mix, PlainExperts
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
-from fminfer.compute.values.weights import Function, make_dense_weight
+from fminfer.compute.values.weights import Function
 from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.models.tensor_specs import Weights, find_plain_tensor
 

@@ -19,6 +19,7 @@ from fminfer.compute.attention.kernel_attention import (
     make_attention_trial,
 )
 from fminfer.compute.attention.paged_attention import AttentionKernel
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.kernels.kernel_build import KernelBuild, start_build
 from fminfer.compute.layers.bodies import (
     CpuPartKernels,
@@ -51,13 +52,7 @@ from fminfer.compute.trial import (
     explain_failure,
 )
 from fminfer.compute.values.spec import Attention, Moe
-from fminfer.compute.values.weights import (
-    KERNEL_TYPES,
-    Dense,
-    Format,
-    Function,
-    Weight,
-)
+from fminfer.compute.values.weights import KERNEL_TYPES, Format, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, start_openmp_threads

@@ -9,12 +9,13 @@ import numpy as np
 import torch
 from torch import nn
 
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.shards import ShardGroup
 from fminfer.compute.values.spec import Encoder, Layer, Model, Pooling
 from fminfer.compute.values.step import Column, find_last_tokens, join_ranges
-from fminfer.compute.values.weights import Function, Weight, make_dense_weight
+from fminfer.compute.values.weights import Function, Weight
 from fminfer.forward.layer import TransformerLayer, norm_sum
 from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.layer_stream import (

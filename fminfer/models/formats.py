@@ -9,21 +9,12 @@ from typing import Protocol
 
 import torch
 
-from fminfer.compute.quantized import (
-    GGUF_FORMATS,
-    OWN_FORMATS,
-    Blocks,
-    choose_quantized_formats,
-)
-from fminfer.compute.values.weights import (
-    Dense,
-    Format,
-    Shape,
-    Tensors,
-    TensorSpec,
-    Use,
-    join_formats,
-)
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.joined import join_formats
+from fminfer.compute.formats.own import OWN_FORMATS, choose_quantized_formats
+from fminfer.compute.values.weights import Format, Shape, Tensors, TensorSpec, Use
+from fminfer.models.sharding import TensorCut
 
 
 class StoredFormat(Format, Protocol):
@@ -67,8 +58,19 @@ class Holding:
 
         Logits are products in float32, and an embedding may be the head.
         """
-        if isinstance(made, Dense) or spec.use not in self.floats:
+        if made.floats is not None or spec.use not in self.floats:
             return made
+        return self._choose_floats(spec)
+
+    def choose_cut_format(
+        self, whole: Format, spec: TensorSpec, cut: TensorCut
+    ) -> Format:
+        """Return the format of the part that a rank holds: floats, if no cut is possible."""
+        if cut.columns is not None and not whole.cut_unit:
+            return self._choose_floats(spec)
+        return whole if cut.rows is None else whole.cut_outputs(cut.rows)
+
+    def _choose_floats(self, spec: TensorSpec) -> Format:
         is_wide = spec.use != "product" or (
             spec.is_wide and self.dtype == torch.float16
         )
@@ -102,12 +104,12 @@ class Holding:
             (self._choose_row_format(stored_format, quantized_format), num)
             for stored_format, num in stored
         ]
-        if len({row_format for row_format, _ in row_formats}) == 1:
+        if len({row_format for row_format, _ in row_formats}) == 1 and (
+            len(row_formats) == 1 or row_formats[0][0].can_merge
+        ):
             return row_formats[0][0]
         expert_formats = _formats_of_one_expert(row_formats, spec.shape[-2])
-        has_blocks = any(
-            isinstance(row_format, Blocks) for row_format, _ in expert_formats
-        )
+        has_blocks = any(row_format.floats is None for row_format, _ in expert_formats)
         return (
             join_formats(expert_formats)
             if has_blocks
@@ -116,7 +118,7 @@ class Holding:
 
     def _choose_row_format(self, stored: Format, quantized: Format | None) -> Format:
         """Return the format of rows. Those that are quantized already stay so."""
-        if not isinstance(stored, Dense) and getattr(stored, "kind", 0) is not None:
+        if stored.floats is None and stored.is_held:
             return stored
         is_kept = self.keeps_bfloat16 and stored == Dense(torch.bfloat16)
         return quantized or (stored if is_kept else Dense(self.dtype))

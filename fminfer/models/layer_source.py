@@ -3,15 +3,15 @@
 from __future__ import annotations
 
 import zlib
-from bisect import bisect_right
 from collections.abc import Callable, Collection, Iterable, Iterator
 from dataclasses import dataclass, replace
 from itertools import product
 
 import torch
 
-from fminfer.compute.quantized import Blocks
-from fminfer.compute.values.weights import Dense, Format, Joined, Tensors, Weight
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.joined import Joined
+from fminfer.compute.values.weights import Format, Tensors, Weight
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED
@@ -242,11 +242,9 @@ class WeightReader:
 
     def choose_format(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
-        return origin.cut.cut_format(
-            self.holding.choose_format(
-                origin.spec, origin.stored_formats(self.files.types)
-            )
-        )
+        stored = origin.stored_formats(self.files.types)
+        made = self.holding.choose_format(origin.spec, stored)
+        return self.holding.choose_cut_format(made, origin.spec, origin.cut)
 
     def make_weight(self, name: str, origin: Origin) -> Weight:
         """Return a weight. The name has the number of its layer, if it is of one."""
@@ -291,7 +289,7 @@ class WeightReader:
         return (
             (self.keeps_parts and origin.layout == AS_STORED and origin.cut == WHOLE)
             and (origin.spec.use == "product" and len(origin.spec.shape) == 2)
-            and isinstance(held, Dense)
+            and held.floats is not None
             and all(form == held for form, _ in origin.stored_formats(self.files.types))
             and all(
                 p.format is None and self.files.is_in_place(*p.stored)
@@ -304,7 +302,7 @@ class WeightReader:
         (name, *others) = origin.pieces[0].stored
         form = origin.pieces[0].format
         held = self.choose_format(origin)
-        is_so = isinstance(held, Dense) if form is None else form == held
+        is_so = held.floats is not None if form is None else form == held
         is_one = is_so and not others and origin.is_one_piece
         is_as_it_is = is_one and origin.layout.change is None and origin.cut == WHOLE
         return name if is_as_it_is and self.files.is_in_place(name) else None
@@ -324,9 +322,9 @@ class WeightReader:
         start = tensors[0].data_ptr()
         if layout.added:
             tensors = (tensors[0] + layout.added,)
-        if isinstance(held, Dense):
+        if held.floats is not None:
             # itself, where it is so
-            tensors = (tensors[0].to(self.device, held.dtype),)
+            tensors = (tensors[0].to(self.device, held.floats),)
         tensors = tuple(tensor.to(self.device).contiguous() for tensor in tensors)
         if in_place is not None and tensors[0].data_ptr() != start:
             self.files.free_pages(in_place)
@@ -335,59 +333,90 @@ class WeightReader:
     def _join_pieces(self, origin: Origin, held: Format) -> Tensors:
         """Copy what is stored of a tensor; dequantize or quantize what is not held so."""
         wholes = held.empty(origin.held_spec.shape, self.device)
-        columns = origin.cut.columns
         last: int | None = None
         at = 0  # the next row to be written
         for piece, item, rows in _place_pieces(origin):
             at = at if item == last else 0
             last = item
             num = piece.last - piece.first if rows is None else len(rows)
-            form, targets, start = _find_part_at(at, held, wholes)
-            parts = [whole if item is None else whole[item] for whole in targets]
+            row_format = held
+            targets = wholes if item is None else held.select_expert(wholes, item)
             if not origin.is_one_piece:
-                parts = [part[at - start : at - start + num] for part in parts]
+                row_format, targets = held.view_rows(targets, at, at + num)
             at += num
-            is_whole = rows is None and columns is None and not piece.is_turned
-            is_plain = piece.format is None and isinstance(form, Dense)
-            if (
-                is_plain
-                and is_whole
-                and not (origin.layout.is_transposed or origin.layout.is_row)
-            ):
-                self.files.copy(next(iter(piece.stored)), parts[0])
-                continue
-            values = self._read_piece(piece, origin, form, rows)
-            new = form if isinstance(form, Blocks) and form != piece.format else None
-            if new is not None and columns is None:
-                new.quantize(values[0], parts[0])
-            else:
-                if new is not None:  # of whole rows, for a row may be one block
-                    values = (new.quantize(values[0]),)
-                for part, value in zip(parts, values, strict=True):
-                    part.copy_(_cut_columns(value, form, columns))
-            for name in piece.stored:
-                self.files.free_pages(name)
+            self._fill_rows(piece, origin, rows, row_format, targets)
         return wholes
 
+    def _fill_rows(
+        self,
+        piece: Piece,
+        origin: Origin,
+        rows: torch.Tensor | None,
+        row_format: Format,
+        targets: Tensors,
+    ) -> None:
+        """Write some rows of a piece to the tensors of a format."""
+        layout = origin.layout
+        columns = origin.cut.columns
+        is_turned = piece.is_turned or layout.is_transposed or layout.is_row
+        is_plain = piece.format is None and row_format.floats is not None
+        if is_plain and rows is None and columns is None and not is_turned:
+            self.files.copy(next(iter(piece.stored)), targets[0])
+            return
+
+        values = self._read_piece(piece, origin, rows)
+        if row_format == piece.format:
+            if columns is not None:
+                values = row_format.cut_inputs(values, columns)
+            for target, value in zip(targets, values, strict=True):
+                target.copy_(value)
+        else:
+            numbers = values[0]
+            if piece.format is not None:
+                numbers = piece.format.dequantize(
+                    values, row_format.floats or torch.float32
+                )
+            if piece.is_turned:
+                numbers = numbers.mT if rows is None else numbers.mT[rows]
+            _fill_numbers(row_format, targets, numbers, columns)
+        for name in piece.stored:
+            self.files.free_pages(name)
+
     def _read_piece(
-        self, piece: Piece, origin: Origin, form: Format, rows: torch.Tensor | None
+        self, piece: Piece, origin: Origin, rows: torch.Tensor | None
     ) -> Tensors:
-        """Return some rows of a piece in its format, or as floats if it is held in another."""
+        """Return some rows of a piece in the format that it is stored in."""
         stored = tuple(map(self.files.read, piece.stored))
         layout = origin.layout
-        values: Tensors = (layout.to_outputs_first(stored[0]),)
-        if piece.format is not None:
-            values = piece.format.read(stored, is_transposed=layout.is_transposed)
         dim = outputs_dim(origin.spec) - (piece.item is not None)
-        if rows is not None and not piece.is_turned:
-            values = tuple(value.index_select(dim, rows) for value in values)
-        if piece.format is not None and form != piece.format:
-            dtype = form.dtype if isinstance(form, Dense) else torch.float32
-            values = (piece.format.dequantize(values, dtype),)
-        if piece.is_turned:
-            assert isinstance(form, Dense), "blocks cannot be turned"
-            values = (values[0].mT if rows is None else values[0].mT[rows],)
-        return values
+        stored_format = piece.format
+        if stored_format is None:
+            values: Tensors = (layout.to_outputs_first(stored[0]),)
+        else:
+            values = stored_format.read(stored, is_transposed=layout.is_transposed)
+        if rows is None or piece.is_turned:
+            return values
+        if stored_format is None or dim:
+            return tuple(value.index_select(dim, rows) for value in values)
+        return stored_format.select_rows(values, rows)
+
+
+def _fill_numbers(
+    row_format: Format, targets: Tensors, numbers: torch.Tensor, columns: range | None
+) -> None:
+    """Write floats of whole rows to a format, or some of their inputs."""
+    if columns is None:
+        row_format.fill(targets, numbers)
+        return
+    if row_format.floats is not None:
+        row_format.fill(targets, numbers[..., columns.start : columns.stop])
+        return
+    # of whole rows, for a row may be one block
+    wholes = row_format.empty(tuple(numbers.shape), numbers.device)
+    row_format.fill(wholes, numbers)
+    cuts = row_format.cut_inputs(wholes, columns)
+    for target, cut in zip(targets, cuts, strict=True):
+        target.copy_(cut)
 
 
 def _place_pieces(
@@ -408,27 +437,6 @@ def _place_pieces(
             rows = order[(order >= piece.first) & (order < piece.last)] - piece.first
             if len(rows):
                 yield piece, piece.item, rows
-
-
-def _cut_columns(
-    values: torch.Tensor, held: Format, columns: range | None
-) -> torch.Tensor:
-    if columns is None:
-        return values
-    if isinstance(held, Blocks):
-        return held.cut_inputs(values, columns)
-    return values[..., columns.start : columns.stop]
-
-
-def _find_part_at(
-    row: int, held: Format, tensors: Tensors
-) -> tuple[Format, Tensors, int]:
-    """Return the part of a weight that holds a row: its format, its tensors, its first row."""
-    if not isinstance(held, Joined):
-        return held, tensors, 0
-    starts = held.part_starts()
-    number = bisect_right(starts, row) - 1
-    return held.parts[number][0], (tensors[number],), starts[number]
 
 
 @dataclass(slots=True, frozen=True)
@@ -453,7 +461,7 @@ class WeightDrawer:
         """Draw one. Norms multiply by 1, biases are 0, the rest is normal."""
         held = self.choose_format(origin)
         spec = origin.spec
-        floats = held if isinstance(held, Dense) else Dense(self.holding.dtype)
+        floats = Dense(held.floats or self.holding.dtype)
         if spec.use in ("bias", "norm_bias", "choice", "norm"):
             value = self.norm_weight if spec.use == "norm" else 0.0
             (tensor,) = floats.empty(origin.held_spec.shape, self.device)
@@ -464,7 +472,8 @@ class WeightDrawer:
         tensor.normal_(0, self.spread, generator=generator)
         if (order := origin.find_order()) is not None:
             tensor = tensor.index_select(outputs_dim(spec), order.to(self.device))
-        if isinstance(held, Blocks):
-            tensor = held.quantize(tensor)
-        cut = _cut_columns(tensor, held, origin.cut.columns).contiguous()
-        return Weight(origin.held_spec, held, (cut,))
+        if held.floats is not None and origin.cut.columns is None:
+            return Weight(origin.held_spec, held, (tensor,))
+        tensors = held.empty(origin.held_spec.shape, self.device)
+        _fill_numbers(held, tensors, tensor, origin.cut.columns)
+        return Weight(origin.held_spec, held, tensors)

@@ -13,9 +13,10 @@ from pathlib import Path
 
 import torch
 
-from fminfer.compute.quantized import OWN_FORMATS
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.own import OWN_FORMATS
 from fminfer.compute.values.spec import Attention
-from fminfer.compute.values.weights import Dense, Format, Shape, TensorSpec
+from fminfer.compute.values.weights import Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, find_source

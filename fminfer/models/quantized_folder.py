@@ -16,7 +16,6 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import save_file
 
-from fminfer.compute.quantized import Blocks
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
@@ -67,7 +66,7 @@ def write_quantized_folder(
         CheckpointError, OSError: the model is quantized already; a file cannot be written.
     """
     stored = find_stored_formats(checkpoint).values()
-    if any(isinstance(held, Blocks) for parts in stored for held, _ in parts):
+    if any(held.floats is None for parts in stored for held, _ in parts):
         raise CheckpointError(
             f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give "
             "the model in 16 or 32 bits"

@@ -15,7 +15,7 @@ from dataclasses import dataclass, replace
 from itertools import accumulate
 
 from fminfer.compute.values.spec import Attention, Layer, Mlp, Model, Moe, StageHeads
-from fminfer.compute.values.weights import Format, Joined, TensorSpec, Units
+from fminfer.compute.values.weights import TensorSpec, Units
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_evenly
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
@@ -41,12 +41,6 @@ class TensorCut:
         if self.columns is not None:
             shape[-1] = len(self.columns)
         return replace(spec, shape=tuple(shape))
-
-    def cut_format(self, whole: Format) -> Format:
-        """Return the format of the part, from the format of the whole tensor."""
-        if self.rows is None or not isinstance(whole, Joined):
-            return whole
-        return whole.select_rows(self.rows)
 
 
 def outputs_dim(spec: TensorSpec) -> int:

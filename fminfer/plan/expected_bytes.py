@@ -6,12 +6,12 @@ import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.layers.products import can_sum_in_float32, is_kernel_faster
 from fminfer.compute.values.spec import Mlp, Model, Moe
 from fminfer.compute.values.weights import (
     DEQUANTIZED_AT_ONCE,
     DEQUANTIZED_BYTES,
-    Dense,
     Format,
 )
 from fminfer.core.partition import Part
@@ -116,7 +116,10 @@ def _expect_weights(
         if not name.startswith(come_and_go)
     }
     formats = {
-        name: cuts.get(name, WHOLE).cut_format(plan.held[name]) for name in specs
+        name: plan.holding.choose_cut_format(
+            plan.held[name], spec, cuts.get(name, WHOLE)
+        )
+        for name, spec in specs.items()
     }
     sizes = {name: formats[name].num_bytes(spec.shape) for name, spec in specs.items()}
     packed = _find_packed(plan, specs, formats)
@@ -153,7 +156,7 @@ def _find_packed(
         name: spec
         for name, spec in specs.items()
         if spec.use == "product"
-        if isinstance(formats[name], Dense)
+        if formats[name].floats is not None
         or is_kernel_faster(formats[name], plan.dtype)
     }
 
@@ -162,7 +165,7 @@ def _count_holes(plan: RunPlan, packed: TensorSpecs, sizes: Mapping[str, int]) -
     """Return what the allocator cannot use again of weights that were packed."""
     kind = plan.formats["product"]
     hole = HOLE_BYTES.get(kind.name, HOLE_BYTES["bfloat16"])
-    if isinstance(kind, Dense):
+    if kind.floats is not None:
         holes = len(packed) * hole
     else:  # it is no larger than what was replaced
         holes = sum(min(hole, sizes[name]) for name in packed)
@@ -191,14 +194,14 @@ def layer_bytes(plan: RunPlan, share: ModelShard | None, number: int) -> LayerBy
     for name, spec in layer_specs(model.layers[number], model.hidden_size).items():
         cut = cuts.get(full := f"{number}.{name}", WHOLE)
         stored = plan.stored.get(full, Dense(plan.dtype))
-        held += cut.cut_format(plan.held[full]).num_bytes(cut.cut_spec(spec).shape)
+        cut_format = plan.holding.choose_cut_format(plan.held[full], spec, cut)
+        held += cut_format.num_bytes(cut.cut_spec(spec).shape)
         size = stored.num_bytes(spec.shape)
-        is_read_whole = cut.rows is None or cut.columns is not None
-        read += (
-            size
-            if is_read_whole
-            else cut.cut_format(stored).num_bytes(cut.cut_spec(spec).shape)
-        )
+        if cut.rows is None or cut.columns is not None:
+            read += size
+        else:
+            stored_rows = stored.cut_outputs(cut.rows)
+            read += stored_rows.num_bytes(cut.cut_spec(spec).shape)
         whole += size
     return LayerBytes(held, read, whole)
 
@@ -233,7 +236,7 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
     return all(
         len(spec.shape) == 2
         and spec.use == "product"
-        and isinstance(plan.held[name], Dense)
+        and plan.held[name].floats is not None
         and plan.stored.get(name) == plan.held[name]
         and _is_whole(
             plan.checkpoint.architecture, name, joins=plan.packed_by == "kernels"

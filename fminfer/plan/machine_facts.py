@@ -7,9 +7,9 @@ from dataclasses import dataclass, replace
 
 import torch
 
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.kernels.kernel_build import may_have_library
 from fminfer.compute.layers.products import can_torch_pack, is_kernel_faster
-from fminfer.compute.values.weights import Dense
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.device import is_fast_in_bfloat16, measure_free_bytes

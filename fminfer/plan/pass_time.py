@@ -12,9 +12,10 @@ from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from fminfer.compute.quantized import UNPACKING
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.own import UNPACKING
 from fminfer.compute.values.spec import Moe
-from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, Dense, TensorSpec
+from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, TensorSpec
 from fminfer.forward.decode_graphs import can_capture
 from fminfer.models.tensor_specs import (
     exit_specs,
@@ -280,8 +281,11 @@ def predict_load(plan: RunPlan, roofs: Roofs) -> float:
     specs = without_tied_tensors(model_specs(plan.checkpoint.model), is_tied=is_tied)
     forms = {name: plan.stored.get(name, Dense(plan.dtype)) for name in specs}
     sizes = {name: form.num_bytes(specs[name].shape) for name, form in forms.items()}
-    is_made = {n: not isinstance(plan.made[n], (Dense, type(forms[n]))) for n in sizes}
-    made = sum(size for name, size in sizes.items() if is_made[name])
+    made = sum(
+        size
+        for name, size in sizes.items()
+        if plan.made[name].floats is None and forms[name].floats is not None
+    )
     streamed = [rank.streamed for rank in plan.ranks if rank.streamed]
     later = {n for each in streamed if each.place == "disk" for n in each.numbers}
     size = sum(sizes.values()) - sum(layer_bytes(plan, None, n).whole for n in later)

@@ -9,10 +9,11 @@ from typing import Literal
 
 import torch
 
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.joined import join_formats
 from fminfer.compute.layers.products import is_kernel_faster
-from fminfer.compute.quantized import Blocks
 from fminfer.compute.values.spec import Model
-from fminfer.compute.values.weights import USES, Dense, Format, Use, join_formats
+from fminfer.compute.values.weights import USES, Format, Use
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_evenly, split_layers
@@ -134,7 +135,7 @@ def _makes_floats(device: torch.device, held: Mapping[str, Format]) -> bool:
     """Tell whether a device would make floats of blocks at each product."""
     multiplied = (each for name, each in held.items() if name != "embed.weight")
     return device.type == "cuda" and not all(
-        isinstance(each, Dense) for each in multiplied
+        each.floats is not None for each in multiplied
     )
 
 
@@ -183,8 +184,8 @@ def share_among(
         return [None]
     sizes = {"out": 1, "down": 1}
     for name, each in held.items():
-        if isinstance(each, Blocks) and (module := name.split(".")[-2]) in sizes:
-            sizes[module] = max(sizes[module], each.block)
+        if (module := name.split(".")[-2]) in sizes:
+            sizes[module] = max(sizes[module], each.cut_unit)
     return [shard_model(model, n, num_shards, sizes) for n in range(num_shards)]
 
 

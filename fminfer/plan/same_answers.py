@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import torch
 
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.layers.products import is_kernel_faster
-from fminfer.compute.values.weights import KERNEL_TYPES, Dense
+from fminfer.compute.values.weights import KERNEL_TYPES
 from fminfer.core.config import ComputeOptions
 from fminfer.core.errors import UsageError
 from fminfer.machine.processor import has_unit

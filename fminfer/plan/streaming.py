@@ -6,7 +6,7 @@ from bisect import bisect_left
 from dataclasses import replace
 from typing import Literal
 
-from fminfer.compute.values.weights import Dense
+from fminfer.compute.formats.dense import Dense
 from fminfer.core.config import ON_CPU, STREAMED
 from fminfer.core.errors import UsageError
 from fminfer.core.quantities import describe_bytes, with_noun

@@ -12,24 +12,19 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute import quantized
-from fminfer.compute.quantized import (
-    GGUF_FORMATS,
+from fminfer.compute.formats import blocks
+from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.joined import Joined, join_formats
+from fminfer.compute.formats.own import (
     INT4,
     INT8,
     INT8_32,
     OWN_FORMATS,
-    Blocks,
     choose_quantized_formats,
 )
-from fminfer.compute.values.weights import (
-    Dense,
-    Format,
-    Joined,
-    TensorSpec,
-    Use,
-    join_formats,
-)
+from fminfer.compute.values.weights import Format, TensorSpec, Use
 from fminfer.models.formats import Holding
 from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight
@@ -194,7 +189,7 @@ def test_stacks_and_many_rows_become_what_each_row_does(
 ) -> None:
     numbers = torch.randn(3, 7, 256).bfloat16()
     whole = form.quantize(numbers)
-    monkeypatch.setattr(quantized, "PACKED_AT_ONCE", 512)
+    monkeypatch.setattr(blocks, "PACKED_AT_ONCE", 512)
     assert torch.equal(form.quantize(numbers), whole)
     to = torch.zeros_like(whole)
     assert form.quantize(numbers.transpose(0, 1).contiguous().transpose(0, 1), to) is to
@@ -310,7 +305,6 @@ def test_joined_rows_are_those_of_their_parts() -> None:
     ]
     held = join_formats(parts)
     assert isinstance(held, Joined) and held.name == "Q4_K + Q6_K + bfloat16"
-    assert held.part_starts() == [0, 6, 8, 12]
     weight = random_weight(held, 12, 512)
     assert [t.shape for t in held.empty((12, 512), CPU)] == [
         t.shape for t in weight.tensors
@@ -318,7 +312,7 @@ def test_joined_rows_are_those_of_their_parts() -> None:
     assert held.num_bytes((12, 512)) == weight.num_bytes
     numbers = weight.dequantize(torch.float32)
     for (form, num), tensor, start in zip(
-        parts, weight.tensors, held.part_starts(), strict=False
+        parts, weight.tensors, [0, 6, 8], strict=True
     ):
         own = form.dequantize((tensor,), torch.float32)
         assert torch.equal(numbers[start : start + num], own)
@@ -329,7 +323,7 @@ def test_neighbours_that_are_alike_are_one_part() -> None:
     assert join_formats(same) == INT4
     found: Any = join_formats([*same, (INT8, 1), (INT4, 3)])
     assert (
-        found.parts == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
+        found.rows == ((INT4, 8), (INT8, 1), (INT4, 3)) and found.name == "int4 + int8"
     )
     assert join_formats([(INT8, 2), (replace(INT8, name="other"), 2)]) != INT8
     assert join_formats([(HALVES, 6), (HALVES, 2)]) == HALVES

@@ -16,6 +16,7 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.sampling.draw_kernel import DrawKernel
 from fminfer.compute.sampling.masks import LogitEditTensors, make_mask_tensors
@@ -27,7 +28,6 @@ from fminfer.compute.sampling.sampler import (
     sample_tokens,
 )
 from fminfer.compute.values.step import make_draws
-from fminfer.compute.values.weights import make_dense_weight
 from fminfer.contract.field_table import COLUMNS
 from fminfer.contract.request import SamplingParams
 from fminfer.core.messages import Mask, make_mask, pack_token_ids

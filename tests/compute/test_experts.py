@@ -11,11 +11,11 @@ import pytest
 import torch
 
 import fminfer
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain, products
 from fminfer.compute.layers.experts import Mix, PackedExperts, can_mix
 from fminfer.compute.values.spec import Mlp, Moe
-from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.forward.layer import ExpertLayer

@@ -13,9 +13,9 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.values.weights import make_dense_weight
 from fminfer.forward import transformer as head_module
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Head

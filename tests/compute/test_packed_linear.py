@@ -13,13 +13,14 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.layers.products import (
     Linear,
     make_library_candidates,
     onednn_packs_bfloat16,
 )
 from fminfer.compute.trial import Candidate
-from fminfer.compute.values.weights import Function, Weight, make_dense_weight
+from fminfer.compute.values.weights import Function, Weight
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import Registry
 from tests.conftest import plain_registry

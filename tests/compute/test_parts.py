@@ -11,6 +11,7 @@ import pytest
 import torch
 
 from fminfer.compute.attention.scoring import Scoring
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import CpuPartKernels, PartKernels
 from fminfer.compute.layers.products import (
@@ -19,7 +20,7 @@ from fminfer.compute.layers.products import (
     onednn_packs_bfloat16,
 )
 from fminfer.compute.values.spec import Mlp, Moe
-from fminfer.compute.values.weights import Weight, make_dense_weight
+from fminfer.compute.values.weights import Weight
 from fminfer.forward.layer import ExpertLayer
 from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.registry import Registry

@@ -29,7 +29,7 @@ shorten_openmp_waits()
 import torch
 from fminfer.forward.registry import find_library
 from fminfer.compute.layers.products import ProductKernel
-from fminfer.compute.values.weights import make_dense_weight
+from fminfer.compute.formats.dense import make_dense_weight
 
 def tasks():
     return set(os.listdir("/proc/self/task"))

@@ -11,6 +11,7 @@ import torch
 from torch import nn
 
 import fminfer
+from fminfer.compute.formats.dense import Dense, make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.products import (
@@ -20,7 +21,7 @@ from fminfer.compute.layers.products import (
     make_library_candidates,
     onednn_packs_bfloat16,
 )
-from fminfer.compute.values.weights import Dense, Weight, make_dense_weight
+from fminfer.compute.values.weights import Weight
 from fminfer.forward.registry import Registry
 from tests.conftest import built_library
 

@@ -10,10 +10,12 @@ from typing import Any
 import pytest
 import torch
 
+from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.joined import Joined, join_formats
+from fminfer.compute.formats.own import INT4, INT8, OWN_FORMATS
 from fminfer.compute.kernels.kernel_build import find_compiler
-from fminfer.compute.quantized import GGUF_FORMATS, INT4, INT8, OWN_FORMATS, Blocks
 from fminfer.compute.shards import CAPACITY
-from fminfer.compute.values.weights import Joined, join_formats
 from fminfer.core.errors import PipelineError
 from tests.conftest import built_library
 from tests.random_blocks import random_blocks
@@ -95,7 +97,7 @@ def test_blocks_are_cut_along_their_inputs(form: Blocks) -> None:
     unit = form.block or 32
     packed = random_blocks(form, 5, 6 * unit)
     for columns in (range(unit), range(2 * unit, 5 * unit), range(6 * unit)):
-        cut = form.cut_inputs(packed, columns)
+        (cut,) = form.cut_inputs((packed,), columns)
         assert cut.shape[-1] == form.row_bytes(len(columns))
         found = form.dequantize((cut,), torch.float32)
         whole = form.dequantize((packed,), torch.float32)[
@@ -107,6 +109,6 @@ def test_blocks_are_cut_along_their_inputs(form: Blocks) -> None:
 def test_rows_of_several_formats_are_cut() -> None:
     joined = join_formats([(INT8, 64), (INT4, 32), (INT8, 32)])
     assert isinstance(joined, Joined)
-    assert joined.select_rows([range(64)]) == INT8
-    found = joined.select_rows([range(60, 70), range(96, 100), range(100, 128)])
+    assert joined.cut_outputs([range(64)]) == INT8
+    found = joined.cut_outputs([range(60, 70), range(96, 100), range(100, 128)])
     assert found == join_formats([(INT8, 4), (INT4, 6), (INT8, 32)])

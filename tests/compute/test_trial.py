@@ -13,6 +13,7 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import CpuAttention
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.calls import PackedCall
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.bodies import CpuPartKernels
@@ -20,7 +21,6 @@ from fminfer.compute.layers.products import Linear, PackedProduct
 from fminfer.compute.sampling.draw_kernel import DrawKernel, ScoreKernel
 from fminfer.compute.sampling.sampler import Ranking
 from fminfer.compute.trial import Candidate, Trial, compare_pairs
-from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.errors import UsageError
 from fminfer.forward.layer import TransformerLayer
 from fminfer.forward.layer_step import PartBuilder

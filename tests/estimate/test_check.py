@@ -21,8 +21,8 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.values.step import SCORE
-from fminfer.compute.values.weights import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.estimate import calibration
 from fminfer.estimate import line_checks as check_lines

@@ -14,6 +14,7 @@ import torch
 
 from fminfer.compute.attention.kernel_attention import CpuAttention
 from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain, products
 from fminfer.compute.layers.products import PackedItems, PackedProduct, multiply_items
@@ -21,7 +22,6 @@ from fminfer.compute.sampling.draw_kernel import MOST_TOP, ScoreKernel
 from fminfer.compute.sampling.masks import make_mask_tensors
 from fminfer.compute.values.spec import Mlp, Moe, Norm, Pooling, Reading
 from fminfer.compute.values.step import Rows
-from fminfer.compute.values.weights import make_dense_weight
 from fminfer.core.messages import Mask
 from fminfer.core.partition import Part
 from fminfer.forward.layer import choose_experts

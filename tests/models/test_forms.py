@@ -14,7 +14,7 @@ import pytest
 import torch
 import transformers
 
-from fminfer.compute.values.weights import Dense
+from fminfer.compute.formats.dense import Dense
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, make_parts
 from fminfer.models.checkpoint import open_checkpoint, open_model

@@ -12,10 +12,13 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fminfer
+from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.own import OWN_FORMATS, UNPACKING
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
-from fminfer.compute.quantized import GGUF_FORMATS, OWN_FORMATS, UNPACKING, Blocks
-from fminfer.compute.values.weights import Dense, Format
+from fminfer.compute.values.weights import Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import split_layers
@@ -161,9 +164,9 @@ def test_a_run_answers_with_them(
     packed = []
     pack_part = ProductKernel.pack_part
 
-    def spy(self: ProductKernel, held: Format, *rest: Any) -> PackedPart:
-        packed.append(held.name)
-        return pack_part(self, held, *rest)
+    def spy(self: ProductKernel, weight: Weight, *rest: Any) -> PackedPart:
+        packed.append(weight.format.name)
+        return pack_part(self, weight, *rest)
 
     monkeypatch.setattr(ProductKernel, "pack_part", spy)
     engine = fminfer.Engine(

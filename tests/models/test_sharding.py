@@ -17,6 +17,7 @@ from hypothesis import strategies as st
 
 import fminfer
 from fminfer.compute.attention.kv_cache import KvCache
+from fminfer.compute.formats.dense import Dense
 from fminfer.compute.values.spec import (
     Attention,
     Layer,
@@ -27,7 +28,7 @@ from fminfer.compute.values.spec import (
     Relative,
 )
 from fminfer.compute.values.step import Rows
-from fminfer.compute.values.weights import Dense, Format, Weight
+from fminfer.compute.values.weights import Format, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part

@@ -17,7 +17,8 @@ import transformers
 from safetensors.torch import load_file, save_file
 
 import fminfer
-from fminfer.compute.values.weights import Dense, Shape, TensorSpec, Weight
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.values.weights import Shape, TensorSpec, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers

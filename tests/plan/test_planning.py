@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import fminfer
-from fminfer.compute.values.weights import Dense, Format
+from fminfer.compute.formats.dense import Dense
+from fminfer.compute.values.weights import Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_model

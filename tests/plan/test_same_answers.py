@@ -14,9 +14,9 @@ from click.testing import CliRunner
 import fminfer
 from fminfer.cli.app import main
 from fminfer.compute.attention.kernel_attention import CpuAttention
+from fminfer.compute.formats.dense import Dense, make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import is_kernel_faster
-from fminfer.compute.values.weights import Dense, make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
 from fminfer.forward.registry import Registry

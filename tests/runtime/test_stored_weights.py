@@ -15,10 +15,10 @@ from click.testing import CliRunner
 
 import fminfer
 from fminfer.cli.app import main
+from fminfer.compute.formats.dense import Dense, make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.products import PackedProduct, make_library_candidates
-from fminfer.compute.values.weights import Dense, make_dense_weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, split_layers
 from fminfer.forward.layer_step import PartBuilder

@@ -2,7 +2,7 @@
 //
 // In a panel a block is the scales of all its outputs, then its chunks (values.h). A weight is
 // scale * number + offset. Inputs with the same scale are a run. The numbers of `Kind` must be those
-// of `Blocks.kind` (compute/quantized).
+// of `Blocks.kind` (compute/formats).
 #pragma once
 
 #include "values.h"

@@ -194,17 +194,16 @@ def make_expert_candidate(
         )
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
         parts = (
-            kernel.pack_part(
-                up.format, up.tensors[0], 2 if expert.is_gated else 1, hidden
-            ),
-            kernel.pack_part(down.format, down.tensors[0], 1, size),
+            kernel.pack_part(up, 2 if expert.is_gated else 1),
+            kernel.pack_part(down, 1),
         )
         return PackedExperts(library.fminfer_mix, workspace, mixture.spec, *parts)
 
     def serves(mixture: Mixture) -> bool:
         weights = (mixture.up, mixture.down)
         is_best = all(
-            is_kernel_faster(w.format, dtype) and len(w.tensors) == 1 for w in weights
+            is_kernel_faster(w.format, dtype) and len(w.format.parts) == 1
+            for w in weights
         )
         return (
             is_best

@@ -16,15 +16,14 @@ from functools import cache, partial
 import torch
 from torch import nn
 
+from fminfer.compute.formats.dense import Dense, make_dense_weight
 from fminfer.compute.kernels.calls import PackedCall, ProductCall
-from fminfer.compute.quantized import Blocks
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
 from fminfer.compute.values.weights import (
     KERNEL_TYPES,
-    Dense,
     Format,
     Function,
-    Joined,
+    KernelForm,
     Weight,
 )
 from fminfer.machine.processor import has_unit
@@ -200,13 +199,17 @@ class PackedPart:
     @property
     def call(self) -> PackedCall:
         """It as the kernel takes it."""
-        address = self.packed.data_ptr()
-        if isinstance(self.format, Blocks):
-            block = self.format.block or self.inputs
-            return PackedCall(address, self.outputs, self.format.kind, block)
+        form = self.form
         return PackedCall(
-            address, self.outputs, KERNEL_TYPES[self.packed.dtype], 0, self.is_lent
+            self.packed.data_ptr(), self.outputs, form.type, form.block, self.is_lent
         )
+
+    @property
+    def form(self) -> KernelForm:
+        """What the kernel multiplies it as."""
+        form = self.format.find_kernel_form(self.inputs)
+        assert form is not None, f"{self.format.name} is not packed"
+        return form
 
 
 @dataclass(slots=True, frozen=True)
@@ -238,7 +241,7 @@ class PackedProduct:
     def dequantize_rows(self, ids: torch.Tensor) -> torch.Tensor:
         """Return rows of W, (n, inputs) in its type, for (n,) ids; of blocks in float32."""
         (part,) = self.parts  # an embedding is not joined
-        if isinstance(part.format, Blocks):
+        if part.form.block:
             call = part.call
             ids = ids.contiguous()
             out = torch.empty(
@@ -333,7 +336,7 @@ class ProductKernel:
     @staticmethod
     def can_pack(weight: Weight) -> bool:
         """Tell whether it can multiply with such a weight at all: of whole units of 32 bits."""
-        formats = [each for each, _ in weight.parts]
+        formats = weight.format.parts
         is_even = weight.shape[-1] % 2 == 0
         fits = all(
             can_sum_in_float32(each) and (is_even or each == Dense(torch.float32))
@@ -348,14 +351,17 @@ class ProductKernel:
         """Return the product with a weight that `can_pack`."""
         assert self.can_pack(weight), "a weight to pack"
         outputs, inputs = weight.shape
-        format_tensors = zip(weight.parts, weight.tensors, strict=True)
         parts = tuple(
             PackedPart(
-                weight_format, tensor.contiguous(), len(tensor), inputs, is_lent=True
+                part.format,
+                part.plain.contiguous(),
+                part.shape[0],
+                inputs,
+                is_lent=True,
             )
-            if weight.is_lent and isinstance(weight_format, Dense)
-            else self.pack_part(weight_format, tensor[None], 1, inputs)
-            for (weight_format, _), tensor in format_tensors
+            if part.is_lent and part.is_plain
+            else self.pack_part(part, 1)
+            for part in weight.split_parts()
         )
         biases = None
         if bias is not None:
@@ -369,29 +375,30 @@ class ProductKernel:
         least = torch.float32 if has_float32 else torch.bfloat16
         return PackedProduct(self, parts, biases, inputs, outputs, calls, least)
 
-    def pack_part(
-        self, weight_format: Format, tensor: torch.Tensor, halves: int, inputs: int
-    ) -> PackedPart:
-        """Pack the only tensor of a weight, (items, halves * outputs, …), each half for
-        itself."""
-        tensor = tensor.contiguous()
+    def pack_part(self, weight: Weight, halves: int) -> PackedPart:
+        """Pack a weight of one format, (…, halves * outputs, inputs), each half for itself."""
+        inputs = weight.shape[-1]
+        tensor = weight.format.packed_rows(weight.tensors).contiguous()
+        tensor = tensor.view(-1, *tensor.shape[-2:])
         items, all_outputs, row = tensor.shape
         outputs = all_outputs // halves
         num_threads = torch.get_num_threads()
         panels = items * halves * -(-outputs // self.panel)
         sizes = (items, halves, outputs)
-        if isinstance(weight_format, Blocks):
-            block = inputs, weight_format.block or inputs
-            size = self.library.fminfer_panel_bytes(weight_format.kind, *block)
-            assert size, f"forms.h has the kind {weight_format.kind}"
+        form = weight.format.find_kernel_form(inputs)
+        assert form is not None, f"{weight.format.name} is not packed"
+        if form.block:
+            block = inputs, form.block
+            size = self.library.fminfer_panel_bytes(form.type, *block)
+            assert size, f"forms.h has the kind {form.type}"
             packed = tensor.new_empty((panels, size))
-            source = weight_format.kind, tensor.data_ptr(), *sizes, *block
+            source = form.type, tensor.data_ptr(), *sizes, *block
             self.library.fminfer_pack_blocks(*source, packed.data_ptr(), num_threads)
         else:
             packed = tensor.new_empty((panels * self.panel, row))
             floats = tensor.data_ptr(), *sizes, row * tensor.itemsize // 4
             self.library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
-        return PackedPart(weight_format, packed, outputs, inputs)
+        return PackedPart(weight.format, packed, outputs, inputs)
 
 
 def is_kernel_faster(weight_format: Format, dtype: torch.dtype) -> bool:
@@ -399,11 +406,7 @@ def is_kernel_faster(weight_format: Format, dtype: torch.dtype) -> bool:
 
     Of bfloat16 with rows of bfloat16 oneDNN's are, where the processor has tiles (AMX).
     """
-    formats = (
-        [each for each, _ in weight_format.parts]
-        if isinstance(weight_format, Joined)
-        else [weight_format]
-    )
+    formats = weight_format.parts
     if dtype not in KERNEL_TYPES or not all(map(can_sum_in_float32, formats)):
         return False
     if dtype == torch.float32:
@@ -415,9 +418,7 @@ def is_kernel_faster(weight_format: Format, dtype: torch.dtype) -> bool:
 def can_sum_in_float32(weight_format: Format) -> bool:
     """Tell whether the kernel's sums may stay float32 for weights of a format, as a
     head's do."""
-    if isinstance(weight_format, Dense):
-        return weight_format.dtype in KERNEL_TYPES
-    return isinstance(weight_format, Blocks) and weight_format.kind is not None
+    return weight_format.find_kernel_form(0) is not None
 
 
 def make_product_candidate(
@@ -473,8 +474,9 @@ def make_items_candidate(
     kernel = ProductKernel(library)
 
     def pack(weight: torch.Tensor) -> PackedItems:
-        num_items, inputs, _ = weight.shape
-        part = kernel.pack_part(Dense(dtype), weight.transpose(1, 2), 1, inputs)
+        num_items = len(weight)
+        turned = make_dense_weight(weight.transpose(1, 2), "product")
+        part = kernel.pack_part(turned, 1)
         return PackedItems(library.fminfer_multiply_items, part, num_items)
 
     def trial(weight: torch.Tensor) -> Trial[Function]:

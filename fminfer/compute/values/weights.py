@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, replace
-from itertools import accumulate
 from typing import Literal, Protocol, get_args
 
 import torch
@@ -74,17 +73,49 @@ class TensorSpec:
         return self.use in ("router", "choice")
 
 
+@dataclass(slots=True, frozen=True)
+class KernelForm:
+    """What the CPU's kernels multiply: a number of theirs, and the inputs of a block."""
+
+    type: int  # of `KERNEL_TYPES`, or of `Kind` in forms.h
+    block: int  # 0: plain floats
+
+
 class Format(Protocol):
     """How the numbers of a weight are held in memory: in one or several tensors.
 
-    The first dimensions of each tensor are the weight's, up to its outputs. So rows can
-    be looked up, joined, stacked and cut. Products that take a format say so; others
-    get it dequantized.
+    Nobody else opens these tensors. A weight of experts has the same tensors with the
+    experts as their first dimension. Products that take a format say so; others get it
+    dequantized, which is the reference.
     """
 
     @property
     def name(self) -> str:
         """What people call it: "bfloat16", "int8"."""
+
+    @property
+    def floats(self) -> torch.dtype | None:
+        """The dtype of its only tensor, if that has plain floats; None: it has others."""
+
+    @property
+    def is_held(self) -> bool:
+        """Whether weights stay in it; otherwise they are floats once they are read."""
+
+    @property
+    def num_tensors(self) -> int:
+        """How many tensors a weight has."""
+
+    @property
+    def can_merge(self) -> bool:
+        """Whether rows of several matrices can be one weight of it."""
+
+    @property
+    def cut_unit(self) -> int:
+        """The neighbouring inputs that no cut divides. 0: inputs cannot be cut."""
+
+    @property
+    def parts(self) -> tuple[Format, ...]:
+        """Itself, or the formats of its rows, from the first to the last."""
 
     def num_bytes(self, shape: Shape) -> int:
         """Return what a weight of a shape takes."""
@@ -92,94 +123,82 @@ class Format(Protocol):
     def empty(self, shape: Shape, device: torch.device) -> Tensors:
         """Return the tensors of a weight of a shape, without values yet."""
 
-    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        """Return the weight's numbers in a dtype, of its shape. This is the reference."""
-
-
-@dataclass(slots=True, frozen=True)
-class Dense:
-    """One tensor of floats, as it is."""
-
-    dtype: torch.dtype
-
-    @property
-    def name(self) -> str:
-        return str(self.dtype).removeprefix("torch.")
-
-    def num_bytes(self, shape: Shape) -> int:
-        return math.prod(shape) * self.dtype.itemsize
-
-    def empty(self, shape: Shape, device: torch.device) -> Tensors:
-        return (torch.empty(shape, dtype=self.dtype, device=device),)
+    def fill(self, tensors: Tensors, numbers: torch.Tensor) -> None:
+        """Write floats, (…, outputs, inputs), into the tensors of a weight."""
 
     def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        return tensors[0].to(dtype)  # itself, where it is so
+        """Return the weight's numbers in a dtype, of its shape."""
 
+    def select_rows(self, tensors: Tensors, rows: torch.Tensor) -> Tensors:
+        """Return copies of some rows of a matrix, by their numbers."""
 
-@dataclass(slots=True, frozen=True)
-class Joined:
-    """Rows of several formats: parts one below the other, each with tensors of its own.
+    def view_rows(
+        self, tensors: Tensors, first: int, last: int
+    ) -> tuple[Format, Tensors]:
+        """Return views of some rows, all of one part, and its format."""
 
-    Files hold queries, keys and values in different formats, which are one weight of ours.
-    """
+    def select_expert(self, tensors: Tensors, number: int) -> Tensors:
+        """Return views of the tensors of one expert."""
 
-    parts: tuple[tuple[Format, int], ...]  # and how many outputs each has
+    def cut_inputs(self, tensors: Tensors, inputs: range) -> Tensors:
+        """Return the tensors of some inputs, which begin and end with a `cut_unit`."""
 
-    @property
-    def name(self) -> str:
-        return " + ".join(
-            dict.fromkeys(part_format.name for part_format, _ in self.parts)
-        )
-
-    def num_bytes(self, shape: Shape) -> int:
-        return sum(
-            part_format.num_bytes((*shape[:-2], num, shape[-1]))
-            for part_format, num in self.parts
-        )
-
-    def empty(self, shape: Shape, device: torch.device) -> Tensors:
-        sizes = [
-            (part_format, (*shape[:-2], num, shape[-1]))
-            for part_format, num in self.parts
-        ]
-        return tuple(
-            tensor
-            for part_format, size in sizes
-            for tensor in part_format.empty(size, device)
-        )
-
-    def dequantize(self, tensors: Tensors, dtype: torch.dtype) -> torch.Tensor:
-        pairs = zip(self.parts, tensors, strict=True)  # each part is of one tensor
-        return torch.cat(
-            [part_format.dequantize((t,), dtype) for (part_format, _), t in pairs], -2
-        )
-
-    def select_rows(self, rows: Sequence[range]) -> Format:
+    def cut_outputs(self, rows: Sequence[range]) -> Format:
         """Return the format of some rows."""
-        kept = []
-        for (part_format, num), first in zip(
-            self.parts, self.part_starts(), strict=False
-        ):
-            shares = (
-                range(max(r.start, first), min(r.stop, first + num)) for r in rows
-            )
-            if share := sum(map(len, shares)):
-                kept.append((part_format, share))
-        return join_formats(kept)
 
-    def part_starts(self) -> list[int]:
-        """Return the first output of each part, and the end."""
-        return [0, *accumulate(num for _, num in self.parts)]
+    def split_parts(
+        self, tensors: Tensors, outputs: int
+    ) -> list[tuple[Format, Tensors, int]]:
+        """Return format, tensors and outputs of each part, from the first rows on."""
+
+    def find_kernel_form(self, inputs: int) -> KernelForm | None:
+        """Return what the CPU's kernels multiply it as; None: they do not."""
+
+    def find_order(self, tensors: Tensors) -> torch.Tensor | None:
+        """Return the input that each place of a row belongs to; None: all in order."""
+
+    def packed_rows(self, tensors: Tensors) -> torch.Tensor:
+        """Return the tensor of rows that the CPU's kernels pack, (…, outputs, …)."""
 
 
-def join_formats(parts: list[tuple[Format, int]]) -> Format:
-    """Return one format of parts, of which neighbours may be alike."""
-    joined: list[tuple[Format, int]] = []
-    for part_format, num in parts:
-        if joined and joined[-1][0] == part_format:
-            num += joined.pop()[1]
-        joined.append((part_format, num))
-    return joined[0][0] if len(joined) == 1 else Joined(tuple(joined))
+class RowFormat:
+    """What formats share whose only tensor has the rows of a weight."""
+
+    num_tensors = 1
+    can_merge = True
+
+    @property
+    def is_held(self) -> bool:
+        return True
+
+    @property
+    def parts(self: Format) -> tuple[Format, ...]:
+        return (self,)
+
+    def select_rows(self, tensors: Tensors, rows: torch.Tensor) -> Tensors:
+        return tuple(tensor.index_select(0, rows) for tensor in tensors)
+
+    def view_rows(
+        self: Format, tensors: Tensors, first: int, last: int
+    ) -> tuple[Format, Tensors]:
+        return self, tuple(tensor[first:last] for tensor in tensors)
+
+    def select_expert(self, tensors: Tensors, number: int) -> Tensors:
+        return tuple(tensor[number] for tensor in tensors)
+
+    def cut_outputs(self: Format, rows: Sequence[range]) -> Format:
+        return self
+
+    def split_parts(
+        self: Format, tensors: Tensors, outputs: int
+    ) -> list[tuple[Format, Tensors, int]]:
+        return [(self, tensors, outputs)]
+
+    def find_order(self, tensors: Tensors) -> torch.Tensor | None:
+        return None
+
+    def packed_rows(self, tensors: Tensors) -> torch.Tensor:
+        return tensors[0]
 
 
 @dataclass(slots=True, frozen=True, eq=False)
@@ -206,7 +225,7 @@ class Weight:
 
     @property
     def is_plain(self) -> bool:
-        return isinstance(self.format, Dense)
+        return self.format.floats is not None
 
     @property
     def plain(self) -> torch.Tensor:
@@ -222,35 +241,37 @@ class Weight:
         self, numbers: torch.Tensor, dtype: torch.dtype
     ) -> torch.Tensor:
         """Return some of its rows, (numbers, inputs)."""
-        row_tensors = tuple(tensor.index_select(0, numbers) for tensor in self.tensors)
+        row_tensors = self.format.select_rows(self.tensors, numbers)
         return self.format.dequantize(row_tensors, dtype)
 
-    @property
-    def parts(self) -> tuple[tuple[Format, int], ...]:
-        """Its formats, from its first outputs to its last, and how many outputs each has."""
-        part_format = self.format
-        return (
-            part_format.parts
-            if isinstance(part_format, Joined)
-            else ((part_format, self.shape[-2]),)
-        )
+    def split_parts(self) -> list[Weight]:
+        """Return the rows of each of its formats as a weight, from its first outputs on."""
+        inputs = self.shape[-1]
+        outer = self.shape[:-2]
+        return [
+            replace(
+                self,
+                spec=TensorSpec((*outer, outputs, inputs), self.spec.use),
+                format=part_format,
+                tensors=tensors,
+            )
+            for part_format, tensors, outputs in self.format.split_parts(
+                self.tensors, self.shape[-2]
+            )
+        ]
 
     def split_rows(self) -> Iterator[Weight]:
         """Give its rows as smaller weights, each small enough to be made floats."""
-        inputs = self.shape[-1]
-        step = max(1, DEQUANTIZED_AT_ONCE[self.device.type] // inputs)
-        is_joined = isinstance(self.format, Joined)
-        tensors = (
-            [(tensor,) for tensor in self.tensors] if is_joined else [self.tensors]
-        )
-        for (part_format, outputs), part_tensors in zip(
-            self.parts, tensors, strict=True
-        ):
-            for first in range(0, outputs, step):
-                rows = tuple(tensor[first : first + step] for tensor in part_tensors)
-                yield Weight(
-                    TensorSpec((len(rows[0]), inputs), self.spec.use), part_format, rows
-                )
+        step = max(1, DEQUANTIZED_AT_ONCE[self.device.type] // self.shape[-1])
+        for part in self.split_parts():
+            for first in range(0, part.shape[0], step):
+                yield part.view_rows(first, min(first + step, part.shape[0]))
+
+    def view_rows(self, first: int, last: int) -> Weight:
+        """Return some of its rows, all of one part."""
+        spec = TensorSpec((last - first, *self.shape[1:]), self.spec.use)
+        row_format, tensors = self.format.view_rows(self.tensors, first, last)
+        return Weight(spec, row_format, tensors)
 
     def to_floats(self, part_format: Format) -> Weight:
         """Return the same numbers in a format of floats, which are made some rows at a time."""
@@ -260,18 +281,16 @@ class Weight:
             [self.expert(n) for n in range(self.shape[0])] if has_experts else [self]
         )
         pieces = [piece for item in items for piece in item.split_rows()]
-        sizes = [len(each.tensors[0]) for each in pieces]
-        rows = torch.split(floats.view(-1, self.shape[-1]), sizes)
+        rows = torch.split(
+            floats.view(-1, self.shape[-1]), [each.shape[0] for each in pieces]
+        )
         for piece, target in zip(pieces, rows, strict=True):
             target.copy_(piece.dequantize(floats.dtype))
         return replace(self, format=part_format, tensors=(floats,))
 
     def first_rows(self, number: int) -> Weight:
         """Return its first rows, which are as many or all."""
-        spec = TensorSpec((min(number, self.shape[0]), *self.shape[1:]), self.spec.use)
-        return Weight(
-            spec, self.format, tuple(tensor[:number] for tensor in self.tensors)
-        )
+        return self.view_rows(0, min(number, self.shape[0]))
 
     def equals(self, other: Weight) -> bool:
         """Tell whether another holds the same numbers in the same way."""
@@ -282,10 +301,5 @@ class Weight:
         """Return that of one of its experts."""
         spec = TensorSpec(self.shape[1:], self.spec.use)
         return replace(
-            self, spec=spec, tensors=tuple(tensor[number] for tensor in self.tensors)
+            self, spec=spec, tensors=self.format.select_expert(self.tensors, number)
         )
-
-
-def make_dense_weight(tensor: torch.Tensor, use: Use) -> Weight:
-    """Return a tensor of floats as a weight."""
-    return Weight(TensorSpec(tuple(tensor.shape), use), Dense(tensor.dtype), (tensor,))

@@ -1,0 +1,1 @@
+"""Formats of weights: how numbers are held in tensors."""
