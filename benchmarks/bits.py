@@ -21,7 +21,7 @@ import gguf
 import torch
 import transformers
 
-from fminfer.compute.formats.own import OWN_FORMATS, choose_quantized_formats
+from fminfer.compute.formats.own_rows import OWN_FORMATS, choose_quantized_formats
 
 WINDOW = 512
 GGUF_NAMES = ("Q8_0", "Q4_0", "Q4_1", "Q5_0", "Q5_1")

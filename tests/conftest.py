@@ -43,7 +43,7 @@ from fminfer.forward.layer_step import PartBuilder  # noqa: E402
 from fminfer.forward.registry import Registry  # noqa: E402
 from fminfer.forward.transformer import Transformer  # noqa: E402
 from fminfer.models.checkpoint import open_checkpoint  # noqa: E402
-from fminfer.models.formats import Holding  # noqa: E402
+from fminfer.models.holding import Holding  # noqa: E402
 from fminfer.models.layer_source import open_weights  # noqa: E402
 from tests.further_families import BIGGER, FURTHER, GROUPED, VISION  # noqa: E402
 

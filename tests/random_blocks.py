@@ -6,11 +6,11 @@ from functools import cache
 
 import torch
 
-from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import Joined
-from fminfer.compute.formats.own import OWN_FORMATS
+from fminfer.compute.formats.own_rows import OWN_FORMATS
 from fminfer.compute.values.weights import Format, Tensors, TensorSpec, Use, Weight
 
 FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS)}

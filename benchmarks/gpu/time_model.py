@@ -28,7 +28,7 @@ from fminfer.compute.values.step import StepTrace
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import OnProgress, open_weights
 from fminfer.plan.planning import plan_ahead
 from fminfer.plan.run_plan import RunPlan

@@ -13,16 +13,17 @@ from fminfer.compute.formats.dense import Dense
 from fminfer.compute.formats.joined import Joined
 from fminfer.compute.values.weights import Format, Tensors, Weight
 from fminfer.core.partition import Part
+from fminfer.models.arrivals import Arrival, choose_arrival
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.families.tensor_names import AS_STORED
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.origins import (
     Origin,
     Origins,
     Piece,
+    StoredModel,
     cut_origins,
     make_drawn_origins,
-    read_origins,
+    read_stored_model,
 )
 from fminfer.models.sharding import WHOLE, ModelShard, outputs_dim
 from fminfer.models.stored.direct_reads import LentBuffer, Span, merge_spans
@@ -217,9 +218,9 @@ def open_weights(
         CheckpointError: a tensor is missing, unexpected, of another shape, or a file is broken.
     """
     if checkpoint.folder is not None:
-        files, origins_of_all = read_origins(checkpoint, checkpoint.folder)
-        origins = cut_origins(origins_of_all, share)
-        reader = WeightReader(files, device, holding, keeps_parts)
+        stored = read_stored_model(checkpoint, checkpoint.folder)
+        origins = cut_origins(stored.origins, share)
+        reader = WeightReader(stored, device, holding, keeps_parts)
         return LayerSource(checkpoint, part, origins, reader, on_progress, streamed)
     origins = cut_origins(make_drawn_origins(checkpoint), share)
     spread = float(getattr(checkpoint.config, "initializer_range", 0.02))
@@ -235,10 +236,16 @@ def open_weights(
 class WeightReader:
     """Makes weights from one checkpoint's files."""
 
-    files: TensorFiles
+    stored: StoredModel
     device: torch.device
     holding: Holding
     keeps_parts: bool = False
+
+    @property
+    def files(self) -> TensorFiles:
+        """The files that hold the tensors."""
+        assert self.stored.files is not None, "a model in files"
+        return self.stored.files
 
     def choose_format(self, origin: Origin) -> Format:
         """Return the format in which a weight is held."""
@@ -250,21 +257,18 @@ class WeightReader:
         """Return a weight. The name has the number of its layer, if it is of one."""
         held = self.choose_format(origin)
         is_lent = self.files.lent is not None
-        if is_lent and self._stays_in_parts(origin, held):
+        arrival = choose_arrival(origin, held, self.stored)
+        if is_lent and self.keeps_parts and arrival == "apart":
             parts = tuple((held, piece.last - piece.first) for piece in origin.pieces)
             tensors = tuple(self.files.read(*piece.stored) for piece in origin.pieces)
             return Weight(origin.held_spec, Joined(parts), tensors, is_lent)
-        return Weight(origin.held_spec, held, self._make_tensors(origin, held), is_lent)
+        tensors = self._make_tensors(origin, held, arrival)
+        return Weight(origin.held_spec, held, tensors, is_lent)
 
     def list_parts_to_read(self, origin: Origin) -> Iterator[PartToRead]:
         """Yield the parts of files that a weight is made of."""
-        (stored, _), *_ = origin.stored_formats(self.files.types)
-        is_used_there = (
-            origin.layout == AS_STORED and self.choose_format(origin) == stored
-        )
-        is_used_there &= (
-            self.device.type == "cpu" and self._find_in_place(origin) is not None
-        )
+        arrival = choose_arrival(origin, self.choose_format(origin), self.stored)
+        is_used_there = self.device.type == "cpu" and arrival == "in place"
         for span in self.find_spans(origin):
             yield self.files.make_part_to_read(span, is_used_there=is_used_there)
 
@@ -284,51 +288,22 @@ class WeightReader:
             for name, some in product(piece.stored, needed):
                 yield from self.files.find_spans(name, some)
 
-    def _stays_in_parts(self, origin: Origin, held: Format) -> bool:
-        """Tell whether a product's weight is one or more matrices, held as they are stored."""
-        return (
-            (self.keeps_parts and origin.layout == AS_STORED and origin.cut == WHOLE)
-            and (origin.spec.use == "product" and len(origin.spec.shape) == 2)
-            and held.floats is not None
-            and all(form == held for form, _ in origin.stored_formats(self.files.types))
-            and all(
-                p.format is None and self.files.is_in_place(*p.stored)
-                for p in origin.pieces
-            )
-        )
-
-    def _find_in_place(self, origin: Origin) -> str | None:
-        """Return the stored tensor that can be used where it lies; None: it is copied first."""
-        (name, *others) = origin.pieces[0].stored
-        form = origin.pieces[0].format
-        held = self.choose_format(origin)
-        is_so = held.floats is not None if form is None else form == held
-        is_one = is_so and not others and origin.is_one_piece
-        is_as_it_is = is_one and origin.layout.change is None and origin.cut == WHOLE
-        return name if is_as_it_is and self.files.is_in_place(name) else None
-
-    def _make_tensors(self, origin: Origin, held: Format) -> Tensors:
-        in_place = self._find_in_place(origin)
-        layout = origin.layout
+    def _make_tensors(self, origin: Origin, held: Format, arrival: Arrival) -> Tensors:
         if origin.cut.is_zero:
             return tuple(
                 t.zero_() for t in held.empty(origin.held_spec.shape, self.device)
             )
-        tensors = (
-            self._join_pieces(origin, held)
-            if in_place is None
-            else (layout.to_outputs_first(self.files.read(in_place)),)
-        )
-        start = tensors[0].data_ptr()
-        if layout.added:
-            tensors = (tensors[0] + layout.added,)
-        if held.floats is not None:
-            # itself, where it is so
-            tensors = (tensors[0].to(self.device, held.floats),)
-        tensors = tuple(tensor.to(self.device).contiguous() for tensor in tensors)
-        if in_place is not None and tensors[0].data_ptr() != start:
-            self.files.free_pages(in_place)
-        return tensors
+        if arrival != "in place":
+            tensors = self._join_pieces(origin, held)
+            added = origin.layout.added
+            return tuple(tensor + added for tensor in tensors) if added else tensors
+
+        (name,) = origin.pieces[0].stored
+        stored = self.files.read(name)
+        tensor = stored.to(self.device)
+        if tensor.data_ptr() != stored.data_ptr():
+            self.files.free_pages(name)
+        return (tensor,)
 
     def _join_pieces(self, origin: Origin, held: Format) -> Tensors:
         """Copy what is stored of a tensor; dequantize or quantize what is not held so."""

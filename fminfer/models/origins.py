@@ -14,13 +14,13 @@ from pathlib import Path
 import torch
 
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.own import OWN_FORMATS
+from fminfer.compute.formats.own_rows import OWN_FORMATS
 from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.weights import Format, Shape, TensorSpec
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, find_source
-from fminfer.models.formats import FORMATS, StoredFormat
+from fminfer.models.holding import FORMATS, StoredFormat
 from fminfer.models.sharding import WHOLE, ModelShard, TensorCut, outputs_dim
 from fminfer.models.stored.stored_tensors import BLOCKS, DTYPES, FLOATS
 from fminfer.models.stored.tensor_table import TensorFiles
@@ -171,28 +171,71 @@ def check_tensors(checkpoint: Checkpoint, *, has_weights: bool = True) -> None:
         find_origins(checkpoint, dict.fromkeys(names))
 
 
-def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
-    """Find the formats in which each matrix is stored, by the names of `stage_specs`.
+@dataclass(slots=True, frozen=True)
+class StoredModel:
+    """What is stored of a model: the origin of each of its tensors, and the types of files."""
 
-    Headers say it, or the config where there are no files. Nothing: random weights, or
-    files that are broken, which loading will name.
+    origins: Origins  # without tensors that are the embedding itself
+    types: Mapping[str, str]  # by stored names
+    files: TensorFiles | None  # None: a config alone says it
+    tied: frozenset[str]  # names of those that may be the embedding
+
+    @property
+    def all_origins(self) -> Origins:
+        """The origin of every tensor; that of a tied one is the embedding's."""
+        return dict.fromkeys(self.tied, self.origins["embed.weight"]) | self.origins
+
+    def list_formats(self) -> dict[str, Parts]:
+        """Return the formats in which each tensor is stored, by our names."""
+        return {
+            name: origin.stored_formats(self.types)
+            for name, origin in self.all_origins.items()
+        }
+
+    def is_in_place(self, name: str) -> bool:
+        """Tell whether a stored tensor can be used where it lies in its file."""
+        return self.files is None or self.files.is_in_place(name)
+
+
+def find_stored_model(checkpoint: Checkpoint) -> StoredModel | None:
+    """Find what is stored of a model by headers, or by the config where there are no files.
+
+    None: weights are random, or files are broken, which loading will name.
     """
     folder = checkpoint.folder
-    dtype = checkpoint.config.dtype
     if folder is None:
-        return {}
+        return None
     try:
         if find_weights(folder).files:
-            files, origins = read_origins(checkpoint, folder)
-            tied = model_specs(checkpoint.model).keys() & TIED
-            origins = dict.fromkeys(tied, origins["embed.weight"]) | origins
-            return {
-                name: each.stored_formats(files.types) for name, each in origins.items()
-            }
+            return read_stored_model(checkpoint, folder)
     except CheckpointError:
-        return {}
-    specs = model_specs(checkpoint.model) if dtype else {}
-    return {name: [(Dense(dtype), each.shape[0])] for name, each in specs.items()}
+        return None
+    return _assume_stored_model(checkpoint)
+
+
+def read_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel:
+    """Find what is stored of a model by the headers of all weight files.
+
+    Raises:
+        CheckpointError: as `find_origins`.
+    """
+    files, origins = read_origins(checkpoint, folder)
+    tied = model_specs(checkpoint.model).keys() & TIED
+    return StoredModel(origins, files.types, files, frozenset(tied))
+
+
+def _assume_stored_model(checkpoint: Checkpoint) -> StoredModel | None:
+    """Return what the files of a config would have: all names that are usual, in its dtype."""
+    dtype = checkpoint.config.dtype
+    if not dtype:
+        return None
+    search = _OriginSearch(checkpoint, {}, {})
+    specs = model_specs(checkpoint.model)
+    origins = {name: search.find_origin(name, spec) for name, spec in specs.items()}
+    stored = (n for each in origins.values() for p in each.pieces for n in p.stored)
+    type_name = next(name for name in FLOATS if DTYPES[name] == dtype)
+    types = dict.fromkeys(stored, type_name)
+    return StoredModel(origins, types, files=None, tied=frozenset())
 
 
 class _OriginSearch:

@@ -20,10 +20,10 @@ from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import GENERATION, Checkpoint
 from fminfer.models.config_fields import OWN_FOLDER
 from fminfer.models.fingerprint import FURTHER_TEMPLATES, digest_model
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, OnProgress, open_weights
 from fminfer.models.model_folder import SMALL_FILES, TELLING_FILES
-from fminfer.models.origins import find_stored_formats
+from fminfer.models.origins import find_stored_model
 from fminfer.models.sentence_folder import CONFIG, MODULES, list_sentence_files
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, whole_model_part
@@ -65,8 +65,9 @@ def write_quantized_folder(
     Raises:
         CheckpointError, OSError: the model is quantized already; a file cannot be written.
     """
-    stored = find_stored_formats(checkpoint).values()
-    if any(held.floats is None for parts in stored for held, _ in parts):
+    stored = find_stored_model(checkpoint)
+    formats = stored.list_formats() if stored else {}
+    if any(held.floats is None for parts in formats.values() for held, _ in parts):
         raise CheckpointError(
             f"{checkpoint.name} is quantized already; fminfer runs it as it is. Give "
             "the model in 16 or 32 bits"

@@ -22,7 +22,6 @@ from fminfer.forward.decode_graphs import (
 )
 from fminfer.forward.layer_stream import SLOTS
 from fminfer.forward.stage import MAX_LOGITS
-from fminfer.models.families.tensor_names import AS_STORED, Architecture, find_source
 from fminfer.models.sharding import WHOLE, ModelShard
 from fminfer.models.tensor_specs import (
     TensorSpecs,
@@ -132,8 +131,7 @@ def _expect_weights(
     # Of files in this very format the system keeps what was read, for it is mapped and
     # not copied.
     in_files = specs.keys() - cuts.keys() if plan.device.type == "cpu" else ()
-    as_stored = (name for name in in_files if formats[name] == plan.stored.get(name))
-    whole = {name for name in as_stored if _is_whole(checkpoint.architecture, name)}
+    whole = {name for name in in_files if plan.arrivals.get(name) == "in place"}
     whole -= packed.keys()  # what is packed leaves its file
     mapped = sum(sizes[name] for name in whole)
     copied = sum(sizes[name] for name in whole if specs[name].use == "moved")
@@ -233,27 +231,14 @@ def _is_used_there(plan: RunPlan, number: int) -> bool:
     model = plan.checkpoint.model
     specs = layer_specs(model.layers[number], model.hidden_size).items()
     products = {f"{number}.{n}": s for n, s in specs if s.use in ("product", "moved")}
+    ways = ("in place", "apart") if plan.packed_by == "kernels" else ("in place",)
     return all(
         len(spec.shape) == 2
         and spec.use == "product"
         and plan.held[name].floats is not None
-        and plan.stored.get(name) == plan.held[name]
-        and _is_whole(
-            plan.checkpoint.architecture, name, joins=plan.packed_by == "kernels"
-        )
+        and plan.arrivals.get(name) in ways
         for name, spec in products.items()
     )
-
-
-def _is_whole(architecture: Architecture, name: str, *, joins: bool = False) -> bool:
-    """Tell whether a tensor of a part is a stored one as it is; with `joins`, one or several."""
-    number, _, inner = name.partition(".")
-    if number.isdigit():
-        source = find_source(inner, architecture.find_layer_sources(int(number))[0])
-    else:
-        source = find_source(name, architecture.outer)
-    is_one = not source.names or (len(source.names) == 1 and "*" not in source.names[0])
-    return (is_one or joins) and source.layout == AS_STORED
 
 
 def _step_bytes(plan: RunPlan, part: Part, model: Model, *, has_graphs: bool) -> int:

@@ -17,9 +17,10 @@ from fminfer.compute.values.weights import USES, Format, Use
 from fminfer.core.config import BITS, EngineConfig, ModelDType
 from fminfer.core.errors import UsageError
 from fminfer.core.partition import Part, split_evenly, split_layers
+from fminfer.models.arrivals import find_arrivals
 from fminfer.models.checkpoint import Checkpoint
-from fminfer.models.formats import Holding
-from fminfer.models.origins import Parts, find_stored_formats
+from fminfer.models.holding import Holding
+from fminfer.models.origins import Parts, find_stored_model
 from fminfer.models.sharding import ModelShard, shard_model
 from fminfer.models.tensor_specs import TensorSpecs, head_cost, model_specs
 from fminfer.plan.expected_bytes import expect_bytes
@@ -55,7 +56,8 @@ def make_plan(
     holding = Holding(
         dtype, has_kernels and dtype == torch.float32, config.quantized_to
     )
-    stored = find_stored_formats(checkpoint)
+    stored_model = find_stored_model(checkpoint)
+    stored = stored_model.list_formats() if stored_model else {}
     specs = model_specs(checkpoint.model)
     held = _choose_formats(holding, specs, stored)
     plain = replace(holding, quantized="")
@@ -77,6 +79,7 @@ def make_plan(
         kv_dtype=dtype if config.kv_dtype == "auto" else _dtype_of(config.kv_dtype),
         holding=holding,
         stored={name: join_formats(parts) for name, parts in stored.items() if parts},
+        arrivals=find_arrivals(stored_model, held),
         made=held,
         held=held,
         formats=formats,

@@ -14,9 +14,10 @@ from fminfer.core.config import STREAMED, EngineConfig, StepSizes
 from fminfer.core.option import options_of
 from fminfer.core.partition import Part
 from fminfer.core.version import __version__
+from fminfer.models.arrivals import Arrival
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.fingerprint import compute_fingerprint, config_text
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.sharding import ModelShard
 from fminfer.plan.machine_facts import Machine
 
@@ -80,6 +81,8 @@ class RunPlan:
     holding: Holding  # what decides in which format a tensor is held
     # of each tensor in files, by name; none: there are no files
     stored: Mapping[str, Format]
+    # how each of these comes, on a CPU and uncut
+    arrivals: Mapping[str, Arrival]
     # of each tensor as it is read, and quantized if options say so
     made: Mapping[str, Format]
     held: Mapping[str, Format]  # of each tensor in memory

@@ -12,12 +12,12 @@ import numpy as np
 import pytest
 import torch
 
-from fminfer.compute.formats import blocks
-from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats import block_rows
+from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import Joined, join_formats
-from fminfer.compute.formats.own import (
+from fminfer.compute.formats.own_rows import (
     INT4,
     INT8,
     INT8_32,
@@ -25,7 +25,7 @@ from fminfer.compute.formats.own import (
     choose_quantized_formats,
 )
 from fminfer.compute.values.weights import Format, TensorSpec, Use
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.stored.gguf_file import read_gguf
 from tests.random_blocks import FORMS, random_blocks, random_weight
 
@@ -189,7 +189,7 @@ def test_stacks_and_many_rows_become_what_each_row_does(
 ) -> None:
     numbers = torch.randn(3, 7, 256).bfloat16()
     whole = form.quantize(numbers)
-    monkeypatch.setattr(blocks, "PACKED_AT_ONCE", 512)
+    monkeypatch.setattr(block_rows, "PACKED_AT_ONCE", 512)
     assert torch.equal(form.quantize(numbers), whole)
     to = torch.zeros_like(whole)
     assert form.quantize(numbers.transpose(0, 1).contiguous().transpose(0, 1), to) is to

@@ -9,10 +9,10 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense, make_dense_weight
 from fminfer.compute.formats.joined import Joined, join_formats
-from fminfer.compute.formats.own import INT4, INT8, INT8_32
+from fminfer.compute.formats.own_rows import INT4, INT8, INT8_32
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
 from fminfer.compute.layers.experts import PackedExperts

@@ -26,7 +26,7 @@ from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.tensor_specs import Weights
 from tests.conftest import (

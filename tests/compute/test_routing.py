@@ -15,7 +15,7 @@ from fminfer.forward.layer import ExpertLayer
 from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from tests.conftest import make_model, plain_registry
 

@@ -10,10 +10,10 @@ from typing import Any
 import pytest
 import torch
 
-from fminfer.compute.formats.blocks import Blocks
-from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.block_rows import Blocks
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import Joined, join_formats
-from fminfer.compute.formats.own import INT4, INT8, OWN_FORMATS
+from fminfer.compute.formats.own_rows import INT4, INT8, OWN_FORMATS
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.shards import CAPACITY
 from fminfer.core.errors import PipelineError

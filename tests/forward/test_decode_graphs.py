@@ -49,7 +49,7 @@ from fminfer.forward.registry import Registry
 from fminfer.forward.stage import Stage, StageKernels
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_model, open_random_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.plan.planning import plan_ahead
 from fminfer.runtime.load import builder

@@ -31,7 +31,7 @@ from fminfer.forward.transformer import Pooler, Transformer
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import Checkpoint, find_text_config
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from tests.conftest import FIELDS, IS_ALL, VOCAB, built_library, family_config
 

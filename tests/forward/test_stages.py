@@ -20,7 +20,7 @@ from fminfer.forward.stage import Stage
 from fminfer.forward.transformer import Transformer
 from fminfer.forward.whole_layers import WholeLayers
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.plan.planning import split_model

@@ -24,7 +24,7 @@ from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.config_fields import ROWS, architecture_of
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from tests.conftest import (
     FIELDS,

@@ -17,7 +17,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import find_text_config, open_checkpoint
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.tensor_specs import entry_specs, exit_specs, layer_specs
 from tests.conftest import make_model

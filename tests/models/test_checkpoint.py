@@ -20,7 +20,7 @@ from fminfer.core.errors import CheckpointError, UsageError
 from fminfer.core.impostors import broken_file_error
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.known_sizes import DEMO_MODEL, short_name
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import check_tensors

@@ -19,10 +19,10 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part, make_parts
 from fminfer.models.checkpoint import open_checkpoint, open_model
 from fminfer.models.fingerprint import digest_weight_files, name_different_files
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.model_folder import find_weight_files
-from fminfer.models.origins import check_tensors, find_stored_formats
+from fminfer.models.origins import check_tensors, find_stored_model
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.stored.weight_folder import find_weights
 from fminfer.models.tensor_specs import Weights
@@ -200,7 +200,7 @@ def test_every_form_tells_its_type_and_size(
     form: str, dtype: torch.dtype, tmp_path: Path
 ) -> None:
     folder = save(form, make_model("opt").to(dtype), tmp_path)
-    stored = find_stored_formats(open_checkpoint(str(folder)))
+    stored = find_stored_model(open_checkpoint(str(folder))).list_formats()
     assert {each for parts in stored.values() for each, _ in parts} == {Dense(dtype)}
     files = find_weights(folder).files
     assert {file.name for file in files} == {

@@ -22,11 +22,11 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import longest_context_of, open_checkpoint
 from fminfer.models.config_fields import architecture_of
 from fminfer.models.fingerprint import compute_fingerprint
-from fminfer.models.formats import Holding
 from fminfer.models.gguf.gguf_model import HARMLESS
+from fminfer.models.holding import Holding
 from fminfer.models.known_sizes import DEMO_MODEL
 from fminfer.models.layer_source import open_weights
-from fminfer.models.origins import check_tensors, find_stored_formats
+from fminfer.models.origins import check_tensors, find_stored_model
 from tests.conftest import more
 from tests.forward.test_transformer import logits_of
 from tests.gguf_building import (
@@ -125,7 +125,7 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
     rows = [prompt["ids"] for prompt in told(name)["prompts"]]
     mine, theirs = (torch.cat(logits_of(file, parts, rows)) for file in files)
     assert float((mine - theirs).abs().max()) < MAX_ERROR
-    stored = find_stored_formats(open_checkpoint(str(files[0]))).values()
+    stored = find_stored_model(open_checkpoint(str(files[0]))).list_formats().values()
     assert form in {each.name for parts in stored for each, _ in parts}
 
 

@@ -12,10 +12,10 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 import fminfer
-from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf import GGUF_FORMATS
-from fminfer.compute.formats.own import OWN_FORMATS, UNPACKING
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
+from fminfer.compute.formats.own_rows import OWN_FORMATS, UNPACKING
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
 from fminfer.compute.values.weights import Weight
@@ -25,7 +25,7 @@ from fminfer.core.partition import split_layers
 from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
 from fminfer.models.origins import read_origins
 from fminfer.plan.planning import plan_ahead

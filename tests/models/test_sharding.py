@@ -36,7 +36,7 @@ from fminfer.forward.layer_step import LayerStep, PartBuilder
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.config_fields import architecture_of
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, WeightDrawer, open_weights
 from fminfer.models.origins import Origin, cut_origins, make_drawn_origins
 from fminfer.models.quantized_folder import write_quantized_folder

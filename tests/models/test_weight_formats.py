@@ -18,14 +18,14 @@ from safetensors.torch import load_file, save_file
 
 import fminfer
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.values.weights import Shape, TensorSpec, Weight
+from fminfer.compute.values.weights import RowFormat, Shape, TensorSpec, Weight
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
-from fminfer.models.formats import FORMATS, Holding
+from fminfer.models.holding import FORMATS, Holding
 from fminfer.models.layer_source import LayerSource, open_weights
-from fminfer.models.origins import check_tensors, find_stored_formats, read_origins
+from fminfer.models.origins import check_tensors, find_stored_model, read_origins
 from fminfer.models.tensor_specs import stage_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
@@ -46,11 +46,13 @@ NAMES = [
 
 
 @dataclass(slots=True, frozen=True)
-class RowsOfInt8:
+class RowsOfInt8(RowFormat):
     """int8, with a scale in float32 for each output: `….weight` and `….weight_scale`."""
 
     name: str = "int8"
     types: tuple[str, ...] = ("I8",)
+
+    num_tensors = 2
 
     def num_bytes(self, shape: Shape) -> int:
         return math.prod(shape) + 4 * math.prod(shape[:-1])
@@ -64,6 +66,15 @@ class RowsOfInt8:
     ) -> torch.Tensor:
         values, scales = tensors
         return (values * scales[..., None]).to(dtype)
+
+    def fill(self, tensors: tuple[torch.Tensor, ...], numbers: torch.Tensor) -> None:
+        raise AssertionError("it is only read")
+
+    def cut_inputs(
+        self, tensors: tuple[torch.Tensor, ...], inputs: range
+    ) -> tuple[torch.Tensor, ...]:
+        values, scales = tensors
+        return values[..., inputs.start : inputs.stop], scales
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
@@ -171,7 +182,7 @@ def test_they_are_held_as_they_are_stored(
     checkpoint = open_checkpoint(str(folder))
     config = EngineConfig(model=str(folder), dtype="float32", budget=512)
     specs = stage_specs(checkpoint.model, one_stage()[0])
-    for name, parts in find_stored_formats(checkpoint).items():
+    for name, parts in find_stored_model(checkpoint).list_formats().items():
         is_matrix = specs[name].use in ("product", "moved", "head", "embedding")
         assert {each for each, _ in parts} == {
             int8 if is_matrix else Dense(torch.float32)

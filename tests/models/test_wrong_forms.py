@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.model_folder import find_weight_files
-from fminfer.models.origins import check_tensors, find_stored_formats
+from fminfer.models.origins import check_tensors, find_stored_model
 from fminfer.models.stored import torch_file
 from fminfer.models.stored.tensor_table import read_weight_file
 from fminfer.models.stored.torch_file import read_torch_file
@@ -42,7 +42,7 @@ def refuse(folder: Path) -> str:
     checkpoint = open_checkpoint(str(folder))
     with pytest.raises(CheckpointError) as caught:
         check_tensors(checkpoint)
-    find_stored_formats(checkpoint)  # a forecast does not fail, whatever is wrong
+    find_stored_model(checkpoint)  # a forecast does not fail, whatever is wrong
     find_weight_files(str(folder))
     return str(caught.value)
 

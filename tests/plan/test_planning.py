@@ -16,7 +16,7 @@ from fminfer.compute.values.weights import Format
 from fminfer.core.config import EngineConfig
 from fminfer.core.partition import Part
 from fminfer.models.checkpoint import open_checkpoint, open_model
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.tensor_specs import Weights
 from fminfer.plan import machine_facts, planning

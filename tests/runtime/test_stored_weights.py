@@ -25,7 +25,7 @@ from fminfer.forward.layer_step import PartBuilder
 from fminfer.forward.registry import Registry
 from fminfer.forward.transformer import Transformer
 from fminfer.models.checkpoint import open_checkpoint
-from fminfer.models.formats import Holding
+from fminfer.models.holding import Holding
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.stored.tensor_table import TensorFiles
 from fminfer.models.tensor_specs import Weights, layer_specs

@@ -25,8 +25,6 @@ class Dense(RowFormat):
 
     dtype: torch.dtype
 
-    cut_unit = 1
-
     @property
     def name(self) -> str:
         return str(self.dtype).removeprefix("torch.")

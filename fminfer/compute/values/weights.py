@@ -162,14 +162,22 @@ class Format(Protocol):
 
 
 class RowFormat:
-    """What formats share whose only tensor has the rows of a weight."""
+    """What formats share whose tensors all have the rows of a weight, in their order."""
 
     num_tensors = 1
     can_merge = True
 
     @property
+    def floats(self) -> torch.dtype | None:
+        return None
+
+    @property
     def is_held(self) -> bool:
         return True
+
+    @property
+    def cut_unit(self) -> int:
+        return 1
 
     @property
     def parts(self: Format) -> tuple[Format, ...]:
@@ -193,6 +201,9 @@ class RowFormat:
         self: Format, tensors: Tensors, outputs: int
     ) -> list[tuple[Format, Tensors, int]]:
         return [(self, tensors, outputs)]
+
+    def find_kernel_form(self, inputs: int) -> KernelForm | None:
+        return None
 
     def find_order(self, tensors: Tensors) -> torch.Tensor | None:
         return None

@@ -10,9 +10,9 @@ from typing import Protocol
 import torch
 
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import join_formats
-from fminfer.compute.formats.own import OWN_FORMATS, choose_quantized_formats
+from fminfer.compute.formats.own_rows import OWN_FORMATS, choose_quantized_formats
 from fminfer.compute.values.weights import Format, Shape, Tensors, TensorSpec, Use
 from fminfer.models.sharding import TensorCut
 
@@ -104,17 +104,16 @@ class Holding:
             (self._choose_row_format(stored_format, quantized_format), num)
             for stored_format, num in stored
         ]
-        if len({row_format for row_format, _ in row_formats}) == 1 and (
-            len(row_formats) == 1 or row_formats[0][0].can_merge
-        ):
-            return row_formats[0][0]
+        first = next((row_format for row_format, _ in row_formats), None)
+        is_one_format = len({row_format for row_format, _ in row_formats}) == 1
+        if first and is_one_format and (first.can_merge or len(row_formats) == 1):
+            return first
         expert_formats = _formats_of_one_expert(row_formats, spec.shape[-2])
         has_blocks = any(row_format.floats is None for row_format, _ in expert_formats)
-        return (
-            join_formats(expert_formats)
-            if has_blocks
-            else quantized_format or Dense(self.dtype)
-        )
+        # rows of a head or an embedding are looked up, which takes one format
+        if has_blocks and spec.use == "product":
+            return join_formats(expert_formats)
+        return quantized_format or Dense(self.dtype)
 
     def _choose_row_format(self, stored: Format, quantized: Format | None) -> Format:
         """Return the format of rows. Those that are quantized already stay so."""

@@ -11,13 +11,13 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.formats.blocks import (
+from fminfer.compute.formats.block_rows import (
     Blocks,
     Tensor,
     read_float16,
     split_last_dimension,
 )
-from fminfer.compute.formats.gguf import unpack_q8_0
+from fminfer.compute.formats.gguf_rows import unpack_q8_0
 from fminfer.compute.values.weights import Use
 
 # The smallest float16, and the step between small ones. As a least scale it avoids 0 / 0.

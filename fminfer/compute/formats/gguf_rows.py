@@ -10,7 +10,7 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.formats.blocks import (
+from fminfer.compute.formats.block_rows import (
     Blocks,
     Tensor,
     read_float16,

@@ -35,8 +35,6 @@ class Blocks(RowFormat):
 
     bits: int = 8  # of a number, where a row is one block
 
-    floats = None
-
     @property
     def is_held(self) -> bool:
         return self.kind is not None
@@ -121,7 +119,7 @@ class Blocks(RowFormat):
             return None
         return KernelForm(self.kind, self.block or inputs)
 
-    # What checkpoints store so; see models/formats.StoredFormat.
+    # What checkpoints store so; see models/holding.StoredFormat.
 
     @property
     def types(self) -> tuple[str, ...]:
