@@ -26,6 +26,7 @@ from tests.models.gguf_writer import (
     with_permuted_rows,
     write_gguf,
 )
+from tests.models.test_gguf_file import check_broken_metadata
 from tests.models.test_gguf_models import FORMS, check_form, differences
 
 MAX_ERROR = 1e-4
@@ -439,3 +440,13 @@ def test_a_key_that_would_change_answers_refuses_the_file(
         check_tensors(open_checkpoint(str(path)))
     assert says in str(caught.value)
     assert path.name in str(caught.value)
+
+
+@pytest.mark.parametrize(
+    "name", ["cohere2", "exaone4", "mistral3", "apertus", "mpt", "starcoder"]
+)
+def test_broken_metadata_are_refused_or_make_a_model(name: str, tmp_path: Path) -> None:
+    """Functions of rows read numbers of others, and believe none."""
+    source = tmp_path / f"{name}.gguf"
+    write_row(BY_NAME[name], source)
+    check_broken_metadata(source, tmp_path / "m.gguf")
