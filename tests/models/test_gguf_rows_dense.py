@@ -406,7 +406,6 @@ def test_stablelm_goes_by_its_norms(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "key", "value", "says"),
     [
-        ("glm4", KEYS.LLM.NEXTN_PREDICT_LAYERS, 1, "only with 0"),
         ("glm4", KEYS.Rope.DIMENSION_SECTIONS, [4, 4, 4, 4], "does not read for"),
         ("cohere2", KEYS.Rope.DIMENSION_COUNT, 8, "only with 16"),
         ("cohere2", KEYS.Attention.SLIDING_WINDOW, None, "lacks the key cohere2.atte"),
