@@ -102,6 +102,12 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
     name: str, form: str, tmp_path: Path
 ) -> None:
     """Quantized rows are permuted, joined, stacked and cut as floats are."""
+    rows = [prompt["ids"] for prompt in told(name)["prompts"]]
+    check_form(name, form, rows, tmp_path)
+
+
+def check_form(name: str, form: str, rows: list[list[int]], folder: Path) -> None:
+    """Compare a file whose matrices are quantized with one of the same numbers as floats."""
     kind = gguf.GGMLQuantizationType[form]
     quants = gguf.quants
 
@@ -116,13 +122,12 @@ def test_forms_give_the_logits_of_their_dequantized_numbers(
                 own = (int(kind), shape, packed.tobytes())
                 tensors[each] = own if stays else (0, shape, wide.tobytes())
 
-    files = [tmp_path / f"{each}.gguf" for each in ("packed", "wide")]
+    files = [folder / f"{each}.gguf" for each in ("packed", "wide")]
     for file in files:
         stays = file.stem == "packed"
         copy(name, file, lambda _, tensors, stays=stays: rounded(tensors, stays=stays))
     num_layers = len(open_checkpoint(str(files[0])).model.layers)
     parts = split_layers(num_layers, 1, head_cost=0.0)
-    rows = [prompt["ids"] for prompt in told(name)["prompts"]]
     mine, theirs = (torch.cat(logits_of(file, parts, rows)) for file in files)
     assert float((mine - theirs).abs().max()) < MAX_ERROR
     stored = find_stored_model(open_checkpoint(str(files[0]))).list_formats().values()

@@ -25,6 +25,7 @@ from fminfer.models.families.config_parts import (
 )
 from fminfer.models.families.tensor_names import (
     BY_HEAD,
+    XIELU,
     Architecture,
     Sources,
     expert_sources,
@@ -240,7 +241,6 @@ def olmo(c: Any) -> Architecture:
 _UP = make_sources(up="mlp.up_proj")
 # LLaMAs whose MLP has two products, in some with a squared ReLU between them.
 _plain_like = derive_row(llama_like, inner=_UP, mlp=partial(mlp_of, is_gated=False))
-_XIELU = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
 _APERTUS = (
     _UP
     | make_sources(
@@ -248,7 +248,7 @@ _APERTUS = (
     )
     | {
         f"xielu.{ours}": parameter_source(f"mlp.act_fn.{theirs}")
-        for ours, theirs in _XIELU.items()
+        for ours, theirs in XIELU.items()
     }
 )
 

@@ -37,6 +37,8 @@ class Layout:
 
 
 AS_STORED = Layout()
+# Parameters of an activation → their published names (Apertus).
+XIELU = {"positive": "alpha_p", "negative": "alpha_n", "beta": "beta", "eps": "eps"}
 
 
 @dataclass(slots=True, frozen=True)

@@ -11,6 +11,7 @@ import transformers
 
 from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_broken_files
+from fminfer.models.gguf.dense_configs import DENSE_ROWS
 from fminfer.models.gguf.gguf_model import GgufModel
 from fminfer.models.gguf.shared_fields import (
     ALIASES,
@@ -262,4 +263,5 @@ ROWS: dict[str, Callable[[GgufModel], Fields] | Fields] = {
     "granite": _granite,
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
+    **DENSE_ROWS,
 }

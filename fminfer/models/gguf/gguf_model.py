@@ -21,7 +21,9 @@ from fminfer.machine.user_cache import make_cache_folder
 from fminfer.models.families.tensor_names import (
     BY_PAIRS,
     WITH_ONE,
+    XIELU,
     Architecture,
+    Sources,
     make_sources,
     parameter_source,
     with_layout,
@@ -62,10 +64,13 @@ class GgufModel:
 
     @property
     def hidden_size(self) -> int:
-        """The length of hidden states, which is that of the last norm."""
+        """The length of hidden states, which is that of the last norm.
+
+        OLMo's norms have no weights. There the matrices are checked alone, as all others.
+        """
         size = self.read_integer("embedding_length", least=1)
         stored = getattr(self.tensors.get(LAST_NORM), "shape", None)
-        if stored != (size,):
+        if stored != (size,) and self.arch != "olmo":
             raise broken_file_error(
                 self.path, f"embedding_length is {size}, {LAST_NORM} has {stored}"
             )
@@ -217,6 +222,10 @@ INNER = make_sources(
 ) | {
     "choice": parameter_source("exp_probs_b.bias"),
     "sinks": parameter_source("attn_sinks.weight"),
+    **{
+        f"xielu.{ours}": parameter_source(f"xielu.{theirs}")
+        for ours, theirs in XIELU.items()
+    },
 }
 LATENT = make_sources(
     q="attn_q",
@@ -227,8 +236,8 @@ LATENT = make_sources(
     kv_norm="attn_kv_a_norm",
 )
 # llama.cpp's converter reorders their rows of queries and keys
-PAIRED = ("llama", "granite")
-WITH_ONES = ("gemma", "gemma2", "gemma3")
+PAIRED = ("llama", "granite", "smollm3", "olmo", "mistral3", "arcee")
+WITH_ONES = ("gemma", "gemma2", "gemma3", "nemotron")
 NORMS = (
     "before_attention",
     "after_attention",
@@ -258,7 +267,7 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
         inner |= make_sources(experts__up="ffn_gate_up_exps.*")
     if model.arch == "falcon" and "attn_norm_2.weight" in modules:
         inner |= make_sources(before_attention="attn_norm_2", before_mlp="attn_norm")
-    if model.arch == "gpt-oss":
+    if model.arch in ("gpt-oss", "seed_oss"):
         inner |= make_sources(before_mlp="post_attention_norm|ffn_norm")
     if model.arch == "deepseek2":
         is_old = "attn_kv_b.weight" in modules
@@ -268,9 +277,17 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     if model.arch in PAIRED:
         inner = with_layout(BY_PAIRS, inner, "qkv")
     if model.arch in WITH_ONES:
-        inner = with_layout(WITH_ONE, inner, *NORMS)
-        outer = with_layout(WITH_ONE, outer, "final_norm")
+        inner = _with_one(inner, *NORMS)
+        outer = _with_one(outer, "final_norm")
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
+
+
+def _with_one(sources: Sources, *norms: str) -> Sources:
+    """Return sources in which the weights of norms, and not their biases, are one more."""
+    return sources | {
+        f"{name}.weight": parameter_source(f"{sources[name].names[0]}.weight", WITH_ONE)
+        for name in norms
+    }
 
 
 def cache_small_files(model: GgufModel, *, has_tokenizer: bool) -> Path:

@@ -17,10 +17,26 @@ NEAR = "sliding_attention"
 FREQUENCIES = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
-PARTLY_TURNED = ("gptneox", "phi3")  # architectures that may turn a part of each head
+# Architectures that may turn a part of each head.
+PARTLY_TURNED = ("gptneox", "phi3", "glm4", "stablelm", "phi2", "nemotron")
 # Their norms are LayerNorms; those of others are RMSNorms.
-LAYER_NORMED = ("gpt2", "bloom", "gptneox", "falcon", "starcoder2", "command-r")
-UNTURNED = ("gpt2", "bloom")
+LAYER_NORMED = (
+    "gpt2",
+    "bloom",
+    "gptneox",
+    "falcon",
+    "starcoder2",
+    "command-r",
+    "cohere2",
+    "olmo",
+    "jais2",
+    "stablelm",
+    "phi2",
+    "nemotron",
+    "mpt",
+    "starcoder",
+)
+UNTURNED = ("gpt2", "bloom", "mpt", "starcoder")
 OF_ONE_SIZE = ("gptneox", "falcon")  # the size of their heads follows from others
 QKV_BIASES = ("blk.0.attn_q.bias", "blk.0.attn_qkv.bias")
 # Names that some configs have for a field → its name here.
@@ -31,8 +47,10 @@ ALIASES = {
     "num_local_experts": "num_experts",
     "layer_norm_epsilon": "layer_norm_eps",
     "norm_epsilon": "layer_norm_eps",
+    "norm_eps": "layer_norm_eps",
     "bias": "attention_bias",
     "qkv_bias": "attention_bias",
+    "use_qkv_bias": "attention_bias",
     "use_bias": "mlp_bias",
 }
 
@@ -40,6 +58,8 @@ ALIASES = {
 def make_common_fields(m: GgufModel) -> Fields:
     norm = "layer_norm" if m.arch in LAYER_NORMED else "layer_norm_rms"
     name = "layer_norm_eps" if m.arch in LAYER_NORMED else "rms_norm_eps"
+    # Nemotron's files have both.
+    m.find_value("attention.layer_norm_rms_epsilon")
     fields: Fields = {
         "model_type": m.arch,
         "vocab_size": m.count_rows("token_embd.weight"),
@@ -63,6 +83,10 @@ def make_common_fields(m: GgufModel) -> Fields:
         if m.arch not in OF_ONE_SIZE:
             fields["head_dim"] = read_head_dim(m)
     return fields
+
+
+def has_tensor(m: GgufModel, name: str) -> bool:
+    return name in m.tensors
 
 
 def read_expert_fields(m: GgufModel) -> Fields:
@@ -93,7 +117,8 @@ def find_query_scalar(m: GgufModel, layers_of_27b: int) -> int:
 
 
 def check_no_grouped_heads(m: GgufModel) -> None:
-    m.check_value("attention.head_count_kv", m.heads)
+    """Raise a CheckpointError for keys that several heads share; StarCoder's all share one."""
+    m.check_value("attention.head_count_kv", 1 if m.arch == "starcoder" else m.heads)
     m.check_value("attention.key_length", m.hidden_size // m.heads)
 
 

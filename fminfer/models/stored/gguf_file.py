@@ -27,6 +27,7 @@ Metadata = dict[str, object]
 FLOAT = 6
 STRING = 8
 ARRAY = 9  # kinds of values
+ARRAY_START = 16  # bytes of an array before its items: kinds, and how many they are
 # Values of the metadata: number → letter of numpy. 8 is a string, 9 an array.
 NUMBERS = dict(enumerate("BbHhIif?")) | {10: "Q", 11: "q", 12: "d"}
 TYPES = {number: name for number, (name, *_) in enumerate(GGUF_TYPES) if name != "-"}
@@ -35,6 +36,13 @@ GGML_DIMENSIONS = 4  # at most, of a tensor
 # Tensors whose first dimension counts experts, or heads.
 STACKED = ("_exps.weight", "_exps.bias", ".attn_k_b.weight", ".attn_v_b.weight")
 MOST_STACKED = 4096
+# Keys whose values are of each layer, as tensors would be → the shape of one (Apertus).
+OF_LAYERS: dict[str, tuple[int, ...]] = {
+    "xielu.alpha_p": (1,),
+    "xielu.alpha_n": (1,),
+    "xielu.beta": (),
+    "xielu.eps": (),
+}
 # A matrix of one row, which older files store as a vector.
 ONE_ROW = ".ffn_gate_inp_shexp.weight"
 
@@ -151,11 +159,16 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
         )
     num_tensors, num_keys = cursor.read_numbers("Q", 2)
     metadata: Metadata = {}
+    parts: dict[str, StoredTensor] = {}
     for _ in range(num_keys):
         (key,) = cursor.read_texts(1)
         if key in metadata:
             raise ValueError(f"the key {key!r} is there twice")
+        first = cursor.at
         metadata[key] = cursor.read_value()
+        if key in OF_LAYERS:
+            span = first + ARRAY_START, cursor.at
+            parts |= _find_layer_values(path, key, metadata[key], span)
     tensors = [_read_tensor_entry(path, cursor) for _ in range(num_tensors)]
     end = cursor.at
     alignment = metadata.get(ALIGNMENT, 32)
@@ -169,12 +182,32 @@ def _read_header(path: Path, cursor: _Cursor) -> tuple[StoredFile, Metadata]:
             f"bytes and should have {full_size}"
         )
     _check_spans(tensors, alignment)
-    parts: dict[str, StoredTensor] = {}
     for name, part in (part for entry in tensors for part in _unstack_tensor(*entry)):
         if name in parts:
             raise ValueError(f"tensor {name!r} is there twice")
         parts[name] = replace(part, start=first + part.start)
     return make_stored_file(path, parts, (0, end)), metadata
+
+
+def _find_layer_values(
+    path: Path, key: str, values: object, span: tuple[int, int]
+) -> dict[str, StoredTensor]:
+    """Return a key's values, which lie at `span`, as tensors of layers."""
+    start, end = span
+    if not (
+        isinstance(values, list)
+        and {*map(type, values)} <= {float}
+        and end - start == 4 * len(values)
+        and len(values) <= MOST_STACKED
+    ):
+        raise ValueError(f"{key} is {f'{values!r:.60}'}, and no float32 of each layer")
+    shape = OF_LAYERS[key]
+    return {
+        f"blk.{layer}.{key}": StoredTensor(
+            path, "F32", shape, start + 4 * layer, plain_strides(shape)
+        )
+        for layer in range(len(values))
+    }
 
 
 def _read_tensor_entry(path: Path, cursor: _Cursor) -> tuple[str, StoredTensor]:
