@@ -315,7 +315,11 @@ def make_model(name: str, num_layers: int = 3) -> Any:
     Args:
         num_layers: a multiple of 3.
     """
-    config = family_config(name, num_layers)
+    return make_model_of(family_config(name, num_layers))
+
+
+def make_model_of(config: Any) -> Any:
+    """Build a small random model, every parameter far from 0 and 1, float32."""
     torch.manual_seed(7)
     model = model_class(config).from_config(config).eval()
     if (

@@ -31,6 +31,7 @@ _USUAL_IDS = {
 # Stands for rows of the head that no token has. Older converters gave it the type of
 # added tokens.
 _PADDING = re.compile(r"\[PAD\d+\]")
+_SPACE_SWALLOWING = ("phi3", "phimoe")
 # Tokens of Phi-3 behind which spaces stay; a GGUF file does not say that others swallow them.
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -106,7 +107,7 @@ class StoredVocabulary:
     def make_added_tokens(self) -> list[Json]:
         """Return the `added_tokens` of tokenizer.json, which a text is searched for first."""
         arch = self.metadata.get("general.architecture")
-        swallows_spaces = self.kind == "llama" and arch == "phi3"
+        swallows_spaces = self.kind == "llama" and arch in _SPACE_SWALLOWING
         return [
             {
                 "id": token_id,

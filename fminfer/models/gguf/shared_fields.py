@@ -17,7 +17,8 @@ NEAR = "sliding_attention"
 FREQUENCIES = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
-PARTLY_TURNED = ("gptneox", "phi3")  # architectures that may turn a part of each head
+# Architectures that may turn a part of each head.
+PARTLY_TURNED = ("gptneox", "phi3", "glm4moe", "minimax-m2")
 # Their norms are LayerNorms; those of others are RMSNorms.
 LAYER_NORMED = ("gpt2", "bloom", "gptneox", "falcon", "starcoder2", "command-r")
 UNTURNED = ("gpt2", "bloom")
@@ -29,6 +30,8 @@ ALIASES = {
     "ffn_hidden_size": "intermediate_size",
     "num_kv_heads": "num_key_value_heads",
     "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
     "layer_norm_epsilon": "layer_norm_eps",
     "norm_epsilon": "layer_norm_eps",
     "bias": "attention_bias",
@@ -65,13 +68,28 @@ def make_common_fields(m: GgufModel) -> Fields:
     return fields
 
 
-def read_expert_fields(m: GgufModel) -> Fields:
-    """Return the fields of experts that a softmax chooses, and every layer has."""
-    m.check_value("expert_gating_func", SOFTMAX)
+def read_expert_fields(m: GgufModel, scores: int = SOFTMAX) -> Fields:
+    """Return the fields of experts, whose weights have no factor."""
+    m.check_value("expert_gating_func", scores)
     m.check_value("expert_weights_scale", 1.0, 0.0)
     return {
         "num_experts": m.read_integer("expert_count", most=MOST_STACKED),
         "num_experts_per_tok": m.read_integer("expert_used_count"),
+    }
+
+
+def read_routed_fields(m: GgufModel) -> Fields:
+    """Return the fields of experts as DeepSeek's: in groups, shared, behind plain layers."""
+    return {
+        "first_k_dense_replace": m.read_integer("leading_dense_block_count", 0),
+        "num_experts": m.read_integer("expert_count", most=MOST_STACKED),
+        "num_experts_per_tok": m.read_integer("expert_used_count"),
+        "num_shared_experts": m.read_integer("expert_shared_count"),
+        "moe_intermediate_size": m.read_integer("expert_feed_forward_length"),
+        "routed_scaling_factor": m.read_number("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": bool(m.find_value("expert_weights_norm")),
+        "n_group": max(1, m.read_integer("expert_group_count", 1)),
+        "topk_group": max(1, m.read_integer("expert_group_used_count", 1)),
     }
 
 
