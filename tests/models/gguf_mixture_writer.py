@@ -135,9 +135,11 @@ def granitemoe_keys(config: Any) -> Keys:
 
 
 def minimax_keys(config: Any) -> Keys:
-    return turned_key(config) | SIGMOID | {
-        LLM.EXPERT_FEED_FORWARD_LENGTH: config.intermediate_size
-    }
+    return (
+        turned_key(config)
+        | SIGMOID
+        | {LLM.EXPERT_FEED_FORWARD_LENGTH: config.intermediate_size}
+    )
 
 
 def split_joined_experts(rows: Change) -> Change:
