@@ -89,29 +89,28 @@ def stack_experts(tensors: Mapping[str, torch.Tensor]) -> Published:
 def common_keys(config: Any) -> dict[str, Any]:
     """Return what the converter writes of every text model, by the package's keys."""
     keys = gguf.Keys
-    fields = config.to_dict()
-    stated: dict[str, Any] = {
-        keys.LLM.CONTEXT_LENGTH: fields.get("max_position_embeddings"),
-        keys.LLM.EMBEDDING_LENGTH: fields.get("hidden_size"),
-        keys.LLM.FEED_FORWARD_LENGTH: fields.get("intermediate_size"),
-        keys.LLM.BLOCK_COUNT: config.num_hidden_layers,
-        keys.Attention.HEAD_COUNT: config.num_attention_heads,
-        keys.Attention.HEAD_COUNT_KV: fields.get("num_key_value_heads"),
-        keys.Attention.LAYERNORM_RMS_EPS: fields.get("rms_norm_eps"),
-        keys.Attention.LAYERNORM_EPS: fields.get(
-            "layer_norm_eps",
-            fields.get("layer_norm_epsilon", fields.get("norm_epsilon")),
-        ),
-        keys.Attention.KEY_LENGTH: fields.get("head_dim"),
-        keys.Attention.VALUE_LENGTH: fields.get("head_dim"),
-        keys.LLM.EXPERT_COUNT: fields.get(
-            "num_local_experts", fields.get("num_experts")
-        ),
-        keys.LLM.EXPERT_USED_COUNT: fields.get("num_experts_per_tok"),
-        keys.LLM.EXPERT_GROUP_COUNT: fields.get("n_group"),
-        keys.LLM.EXPERT_GROUP_USED_COUNT: fields.get("topk_group"),
+    stated = {
+        key: _first_field(config, *names.split())
+        for key, names in {
+            keys.LLM.CONTEXT_LENGTH: "max_position_embeddings",
+            keys.LLM.EMBEDDING_LENGTH: "hidden_size",
+            keys.LLM.FEED_FORWARD_LENGTH: "intermediate_size n_inner",
+            keys.LLM.BLOCK_COUNT: "num_hidden_layers",
+            keys.Attention.HEAD_COUNT: "num_attention_heads",
+            keys.Attention.HEAD_COUNT_KV: "num_key_value_heads",
+            keys.Attention.LAYERNORM_RMS_EPS: "rms_norm_eps norm_eps",
+            keys.Attention.LAYERNORM_EPS: (
+                "layer_norm_eps layer_norm_epsilon norm_epsilon"
+            ),
+            keys.Attention.KEY_LENGTH: "head_dim",
+            keys.Attention.VALUE_LENGTH: "head_dim",
+            keys.LLM.EXPERT_COUNT: "num_local_experts num_experts",
+            keys.LLM.EXPERT_USED_COUNT: "num_experts_per_tok",
+            keys.LLM.EXPERT_GROUP_COUNT: "n_group",
+            keys.LLM.EXPERT_GROUP_USED_COUNT: "topk_group",
+        }.items()
     }
-    rope = fields.get("rope_parameters") or {}
+    rope = getattr(config, "rope_parameters", None) or {}
     rope = rope.get("full_attention", rope)
     stated[keys.Rope.FREQ_BASE] = rope.get("rope_theta")
     if kind := ROPE_TYPES.get(rope.get("rope_type", "")):
@@ -127,6 +126,12 @@ def common_keys(config: Any) -> dict[str, Any]:
             keys.Rope.SCALING_YARN_BETA_SLOW: rope.get("beta_slow"),
         }
     return stated
+
+
+def _first_field(config: Any, *names: str) -> Any:
+    """Return the first field that a config has; None: it has none."""
+    values = (getattr(config, name, None) for name in names)
+    return next((value for value in values if value is not None), None)
 
 
 def map_tensors(

@@ -257,9 +257,9 @@ ROWS: dict[str, Callable[[GgufModel], Fields] | Fields] = {
     "starcoder2": {"sliding_window": read_window_size},
     "command-r": _command_r,
     "olmo2": _olmo2,
+    **MIXTURE_ROWS,
     "granite": _granite,
     "granitemoe": _granitemoe,
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
-    **MIXTURE_ROWS,
 }
