@@ -287,6 +287,15 @@ def _check_spec_numbers(part: Any, name: str) -> None:
             f"config.json has {part.num_experts} experts, and each token goes to {part.top_k} "
             "of them; 1 to all of them are allowed. Use the config.json of the published model"
         )
+    if isinstance(part, Moe) and part.groups > 1:
+        size, rest = divmod(part.num_experts, part.groups)
+        if rest or size < part.rated_by or not 1 <= part.top_groups <= part.groups:
+            raise CheckpointError(
+                f"config.json puts {part.num_experts} experts into {part.groups} groups, of "
+                f"which {part.top_groups} are chosen by their {part.rated_by} best; groups of "
+                "one size are allowed, and 1 to all of them chosen. Use the config.json of the "
+                "published model"
+            )
 
 
 def check_model_type(model_type: str, fields: dict[str, Any]) -> None:

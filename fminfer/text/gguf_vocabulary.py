@@ -31,6 +31,7 @@ _USUAL_IDS = {
 # Stands for rows of the head that no token has. Older converters gave it the type of
 # added tokens.
 _PADDING = re.compile(r"\[PAD\d+\]")
+_SPACE_SWALLOWING = ("phi3", "phimoe")
 # Tokens of Phi-3 behind which spaces stay; a GGUF file does not say that others swallow them.
 _KEPT_SPACES = ("<unk>", "<s>", "<|endoftext|>")
 
@@ -106,7 +107,7 @@ class StoredVocabulary:
     def make_added_tokens(self) -> list[Json]:
         """Return the `added_tokens` of tokenizer.json, which a text is searched for first."""
         arch = self.metadata.get("general.architecture")
-        swallows_spaces = self.kind == "llama" and arch == "phi3"
+        swallows_spaces = self.kind == "llama" and arch in _SPACE_SWALLOWING
         return [
             {
                 "id": token_id,
@@ -179,9 +180,14 @@ _LEAD = r"[^\r\n\p{L}\p{N}]?"  # one sign before a word belongs to it
 _SIGNS = r" ?[^\s\p{L}\p{N}]+[\r\n]*"
 
 
-def _make_word_regex(number: str, word: str = r"\p{L}+", signs: str = _SIGNS) -> str:
+def _make_word_regex(
+    number: str,
+    word: str = r"\p{L}+",
+    signs: str = _SIGNS,
+    spaces: str = _SPACES,
+) -> str:
     """Return the regex of the GPT-4 tokenizer's words, with variants of its parts."""
-    return f"{_CONTRACTIONS}|{_LEAD}{word}|{number}|{signs}|{_SPACES}"
+    return f"{_CONTRACTIONS}|{_LEAD}{word}|{number}|{signs}|{spaces}"
 
 
 def _make_cased_word_regex(number: str, ending: str) -> str:
@@ -212,6 +218,26 @@ _TEKKEN = (_make_cased_word_regex(r"\p{N}", ""), _BYTES)
 _QWEN2 = (_make_word_regex(r"\p{N}"), _BYTES)
 _QWEN35 = (
     _make_word_regex(r"\p{N}", r"[\p{L}\p{M}]+", r" ?[^\s\p{L}\p{M}\p{N}]+[\r\n]*"),
+    _BYTES,
+)
+# Spaces are cut into runs that are powers of two.
+_JAIS2_SPACES = "|".join(
+    (
+        r"\s*[\r\n]+",
+        *(rf"\s{{{2**power}}}(?!\S)" for power in range(9, 1, -1)),
+        r"\s{1,2}(?!\S)",
+        r"\s",
+    )
+)
+_JAIS2 = (_make_word_regex(_UP_TO_3, spaces=_JAIS2_SPACES), _BYTES)
+# Words with single spaces between them are one piece.
+_EXAONE_MOE = (
+    _make_word_regex(
+        r"\p{N}",
+        r"(?:\p{L}\p{M}*(?: \p{L}\p{M}*)*)+",
+        r" ?[^\s\p{L}\p{N}]+[\r\n/]?",
+        r"\s*[\r\n]|\s+(?!\S)|\s+",
+    ),
     _BYTES,
 )
 _WIDE_SIGNS = r"\s?[!-/:-~！-／：-～‘-‟　-。]+"
@@ -246,6 +272,8 @@ _ROWS = (
         "seed-coder",
         (_make_word_regex(r"\p{N}", signs=r" ?[^\s\p{L}\p{N}\r\n]+"), _BYTES),
     ),
+    Cuts("jais-2", _JAIS2),
+    Cuts("exaone-moe", _EXAONE_MOE, _NFC),
     Cuts("gpt-4o llama4 kanana2 minimax-m2", _GPT4O),
     Cuts("tekken", _TEKKEN, ignores_merges=True, adds_bos=True),
     Cuts("gpt-2 phi-2 jais mellum gigachat trillion granite-docling", (_GPT2,)),

@@ -423,7 +423,7 @@ def test_control_tokens_are_special_and_padding_has_no_text(tmp_path: Path) -> N
 def test_phi_3_swallows_spaces_behind_special_tokens(tmp_path: Path) -> None:
     """Only Phi-3's own tokenizer.json says so, and llama.cpp follows it by the model's name."""
     ids = {}
-    for arch in ("phi3", "llama"):
+    for arch in ("phi3", "phimoe", "llama"):
         tokens = ["<unk>", "<s>", "</s>", "▁", "a", "▁a", "<|user|>"]
         keys = own_keys(
             model="llama",
@@ -436,7 +436,12 @@ def test_phi_3_swallows_spaces_behind_special_tokens(tmp_path: Path) -> None:
         ids[arch] = load(metadata, tmp_path / arch)._encode_ids(
             "<|user|> a<s> a", False
         )
-    assert ids == {"phi3": [6, 5, 1, 3, 5], "llama": [6, 3, 5, 1, 3, 5]}
+    swallowed = [6, 5, 1, 3, 5]
+    assert ids == {
+        "phi3": swallowed,
+        "phimoe": swallowed,
+        "llama": [6, 3, 5, 1, 3, 5],
+    }
 
 
 def test_chat_templates_are_kept_with_their_names(tmp_path: Path) -> None:

@@ -116,6 +116,9 @@ def test_values_of_a_config(fields: dict[str, Any], says: str, demo: Path) -> No
             {"num_experts_per_tok": 9},
             "each token goes to 9 of them; 1 to all",
         ),
+        ("deepseek_v3", {"n_group": 5}, "experts into 5 groups"),
+        ("deepseek_v3", {"n_group": 8}, "chosen by their 2 best"),
+        ("deepseek_v3", {"n_group": 4, "topk_group": 5}, "of which 5 are chosen"),
     ],
 )
 def test_numbers_that_nothing_is_computed_with(

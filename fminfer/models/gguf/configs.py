@@ -13,6 +13,7 @@ from fminfer.core.errors import CheckpointError
 from fminfer.core.impostors import naming_broken_files
 from fminfer.models.gguf.dense_configs import DENSE_ROWS
 from fminfer.models.gguf.gguf_model import GgufModel
+from fminfer.models.gguf.mixture_configs import MIXTURE_ROWS
 from fminfer.models.gguf.shared_fields import (
     ALIASES,
     SIGMOID,
@@ -28,9 +29,9 @@ from fminfer.models.gguf.shared_fields import (
     read_original_context,
     read_rope_fields,
     read_rope_fields_by_kind,
+    read_routed_fields,
     read_window_size,
 )
-from fminfer.models.stored.gguf_file import MOST_STACKED
 
 
 def config_of(model: GgufModel) -> Any:
@@ -48,7 +49,6 @@ def config_of(model: GgufModel) -> Any:
         )
     model.check_value("attention.causal", True)
     model.check_value("pooling_type", 0)
-    model.check_value("nextn_predict_layers", 0)
     with naming_broken_files(f"the metadata of {model.path}"):
         fields = make_common_fields(model)
         if callable(row):
@@ -163,30 +163,28 @@ def _granite(m: GgufModel) -> Fields:
     }
 
 
+def _granitemoe(m: GgufModel) -> Fields:
+    shared_size = m.read_integer("expert_shared_feed_forward_length", 0)
+    return {
+        "model_type": "granitemoeshared" if shared_size else "granitemoe",
+        "shared_intermediate_size": shared_size,
+        **_granite(m),
+        **read_expert_fields(m),
+    }
+
+
 def _deepseek2(m: GgufModel) -> Fields:
     """DeepSeek V2 and V3."""
-    groups = m.read_integer("expert_group_count", 1)
-    top_groups = m.read_integer("expert_group_used_count", 1)
-    fields = _latent_fields(m) | {
-        "first_k_dense_replace": m.read_integer("leading_dense_block_count", 0),
-        "n_routed_experts": m.read_integer("expert_count", most=MOST_STACKED),
-        "num_experts_per_tok": m.read_integer("expert_used_count"),
-        "n_shared_experts": m.read_integer("expert_shared_count"),
-        "moe_intermediate_size": m.read_integer("expert_feed_forward_length"),
-        "routed_scaling_factor": m.read_number("expert_weights_scale", 0.0) or 1.0,
-        "n_group": max(1, groups),
-        "topk_group": max(1, top_groups),
-    }
+    fields = _latent_fields(m) | read_routed_fields(m)
     if m.find_value("expert_gating_func") == SIGMOID:
         return fields | {
             "model_type": "deepseek_v3",
             "rope_interleave": True,
             "num_mtp_layers": 0,
-            "norm_topk_prob": bool(m.find_value("expert_weights_norm")),
         }
     m.check_value("expert_gating_func", SOFTMAX)
     m.check_value("expert_weights_norm", False)
-    method = "group_limited_greedy" if groups > 1 else "greedy"
+    method = "group_limited_greedy" if fields["n_group"] > 1 else "greedy"
     return fields | {"model_type": "deepseek_v2", "topk_method": method}
 
 
@@ -260,7 +258,9 @@ ROWS: dict[str, Callable[[GgufModel], Fields] | Fields] = {
     "starcoder2": {"sliding_window": read_window_size},
     "command-r": _command_r,
     "olmo2": _olmo2,
+    **MIXTURE_ROWS,
     "granite": _granite,
+    "granitemoe": _granitemoe,
     "deepseek2": _deepseek2,
     "gpt-oss": _gpt_oss,
     **DENSE_ROWS,

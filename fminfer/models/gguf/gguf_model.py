@@ -41,6 +41,7 @@ HARMLESS = {
     "vocab_size": "the rows of the embedding count",
     "rope.scaling.finetuned": "it tells of training",
     "tensor_data_layout": "each architecture here has one",
+    "expert_shared_feed_forward_length": "the shapes of tensors are checked",
 }
 
 
@@ -78,14 +79,17 @@ class GgufModel:
 
     @property
     def num_layers(self) -> int:
-        """How many layers there are, by the metadata and by the names of tensors."""
+        """How many layers compute a token, by the metadata and by the names of tensors.
+
+        Behind them stand those that predict further tokens, which nothing reads.
+        """
         num = self.read_integer("block_count")
         numbers = {n.split(".")[1] for n in self.tensors if n.startswith("blk.")}
         if num != len(numbers) or not num:
             raise broken_file_error(
                 self.path, f"block_count is {num}, and {len(numbers)} are stored"
             )
-        return num
+        return num - self.read_integer("nextn_predict_layers", 0, most=num - 1)
 
     @property
     def heads(self) -> int:
@@ -236,7 +240,7 @@ LATENT = make_sources(
     kv_norm="attn_kv_a_norm",
 )
 # llama.cpp's converter reorders their rows of queries and keys
-PAIRED = ("llama", "granite", "smollm3", "olmo", "mistral3", "arcee")
+PAIRED = ("llama", "granite", "granitemoe", "smollm3", "olmo", "mistral3", "arcee")
 WITH_ONES = ("gemma", "gemma2", "gemma3", "nemotron")
 NORMS = (
     "before_attention",
@@ -267,7 +271,7 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
         inner |= make_sources(experts__up="ffn_gate_up_exps.*")
     if model.arch == "falcon" and "attn_norm_2.weight" in modules:
         inner |= make_sources(before_attention="attn_norm_2", before_mlp="attn_norm")
-    if model.arch in ("gpt-oss", "seed_oss"):
+    if model.arch in ("gpt-oss", "seed_oss", "glm4moe"):
         inner |= make_sources(before_mlp="post_attention_norm|ffn_norm")
     if model.arch == "deepseek2":
         is_old = "attn_kv_b.weight" in modules
@@ -279,7 +283,9 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
     if model.arch in WITH_ONES:
         inner = _with_one(inner, *NORMS)
         outer = _with_one(outer, "final_norm")
-    return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=LEFT_OUT)
+    predicting = range(model.num_layers, model.read_integer("block_count"))
+    left_out = "|".join([LEFT_OUT, *(rf"blk\.{number}\." for number in predicting)])
+    return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=left_out)
 
 
 def _with_one(sources: Sources, *norms: str) -> Sources:

@@ -18,7 +18,16 @@ FREQUENCIES = "rope_freqs.weight"
 LONG = "rope_factors_long.weight"
 SHORT = "rope_factors_short.weight"
 # Architectures that may turn a part of each head.
-PARTLY_TURNED = ("gptneox", "phi3", "glm4", "stablelm", "phi2", "nemotron")
+PARTLY_TURNED = (
+    "gptneox",
+    "phi3",
+    "glm4",
+    "glm4moe",
+    "minimax-m2",
+    "stablelm",
+    "phi2",
+    "nemotron",
+)
 # Their norms are LayerNorms; those of others are RMSNorms.
 LAYER_NORMED = (
     "gpt2",
@@ -45,6 +54,8 @@ ALIASES = {
     "ffn_hidden_size": "intermediate_size",
     "num_kv_heads": "num_key_value_heads",
     "num_local_experts": "num_experts",
+    "n_routed_experts": "num_experts",
+    "n_shared_experts": "num_shared_experts",
     "layer_norm_epsilon": "layer_norm_eps",
     "norm_epsilon": "layer_norm_eps",
     "norm_eps": "layer_norm_eps",
@@ -89,13 +100,28 @@ def has_tensor(m: GgufModel, name: str) -> bool:
     return name in m.tensors
 
 
-def read_expert_fields(m: GgufModel) -> Fields:
-    """Return the fields of experts that a softmax chooses, and every layer has."""
-    m.check_value("expert_gating_func", SOFTMAX)
+def read_expert_fields(m: GgufModel, scores: int = SOFTMAX) -> Fields:
+    """Return the fields of experts, whose weights have no factor."""
+    m.check_value("expert_gating_func", scores)
     m.check_value("expert_weights_scale", 1.0, 0.0)
     return {
         "num_experts": m.read_integer("expert_count", most=MOST_STACKED),
         "num_experts_per_tok": m.read_integer("expert_used_count"),
+    }
+
+
+def read_routed_fields(m: GgufModel) -> Fields:
+    """Return the fields of experts as DeepSeek's: in groups, shared, behind plain layers."""
+    return {
+        "first_k_dense_replace": m.read_integer("leading_dense_block_count", 0),
+        "num_experts": m.read_integer("expert_count", most=MOST_STACKED),
+        "num_experts_per_tok": m.read_integer("expert_used_count"),
+        "num_shared_experts": m.read_integer("expert_shared_count"),
+        "moe_intermediate_size": m.read_integer("expert_feed_forward_length"),
+        "routed_scaling_factor": m.read_number("expert_weights_scale", 0.0) or 1.0,
+        "norm_topk_prob": bool(m.find_value("expert_weights_norm")),
+        "n_group": max(1, m.read_integer("expert_group_count", 1)),
+        "topk_group": max(1, m.read_integer("expert_group_used_count", 1)),
     }
 
 

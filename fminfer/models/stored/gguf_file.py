@@ -45,6 +45,8 @@ OF_LAYERS: dict[str, tuple[int, ...]] = {
 }
 # A matrix of one row, which older files store as a vector.
 ONE_ROW = ".ffn_gate_inp_shexp.weight"
+# A vector, which files of ERNIE store as a matrix of one row.
+VECTOR = ".exp_probs_b.bias"
 
 
 def read_gguf(path: Path) -> tuple[StoredFile, Metadata]:
@@ -259,6 +261,8 @@ def _unstack_tensor(
     """Yield each expert or head of a stacked tensor, or the tensor itself."""
     if name.endswith(ONE_ROW) and len(tensor.shape) == 1:
         tensor = replace(tensor, shape=(1, *tensor.shape), strides=(*tensor.shape, 1))
+    if name.endswith(VECTOR) and tensor.shape[:-1] == (1,):
+        tensor = replace(tensor, shape=tensor.shape[1:], strides=tensor.strides[1:])
     if not name.endswith(STACKED) or len(tensor.shape) < 2:
         yield name, tensor
         return
