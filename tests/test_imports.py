@@ -42,6 +42,7 @@ NEED_NO_TORCH = [
     "cluster",
     "cli",
 ]
+TYPE_QUESTIONS = ("isinstance", "issubclass", "type")
 HEAVY = {"torch", "transformers"}
 # What a function may import when it is called, and why that is not done at the top of its file.
 LATE = {
@@ -334,3 +335,24 @@ def test_no_class_name_stands_for_two_things() -> None:
             if isinstance(node, ast.ClassDef) and not node.name.startswith("_"):
                 places.setdefault(node.name, []).append(name)
     assert not {name: found for name, found in places.items() if len(found) > 1}
+
+
+def test_only_formats_ask_what_a_format_is() -> None:
+    """31 such questions outside had to be found for each new format."""
+    formats = {
+        node.name
+        for name, tree in MODULES.items()
+        if name.startswith("fminfer.compute.formats")
+        for node in tree.body
+        if isinstance(node, ast.ClassDef)
+    }
+    assert {"Dense", "Blocks", "Joined", "Ordered"} <= formats
+    sites = [
+        name
+        for name, tree in MODULES.items()
+        if not name.startswith("fminfer.compute.formats")
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Call) and getattr(node.func, "id", "") in TYPE_QUESTIONS
+        if formats & {getattr(each, "id", "") for each in ast.walk(node)}
+    ]
+    assert not sites

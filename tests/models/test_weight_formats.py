@@ -30,6 +30,7 @@ from fminfer.models.tensor_specs import stage_specs
 from fminfer.plan.planning import plan_ahead
 from tests.conftest import make_model, save_byte_tokenizer
 from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
+from tests.shard_threads import cut_engine
 
 CPU = torch.device("cpu")
 # Joined, of heads in turns, of experts one by one and in one parameter, transposed, moved, tied.
@@ -192,10 +193,20 @@ def test_they_are_held_as_they_are_stored(
 
 
 @pytest.mark.parametrize("name", ["llama", "gpt_neox", "mixtral"])
-def test_a_run_answers_with_them(name: str, tmp_path: Path, int8: RowsOfInt8) -> None:
+@pytest.mark.parametrize("place", ["memory", "disk", "two ranks"])
+def test_a_run_answers_with_them(
+    name: str, place: str, tmp_path: Path, int8: RowsOfInt8
+) -> None:
+    """Both tensors are joined, stacked, cut by outputs and inputs, and read at each pass."""
     folder, model = save_both(name, tmp_path)
     prompts = [[3 + (7 * i + n) % 200 for i in range(9 + n)] for n in range(3)]
-    engine = fminfer.Engine(str(folder), dtype="float32", budget=1024)
+    options: Any = {"dtype": "float32", "budget": 1024}
+    if place == "disk":
+        options["offload"] = "disk"
+    if place == "two ranks":
+        engine = cut_engine(folder, 2, **options)
+    else:
+        engine = fminfer.Engine(str(folder), **options)
     rows = [
         {"prompt": ids, "max_tokens": 6, "temperature": 0, "logprobs": 0}
         for ids in prompts
