@@ -23,9 +23,7 @@ PUBLISHED_FORMATS = (
     make_float8(128),
     make_float8(0),
 )
-FORMS = {
-    form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS, *PUBLISHED_FORMATS)
-}
+FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS, *PUBLISHED_FORMATS)}
 NEAR = 16  # inputs that certainly have the same scale
 
 

@@ -15,7 +15,7 @@ from fminfer.compute.formats.joined import Joined, join_formats
 from fminfer.compute.formats.own import INT4, INT8, INT8_32
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
-from fminfer.compute.layers.experts import PackedExperts
+from fminfer.compute.layers.experts import Mixture, PackedExperts
 from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
@@ -262,7 +262,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
     down = random_weight(format_of(of_down), 5, hidden, expert.size)
-    mix = registry_of(of_rows).choose_experts_kernel(how, up, down)
+    mix = registry_of(of_rows).choose_experts_kernel(Mixture(how, up, down))
     assert isinstance(mix, PackedExperts)
     numbers = up.dequantize(FLOATS), down.dequantize(FLOATS)
     x = (torch.randn(150, hidden) / 16).to(of_rows)
@@ -352,7 +352,7 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     how = Moe(3, 2, Mlp("silu", 64))
     up = random_weight(wrong, 3, 128, 256)
     down = random_weight(INT8_32, 3, 256, 64)
-    assert registry.choose_experts_kernel(how, up, down) is None
+    assert registry.choose_experts_kernel(Mixture(how, up, down)) is None
     mixed = random_weight(join_formats([(INT8, 30), (wrong, 30)]), 60, 256)
     assert not isinstance(registry.choose_product(mixed, None), PackedProduct)
 
@@ -365,5 +365,7 @@ def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
     up = random_weight(INT8, 3, 128, 256)
     right = random_weight(INT4, 3, 256, 64)
     other = random_weight(wrong, 3, 256, 64)
-    assert isinstance(registry.choose_experts_kernel(how, up, right), PackedExperts)
-    assert registry.choose_experts_kernel(how, up, other) is None
+    assert isinstance(
+        registry.choose_experts_kernel(Mixture(how, up, right)), PackedExperts
+    )
+    assert registry.choose_experts_kernel(Mixture(how, up, other)) is None
