@@ -115,6 +115,7 @@ _BY_NAME = {form.name: form for form in OWN_FORMATS}
 
 
 # Kernels of plain torch that make floats of blocks, and the bytes that they move for a number.
+# By how names of forms begin.
 UNPACKING: dict[str, tuple[int, float]] = {
     "Q8_0": (5, 19.4),
     "Q4_0": (9, 31.4),
@@ -124,6 +125,9 @@ UNPACKING: dict[str, tuple[int, float]] = {
     "Q4_K": (27, 32.1),
     "Q5_K": (32, 40.3),
     "Q6_K": (16, 39.9),
+    "MXFP4": (10, 31.8),
+    "IQ4_NL": (9, 31.4),
+    "IQ4_XS": (22, 32.3),
     "int8": (5, 19.1),
     "int8-32": (5, 19.4),
     "int8-row": (5, 19.0),
@@ -131,7 +135,16 @@ UNPACKING: dict[str, tuple[int, float]] = {
     "int4-128": (12, 33.2),
     "int4-symmetric": (10, 33.4),
     "int4-symmetric-128": (10, 33.1),
+    "whole4": (11, 33.4),
+    "whole8": (7, 27.1),
+    "float8": (4, 19.0),
 }
+
+
+def find_unpacking(name: str) -> tuple[int, float]:
+    """Return what making floats of a format takes; see `UNPACKING`. Floats are one copy."""
+    forms = [form for form in UNPACKING if name.startswith(form)]
+    return UNPACKING[max(forms, key=len)] if forms else (1, 0.0)
 
 
 def choose_quantized_formats(name: str, use: Use) -> tuple[Blocks, ...]:
