@@ -10,10 +10,20 @@ from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
 from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import Joined
-from fminfer.compute.formats.own_rows import OWN_FORMATS
+from fminfer.compute.formats.own import OWN_FORMATS
+from fminfer.compute.formats.published import make_float8, make_whole_numbers
 from fminfer.compute.values.weights import Format, Tensors, TensorSpec, Use, Weight
 
-FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS)}
+PUBLISHED_FORMATS = (
+    make_whole_numbers(4, 32),
+    make_whole_numbers(4, 128),
+    make_whole_numbers(4, 0),
+    make_whole_numbers(8, 128),
+    make_whole_numbers(8, 0),
+    make_float8(128),
+    make_float8(0),
+)
+FORMS = {form.name: form for form in (*GGUF_FORMATS, *OWN_FORMATS, *PUBLISHED_FORMATS)}
 NEAR = 16  # inputs that certainly have the same scale
 
 
@@ -28,6 +38,16 @@ def halves_of(form: Blocks) -> list[int]:
     return [*map(int, is_half.nonzero())]
 
 
+def first_scale_bytes(form: Blocks) -> int:
+    """Return the bytes of the scale that blocks begin with: 4 of float32, 1 of an exponent.
+
+    0: none, or it is one of float16.
+    """
+    if form in PUBLISHED_FORMATS:
+        return torch.float32.itemsize
+    return int(form.name == "MXFP4")
+
+
 def random_blocks(form: Blocks, *shape: int) -> torch.Tensor:
     """Return bytes of a weight, (…, outputs, bytes), with scales that are finite."""
     *outer, inputs = shape
@@ -37,6 +57,16 @@ def random_blocks(form: Blocks, *shape: int) -> torch.Tensor:
     for place in halves_of(form):
         scales = torch.randn((*outer, inputs // block, 1)) * 0.1
         bytes_[..., place : place + 2] = scales.half().view(torch.uint8)
+    first = first_scale_bytes(form)
+    if first == 1:
+        bytes_[..., :1] = torch.randint(118, 126, bytes_[..., :1].shape)
+    elif first:
+        scales = torch.randn((*outer, inputs // block, 1)) * 0.1
+        bytes_[..., :first] = scales.view(torch.uint8)
+    if form.name.startswith("float8"):
+        # e4m3 has nan there
+        numbers = bytes_[..., first:]
+        numbers[numbers & 127 == 127] ^= 1
     return bytes_.flatten(-2)
 
 

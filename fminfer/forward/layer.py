@@ -11,7 +11,7 @@ from fminfer.compute.attention.scoring import make_scoring
 from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.layers import plain
 from fminfer.compute.layers.bodies import WeightedNorm
-from fminfer.compute.layers.experts import Mix, PlainExperts
+from fminfer.compute.layers.experts import Mix, Mixture, PlainExperts
 from fminfer.compute.layers.products import Linear
 from fminfer.compute.values.spec import Attention, Cross, Layer, Mlp, Moe
 from fminfer.compute.values.weights import Function
@@ -311,7 +311,13 @@ class ExpertLayer:
             )
         expert_weights = _find_under("experts.", weights)
         mix = builder.registry.choose_experts_kernel(
-            spec, expert_weights["up.weight"], expert_weights["down.weight"]
+            Mixture(
+                spec=spec,
+                up=expert_weights["up.weight"],
+                down=expert_weights["down.weight"],
+                up_bias=find_plain_tensor(expert_weights, "up.bias"),
+                down_bias=find_plain_tensor(expert_weights, "down.bias"),
+            )
         )
         shared = [] if self._shared is None else [self._shared]
         experts = [

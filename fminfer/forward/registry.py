@@ -30,6 +30,7 @@ from fminfer.compute.layers.bodies import (
 from fminfer.compute.layers.experts import Mix, Mixture, make_expert_candidate
 from fminfer.compute.layers.products import (
     Linear,
+    OrderedProduct,
     PackedProduct,
     make_head_candidate,
     make_items_candidate,
@@ -51,7 +52,7 @@ from fminfer.compute.trial import (
     compare_pairs,
     explain_failure,
 )
-from fminfer.compute.values.spec import Attention, Moe
+from fminfer.compute.values.spec import Attention
 from fminfer.compute.values.weights import KERNEL_TYPES, Format, Function, Weight
 from fminfer.core.config import Kernels
 from fminfer.core.errors import UsageError
@@ -195,13 +196,13 @@ class Registry:
         """Return x·Wᵀ + b of x, (…, inputs), packed once where that is faster."""
         linear = Linear(weight, bias)
         product = self.find(self.of_products, linear) or linear
-        if not isinstance(product, PackedProduct):
+        if not isinstance(product, PackedProduct | OrderedProduct):
             self._note_torch_product(weight.shape, weight.format)
         return product
 
-    def choose_experts_kernel(self, spec: Moe, up: Weight, down: Weight) -> Mix | None:
+    def choose_experts_kernel(self, mixture: Mixture) -> Mix | None:
         """Return the kernel of a layer's experts; None: each expert is made by itself."""
-        return self.find(self.of_experts, Mixture(spec, up, down))
+        return self.find(self.of_experts, mixture)
 
     def choose_head(
         self, weight: Weight, bias: torch.Tensor | None

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.own_rows import UNPACKING
+from fminfer.compute.formats.own import find_unpacking
 from fminfer.compute.values.spec import Moe
 from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, TensorSpec
 from fminfer.forward.decode_graphs import can_capture
@@ -91,7 +91,7 @@ def _count_unpacking(
     if not plan.has_blocks:
         return 0, 0.0
     first, *_ = plan.formats["product"].name.split(" + ")
-    kernels, moved_bytes = UNPACKING.get(first, (1, 0.0))
+    kernels, moved_bytes = find_unpacking(first)
     matrices = [spec for spec in specs.values() if spec.use == "product"]
     num_pieces = sum(
         math.prod(spec.shape[:-2])  # of experts each

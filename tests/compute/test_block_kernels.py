@@ -15,7 +15,7 @@ from fminfer.compute.formats.joined import Joined, join_formats
 from fminfer.compute.formats.own_rows import INT4, INT8, INT8_32
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import products
-from fminfer.compute.layers.experts import PackedExperts
+from fminfer.compute.layers.experts import Mixture, PackedExperts
 from fminfer.compute.layers.products import (
     PackedProduct,
     ProductKernel,
@@ -135,10 +135,11 @@ def test_rows_are_found_in_the_packed_form(
 def test_what_is_packed_takes_what_the_blocks_took(
     form: Blocks, kernel: ProductKernel
 ) -> None:
-    """But for scales of K forms, which have 8 bits there instead of 6."""
+    """But for scales of 6 bits, which have 8 there."""
     weight = random_weight(form, 4 * kernel.panel, 512)
     (part,) = kernel.pack_weight(weight, None).parts
-    more = {"Q4_K": 148 / 144, "Q5_K": 180 / 176}.get(form.name, 1.0)
+    padded = {"Q4_K": 148 / 144, "Q5_K": 180 / 176, "IQ4_XS": 138 / 136}
+    more = padded.get(form.name, 1.0)
     assert part.packed.nbytes == pytest.approx(more * weight.num_bytes)
 
 
@@ -261,7 +262,7 @@ def test_experts_of_blocks_are_those_of_their_numbers(
     torch.manual_seed(4)
     up = random_weight(format_of(of_up), 5, expert.up_size, hidden)
     down = random_weight(format_of(of_down), 5, hidden, expert.size)
-    mix = registry_of(of_rows).choose_experts_kernel(how, up, down)
+    mix = registry_of(of_rows).choose_experts_kernel(Mixture(how, up, down))
     assert isinstance(mix, PackedExperts)
     numbers = up.dequantize(FLOATS), down.dequantize(FLOATS)
     x = (torch.randn(150, hidden) / 16).to(of_rows)
@@ -351,7 +352,7 @@ def test_a_trial_refuses_a_kernel_that_is_wrong(of_rows: torch.dtype) -> None:
     how = Moe(3, 2, Mlp("silu", 64))
     up = random_weight(wrong, 3, 128, 256)
     down = random_weight(INT8_32, 3, 256, 64)
-    assert registry.choose_experts_kernel(how, up, down) is None
+    assert registry.choose_experts_kernel(Mixture(how, up, down)) is None
     mixed = random_weight(join_formats([(INT8, 30), (wrong, 30)]), 60, 256)
     assert not isinstance(registry.choose_product(mixed, None), PackedProduct)
 
@@ -364,5 +365,7 @@ def test_a_trial_is_of_each_format(monkeypatch: pytest.MonkeyPatch) -> None:
     up = random_weight(INT8, 3, 128, 256)
     right = random_weight(INT4, 3, 256, 64)
     other = random_weight(wrong, 3, 256, 64)
-    assert isinstance(registry.choose_experts_kernel(how, up, right), PackedExperts)
-    assert registry.choose_experts_kernel(how, up, other) is None
+    assert isinstance(
+        registry.choose_experts_kernel(Mixture(how, up, right)), PackedExperts
+    )
+    assert registry.choose_experts_kernel(Mixture(how, up, other)) is None

@@ -14,7 +14,7 @@ import fminfer
 from fminfer.compute.formats.dense import make_dense_weight
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers import plain, products
-from fminfer.compute.layers.experts import Mix, PackedExperts, can_mix
+from fminfer.compute.layers.experts import Mix, Mixture, PackedExperts, can_mix
 from fminfer.compute.values.spec import Mlp, Moe
 from fminfer.core.config import EngineConfig
 from fminfer.core.errors import UsageError
@@ -42,7 +42,13 @@ SHAPES = [
     (3, 1, Mlp("relu", 130, is_gated=False), 96),
     (5, 3, Mlp("gelu_new", 2, is_gated=False), 130),
     (2, 2, Mlp("silu", 64), 1030),
+    # as gpt-oss has them, and with a limit that many numbers reach
+    (4, 2, Mlp("quick_gelu", 70, has_bias=True, limit=7.0), 66),
+    (6, 2, Mlp("silu", 130, has_bias=True, limit=0.5), 64),
+    (3, 2, Mlp("gelu_new", 70, is_gated=False, has_bias=True), 34),
+    (3, 2, Mlp("quick_gelu", 32), 96),
 ]
+Biases = tuple[torch.Tensor | None, torch.Tensor | None]  # of `up` and `down`
 
 
 @pytest.fixture
@@ -64,10 +70,15 @@ class Maker(Registry):
     def __init__(self, dtype: torch.dtype, asked: Any = "auto") -> None:
         super().__init__(asked, built_library(), dtype, torch.device("cpu"))
 
-    def make(self, how: Moe, up: torch.Tensor, down: torch.Tensor) -> Mix | None:
-        return self.choose_experts_kernel(
-            how, make_dense_weight(up, "product"), make_dense_weight(down, "product")
-        )
+    def make(
+        self,
+        how: Moe,
+        up: torch.Tensor,
+        down: torch.Tensor,
+        biases: Biases = (None, None),
+    ) -> Mix | None:
+        weights = (make_dense_weight(each, "product") for each in (up, down))
+        return self.choose_experts_kernel(Mixture(how, *weights, *biases))
 
 
 make = Maker
@@ -83,23 +94,56 @@ def draw(
     return up.to(dtype), down.to(dtype)
 
 
+def draw_biases(how: Moe, hidden: int, dtype: torch.dtype) -> Biases:
+    """Return the biases of experts that have some."""
+    if not how.expert.has_bias:
+        return None, None
+    up, down = (
+        torch.randn(how.num_experts, size).to(dtype)
+        for size in (how.expert.up_size, hidden)
+    )
+    return up, down
+
+
 def choose(how: Moe, tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     return tuple(reversed(torch.rand(tokens, how.num_experts).topk(how.top_k)))  # type: ignore[return-value]
 
 
 def expected_of(
-    how: Moe, x: Any, up: Any, down: Any, chosen: Any, shares: Any
+    how: Moe,
+    x: Any,
+    up: Any,
+    down: Any,
+    chosen: Any,
+    shares: Any,
+    biases: Biases = (None, None),
 ) -> torch.Tensor:
     """Return the mixture, choice by choice, in float64."""
     out = torch.zeros(x.shape, dtype=torch.float64)
-    name = how.expert.activation
+    up_bias, down_bias = (
+        torch.zeros(weight.shape[:2]) if bias is None else bias
+        for bias, weight in zip(biases, (up, down), strict=True)
+    )
     for token, row in enumerate(x.double()):
         for number, share in zip(chosen[token], shares[token].double(), strict=True):
-            both = up[number].double() @ row
-            gated = how.expert.is_gated
-            inner = plain.gate(both, name) if gated else plain.ACTIVATIONS[name](both)
-            out[token] += share * (down[number].double() @ inner)
+            both = up[number].double() @ row + up_bias[number].double()
+            inner = act(how.expert, both)
+            sums = down[number].double() @ inner + down_bias[number].double()
+            out[token] += share * sums
     return out
+
+
+def act(expert: Mlp, both: torch.Tensor) -> torch.Tensor:
+    """Return what stands between an expert's products; see `Mlp`."""
+    activation = plain.ACTIVATIONS[expert.activation]
+    if not expert.is_gated:
+        return activation(both)
+    gates, others = both.chunk(2)
+    if expert.limit is None:
+        return activation(gates) * others
+    return activation(gates.clamp(max=expert.limit)) * (
+        others.clamp(-expert.limit, expert.limit) + 1
+    )
 
 
 @pytest.mark.usefixtures("own_products")
@@ -115,14 +159,15 @@ def test_what_they_give(
 ) -> None:
     how = Moe(num_experts, top_k, expert)
     up, down = draw(how, hidden, of_weight)
+    biases = draw_biases(how, hidden, of_rows)
     made = make(of_rows)
-    mix = made.make(how, up, down)
+    mix = made.make(how, up, down, biases)
     assert mix is not None, made.why_plain
     limit = 1e-5 if of_rows == FLOATS else 0.02
     for tokens in (1, 2, 7, 200):
         x = torch.randn(tokens, hidden).to(of_rows)
         chosen, shares = choose(how, tokens)
-        expected = expected_of(how, x, up, down, chosen, shares)
+        expected = expected_of(how, x, up, down, chosen, shares, biases)
         found = mix(x, chosen, shares)
         assert found.dtype == of_rows and found.shape == x.shape
         assert (found - expected).abs().max() <= limit * expected.abs().max()
@@ -188,15 +233,21 @@ def test_a_token_that_is_not_finite_costs_no_other(
 
 
 def test_what_the_kernel_serves() -> None:
-    assert can_mix(Moe(4, 2, SILU)) and can_mix(
-        Moe(4, 2, Mlp("relu", 8, is_gated=False))
-    )
-    for other in (
-        {"activation": "quick_gelu"},
-        {"activation": "relu"},
-        {"has_bias": True},
+    relu = Mlp("relu", 8, is_gated=False)
+    for expert in (
+        SILU,
+        relu,
+        replace(SILU, has_bias=True),
+        replace(SILU, activation="quick_gelu", limit=7.0),
     ):
-        assert not can_mix(Moe(4, 2, replace(SILU, **other)))
+        assert can_mix(Moe(4, 2, expert))
+    for expert in (
+        replace(SILU, activation="relu"),
+        replace(SILU, activation="xielu"),
+        replace(SILU, limit=0.0),
+        replace(relu, limit=7.0),
+    ):
+        assert not can_mix(Moe(4, 2, expert))
 
 
 def test_what_is_left_to_single_products() -> None:
@@ -206,7 +257,7 @@ def test_what_is_left_to_single_products() -> None:
     assert made.make(how, up, down) is None, "half a unit"
     assert made.make(how, up.half(), down.half()) is None
     assert (
-        made.make(replace(how, expert=Mlp("quick_gelu", 48)), up.float(), down.float())
+        made.make(replace(how, expert=Mlp("relu2", 48)), up.float(), down.float())
         is None
     )
     assert not made.why_plain, "nothing is wrong with any of them"

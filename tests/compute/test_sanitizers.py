@@ -11,11 +11,13 @@ from pathlib import Path
 import pytest
 import torch
 
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.own import INT8
 from fminfer.compute.kernels.kernel_build import SOURCES, find_compiler
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor
 from tests.conftest import IS_ALL, more
-from tests.random_blocks import FORMS, NEAR, halves_of
+from tests.random_blocks import FORMS, NEAR, first_scale_bytes, halves_of
 
 STRESS = Path(__file__).parent.parent / "kernels"  # stress.cpp says what it runs
 # in files of STRESS, which try what is theirs alone
@@ -63,6 +65,7 @@ def _compile(flags: list[str], sanitizer: str, folder: Path) -> None:
 def _kinds() -> Iterator[str]:
     """Describe each kind of weights in blocks, as stress_weights.h takes them."""
     kinds = {form.kind: form for form in FORMS.values() if form.kind is not None}
+    fixed = {form.kind for form in GGUF_FORMATS if form.kind != INT8.kind}
     for number, form in sorted(kinds.items()):
         torch.manual_seed(number)
         halves = halves_of(form)
@@ -70,16 +73,23 @@ def _kinds() -> Iterator[str]:
         blocks = torch.randint(256, (1000, form.row_bytes(block)), dtype=torch.uint8)
         for place in halves:
             blocks[:, place : place + 2] = torch.ones(1).half().view(torch.uint8)
-        scale = 1 / float(form.unpack(blocks).abs().max())
+        first = first_scale_bytes(form)
+        if first == 1:
+            blocks[:, 0] = 127
+        elif first:
+            blocks[:, :first] = torch.ones(1).view(torch.uint8)
+        numbers = form.unpack(blocks)
+        scale = 1 / float(numbers[numbers.isfinite()].abs().max())
         size = form.block_bytes
         bits = 0
-        # one of fminfer's own, whose block may be of any size
-        if form.pack is not None:
-            size = 2 * len(halves)
+        # one that is not GGUF's, whose block may be of any size
+        if number not in fixed:
+            size = 2 * len(halves) + first
             bits = (form.row_bytes(block) - size) * 8 // block
             block = 0
         places = ", ".join(map(str, halves))
-        yield f"{{{number}, {block}, {size}, {bits}, {{{places}}}, {scale}f}},  // {form.name}"
+        fields = f"{number}, {block}, {size}, {bits}, {{{places}}}, {scale}f, {first}"
+        yield f"{{{fields}}},  // {form.name}"
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,8 @@ namespace stress {
 namespace {
 
 double number_of(double x, int64_t kind) {  // of activations.h
+    if (kind == 3) return x * (1 + std::erf(x / std::sqrt(2))) / 2;
+    if (kind == 4) return x / (1 + std::exp(-1.702 * x));
     const double inner = 2 * std::sqrt(2 / M_PI) * (x + 0.044715 * x * x * x);
     return kind == 2 ? std::fmax(x, 0) : x / (1 + std::exp(kind == 0 ? -x : -inner));
 }
@@ -20,30 +22,47 @@ struct Experts {
           size(size),
           parts(random.from(1, 2)),
           up(random, of_up, num, parts, size, hidden),
-          down(random, of_down, num, 1, hidden, size) {}
+          down(random, of_down, num, 1, hidden, size),
+          limit(parts == 2 && random.is_so() ? 0.25f : 0) {
+        if (random.is_so()) return;
+        for (int64_t i = 0; i < num * parts * size; i++) up_bias.push_back(random.number());
+        for (int64_t i = 0; i < num * hidden; i++) down_bias.push_back(random.number());
+    }
 
     // One number of what an expert gives for hidden states that begin at x[from].
     double give(const Numbers& x, int64_t from, int64_t expert, int64_t output, int64_t kind) const {
         double sum = 0;
         for (int64_t s = 0; s < size; s++) {
             double inner[2] = {0, 0};
-            for (int64_t part = 0; part < parts; part++)
+            for (int64_t part = 0; part < parts; part++) {
+                const int64_t row = (expert * parts + part) * size + s;
+                if (!up_bias.empty()) inner[part] = up_bias[row];
                 for (int64_t h = 0; h < hidden; h++)
-                    inner[part] += double(x.at(from + h)) *
-                                   up.at((expert * parts + part) * size + s, h);
+                    inner[part] += double(x.at(from + h)) * up.at(row, h);
+            }
+            if (limit > 0) {
+                inner[0] = std::fmin(inner[0], limit);
+                inner[1] = std::fmax(std::fmin(inner[1], limit), -limit) + 1;
+            }
             const double bent = number_of(inner[0], kind) * (parts == 2 ? inner[1] : 1);
             sum += bent * down.at(expert * hidden + output, s);
         }
-        return sum;
+        return down_bias.empty() ? sum : sum + down_bias[expert * hidden + output];
     }
 
     int64_t num, hidden, size, parts;
     Weight up, down;
+    float limit;
+    std::vector<float> up_bias, down_bias;  // or none
 };
+
+const float* data_of(const std::vector<float>& bias) {
+    return bias.empty() ? nullptr : bias.data();
+}
 
 void mix(Random& random, const Experts& experts, int64_t type) {
     const int64_t tokens = random.from(0, 60), top_k = random.from(1, experts.num);
-    const int64_t kind = random.from(0, 2), hidden = experts.hidden;
+    const int64_t kind = random.from(0, 4), hidden = experts.hidden;
     const Numbers x(random, tokens * hidden, type);
     std::vector<int64_t> chosen;
     for (int64_t i = 0; i < tokens * top_k; i++) chosen.push_back((i + random.from(0, 1)) % experts.num);
@@ -53,9 +72,10 @@ void mix(Random& random, const Experts& experts, int64_t type) {
         Numbers space(tokens * top_k * (hidden + experts.size), FLOAT32);
         Numbers& to = num_threads == FEW ? alone : out;
         const Mixture a = {x.data(), experts.up.packed(), experts.down.packed(), chosen.data(),
-                           shares.data(), to.data(), static_cast<float*>(space.data()), tokens,
-                           top_k, experts.num, hidden, experts.size, experts.parts == 2, kind, type,
-                           num_threads};
+                           shares.data(), to.data(), static_cast<float*>(space.data()),
+                           data_of(experts.up_bias), data_of(experts.down_bias), tokens, top_k,
+                           experts.num, hidden, experts.size, experts.parts == 2, kind, type,
+                           num_threads, experts.limit};
         check(fminfer_mix(&a) == 0, "there is no memory for a mixture");
     }
     check(out == alone, "threads change a mixture");

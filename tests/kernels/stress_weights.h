@@ -25,6 +25,7 @@ struct Kind {
     int64_t bits;                   // of a number, which come beside `bytes`, where inputs are 0
     std::vector<int64_t> halves;    // where its float16 numbers are
     float scale;                    // how large these are here
+    int64_t first;                  // bytes of a scale that is first: 4 of float32, 1 of an exponent
 };
 inline const std::vector<Kind> KINDS = {
 #include "kinds.h"
@@ -84,6 +85,12 @@ class Weight {
                 const uint16_t half = to_float16(random.number() * kind.scale).bits;
                 std::memcpy(&bytes[b * size + place], &half, sizeof half);
             }
+        for (int64_t b = 0; kind.first == 4 && b < rows * blocks; b++) {
+            const float scale = random.number() * kind.scale;
+            std::memcpy(&bytes[b * size], &scale, sizeof scale);
+        }
+        for (int64_t b = 0; kind.first == 1 && b < rows * blocks; b++)
+            bytes[b * size] = uint8_t(124 + random.from(0, 2));
         const int64_t panel_bytes = fminfer_panel_bytes(kind.number, inputs, block);
         units.assign(items * panels * parts * panel_bytes / 4, ~0u);
         fminfer_pack_blocks(kind.number, bytes.data(), items, parts, outputs, inputs, block,

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import fminfer
 from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
-from fminfer.compute.formats.own_rows import OWN_FORMATS, UNPACKING
+from fminfer.compute.formats.gguf import GGUF_FORMATS
+from fminfer.compute.formats.own import OWN_FORMATS, find_unpacking
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
 from fminfer.compute.values.weights import Weight
@@ -41,6 +41,7 @@ from tests.conftest import (
     save_byte_tokenizer,
 )
 from tests.forward.test_transformer import MAX_ERROR, error_of, logits_of, one_stage
+from tests.random_blocks import PUBLISHED_FORMATS
 
 CPU = torch.device("cpu")
 needs_compiler = pytest.mark.skipif(
@@ -295,12 +296,14 @@ class Counting(TorchDispatchMode):
 
 
 @pytest.mark.parametrize(
-    "form", [each for each in (*GGUF_FORMATS, *OWN_FORMATS) if each.kind]
+    "form",
+    [each for each in (*GGUF_FORMATS, *OWN_FORMATS, *PUBLISHED_FORMATS) if each.kind],
+    ids=lambda form: form.name,
 )
 def test_what_making_floats_takes(form: Blocks) -> None:
     """Plans count with these figures: a GPU has no kernels for blocks, and does it at
     each use."""
-    kernels, moved_bytes = UNPACKING[form.name]
+    kernels, moved_bytes = find_unpacking(form.name)
     weights = form.empty((256, 4096), CPU)
     with Counting() as counts:
         form.dequantize(weights, torch.bfloat16)

@@ -57,7 +57,6 @@ from tests.conftest import (
 from tests.forward.test_stages import check_same
 from tests.gguf_building import SAMPLES
 from tests.models import test_oracle
-from tests.models.test_gguf_models import REFUSED
 from tests.models.test_oracle import SMALL, Oracle, check_all, mixed_requests
 from tests.shard_threads import cut_engine, make_shards, plan_ranks
 
@@ -78,6 +77,8 @@ FILES = {
 FILES |= {"falcon-new", "gpt2", "llama", "phi3", "qwen3_moe"}
 WHOLE = (
     "fallback-q4_k_m",
+    "fallback-iq4_xs",
+    "gpt_oss-mxfp4_moe",
     *(f"kforms-{each}" for each in ("q3_k_m", "q4_k_m", "q5_k_m", "q6_k")),
 )
 FOUR = (
@@ -220,7 +221,6 @@ def test_quantized_folders_are_cut(
             marks=[] if {path.stem, path.stem.partition("-")[0]} & FILES else [more],
         )
         for path in sorted(SAMPLES.glob("*.gguf"))
-        if path.stem not in REFUSED
     ],
     ids=lambda path: path.stem,
 )

@@ -62,8 +62,17 @@ def unpack_iq4_nl(blocks: Tensor) -> Tensor:
     return read_float16(blocks, 0) * _map_nibbles(IQ4_VALUES, blocks[..., 2:])
 
 
+def unpack_iq4_xs(blocks: Tensor) -> Tensor:
+    """Each 32 numbers have a scale of 6 bits, of which 32 is 0."""
+    upper = _split_fields(blocks[..., 2:4], 2).mT.flatten(-2)
+    lower = _split_fields(blocks[..., 4:8], 4).mT.flatten(-2)
+    scale = read_float16(blocks, 0) * ((lower | upper << 4).float() - 32)
+    numbers = _map_nibbles(IQ4_VALUES, split_last_dimension(blocks[..., 8:], 8, 16))
+    return (scale[..., None] * numbers).flatten(-2)
+
+
 def unpack_mxfp4(blocks: Tensor) -> Tensor:
-    """A block's scale is a power of 2."""
+    """A block's scale is a power of 2. No byte of it is nan, as in llama.cpp."""
     scale = torch.exp2(blocks[..., :1].float() - 128)
     return scale * _map_nibbles(MXFP4_VALUES, blocks[..., 1:])
 
@@ -157,6 +166,7 @@ GGUF_FORMATS = (
     Blocks("Q6_K", 256, 210, unpack_q6_k, kind=11),
     Blocks("Q2_K", 256, 84, unpack_q2_k),
     Blocks("Q3_K", 256, 110, unpack_q3_k),
-    Blocks("IQ4_NL", 32, 18, unpack_iq4_nl),
-    Blocks("MXFP4", 32, 17, unpack_mxfp4),
+    Blocks("MXFP4", 32, 17, unpack_mxfp4, kind=15),
+    Blocks("IQ4_NL", 32, 18, unpack_iq4_nl, kind=16),
+    Blocks("IQ4_XS", 256, 136, unpack_iq4_xs, kind=17),
 )

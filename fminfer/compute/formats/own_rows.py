@@ -46,7 +46,7 @@ def pack_int8(blocks: Tensor) -> Tensor:
     return torch.cat([_float16_bytes(scale), values.view(torch.uint8)], -1)
 
 
-def _pack_units(values: Tensor) -> Tensor:
+def pack_units(values: Tensor) -> Tensor:
     """Return numbers of 4 bits in units, (…, numbers / 2 bytes): 8 bytes at once."""
     eight = values.contiguous().view(torch.int64)
     both = eight | eight >> 12  # bytes 0, 1, 4 and 5 have numbers i and i + 2
@@ -59,7 +59,7 @@ def _pack_units(values: Tensor) -> Tensor:
     return units.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
-def _unpack_units(packed: Tensor) -> Tensor:
+def unpack_units(packed: Tensor) -> Tensor:
     units = split_last_dimension(
         torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4
     )
@@ -72,11 +72,11 @@ def pack_symmetric(blocks: Tensor) -> Tensor:
     most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = _make_scales(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
     values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return torch.cat([_float16_bytes(scale), _pack_units(values)], -1)
+    return torch.cat([_float16_bytes(scale), pack_units(values)], -1)
 
 
 def unpack_symmetric(blocks: Tensor) -> Tensor:
-    return read_float16(blocks, 0) * (_unpack_units(blocks[..., 2:]) - 8)
+    return read_float16(blocks, 0) * (unpack_units(blocks[..., 2:]) - 8)
 
 
 def pack_int4(blocks: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ def pack_int4(blocks: Tensor) -> Tensor:
     scale = _make_scales(most - least, 15)
     values = ((blocks - least) / scale).round_().clamp_(0, 15).to(torch.uint8)
     return torch.cat(
-        [_float16_bytes(scale), _float16_bytes(least), _pack_units(values)], -1
+        [_float16_bytes(scale), _float16_bytes(least), pack_units(values)], -1
     )
 
 
 def unpack_int4(blocks: Tensor) -> Tensor:
-    return read_float16(blocks, 0) * _unpack_units(blocks[..., 4:]) + read_float16(
+    return read_float16(blocks, 0) * unpack_units(blocks[..., 4:]) + read_float16(
         blocks, 2
     )
 
@@ -115,6 +115,7 @@ _BY_NAME = {form.name: form for form in OWN_FORMATS}
 
 
 # Kernels of plain torch that make floats of blocks, and the bytes that they move for a number.
+# By how names of forms begin.
 UNPACKING: dict[str, tuple[int, float]] = {
     "Q8_0": (5, 19.4),
     "Q4_0": (9, 31.4),
@@ -124,6 +125,9 @@ UNPACKING: dict[str, tuple[int, float]] = {
     "Q4_K": (27, 32.1),
     "Q5_K": (32, 40.3),
     "Q6_K": (16, 39.9),
+    "MXFP4": (10, 31.8),
+    "IQ4_NL": (9, 31.4),
+    "IQ4_XS": (22, 32.3),
     "int8": (5, 19.1),
     "int8-32": (5, 19.4),
     "int8-row": (5, 19.0),
@@ -131,7 +135,16 @@ UNPACKING: dict[str, tuple[int, float]] = {
     "int4-128": (12, 33.2),
     "int4-symmetric": (10, 33.4),
     "int4-symmetric-128": (10, 33.1),
+    "whole4": (11, 33.4),
+    "whole8": (7, 27.1),
+    "float8": (4, 19.0),
 }
+
+
+def find_unpacking(name: str) -> tuple[int, float]:
+    """Return what making floats of a format takes; see `UNPACKING`. Floats are one copy."""
+    forms = [form for form in UNPACKING if name.startswith(form)]
+    return UNPACKING[max(forms, key=len)] if forms else (1, 0.0)
 
 
 def choose_quantized_formats(name: str, use: Use) -> tuple[Blocks, ...]:

@@ -35,8 +35,9 @@ inline Vec gelu_of(Vec x) {
     return 0.5f * x * (x < Vec{} ? rest : 2.0f - rest);
 }
 
-// kind 0: silu, 1: gelu by tanh, 2: relu, 3: gelu.
+// kind 0: silu, 1: gelu by tanh, 2: relu, 3: gelu, 4: quick gelu.
 inline Vec bend(Vec x, int64_t kind) {
+    if (kind == 4) return x * sigmoid_of(x * 1.702f);
     if (kind == 2) return x < Vec{} ? Vec{} : x;
     if (kind == 3) return gelu_of(x);
     return x * sigmoid_of(kind == 0 ? x : x * 1.5957691216f * (1.0f + 0.044715f * x * x));

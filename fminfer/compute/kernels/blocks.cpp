@@ -203,8 +203,13 @@ void unpack_row(const uint32_t* panel, int lane, int64_t inputs, int64_t block, 
         for (int64_t c = 0; c < chunks; c++, panel += Form::UNITS * PANEL, out += Form::CHUNK) {
             const float scale = Scales::scale(scales, c, first)[own];
             const float offset = Scales::offset(scales, c, first)[own];
-            for (int i = 0; i < Form::CHUNK; i++)
-                out[i] = Form::at(panel, vector, i / 8, i % 8)[own] * scale + offset;
+            for (int i = 0; i < Form::CHUNK; i++) {
+                const float number = Form::at(panel, vector, i / 8, i % 8)[own];
+                if constexpr (std::is_same<Scales, ScaleAndZero>::value)
+                    out[i] = (number - Scales::zero(scales, first)[own]) * scale;
+                else
+                    out[i] = number * scale + offset;
+            }
         }
     }
 }

@@ -74,10 +74,14 @@ struct Mixture {
     const float* shares;    // (tokens, top_k): what their results are multiplied by
     void* out;              // (tokens, hidden), of x's type
     float* space;           // (tokens * top_k, hidden + size)
+    const float* up_bias;   // (experts, outputs of `up`), gates first; null: none
+    const float* down_bias;  // (experts, hidden), or null
     int64_t tokens, top_k, num_experts, hidden, size;  // size: the inputs of `down`
     int64_t is_gated, activation;                      // of activations.h
     int64_t x_type;  // as a Product's
     int64_t num_threads;
+    float limit;  // gates are at most that; what they are multiplied by is from -limit to it, and
+                  // 1 is added. 0: neither
 };
 
 // Nonzero: there was no memory.

@@ -105,11 +105,12 @@ class ExpertCall(ctypes.Structure):
     _fields_ = _make_fields(
         (ADDRESS, "x"),
         (PackedCall, "up down"),
-        (ADDRESS, "chosen shares out space"),
+        (ADDRESS, "chosen shares out space up_bias down_bias"),
         (
             NUMBER,
             "tokens top_k num_experts hidden size is_gated activation x_type num_threads",
         ),
+        (ctypes.c_float, "limit"),
     )
 
 

@@ -80,8 +80,8 @@ const float* sum_panels(const Way& way, const typename Way::Number* x, int64_t r
 }
 
 // Multiplies rows x by all experts' weights, in groups of `width` panels with `outputs` in each of
-// the `width` parts. Calls use(row, output, sums, step): a panel's sums of a row, which begin with
-// `output`, and `step` numbers behind them those of the group's next panel.
+// the `width` parts. Calls use(expert, row, output, sums, step): a panel's sums of a row, which begin
+// with `output`, and `step` numbers behind them those of the group's next panel.
 template <typename Way, typename Use>
 void multiply_experts(const Mixture& a, const Places& places, const Way& way, const Packed& weight,
                       int64_t width, const typename Way::Number* x, int64_t inputs,
@@ -101,7 +101,7 @@ void multiply_experts(const Mixture& a, const Places& places, const Way& way, co
                                        (p.last - p.first) * width, next);
         for (int64_t g = p.first; g < p.last; g++, sums += width * p.num * PANEL)
             for (int64_t r = 0; r < p.num; r++)
-                use(p.row + r, g * PANEL, sums + r * PANEL, p.num * PANEL);
+                use(p.expert, p.row + r, g * PANEL, sums + r * PANEL, p.num * PANEL);
     });
 }
 
@@ -110,6 +110,12 @@ template <typename Use>
 inline void for_lanes(int64_t first, int64_t all, const Use& use) {
     for (int64_t n = 0; n < PANEL && first + n < all; n += LANES)
         use(n, int(std::min<int64_t>(LANES, all - first - n)));
+}
+
+// `count` sums, plus their biases, which are `at` numbers behind where all begin.
+inline Vec add_bias(const float* sums, const float* bias, int64_t at, int count) {
+    const Vec sum = load(sums);
+    return bias == nullptr ? sum : sum + load_some(bias + at, count);
 }
 
 // T: of x and out; Arithmetic's numbers are what is multiplied.
@@ -127,20 +133,33 @@ void mix(const Mixture& a) {
         for (int64_t i = first; i < last; i++)
             convert(x + i / a.top_k * a.hidden, a.hidden, rows + places.of[i] * a.hidden);
     });
-    const auto bend_row = [&](int64_t row, int64_t first, const float* sums, int64_t step) {
+    const int64_t width = a.is_gated ? 2 : 1;
+    const auto bend_row = [&](int64_t expert, int64_t row, int64_t first, const float* sums,
+                              int64_t step) {
         for_lanes(first, a.size, [&](int64_t n, int count) {
-            Vec value = bend(load(sums + n), a.activation);
-            if (a.is_gated) value *= load(sums + step + n);
+            const int64_t at = expert * width * a.size + first + n;
+            Vec value = add_bias(sums + n, a.up_bias, at, count);
+            if (a.limit > 0) value = value > a.limit ? all(a.limit) : value;
+            value = bend(value, a.activation);
+            if (a.is_gated) {
+                Vec other = add_bias(sums + step + n, a.up_bias, at + a.size, count);
+                if (a.limit > 0) {
+                    other = other > a.limit ? all(a.limit) : other;
+                    other = (other < -a.limit ? all(-a.limit) : other) + 1.0f;
+                }
+                value *= other;
+            }
             store_some(inner + row * a.size + first + n, value, count);
         });
     };
     with_way<Arithmetic>(a.up, rows, num, a.hidden, a.num_threads, added, [&](const auto& way) {
-        const int64_t width = a.is_gated ? 2 : 1;
         multiply_experts(a, places, way, a.up, width, rows, a.hidden, a.down.weight, bend_row);
     });
-    const auto keep_row = [&](int64_t row, int64_t first, const float* sums, int64_t) {
+    const auto keep_row = [&](int64_t expert, int64_t row, int64_t first, const float* sums,
+                              int64_t) {
         for_lanes(first, a.hidden, [&](int64_t n, int count) {
-            store_some(outs + row * a.hidden + first + n, load(sums + n), count);
+            const Vec value = add_bias(sums + n, a.down_bias, expert * a.hidden + first + n, count);
+            store_some(outs + row * a.hidden + first + n, value, count);
         });
     };
     with_way<Arithmetic>(a.down, inner, num, a.size, a.num_threads, added, [&](const auto& way) {

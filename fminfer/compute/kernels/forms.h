@@ -20,6 +20,12 @@ enum Kind : int64_t {
     Q4_K = 9,
     Q5_K = 10,
     Q6_K = 11,
+    WHOLE4 = 12,  // a scale in float32, a zero that is a number as well, and units of 4 bits
+    WHOLE8 = 13,  // the same with whole numbers of 8 bits
+    FLOAT8 = 14,  // a scale in float32, and e4m3
+    MXFP4 = 15,
+    IQ4_NL = 16,
+    IQ4_XS = 17,
 };
 
 inline Wide halves_at(const uint32_t* from, int n) {
@@ -28,10 +34,14 @@ inline Wide halves_at(const uint32_t* from, int n) {
 
 // WIDTH bytes as whole numbers: of type uint8_t or int8_t.
 template <typename T>
-inline Wide bytes_at(const uint32_t* from, int n) {
+inline IWide wholes_at(const uint32_t* from, int n) {
     typedef T Bytes __attribute__((vector_size(WIDTH), aligned(1), may_alias));
     const Bytes* bytes = reinterpret_cast<const Bytes*>(reinterpret_cast<const T*>(from) + n);
-    return floats_of(__builtin_convertvector(*bytes, IWide));
+    return __builtin_convertvector(*bytes, IWide);
+}
+template <typename T>
+inline Wide bytes_at(const uint32_t* from, int n) {
+    return floats_of(wholes_at<T>(from, n));
 }
 
 // Scales of a block: how they stand in a panel, n being the place of an output or of WIDTH of them.
@@ -70,6 +80,48 @@ struct ScaleAndLeast {
     }
 };
 
+// A scale in float32 for each block.
+struct WideScale {
+    static constexpr int64_t UNITS = PANEL;
+    static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = true;
+
+    static Wide scale(const uint32_t* scales, int64_t, int n) { return (Wide)bits_at(scales + n); }
+    static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        std::memcpy(scales + n, block, sizeof *scales);
+    }
+};
+
+// The same, and the zero of a block: weights are scale * (number - zero).
+struct ScaleAndZero : WideScale {
+    static constexpr int64_t UNITS = PANEL + PANEL / 2;
+    static constexpr bool HAS_OFFSET = true;
+
+    static Wide zero(const uint32_t* scales, int n) { return halves_at(scales + PANEL, n); }
+    static Wide offset(const uint32_t* scales, int64_t run, int n) {
+        return -(scale(scales, run, n) * zero(scales, n));
+    }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        WideScale::put(block, scales, n);
+        std::memcpy(reinterpret_cast<uint16_t*>(scales + PANEL) + n, block + 4, 2);
+    }
+};
+
+// A power of 2 for each block: its exponent plus 128. All of them are numbers, as in llama.cpp.
+struct PowerOfTwo {
+    static constexpr int64_t UNITS = PANEL / 4;
+    static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = true;
+
+    static Wide scale(const uint32_t* scales, int64_t, int n) {
+        const IWide power = wholes_at<uint8_t>(scales, n);
+        return (Wide)(power < 2 ? power + 1 << 21 : power - 1 << 23);
+    }
+    static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        reinterpret_cast<uint8_t*>(scales)[n] = block[0];
+    }
+};
+
 // Scales and minima of Q4_K and Q5_K, one of each for 8 chunks: 6 bits in files, 8 in panels.
 struct GroupScales {
     static constexpr int64_t UNITS = PANEL + 16 * PANEL / 4;
@@ -97,19 +149,34 @@ struct GroupScales {
     }
 };
 
-// Scales of Q6_K, one for each of 16 chunks.
+// A scale for each block, and whole numbers of 8 bits for each of its RUNS chunks.
+template <int RUNS>
 struct SignedScales {
-    static constexpr int64_t UNITS = PANEL / 2 + 16 * PANEL / 4;
+    static constexpr int64_t UNITS = PANEL / 2 + RUNS * PANEL / 4;
     static constexpr bool HAS_OFFSET = false, IS_OF_BLOCK = false;
 
     static Wide scale(const uint32_t* scales, int64_t run, int n) {
         return halves_at(scales, n) * bytes_at<int8_t>(scales + PANEL / 2 + run * PANEL / 4, n);
     }
     static Wide offset(const uint32_t*, int64_t, int) { return Wide{}; }
+    static uint8_t* runs(uint32_t* scales, int n) {
+        return reinterpret_cast<uint8_t*>(scales + PANEL / 2) + n;
+    }
+};
+struct ScalesOfSix : SignedScales<16> {
     static void put(const uint8_t* block, uint32_t* scales, int n) {
         OneScale<208>::put(block, scales, n);
-        uint8_t* const to = reinterpret_cast<uint8_t*>(scales + PANEL / 2) + n;
-        for (int i = 0; i < 16; i++) to[i * PANEL] = block[192 + i];
+        for (int i = 0; i < 16; i++) runs(scales, n)[i * PANEL] = block[192 + i];
+    }
+};
+// In files of 6 bits each, of which 32 is 0: 2 upper ones in bytes 2 and 3, then 4 lower ones.
+struct ScalesOfIq4 : SignedScales<8> {
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        OneScale<0>::put(block, scales, n);
+        for (int i = 0; i < 8; i++) {
+            const int low = block[4 + i / 2] >> i % 2 * 4 & 15, high = block[2 + i / 4] >> i % 4 * 2 & 3;
+            runs(scales, n)[i * PANEL] = uint8_t((low | high << 4) - 32);
+        }
     }
 };
 
@@ -151,6 +218,9 @@ struct Units : Form<Values_, Scales_> {
 typedef Units<2, Values<8, 0>, OneScale<0>> Int8;
 typedef Units<2, Values<4, 8>, OneScale<0>> Symmetric;
 typedef Units<4, Values<4, 0>, ScaleAndLeast> Int4;
+typedef Units<6, Values<4, 0>, ScaleAndZero> Whole4;
+typedef Units<6, Values<8, 0>, ScaleAndZero> Whole8;
+typedef Units<4, Float8, WideScale> Floats8;
 
 struct FourBits : Form<Values<4, 8>, OneScale<0>> {
     static int64_t bytes(int64_t) { return 18; }
@@ -191,7 +261,7 @@ struct FiveBitsK : Form<Values<5, 0>, GroupScales> {
         for (int i = 0; i < 32; i++) to[i] |= (block[16 + i] >> chunk & 1) << 4;
     }
 };
-struct SixBitsK : Form<Values<6, 32>, SignedScales> {
+struct SixBitsK : Form<Values<6, 32>, ScalesOfSix> {
     static int64_t bytes(int64_t) { return 210; }
     static void read(const uint8_t* block, int64_t chunk, uint8_t* to) {
         const int64_t part = chunk / 8, group = chunk % 8 / 2, first = chunk % 2 * 16;
@@ -199,6 +269,21 @@ struct SixBitsK : Form<Values<6, 32>, SignedScales> {
         const uint8_t* const high = block + 128 + part * 32 + first;
         for (int i = 0; i < 16; i++)
             to[i] = (low[i] >> group / 2 * 4 & 15) | (high[i] >> group * 2 & 3) << 4;
+    }
+};
+
+struct Floats4 : Form<Nibbles<Float4>, PowerOfTwo> {
+    static int64_t bytes(int64_t) { return 17; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 1, to); }
+};
+struct TableBits : Form<Nibbles<Iq4>, OneScale<0>> {
+    static int64_t bytes(int64_t) { return 18; }
+    static void read(const uint8_t* block, int64_t, uint8_t* to) { split_nibbles(block + 2, to); }
+};
+struct TableBitsK : Form<Nibbles<Iq4>, ScalesOfIq4> {
+    static int64_t bytes(int64_t) { return 136; }
+    static void read(const uint8_t* block, int64_t chunk, uint8_t* to) {
+        split_nibbles(block + 8 + chunk * 16, to);
     }
 };
 
@@ -216,6 +301,12 @@ inline void with_form(int64_t kind, const Use& use) {
         case Q4_K: return use(FourBitsK());
         case Q5_K: return use(FiveBitsK());
         case Q6_K: return use(SixBitsK());
+        case WHOLE4: return use(Whole4());
+        case WHOLE8: return use(Whole8());
+        case FLOAT8: return use(Floats8());
+        case MXFP4: return use(Floats4());
+        case IQ4_NL: return use(TableBits());
+        case IQ4_XS: return use(TableBitsK());
     }
 }
 

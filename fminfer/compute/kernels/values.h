@@ -1,5 +1,5 @@
-// Whole numbers of 4, 5, 6 and 8 bits in panels (panels.h), and how they become floats or pairs of
-// bfloat16, which hold them exactly.
+// Numbers of 4, 5, 6 and 8 bits in panels (panels.h), and how they become floats or pairs of
+// bfloat16, which hold them exactly: whole numbers, places in a table of 16, and floats of 8 bits.
 //
 // CHUNK neighbouring inputs of a panel's outputs stand together, in units of 32 bits: the first unit
 // of all outputs, then their second one, and so on. A unit has the lower 4 bits of 8 inputs: its
@@ -29,6 +29,37 @@ inline void put_nibbles(const uint8_t* numbers, int units, uint32_t* unit) {
     }
 }
 
+// What stored numbers stand for: of(i) is at most 8 bits long.
+template <int ZERO>
+struct From {  // from -ZERO on
+    static constexpr bool IS_RANGE = true;
+    static constexpr int of(int i) { return i - ZERO; }
+};
+struct Iq4 {  // GGUF's IQ4_NL and IQ4_XS
+    static constexpr bool IS_RANGE = false;
+    static constexpr int of(int i) {
+        constexpr int8_t numbers[] = {-127, -104, -83, -65, -49, -35, -22, -10,
+                                      1,    13,   25,  38,  53,  69,  89,  113};
+        return numbers[i];
+    }
+};
+struct Float4 {  // e2m1, in halves
+    static constexpr bool IS_RANGE = false;
+    static constexpr int of(int i) {
+        constexpr int8_t sizes[] = {0, 1, 2, 3, 4, 6, 8, 12};
+        return i < 8 ? sizes[i] : -sizes[i - 8];
+    }
+};
+template <typename Meaning>
+struct Sixteen {
+    float numbers[16] = {};
+    constexpr Sixteen() {
+        for (int i = 0; i < 16; i++) numbers[i] = float(Meaning::of(i));
+    }
+};
+template <typename Meaning>
+alignas(64) constexpr Sixteen<Meaning> SIXTEEN;
+
 #ifdef HAS_PAIRS
 // A whole number of at most 8 bits in bfloat16.
 constexpr uint16_t bfloat16_of(int number) {
@@ -39,19 +70,19 @@ constexpr uint16_t bfloat16_of(int number) {
     return (number < 0) << 15 | (127 + exponent) << 7 | (size << (7 - exponent) & 127);
 }
 
-// Numbers of at most 6 bits in bfloat16, from -ZERO on, again and again: bits above are ignored.
-template <int BITS, int ZERO>
+// What numbers of at most 6 bits stand for in bfloat16, again and again: bits above are ignored.
+template <int BITS, typename Meaning>
 struct Table {
     uint16_t numbers[64] = {};
     constexpr Table() {
-        for (int i = 0; i < 64; i++) numbers[i] = bfloat16_of(i % (1 << BITS) - ZERO);
+        for (int i = 0; i < 64; i++) numbers[i] = bfloat16_of(Meaning::of(i % (1 << BITS)));
     }
 };
-template <int BITS, int ZERO>
-alignas(64) constexpr Table<BITS, ZERO> TABLE;
-template <int BITS, int ZERO>
+template <int BITS, typename Meaning>
+alignas(64) constexpr Table<BITS, Meaning> TABLE;
+template <int BITS, typename Meaning>
 inline __m512i table_of(int first) {
-    return _mm512_load_si512(TABLE<BITS, ZERO>.numbers + first);
+    return _mm512_load_si512(TABLE<BITS, Meaning>.numbers + first);
 }
 
 // The lower 4 bits of two inputs, of which each half of a lane has one.
@@ -71,23 +102,34 @@ inline UVec nibbles_of(const uint32_t* chunk, int v, int64_t eight, int pair) {
 template <int BITS, int ZERO>
 struct Values;
 
-template <int ZERO>
-struct Values<4, ZERO> {
+// 4 bits, whatever they stand for.
+template <typename Meaning>
+struct Nibbles {
     static constexpr int CHUNK = 32, UNITS = 4;
     static constexpr bool IS_FAST = REGISTERS == 32;  // in registers, for any number of rows
 
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-#ifdef __AVX512F__
-        const Wide table = Wide{0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15} - float(ZERO);
-        return (Wide)_mm512_permutexvar_ps((__m512i)nibble_of(chunk, v, eight, i), (__m512)table);
+        const UWide number = nibble_of(chunk, v, eight, i);
+#if defined(__AVX512F__)
+        return (Wide)_mm512_permutexvar_ps((__m512i)number, _mm512_load_ps(SIXTEEN<Meaning>.numbers));
 #else
-        return floats_of((IWide)(nibble_of(chunk, v, eight, i) & 15) - ZERO);
+        if constexpr (Meaning::IS_RANGE) return floats_of((IWide)(number & 15) + Meaning::of(0));
+#if defined(__AVX2__)
+        const float* const numbers = SIXTEEN<Meaning>.numbers;
+        const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(numbers), (__m256i)number);
+        const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(numbers + 8), (__m256i)number);
+        return (Wide)_mm256_blendv_ps(low, high, (__m256)(number << 28));
+#else
+        Wide found;
+        for (int n = 0; n < WIDTH; n++) found[n] = SIXTEEN<Meaning>.numbers[number[n] & 15];
+        return found;
+#endif
 #endif
     }
 #ifdef HAS_PAIRS
     static __m512i pair(const uint32_t* chunk, int v, int64_t eight, int pair) {
         return _mm512_permutexvar_epi16((__m512i)nibbles_of(chunk, v, eight, pair),
-                                        table_of<4, ZERO>(0));
+                                        table_of<4, Meaning>(0));
     }
 #endif
     static void put(const uint8_t* numbers, uint32_t* chunk, int lane) {
@@ -99,6 +141,8 @@ struct Values<4, ZERO> {
             std::memcpy(chunk + u * PANEL + lane, units + u, sizeof *units);
     }
 };
+template <int ZERO>
+struct Values<4, ZERO> : Nibbles<From<ZERO>> {};
 
 // 4 bits, and MORE bits above them.
 template <int MORE, int CHUNK_, int ZERO>
@@ -119,10 +163,10 @@ struct Higher {
         const UVec high = above(chunk, v, eight) >> pair * MORE & (MASK << 16 | MASK);
         const UVec both = (nibbles_of(chunk, v, eight, pair) & 0x000F000F) | high << 4;
         if constexpr (MORE == 1)
-            return _mm512_permutexvar_epi16((__m512i)both, table_of<5, ZERO>(0));
+            return _mm512_permutexvar_epi16((__m512i)both, table_of<5, From<ZERO>>(0));
         else
-            return _mm512_permutex2var_epi16(table_of<6, ZERO>(0), (__m512i)both,
-                                             table_of<6, ZERO>(32));
+            return _mm512_permutex2var_epi16(table_of<6, From<ZERO>>(0), (__m512i)both,
+                                             table_of<6, From<ZERO>>(32));
     }
 #endif
     static void put(const uint8_t* numbers, uint32_t* chunk, int lane) {
@@ -138,23 +182,15 @@ struct Values<5, ZERO> : Higher<1, 32, ZERO> {};
 template <int ZERO>
 struct Values<6, ZERO> : Higher<2, 16, ZERO> {};
 
-template <>
-struct Values<8, 0> {
+// 8 bits: neighbours of an output in units, or in pairs where there is AVX-512.
+struct Bytes {
     static constexpr int CHUNK = 32, UNITS = 8;
     static constexpr bool IS_FAST = false;
 
 #ifdef __AVX512F__
-    // The two inputs of a pair, of the first or second 8 of 16 outputs.
-    static __m512 half(const uint32_t* chunk, int v, int64_t pair, int upper) {
-        const char* from = reinterpret_cast<const char*>(chunk) + pair * 2 * PANEL + v * 32;
-        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + upper);
-        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
-    }
-    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        const IVec even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
-        const int64_t pair = eight * 4 + i / 2;
-        return (Wide)_mm512_permutex2var_ps(half(chunk, v, pair, 0), (__m512i)(even + i % 2),
-                                            half(chunk, v, pair, 1));
+    // The pairs of 16 outputs.
+    static const uint16_t* pairs_at(const uint32_t* chunk, int v, int64_t pair) {
+        return reinterpret_cast<const uint16_t*>(chunk) + pair * PANEL + v * WIDTH;
     }
     static void put_units(const UVec* units, uint32_t* chunk, int lane) {
         char* const to = reinterpret_cast<char*>(chunk) + lane * 2;
@@ -165,13 +201,42 @@ struct Values<8, 0> {
             }
     }
 #else
-    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
-        return floats_of((IWide)(unit << (24 - i % 4 * 8)) >> 24);
-    }
     static void put_units(const UVec* units, uint32_t* chunk, int lane) {
         for (int u = 0; u < UNITS; u++)
             std::memcpy(chunk + u * PANEL + lane, units + u, sizeof *units);
+    }
+#endif
+    // Input `i` of 8 neighbours in the uppermost byte, and anything below it.
+    static UWide uppermost(const uint32_t* chunk, int v, int64_t eight, int i) {
+#ifdef __AVX512F__
+        const uint16_t* const pairs = pairs_at(chunk, v, eight * 4 + i / 2);
+        return widen_bits(*reinterpret_cast<const LooseHalfWide*>(pairs)) << (24 - i % 2 * 8);
+#else
+        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
+        return unit << (24 - i % 4 * 8);
+#endif
+    }
+    static void put(const uint8_t*, uint32_t*, int) {}
+};
+
+template <>
+struct Values<8, 0> : Bytes {
+#ifdef __AVX512F__
+    // The two inputs of a pair, of the first or second 8 of 16 outputs.
+    static __m512 half(const uint32_t* chunk, int v, int64_t pair, int upper) {
+        const uint16_t* const from = pairs_at(chunk, v, pair);
+        const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + upper);
+        return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
+    }
+    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
+        const IVec even = {0, 2, 4, 6, 8, 10, 12, 14, 16, 18, 20, 22, 24, 26, 28, 30};
+        const int64_t pair = eight * 4 + i / 2;
+        return (Wide)_mm512_permutex2var_ps(half(chunk, v, pair, 0), (__m512i)(even + i % 2),
+                                            half(chunk, v, pair, 1));
+    }
+#else
+    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
+        return floats_of((IWide)uppermost(chunk, v, eight, i) >> 24);
     }
 #endif
 #ifdef HAS_PAIRS
@@ -180,7 +245,45 @@ struct Values<8, 0> {
                                             half(chunk, v, eight * 4 + pair, 0));
     }
 #endif
-    static void put(const uint8_t*, uint32_t*, int) {}
+};
+
+#ifdef HAS_PAIRS
+// The numbers of e4m3 whose exponent is 0, in bfloat16, again and again.
+struct SmallFloats8 {
+    uint16_t numbers[32] = {};
+    constexpr SmallFloats8() {
+        for (int i = 0; i < 32; i++) numbers[i] = i % 8 ? bfloat16_of(i % 8) - (9 << 7) : 0;
+    }
+};
+alignas(64) constexpr SmallFloats8 SMALL_FLOATS8;
+#endif
+
+// e4m3, without its nan: who packs a block makes its scale nan instead (compute/formats/published).
+struct Float8 : Bytes {
+    // An exponent of 0 means m * 2^-9 for the last bits m, which is 2^-6 less than (1 + m / 8) * 2^-6.
+    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
+        const UWide byte = uppermost(chunk, v, eight, i), size = byte >> 4 & 0x07F00000;
+        const UWide small = (UWide)(size < 0x00800000);
+        const UWide bits = size + 0x3C000000 + (small & 0x00800000);
+        const Wide number = (Wide)bits - (Wide)(small & 0x3C800000);
+        return (Wide)((UWide)number | (byte & 0x80000000));
+    }
+#ifdef HAS_PAIRS
+    static __m512i pair(const uint32_t* chunk, int v, int64_t eight, int pair) {
+        const uint16_t* const from = pairs_at(chunk, v, eight * 4 + pair);
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
+        const __m512i words = _mm512_cvtepu8_epi16(bytes);
+        const __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7F));
+        const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(size, 4),
+                                               _mm512_set1_epi16(120 << 7));
+        const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
+        const __m512i number = _mm512_mask_permutexvar_epi16(
+            usual, is_small, size, _mm512_load_si512(SMALL_FLOATS8.numbers));
+        const __m512i sign = _mm512_slli_epi16(words, 8);
+        // number | (sign & 0x8000)
+        return _mm512_ternarylogic_epi32(number, sign, _mm512_set1_epi16(-0x8000), 0xF8);
+    }
+#endif
 };
 
 }  // namespace

@@ -24,6 +24,7 @@ SILU = 0
 GELU_TANH = 1
 RELU = 2
 GELU = 3
+QUICK_GELU = 4
 TANH_GELUS = ("gelu_new", "gelu_fast", "gelu_pytorch_tanh")
 # of all kernels
 GATES = {"silu": SILU, "swish": SILU} | dict.fromkeys(TANH_GELUS, GELU_TANH)

@@ -11,15 +11,16 @@ import torch
 
 from fminfer.compute.kernels.calls import ExpertCall
 from fminfer.compute.layers import plain
-from fminfer.compute.layers.bodies import activations_of
+from fminfer.compute.layers.bodies import QUICK_GELU, activations_of
 from fminfer.compute.layers.products import (
     Linear,
     PackedPart,
     ProductKernel,
+    has_order,
     is_kernel_faster,
 )
 from fminfer.compute.trial import Candidate, Limits, Pair, Trial
-from fminfer.compute.values.spec import Moe
+from fminfer.compute.values.spec import Mlp, Moe
 from fminfer.compute.values.weights import KERNEL_TYPES, Function, Weight
 
 # (hidden states, chosen experts, their shares) → hidden states; `PackedExperts` says more.
@@ -59,6 +60,8 @@ class Mixture:
     spec: Moe
     up: Weight  # (experts, outputs, hidden)
     down: Weight  # (experts, hidden, size)
+    up_bias: torch.Tensor | None = None  # (experts, outputs)
+    down_bias: torch.Tensor | None = None  # (experts, hidden)
 
     def make_trial(self, dtype: torch.dtype) -> Trial[Mix]:
         """Return how a mixture of hidden states of a dtype is tried; each shape and
@@ -74,6 +77,7 @@ def compute_expert_pairs(
 ) -> Iterator[Pair]:
     """Mix the experts of one token and of a few, compiled and plain, in float32 between."""
     spec = mixture.spec
+    expert = spec.expert
     generator = torch.Generator().manual_seed(0)
     x = torch.randn(TRIED_TOKENS, mixture.down.shape[1], generator=generator).to(dtype)
     shares = torch.rand(TRIED_TOKENS, spec.top_k, generator=generator)
@@ -81,12 +85,20 @@ def compute_expert_pairs(
         torch.arange(TRIED_TOKENS * spec.top_k).view(TRIED_TOKENS, -1)
         % spec.num_experts
     )
-    act: Function = plain.ACTIVATIONS[spec.expert.activation]
-    if spec.expert.is_gated:
-        act = partial(plain.gate, activation=spec.expert.activation)
+    act: Function = plain.ACTIVATIONS[expert.activation]
+    if expert.is_gated:
+        act = partial(plain.gate, activation=expert.activation, limit=expert.limit)
 
     def compute(part: torch.Tensor, number: int) -> torch.Tensor:
-        up, down = (Linear(w.expert(number), None) for w in (mixture.up, mixture.down))
+        up, down = (
+            Linear(
+                weight.expert(number), None if bias is None else bias[number].float()
+            )
+            for weight, bias in (
+                (mixture.up, mixture.up_bias),
+                (mixture.down, mixture.down_bias),
+            )
+        )
         return down(act(up(part)))
 
     experts = [partial(compute, number=number) for number in range(spec.num_experts)]
@@ -124,6 +136,8 @@ class PackedExperts:
     spec: Moe
     up: PackedPart  # of all experts, gates first
     down: PackedPart
+    up_bias: torch.Tensor | None  # (experts, outputs of `up`) float32
+    down_bias: torch.Tensor | None  # (experts, hidden) float32
 
     def __call__(
         self, x: torch.Tensor, chosen: torch.Tensor, shares: torch.Tensor
@@ -154,15 +168,18 @@ class PackedExperts:
             shares=shares.data_ptr(),
             out=out.data_ptr(),
             space=space.data_ptr(),
+            up_bias=None if self.up_bias is None else self.up_bias.data_ptr(),
+            down_bias=None if self.down_bias is None else self.down_bias.data_ptr(),
             tokens=tokens,
             top_k=top_k,
             num_experts=self.spec.num_experts,
             hidden=hidden,
             size=expert.size,
             is_gated=expert.is_gated,
-            activation=activations_of(expert)[expert.activation],
+            activation=find_activations(expert)[expert.activation],
             x_type=KERNEL_TYPES[x.dtype],
             num_threads=torch.get_num_threads(),
+            limit=expert.limit or 0.0,
         )
         if self.mix(ctypes.byref(call)):
             self.workspace.free()  # for the halves of the step
@@ -170,11 +187,28 @@ class PackedExperts:
         return out
 
 
+def find_activations(expert: Mlp) -> dict[str, int]:
+    """Return the numbers of activations that the kernel computes in experts."""
+    return activations_of(expert) | {"quick_gelu": QUICK_GELU}
+
+
 def can_mix(spec: Moe) -> bool:
-    """Tell whether the kernel computes such experts: no bias, an activation that it has."""
+    """Tell whether the kernel computes such experts: it has their activation, and limits
+    gates alone."""
     expert = spec.expert
-    is_plain = not expert.has_bias and expert.limit is None
-    return is_plain and expert.activation in activations_of(expert)
+    is_limited = expert.limit is not None
+    has_gate_limit = is_limited and expert.is_gated and expert.limit > 0
+    return is_limited == has_gate_limit and expert.activation in find_activations(
+        expert
+    )
+
+
+def _widen_bias(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
+    """Return the biases of all experts' outputs as the kernel adds them."""
+    if bias is None:
+        return None
+    assert bias.shape == weight.shape[:2], "biases of experts"
+    return bias.float().contiguous()
 
 
 def make_expert_candidate(
@@ -193,16 +227,22 @@ def make_expert_candidate(
             "weights of experts"
         )
         assert up.shape == (num_experts, expert.up_size, hidden), "weights of experts"
-        parts = (
-            kernel.pack_part(up, 2 if expert.is_gated else 1),
-            kernel.pack_part(down, 1),
+        return PackedExperts(
+            mix=library.fminfer_mix,
+            workspace=workspace,
+            spec=mixture.spec,
+            up=kernel.pack_part(up, 2 if expert.is_gated else 1),
+            down=kernel.pack_part(down, 1),
+            up_bias=_widen_bias(mixture.up_bias, up),
+            down_bias=_widen_bias(mixture.down_bias, down),
         )
-        return PackedExperts(library.fminfer_mix, workspace, mixture.spec, *parts)
 
     def serves(mixture: Mixture) -> bool:
         weights = (mixture.up, mixture.down)
         is_best = all(
-            is_kernel_faster(w.format, dtype) and len(w.format.parts) == 1
+            is_kernel_faster(w.format, dtype)
+            and len(w.format.parts) == 1
+            and not has_order(w)
             for w in weights
         )
         return (

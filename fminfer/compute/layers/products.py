@@ -287,6 +287,22 @@ class PackedProduct:
 
 
 @dataclass(slots=True, frozen=True)
+class OrderedProduct:
+    """Products side by side with rows of one weight, which stand in orders of their own."""
+
+    # and the input of each place of a row, (inputs,) int32; None: inputs are in order
+    products: tuple[tuple[torch.Tensor | None, PackedProduct], ...]
+
+    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        """Return (…, outputs) of x, (…, inputs), in x's type."""
+        outs = [
+            product(x if order is None else x.index_select(-1, order))
+            for order, product in self.products
+        ]
+        return outs[0] if len(outs) == 1 else torch.cat(outs, -1)
+
+
+@dataclass(slots=True, frozen=True)
 class PackedItems:
     """The products of several items, each with a weight of its own, all packed."""
 
@@ -344,13 +360,34 @@ class ProductKernel:
         )
         return fits and is_on_cpu(weight)
 
-    def make_product(self, linear: Linear) -> PackedProduct:
-        return self.pack_weight(linear.weight, linear.bias)
+    def make_product(self, linear: Linear) -> PackedProduct | OrderedProduct:
+        """Return the product with a weight that `can_pack`, whatever order its inputs have.
+
+        Neighbouring parts with the same order are one product.
+        """
+        assert self.can_pack(linear.weight), "a weight to pack"
+        products = []
+        first = 0
+        for order, parts in _group_by_order(linear.weight):
+            last = first + sum(part.shape[0] for part in parts)
+            bias = None if linear.bias is None else linear.bias[first:last]
+            products.append((order, self._pack_parts(parts, bias)))
+            first = last
+        order, product = products[0]
+        is_in_order = len(products) == 1 and order is None
+        return product if is_in_order else OrderedProduct(tuple(products))
 
     def pack_weight(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
-        """Return the product with a weight that `can_pack`."""
-        assert self.can_pack(weight), "a weight to pack"
-        outputs, inputs = weight.shape
+        """Return the product with a weight that `can_pack`, whose inputs are in order."""
+        assert self.can_pack(weight) and not has_order(weight), "a weight to pack"
+        return self._pack_parts(weight.split_parts(), bias)
+
+    def _pack_parts(
+        self, weights: list[Weight], bias: torch.Tensor | None
+    ) -> PackedProduct:
+        """Return the product with parts of a weight, one below the other."""
+        outputs = sum(part.shape[0] for part in weights)
+        inputs = weights[0].shape[1]
         parts = tuple(
             PackedPart(
                 part.format,
@@ -361,7 +398,7 @@ class ProductKernel:
             )
             if part.is_lent and part.is_plain
             else self.pack_part(part, 1)
-            for part in weight.split_parts()
+            for part in weights
         )
         biases = None
         if bias is not None:
@@ -399,6 +436,29 @@ class ProductKernel:
             floats = tensor.data_ptr(), *sizes, row * tensor.itemsize // 4
             self.library.fminfer_pack_experts(*floats, packed.data_ptr(), num_threads)
         return PackedPart(weight.format, packed, outputs, inputs)
+
+
+def has_order(weight: Weight) -> bool:
+    """Tell whether inputs of some of its rows stand in an order of their own."""
+    return any(
+        part.format.find_order(part.tensors) is not None
+        for part in weight.split_parts()
+    )
+
+
+def _group_by_order(weight: Weight) -> list[tuple[torch.Tensor | None, list[Weight]]]:
+    """Return the parts of a weight, and the order of their inputs, which neighbours share."""
+    groups: list[tuple[torch.Tensor | None, list[Weight]]] = []
+    for part in weight.split_parts():
+        order = part.format.find_order(part.tensors)
+        last = groups[-1][0] if groups else None
+        is_same = order is last or (
+            order is not None and last is not None and torch.equal(order, last)
+        )
+        if not groups or not is_same:
+            groups.append((order, []))
+        groups[-1][1].append(part)
+    return groups
 
 
 def is_kernel_faster(weight_format: Format, dtype: torch.dtype) -> bool:
@@ -444,16 +504,19 @@ def make_head_candidate(
     kernel = ProductKernel(library)
 
     def serves(linear: Linear) -> bool:
-        return can_sum_in_float32(linear.weight.format) and kernel.can_pack(
-            linear.weight
-        )
+        weight = linear.weight
+        is_served = can_sum_in_float32(weight.format) and kernel.can_pack(weight)
+        return is_served and not has_order(weight)
+
+    def pack(linear: Linear) -> PackedProduct:
+        return kernel.pack_weight(linear.weight, linear.bias)
 
     def trial(linear: Linear) -> Trial[PackedProduct]:
         bias = None if linear.bias is None else linear.bias[:TRIED_OUTPUTS]
         some = Linear(linear.weight.first_rows(TRIED_OUTPUTS), bias)
 
         def pairs(_: PackedProduct) -> Iterator[Pair]:
-            product = kernel.make_product(some)
+            product = pack(some)
             rows = product.dequantize_rows(torch.arange(product.outputs))
             yield rows, some.weight.dequantize(rows.dtype)
             yield from compute_product_pairs(
@@ -464,7 +527,7 @@ def make_head_candidate(
             "products in float32", pairs, UNROUNDED_ERROR, linear.weight.format.name
         )
 
-    return Candidate(kernel.make_product, trial, serves)
+    return Candidate(pack, trial, serves)
 
 
 def make_items_candidate(
