@@ -46,7 +46,7 @@ def pack_int8(blocks: Tensor) -> Tensor:
     return torch.cat([_float16_bytes(scale), values.view(torch.uint8)], -1)
 
 
-def _pack_units(values: Tensor) -> Tensor:
+def pack_units(values: Tensor) -> Tensor:
     """Return numbers of 4 bits in units, (…, numbers / 2 bytes): 8 bytes at once."""
     eight = values.contiguous().view(torch.int64)
     both = eight | eight >> 12  # bytes 0, 1, 4 and 5 have numbers i and i + 2
@@ -59,7 +59,7 @@ def _pack_units(values: Tensor) -> Tensor:
     return units.view(torch.int32)[..., ::2].contiguous().view(torch.uint8)
 
 
-def _unpack_units(packed: Tensor) -> Tensor:
+def unpack_units(packed: Tensor) -> Tensor:
     units = split_last_dimension(
         torch.stack([packed & 15, packed >> 4], -1).flatten(-2), -1, 2, 4
     )
@@ -72,11 +72,11 @@ def pack_symmetric(blocks: Tensor) -> Tensor:
     most = blocks.gather(-1, blocks.abs().argmax(-1, keepdim=True))
     scale = _make_scales(most.abs(), 8) * torch.where(most > 0, -1.0, 1.0)
     values = (blocks / scale).round_().add_(8).clamp_(0, 15).to(torch.uint8)
-    return torch.cat([_float16_bytes(scale), _pack_units(values)], -1)
+    return torch.cat([_float16_bytes(scale), pack_units(values)], -1)
 
 
 def unpack_symmetric(blocks: Tensor) -> Tensor:
-    return read_float16(blocks, 0) * (_unpack_units(blocks[..., 2:]) - 8)
+    return read_float16(blocks, 0) * (unpack_units(blocks[..., 2:]) - 8)
 
 
 def pack_int4(blocks: Tensor) -> Tensor:
@@ -85,12 +85,12 @@ def pack_int4(blocks: Tensor) -> Tensor:
     scale = _make_scales(most - least, 15)
     values = ((blocks - least) / scale).round_().clamp_(0, 15).to(torch.uint8)
     return torch.cat(
-        [_float16_bytes(scale), _float16_bytes(least), _pack_units(values)], -1
+        [_float16_bytes(scale), _float16_bytes(least), pack_units(values)], -1
     )
 
 
 def unpack_int4(blocks: Tensor) -> Tensor:
-    return read_float16(blocks, 0) * _unpack_units(blocks[..., 4:]) + read_float16(
+    return read_float16(blocks, 0) * unpack_units(blocks[..., 4:]) + read_float16(
         blocks, 2
     )
 
