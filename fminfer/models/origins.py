@@ -45,12 +45,17 @@ _OLD_LEAVES = {".gamma": ".weight", ".beta": ".bias"}
 class Piece:
     """A stored part of one of our tensors: its rows `first` to `last`, or of a stacked item."""
 
-    stored: Mapping[str, Shape]  # in the order of its format
-    format: StoredFormat | None  # None: plain floats, one tensor
+    stored: Mapping[str, Shape]  # in the order of its reader
+    reader: StoredFormat | None  # None: plain floats, one tensor
     item: int | None
     first: int  # row
     last: int
     is_turned: bool = False  # its floats are (inputs, outputs)
+
+    @property
+    def format(self) -> Format | None:
+        """What its values have once they are read; None: plain floats, as they are stored."""
+        return None if self.reader is None else self.reader.format
 
 
 @dataclass(slots=True, frozen=True)
@@ -356,7 +361,8 @@ class _OriginSearch:
             }
             types = zip(shapes, parts.values(), strict=True)
             if all(
-                n in self._stored and self._types.get(n, t) == t for n, (t, _) in types
+                n in self._stored and (not self._types or self._types[n] in some)
+                for n, (some, _) in types
             ):
                 return Piece(shapes, form, *extent)
         return Piece(
