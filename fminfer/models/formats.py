@@ -18,7 +18,7 @@ from fminfer.models.sharding import TensorCut
 
 # The types that a stored tensor may have, by safetensors' names, and its shape. With "" among
 # them, it may be absent.
-StoredPart = tuple[Collection[str], Shape]
+StoredPart = tuple[tuple[str, ...], Shape]
 
 
 class StoredFormat(Protocol):

@@ -148,7 +148,27 @@ def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Ori
         checkpoint.dense_folders,
         checkpoint.headers,
     )
-    return files, find_origins(checkpoint, files.shapes, files.types)
+    origins = find_origins(checkpoint, files.shapes, files.types)
+    _check_zero_biases(checkpoint, files, origins)
+    return files, origins
+
+
+def _check_zero_biases(
+    checkpoint: Checkpoint, files: TensorFiles, origins: Origins
+) -> None:
+    """Check that biases are 0 that quantizers wrote, and the model does not have."""
+    scheme = checkpoint.architecture.scheme
+    if scheme is None or not scheme.has_zero_biases:
+        return
+    used = {
+        name for o in origins.values() for piece in o.pieces for name in piece.stored
+    }
+    for name in files.types.keys() - used:
+        if name.endswith(".bias") and files.read(name).float().any():
+            raise CheckpointError(
+                f"{checkpoint.name} holds a bias {name!r} that is not 0, and a model of its "
+                "config.json has none there; config and weights do not belong together"
+            )
 
 
 def make_drawn_origins(checkpoint: Checkpoint) -> Origins:
@@ -183,7 +203,6 @@ def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     files that are broken, which loading will name.
     """
     folder = checkpoint.folder
-    dtype = checkpoint.config.dtype
     if folder is None:
         return {}
     try:
@@ -196,8 +215,29 @@ def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
             }
     except CheckpointError:
         return {}
+    return _predict_stored_formats(checkpoint, folder)
+
+
+def _predict_stored_formats(checkpoint: Checkpoint, folder: Path) -> dict[str, Parts]:
+    """Return the formats that weights will be stored in, by the config, and an index if any."""
+    dtype = checkpoint.config.dtype
     specs = model_specs(checkpoint.model) if dtype else {}
-    return {name: [(Dense(dtype), each.shape[0])] for name, each in specs.items()}
+    formats: dict[str, Parts] = {
+        name: [(Dense(dtype), each.shape[0])] for name, each in specs.items()
+    }
+    scheme = checkpoint.architecture.scheme
+    if scheme is None:
+        return formats
+    names = read_indexed_names(folder)
+    search = _OriginSearch(checkpoint, dict.fromkeys(names), {})
+    uses = ("product", "moved", "head") if scheme.has_head else ("product", "moved")
+    for name, spec in specs.items():
+        if spec.use in uses or (names and len(spec.shape) > 1):
+            pieces = search.find_origin(name, spec).pieces
+            formats[name] = [
+                (each.format or Dense(dtype), each.last - each.first) for each in pieces
+            ]
+    return formats
 
 
 class _OriginSearch:
@@ -210,6 +250,11 @@ class _OriginSearch:
         types: Mapping[str, str],
     ) -> None:
         self._architecture = checkpoint.architecture
+        self._scheme = checkpoint.architecture.scheme
+        passed_over = self._scheme.passed_over if self._scheme else ""
+        self._left_out = "|".join(
+            filter(None, (self._architecture.left_out, passed_over))
+        )
         self._stored = stored
         self._types = types
         known = {*types.values()}
@@ -219,17 +264,25 @@ class _OriginSearch:
         self._prefixes = tuple(
             dict.fromkeys((*PREFIXES, *self._architecture.base.split("|")))
         )
+        self._wrong_types: dict[str, Sequence[str]] = {}
         self._by_core = {self._core_of_name(each): each for each in stored}
 
     def find_faults(self, origins: Origins) -> Iterator[str]:
         """Describe each fault, in words that follow the name of the model."""
-        left_out = self._architecture.left_out
+        left_out = self._left_out
         pieces = [piece for each in origins.values() for piece in each.pieces]
         used = {name: piece.format for piece in pieces for name in piece.stored}
+        for tensor, types in self._wrong_types.items():
+            yield (
+                f" stores {tensor!r} as {self._types[tensor]}, and its quantization_config asks "
+                f"for {' or '.join(filter(None, types))}; config and weights do not belong "
+                "together, or it is a type that does not run"
+            )
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or used.get(tensor) is not None
             if not is_read and not is_ignored(tensor, left_out):
-                yield f" stores {tensor!r} as {dtype}: {_describe_unread_type(tensor, dtype)}"
+                reason = self._describe_unread_type(tensor, dtype)
+                yield f" stores {tensor!r} as {dtype}: {reason}"
         for name, shape in (each for piece in pieces for each in piece.stored.items()):
             if (stored_shape := self._stored.get(name)) not in (None, shape):
                 reason = (
@@ -270,6 +323,23 @@ class _OriginSearch:
                 f" holds a tensor {name!r} that a model of its config.json does not have "
                 f"({len(unread)} such tensors); config and weights do not belong together"
             )
+
+    def _describe_unread_type(self, tensor: str, dtype: str) -> str:
+        """Describe why a stored type is not read, and what to do."""
+        if dtype in BLOCKS:
+            runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
+            why = f"these types run: {', '.join((*runs, *FLOATS))}"
+            return f"{why}. Take a file of the same model with these alone"
+        if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMATS}:
+            remedy = "Run it with the config.json that lies there, and no other"
+            return f"fminfer quantize wrote it. {remedy}"
+        if dtype in ("I64", "BOOL", "C64"):
+            why = f"weights have one of {', '.join(FLOATS)}"
+        elif self._scheme is None:
+            why = "quantized weights run if config.json has a quantization_config for them"
+        else:
+            why = "quantization_config does not say that it is quantized so"
+        return f"{why}. Take a checkpoint in 16 or 32 bits"
 
     def find_origin(self, name: str, spec: TensorSpec) -> Origin:
         """Find the stored pieces of a tensor."""
@@ -351,6 +421,9 @@ class _OriginSearch:
     ) -> Piece:
         """Return a matrix or vector under the first stored name, in any format."""
         extent = item, first, first + sum(shape[:1])
+        for name in names if self._scheme is not None else ():
+            if published := self._find_published_piece(name, shape, extent):
+                return published
         for form, name in product(self._formats, names if len(shape) > 1 else ()):
             parts = form.stored(name, shape, is_transposed=layout.is_transposed)
             if not self._types and [*parts] == [name]:
@@ -368,6 +441,60 @@ class _OriginSearch:
         return Piece(
             {self._find_stored_name(*names): layout.stored_shape(shape)}, None, *extent
         )
+
+    def _find_published_piece(
+        self, name: str, shape: Shape, extent: tuple[int | None, int, int]
+    ) -> Piece | None:
+        """Return a matrix that is stored as the config's scheme says; None: in plain floats."""
+        assert self._scheme is not None, "a published quantized checkpoint"
+        reader = self._scheme.find_format(self._find_module(name), shape)
+        if reader is None:
+            return None
+        parts = {
+            self._find_stored_name(*part.split("|")): of_part
+            for part, of_part in reader.stored(name, shape, is_transposed=False).items()
+        }
+        needed = {
+            part: of_part
+            for part, of_part in parts.items()
+            if part in self._stored or "" not in of_part[0]
+        }
+        plain_name = self._find_stored_name(name)
+        # Without a file and an index it will be there. What has a plain name may be plain.
+        is_there = not self._stored or any(
+            part in self._stored
+            and (part != plain_name or self._types.get(part) in types)
+            for part, (types, _) in needed.items()
+        )
+        if not is_there:
+            return None
+        for part, (types, _) in needed.items():
+            if self._types.get(part, types[0]) not in types:
+                self._wrong_types[part] = types
+        shapes = {
+            part: self._fit_shape(part, types, part_shape)
+            for part, (types, part_shape) in needed.items()
+        }
+        return Piece(shapes, reader, *extent)
+
+    def _fit_shape(self, name: str, types: Sequence[str], shape: Shape) -> Shape:
+        """Return the shape of a stored tensor; dimensions of 1 do not count for scales."""
+        stored_shape = self._stored.get(name)
+        if stored_shape is None or "F32" not in types:
+            return shape
+        sizes, asked_sizes = (
+            [size for size in each if size > 1] for each in (stored_shape, shape)
+        )
+        return stored_shape if sizes == asked_sizes else shape
+
+    def _find_module(self, name: str) -> str:
+        """Return the path of a module as the checkpoint's names have it, by a weight's name."""
+        stem = name.removesuffix("weight")
+        for leaf in ("weight", "qweight", "weight_packed"):
+            stored_name = self._find_stored_name(stem + leaf)
+            if stored_name in self._stored:
+                return stored_name.rpartition(".")[0]
+        return name.removesuffix(".weight")
 
     def has_piece(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)
@@ -387,21 +514,3 @@ class _OriginSearch:
             name = name.removeprefix(prefix)
         stem, dot, leaf = name.rpartition(".")
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
-
-
-def _describe_unread_type(tensor: str, dtype: str) -> str:
-    """Describe why a stored type is not read, and what to do."""
-    if dtype in BLOCKS:
-        runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
-        why = f"these types run: {', '.join((*runs, *FLOATS))}"
-        return f"{why}. Take a file of the same model with these alone"
-    if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMATS}:
-        remedy = "Run it with the config.json that lies there, and no other"
-        return f"fminfer quantize wrote it. {remedy}"
-    is_plain = dtype in ("I64", "BOOL", "C64")
-    why = (
-        f"weights have one of {', '.join(FLOATS)}"
-        if is_plain
-        else "quantized weights do not run yet"
-    )
-    return f"{why}. Take a checkpoint in 16 or 32 bits"
