@@ -220,12 +220,16 @@ def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
 
 def _predict_stored_formats(checkpoint: Checkpoint, folder: Path) -> dict[str, Parts]:
     """Return the formats that weights will be stored in, by the config, and an index if any."""
-    dtype = checkpoint.config.dtype
-    specs = model_specs(checkpoint.model) if dtype else {}
-    formats: dict[str, Parts] = {
-        name: [(Dense(dtype), each.shape[0])] for name, each in specs.items()
-    }
     scheme = checkpoint.architecture.scheme
+    # gpt-oss's config names no dtype
+    dtype = checkpoint.config.dtype or (torch.bfloat16 if scheme else None)
+    if dtype is None:
+        return {}
+    plain = Dense(dtype)
+    specs = model_specs(checkpoint.model)
+    formats: dict[str, Parts] = {
+        name: [(plain, each.shape[0])] for name, each in specs.items()
+    }
     if scheme is None:
         return formats
     names = read_indexed_names(folder)
@@ -235,7 +239,7 @@ def _predict_stored_formats(checkpoint: Checkpoint, folder: Path) -> dict[str, P
         if spec.use in uses or (names and len(spec.shape) > 1):
             pieces = search.find_origin(name, spec).pieces
             formats[name] = [
-                (each.format or Dense(dtype), each.last - each.first) for each in pieces
+                (each.format or plain, each.last - each.first) for each in pieces
             ]
     return formats
 
@@ -421,7 +425,7 @@ class _OriginSearch:
     ) -> Piece:
         """Return a matrix or vector under the first stored name, in any format."""
         extent = item, first, first + sum(shape[:1])
-        for name in names if self._scheme is not None else ():
+        for name in names if self._scheme and len(shape) > 1 else ():
             if published := self._find_published_piece(name, shape, extent):
                 return published
         for form, name in product(self._formats, names if len(shape) > 1 else ()):
@@ -447,7 +451,7 @@ class _OriginSearch:
     ) -> Piece | None:
         """Return a matrix that is stored as the config's scheme says; None: in plain floats."""
         assert self._scheme is not None, "a published quantized checkpoint"
-        reader = self._scheme.find_format(self._find_module(name), shape)
+        reader = self._scheme.find_reader(name.removesuffix(".weight"), shape)
         if reader is None:
             return None
         parts = {
@@ -486,15 +490,6 @@ class _OriginSearch:
             [size for size in each if size > 1] for each in (stored_shape, shape)
         )
         return stored_shape if sizes == asked_sizes else shape
-
-    def _find_module(self, name: str) -> str:
-        """Return the path of a module as the checkpoint's names have it, by a weight's name."""
-        stem = name.removesuffix("weight")
-        for leaf in ("weight", "qweight", "weight_packed"):
-            stored_name = self._find_stored_name(stem + leaf)
-            if stored_name in self._stored:
-                return stored_name.rpartition(".")[0]
-        return name.removesuffix(".weight")
 
     def has_piece(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)

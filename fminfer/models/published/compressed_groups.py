@@ -21,6 +21,7 @@ from fminfer.models.published.quantization_fields import (
 from fminfer.models.published.whole_readers import (
     BYTES,
     PACKED,
+    WholeLayout,
     WholeScheme,
     make_whole_reader,
 )
@@ -81,29 +82,17 @@ def _read_strategy(fields: QuantizationFields, *allowed: str) -> tuple[str, int]
     return strategy, group
 
 
-def _parse_packed(fields: QuantizationFields) -> MakeReader:
+def _parse_whole(
+    layout: WholeLayout, bits: tuple[int, ...], fields: QuantizationFields
+) -> MakeReader:
     fields.choose("type", ("int",), "int")
-    _, group = _read_strategy(fields, "group", "channel")
+    act_order = fields.choose("actorder", tuple(ACT_ORDERS))
     spec = WholeScheme(
-        PACKED,
-        bits=fields.choose("num_bits", (4, 8)),
-        group=group,
-        is_ordered=ACT_ORDERS[fields.choose("actorder", tuple(ACT_ORDERS))],
+        layout,
+        bits=fields.choose("num_bits", bits),
+        group=_read_strategy(fields, "group", "channel")[1],
+        is_ordered=ACT_ORDERS[act_order],
         has_zeros=not fields.choose("symmetric", (True, False), True),
-    )
-    return partial(make_whole_reader, spec)
-
-
-def _parse_whole_bytes(fields: QuantizationFields) -> MakeReader:
-    fields.choose("type", ("int",), "int")
-    strategy, group = _read_strategy(fields, "group", "channel", "tensor")
-    spec = WholeScheme(
-        BYTES,
-        bits=fields.choose("num_bits", (8,)),
-        group=group,
-        is_ordered=ACT_ORDERS[fields.choose("actorder", tuple(ACT_ORDERS))],
-        has_zeros=not fields.choose("symmetric", (True, False), True),
-        is_of_tensor=strategy == "tensor",
     )
     return partial(make_whole_reader, spec)
 
@@ -121,7 +110,7 @@ def _parse_float8(fields: QuantizationFields) -> MakeReader:
 
 def _parse_naive(fields: QuantizationFields) -> MakeReader:
     if fields.choose("type", ("int", "float"), "int") == "int":
-        return _parse_whole_bytes(fields)
+        return _parse_whole(BYTES, (8,), fields)
     return _parse_float8(fields)
 
 
@@ -136,9 +125,9 @@ def _parse_nvfp4(fields: QuantizationFields) -> MakeReader:
 
 
 # Of each `format`, what reads `weights`.
-PARSERS = {
-    "pack-quantized": _parse_packed,
-    "int-quantized": _parse_whole_bytes,
+PARSERS: dict[str, Callable[[QuantizationFields], MakeReader]] = {
+    "pack-quantized": partial(_parse_whole, PACKED, (4, 8)),
+    "int-quantized": partial(_parse_whole, BYTES, (8,)),
     "float-quantized": _parse_float8,
     "naive-quantized": _parse_naive,
     "nvfp4-pack-quantized": _parse_nvfp4,

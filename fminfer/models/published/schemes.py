@@ -66,15 +66,18 @@ class Scheme:
     """How the matrices of a published checkpoint are stored."""
 
     method: str
-    find: FindReader
+    # by a module's path and a matrix's shape; None: it is stored as plain floats
+    find_reader: FindReader
     # a pattern of the names of tensors that nothing reads, such as scales of activations
     passed_over: str = ""
     has_zero_biases: bool = False  # there may be biases that no model has, all 0
     has_head: bool = False  # the head is quantized, as far as the config says
 
-    def find_format(self, module: str, shape: Shape) -> StoredFormat | None:
-        """Return how a matrix is stored, by its module's path; None: as plain floats."""
-        return self.find(module, shape) if len(shape) > 1 else None
+    def describe(self, dtype: str) -> str:
+        """Describe what is quantized, and what is not."""
+        return (
+            f"weights are quantized by {self.method}, and activations stay in {dtype}"
+        )
 
 
 def parse_scheme(value: object) -> Scheme | None:
@@ -101,18 +104,14 @@ def parse_scheme(value: object) -> Scheme | None:
     return scheme
 
 
-@dataclass(slots=True, frozen=True)
-class Override:
-    """What a config says of some modules; None: they stay plain floats."""
-
-    modules: ModuleRules
-    spec: WholeScheme | None
+# What a config says of some modules; None: they stay plain floats.
+Override = tuple[ModuleRules, WholeScheme | None]
 
 
 def _find_whole_reader(
     overrides: tuple[Override, ...], default: WholeScheme, module: str, shape: Shape
 ) -> StoredFormat | None:
-    specs = (each.spec for each in overrides if each.modules.match(module))
+    specs = (spec for modules, spec in overrides if modules.match(module))
     spec = next(specs, default)
     return None if spec is None or len(shape) > 2 else make_whole_reader(spec, shape)
 
@@ -127,12 +126,12 @@ def _parse_gptq(fields: QuantizationFields) -> Scheme:
     default = _read_gptq_numbers(
         fields, WholeScheme(GPTQ, bits=0, group=0, added=int(version == "gptq"))
     )
-    overrides = [Override(fields.read_rules("modules_to_not_convert"), None)]
+    overrides: list[Override] = [(fields.read_rules("modules_to_not_convert"), None)]
     for key, part in fields.read_parts("dynamic").items():
         pattern = compile_pattern(key.removeprefix("-:").removeprefix("+:"), "dynamic")
         spec = None if key.startswith("-:") else _read_gptq_numbers(part, default)
         part.check_unread(HARMLESS)
-        overrides.append(Override(ModuleRules(frozenset(), (pattern,)), spec))
+        overrides.append((ModuleRules(frozenset(), (pattern,)), spec))
     return Scheme(
         "gptq",
         partial(_find_whole_reader, tuple(overrides), default),
@@ -163,8 +162,8 @@ def _parse_awq(fields: QuantizationFields) -> Scheme:
     spec = WholeScheme(
         AWQ, bits=fields.choose("bits", (4,)), group=fields.read_group("group_size")
     )
-    ignored = Override(fields.read_rules("modules_to_not_convert"), None)
-    return Scheme("awq", partial(_find_whole_reader, (ignored,), spec))
+    ignored = fields.read_rules("modules_to_not_convert")
+    return Scheme("awq", partial(_find_whole_reader, ((ignored, None),), spec))
 
 
 def _parse_fp8(fields: QuantizationFields) -> Scheme:

@@ -81,7 +81,6 @@ class WholeLayout:
     order_name: str
     numbers: PackedMatrix
     zeros: PackedMatrix
-    has_turned_scales: bool  # their outputs are their columns
 
 
 GPTQ = WholeLayout(
@@ -91,7 +90,6 @@ GPTQ = WholeLayout(
     order_name="g_idx",
     numbers=PackedMatrix(is_turned=True, packed_dim=0),
     zeros=PackedMatrix(is_turned=True, packed_dim=1),
-    has_turned_scales=True,
 )
 _AWQ_MATRIX = PackedMatrix(is_turned=True, packed_dim=1, places=AWQ_PLACES)
 AWQ = WholeLayout(
@@ -101,7 +99,6 @@ AWQ = WholeLayout(
     order_name="",
     numbers=_AWQ_MATRIX,
     zeros=_AWQ_MATRIX,
-    has_turned_scales=True,
 )
 PACKED = WholeLayout(
     numbers_name="weight_packed",
@@ -110,7 +107,6 @@ PACKED = WholeLayout(
     order_name="weight_g_idx",
     numbers=PackedMatrix(is_turned=False, packed_dim=1),
     zeros=PackedMatrix(is_turned=False, packed_dim=0),
-    has_turned_scales=False,
 )
 BYTES = WholeLayout(
     numbers_name="weight",
@@ -119,7 +115,6 @@ BYTES = WholeLayout(
     order_name="weight_g_idx",
     numbers=PackedMatrix(is_turned=False, packed_dim=None),
     zeros=PackedMatrix(is_turned=False, packed_dim=None),
-    has_turned_scales=False,
 )
 
 
@@ -134,7 +129,6 @@ class WholeScheme:
     has_zeros: bool = True  # else every zero is the middle
     # of what is stored as a zero: 1 in GPTQ's first version
     added: int = 0
-    is_of_tensor: bool = False  # one scale for all
 
 
 @dataclass(slots=True, frozen=True)
@@ -157,9 +151,9 @@ class WholeReader:
 
     @property
     def scales_shape(self) -> Shape:
-        """The same as they are stored, but zeros may be packed."""
-        shape = (1, 1) if self.scheme.is_of_tensor else self.grouped_shape
-        return shape[::-1] if self.scheme.layout.has_turned_scales else shape
+        """The same as scales are stored."""
+        is_turned = self.scheme.layout.numbers.is_turned
+        return self.grouped_shape[::-1] if is_turned else self.grouped_shape
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
@@ -178,7 +172,7 @@ class WholeReader:
             zeros_shape = layout.zeros.stored_shape(self.grouped_shape, scheme.bits)
             parts[module + layout.zeros_name] = (
                 (layout.zeros.type,) if scheme.has_zeros else (layout.zeros.type, ""),
-                self.scales_shape if scheme.is_of_tensor else zeros_shape,
+                zeros_shape,
             )
         if layout.order_name:
             order_types = ("I32",) if scheme.is_ordered else ("I32", "")
@@ -189,8 +183,7 @@ class WholeReader:
         layout = self.scheme.layout
         by_leaf = {name.rpartition(".")[2]: name for name in stored}
         scales = read_scales(stored, by_leaf[layout.scales_name], self.scales_shape)
-        scales = scales.mT if layout.has_turned_scales else scales
-        scales = scales.expand(self.grouped_shape)
+        scales = scales.mT if layout.numbers.is_turned else scales
         zeros_name = by_leaf.get(layout.zeros_name)
         zeros = self._unpack_zeros(None if zeros_name is None else stored[zeros_name])
         groups = torch.arange(self.shape[1], dtype=torch.int32) // self.group
@@ -231,8 +224,7 @@ class WholeReader:
         if stored is None:
             return torch.full(self.grouped_shape, middle, dtype=torch.int16)
         zeros = scheme.layout.zeros.unpack(stored, self.grouped_shape, scheme.bits)
-        zeros = (zeros.short() + scheme.added) % (2 * middle)
-        return zeros.expand(self.grouped_shape)
+        return (zeros.short() + scheme.added) % (2 * middle)
 
     def _check_order(self, name: str, g_idx: Tensor, in_order: Tensor) -> Tensor:
         """Return the group of each input, as the file has it."""
