@@ -10,8 +10,8 @@ from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
 from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
 from fminfer.compute.formats.joined import Joined
-from fminfer.compute.formats.own import OWN_FORMATS
-from fminfer.compute.formats.published import make_float8, make_whole_numbers
+from fminfer.compute.formats.own_rows import OWN_FORMATS
+from fminfer.compute.formats.published_rows import make_float8, make_whole_numbers
 from fminfer.compute.values.weights import Format, Tensors, TensorSpec, Use, Weight
 
 PUBLISHED_FORMATS = (

@@ -142,6 +142,8 @@ class CheckReport:
         if plan.kv_dtype != plan.dtype:
             types += f", KV cache {name_of(plan.kv_dtype)}"
         yield f"model     {plan.checkpoint.name} ({types} on {plan.device.type})"
+        if scheme := plan.checkpoint.architecture.scheme:
+            yield f"          {scheme.describe(name_of(plan.dtype))}"
         yield f"lines     {counts.num_right:,} right{wrong}{equal}"
         yield (
             f"tokens    {counts.prompt_tokens:,} prompt + at most {counts.max_drawn_tokens:,} "

@@ -28,6 +28,7 @@ from fminfer.models.config_fields import (
     architecture_of,
     check_counts,
     check_model_type,
+    find_quantization,
     is_own_quantization,
 )
 from fminfer.models.families.tensor_names import Architecture
@@ -292,12 +293,19 @@ def _open_gguf_file(name: str, options: ModelOptions) -> Checkpoint:
 def open_random_checkpoint(name: str, *, tokenizer: str | None = None) -> Checkpoint:
     """Make a checkpoint of random weights by a config and a tokenizer (None: of bytes)."""
     config, _ = read_config(name)
+    architecture = architecture_of(config)
+    if architecture.scheme is not None:
+        raise CheckpointError(
+            f"{name} is the config of a model quantized by {architecture.scheme.method}, and "
+            "random weights are floats. Delete its quantization_config, and take --quantize "
+            "for weights in few bits"
+        )
     tokenizer_folder = None if tokenizer is None else _find_tokenizer_folder(tokenizer)
     return Checkpoint(
         f"random {short_name(name)}",
         None,
         find_text_config(config),
-        architecture_of(config),
+        architecture,
         tokenizer_folder,
     )
 
@@ -308,6 +316,9 @@ def find_text_config(config: Any) -> Any:
     if not isinstance(text, transformers.PreTrainedConfig):
         return config
     # the whole model's count
+    quantization = find_quantization(config)
+    if quantization is not None:
+        text.quantization_config = quantization
     for name in ("dtype", "eos_token_id", "tie_word_embeddings"):
         value = getattr(config, name, None)
         setattr(text, name, getattr(text, name, None) if value is None else value)

@@ -33,6 +33,7 @@ from fminfer.models.families.encoders import (
     with_output_head,
 )
 from fminfer.models.families.tensor_names import Architecture, with_our_names
+from fminfer.models.published.schemes import parse_scheme
 from fminfer.models.tensor_specs import model_specs
 
 ROWS: dict[str, Row] = {
@@ -103,7 +104,6 @@ SAME: dict[str, tuple[object, ...]] = {
 }
 # Fields that no config class of transformers declares -> the values that we compute.
 UNDECLARED: dict[str, tuple[object, ...]] = {
-    "quantization_config": (None,),
     "attn_config.rope": (False, None),
     "is_causal": (True, None),
 }
@@ -142,6 +142,13 @@ def is_own_quantization(quantization: object) -> bool:
             "quantize the model again"
         )
     return True
+
+
+def find_quantization(config: Any) -> object:
+    """Find what a config says of quantized weights, for all of the model or its text part."""
+    parts = (config, getattr(config, TEXT_PART, None))
+    values = (getattr(part, "quantization_config", None) for part in parts)
+    return next((value for value in values if value is not None), None)
 
 
 def check_counts(fields: Mapping[str, Any], file: object) -> None:
@@ -197,16 +204,6 @@ class ReadConfig:
     def check_unread_fields(self) -> None:
         """Raise a CheckpointError for a field that no row reads and that is not the default."""
         for path, value, usual in self._find_unread_fields():
-            if path.endswith("quantization_config"):
-                method = (
-                    value.get("quant_method", value)
-                    if isinstance(value, dict)
-                    else value
-                )
-                raise CheckpointError(
-                    f"config.json sets {path}: its weights are quantized ({method}), "
-                    "which does not run yet; take a checkpoint in 16 or 32 bits"
-                )
             raise CheckpointError(
                 f"config.json sets {path} to {value!r}, and fminfer computes such a model only "
                 f"with {usual!r}; use a checkpoint that has that"
@@ -226,11 +223,7 @@ class ReadConfig:
             prefix, dot, name = path.rpartition(".")
             if prefix + dot == self._prefix and name not in self._read:
                 value = getattr(self._config, name, None)
-                if (
-                    value is not None
-                    and value not in runnable
-                    and not is_own_quantization(value)
-                ):
+                if value is not None and value not in runnable:
                     yield path, value, runnable[0]
         for part in self._parts.values():
             yield from part._find_unread_fields()
@@ -260,9 +253,10 @@ def architecture_of(config: Any, pooling: Pooling | None = None) -> Architecture
                 )
                 + ", ".join(sorted(ACTIVATIONS))
             )
-    if is_own_quantization(getattr(config, "quantization_config", None)):
+    quantization = find_quantization(config)
+    if is_own_quantization(quantization):
         return with_our_names(architecture, model_specs(architecture.model))
-    return architecture
+    return dataclasses.replace(architecture, scheme=parse_scheme(quantization))
 
 
 def _check_spec_numbers(part: Any, name: str) -> None:

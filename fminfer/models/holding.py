@@ -16,30 +16,48 @@ from fminfer.compute.formats.own_rows import OWN_FORMATS, choose_quantized_forma
 from fminfer.compute.values.weights import Format, Shape, Tensors, TensorSpec, Use
 from fminfer.models.sharding import TensorCut
 
+# The types that a stored tensor may have, by safetensors' names, and its shape. With "" among
+# them, it may be absent.
+StoredPart = tuple[tuple[str, ...], Shape]
 
-class StoredFormat(Format, Protocol):
-    """A format in which checkpoints store matrices, beside plain floats."""
+
+class StoredFormat(Protocol):
+    """A way in which checkpoints store matrices, beside plain floats."""
 
     @property
-    def types(self) -> Collection[str]:
-        """The types of its stored tensors that are no plain floats, by safetensors' names."""
+    def format(self) -> Format:
+        """What the tensors that are read have."""
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
-    ) -> Mapping[str, tuple[str, Shape]]:
-        """Return the stored tensors that one matrix is read from: name → type and shape.
+    ) -> Mapping[str, StoredPart]:
+        """Return the stored tensors that one matrix is read from, by their names.
 
         Args:
             name: that a plain one has, such as "….weight".
             is_transposed: a plain one is stored as (inputs, outputs).
         """
 
-    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
-        """Return the tensors of a weight, outputs first, of what is stored of it."""
+    def read(
+        self, stored: Mapping[str, torch.Tensor], *, is_transposed: bool
+    ) -> Tensors:
+        """Return the tensors of a weight, outputs first, of what is stored of it.
+
+        Raises:
+            CheckpointError: a stored tensor has values that cannot be right.
+        """
+
+
+class TypedFormat(StoredFormat, Protocol):
+    """One that is known by the types of its stored tensors."""
+
+    @property
+    def types(self) -> Collection[str]:
+        """The types of its stored tensors that are no plain floats."""
 
 
 # A row for each; the first that fits what is stored counts.
-FORMATS: list[StoredFormat] = [*GGUF_FORMATS, *OWN_FORMATS]
+FORMATS: list[TypedFormat] = [*GGUF_FORMATS, *OWN_FORMATS]
 
 
 @dataclass(slots=True, frozen=True)

@@ -279,6 +279,8 @@ class WeightReader:
             is_other = (
                 piece.is_turned or origin.layout.is_transposed or origin.layout.is_row
             )
+            # tensors of several may not have the matrix's rows
+            is_other |= len(piece.stored) > 1
             needed: list[tuple[int, int] | None] = [None]
             if rows is not None and not (is_stacked or is_other):
                 rows = rows.sort().values
@@ -361,19 +363,18 @@ class WeightReader:
         self, piece: Piece, origin: Origin, rows: torch.Tensor | None
     ) -> Tensors:
         """Return some rows of a piece in the format that it is stored in."""
-        stored = tuple(map(self.files.read, piece.stored))
+        stored = {name: self.files.read(name) for name in piece.stored}
         layout = origin.layout
         dim = outputs_dim(origin.spec) - (piece.item is not None)
-        stored_format = piece.format
-        if stored_format is None:
-            values: Tensors = (layout.to_outputs_first(stored[0]),)
+        if piece.reader is None:
+            values = tuple(map(layout.to_outputs_first, stored.values()))
         else:
-            values = stored_format.read(stored, is_transposed=layout.is_transposed)
+            values = piece.reader.read(stored, is_transposed=layout.is_transposed)
         if rows is None or piece.is_turned:
             return values
-        if stored_format is None or dim:
+        if piece.format is None or dim:
             return tuple(value.index_select(dim, rows) for value in values)
-        return stored_format.select_rows(values, rows)
+        return piece.format.select_rows(values, rows)
 
 
 def _fill_numbers(

@@ -155,15 +155,26 @@ def check_files_beside(name: str, folder: Path, *, without_adapter: bool) -> Non
             f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
             f"save_pretrained, and give its folder{flag}"
         )
-    for file in QUANTIZED:
+    for file in QUANTIZED if not _is_told_quantized(folder) else ():
         if (folder / file).exists() and not _is_unquantized(
             read_json_object(folder / file)
         ):
             raise CheckpointError(
-                f"the weights of {name} are quantized, as its {file} says, which does "
-                "not run yet; take a checkpoint in 16 or 32 bits. If they are not, "
-                f"give a copy without {file}"
+                f"the weights of {name} are quantized, as its {file} says, and its "
+                "config.json has no quantization_config that says how. Take a newer copy of "
+                f"the model, or one in 16 bits. If they are not quantized, delete {file}"
             )
+
+
+def _is_told_quantized(folder: Path) -> bool:
+    """Tell whether a config.json says how weights are quantized, which then counts."""
+    config = folder / "config.json"
+    if not config.exists():
+        return False
+    fields = read_json_object(config)
+    text = fields.get("text_config")
+    parts = (fields, text if isinstance(text, dict) else {})
+    return any(part.get("quantization_config") for part in parts)
 
 
 def _is_unquantized(fields: dict[str, Any]) -> bool:

@@ -6,7 +6,7 @@ A tensor that is missing, left over or misshapen is refused by name. No values a
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -16,7 +16,7 @@ import torch
 from fminfer.compute.formats.dense import Dense
 from fminfer.compute.formats.own_rows import OWN_FORMATS
 from fminfer.compute.values.spec import Attention
-from fminfer.compute.values.weights import Format, Shape, TensorSpec
+from fminfer.compute.values.weights import USES, Format, Shape, TensorSpec, Use
 from fminfer.core.errors import CheckpointError
 from fminfer.models.checkpoint import Checkpoint
 from fminfer.models.families.tensor_names import AS_STORED, Layout, Source, find_source
@@ -45,12 +45,17 @@ _OLD_LEAVES = {".gamma": ".weight", ".beta": ".bias"}
 class Piece:
     """A stored part of one of our tensors: its rows `first` to `last`, or of a stacked item."""
 
-    stored: Mapping[str, Shape]  # in the order of its format
-    format: StoredFormat | None  # None: plain floats, one tensor
+    stored: Mapping[str, Shape]  # in the order of its reader
+    reader: StoredFormat | None  # None: plain floats, one tensor
     item: int | None
     first: int  # row
     last: int
     is_turned: bool = False  # its floats are (inputs, outputs)
+
+    @property
+    def format(self) -> Format | None:
+        """What its values have once they are read; None: plain floats, as they are stored."""
+        return None if self.reader is None else self.reader.format
 
 
 @dataclass(slots=True, frozen=True)
@@ -143,7 +148,27 @@ def read_origins(checkpoint: Checkpoint, folder: Path) -> tuple[TensorFiles, Ori
         checkpoint.dense_folders,
         checkpoint.headers,
     )
-    return files, find_origins(checkpoint, files.shapes, files.types)
+    origins = find_origins(checkpoint, files.shapes, files.types)
+    _check_zero_biases(checkpoint, files, origins)
+    return files, origins
+
+
+def _check_zero_biases(
+    checkpoint: Checkpoint, files: TensorFiles, origins: Origins
+) -> None:
+    """Check that biases are 0 that quantizers wrote, and the model does not have."""
+    scheme = checkpoint.architecture.scheme
+    if scheme is None or not scheme.has_zero_biases:
+        return
+    used = {
+        name for o in origins.values() for piece in o.pieces for name in piece.stored
+    }
+    for name in files.types.keys() - used:
+        if name.endswith(".bias") and files.read(name).float().any():
+            raise CheckpointError(
+                f"{checkpoint.name} holds a bias {name!r} that is not 0, and a model of its "
+                "config.json has none there; config and weights do not belong together"
+            )
 
 
 def make_drawn_origins(checkpoint: Checkpoint) -> Origins:
@@ -210,7 +235,7 @@ def find_stored_model(checkpoint: Checkpoint) -> StoredModel | None:
             return read_stored_model(checkpoint, folder)
     except CheckpointError:
         return None
-    return _assume_stored_model(checkpoint)
+    return _assume_stored_model(checkpoint, folder)
 
 
 def read_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel:
@@ -224,14 +249,27 @@ def read_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel:
     return StoredModel(origins, files.types, files, frozenset(tied))
 
 
-def _assume_stored_model(checkpoint: Checkpoint) -> StoredModel | None:
-    """Return what the files of a config would have: all names that are usual, in its dtype."""
+def _assume_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel | None:
+    """Return what the files of a config will hold: usual names in its dtype, and its scheme's.
+
+    An index says which matrices are quantized. Without one they are those of layers.
+    """
     dtype = checkpoint.config.dtype
     if not dtype:
         return None
-    search = _OriginSearch(checkpoint, {}, {})
-    specs = model_specs(checkpoint.model)
-    origins = {name: search.find_origin(name, spec) for name, spec in specs.items()}
+    architecture = checkpoint.architecture
+    names = read_indexed_names(folder)
+    search = _OriginSearch(checkpoint, dict.fromkeys(names), {})
+    plain_search = search
+    uses: Collection[Use] = USES
+    if (scheme := architecture.scheme) is not None and not names:
+        uses = ("product", "moved", "head") if scheme.has_head else ("product", "moved")
+        plain = replace(checkpoint, architecture=replace(architecture, scheme=None))
+        plain_search = _OriginSearch(plain, {}, {})
+    origins = {
+        name: (search if spec.use in uses else plain_search).find_origin(name, spec)
+        for name, spec in model_specs(checkpoint.model).items()
+    }
     stored = (n for each in origins.values() for p in each.pieces for n in p.stored)
     type_name = next(name for name in FLOATS if DTYPES[name] == dtype)
     types = dict.fromkeys(stored, type_name)
@@ -248,6 +286,11 @@ class _OriginSearch:
         types: Mapping[str, str],
     ) -> None:
         self._architecture = checkpoint.architecture
+        self._scheme = checkpoint.architecture.scheme
+        passed_over = self._scheme.passed_over if self._scheme else ""
+        self._left_out = "|".join(
+            filter(None, (self._architecture.left_out, passed_over))
+        )
         self._stored = stored
         self._types = types
         known = {*types.values()}
@@ -257,17 +300,25 @@ class _OriginSearch:
         self._prefixes = tuple(
             dict.fromkeys((*PREFIXES, *self._architecture.base.split("|")))
         )
+        self._wrong_types: dict[str, Sequence[str]] = {}
         self._by_core = {self._core_of_name(each): each for each in stored}
 
     def find_faults(self, origins: Origins) -> Iterator[str]:
         """Describe each fault, in words that follow the name of the model."""
-        left_out = self._architecture.left_out
+        left_out = self._left_out
         pieces = [piece for each in origins.values() for piece in each.pieces]
         used = {name: piece.format for piece in pieces for name in piece.stored}
+        for tensor, types in self._wrong_types.items():
+            yield (
+                f" stores {tensor!r} as {self._types[tensor]}, and its quantization_config asks "
+                f"for {' or '.join(filter(None, types))}; config and weights do not belong "
+                "together, or it is a type that does not run"
+            )
         for tensor, dtype in self._types.items():
             is_read = dtype in FLOATS or used.get(tensor) is not None
             if not is_read and not is_ignored(tensor, left_out):
-                yield f" stores {tensor!r} as {dtype}: {_describe_unread_type(tensor, dtype)}"
+                reason = self._describe_unread_type(tensor, dtype)
+                yield f" stores {tensor!r} as {dtype}: {reason}"
         for name, shape in (each for piece in pieces for each in piece.stored.items()):
             if (stored_shape := self._stored.get(name)) not in (None, shape):
                 reason = (
@@ -308,6 +359,23 @@ class _OriginSearch:
                 f" holds a tensor {name!r} that a model of its config.json does not have "
                 f"({len(unread)} such tensors); config and weights do not belong together"
             )
+
+    def _describe_unread_type(self, tensor: str, dtype: str) -> str:
+        """Describe why a stored type is not read, and what to do."""
+        if dtype in BLOCKS:
+            runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
+            why = f"these types run: {', '.join((*runs, *FLOATS))}"
+            return f"{why}. Take a file of the same model with these alone"
+        if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMATS}:
+            remedy = "Run it with the config.json that lies there, and no other"
+            return f"fminfer quantize wrote it. {remedy}"
+        if dtype in ("I64", "BOOL", "C64"):
+            why = f"weights have one of {', '.join(FLOATS)}"
+        elif self._scheme is None:
+            why = "quantized weights run if config.json has a quantization_config for them"
+        else:
+            why = "quantization_config does not say that it is quantized so"
+        return f"{why}. Take a checkpoint in 16 or 32 bits"
 
     def find_origin(self, name: str, spec: TensorSpec) -> Origin:
         """Find the stored pieces of a tensor."""
@@ -389,6 +457,9 @@ class _OriginSearch:
     ) -> Piece:
         """Return a matrix or vector under the first stored name, in any format."""
         extent = item, first, first + sum(shape[:1])
+        for name in names if self._scheme and len(shape) > 1 else ():
+            if published := self._find_published_piece(name, shape, extent):
+                return published
         for form, name in product(self._formats, names if len(shape) > 1 else ()):
             parts = form.stored(name, shape, is_transposed=layout.is_transposed)
             if not self._types and [*parts] == [name]:
@@ -399,12 +470,58 @@ class _OriginSearch:
             }
             types = zip(shapes, parts.values(), strict=True)
             if all(
-                n in self._stored and self._types.get(n, t) == t for n, (t, _) in types
+                n in self._stored and (not self._types or self._types[n] in some)
+                for n, (some, _) in types
             ):
                 return Piece(shapes, form, *extent)
         return Piece(
             {self._find_stored_name(*names): layout.stored_shape(shape)}, None, *extent
         )
+
+    def _find_published_piece(
+        self, name: str, shape: Shape, extent: tuple[int | None, int, int]
+    ) -> Piece | None:
+        """Return a matrix that is stored as the config's scheme says; None: in plain floats."""
+        assert self._scheme is not None, "a published quantized checkpoint"
+        reader = self._scheme.find_reader(name.removesuffix(".weight"), shape)
+        if reader is None:
+            return None
+        parts = {
+            self._find_stored_name(*part.split("|")): of_part
+            for part, of_part in reader.stored(name, shape, is_transposed=False).items()
+        }
+        needed = {
+            part: of_part
+            for part, of_part in parts.items()
+            if part in self._stored or "" not in of_part[0]
+        }
+        plain_name = self._find_stored_name(name)
+        # Without a file and an index it will be there. What has a plain name may be plain.
+        is_there = not self._stored or any(
+            part in self._stored
+            and (part != plain_name or self._types.get(part) in types)
+            for part, (types, _) in needed.items()
+        )
+        if not is_there:
+            return None
+        for part, (types, _) in needed.items():
+            if self._types.get(part, types[0]) not in types:
+                self._wrong_types[part] = types
+        shapes = {
+            part: self._fit_shape(part, types, part_shape)
+            for part, (types, part_shape) in needed.items()
+        }
+        return Piece(shapes, reader, *extent)
+
+    def _fit_shape(self, name: str, types: Sequence[str], shape: Shape) -> Shape:
+        """Return the shape of a stored tensor; dimensions of 1 do not count for scales."""
+        stored_shape = self._stored.get(name)
+        if stored_shape is None or "F32" not in types:
+            return shape
+        sizes, asked_sizes = (
+            [size for size in each if size > 1] for each in (stored_shape, shape)
+        )
+        return stored_shape if sizes == asked_sizes else shape
 
     def has_piece(self, piece: Piece) -> bool:
         return all(name in self._stored for name in piece.stored)
@@ -424,21 +541,3 @@ class _OriginSearch:
             name = name.removeprefix(prefix)
         stem, dot, leaf = name.rpartition(".")
         return stem + _OLD_LEAVES.get(dot + leaf, dot + leaf)
-
-
-def _describe_unread_type(tensor: str, dtype: str) -> str:
-    """Describe why a stored type is not read, and what to do."""
-    if dtype in BLOCKS:
-        runs = [each for form in FORMATS for each in form.types if each in BLOCKS]
-        why = f"these types run: {', '.join((*runs, *FLOATS))}"
-        return f"{why}. Take a file of the same model with these alone"
-    if tensor.rpartition(".")[2] in {form.name for form in OWN_FORMATS}:
-        remedy = "Run it with the config.json that lies there, and no other"
-        return f"fminfer quantize wrote it. {remedy}"
-    is_plain = dtype in ("I64", "BOOL", "C64")
-    why = (
-        f"weights have one of {', '.join(FLOATS)}"
-        if is_plain
-        else "quantized weights do not run yet"
-    )
-    return f"{why}. Take a checkpoint in 16 or 32 bits"

@@ -13,7 +13,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.own import find_unpacking
+from fminfer.compute.formats.own_rows import find_unpacking
 from fminfer.compute.values.spec import Moe
 from fminfer.compute.values.weights import DEQUANTIZED_AT_ONCE, TensorSpec
 from fminfer.forward.decode_graphs import can_capture

@@ -18,7 +18,7 @@ from fminfer.machine.user_cache import describe_cache_fault
 from fminfer.models.stored.rival_weights import describe_unread_files
 from fminfer.pipeline.group import End, Group
 from fminfer.pipeline.ranks import RankPlace
-from fminfer.plan.run_plan import RunPlan
+from fminfer.plan.run_plan import RunPlan, name_of
 from fminfer.runtime.bars import LoadingBar, say
 from fminfer.runtime.computing import Compute, start_computing
 from fminfer.runtime.engine_api import Engine
@@ -158,6 +158,8 @@ def start_engine(run: ProcessContext, plan: RunPlan, compute: Compute) -> Engine
     folder = plan.checkpoint.folder
     if folder is not None and (unread := describe_unread_files(folder)):
         print_note(unread)
+    if scheme := plan.checkpoint.architecture.scheme:
+        print_note(f"Of this model {scheme.describe(name_of(plan.dtype))}.")
     if is_building():
         often = "each time" if describe_cache_fault() else "once"
         print_note(

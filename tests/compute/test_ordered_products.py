@@ -7,11 +7,11 @@ from dataclasses import replace
 import pytest
 import torch
 
-from fminfer.compute.formats.blocks import Blocks
+from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
 from fminfer.compute.formats.joined import join_formats
 from fminfer.compute.formats.ordered import Ordered
-from fminfer.compute.formats.published import make_whole_numbers
+from fminfer.compute.formats.published_rows import make_whole_numbers
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.experts import Mixture
 from fminfer.compute.layers.products import (

@@ -5,8 +5,8 @@ from __future__ import annotations
 import pytest
 import torch
 
-from fminfer.compute.formats.blocks import Blocks
-from fminfer.compute.formats.published import (
+from fminfer.compute.formats.block_rows import Blocks
+from fminfer.compute.formats.published_rows import (
     make_float8,
     make_whole_numbers,
     pack_float8,

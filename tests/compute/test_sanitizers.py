@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from fminfer.compute.formats.gguf import GGUF_FORMATS
-from fminfer.compute.formats.own import INT8
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
+from fminfer.compute.formats.own_rows import INT8
 from fminfer.compute.kernels.kernel_build import SOURCES, find_compiler
 from fminfer.core.errors import UsageError
 from fminfer.machine import processor

@@ -14,8 +14,8 @@ from torch.utils._pytree import tree_leaves
 import fminfer
 from fminfer.compute.formats.block_rows import Blocks
 from fminfer.compute.formats.dense import Dense
-from fminfer.compute.formats.gguf import GGUF_FORMATS
-from fminfer.compute.formats.own import OWN_FORMATS, find_unpacking
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS
+from fminfer.compute.formats.own_rows import OWN_FORMATS, find_unpacking
 from fminfer.compute.kernels.kernel_build import find_compiler
 from fminfer.compute.layers.products import PackedPart, ProductKernel
 from fminfer.compute.values.weights import Weight

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
@@ -122,14 +122,18 @@ class Blocks(RowFormat):
     # What checkpoints store so; see models/holding.StoredFormat.
 
     @property
+    def format(self) -> Blocks:
+        return self
+
+    @property
     def types(self) -> tuple[str, ...]:
         return ("U8",) if self.pack else (self.name,)
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
-    ) -> dict[str, tuple[str, Shape]]:
+    ) -> dict[str, tuple[tuple[str, ...], Shape]]:
         if is_transposed:
-            return {name: ("", ())}  # of no type that a file has
+            return {name: ((), ())}  # of no type that a file has
         size = (
             (*shape[:-1], self.row_bytes(shape[-1]))
             if self.fits_inputs(shape[-1])
@@ -137,10 +141,10 @@ class Blocks(RowFormat):
         )
         # fminfer's own forms are all stored as bytes
         ending = f".{self.name}" if self.pack else ""
-        return {name + ending: (self.types[0], size)}
+        return {name + ending: (self.types, size)}
 
-    def read(self, stored: Tensors, *, is_transposed: bool) -> Tensors:
-        return stored
+    def read(self, stored: Mapping[str, Tensor], *, is_transposed: bool) -> Tensors:
+        return tuple(stored.values())
 
 
 def split_last_dimension(packed: Tensor, *sizes: int) -> Tensor:

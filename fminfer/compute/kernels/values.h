@@ -258,7 +258,7 @@ struct SmallFloats8 {
 alignas(64) constexpr SmallFloats8 SMALL_FLOATS8;
 #endif
 
-// e4m3, without its nan: who packs a block makes its scale nan instead (compute/formats/published).
+// e4m3, without its nan: who packs a block makes its scale nan instead (compute/formats/published_rows).
 struct Float8 : Bytes {
     // An exponent of 0 means m * 2^-9 for the last bits m, which is 2^-6 less than (1 + m / 8) * 2^-6.
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from fminfer.compute.values.spec import Attention, Model, Pooling
+from fminfer.models.published.schemes import Scheme
 
 Shape = tuple[int, ...]
 Change = Callable[[torch.Tensor, Attention], torch.Tensor]
@@ -77,6 +78,8 @@ class Architecture:
     encoder_inner: Sources = field(default_factory=dict)
     # How an encoder scores classes, and where the tensors for it are.
     scored: tuple[Pooling, Sources] | None = None
+    # how a published quantized checkpoint stores matrices
+    scheme: Scheme | None = None
 
     def find_layer_sources(self, number: int) -> tuple[Sources, str]:
         """Return the sources of a layer's tensors, and what their names begin with."""

@@ -10,8 +10,8 @@ from functools import partial
 
 import torch
 
-from fminfer.compute.formats.blocks import Blocks, Tensor, read_float16
-from fminfer.compute.formats.own import pack_units, unpack_units
+from fminfer.compute.formats.block_rows import Blocks, Tensor, read_float16
+from fminfer.compute.formats.own_rows import pack_units, unpack_units
 
 FLOAT8 = torch.float8_e4m3fn
 SCALE_BYTES = torch.float32.itemsize
