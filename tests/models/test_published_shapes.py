@@ -137,7 +137,7 @@ GPT_OSS_120B = {"num_hidden_layers": 36, "num_local_experts": 128}
 SHAPES: dict[str, tuple[str, dict[str, Any], dict[str, Any], float, float]] = {
     "gpt-oss-20b": ("openai/gpt-oss-20b", {}, GPT_OSS, 13.5, 14.2),
     "gpt-oss-120b": ("openai/gpt-oss-20b", GPT_OSS_120B, GPT_OSS, 64.0, 67.3),
-    "DeepSeek-V3": ("deepseek-ai/DeepSeek-V3", {}, FP8_TILES, 671.0, 695.0),
+    "DeepSeek-V3": ("deepseek-ai/DeepSeek-V3", {}, FP8_TILES, 671.0, 696.0),
     "Qwen3-30B-A3B-FP8": ("Qwen/Qwen3-30B-A3B", {}, QWEN3_FP8, 30.5, 32.2),
     "Qwen2-7B-AWQ": ("Qwen/Qwen2-7B", {}, AWQ, 5.4, 5.8),
     "Qwen2-7B-GPTQ": ("Qwen/Qwen2-7B", {}, GPTQ, 5.4, 5.8),
