@@ -206,16 +206,6 @@ struct Bytes {
             std::memcpy(chunk + u * PANEL + lane, units + u, sizeof *units);
     }
 #endif
-    // Input `i` of 8 neighbours in the uppermost byte, and anything below it.
-    static UWide uppermost(const uint32_t* chunk, int v, int64_t eight, int i) {
-#ifdef __AVX512F__
-        const uint16_t* const pairs = pairs_at(chunk, v, eight * 4 + i / 2);
-        return widen_bits(*reinterpret_cast<const LooseHalfWide*>(pairs)) << (24 - i % 2 * 8);
-#else
-        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
-        return unit << (24 - i % 4 * 8);
-#endif
-    }
     static void put(const uint8_t*, uint32_t*, int) {}
 };
 
@@ -236,7 +226,8 @@ struct Values<8, 0> : Bytes {
     }
 #else
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        return floats_of((IWide)uppermost(chunk, v, eight, i) >> 24);
+        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
+        return floats_of((IWide)(unit << (24 - i % 4 * 8)) >> 24);
     }
 #endif
 #ifdef HAS_PAIRS
@@ -248,26 +239,37 @@ struct Values<8, 0> : Bytes {
 };
 
 #ifdef HAS_PAIRS
-// The numbers of e4m3 whose exponent is 0, in bfloat16, again and again.
+// 2^-8 of e4m3's numbers whose exponent is 0, in bfloat16, again and again.
 struct SmallFloats8 {
     uint16_t numbers[32] = {};
     constexpr SmallFloats8() {
-        for (int i = 0; i < 32; i++) numbers[i] = i % 8 ? bfloat16_of(i % 8) - (9 << 7) : 0;
+        for (int i = 0; i < 32; i++) numbers[i] = i % 8 ? bfloat16_of(i % 8) - (17 << 7) : 0;
     }
 };
 alignas(64) constexpr SmallFloats8 SMALL_FLOATS8;
 #endif
 
-// e4m3, without its nan: who packs a block makes its scale nan instead (compute/formats/published).
+// 2^-8 of e4m3's numbers: in float16 these differ in the place of their sign alone. There is no nan:
+// who packs a block makes its scale nan instead (compute/formats/published).
 struct Float8 : Bytes {
-    // An exponent of 0 means m * 2^-9 for the last bits m, which is 2^-6 less than (1 + m / 8) * 2^-6.
+#ifdef __AVX512F__
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        const UWide byte = uppermost(chunk, v, eight, i), size = byte >> 4 & 0x07F00000;
+        const uint16_t* const from = pairs_at(chunk, v, eight * 4 + i / 2);
+        const HalfWide pairs = *reinterpret_cast<const LooseHalfWide*>(from);
+        const __m256i signs = _mm256_srai_epi16((__m256i)(i % 2 ? pairs : pairs << 8), 1);
+        return (Wide)_mm512_cvtph_ps(_mm256_and_si256(signs, _mm256_set1_epi16(short(0xBF80))));
+    }
+#else
+    // With an exponent of 0 the last bits m mean m * 2^-17, which is 2^-14 less than (1 + m / 8) * 2^-14.
+    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
+        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
+        const UWide byte = unit << (24 - i % 4 * 8), size = byte >> 4 & 0x07F00000;
         const UWide small = (UWide)(size < 0x00800000);
-        const UWide bits = size + 0x3C000000 + (small & 0x00800000);
-        const Wide number = (Wide)bits - (Wide)(small & 0x3C800000);
+        const UWide bits = size + 0x38000000 + (small & 0x00800000);
+        const Wide number = (Wide)bits - (Wide)(small & 0x38800000);
         return (Wide)((UWide)number | (byte & 0x80000000));
     }
+#endif
 #ifdef HAS_PAIRS
     static __m512i pair(const uint32_t* chunk, int v, int64_t eight, int pair) {
         const uint16_t* const from = pairs_at(chunk, v, eight * 4 + pair);
@@ -275,7 +277,7 @@ struct Float8 : Bytes {
         const __m512i words = _mm512_cvtepu8_epi16(bytes);
         const __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7F));
         const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(size, 4),
-                                               _mm512_set1_epi16(120 << 7));
+                                               _mm512_set1_epi16(112 << 7));
         const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
         const __m512i number = _mm512_mask_permutexvar_epi16(
             usual, is_small, size, _mm512_load_si512(SMALL_FLOATS8.numbers));
