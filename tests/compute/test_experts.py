@@ -292,7 +292,9 @@ def test_packed_experts_take_what_the_plain_ones_took() -> None:
 
 
 @pytest.mark.usefixtures("own_products")
-@pytest.mark.parametrize("family_checkpoint", ["mixtral", "qwen3_moe"], indirect=True)
+@pytest.mark.parametrize(
+    "family_checkpoint", ["mixtral", "qwen3_moe", "gpt_oss"], indirect=True
+)
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 def test_a_model_has_them(dtype: str, family_checkpoint: tuple[Path, Any]) -> None:
     bodies = {}

@@ -92,7 +92,17 @@ struct WideScale {
     }
 };
 
-// The same, and the zero of a block: weights are scale * (number - zero).
+// The same for numbers of which there is 2^-8.
+struct ScaleOfFloat8 : WideScale {
+    static void put(const uint8_t* block, uint32_t* scales, int n) {
+        float scale;
+        std::memcpy(&scale, block, sizeof scale);
+        scale *= 256;
+        std::memcpy(scales + n, &scale, sizeof scale);
+    }
+};
+
+// A scale in float32, and the zero of a block: weights are scale * (number - zero).
 struct ScaleAndZero : WideScale {
     static constexpr int64_t UNITS = PANEL + PANEL / 2;
     static constexpr bool HAS_OFFSET = true;
@@ -220,7 +230,7 @@ typedef Units<2, Values<4, 8>, OneScale<0>> Symmetric;
 typedef Units<4, Values<4, 0>, ScaleAndLeast> Int4;
 typedef Units<6, Values<4, 0>, ScaleAndZero> Whole4;
 typedef Units<6, Values<8, 0>, ScaleAndZero> Whole8;
-typedef Units<4, Float8, WideScale> Floats8;
+typedef Units<4, Float8, ScaleOfFloat8> Floats8;
 
 struct FourBits : Form<Values<4, 8>, OneScale<0>> {
     static int64_t bytes(int64_t) { return 18; }

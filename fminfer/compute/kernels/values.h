@@ -4,8 +4,8 @@
 // CHUNK neighbouring inputs of a panel's outputs stand together, in units of 32 bits: the first unit
 // of all outputs, then their second one, and so on. A unit has the lower 4 bits of 8 inputs: its
 // lower half those with an even place, its upper half those with an odd one. Further units have the
-// bits above, halved in the same way. A stored ZERO means the number 0. Where the processor has AVX-512,
-// numbers of 8 bits stand there two by two: those of 16 outputs, of the next 16, and so on.
+// bits above, halved in the same way. A stored ZERO means the number 0. Floats of 8 bits, and with
+// AVX-512 whole numbers of 8 bits, stand there two by two: those of 16 outputs, of the next 16, and so on.
 #pragma once
 
 #include "panels.h"
@@ -50,15 +50,15 @@ struct Float4 {  // e2m1, in halves
         return i < 8 ? sizes[i] : -sizes[i - 8];
     }
 };
-template <typename Meaning>
+template <typename T, typename Meaning>
 struct Sixteen {
-    float numbers[16] = {};
+    T numbers[16] = {};
     constexpr Sixteen() {
-        for (int i = 0; i < 16; i++) numbers[i] = float(Meaning::of(i));
+        for (int i = 0; i < 16; i++) numbers[i] = T(Meaning::of(i));
     }
 };
-template <typename Meaning>
-alignas(64) constexpr Sixteen<Meaning> SIXTEEN;
+template <typename T, typename Meaning>
+alignas(64) constexpr Sixteen<T, Meaning> SIXTEEN;
 
 #ifdef HAS_PAIRS
 // A whole number of at most 8 bits in bfloat16.
@@ -111,17 +111,22 @@ struct Nibbles {
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
         const UWide number = nibble_of(chunk, v, eight, i);
 #if defined(__AVX512F__)
-        return (Wide)_mm512_permutexvar_ps((__m512i)number, _mm512_load_ps(SIXTEEN<Meaning>.numbers));
+        const __m512 table = _mm512_load_ps(SIXTEEN<float, Meaning>.numbers);
+        return (Wide)_mm512_permutexvar_ps((__m512i)number, table);
 #else
         if constexpr (Meaning::IS_RANGE) return floats_of((IWide)(number & 15) + Meaning::of(0));
 #if defined(__AVX2__)
-        const float* const numbers = SIXTEEN<Meaning>.numbers;
-        const __m256 low = _mm256_permutevar8x32_ps(_mm256_load_ps(numbers), (__m256i)number);
-        const __m256 high = _mm256_permutevar8x32_ps(_mm256_load_ps(numbers + 8), (__m256i)number);
-        return (Wide)_mm256_blendv_ps(low, high, (__m256)(number << 28));
+        // The lower or upper halves of all bytes at once; inputs 0, 4, 1 and 5 have the lower ones.
+        const UWide halves = bits_at(chunk + eight * PANEL + v * WIDTH) >> (i / 2 % 2 * 4);
+        const __m128i table = _mm_load_si128(
+            reinterpret_cast<const __m128i*>(SIXTEEN<int8_t, Meaning>.numbers));
+        const __m256i found = _mm256_shuffle_epi8(_mm256_broadcastsi128_si256(table),
+                                                  (__m256i)(halves & 0x0F0F0F0F));
+        const int byte = i / 4 + i % 2 * 2;
+        return floats_of((IWide)((UWide)found << (24 - byte * 8)) >> 24);
 #else
         Wide found;
-        for (int n = 0; n < WIDTH; n++) found[n] = SIXTEEN<Meaning>.numbers[number[n] & 15];
+        for (int n = 0; n < WIDTH; n++) found[n] = SIXTEEN<float, Meaning>.numbers[number[n] & 15];
         return found;
 #endif
 #endif
@@ -182,16 +187,16 @@ struct Values<5, ZERO> : Higher<1, 32, ZERO> {};
 template <int ZERO>
 struct Values<6, ZERO> : Higher<2, 16, ZERO> {};
 
-// 8 bits: neighbours of an output in units, or in pairs where there is AVX-512.
-struct Bytes {
+// 8 bits, two neighbours of an output after those of the next.
+struct Twos {
     static constexpr int CHUNK = 32, UNITS = 8;
     static constexpr bool IS_FAST = false;
 
-#ifdef __AVX512F__
-    // The pairs of 16 outputs.
-    static const uint16_t* pairs_at(const uint32_t* chunk, int v, int64_t pair) {
+    // Of WIDTH outputs.
+    static const uint16_t* twos_at(const uint32_t* chunk, int v, int64_t pair) {
         return reinterpret_cast<const uint16_t*>(chunk) + pair * PANEL + v * WIDTH;
     }
+    static void put(const uint8_t*, uint32_t*, int) {}
     static void put_units(const UVec* units, uint32_t* chunk, int lane) {
         char* const to = reinterpret_cast<char*>(chunk) + lane * 2;
         for (int u = 0; u < UNITS; u++)
@@ -200,31 +205,14 @@ struct Bytes {
                 std::memcpy(to + (2 * u + i) * 2 * PANEL, &two, sizeof two);
             }
     }
-#else
-    static void put_units(const UVec* units, uint32_t* chunk, int lane) {
-        for (int u = 0; u < UNITS; u++)
-            std::memcpy(chunk + u * PANEL + lane, units + u, sizeof *units);
-    }
-#endif
-    // Input `i` of 8 neighbours in the uppermost byte, and anything below it.
-    static UWide uppermost(const uint32_t* chunk, int v, int64_t eight, int i) {
-#ifdef __AVX512F__
-        const uint16_t* const pairs = pairs_at(chunk, v, eight * 4 + i / 2);
-        return widen_bits(*reinterpret_cast<const LooseHalfWide*>(pairs)) << (24 - i % 2 * 8);
-#else
-        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
-        return unit << (24 - i % 4 * 8);
-#endif
-    }
-    static void put(const uint8_t*, uint32_t*, int) {}
 };
 
-template <>
-struct Values<8, 0> : Bytes {
 #ifdef __AVX512F__
+template <>
+struct Values<8, 0> : Twos {
     // The two inputs of a pair, of the first or second 8 of 16 outputs.
     static __m512 half(const uint32_t* chunk, int v, int64_t pair, int upper) {
-        const uint16_t* const from = pairs_at(chunk, v, pair);
+        const uint16_t* const from = twos_at(chunk, v, pair);
         const __m128i bytes = _mm_loadu_si128(reinterpret_cast<const __m128i*>(from) + upper);
         return _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(bytes));
     }
@@ -234,11 +222,6 @@ struct Values<8, 0> : Bytes {
         return (Wide)_mm512_permutex2var_ps(half(chunk, v, pair, 0), (__m512i)(even + i % 2),
                                             half(chunk, v, pair, 1));
     }
-#else
-    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        return floats_of((IWide)uppermost(chunk, v, eight, i) >> 24);
-    }
-#endif
 #ifdef HAS_PAIRS
     static __m512i pair(const uint32_t* chunk, int v, int64_t eight, int pair) {
         return (__m512i)_mm512_cvtne2ps_pbh(half(chunk, v, eight * 4 + pair, 1),
@@ -246,36 +229,54 @@ struct Values<8, 0> : Bytes {
     }
 #endif
 };
+#else
+template <>
+struct Values<8, 0> {
+    static constexpr int CHUNK = 32, UNITS = 8;
+    static constexpr bool IS_FAST = false;
+
+    static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
+        const UWide unit = bits_at(chunk + (eight * 2 + i / 4) * PANEL + v * WIDTH);
+        return floats_of((IWide)(unit << (24 - i % 4 * 8)) >> 24);
+    }
+    static void put(const uint8_t*, uint32_t*, int) {}
+    static void put_units(const UVec* units, uint32_t* chunk, int lane) {
+        for (int u = 0; u < UNITS; u++)
+            std::memcpy(chunk + u * PANEL + lane, units + u, sizeof *units);
+    }
+};
+#endif
 
 #ifdef HAS_PAIRS
-// The numbers of e4m3 whose exponent is 0, in bfloat16, again and again.
+// 2^-8 of e4m3's numbers whose exponent is 0, in bfloat16, again and again.
 struct SmallFloats8 {
     uint16_t numbers[32] = {};
     constexpr SmallFloats8() {
-        for (int i = 0; i < 32; i++) numbers[i] = i % 8 ? bfloat16_of(i % 8) - (9 << 7) : 0;
+        for (int i = 0; i < 32; i++) numbers[i] = i % 8 ? bfloat16_of(i % 8) - (17 << 7) : 0;
     }
 };
 alignas(64) constexpr SmallFloats8 SMALL_FLOATS8;
 #endif
 
-// e4m3, without its nan: who packs a block makes its scale nan instead (compute/formats/published_rows).
-struct Float8 : Bytes {
-    // An exponent of 0 means m * 2^-9 for the last bits m, which is 2^-6 less than (1 + m / 8) * 2^-6.
+// 2^-8 of e4m3's numbers: in float16 these differ in the place of their sign alone. There is no nan:
+// who packs a block makes its scale nan instead (compute/formats/published_rows).
+struct Float8 : Twos {
     static Wide at(const uint32_t* chunk, int v, int64_t eight, int i) {
-        const UWide byte = uppermost(chunk, v, eight, i), size = byte >> 4 & 0x07F00000;
-        const UWide small = (UWide)(size < 0x00800000);
-        const UWide bits = size + 0x3C000000 + (small & 0x00800000);
-        const Wide number = (Wide)bits - (Wide)(small & 0x3C800000);
-        return (Wide)((UWide)number | (byte & 0x80000000));
+        typedef int16_t Signed __attribute__((vector_size(2 * WIDTH)));
+        const uint16_t* const from = twos_at(chunk, v, eight * 4 + i / 2);
+        const HalfWide twos = *reinterpret_cast<const LooseHalfWide*>(from);
+        // the number in the upper byte; one place down, the sign stays
+        const HalfWide number = i % 2 ? twos : twos << 8;
+        return widen_halves((HalfWide)((Signed)number >> 1) & 0xBF80);
     }
 #ifdef HAS_PAIRS
     static __m512i pair(const uint32_t* chunk, int v, int64_t eight, int pair) {
-        const uint16_t* const from = pairs_at(chunk, v, eight * 4 + pair);
+        const uint16_t* const from = twos_at(chunk, v, eight * 4 + pair);
         const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i*>(from));
         const __m512i words = _mm512_cvtepu8_epi16(bytes);
         const __m512i size = _mm512_and_si512(words, _mm512_set1_epi16(0x7F));
         const __m512i usual = _mm512_add_epi16(_mm512_slli_epi16(size, 4),
-                                               _mm512_set1_epi16(120 << 7));
+                                               _mm512_set1_epi16(112 << 7));
         const __mmask32 is_small = _mm512_cmplt_epu16_mask(size, _mm512_set1_epi16(8));
         const __m512i number = _mm512_mask_permutexvar_epi16(
             usual, is_small, size, _mm512_load_si512(SMALL_FLOATS8.numbers));

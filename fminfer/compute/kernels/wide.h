@@ -71,16 +71,21 @@ inline Wide wide_at(const uint16_t* from) {
     return (Wide)(widen_bits(*reinterpret_cast<const LooseHalfWide*>(from)) << 16);
 }
 
-inline Wide wide_at(const Float16* from) {
+// Numbers of float16 as floats.
+inline Wide widen_halves(HalfWide bits) {
 #if defined(__AVX512F__)
-    return (Wide)_mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i*>(from)));
+    return (Wide)_mm512_cvtph_ps((__m256i)bits);
 #elif defined(__F16C__)
-    return (Wide)_mm256_cvtph_ps(_mm_loadu_si128(reinterpret_cast<const __m128i*>(from)));
+    return (Wide)_mm256_cvtph_ps((__m128i)bits);
 #else
     Wide value;
-    for (int lane = 0; lane < WIDTH; lane++) value[lane] = number(from[lane]);
+    for (int lane = 0; lane < WIDTH; lane++) value[lane] = number(Float16{bits[lane]});
     return value;
 #endif
+}
+
+inline Wide wide_at(const Float16* from) {
+    return widen_halves(*reinterpret_cast<const LooseHalfWide*>(from));
 }
 
 // The first halves of two vectors, or the first one where registers are narrow.

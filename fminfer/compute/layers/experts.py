@@ -196,11 +196,9 @@ def can_mix(spec: Moe) -> bool:
     """Tell whether the kernel computes such experts: it has their activation, and limits
     gates alone."""
     expert = spec.expert
-    is_limited = expert.limit is not None
-    has_gate_limit = is_limited and expert.is_gated and expert.limit > 0
-    return is_limited == has_gate_limit and expert.activation in find_activations(
-        expert
-    )
+    if expert.limit is not None and not (expert.is_gated and expert.limit > 0):
+        return False
+    return expert.activation in find_activations(expert)
 
 
 def _widen_bias(bias: torch.Tensor | None, weight: Weight) -> torch.Tensor | None:
