@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -205,7 +206,7 @@ def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
     folder = checkpoint.folder
     if folder is None:
         return {}
-    try:
+    with suppress(CheckpointError):
         if find_weights(folder).files:
             files, origins = read_origins(checkpoint, folder)
             tied = model_specs(checkpoint.model).keys() & TIED
@@ -213,13 +214,16 @@ def find_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
             return {
                 name: each.stored_formats(files.types) for name, each in origins.items()
             }
-    except CheckpointError:
-        return {}
-    return _predict_stored_formats(checkpoint, folder)
+        return _predict_stored_formats(checkpoint, folder)
+    # such as of a hub's model, whose weights are not here, and whose index is
+    if checkpoint.architecture.scheme is not None:
+        with suppress(CheckpointError):
+            return _predict_stored_formats(checkpoint, folder)
+    return {}
 
 
 def _predict_stored_formats(checkpoint: Checkpoint, folder: Path) -> dict[str, Parts]:
-    """Return the formats that weights will be stored in, by the config, and an index if any."""
+    """Return the formats that weights will be stored in, by the config and an index, if any."""
     scheme = checkpoint.architecture.scheme
     # gpt-oss's config names no dtype
     dtype = checkpoint.config.dtype or (torch.bfloat16 if scheme else None)
@@ -234,7 +238,8 @@ def _predict_stored_formats(checkpoint: Checkpoint, folder: Path) -> dict[str, P
         return formats
     names = read_indexed_names(folder)
     search = _OriginSearch(checkpoint, dict.fromkeys(names), {})
-    uses = ("product", "moved", "head") if scheme.has_head else ("product", "moved")
+    has_head = scheme.has_head and not checkpoint.config.tie_word_embeddings
+    uses = ("product", "moved", "head") if has_head else ("product", "moved")
     for name, spec in specs.items():
         if spec.use in uses or (names and len(spec.shape) > 1):
             pieces = search.find_origin(name, spec).pieces
@@ -340,7 +345,7 @@ class _OriginSearch:
         if dtype in ("I64", "BOOL", "C64"):
             why = f"weights have one of {', '.join(FLOATS)}"
         elif self._scheme is None:
-            why = "quantized weights run if config.json has a quantization_config for them"
+            why = "quantized weights run if a quantization_config says how"
         else:
             why = "quantization_config does not say that it is quantized so"
         return f"{why}. Take a checkpoint in 16 or 32 bits"
