@@ -123,6 +123,7 @@ def read_gptq(stored: Stored, bits: int = 4, *, version: int = 1) -> np.ndarray:
     zeros = (zeros + (version == 1)) % (1 << bits)
     groups = stored["g_idx"].numpy()
     scales = stored["scales"].float().numpy().T
+    zeros = zeros[: len(numbers)]  # a word may have room for more
     return scales[:, groups] * (numbers - zeros[:, groups]).astype(np.float32)
 
 
@@ -171,7 +172,7 @@ def store_packed(
     return stored
 
 
-def read_packed(stored: Stored, bits: int = 4) -> np.ndarray:
+def read_packed(stored: Stored, bits: int = 4, group: int = 32) -> np.ndarray:
     outputs, inputs = stored["weight_shape"].tolist()
     numbers = unpack_words(stored["weight_packed"], bits)[:, :inputs]
     scales = stored["weight_scale"].float().numpy()
@@ -179,7 +180,7 @@ def read_packed(stored: Stored, bits: int = 4) -> np.ndarray:
     if "weight_zero_point" in stored:
         words = stored["weight_zero_point"].T.contiguous()
         zeros = unpack_words(words, bits)[:, :outputs].T
-    groups = in_order(inputs, -(-inputs // scales.shape[1]))
+    groups = in_order(inputs, group)
     if "weight_g_idx" in stored:
         groups = stored["weight_g_idx"].numpy()
     return scales[:, groups] * (numbers - zeros[:, groups]).astype(np.float32)
@@ -415,7 +416,7 @@ CASES: dict[str, tuple[Mapping[str, Any], Choose]] = {
         compressed("pack-quantized", **W8, type="int", strategy="channel"),
         with_each(
             partial(store_packed, bits=8, group=0, is_symmetric=True),
-            partial(read_packed, bits=8),
+            partial(read_packed, bits=8, group=0),
         ),
     ),
     "packed in act-order": (

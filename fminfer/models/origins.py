@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Collection, Iterator, Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, replace
 from itertools import product
 from pathlib import Path
@@ -230,12 +231,15 @@ def find_stored_model(checkpoint: Checkpoint) -> StoredModel | None:
     folder = checkpoint.folder
     if folder is None:
         return None
-    try:
+    with suppress(CheckpointError):
         if find_weights(folder).files:
             return read_stored_model(checkpoint, folder)
-    except CheckpointError:
-        return None
-    return _assume_stored_model(checkpoint, folder)
+        return _assume_stored_model(checkpoint, folder)
+    # such as of a hub's model, whose weights are not here, and whose index is
+    if checkpoint.architecture.scheme is not None:
+        with suppress(CheckpointError):
+            return _assume_stored_model(checkpoint, folder)
+    return None
 
 
 def read_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel:
@@ -254,16 +258,19 @@ def _assume_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel | 
 
     An index says which matrices are quantized. Without one they are those of layers.
     """
-    dtype = checkpoint.config.dtype
-    if not dtype:
-        return None
     architecture = checkpoint.architecture
+    scheme = architecture.scheme
+    # gpt-oss's config names no dtype
+    dtype = checkpoint.config.dtype or (torch.bfloat16 if scheme else None)
+    if dtype is None:
+        return None
     names = read_indexed_names(folder)
     search = _OriginSearch(checkpoint, dict.fromkeys(names), {})
     plain_search = search
     uses: Collection[Use] = USES
-    if (scheme := architecture.scheme) is not None and not names:
-        uses = ("product", "moved", "head") if scheme.has_head else ("product", "moved")
+    if scheme is not None and not names:
+        has_head = scheme.has_head and not checkpoint.config.tie_word_embeddings
+        uses = ("product", "moved", "head") if has_head else ("product", "moved")
         plain = replace(checkpoint, architecture=replace(architecture, scheme=None))
         plain_search = _OriginSearch(plain, {}, {})
     origins = {
@@ -372,7 +379,7 @@ class _OriginSearch:
         if dtype in ("I64", "BOOL", "C64"):
             why = f"weights have one of {', '.join(FLOATS)}"
         elif self._scheme is None:
-            why = "quantized weights run if config.json has a quantization_config for them"
+            why = "quantized weights run if a quantization_config says how"
         else:
             why = "quantization_config does not say that it is quantized so"
         return f"{why}. Take a checkpoint in 16 or 32 bits"

@@ -131,9 +131,10 @@ def test_a_quantized_whole_is_refused(tmp_path: Path) -> None:
     """The field stands beside text_config, not in it."""
     save("gemma3", tmp_path, str, {})
     path = tmp_path / "config.json"
-    quantized = {"quantization_config": {"quant_method": "fp8"}}
+    quantized = {"quantization_config": {"quant_method": "hqq"}}
     path.write_text(json.dumps(json.loads(path.read_text()) | quantized))
     with pytest.raises(
-        CheckpointError, match=r"are quantized \(fp8\), which does not run yet"
+        CheckpointError,
+        match=r"quantized by 'hqq' \(groups of HQQ's own\), which does not",
     ):
         open_checkpoint(str(tmp_path))

@@ -197,6 +197,16 @@ def test_uneven_heads_in_8_and_4_bits(smollm: Path, form: str, kernels: str) -> 
         check_equal(smollm, 3, quantize=form, kernels=kernels)
 
 
+def test_a_cut_of_a_row_has_whole_units(tmp_path: Path) -> None:
+    """16 inputs of a row of int8-row ended the process: the kernels divided by 0 units."""
+    config = family_config("llama")
+    config.intermediate_size = 32
+    config.save_pretrained(tmp_path)
+    engine = EngineConfig(random_init=str(tmp_path), quantize="int8-row")
+    with pytest.raises(UsageError, match="32 in blocks of 32 cannot be divided"):
+        plan_ranks(engine, open_random_checkpoint(str(tmp_path)), 2)
+
+
 @pytest.mark.parametrize(
     "quantized", [pytest.param("int8", marks=more), "int8-row", "int4"]
 )

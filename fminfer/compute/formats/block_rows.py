@@ -16,7 +16,8 @@ Unpack = Callable[[Tensor], Tensor]  # (…, bytes of a block) → (…, numbers
 Pack = Callable[[Tensor], Tensor]  # and back
 # Numbers that one thread makes blocks of at once: torch does not divide so few among threads.
 PACKED_AT_ONCE = 1 << 15
-ROW_UNIT = 32  # inputs by which rows of one block divide
+# inputs that the kernels multiply at once: rows of one block, and their cuts, have multiples
+ROW_UNIT = 32
 
 
 @dataclass(slots=True, frozen=True)
@@ -41,7 +42,7 @@ class Blocks(RowFormat):
 
     @property
     def cut_unit(self) -> int:
-        return self.block or (1 if self.bits == 8 else ROW_UNIT)
+        return self.block or ROW_UNIT
 
     def row_bytes(self, inputs: int) -> int:
         """Return what a row of a weight takes."""

@@ -161,5 +161,5 @@ def compile_pattern(text: str, path: str) -> re.Pattern[str]:
     except (re.error, OverflowError, RecursionError) as error:
         raise CheckpointError(
             f"config.json sets {path} to {reprlib.repr(text)}, which is no regular "
-            f"expression: {error}"
+            f"expression: {error}. {REMEDY}"
         ) from error
