@@ -155,9 +155,11 @@ def check_files_beside(name: str, folder: Path, *, without_adapter: bool) -> Non
             f"{base or 'not named'}. Merge the two by peft's merge_and_unload, save that by "
             f"save_pretrained, and give its folder{flag}"
         )
-    for file in QUANTIZED if not _is_told_quantized(folder) else ():
-        if (folder / file).exists() and not _is_unquantized(
-            read_json_object(folder / file)
+    for file in QUANTIZED:
+        if (
+            (folder / file).exists()
+            and not _is_unquantized(read_json_object(folder / file))
+            and not _is_told_quantized(folder)
         ):
             raise CheckpointError(
                 f"the weights of {name} are quantized, as its {file} says, and its "

@@ -261,13 +261,13 @@ def test_a_model_answers_with_it(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     packed = []
-    own = ProductKernel.pack_weight
+    own = ProductKernel._pack_parts
 
-    def spy(self: ProductKernel, weight: Weight, bias: torch.Tensor | None) -> Any:
-        packed.append(weight.shape)
-        return own(self, weight, bias)
+    def spy(self: ProductKernel, parts: list[Weight], *rest: Any) -> Any:
+        packed.append([part.shape for part in parts])
+        return own(self, parts, *rest)
 
-    monkeypatch.setattr(ProductKernel, "pack_weight", spy)
+    monkeypatch.setattr(ProductKernel, "_pack_parts", spy)
     scored = {"max_tokens": 0, "echo": True, "logprobs": 1}
     rows = [{"prompt": [1, 2, 3, 4 + i]} | scored for i in range(9)]
     scores = {}

@@ -23,7 +23,7 @@ from fminfer.core.config import EngineConfig
 from fminfer.core.errors import CheckpointError
 from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
-from fminfer.models.holding import FORMATS, Holding
+from fminfer.models.holding import FORMATS, Holding, StoredPart
 from fminfer.models.layer_source import LayerSource, open_weights
 from fminfer.models.origins import check_tensors, find_stored_model, read_origins
 from fminfer.models.tensor_specs import stage_specs
@@ -55,6 +55,10 @@ class RowsOfInt8(RowFormat):
 
     num_tensors = 2
 
+    @property
+    def format(self) -> RowsOfInt8:
+        return self
+
     def num_bytes(self, shape: Shape) -> int:
         return math.prod(shape) + 4 * math.prod(shape[:-1])
 
@@ -79,14 +83,17 @@ class RowsOfInt8(RowFormat):
 
     def stored(
         self, name: str, shape: Shape, *, is_transposed: bool
-    ) -> Mapping[str, tuple[str, Shape]]:
+    ) -> Mapping[str, StoredPart]:
         of_values = (*shape[:-2], shape[-1], shape[-2]) if is_transposed else shape
-        return {name: ("I8", of_values), f"{name}_scale": ("F32", shape[:-1])}
+        return {
+            name: (("I8",), of_values),
+            f"{name}_scale": (("F32",), shape[:-1]),
+        }
 
     def read(
-        self, stored: tuple[torch.Tensor, ...], *, is_transposed: bool
+        self, stored: Mapping[str, torch.Tensor], *, is_transposed: bool
     ) -> tuple[torch.Tensor, ...]:
-        values, scales = stored
+        values, scales = stored.values()
         return (values.mT if is_transposed else values), scales
 
 
@@ -259,7 +266,7 @@ def test_int8_without_a_row_or_without_scales_is_refused(
     path = tmp_path / "model.safetensors"
     quantize(tmp_path, is_stored_so=True)
     refused = (
-        r"stores '\S+weight' as I8: quantized weights do not run yet. "
+        r"stores '\S+weight' as I8: quantized weights run if a quantization_config says how. "
         r"Take a checkpoint in 16"
     )
     with pytest.raises(CheckpointError, match=refused):
@@ -271,7 +278,7 @@ def test_int8_without_a_row_or_without_scales_is_refused(
     scales = tensors.pop(f"{name}_scale")
     save_file(tensors, path, metadata={"format": "pt"})
     with pytest.raises(
-        CheckpointError, match=f"{name}' as I8: quantized weights do not run"
+        CheckpointError, match=f"{name}' as I8: quantized weights run if"
     ):
         check_tensors(open_checkpoint(str(tmp_path)))
     save_file(
