@@ -365,6 +365,8 @@ class ProductKernel:
 
         Neighbouring parts with the same order are one product.
         """
+        if not has_order(linear.weight):
+            return self.pack_weight(linear.weight, linear.bias)
         assert self.can_pack(linear.weight), "a weight to pack"
         products = []
         first = 0
@@ -373,9 +375,7 @@ class ProductKernel:
             bias = None if linear.bias is None else linear.bias[first:last]
             products.append((order, self._pack_parts(parts, bias)))
             first = last
-        order, product = products[0]
-        is_in_order = len(products) == 1 and order is None
-        return product if is_in_order else OrderedProduct(tuple(products))
+        return OrderedProduct(tuple(products))
 
     def pack_weight(self, weight: Weight, bias: torch.Tensor | None) -> PackedProduct:
         """Return the product with a weight that `can_pack`, whose inputs are in order."""
