@@ -136,6 +136,8 @@ def pack_mxfp4(blocks: Tensor, scales: Tensor) -> Tensor:
         (…, rows, groups * 17) uint8: of each group the scale, then bytes that hold inputs i
         and i + 16.
     """
-    numbers = torch.stack([blocks & 15, blocks >> 4], -1).flatten(-2)
-    first, second = numbers.chunk(2, -1)
-    return torch.cat([scales[..., None], first | second << 4], -1).flatten(-2)
+    first, second = blocks.chunk(2, -1)
+    even = first & 15 | second << 4
+    odd = first >> 4 | second & 0xF0
+    packed = torch.stack([even, odd], -1).flatten(-2)
+    return torch.cat([scales[..., None], packed], -1).flatten(-2)

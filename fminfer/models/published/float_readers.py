@@ -8,9 +8,14 @@ from functools import cache
 
 import torch
 
+<<<<<<< HEAD
 from fminfer.compute.formats.block_rows import split_last_dimension
 from fminfer.compute.formats.gguf_rows import GGUF_FORMATS, MXFP4_VALUES
 from fminfer.compute.formats.published_rows import make_float8, pack_float8, pack_mxfp4
+=======
+from fminfer.compute.formats.gguf_rows import GGUF_FORMATS, MXFP4_VALUES
+from fminfer.compute.formats.published_rows import make_float8, pack_float8, pack_mxfp4
+>>>>>>> w/p
 from fminfer.compute.values.weights import Format, Shape, Tensors
 from fminfer.core.errors import CheckpointError
 from fminfer.models.holding import StoredPart
@@ -157,10 +162,11 @@ class Nvfp4Reader:
         scales_shape = (packed.shape[0], packed.shape[1] * 2 // NVFP4_GROUP)
         scales = read_scales(stored, scales_name, scales_shape) / tensor_scale
         values = torch.tensor(MXFP4_VALUES, dtype=torch.float32) / 2
-        halves = torch.stack([packed & 15, packed >> 4], -1).flatten(-2)
-        groups = split_last_dimension(values[halves.int()], -1, NVFP4_GROUP)
-        floats = (groups * scales[..., None]).flatten(-2)
-        return (floats.view(torch.uint8),)
+        # of a byte, the lower half first
+        pairs = torch.stack([values.repeat(16), values.repeat_interleave(16)], -1)
+        floats = pairs.index_select(0, packed.flatten().int())
+        groups = floats.view(*scales.shape, NVFP4_GROUP).mul_(scales[..., None])
+        return (groups.flatten(-2).view(torch.uint8),)
 
 
 MXFP4_EXPERTS = Mxfp4Reader()

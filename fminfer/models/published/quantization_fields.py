@@ -127,12 +127,11 @@ class ModuleRules:
 
     def match(self, module: str) -> bool:
         """Tell whether a module, by its path, is one of them or lies in one."""
-        parts = module.split(".")
+        if any(pattern.match(module) for pattern in self.patterns):
+            return True
+        parts = module.split(".") if self.paths else []
         ends = combinations(range(len(parts) + 1), 2)
-        inner_paths = (".".join(parts[first:last]) for first, last in ends)
-        return not self.paths.isdisjoint(inner_paths) or any(
-            pattern.match(module) for pattern in self.patterns
-        )
+        return any(".".join(parts[first:last]) in self.paths for first, last in ends)
 
 
 def make_rules(names: Iterable[object], path: str) -> ModuleRules:

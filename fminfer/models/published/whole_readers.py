@@ -26,8 +26,6 @@ Tensor = torch.Tensor
 SCALE_TYPES = ("F16", "BF16", "F32")
 BLOCK_SIZES = (128, 64, 32)  # of inputs that kernels multiply
 WORD = 32  # bits into which numbers are packed
-# The place in a word of each of 8 numbers, as AWQ's kernels take them.
-AWQ_PLACES = (0, 4, 1, 5, 2, 6, 3, 7)
 FETCH_AGAIN = "Fetch the file again, or take another copy of the model"
 
 
@@ -38,7 +36,8 @@ class PackedMatrix:
     is_turned: bool  # its outputs are its columns
     # along which numbers of a word follow each other; None: each has a byte, less 128
     packed_dim: int | None
-    places: tuple[int, ...] = ()  # of numbers in a word; (): from the lowest bits on
+    # AWQ's: a word has those with an even place first
+    has_even_first: bool = False
 
     @property
     def type(self) -> str:
@@ -58,9 +57,8 @@ class PackedMatrix:
         else:
             words = stored.mT if self.packed_dim == 0 else stored
             numbers = _split_words(words, bits)
-            if self.places:
-                in_words = split_last_dimension(numbers, -1, len(self.places))
-                numbers = in_words[..., self.places].flatten(-2)
+            if self.has_even_first:
+                numbers = split_last_dimension(numbers, -1, 2, 4).mT.flatten(-3)
             numbers = numbers.mT if self.packed_dim == 0 else numbers
         numbers = numbers.mT if self.is_turned else numbers
         return numbers[: shape[0], : shape[1]]
@@ -94,7 +92,7 @@ GPTQ = WholeLayout(
     numbers=PackedMatrix(is_turned=True, packed_dim=0),
     zeros=PackedMatrix(is_turned=True, packed_dim=1),
 )
-_AWQ_MATRIX = PackedMatrix(is_turned=True, packed_dim=1, places=AWQ_PLACES)
+_AWQ_MATRIX = PackedMatrix(is_turned=True, packed_dim=1, has_even_first=True)
 AWQ = WholeLayout(
     numbers_name="qweight",
     scales_name="scales",
