@@ -8,14 +8,8 @@ from functools import cache
 
 import torch
 
-<<<<<<< HEAD
-from fminfer.compute.formats.block_rows import split_last_dimension
 from fminfer.compute.formats.gguf_rows import GGUF_FORMATS, MXFP4_VALUES
 from fminfer.compute.formats.published_rows import make_float8, pack_float8, pack_mxfp4
-=======
-from fminfer.compute.formats.gguf_rows import GGUF_FORMATS, MXFP4_VALUES
-from fminfer.compute.formats.published_rows import make_float8, pack_float8, pack_mxfp4
->>>>>>> w/p
 from fminfer.compute.values.weights import Format, Shape, Tensors
 from fminfer.core.errors import CheckpointError
 from fminfer.models.holding import StoredPart
