@@ -16,6 +16,8 @@ import numpy as np
 import torch
 from safetensors.torch import load_file, save_file
 
+from fminfer.models.checkpoint import Checkpoint
+from fminfer.models.origins import Parts, find_stored_model
 from tests.conftest import make_model, model_class, save_byte_tokenizer
 
 Stored = dict[str, torch.Tensor]
@@ -483,3 +485,10 @@ CASES: dict[str, tuple[Mapping[str, Any], Choose]] = {
         with_each(store_nvfp4, read_nvfp4),
     ),
 }
+
+
+def list_stored_formats(checkpoint: Checkpoint) -> dict[str, Parts]:
+    """Return the formats in which each tensor is stored, or will be."""
+    stored = find_stored_model(checkpoint)
+    assert stored is not None, "a model in files"
+    return stored.list_formats()

@@ -21,7 +21,7 @@ from fminfer.core.partition import split_layers
 from fminfer.models.checkpoint import open_checkpoint
 from fminfer.models.holding import Holding
 from fminfer.models.layer_source import open_weights
-from fminfer.models.origins import check_tensors, find_stored_formats
+from fminfer.models.origins import check_tensors
 from fminfer.models.quantized_folder import write_quantized_folder
 from fminfer.plan.planning import plan_ahead
 from tests import conftest
@@ -36,6 +36,7 @@ from tests.published_building import (
     Read,
     Store,
     compressed,
+    list_stored_formats,
     load_floats,
     publish,
     read_bytes,
@@ -151,7 +152,7 @@ def test_a_head_may_be_quantized(
     case = (GPTQ_4 | {"lm_head": True}, choose)
     folder, model = publish_wide("llama", tmp_path, monkeypatch, case)
     check_logits(folder, model)
-    ((head, _),) = find_stored_formats(open_checkpoint(str(folder)))["head.weight"]
+    ((head, _),) = list_stored_formats(open_checkpoint(str(folder)))["head.weight"]
     assert head.name == "whole4-32"
 
 
@@ -218,7 +219,7 @@ def test_modules_of_several_kinds_are_one_model(
 ) -> None:
     folder, model = publish_wide("llama", tmp_path, monkeypatch, case)
     check_logits(folder, model)
-    parts = find_stored_formats(open_checkpoint(str(folder)))
+    parts = list_stored_formats(open_checkpoint(str(folder)))
     values = "whole8-64" if case[0]["quant_method"] == "gptq" else "whole8-row"
     names = [each.name for each, _ in parts["0.qkv.weight"]]
     assert names == ["whole4-32", "whole4-32", values]

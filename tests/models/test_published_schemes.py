@@ -19,7 +19,6 @@ from fminfer.models.checkpoint import open_checkpoint, open_random_checkpoint
 from fminfer.models.origins import (
     check_tensors,
     find_origins,
-    find_stored_formats,
     read_origins,
 )
 from fminfer.models.published.schemes import METHODS, REFUSED, parse_scheme
@@ -32,6 +31,7 @@ from tests.published_building import (
     GPTQ_4,
     W4A16,
     compressed,
+    list_stored_formats,
     publish,
     write_quantization,
 )
@@ -266,7 +266,7 @@ def test_a_part_of_a_model_with_images_has_the_scheme_of_the_whole(
     folder, _ = publish("gemma3", tmp_path, *CASES["fp8"])
     checkpoint = open_checkpoint(str(folder))
     assert checkpoint.config.quantization_config["quant_method"] == "fp8"
-    formats = find_stored_formats(checkpoint)
+    formats = list_stored_formats(checkpoint)
     assert {each.name for each, _ in formats["0.qkv.weight"]} == {"float8-row"}
 
 
@@ -498,7 +498,7 @@ def test_a_forecast_knows_formats_by_the_config_alone(
     path = tmp_path / "config.json"
     path.write_text(json.dumps(fields | {"quantization_config": quantization}))
     checkpoint = open_checkpoint(str(tmp_path), has_weights=False)
-    formats = find_stored_formats(checkpoint)
+    formats = list_stored_formats(checkpoint)
     layer = checkpoint.model.num_cached_layers - 1
     of_experts = "experts." if "experts" in str(formats.keys()) else ""
     (down,) = {each for each, _ in formats[f"{layer}.{of_experts}down.weight"]}
@@ -521,7 +521,7 @@ def test_an_index_says_what_is_quantized(tmp_path: Path) -> None:
     check_tensors(checkpoint, has_weights=False)
     formats = {
         name: {each.name for each, _ in parts}
-        for name, parts in find_stored_formats(checkpoint).items()
+        for name, parts in list_stored_formats(checkpoint).items()
     }
     assert formats["0.qkv.weight"] == {"float8-row"}
     assert formats["2.down.weight"] == {"float8-128"}
