@@ -190,7 +190,7 @@ class WholeReader:
         groups = torch.arange(self.shape[1], dtype=torch.int32) // self.group
         order_name = by_leaf.get(layout.order_name)
         if order_name is not None:
-            groups = self._check_order(order_name, stored[order_name], groups)
+            groups = self._check_groups(order_name, stored[order_name], groups)
         numbers = layout.numbers.unpack(
             stored[by_leaf[layout.numbers_name]], self.shape, self.scheme.bits
         )
@@ -227,30 +227,18 @@ class WholeReader:
         zeros = scheme.layout.zeros.unpack(stored, self.grouped_shape, scheme.bits)
         return (zeros.short() + scheme.added) % (2 * middle)
 
-    def _check_order(self, name: str, g_idx: Tensor, in_order: Tensor) -> Tensor:
-        """Return the group of each input, as the file has it."""
-        num_groups = self.grouped_shape[1]
-        least, most = (int(end) for end in g_idx.aminmax())
-        if least < 0 or most >= num_groups:
-            raise CheckpointError(
-                f"tensor {name!r} puts inputs into groups {least} to {most}; 0 to "
-                f"{num_groups - 1} are there. {FETCH_AGAIN}"
-            )
-        if not self.scheme.is_ordered:
-            if torch.equal(g_idx, in_order):
-                return in_order
-            raise CheckpointError(
-                f"tensor {name!r} has inputs in act-order, and quantization_config says that "
-                "they are not. Use the config.json that the file was published with"
-            )
-        counts = g_idx.bincount(minlength=num_groups)
-        sizes = in_order.bincount(minlength=num_groups)
-        if not torch.equal(counts, sizes):
-            raise CheckpointError(
-                f"tensor {name!r} puts {int(counts.min())} to {int(counts.max())} inputs into "
-                f"a group; each has {self.group}. {FETCH_AGAIN}"
-            )
-        return g_idx
+    def _check_groups(self, name: str, groups: Tensor, in_order: Tensor) -> Tensor:
+        """Return the group of each input, as the file has it, if each has as many inputs."""
+        is_ordered = self.scheme.is_ordered
+        if torch.equal(groups.sort().values if is_ordered else groups, in_order):
+            return groups
+        where = "anywhere in a row" if is_ordered else "one group after the other"
+        raise CheckpointError(
+            f"tensor {name!r} puts inputs into groups {int(groups.min())} to "
+            f"{int(groups.max())}, otherwise than quantization_config says: 0 to "
+            f"{int(in_order[-1])}, each with {self.group} inputs, {where}. Use the config.json "
+            "and the files that were published together"
+        )
 
 
 def read_scales(stored: Mapping[str, Tensor], name: str, shape: Shape) -> Tensor:
