@@ -229,9 +229,20 @@ def with_own_head(keys: Keys, tensors: Tensors) -> None:
     tensors["blk.0.attn_rot_embd.weight"] = f32(np.ones(4))
 
 
+def with_keys_of_states(keys: Keys, tensors: Tensors) -> None:
+    """Tell of no experts, and of states that no layer has, as files of Granite 4 do."""
+    keys["granite.attention.head_count_kv"] = (ARRAY, (U32, [2, 2]))
+    for key in ("expert_count", "expert_used_count"):
+        keys[f"granite.{key}"] = (U32, 0)
+    for key in ("conv_kernel", "state_size", "group_count", "inner_size"):
+        keys[f"granite.ssm.{key}"] = (U32, 4)
+    keys["granite.rope.scaling.finetuned"] = (BOOL, True)
+
+
 @pytest.mark.parametrize(
     ("name", "change"),
     [
+        ("granite", with_keys_of_states),
         ("deepseek_v2", with_kv_b),
         ("deepseek_v3", with_kv_b),
         ("mixtral", with_joined_parts),

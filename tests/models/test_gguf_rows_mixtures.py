@@ -275,6 +275,18 @@ def test_layers_that_predict_further_tokens_are_left_out(
     with_more.write(path, **keys | {LLM.NEXTN_PREDICT_LAYERS: num + 1})
     with pytest.raises(CheckpointError, match=f"no whole number from 0 to {num}"):
         open_checkpoint(str(path))
+    row.write(path, **{LLM.NEXTN_PREDICT_LAYERS: 1})  # the last layer is one as others
+    with pytest.raises(CheckpointError, match=f"layer {num - 1} predicts further"):
+        open_checkpoint(str(path))
+
+
+def test_parts_of_positions_are_the_same_in_texts(tmp_path: Path) -> None:
+    """The converter tells of them for GLM-4.5V and 4.6V."""
+    row = next(row for row in ROWS if row.name == "glm4moe")
+    path = tmp_path / "m.gguf"
+    model = row.write(path, **{"{arch}.rope.dimension_sections": [1, 1, 2, 0]})
+    parts = split_layers(len(open_checkpoint(str(path)).model.layers), 1, head_cost=0.0)
+    assert error_of(logits_of(path, parts), model) < MAX_ERROR
 
 
 def test_a_bias_of_the_choice_may_be_a_vector_or_a_row(tmp_path: Path) -> None:

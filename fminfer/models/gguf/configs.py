@@ -154,6 +154,9 @@ def _olmo2(m: GgufModel) -> Fields:
 def _granite(m: GgufModel) -> Fields:
     # otherwise there are no rotary positions
     m.check_value("rope.scaling.finetuned", True)
+    if m.arch == "granite":
+        m.check_value("expert_count", 0)
+        m.check_value("expert_used_count", 0)
     return {
         "logits_scaling": m.read_number("logit_scale"),
         "residual_multiplier": m.read_number("residual_scale", 1.0) or 1.0,

@@ -42,6 +42,17 @@ HARMLESS = {
     "rope.scaling.finetuned": "it tells of training",
     "tensor_data_layout": "each architecture here has one",
     "expert_shared_feed_forward_length": "the shapes of tensors are checked",
+    # Granite 4's models have them, also those of attention alone.
+    **dict.fromkeys(
+        (
+            "ssm.conv_kernel",
+            "ssm.state_size",
+            "ssm.group_count",
+            "ssm.inner_size",
+            "ssm.time_step_rank",
+        ),
+        "tensors of layers with a state are refused",
+    ),
 }
 
 
@@ -284,6 +295,11 @@ def gguf_architecture(model: GgufModel, spec: Model) -> Architecture:
         inner = _with_one(inner, *NORMS)
         outer = _with_one(outer, "final_norm")
     predicting = range(model.num_layers, model.read_integer("block_count"))
+    for number in predicting:
+        if (name := f"blk.{number}.nextn.eh_proj.weight") not in model.tensors:
+            raise broken_file_error(
+                model.path, f"layer {number} predicts further tokens without {name}"
+            )
     left_out = "|".join([LEFT_OUT, *(rf"blk\.{number}\." for number in predicting)])
     return Architecture(spec, outer, inner, "blk.{}.", "blk.", left_out=left_out)
 

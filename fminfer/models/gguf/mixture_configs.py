@@ -24,6 +24,8 @@ PHIMOE_SCALE = 1.243163121016122
 
 def _glm4moe(m: GgufModel) -> Fields:
     m.check_value("expert_gating_func", SIGMOID)
+    # Of models that read images: in texts all parts of a position are the same.
+    m.find_value("rope.dimension_sections")
     return read_routed_fields(m) | {
         "model_type": "glm4_moe",
         "use_qk_norm": "blk.0.attn_q_norm.weight" in m.tensors,
