@@ -296,9 +296,7 @@ class WeightReader:
                 t.zero_() for t in held.empty(origin.held_spec.shape, self.device)
             )
         if arrival != "in place":
-            tensors = self._join_pieces(origin, held)
-            added = origin.layout.added
-            return tuple(tensor + added for tensor in tensors) if added else tensors
+            return self._join_pieces(origin, held)
 
         (name,) = origin.pieces[0].stored
         stored = self.files.read(name)
@@ -336,8 +334,9 @@ class WeightReader:
         layout = origin.layout
         columns = origin.cut.columns
         is_turned = piece.is_turned or layout.is_transposed or layout.is_row
+        is_same = columns is None and not (is_turned or layout.added)
         is_plain = piece.format is None and row_format.floats is not None
-        if is_plain and rows is None and columns is None and not is_turned:
+        if is_plain and rows is None and is_same:
             self.files.copy(next(iter(piece.stored)), targets[0])
             return
 

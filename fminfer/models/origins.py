@@ -164,8 +164,10 @@ def _check_zero_biases(
     used = {
         name for o in origins.values() for piece in o.pieces for name in piece.stored
     }
+    left_out = checkpoint.architecture.left_out
     for name in files.types.keys() - used:
-        if name.endswith(".bias") and files.read(name).float().any():
+        is_of_model = name.endswith(".bias") and not is_ignored(name, left_out)
+        if is_of_model and files.read(name).float().any():
             raise CheckpointError(
                 f"{checkpoint.name} holds a bias {name!r} that is not 0, and a model of its "
                 "config.json has none there; config and weights do not belong together"

@@ -133,6 +133,21 @@ def check_form(name: str, form: str, rows: list[list[int]], folder: Path) -> Non
     assert form in {each.name for parts in stored for each, _ in parts}
 
 
+def test_one_is_taken_from_norms_before_they_are_rounded() -> None:
+    """Gemma's are stored plus 1, in float32. In bfloat16 first, they would lose 3 bits."""
+    checkpoint = open_checkpoint(str(SAMPLES / "gemma.gguf"))
+    (part,) = split_layers(len(checkpoint.model.layers), 1, head_cost=0.0)
+
+    def load_norm(dtype: torch.dtype) -> torch.Tensor:
+        holding = Holding(dtype)
+        cpu = torch.device("cpu")
+        source = open_weights(checkpoint, part, holding=holding, device=cpu, seed=0)
+        return source.load_exit(source.load_entry())["final_norm.weight"].plain
+
+    rounded = load_norm(torch.float32).bfloat16()
+    assert torch.equal(load_norm(torch.bfloat16), rounded)
+
+
 def test_forms_of_blocks_that_do_not_run_are_named(tmp_path: Path) -> None:
     name = "blk.0.ffn_down.weight"
     kind = gguf.GGMLQuantizationType.IQ3_S

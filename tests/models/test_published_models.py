@@ -350,6 +350,39 @@ def test_biases_that_no_model_has_must_be_0(
         check_tensors(open_checkpoint(str(folder)))
 
 
+def test_biases_of_what_is_passed_over_may_have_values(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Those of a vision tower, which GPTQ leaves as it is, were refused."""
+    folder, model = publish_wide("gemma3", tmp_path, monkeypatch, CASES["gptq"])
+    tensors = load_file(folder / "model.safetensors")
+    assert any(n.startswith("vision_tower") and n.endswith(".bias") for n in tensors)
+    check_logits(folder, model)
+
+
+def store_without_order(weight: torch.Tensor) -> dict[str, torch.Tensor]:
+    groups = torch.full((weight.shape[1],), -1, dtype=torch.int32)
+    return store_packed(weight, is_symmetric=True) | {"weight_g_idx": groups}
+
+
+def read_without_order(stored: dict[str, torch.Tensor]) -> Any:
+    return read_packed({n: t for n, t in stored.items() if n != "weight_g_idx"})
+
+
+def test_an_expert_without_tokens_has_no_order(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A quantizer that saw none writes -1 for each input."""
+    config, choose_others = CASES["packed in act-order"]
+
+    def choose(name: str) -> tuple[Store, Read] | None:
+        is_unseen = "experts.3." in name
+        unseen = store_without_order, read_without_order
+        return unseen if is_unseen else choose_others(name)
+
+    check_logits(*publish_wide("qwen3_moe", tmp_path, monkeypatch, (config, choose)))
+
+
 def test_a_file_beside_that_says_the_same_is_passed_over(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:

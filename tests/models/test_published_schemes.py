@@ -118,6 +118,19 @@ def test_what_does_not_run_is_refused_by_name(config: Any, named: str) -> None:
     assert len(str(refused.value)) < 600
 
 
+@pytest.mark.parametrize(
+    "config",
+    [
+        GPTQ_4 | {"backend": "auto", "hyb_act": False, "v2": False, "v2_alpha": 0.25},
+        GPTQ_4 | {"awq_gemm_checkpoint": False},
+        AWQ_4 | {"checkpoint_format": "gemm", "pack_dtype": "int32", "desc_act": False},
+    ],
+)
+def test_what_quantizers_note_of_their_work_changes_nothing(config: Any) -> None:
+    """By transformers 5, GPTQModel and AutoGPTQ."""
+    assert parse_scheme(config) is not None
+
+
 def test_every_method_that_runs_is_parsed() -> None:
     methods = [config["quant_method"] for config, _ in CASES.values()]
     assert {*methods, "mxfp4"} == METHODS.keys()
@@ -167,6 +180,21 @@ def test_every_method_that_runs_is_parsed() -> None:
             True,
         ),
         (GPTQ_4 | {"dynamic": {"-:.*q_proj": {}}}, "model.layers.3.q_proj", False),
+        # names in a model with images, as quantizers and files have them
+        *(
+            (GPTQ_4 | {"dynamic": {rf"-:{where}\.layers\.3\.": {}}}, module, is_other)
+            for where in (r"language_model\.model", r"model\.language_model", "model")
+            for module, is_other in (
+                ("model.layers.3.q_proj", False),
+                ("model.layers.13.q_proj", True),
+            )
+        ),
+        (
+            with_group(targets=["language_model.model.layers.3.mlp.up_proj"]),
+            "model.layers.3.mlp.up_proj",
+            True,
+        ),
+        (W4A16 | {"ignore": ["language_model.lm_head"]}, "lm_head", False),
         (GPTQ_4 | {"dynamic": {"q_proj": {"bits": 8}}}, "model.layers.3.q_proj", True),
     ],
 )

@@ -25,7 +25,9 @@ class Layout:
     added: float = 0.0  # to each value
 
     def to_outputs_first(self, stored: torch.Tensor) -> torch.Tensor:
-        """Return a view of what is stored, outputs first."""
+        """Return what is stored, outputs first: a view, or with what is added."""
+        if self.added:
+            return stored + self.added
         if self.is_row:
             return stored[0]
         return stored.mT if self.is_transposed and stored.dim() > 1 else stored

@@ -13,6 +13,8 @@ from fminfer.core.errors import CheckpointError
 
 Value = TypeVar("Value")
 MOST_SIZE = 1 << 20  # outputs or inputs that share a scale
+# What the paths of a text model begin with, if it is a part of another or not.
+_PREFIX = re.compile(r"((model|language_model)\.)+")
 REMEDY = (
     "Take the model in 16 bits, as a GGUF file, or quantized as docs/models.md lists"
 )
@@ -127,7 +129,11 @@ class ModuleRules:
 
     def match(self, module: str) -> bool:
         """Tell whether a module, by its path, is one of them or lies in one."""
-        if any(pattern.match(module) for pattern in self.patterns):
+        # as it is, and as a part of a model with images
+        core = _PREFIX.sub("", module, count=1)
+        wheres = ("language_model.", "language_model.model.", "model.language_model.")
+        names = (module, *(where + core for where in wheres))
+        if any(pattern.match(name) for pattern in self.patterns for name in names):
             return True
         parts = module.split(".") if self.paths else []
         ends = combinations(range(len(parts) + 1), 2)
@@ -149,7 +155,7 @@ def make_rules(names: Iterable[object], path: str) -> ModuleRules:
         elif "*" in name:
             patterns.append(compile_pattern(rf"(?:{name})(?:\.|$)", path))
         else:
-            paths.add(name.removesuffix(".weight"))
+            paths.add(_PREFIX.sub("", name.removesuffix(".weight"), count=1))
     return ModuleRules(frozenset(paths), tuple(patterns))
 
 

@@ -48,13 +48,14 @@ REFUSED = {
 }
 # What a quantizer notes of its work, and what tells other engines how to compute.
 HARMLESS = """
-    act_group_aware autoround_version batch_size block_name_to_quantize cache_block_outputs
-    damp_auto_increment damp_percent dataset dequantize disable_exllama do_fuse
-    exllama_config fuse_max_seq_len global_compression_ratio iters max_input_length meta
+    act_group_aware autoround_version awq_gemm_checkpoint backend batch_size
+    block_name_to_quantize cache_block_outputs damp_auto_increment damp_percent dataset
+    dequantize disable_exllama do_fuse exllama_config fuse_max_seq_len
+    global_compression_ratio hyb_act iters max_input_length meta
     model_file_base_name model_name_or_path model_seqlen module_name_preceding_first_block
     modules_in_block_to_quantize modules_to_fuse mse nsamples pad_token_id
     quantization_status quantizer run_compressed seqlen static_groups sym tokenizer
-    true_sequential uri use_cuda_fp16 use_exllama use_optimized_inference
+    true_sequential uri use_cuda_fp16 use_exllama use_optimized_inference v2 v2_alpha
 """
 KV_CACHE = (
     "scales for a KV cache in 8 bits are not applied; take the model without them"
@@ -155,8 +156,10 @@ def _read_gptq_numbers(fields: QuantizationFields, default: WholeScheme) -> Whol
 def _parse_awq(fields: QuantizationFields) -> Scheme:
     if fields.find("backend") == "llm-awq":
         raise fields.refusal_error("backend", "numbers lie in the order of its kernels")
-    for name in ("version", "format"):
+    for name in ("version", "format", "checkpoint_format"):
         fields.choose(name, ("gemm", "GEMM"), "gemm")
+    fields.choose("pack_dtype", ("int32",), "int32")
+    fields.choose("desc_act", (False,), False)
     fields.choose("zero_point", (True, False), True)  # zeros are stored in any case
     fields.refuse("lm_head", "its head is in floats")
     spec = WholeScheme(

@@ -189,7 +189,8 @@ class WholeReader:
         zeros = self._unpack_zeros(None if zeros_name is None else stored[zeros_name])
         groups = torch.arange(self.shape[1], dtype=torch.int32) // self.group
         order_name = by_leaf.get(layout.order_name)
-        if order_name is not None:
+        # compressed-tensors writes -1 where no order was found, as of experts without tokens
+        if order_name is not None and not (stored[order_name] == -1).all():
             groups = self._check_groups(order_name, stored[order_name], groups)
         numbers = layout.numbers.unpack(
             stored[by_leaf[layout.numbers_name]], self.shape, self.scheme.bits
