@@ -10,9 +10,10 @@ from fminfer.models.families.tensor_names import AS_STORED
 from fminfer.models.origins import Origin, StoredModel
 from fminfer.models.sharding import WHOLE
 
-# in place: it is used where it lies in its mapped file. apart: several stored matrices, which
-# kernels multiply where they lie, and others join. copied, joined: of one stored tensor, or of
-# several. converted: it is held in another format than it is stored in.
+# in place: it is used where it lies in its mapped file.
+# apart: it is several stored matrices. Kernels multiply them where they lie; others join them.
+# copied, joined: it is made of one stored tensor, or of several.
+# converted: it is held in another format than it is stored in.
 Arrival = Literal["in place", "apart", "copied", "joined", "converted"]
 
 

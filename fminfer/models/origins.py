@@ -1,6 +1,7 @@
 """Finds the stored tensors that each of ours is made of, by the headers of weight files.
 
-A tensor that is missing, left over or misshapen is refused by name. No values are read.
+A tensor that is missing, left over or misshapen is refused by name. No values are read, but
+biases of GPTQ that a model does not have: they must be 0.
 """
 
 from __future__ import annotations
@@ -165,7 +166,7 @@ def _check_zero_biases(
         name for o in origins.values() for piece in o.pieces for name in piece.stored
     }
     left_out = checkpoint.architecture.left_out
-    for name in files.types.keys() - used:
+    for name in sorted(files.types.keys() - used):
         is_of_model = name.endswith(".bias") and not is_ignored(name, left_out)
         if is_of_model and files.read(name).float().any():
             raise CheckpointError(
@@ -280,8 +281,9 @@ def _assume_stored_model(checkpoint: Checkpoint, folder: Path) -> StoredModel | 
         for name, spec in model_specs(checkpoint.model).items()
     }
     stored = (n for each in origins.values() for p in each.pieces for n in p.stored)
-    type_name = next(name for name in FLOATS if DTYPES[name] == dtype)
-    types = dict.fromkeys(stored, type_name)
+    names_of_types = {each: name for name, each in DTYPES.items()}
+    # a config may name any type; what is stored in one that no weight has is refused later
+    types = dict.fromkeys(stored, names_of_types.get(dtype, "F32"))
     return StoredModel(origins, types, files=None, tied=frozenset())
 
 

@@ -13,6 +13,7 @@ import pytest
 
 from fminfer.core.config import EngineConfig, ModelOptions
 from fminfer.models.checkpoint import open_checkpoint
+from fminfer.models.origins import find_stored_model
 from fminfer.models.tensor_specs import model_specs
 from fminfer.plan.machine_facts import Machine, find_machine
 from fminfer.plan.planning import make_plan
@@ -173,3 +174,19 @@ def test_a_config_alone_says_what_a_model_takes(name: str, tmp_path: Path) -> No
 
     _, _, _, least, most = SHAPES[name]
     assert least <= held / 1e9 <= most
+
+
+@pytest.mark.parametrize("dtype", ["float8_e4m3fn", "int8", "float16", "float64"])
+def test_a_config_may_name_any_type(dtype: str, tmp_path: Path) -> None:
+    """A type that no weight has ended a forecast without files in a StopIteration."""
+    _, fields = PUBLISHED["meta-llama/Llama-3.1-8B"]
+    tmp_path.joinpath("config.json").write_text(
+        json.dumps(fields | {"torch_dtype": dtype})
+    )
+    checkpoint = open_checkpoint(
+        str(tmp_path), ModelOptions(skip_tokenizer_init=True), has_weights=False
+    )
+
+    stored = find_stored_model(checkpoint)
+
+    assert stored is not None and stored.list_formats()
